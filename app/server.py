@@ -95,7 +95,7 @@ def serve(settings: Settings, listener: socket.socket) -> None:
     from app.main import create_app
 
     log_setup.set_up(settings.log_format)
-    refuse_older_database(settings)
+    check_schema_version(settings)
     info_file = make_private_folder(settings.home / "run") / "api.json"
     write_private_json(info_file, {"url": base_url(listener), "pid": os.getpid()})
     server = Server(
@@ -122,12 +122,12 @@ def serve(settings: Settings, listener: socket.socket) -> None:
         raise SetupError("The API did not start; the lines above say why.")
 
 
-def refuse_older_database(settings: Settings) -> None:
+def check_schema_version(settings: Settings) -> None:
     """Check the schema's revision: raises `SetupError` if it is too old; an unreachable database is not an error."""
     engine = sync_engine(settings.database_url or "", pool_size=0, name="anneal-start")
     try:
         with engine.connect() as connection:
-            older = migrate.too_old(migrate.current(connection))
+            older = migrate.schema_error(migrate.current(connection))
     except SQLAlchemyError as error:
         if not is_away(error):
             raise

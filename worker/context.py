@@ -115,7 +115,7 @@ class WorkerContext:
         )
         return True
 
-    def take_no_more(self) -> None:
+    def stop_claiming(self) -> None:
         """Take no more runs; current runs finish."""
         self.closing.set()
         self._notebook.update(draining=True)
@@ -179,7 +179,7 @@ class WorkerContext:
     def _try_register(self) -> bool:
         try:
             with self.engine.begin() as connection:
-                if older := migrate.too_old(migrate.current(connection)):
+                if older := migrate.schema_error(migrate.current(connection)):
                     raise SetupError(older)
                 registration.release_dead(connection, self.name)
                 connection.execute(registry.delete_old(older_than_days=30))

@@ -8,7 +8,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from app.contracts.stop import StopRequest
 from app.contracts.trainer import ActionRequest, ControlMessage
-from app.infra.log_setup import in_this_context
+from app.infra.log_setup import with_current_context
 from app.runs.state import machine
 from worker.context import WorkerContext
 from worker.process.training_process import TrainingProcess
@@ -43,7 +43,7 @@ class Lease:
         self._process: TrainingProcess | None = None
         self._now = threading.Event()
         self._over = False
-        self._thread = threading.Thread(target=in_this_context(self._keep), name=f"lease {run_id}", daemon=True)
+        self._thread = threading.Thread(target=with_current_context(self._keep), name=f"lease {run_id}", daemon=True)
 
     def __enter__(self) -> "Lease":
         self._host.hold(self)

@@ -56,7 +56,7 @@ class SignalHandler:
             for number in os.read(self._reading, 64):
                 if number == DRAIN_SIGNAL:
                     log.info("draining: no further run is taken, current runs finish")
-                    host.take_no_more()
+                    host.stop_claiming()
                 elif deadline is None:
                     log.info("shutting down: trainers save, runs are released")
                     host.drain()

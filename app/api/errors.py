@@ -91,7 +91,7 @@ def database_unavailable() -> ApiError:
     )
 
 
-def took_too_long() -> ApiError:
+def statement_timeout() -> ApiError:
     """Create a 503 error for a statement that PostgreSQL cancelled at its timeout: the database is up, but too slow."""
     return ApiError(
         503,
@@ -108,7 +108,7 @@ def as_api_error(error: BaseException) -> ApiError | None:
     if isinstance(original, psycopg.errors.DiskFull):
         return disk_full()
     if isinstance(original, psycopg.errors.QueryCanceled):
-        return took_too_long()
+        return statement_timeout()
     if is_away(error):
         return database_unavailable()
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -68,7 +68,7 @@ async def _database(engine: AsyncEngine) -> FieldError | str:
         return FieldError(
             field="database", code="unreachable", message="The database does not answer; start it and try again."
         )
-    older = migrate.too_old(revision)
+    older = migrate.schema_error(revision)
     return FieldError(field="migrations", code="not_at_head", message=older) if older else revision
 
 

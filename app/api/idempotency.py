@@ -25,7 +25,7 @@ class Idempotency:
         return cls(key, hashlib.sha256(call.encode() + b"\0" + body).hexdigest())
 
 
-def key_reused(made: str) -> ApiError:
+def idempotency_key_reused(made: str) -> ApiError:
     """Build a 422 for an idempotency key that was used before with a different request."""
     return ApiError(
         422,

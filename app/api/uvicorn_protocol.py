@@ -6,9 +6,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_SECONDS = 20.0
 """Seconds from the connection, or the first byte of a further request, to the end of its headers."""
-REST_SECONDS = 30.0
+UNREAD_BODY_SECONDS = 30.0
 """Seconds a client may continue to send a body that was already answered, such as a rejected upload."""
-MOST_HEAD_BYTES = 64 * 1024
+MAX_HEADER_BYTES = 64 * 1024
 
 
 class Protocol(HttpToolsProtocol):
@@ -30,8 +30,8 @@ class Protocol(HttpToolsProtocol):
         if self._in_head:
             self._head_bytes += len(data)
         super().data_received(data)
-        if self._in_head and self._head_bytes > MOST_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"The headers of a request may have at most {MOST_HEAD_BYTES:,} bytes.")
+        if self._in_head and self._head_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"The headers of a request may have at most {MAX_HEADER_BYTES:,} bytes.")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -51,7 +51,7 @@ class Protocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.cycle is not None and self.cycle.more_body and self._timer is None:
-            self._abort_after(REST_SECONDS)
+            self._abort_after(UNREAD_BODY_SECONDS)
 
     def _abort_after(self, seconds: float) -> None:
         self._timer = self.loop.call_later(seconds, self.transport.abort)

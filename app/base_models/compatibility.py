@@ -10,7 +10,7 @@ from app.estimator.architecture import UnknownArchitecture, impossible_size, rea
 from app.estimator.parameters import modules
 
 
-def conflicts(
+def model_conflicts(
     folder: Path, config: Mapping[str, Any], given: Set[str], *, needs_weights: bool = True
 ) -> list[BaseModelError]:
     """Return settings that a local model does not support, judged by its files before anything is started.

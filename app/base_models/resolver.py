@@ -27,7 +27,7 @@ class BaseModelError(ValueError):
         self.message = message
 
 
-class Located(TypedDict):
+class ModelLocation(TypedDict):
     """Location of a base model: its name as the user wrote it, and either a folder or a hub name with a revision."""
 
     name: str
@@ -52,7 +52,7 @@ def locate(
     name: str,
     output_attempt_of_base_run: int | None,
     revision: str | None = None,
-) -> Located:
+) -> ModelLocation:
     """Locate the model: the output of a run, else a folder below the models root, else a hub model.
 
     `output_attempt_of_base_run` is the `output_attempt` of the run that `name` refers to, None for other names.
@@ -69,7 +69,7 @@ def locate(
                 "model_not_found",
                 f"The output of run {name} is missing from the storage; resume that run to create it again.",
             )
-        return Located(name=name, path=str(folder), hub=None, revision=None)
+        return ModelLocation(name=name, path=str(folder), hub=None, revision=None)
     _check_allowed(settings, name)
     folder = _below(settings.models_folder, name)
     if folder.is_dir():
@@ -79,8 +79,8 @@ def locate(
                 f"The folder {name!r} below the models root contains neither config.json nor "
                 "adapter_config.json; put a model in Hugging Face format there.",
             )
-        return Located(name=name, path=str(folder), hub=None, revision=None)
-    return Located(name=name, path=None, hub=_hub_name(settings, name), revision=revision)
+        return ModelLocation(name=name, path=str(folder), hub=None, revision=None)
+    return ModelLocation(name=name, path=None, hub=_hub_name(settings, name), revision=revision)
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:

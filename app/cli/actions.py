@@ -4,14 +4,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from app.cli.console import After, AsJson, Limit, connected, details, document, fail, listing, note, noun, page
+from app.cli.console import After, AsJson, Limit, command_group, connected, details, document, fail, listing, note, page
 
 if TYPE_CHECKING:
     from app.client.actions import Name
     from app.client.client import Anneal
     from app.contracts.schemas.actions import ActionRead
 
-commands = noun("Actions on a running run. Example: `anneal actions checkpoint --wait run_…`.")
+commands = command_group("Actions on a running run. Example: `anneal actions checkpoint --wait run_…`.")
 
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="Run id, as listed by `anneal runs list`.")]
 Wait = Annotated[

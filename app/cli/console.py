@@ -24,7 +24,7 @@ _PATIENCE = 8.0
 _WIDEST_CELL = 80
 
 
-def noun(help: str) -> typer.Typer:
+def command_group(help: str) -> typer.Typer:
     """Create the Typer group for one noun."""
     return typer.Typer(help=help, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -65,7 +65,7 @@ def plain_errors() -> Iterator[None]:
 
 
 @contextmanager
-def option_told(code: str, sentence: str) -> Iterator[None]:
+def option_hint(code: str, sentence: str) -> Iterator[None]:
     """Append to errors with this code a sentence that names the matching command-line option."""
     from app.client.errors import AnnealError
 
@@ -121,7 +121,7 @@ def listing(
     if as_json:
         document({"data": [_plain(item) for item in items], "has_more": has_more})
         return
-    table(columns, [[_cut(shown(cell)) for cell in row] for row in rows])
+    table(columns, [[_cut(attempt_path_text(cell)) for cell in row] for row in rows])
     if has_more:
         note(f"There are more. Use --after {getattr(items[-1], 'id', '')} for the next page, or a higher --limit.")
 
@@ -156,10 +156,10 @@ def details(pairs: Mapping[str, Any]) -> None:
     width = max(len(name) for name in pairs)
     for name, value in pairs.items():
         if value is not None and value != "" and value != []:
-            typer.echo(f"{name.ljust(width)}  {shown(value)}")
+            typer.echo(f"{name.ljust(width)}  {attempt_path_text(value)}")
 
 
-def shown(value: Any) -> str:
+def attempt_path_text(value: Any) -> str:
     """Format a value for people."""
     if value is None:
         return "-"
@@ -168,7 +168,7 @@ def shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list | tuple):
-        return ", ".join(shown(item) for item in value)
+        return ", ".join(attempt_path_text(item) for item in value)
     if isinstance(value, dict):
         return json.dumps(value, ensure_ascii=False)
     return str(value)

@@ -10,6 +10,7 @@ from app.cli.console import (
     After,
     AsJson,
     Limit,
+    command_group,
     connected,
     deleted,
     details,
@@ -17,7 +18,6 @@ from app.cli.console import (
     fail,
     listing,
     note,
-    noun,
     page,
     size,
     transfer,
@@ -26,7 +26,7 @@ from app.cli.console import (
 if TYPE_CHECKING:
     from app.contracts.schemas.datasets import DatasetView
 
-commands = noun("Datasets: files of training rows. Example: `anneal datasets upload chats.jsonl`.")
+commands = command_group("Datasets: files of training rows. Example: `anneal datasets upload chats.jsonl`.")
 
 DatasetId = Annotated[str, typer.Argument(metavar="DATASET", help="Dataset id, as listed by `anneal datasets list`.")]
 

@@ -47,7 +47,7 @@ def _setting_error(error: "ValidationError") -> str:
     )
 
 
-def given_settings() -> "Settings":
+def environment_settings() -> "Settings":
     """Return the settings from the environment."""
     from app.config import get_settings
 
@@ -58,4 +58,4 @@ def settings_with_urls() -> "Settings":
     """Return the settings with URLs, using those of the running `anneal up` where none are set."""
     from app.infra.server_urls import resolve_urls
 
-    return resolve_urls(given_settings())
+    return resolve_urls(environment_settings())

@@ -4,9 +4,21 @@ from typing import Annotated
 
 import typer
 
-from app.cli.console import After, AsJson, Limit, connected, deleted, details, document, listing, note, noun, page
+from app.cli.console import (
+    After,
+    AsJson,
+    Limit,
+    command_group,
+    connected,
+    deleted,
+    details,
+    document,
+    listing,
+    note,
+    page,
+)
 
-commands = noun("Experiments: groups of runs. Example: `anneal experiments create docstrings`.")
+commands = command_group("Experiments: groups of runs. Example: `anneal experiments create docstrings`.")
 
 ExperimentId = Annotated[
     str, typer.Argument(metavar="EXPERIMENT", help="Experiment id, as listed by `anneal experiments list`.")

@@ -35,7 +35,7 @@ def set_secret(
             value = typer.prompt(name, hide_input=True) if sys.stdin.isatty() else sys.stdin.read(8192).rstrip("\r\n")
             store.check(name, value)
             with sync_engine(settings.database_url or "", pool_size=0, name="anneal-secrets").begin() as connection:
-                keyring = store.for_sealing(connection, settings)
+                keyring = store.encryption_keyring(connection, settings)
                 connection.execute(store.put(keyring, name, value, None))
                 connection.execute(command_entry("secrets set", name))
         except UnicodeDecodeError:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from app.cli.console import AsJson, document, note
-from app.cli.errors import given_settings, plain_errors, settings_with_urls
+from app.cli.errors import environment_settings, plain_errors, settings_with_urls
 from app.infra.errors import SetupError
 
 
@@ -21,7 +21,7 @@ def up() -> None:
     from app.standalone.supervisor import Up
 
     with plain_errors():
-        raise typer.Exit(Up(given_settings(), typer.echo).run())
+        raise typer.Exit(Up(environment_settings(), typer.echo).run())
 
 
 def api(
@@ -65,7 +65,7 @@ def worker(
         if drain:
             from app.standalone.drain import drain as drain_workers
 
-            raise typer.Exit(drain_workers(given_settings(), timeout))
+            raise typer.Exit(drain_workers(environment_settings(), timeout))
         if timeout is not None:
             raise SetupError(
                 "--timeout requires --drain: it is the time after which the remaining runs are saved and released."
@@ -84,7 +84,7 @@ def migrate(as_json: AsJson = False) -> None:
     from app.tables.migrate import head, upgrade
 
     with plain_errors():
-        settings = given_settings()
+        settings = environment_settings()
         before, after = upgrade(settings if settings.database_url else resolve_urls(settings), note)
     if as_json:
         document({"before": before or None, "after": after})

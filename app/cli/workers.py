@@ -1,8 +1,8 @@
 """Commands of `anneal workers`."""
 
-from app.cli.console import After, AsJson, Limit, connected, listing, noun, page
+from app.cli.console import After, AsJson, Limit, command_group, connected, listing, page
 
-commands = noun("Workers: the processes that execute runs. Example: `anneal workers list`.")
+commands = command_group("Workers: the processes that execute runs. Example: `anneal workers list`.")
 
 
 @commands.callback()

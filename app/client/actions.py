@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Literal
 
-from app.client.api_resource import ApiResource, given
+from app.client.api_resource import ApiResource, without_none
 from app.client.sync_async import M, call, stream
 from app.contracts.schemas.actions import ActionRead
 
@@ -36,7 +36,7 @@ class Actions(ApiResource[M]):
         `set_learning_rate` (learning_rate) and `extend` (max_steps or epochs). The run performs the action at the end
         of a step; the result is in an `action` event and in `get`.
         """
-        asked = given(
+        asked = without_none(
             pin=pin, prompts=prompts, max_new_tokens=max_new_tokens, temperature=temperature,
             learning_rate=learning_rate, max_steps=max_steps, epochs=epochs,
         )  # fmt: skip

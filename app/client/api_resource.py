@@ -40,11 +40,11 @@ class ApiResource(Resource[M]):
         return parse_response(model, await self._session.request("PATCH", path, json=body))
 
 
-def given(**values: Any) -> dict[str, Any]:
+def without_none(**values: Any) -> dict[str, Any]:
     """Return the values that are not None."""
     return {name: value for name, value in values.items() if value is not None}
 
 
-def body_of(value: BaseModel | Mapping[str, Any]) -> Mapping[str, Any]:
+def request_body(value: BaseModel | Mapping[str, Any]) -> Mapping[str, Any]:
     """Return only the fields that the caller set; the service applies the defaults."""
     return value.model_dump(mode="json", exclude_unset=True) if isinstance(value, BaseModel) else value

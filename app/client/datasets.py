@@ -12,7 +12,7 @@ from typing import BinaryIO, cast
 
 import httpx
 
-from app.client.api_resource import ApiResource, given
+from app.client.api_resource import ApiResource, without_none
 from app.client.sync_async import M, call, stream
 from app.client.transport import parse_response
 from app.contracts.schemas.datasets import DatasetSummary, DatasetView
@@ -43,7 +43,7 @@ class Datasets(ApiResource[M]):
         columns of the dataset format to those of the file. `tokenizer` names the model whose tokenizer counts tokens.
         `told` is called with the number of bytes sent so far.
         """
-        fields = given(
+        fields = without_none(
             name=name, format=format, file_format=file_format, tokenizer=tokenizer,
             columns=None if columns is None else json.dumps(dict(columns)),
         )  # fmt: skip
@@ -70,7 +70,7 @@ class Datasets(ApiResource[M]):
         idempotency_key: str | None = None,
     ) -> DatasetView:
         """Import a split (default `train`) of the dataset `owner/name` from the Hugging Face Hub."""
-        body = given(
+        body = without_none(
             hub=hub, split=split, subset=subset, revision=revision, name=name, format=format, columns=columns,
             tokenizer=tokenizer,
         )  # fmt: skip

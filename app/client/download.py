@@ -13,11 +13,16 @@ from app.client.errors import AnnealError
 from app.client.transport import Backoff, Session
 from app.contracts.schemas.artifacts import Artifact
 
-Told = Callable[[str, int, int], None]
+ProgressCallback = Callable[[str, int, int], None]
 
 
 async def download(
-    session: Session, run_id: str, artifacts: list[Artifact], folder: Path, paths: Sequence[str], told: Told | None
+    session: Session,
+    run_id: str,
+    artifacts: list[Artifact],
+    folder: Path,
+    paths: Sequence[str],
+    told: ProgressCallback | None,
 ) -> Path:
     """Download files of a run into `folder`.
 
@@ -40,7 +45,9 @@ async def download(
     return folder
 
 
-async def _fetch(session: Session, path: str, part: Path, artifact: Artifact, on_progress: Told | None) -> None:
+async def _fetch(
+    session: Session, path: str, part: Path, artifact: Artifact, on_progress: ProgressCallback | None
+) -> None:
     """Download the missing part of one file; after a lost connection, continue from the last byte."""
     backoff = Backoff()
     heard = time.monotonic()
@@ -62,7 +69,7 @@ async def _fetch(session: Session, path: str, part: Path, artifact: Artifact, on
                     heard = time.monotonic()
                     backoff.reset()
                 wait = backoff.next(error.retry_after)
-                if not error.is_passing or time.monotonic() - heard + wait > session.patience:
+                if not error.is_transient or time.monotonic() - heard + wait > session.patience:
                     raise
                 await session.transport.pause(wait)
         if on_progress:
@@ -70,7 +77,7 @@ async def _fetch(session: Session, path: str, part: Path, artifact: Artifact, on
 
 
 async def _append(
-    session: Session, path: str, file: BinaryIO, there: int, artifact: Artifact, on_progress: Told | None
+    session: Session, path: str, file: BinaryIO, there: int, artifact: Artifact, on_progress: ProgressCallback | None
 ) -> None:
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={there}-"} if there else {})
     response = await session.attempt(session.transport.build("GET", path, headers=headers))

@@ -36,7 +36,7 @@ class AnnealError(Exception):
         self.retry_after = retry_after
 
     @property
-    def is_passing(self) -> bool:
+    def is_transient(self) -> bool:
         """True if the error is transient and a retry may succeed."""
         return self.status in _PASSING or self.code in ("unreachable", "connection_lost")
 

@@ -60,7 +60,7 @@ class Follower:
             except AnnealError as error:
                 if self._progressed:
                     heard = time.monotonic()
-                if not error.is_passing or time.monotonic() - heard > patience:
+                if not error.is_transient or time.monotonic() - heard > patience:
                     raise
                 if not self._progressed and not warned:
                     # Once per outage; without a logging configuration, Python prints warnings on standard error.

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from app.client.api_resource import ApiResource, given
+from app.client.api_resource import ApiResource, without_none
 from app.client.sync_async import M, call, stream
 from app.contracts.schemas.experiments import ExperimentSummary, ExperimentView
 
@@ -16,7 +16,7 @@ class Experiments(ApiResource[M]):
         self, name: str, *, description: str | None = None, tags: Sequence[str] | None = None
     ) -> ExperimentView:
         """Create an experiment."""
-        body = given(name=name, description=description, tags=tags)
+        body = without_none(name=name, description=description, tags=tags)
         return await self._session.post(ExperimentView, "/experiments", body)
 
     @stream
@@ -41,7 +41,7 @@ class Experiments(ApiResource[M]):
         tags: Sequence[str] | None = None,
     ) -> ExperimentView:
         """Change the name, description or tags of an experiment."""
-        body = given(name=name, description=description, tags=tags)
+        body = without_none(name=name, description=description, tags=tags)
         return await self._patch(ExperimentView, f"/experiments/{experiment_id}", body)
 
     @call

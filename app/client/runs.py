@@ -6,7 +6,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Literal
 
-from app.client.api_resource import ApiResource, body_of, given
+from app.client.api_resource import ApiResource, request_body, without_none
 from app.client.download import download
 from app.client.event_stream import Follower
 from app.client.sync_async import M, call, stream
@@ -31,12 +31,12 @@ class Runs(ApiResource[M]):
 
         `run` is the body of `POST /v1/runs`: `dataset_id`, `config` and optional fields.
         """
-        return await self._session.post(RunRead, "/runs", body_of(run), key=idempotency_key or str(uuid.uuid4()))
+        return await self._session.post(RunRead, "/runs", request_body(run), key=idempotency_key or str(uuid.uuid4()))
 
     @call
     async def validate(self, run: RunCreate | Mapping[str, Any]) -> RunCheck:
         """Validate a run without creating it; return the errors and the resolved configuration."""
-        return await self._session.post(RunCheck, "/runs/validate", body_of(run), repeatable=True)
+        return await self._session.post(RunCheck, "/runs/validate", request_body(run), repeatable=True)
 
     @call
     async def estimate(
@@ -49,8 +49,8 @@ class Runs(ApiResource[M]):
         with `probe_run_id`.
         """
         if not probe:
-            return await self._session.post(Estimated, "/runs/estimate", body_of(run), repeatable=True)
-        key, body = str(uuid.uuid4()), {**body_of(run), "probe": True}
+            return await self._session.post(Estimated, "/runs/estimate", request_body(run), repeatable=True)
+        key, body = str(uuid.uuid4()), {**request_body(run), "probe": True}
         found = await self._session.post(Estimated, "/runs/estimate", body, key=key)
         if not wait:
             return found
@@ -104,7 +104,7 @@ class Runs(ApiResource[M]):
         self, run_id: str, *, name: str | None = None, tags: Sequence[str] | None = None, pinned: bool | None = None
     ) -> RunRead:
         """Change the name or tags of a run, or pin it so that it is not deleted."""
-        return await self._patch(RunRead, f"/runs/{run_id}", given(name=name, tags=tags, pinned=pinned))
+        return await self._patch(RunRead, f"/runs/{run_id}", without_none(name=name, tags=tags, pinned=pinned))
 
     @call
     async def delete(self, run_id: str) -> None:
@@ -121,7 +121,7 @@ class Runs(ApiResource[M]):
         of the epoch first), `best` (end at once, to resume from the best checkpoint) and `discard` (save nothing).
         `save_checkpoint=False` is the same as `discard`.
         """
-        body = given(mode=mode, save_checkpoint=save_checkpoint)
+        body = without_none(mode=mode, save_checkpoint=save_checkpoint)
         return await self._session.post(RunStopped, f"/runs/{run_id}/stop", body, repeatable=True)
 
     @call
@@ -135,7 +135,7 @@ class Runs(ApiResource[M]):
         idempotency_key: str | None = None,
     ) -> RunRead:
         """Create a run that resumes from a checkpoint of this one (default: the newest), with changes from `config`."""
-        body = given(checkpoint_id=checkpoint_id, config=config) | ({"from": "start"} if from_start else {})
+        body = without_none(checkpoint_id=checkpoint_id, config=config) | ({"from": "start"} if from_start else {})
         key = idempotency_key or str(uuid.uuid4())
         return await self._session.post(RunRead, f"/runs/{run_id}/resume", body, key=key)
 
@@ -155,7 +155,7 @@ class Runs(ApiResource[M]):
         data. `types` selects event types; `end` is always included. With `follow=False`, yield the stored events only.
         """
         wanted = types if types is None or isinstance(types, str) else ",".join(types)
-        params = given(after=after or None, types=wanted) | ({} if follow else {"follow": "false"})
+        params = without_none(after=after or None, types=wanted) | ({} if follow else {"follow": "false"})
         until = None if follow else (await self._session.get(RunRead, f"/runs/{run_id}")).last_seq
         follower = Follower(self._session, f"/runs/{run_id}/events", params, after=after, whole=wanted is None)
         async with aclosing(follower.follow(patience, until)) as events:
@@ -177,7 +177,7 @@ class Runs(ApiResource[M]):
         `tail` starts with the last lines. `grep` selects lines that contain this text. With `follow=False`, yield the
         stored lines only.
         """
-        params = given(tail=tail, grep=grep, follow="true" if follow else None)
+        params = without_none(tail=tail, grep=grep, follow="true" if follow else None)
         until = None if follow else (await self._session.get(RunRead, f"/runs/{run_id}")).last_seq
         follower = Follower(self._session, f"/runs/{run_id}/logs", params, after=None, whole=False)
         async with aclosing(follower.follow(patience, until)) as events:

@@ -48,7 +48,7 @@ class call(Generic[P, T]):
         bound = self._function.__get__(resource)
         if resource.is_async:
             return bound
-        return functools.wraps(bound)(lambda *args, **named: run_at_once(bound(*args, **named)))
+        return functools.wraps(bound)(lambda *args, **named: run_sync(bound(*args, **named)))
 
 
 class stream(Generic[P, T]):
@@ -73,7 +73,7 @@ class stream(Generic[P, T]):
         return functools.wraps(bound)(lambda *args, **named: _iterate(bound(*args, **named)))
 
 
-def run_at_once(coroutine: Coroutine[Any, Any, T]) -> T:
+def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine that never suspends, and return its result."""
     try:
         coroutine.send(None)
@@ -88,9 +88,9 @@ def _iterate(generator: AsyncGenerator[T]) -> Iterator[T]:
     try:
         while True:
             try:
-                item = run_at_once(generator.__anext__())
+                item = run_sync(generator.__anext__())
             except StopAsyncIteration:
                 return
             yield item
     finally:
-        run_at_once(generator.aclose())
+        run_sync(generator.aclose())

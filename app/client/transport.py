@@ -171,7 +171,7 @@ class Session:
                 now = time.monotonic()
                 failing_since = now if failing_since is None else failing_since
                 wait = backoff.next(error.retry_after)
-                may_repeat = (error.is_passing and repeatable) or error.code == "unreachable"
+                may_repeat = (error.is_transient and repeatable) or error.code == "unreachable"
                 if not may_repeat or now + wait - failing_since > self.patience:
                     raise
             await self.transport.pause(wait)

@@ -55,7 +55,7 @@ class Plugin(BaseModel):
         return self
 
 
-def named(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def named_plugins(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield field, kind and name of each plugin that a configuration names; malformed entries are skipped."""
     extra = config.get("extra")
     extra = extra if isinstance(extra, Mapping) else {}
@@ -72,20 +72,20 @@ def named(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             yield f"{field}.name", "reward", reward["name"]
 
 
-def makes_rates(config: Mapping[str, Any]) -> bool:
+def controls_learning_rate(config: Mapping[str, Any]) -> bool:
     """Return True if a plugin determines the learning rates."""
     extra = config.get("extra") or {}
     return extra.get("optimizer") is not None or extra.get("scheduler") is not None
 
 
-def has_copies(config: Mapping[str, Any]) -> bool:
+def has_replicas(config: Mapping[str, Any]) -> bool:
     """Return True if checkpoints that are missing from their folder may have a replica elsewhere."""
     return (config.get("extra") or {}).get("checkpoint_engine") is not None
 
 
-def doubled(config: Mapping[str, Any], given: set[str]) -> Iterator[tuple[str, str]]:
+def replaced_fields(config: Mapping[str, Any], given: set[str]) -> Iterator[tuple[str, str]]:
     """Yield fields that were set although a plugin replaces them, with an error message."""
-    for field, kind, name in named(config):
+    for field, kind, name in named_plugins(config):
         for replaced in _REPLACES.get(kind, ()):
             if replaced in given:
                 yield (

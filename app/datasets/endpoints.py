@@ -55,7 +55,7 @@ async def upload_dataset(
         around = sources.ImportContext(sessions, settings, storage, folder)
         received = await sources.receive(around, request.headers.get("content-type", ""), request.stream())
         idempotency = Idempotency.of(idempotency_key, "/v1/datasets", received.digest.encode())
-        dataset = await service.keep(sessions, storage, received, caller.key_id, idempotency, call_of(request.scope))
+        dataset = await service.store(sessions, storage, received, caller.key_id, idempotency, call_of(request.scope))
     response.headers["Location"] = f"/v1/datasets/{dataset.id}"
     return DatasetView.model_validate(dataset)
 

@@ -43,13 +43,13 @@ def detect(columns: Iterable[str]) -> str:
     )
 
 
-def checked(format: str, row: Row) -> Row:
+def validate_row(format: str, row: Row) -> Row:
     """Validate a row and return it in its stored form, which is `row` itself unless converted; raises `BadRow`."""
     return _CHECKS[format](row)
 
 
 def sequences_of(format: str, row: Row) -> Iterator[Iterator[str]]:
-    """Yield the texts of each sequence of a row that `checked` returned, without a chat template.
+    """Yield the texts of each sequence of a row that `validate_row` returned, without a chat template.
 
     A preference pair has two sequences, each with the prompt before its answer.
     """
@@ -219,11 +219,11 @@ _READ: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 """Columns that make up each sequence, by format."""
 FORMATS = tuple(_CHECKS)
-NEEDED = frozenset[str]().union(*(needed for choices in _SIGNATURES.values() for needed in choices)) - {
+REQUIRED_COLUMNS = frozenset[str]().union(*(needed for choices in _SIGNATURES.values() for needed in choices)) - {
     "answer",
     "label",
 }
 """Columns that a format requires: an empty cell in them is an error, not a missing value. `answer` and `label` are also
 common as additional columns of other formats."""
-NEVER_TEXT = frozenset({"messages"}) | _OPENAI
+JSON_COLUMNS = frozenset({"messages"}) | _OPENAI
 """Columns that are never plain text in any format: a table's cell contains them as JSON."""

@@ -28,7 +28,7 @@ _WRITE_BYTES = 256 * 1024
 # A separate pool: imports that wait for a reader process must not block other users of the default pool.
 _THREAD_POOL = ThreadPoolExecutor(max_workers=32, thread_name_prefix="upload")
 
-PATIENCE_SECONDS = 60.0
+SLOT_TIMEOUT_SECONDS = 60.0
 _RETRY_SECONDS = 0.1
 
 P = ParamSpec("P")
@@ -41,12 +41,12 @@ async def in_thread(work: Callable[P, T], *arguments: P.args, **named: P.kwargs)
     return await asyncio.get_running_loop().run_in_executor(_THREAD_POOL, call)
 
 
-async def in_turn(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+async def run_with_slot(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     """Run `work` in the thread pool of uploads and retry while no reader process is available.
 
     No thread is blocked during the wait. Raises a 503 `ApiError` after one minute.
     """
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + SLOT_TIMEOUT_SECONDS
     while True:
         try:
             return await in_thread(work, *arguments, **named)

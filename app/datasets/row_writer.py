@@ -51,8 +51,8 @@ class RowWriter:
     @property
     def needed(self) -> list[str]:
         """Columns of the file that a format requires, so that an empty cell is an error."""
-        moved = [source for name, source in self._sources.items() if name in formats.NEEDED]
-        return [*formats.NEEDED, *moved]
+        moved = [source for name, source in self._sources.items() if name in formats.REQUIRED_COLUMNS]
+        return [*formats.REQUIRED_COLUMNS, *moved]
 
     def begin_table(self, columns: Iterable[str]) -> None:
         """Start a table with these columns: empty cells of its rows mean no value, and lists are given as JSON.
@@ -125,7 +125,7 @@ class RowWriter:
             row = {name: _parse_cell(name, value) for name, value in row.items() if _has_value(name, value)}
         if self.format is None:
             self.format = formats.detect(row)
-        kept = formats.checked(self.format, row)
+        kept = formats.validate_row(self.format, row)
         if not kept.keys() <= self.columns.keys():
             self._add_columns(kept)
         return kept
@@ -152,11 +152,11 @@ class RowWriter:
 
 
 def _has_value(name: str, value: Any) -> bool:
-    return name in formats.NEEDED or (value is not None and value != "")
+    return name in formats.REQUIRED_COLUMNS or (value is not None and value != "")
 
 
 def _parse_cell(name: str, value: Any) -> Any:
-    if name not in formats.NEVER_TEXT or not isinstance(value, str):
+    if name not in formats.JSON_COLUMNS or not isinstance(value, str):
         return value
     try:
         return parse(value.encode(errors="surrogatepass"))

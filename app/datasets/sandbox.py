@@ -14,12 +14,12 @@ from typing import IO, TYPE_CHECKING
 if TYPE_CHECKING:
     from app.config import Settings
 
-MOST_MEMORY = 1024**3
-MOST_AT_A_TIME = 4
+MAX_MEMORY_BYTES = 1024**3
+MAX_PROCESSES = 4
 """Maximum number of processes per program. Token counters may wait for readers, never the reverse."""
 _slots: dict[str, threading.BoundedSemaphore] = {}
 _slots_lock = threading.Lock()
-CANNOT_READ = 3
+EXIT_INVALID_INPUT = 3
 _PIECE = 256 * 1024
 
 
@@ -102,13 +102,13 @@ class SandboxProcess:
 
     def _check_end(self) -> None:
         _, stderr = self._process.communicate()
-        if self._process.returncode == CANNOT_READ:
+        if self._process.returncode == EXIT_INVALID_INPUT:
             raise ChildFailed(stderr.decode(errors="replace").strip())
         if self._process.returncode != 0:
             raise ChildFailed("the process that read it crashed")
 
 
-def run_confined(work: Callable[[], None], most_memory: int = MOST_MEMORY) -> int:
+def run_confined(work: Callable[[], None], most_memory: int = MAX_MEMORY_BYTES) -> int:
     """Run `work` in the child with limited memory; print the reason of a failure and return the exit status."""
     resource.setrlimit(resource.RLIMIT_AS, (most_memory, most_memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -127,7 +127,7 @@ def run_confined(work: Callable[[], None], most_memory: int = MOST_MEMORY) -> in
 
 def _fail(why: str) -> int:
     print(why, file=sys.stderr)  # noqa: T201
-    return CANNOT_READ
+    return EXIT_INVALID_INPUT
 
 
 def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
@@ -139,7 +139,7 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
 def _acquire_slot(program: str) -> threading.BoundedSemaphore:
     """Acquire a slot for a process of this program, to be released when the process has exited."""
     with _slots_lock:
-        slots = _slots.setdefault(program, threading.BoundedSemaphore(MOST_AT_A_TIME))
+        slots = _slots.setdefault(program, threading.BoundedSemaphore(MAX_PROCESSES))
     if not slots.acquire(blocking=False):
         raise SandboxBusy
     return slots

@@ -36,7 +36,7 @@ class _CreatedConcurrently(Exception):
     """Signal that a concurrent request with the same idempotency key was first."""
 
 
-async def keep(
+async def store(
     sessions: async_sessionmaker[AsyncSession],
     storage: Storage,
     received: ImportedFile,

@@ -17,7 +17,7 @@ from app.config import Settings
 from app.contracts.errors import FieldError
 from app.contracts.schemas.datasets import HubImport
 from app.datasets import upload
-from app.datasets.importer import DatasetImporter, ImportedFile, ImportOptions, in_thread, in_turn
+from app.datasets.importer import DatasetImporter, ImportedFile, ImportOptions, in_thread, run_with_slot
 from app.datasets.token_counter import MOST_TOKENIZER_BYTES, TokenCounter
 from app.infra.storage import Storage
 from app.infra.strict_json import BadJson, parse
@@ -66,7 +66,7 @@ async def _from_hub(around: ImportContext, request: HubImport) -> ImportedFile:
         raise invalid([FieldError(field="hub", code="hub_not_allowed", message=message)], code="hub_not_allowed")
     from app.datasets import hub  # importing its HTTP client takes a tenth of the API's startup time
 
-    columns = upload.as_columns(request.columns) if request.columns is not None else None
+    columns = upload.validate_column_mapping(request.columns) if request.columns is not None else None
     tokens = await _tokenizer(around, request.tokenizer) if request.tokenizer else None
     reading = ImportOptions(request.format, None, columns, tokens)
     receiving = await asyncio.to_thread(DatasetImporter, around.folder, around.settings, reading)
@@ -78,7 +78,7 @@ async def _from_hub(around: ImportContext, request: HubImport) -> ImportedFile:
                 async for piece in hub.download(client, file):
                     await in_thread(receiving.feed, piece)
                 await in_thread(receiving.end)
-                while await in_turn(receiving.more):
+                while await run_with_slot(receiving.more):
                     pass
         name = request.name or f"{request.hub} {request.split}"
         digest = json.dumps(request.model_dump(mode="json"), sort_keys=True)
@@ -98,7 +98,7 @@ async def _tokenizer(around: ImportContext, name: str) -> TokenCounter:
     """Load the tokenizer of a local model, a run's output or a hub model; raises a 422 error with the reason."""
     try:
         file = await _tokenizer_file(around, name)
-        return await in_turn(TokenCounter, name, file, around.settings)
+        return await run_with_slot(TokenCounter, name, file, around.settings)
     except resolver.BaseModelError as error:
         raise _no_tokenizer(error.code, error.message) from None
 

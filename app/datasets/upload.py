@@ -13,7 +13,7 @@ from app.api.errors import ApiError, invalid, printable
 from app.config import Settings
 from app.contracts.errors import FieldError
 from app.datasets.formats import FORMATS
-from app.datasets.importer import DatasetImporter, ImportedFile, ImportOptions, in_thread, in_turn
+from app.datasets.importer import DatasetImporter, ImportedFile, ImportOptions, in_thread, run_with_slot
 from app.datasets.readers.file_type import KINDS, FileType
 from app.datasets.row_writer import MOST_KEY_CHARACTERS
 from app.datasets.token_counter import TokenCounter
@@ -61,7 +61,7 @@ async def receive(
                 batch.clear()
         await feed(bytes(batch))
         await in_thread(upload.end)
-        while await in_turn(upload.more):
+        while await run_with_slot(upload.more):
             pass
         return await in_thread(upload.finish)
     finally:
@@ -235,7 +235,7 @@ class _Upload:
         if raw is None:
             return None
         try:
-            return as_columns(parse(bytes(raw)))
+            return validate_column_mapping(parse(bytes(raw)))
         except BadJson as error:
             raise _wrong("columns", error.code, error.message) from None
 
@@ -273,7 +273,7 @@ class _Upload:
             raise _wrong(name, "not_utf8", "must be UTF-8") from None
 
 
-def as_columns(value: Any) -> dict[str, str]:
+def validate_column_mapping(value: Any) -> dict[str, str]:
     """Validate a mapping from Anneal's column names to the file's; raises `ApiError`."""
     right = isinstance(value, dict) and all(isinstance(source, str) for source in value.values())
     if not right or not value:

@@ -50,7 +50,7 @@ def work(
     return RunFlops(planned.tokens, of_token * planned.tokens, written * planned.tokens, shape.length)
 
 
-def left_out(config: TrainingConfig, planned: Plan) -> list[str]:
+def uncounted_parts(config: TrainingConfig, planned: Plan) -> list[str]:
     """List, as sentences, the operations that are not counted."""
     found = []
     method, generation = METHODS[config.method], config.generation

@@ -15,7 +15,7 @@ from app.estimator.memory import Memory, memory
 from app.estimator.parameters import CannotTrain
 from app.estimator.steps import attention_of, micro_batch
 
-ROOM = 0.9
+USABLE_FRACTION = 0.9
 """Fraction of a device's memory that the planner uses; the rest is reserved for fragmentation and estimate errors."""
 CHOICES: tuple[Checkpointing, ...] = ("off", "selective", "full")
 """All choices, from the fastest to the smallest."""
@@ -39,12 +39,12 @@ class Choice:
     reason: str
 
 
-def as_value(checkpointing: Checkpointing) -> Value:
+def to_config_value(checkpointing: Checkpointing) -> Value:
     """Convert to the value used in the configuration."""
     return checkpointing if checkpointing == "selective" else checkpointing == "full"
 
 
-def asked(value: Value) -> tuple[Checkpointing, ...]:
+def allowed_choices(value: Value) -> tuple[Checkpointing, ...]:
     """Return the choices that a configuration value allows."""
     if value == "auto":
         return CHOICES
@@ -64,10 +64,10 @@ def choose(
     Raises:
         CannotTrain: The model cannot be trained with this configuration.
     """
-    return first_that_fits(needed(model, config, precision, batch), room, choices)
+    return first_that_fits(memory_of_choices(model, config, precision, batch), room, choices)
 
 
-def needed(model: Architecture, config: TrainingConfig, precision: Precision, batch: Batch) -> Needs:
+def memory_of_choices(model: Architecture, config: TrainingConfig, precision: Precision, batch: Batch) -> Needs:
     """Return a function that gives the memory of each choice; results are cached, so devices can share it."""
     attention = attention_of(model, config)
 
@@ -82,7 +82,7 @@ def first_that_fits(needs: Needs, room: int | None, choices: tuple[Checkpointing
     """Return the first choice that fits in `room` bytes, else the last; `needs` gives the memory of each."""
     for one in choices:
         found = needs(one)
-        fits = room is not None and found.peak <= room * ROOM
+        fits = room is not None and found.peak <= room * USABLE_FRACTION
         if fits or one == choices[-1]:
             break
     if room is None:
@@ -91,7 +91,7 @@ def first_that_fits(needs: Needs, room: int | None, choices: tuple[Checkpointing
     if fits:
         reason = f"The run needs about {need} of the {have} that the device has."
     else:
-        reason = f"The run needs about {need}; the device has {have}, of which {ROOM:.0%} can be used."
+        reason = f"The run needs about {need}; the device has {have}, of which {USABLE_FRACTION:.0%} can be used."
     return Choice(one, found, fits, reason)
 
 
@@ -128,7 +128,7 @@ class MemoryAdvice:
         model, config, precision = self._model, self._config, self._precision
         for text, changed in _changes(config):
             loaded = Precision.of(changed, precision.device)
-            yield text, needed(model, changed, loaded, micro_batch(model, changed, self._length, self._rows))
+            yield text, memory_of_choices(model, changed, loaded, micro_batch(model, changed, self._length, self._rows))
         size, steps = _smallest_batch(config)
         single = {"batch_size": size, "gradient_accumulation_steps": steps, "gradient_checkpointing": "auto"}
         least = max(64, config.generation.max_completion_length + 1 if config.generation else 0)
@@ -137,7 +137,7 @@ class MemoryAdvice:
         while shorter >= least:
             changed = config.model_copy(update={**single, "max_seq_length": shorter})
             text = f"`batch_size` {size}, `gradient_accumulation_steps` {steps} and `max_seq_length` {shorter}"
-            yield text, needed(model, changed, precision, micro_batch(model, changed, shorter, rows))
+            yield text, memory_of_choices(model, changed, precision, micro_batch(model, changed, shorter, rows))
             shorter //= 2
 
 

@@ -61,7 +61,7 @@ def attention_of(model: Architecture, config: TrainingConfig) -> Attention:
     return "eager" if model.family == "gemma2" else "sdpa"
 
 
-def longest(model: Architecture, config: TrainingConfig) -> int:
+def max_sequence_length(model: Architecture, config: TrainingConfig) -> int:
     """Return the maximum number of tokens of a sequence."""
     return min(config.max_seq_length or 2**31, model.longest or 2**31)
 
@@ -76,7 +76,7 @@ def micro_batch(model: Architecture, config: TrainingConfig, length: int, rows: 
     if rows is not None and config.generation is None:
         size = min(size, rows)
     if config.packing:
-        room = longest(model, config)
+        room = max_sequence_length(model, config)
         if config.trainer_options.packing_strategy == "wrapped":
             return Batch(size, room)
         # Packs are concatenated to one long sequence; without flash attention a mask separates the texts.
@@ -88,7 +88,7 @@ def micro_batch(model: Architecture, config: TrainingConfig, length: int, rows: 
 
 def plan(model: Architecture, config: TrainingConfig, data: Data) -> Plan:
     """Return the step plan of an effective configuration on a data set."""
-    course = course_of(config, data, longest(model, config))
+    course = course_of(config, data, max_sequence_length(model, config))
     batch = micro_batch(model, config, course.largest, course.rows)
     return Plan(**vars(course), batch=batch)
 

@@ -51,7 +51,7 @@ async def delete_experiment(
 ) -> None:
     """Delete an experiment and all its runs with their events, checkpoints and outputs."""
     await service.remove(session, experiment_id)
-    after_commit.add_task(deletion.finish, request.app.state.sessions, request.app.state.storage)
+    after_commit.add_task(deletion.delete_remaining_data, request.app.state.sessions, request.app.state.storage)
 
 
 async def _view(session: Session, experiment_id: str) -> ExperimentView:

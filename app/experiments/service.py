@@ -82,7 +82,7 @@ async def remove(session: AsyncSession, experiment_id: str) -> None:
             f"Runs of other experiments were resumed from runs of {experiment_id}, or use their output: {needing}. "
             "Delete those runs first.",
         )
-    await deletion.drop(session, runs)
+    await deletion.delete_rows(session, runs)
     await session.delete(experiment)
 
 

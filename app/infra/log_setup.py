@@ -40,14 +40,14 @@ def set_up(chosen: Format | None) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def bound_to_run(run_id: str) -> Context:
+def run_context(run_id: str) -> Context:
     """Return a context for a task whose log records belong to a run, not to the request that started it."""
     context = Context()
     context.run(bind_contextvars, run_id=run_id)
     return context
 
 
-def in_this_context(work: Callable[[], None]) -> Callable[[], None]:
+def with_current_context(work: Callable[[], None]) -> Callable[[], None]:
     """Return `work` bound to the current context, so that a new thread logs with the same ids."""
     context = copy_context()
     return lambda: context.run(work)

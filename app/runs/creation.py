@@ -9,7 +9,7 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.asyncio import AsyncSession
 from starlette.background import BackgroundTasks
 
-from app.api.idempotency import Idempotency, key_reused
+from app.api.idempotency import Idempotency, idempotency_key_reused
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES
 from app.contracts.schemas.runs import RunCheck, RunCreate
@@ -52,7 +52,7 @@ async def create(
 ) -> Run:
     """Create a run, or raise 422 with all errors; the same idempotency key or `run_id` returns the same run."""
     session, caller_id = transaction.session, transaction.caller_id
-    if earlier := await replayed(session, caller_id, transaction.idempotency):
+    if earlier := await find_by_idempotency_key(session, caller_id, transaction.idempotency):
         return earlier
     found = await validate_request(session, settings, storage, request)
     if found.errors or found.config is None:
@@ -90,14 +90,16 @@ async def check(session: AsyncSession, settings: Settings, storage: Storage, req
     )
 
 
-async def replayed(session: AsyncSession, created_by: str | None, idempotency: Idempotency | None) -> Run | None:
+async def find_by_idempotency_key(
+    session: AsyncSession, created_by: str | None, idempotency: Idempotency | None
+) -> Run | None:
     """Return the run that an earlier request with this key created; raise 422 if that request was different."""
     if idempotency is None:
         return None
     query = select(Run).where(Run.created_by == created_by, Run.idempotency_key == idempotency.key)
     run = await session.scalar(query)
     if run is not None and run.request_digest != idempotency.digest:
-        raise key_reused(run.id)
+        raise idempotency_key_reused(run.id)
     return run
 
 
@@ -125,4 +127,6 @@ async def insert(
             await session.execute(postgresql.insert(RunRewardModel), uses)
         return Run(**made)
     # A duplicate of this request came first and has committed: the insert waited for that.
-    return await replayed(session, transaction.caller_id, idempotency) or await get(session, values["id"])
+    return await find_by_idempotency_key(session, transaction.caller_id, idempotency) or await get(
+        session, values["id"]
+    )

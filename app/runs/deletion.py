@@ -22,7 +22,7 @@ _EVENTS_AT_ONCE = 20_000
 _NAMED = 3
 
 
-async def remove(session: AsyncSession, run_id: str) -> None:
+async def delete_run(session: AsyncSession, run_id: str) -> None:
     """Delete a run that has ended; 409 while it is live, pinned, or needed by another run."""
     # A concurrent request that resumes this run or builds on it holds its lock: wait, and then see the new run.
     run = await session.scalar(select(Run).where(Run.id == run_id).with_for_update())
@@ -41,7 +41,7 @@ async def remove(session: AsyncSession, run_id: str) -> None:
             f"Run {run_id} is {run.status}, and {', '.join(needed_by)} resumed it, or uses its output as base model or "
             "reward model: delete these first.",
         )
-    await drop(session, select(Run.id).where(Run.id == run_id))
+    await delete_rows(session, select(Run.id).where(Run.id == run_id))
 
 
 def dependents(runs: Select[str]) -> Select[str]:
@@ -54,7 +54,7 @@ def dependents(runs: Select[str]) -> Select[str]:
     )
 
 
-async def drop(session: AsyncSession, runs: Select[str]) -> None:
+async def delete_rows(session: AsyncSession, runs: Select[str]) -> None:
     """Delete the rows of `runs`, and record that the rest must follow. The caller has checked and locked them."""
     noted = insert(RunDeletion).from_select(["run_id"], runs).on_conflict_do_nothing()
     await session.execute(noted)
@@ -64,7 +64,7 @@ async def drop(session: AsyncSession, runs: Select[str]) -> None:
     await session.execute(delete(Run).where(Run.id.in_(runs)))
 
 
-async def finish(sessions: async_sessionmaker[AsyncSession], storage: Storage) -> int:
+async def delete_remaining_data(sessions: async_sessionmaker[AsyncSession], storage: Storage) -> int:
     """Delete what deleted runs have left; return of how many. If it is interrupted, the next call continues."""
     done = 0
     async with sessions() as holding:

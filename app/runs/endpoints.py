@@ -32,7 +32,7 @@ from app.contracts.schemas.runs import (
 from app.infra.storage import Storage
 from app.runs import comparison, deletion, queries, serializers, service, stop_outlook
 from app.runs.checkpoints.service import best_good
-from app.runs.creation import RunTransaction, check, replayed
+from app.runs.creation import RunTransaction, check, find_by_idempotency_key
 from app.runs.dependencies import BackendOfRun, NewRun, backend
 from app.runs.estimates import probe, store
 from app.runs.estimates import service as estimates
@@ -59,7 +59,7 @@ async def estimate_run(body: RunToEstimate, new: NewRun, settings: CurrentSettin
     if body.probe:
         transaction = await new.transaction("/v1/runs/estimate")
         async with sessions() as reading:
-            if earlier := await replayed(reading, transaction.caller_id, transaction.idempotency):
+            if earlier := await find_by_idempotency_key(reading, transaction.caller_id, transaction.idempotency):
                 expected = await store.get(reading, earlier.id)
     else:
         audit.skip_audit(new.request)
@@ -71,7 +71,7 @@ async def estimate_run(body: RunToEstimate, new: NewRun, settings: CurrentSettin
             return Estimated(**dict(computed))
         config = subject.config
         expected = KeptEstimate(**dict(computed), eval_split=config.eval_split, stop_at_step=config.stop_at_step)
-    run = await backend(new.request, body.backend).create_run(transaction, probe.request_of(body))
+    run = await backend(new.request, body.backend).create_run(transaction, probe.probe_request(body))
     await store.store(transaction.session, run.id, expected)
     shown = await new.accepted(run)
     return Estimated(**dict(expected), probe_run_id=run.id, measured=shown.measured, probe=shown.probe)
@@ -175,8 +175,8 @@ async def edit_run(run_id: str, body: RunEdit, request: Request, session: Sessio
 )
 async def delete_run(run_id: str, request: Request, session: Session, after_commit: BackgroundTasks) -> None:
     """Delete a run that has ended, with its events, checkpoints and output."""
-    await deletion.remove(session, run_id)
-    after_commit.add_task(deletion.finish, request.app.state.sessions, request.app.state.storage)
+    await deletion.delete_run(session, run_id)
+    after_commit.add_task(deletion.delete_remaining_data, request.app.state.sessions, request.app.state.storage)
 
 
 @router.post(

@@ -20,7 +20,7 @@ from app.infra.ids import new_id
 from app.runs import service
 from app.runs.actions.service import changes
 from app.runs.checkpoints.service import furthest_good, preferred
-from app.runs.creation import RunTransaction, insert, replayed
+from app.runs.creation import RunTransaction, find_by_idempotency_key, insert
 from app.runs.validation.config import config_problems
 from app.runs.validation.destinations import destination_problems
 from app.runs.validation.request import requirements
@@ -36,7 +36,7 @@ async def resume(transaction: RunTransaction, settings: Settings, run_id: str, r
     cannot be made (`not_changeable_on_resume`) and when no step is left (`nothing_left_to_train`).
     """
     session = transaction.session
-    if earlier := await replayed(session, transaction.caller_id, transaction.idempotency):
+    if earlier := await find_by_idempotency_key(session, transaction.caller_id, transaction.idempotency):
         return earlier
     parent = await _ended(session, run_id)
     sent = await destination_problems(session, settings, {**parent.config, **request.config})
@@ -97,7 +97,7 @@ def _configuration(
     refused = resume_problems(parent.config, request.config) + sent
     merged: dict[str, Any] = {**parent.config, **changed, **request.config}
     given = set(parent.user_set_fields) | given_fields(changed) | given_fields(request.config)
-    asked = as_asked(merged, given)
+    asked = without_defaults(merged, given)
     wrong, _ = config_problems(BACKEND_RULES.get(parent.backend), asked, parent.eval_dataset_id is not None)
     reported = {problem.field for problem in refused}
     problems = refused + [problem for problem in wrong if problem.field.split(".")[0] not in reported]
@@ -111,7 +111,7 @@ def _configuration(
     return TrainingConfig.model_validate(drop_unknown_fields(merged, given)), sorted(given)
 
 
-def as_asked(config: dict[str, Any], given: set[str]) -> dict[str, Any]:
+def without_defaults(config: dict[str, Any], given: set[str]) -> dict[str, Any]:
     """Return the configuration as a user would write it: without defaults, so that they conflict with nothing."""
     asked: dict[str, Any] = {}
     for name, value in config.items():

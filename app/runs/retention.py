@@ -142,9 +142,9 @@ class Pruning:
                 if self._dry_run:
                     gone.update(found)
                 else:
-                    await deletion.drop(session, select(Run.id).where(Run.id.in_(found)))
+                    await deletion.delete_rows(session, select(Run.id).where(Run.id.in_(found)))
         if not self._dry_run:
-            await deletion.finish(self._sessions, self._storage)
+            await deletion.delete_remaining_data(self._sessions, self._storage)
 
     async def _checkpoints(self, before: datetime) -> None:
         """Delete checkpoints of runs that have ended, except the furthest and the best of each."""
@@ -296,7 +296,7 @@ def in_background(engine: AsyncEngine, storage: Storage, settings: Settings) -> 
         sessions = async_sessionmaker(engine, expire_on_commit=False)
         while True:
             try:
-                await deletion.finish(sessions, storage)
+                await deletion.delete_remaining_data(sessions, storage)
                 found = await Pruning(engine, storage, Policy.of(settings)).all()
                 if found != PruneResult() and not found.is_busy:
                     log.info("pruned: %s", found)

@@ -11,7 +11,7 @@ from app.infra.storage import Storage
 from app.runs import service
 from app.runs.checkpoints.service import preferred
 from app.runs.estimates import probe
-from app.runs.estimates.store import compared
+from app.runs.estimates.store import estimate_and_measurements
 from app.runs.metrics.points import recent
 from app.tables.runs import Run
 
@@ -44,7 +44,7 @@ async def _fields(session: AsyncSession, storage: Storage, run: Run) -> dict[str
     saved = await preferred(session, run) if run.attempt else None
     derived = _derived(storage, run, [saved.step, saved.attempt] if saved else None)
     reward_runs = await service.reward_run_ids(session, run)
-    expected, real = await compared(session, run, probe.seconds_of_step(history))
+    expected, real = await estimate_and_measurements(session, run, probe.seconds_of_step(history))
     result = await probe.probe_result(session, run, expected, real)
     taken = {"estimate": expected, "measured": real, "probe": result}
     return {**same, **derived, **taken, "reward_run_ids": list(reward_runs), "metrics_history": history}

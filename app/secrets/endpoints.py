@@ -22,7 +22,7 @@ async def set_secret(
 @router.get("")
 async def list_secrets(session: Session) -> SecretList:
     """List names of secrets and when they were set, never their values."""
-    return SecretList(data=[SecretView.model_validate(secret) for secret in await service.every(session)])
+    return SecretList(data=[SecretView.model_validate(secret) for secret in await service.list_all(session)])
 
 
 @router.delete("/{name}", status_code=204)

@@ -23,13 +23,13 @@ async def put(session: AsyncSession, settings: Settings, name: str, value: str, 
     except ValueError as error:
         field = "name" if str(error).startswith("a name") else "value"
         raise invalid([FieldError(field=field, code="invalid", message=str(error))]) from None
-    keyring = await _with_keys(session, lambda connection: store.for_sealing(connection, settings))
+    keyring = await _with_keys(session, lambda connection: store.encryption_keyring(connection, settings))
     statement = store.put(keyring, name, value, created_by)
     secret: Secret = (await session.scalars(statement, execution_options={"populate_existing": True})).one()
     return secret
 
 
-async def every(session: AsyncSession) -> Sequence[Secret]:
+async def list_all(session: AsyncSession) -> Sequence[Secret]:
     """Return all secrets, sorted by name."""
     return (await session.scalars(store.listing())).all()
 

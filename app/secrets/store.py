@@ -60,7 +60,7 @@ def read(connection: Connection, settings: Settings, names: Iterable[str]) -> di
     return {name: keyring.open(name, key_id, box) for name, key_id, box in rows}
 
 
-def for_sealing(connection: Connection, settings: Settings) -> Keyring:
+def encryption_keyring(connection: Connection, settings: Settings) -> Keyring:
     """Return the keyring for encryption; create a key file only if no secret exists yet. Raises KeyringError."""
     return Keyring.of(settings, make=connection.scalar(select(Secret.name).limit(1)) is None)
 

@@ -15,7 +15,7 @@ import psycopg
 from psycopg import sql
 
 from app.config import postgres_environment
-from app.infra.errors import PortTaken, SetupError
+from app.infra.errors import PortInUse, SetupError
 from app.infra.private_files import make_private_folder, write_private
 from app.infra.processes import free_port, kill_leftovers, last_lines, start_child, stop_child
 
@@ -166,7 +166,7 @@ class Postgres:
         said = last_lines(self.log)
         if self.process is None or code is not None:
             if "could not bind" in said or "Address already in use" in said:
-                raise PortTaken(f"Port {self.port} for PostgreSQL was taken by another program; start again.")
+                raise PortInUse(f"Port {self.port} for PostgreSQL was taken by another program; start again.")
             raise SetupError(f"PostgreSQL exited with code {code} while starting. Last lines of {self.log}:\n{said}")
         if "password authentication failed" in str(error):
             raise SetupError(

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from app.infra.errors import PortTaken, SetupError
+from app.infra.errors import PortInUse, SetupError
 from app.infra.private_files import make_private_folder, read_json, write_private_json
 from app.standalone.postgres import Postgres
 from app.standalone.valkey import Valkey
@@ -105,7 +105,7 @@ def _wait_ready(server: Postgres | Valkey, check: Callable[[], None]) -> None:
     for _ in range(_MAX_PORTS - 1):
         try:
             return server.wait_ready(check)
-        except PortTaken as error:
+        except PortInUse as error:
             log.warning("%s; trying another port", str(error).partition(";")[0])
         server.stop()
         server.start()

@@ -12,7 +12,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from app.infra.errors import PortTaken, SetupError
+from app.infra.errors import PortInUse, SetupError
 from app.infra.private_files import make_private_folder, write_private
 from app.infra.processes import free_port, kill_leftovers, last_lines, start_child, stop_child
 
@@ -97,7 +97,7 @@ class Valkey:
     def _raise_failure(self) -> None:
         said = last_lines(self.log)
         if "already in use" in said:
-            raise PortTaken(f"Port {self.port} for Valkey was taken by another program; start again.")
+            raise PortInUse(f"Port {self.port} for Valkey was taken by another program; start again.")
         code = None if self.process is None else self.process.poll()
         raise SetupError(f"Valkey exited with code {code} while starting. Last lines of {self.log}:\n{said}")
 

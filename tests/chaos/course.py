@@ -145,7 +145,7 @@ class Course:
 
     def steps_of(self, attempt: int) -> list[int]:
         """Return the steps of the attempt in the journal, in file order, including skipped ones."""
-        return [line["step"] for line in self.lines_of(attempt) if line["event"] in ("step", "pass_over")]
+        return [line["step"] for line in self.lines_of(attempt) if line["event"] in ("step", "skip_step")]
 
     def start_of(self, attempt: int) -> int | None:
         """Return the step at which the attempt started; None if it never trained."""

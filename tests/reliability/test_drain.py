@@ -101,9 +101,9 @@ class TestAnApiThatEnds:
             await asyncio.to_thread(stack.stop, run_id)
             return told, exited, status
 
-        telling = asyncio.create_task(tell())
-        await asyncio.gather(telling, *(reader.follow() for reader in readers))
-        return telling.result()
+        log_to = asyncio.create_task(tell())
+        await asyncio.gather(log_to, *(reader.follow() for reader in readers))
+        return log_to.result()
 
     def test_one_that_is_told_before_it_listens_ends_as_well(self, stack: Stack, tmp_path: Path) -> None:
         replica = Replica(stack.settings.model_copy(update={"home": tmp_path}))

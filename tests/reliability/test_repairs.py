@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.contracts.failure_report import FailureReport
-from app.runs.postmortem.causes import Before, explain
+from app.runs.postmortem.causes import RunHistory, probable_cause
 from tests.stack import Stack
 from tests.waiting import eventually
 from worker.attempts import auto_repair
@@ -27,7 +27,7 @@ def postmortem(stack: Stack, run_id: str) -> dict[str, Any]:
 
 def first_steps(stack: Stack, run_id: str) -> list[dict[str, Any]]:
     """The first line of a step of each attempt."""
-    steps = [line for line in stack.journal(run_id) if line["event"] in ("step", "pass_over")]
+    steps = [line for line in stack.journal(run_id) if line["event"] in ("step", "skip_step")]
     return [next(line for line in steps if line["attempt"] == n) for n in sorted({line["attempt"] for line in steps})]
 
 
@@ -96,7 +96,7 @@ class TestRewind:
         assert (told["kind"], told["step"]) == ("non_finite", 7) and told["rows"]
         lines = [line for line in stack.journal(run_id) if line["attempt"] == 2]
         assert [line["step"] for line in lines if line["event"] == "step"] == [6, 8, 9, 10, 11, 12]
-        assert [line["step"] for line in lines if line["event"] == "pass_over"] == [7]
+        assert [line["step"] for line in lines if line["event"] == "skip_step"] == [7]
 
     def test_stop_wins_over_a_repair(self, stack: Stack) -> None:
         """The trainer does not heed the stop, and fails a moment later for a reason that could be mended."""
@@ -141,7 +141,7 @@ class TestPostmortem:
         assert found["correction"] is None
         assert (
             "hung during evaluating"
-            in explain("worker_lost", "", FailureReport(killed_for="hang", phase="evaluating"), {}).sentence
+            in probable_cause("worker_lost", "", FailureReport(killed_for="hang", phase="evaluating"), {}).sentence
         )
 
     def test_where_nothing_went_wrong_there_is_none(self, stack: Stack) -> None:
@@ -157,26 +157,26 @@ class TestPostmortem:
     ])  # fmt: skip
     def test_every_code_has_a_sentence(self, code: str) -> None:
         config = {"batch_size": 4, "gradient_accumulation_steps": 1, "learning_rate": 1e-4, "time_limit_seconds": 60.0}
-        cause = explain(code, "It said why.", None, config)
+        cause = probable_cause(code, "It said why.", None, config)
         assert cause.sentence.endswith(".") and len(cause.sentence) > 10
         json.dumps(cause.changes)
 
     @pytest.mark.parametrize(("details", "before", "changes"), [
-        ({}, Before([6.9, 4.2, 25.0], has_checkpoint=True), {"learning_rate": 1.0}),
-        ({}, Before(), {"learning_rate": 1.0}),
-        ({"in_evaluation": True}, Before(has_checkpoint=True), {"learning_rate": 1.0}),
-        ({}, Before([6.9, 6.8], has_checkpoint=True), {"on_non_finite": "rewind"}),
-        ({"singled_out": [7]}, Before([6.9, 6.8]), {"on_non_finite": "rewind"}),
-        ({"singled_out": [7]}, Before([6.9, 25.0]), {"learning_rate": 1.0}),
+        ({}, RunHistory([6.9, 4.2, 25.0], has_checkpoint=True), {"learning_rate": 1.0}),
+        ({}, RunHistory(), {"learning_rate": 1.0}),
+        ({"in_evaluation": True}, RunHistory(has_checkpoint=True), {"learning_rate": 1.0}),
+        ({}, RunHistory([6.9, 6.8], has_checkpoint=True), {"on_non_finite": "rewind"}),
+        ({"singled_out": [7]}, RunHistory([6.9, 6.8]), {"on_non_finite": "rewind"}),
+        ({"singled_out": [7]}, RunHistory([6.9, 25.0]), {"learning_rate": 1.0}),
     ])  # fmt: skip
     def test_a_run_that_diverged_is_to_learn_slower_and_only_a_bad_row_to_be_passed_over(
-        self, details: dict[str, Any], before: Before, changes: dict[str, Any]
+        self, details: dict[str, Any], before: RunHistory, changes: dict[str, Any]
     ) -> None:
         facts = {"in_evaluation": False, "singled_out": [], **details}
         error = {"code": "non_finite_loss", "message": "", "details": {"summary": "The loss became nan.", **facts}}
         report = FailureReport.model_validate({"error": error})
         config = {"learning_rate": 10.0, "on_non_finite": "stop"}
-        cause = explain("non_finite_loss", "The loss became nan. Look at it.", report, config, None, before)
+        cause = probable_cause("non_finite_loss", "The loss became nan. Look at it.", report, config, None, before)
         assert cause.sentence.startswith("The loss became nan.") and "Look" not in cause.sentence
         assert cause.changes == changes and cause.is_for_new_run == before.was_diverging
         assert ("checkpoint and" in (cause.advice or "")) == ("on_non_finite" in changes and before.has_checkpoint)
@@ -200,7 +200,7 @@ class TestPostmortem:
             "method": "kto", "batch_size": 6, "gradient_accumulation_steps": 2, "on_out_of_memory": "repair",
             "gradient_checkpointing": False, "max_seq_length": 512,
         }  # fmt: skip
-        cause = explain("out_of_memory", None, FailureReport(phase="training"), config)
+        cause = probable_cause("out_of_memory", None, FailureReport(phase="training"), config)
         assert cause.changes == {"batch_size": 2, "gradient_accumulation_steps": 6}
         assert cause.advice is not None and "2 at a time" in cause.advice
         seen = []
@@ -208,7 +208,7 @@ class TestPostmortem:
             config, _ = auto_repair.apply(config, [repair])
             seen.append((config["batch_size"], config["gradient_checkpointing"]))
         assert seen == [(3, False), (3, True)]
-        short = explain("out_of_memory", None, FailureReport(phase="training"), {**config, "batch_size": 2})
+        short = probable_cause("out_of_memory", None, FailureReport(phase="training"), {**config, "batch_size": 2})
         assert short.changes == {"max_seq_length": 256}
 
     @pytest.mark.parametrize(("message", "says"), [
@@ -216,7 +216,7 @@ class TestPostmortem:
         ("the file of dataset ds_1 is not in this worker's storage (1 times …)", "The file of dataset ds_1"),
     ])  # fmt: skip
     def test_a_run_that_was_given_up_too_often_is_told_why(self, message: str, says: str) -> None:
-        assert explain("worker_lost", message, None, {}, "failed").sentence.startswith(says)
+        assert probable_cause("worker_lost", message, None, {}, "failed").sentence.startswith(says)
 
     @pytest.mark.parametrize(("report", "says"), [
         ({"exit_signal": signal.SIGKILL, "killed_for": "lease"}, "The database was unreachable for too long"),
@@ -235,14 +235,14 @@ class TestPostmortem:
         self, report: dict[str, Any], says: str
     ) -> None:
         report = {"phase": "training", **report}
-        cause = explain(None, None, FailureReport(**report), {}, "retried")
+        cause = probable_cause(None, None, FailureReport(**report), {}, "retried")
         assert cause.sentence.startswith(says) and "another attempt resumes" in cause.sentence
         assert cause.advice is None
         for number in (signal.SIGSEGV, signal.SIGKILL):  # its end got lost with its worker
             assert "esume" not in (
-                explain(None, None, FailureReport(**{**report, "exit_signal": number}), {}, "lost").advice or ""
+                probable_cause(None, None, FailureReport(**{**report, "exit_signal": number}), {}, "lost").advice or ""
             )
-        assert "esume" not in (explain(None, None, None, {}, "lost").advice or "")
+        assert "esume" not in (probable_cause(None, None, None, {}, "lost").advice or "")
 
     @pytest.mark.parametrize(("report", "says"), [
         ({"killed_for": "lease"}, "The database was unreachable"),
@@ -250,7 +250,7 @@ class TestPostmortem:
     ])  # fmt: skip
     def test_a_run_that_was_cut_off_too_often_can_be_resumed(self, report: dict[str, Any], says: str) -> None:
         message = "the database was unreachable for 40 s; the run continues from its last checkpoint (4 times …)"
-        cause = explain("worker_lost", message, FailureReport(**{**report, "phase": "training"}), {}, "failed")
+        cause = probable_cause("worker_lost", message, FailureReport(**{**report, "phase": "training"}), {}, "failed")
         assert cause.sentence.startswith(says) and "another attempt" not in cause.sentence
         assert cause.advice is not None and "resume" in cause.advice
 
@@ -260,9 +260,11 @@ class TestPostmortem:
             "batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-4, "time_limit_seconds": 60.0,
             "method": "lora", "max_seq_length": 2048, "on_out_of_memory": "stop", "extra": {"probe": True},
         }  # fmt: skip
-        cause = explain(code, "It said why.", FailureReport(phase="training"), config)
+        cause = probable_cause(code, "It said why.", FailureReport(phase="training"), config)
         assert cause.changes == {} and cause.advice is not None and "probe" in cause.advice
         if code == "out_of_memory":
             assert "`batch_size` 1" in cause.advice
-            short = explain(code, None, FailureReport(phase="training"), {**config, "batch_size": 1, "method": "qlora"})
+            short = probable_cause(
+                code, None, FailureReport(phase="training"), {**config, "batch_size": 1, "method": "qlora"}
+            )
             assert short.changes == {} and short.advice is not None and "`max_seq_length` 1024" in short.advice

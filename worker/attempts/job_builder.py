@@ -22,9 +22,9 @@ from app.contracts.job import (
     WorkerInfo,
 )
 from app.contracts.methods import rewards_of
-from app.contracts.plugins import has_copies
+from app.contracts.plugins import has_replicas
 from app.contracts.trainer import ActionRequest
-from app.runs.actions.replay import done_behind
+from app.runs.actions.replay import done_after
 from app.runs.checkpoints import retention
 from app.secrets import store
 from app.secrets.keyring import KeyringError
@@ -54,11 +54,11 @@ _MAX_WAITS = 80
 class JobError(Exception):
     """Error that keeps a run from starting: a stable code and a sentence that says what to do next."""
 
-    def __init__(self, code: str, message: str, is_passing: bool = False, pause_seconds: float | None = None) -> None:
+    def __init__(self, code: str, message: str, is_transient: bool = False, pause_seconds: float | None = None) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
-        self.is_passing = is_passing
+        self.is_transient = is_transient
         """True if the cause is this worker: the run waits for another try, perhaps on another worker."""
         self.pause_seconds = pause_seconds
         """Seconds for which no worker should try again, where no worker is the cause; such a wait does not count as
@@ -106,7 +106,7 @@ def prepare(host: WorkerContext, run: ClaimedRun, device: AssignedDevice, patien
         base_model = _base_model(host, connection, run)
         reward_models = _reward_models(host, connection, run)
         secrets = _secrets(host, connection, run, [base_model, *reward_models])
-        replayed = connection.execute(done_behind(run.id, checkpoint.step if checkpoint else 0)).scalar_one()
+        replayed = connection.execute(done_after(run.id, checkpoint.step if checkpoint else 0)).scalar_one()
         job = JobSpec(
             run_id=run.id,
             attempt=run.attempt,
@@ -195,7 +195,7 @@ def _dataset(host: WorkerContext, connection: Connection, dataset_id: str) -> Da
             "bad_data",
             f"the file of dataset {row.id} is not in this worker's storage ({host.storage.root}): "
             "set the same ANNEAL_STORAGE for API and workers",
-            is_passing=True,
+            is_transient=True,
         )
     return DataSource(id=row.id, path=path, format=row.format, rows=row.rows, sha256=row.sha256)
 
@@ -240,7 +240,7 @@ def _secrets(host: WorkerContext, connection: Connection, run: ClaimedRun, model
     try:
         return {wanted[name]: value for name, value in store.read(connection, host.settings, wanted).items()}
     except KeyringError as error:
-        raise JobError("internal", str(error), is_passing=True) from error
+        raise JobError("internal", str(error), is_transient=True) from error
 
 
 def _may_need_hub(model: ModelSource) -> bool:
@@ -268,7 +268,7 @@ def _newest_good(host: WorkerContext, run: ClaimedRun, remarks: list[str], patie
     out_of_reach: str | None = None
     for checkpoint in _candidates(host.engine, run):
         place = host.storage.named_checkpoint(checkpoint.run_id, checkpoint.attempt, checkpoint.name)
-        if has_copies(run.config) and checkpoint.replicated_at is None and not place.exists():
+        if has_replicas(run.config) and checkpoint.replicated_at is None and not place.exists():
             elsewhere = elsewhere or checkpoint  # the trainer fetches its copy
             continue
         wrong = manifest.verify(place, checkpoint.manifest_sha256, patience.check)
@@ -292,7 +292,7 @@ def _newest_good(host: WorkerContext, run: ClaimedRun, remarks: list[str], patie
     if out_of_reach is not None:
         # Starting over because a store is temporarily unavailable would discard the progress it holds.
         message = f"{out_of_reach}; the run waits for another try"
-        raise JobError("internal", message, is_passing=True, pause_seconds=_pause(host.engine, run))
+        raise JobError("internal", message, is_transient=True, pause_seconds=_pause(host.engine, run))
     if run.resume_checkpoint_id:
         raise JobError(
             "config_error",

@@ -44,7 +44,7 @@ class Monitor:
         """Ids of the actions already sent to the process."""
         self._backpressure_at = time.monotonic()
 
-    def until_the_end(self) -> tuple[Exit, KillReason | None]:
+    def run_until_exit(self) -> tuple[Exit, KillReason | None]:
         """Handle output until the process has ended; return its exit, and the reason if this worker killed it.
 
         Raises:
@@ -61,7 +61,7 @@ class Monitor:
             killed_for = self._reason_to_kill()
         self._process.kill()  # also what it left behind in its session
         self._pump.take(self._process.channel.drain())
-        self._pump.end_of_output()
+        self._pump.flush_output()
         return ended or self._process.poll() or Exit(signal=signal.SIGKILL), killed_for
 
     def _take(self) -> None:
@@ -75,7 +75,7 @@ class Monitor:
     def _reason_to_kill(self) -> KillReason | None:
         if self._lease.expired:
             return "lease"
-        silent = time.monotonic() - max(self._pump.heard_at, self._backpressure_at)
+        silent = time.monotonic() - max(self._pump.last_output_at, self._backpressure_at)
         if silent > self._host.settings.hang_seconds:
             return "hang"
         if self._lease.stop or self._host.draining.is_set():
@@ -93,7 +93,7 @@ class Monitor:
             self._asked_at = now  # a request that keeps less than before gets its own grace period
         self._grace = grace
         self._send_stop(stop)
-        if not self._pump.has_begun:
+        if not self._pump.training_started:
             return stop.why  # nothing to save
         if now - self._asked_at <= grace:
             return None
@@ -119,6 +119,6 @@ class Monitor:
     def _save_during_outage(self) -> None:
         """Request a checkpoint while there is time if the database does not answer for long; once per outage."""
         is_silent = self._lease.silent_seconds >= self._host.settings.save_after_seconds
-        if is_silent and not self._has_asked_for_checkpoint and self._pump.has_begun:
+        if is_silent and not self._has_asked_for_checkpoint and self._pump.training_started:
             self._process.send(ControlMessage(checkpoint=True))
         self._has_asked_for_checkpoint = is_silent

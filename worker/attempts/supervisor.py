@@ -86,7 +86,7 @@ def supervise(host: WorkerContext, run: ClaimedRun, claimed_at: float) -> None:
         bound_contextvars(run_id=run.id, attempt=run.attempt),
         Lease(host, run.id, run.lease_epoch, claimed_at) as lease,
         EventWriter(host, run, lease) as writer,
-        host.copies.telling(run.id, writer.put) if host.copies else nullcontext(),
+        host.copies.log_to(run.id, writer.put) if host.copies else nullcontext(),
     ):
         try:
             ending = run_attempt_to_outcome(host, run, lease, writer)
@@ -116,7 +116,7 @@ def run_attempt_to_outcome(host: WorkerContext, run: ClaimedRun, lease: Lease, w
         except LeaseLost:
             log.warning("%s: its lease ran out and its trainer has ended; waiting for the database", run.id)
             ending = partial(lease_lost, run, lease)
-        writer.outlive_lease()
+        writer.wait_past_lease()
         writer.drain()
         return ending
     except (LeaseFenced, LeaseLost):
@@ -124,7 +124,7 @@ def run_attempt_to_outcome(host: WorkerContext, run: ClaimedRun, lease: Lease, w
     except Exception as error:
         # A bug in the worker must neither look like a lost worker nor be repeated attempt after attempt.
         log.exception("%s: attempt %d", run.id, run.attempt)
-        writer.outlive_lease()
+        writer.wait_past_lease()
         return partial(machine.fail, run.id, run.lease_epoch, "internal", f"{error!r}; see the worker's log")
 
 
@@ -148,7 +148,7 @@ def attempt(host: WorkerContext, run: ClaimedRun, lease: Lease, writer: EventWri
     except JobError as error:
         if error.pause_seconds is not None:
             return machine.release(run.id, run.lease_epoch, f"released: {error.message}", error.pause_seconds)
-        if error.is_passing:
+        if error.is_transient:
             return could_not_start(host, run, error.message)
         return machine.fail(run.id, run.lease_epoch, error.code, error.message)
     except LaunchError as error:
@@ -159,13 +159,13 @@ def attempt(host: WorkerContext, run: ClaimedRun, lease: Lease, writer: EventWri
     host.fitness.started()
     vitals = MemoryWatch(process.identity, device)
     try:
-        end, killed_for = Monitor(host, lease, writer, pump, process, vitals).until_the_end()
+        end, killed_for = Monitor(host, lease, writer, pump, process, vitals).run_until_exit()
     finally:
         process.close()
     cleanup.after_attempt(host, run.id, run.attempt)
     repair = repair_of(job, device, pump, end, killed_for)
     if repair:
-        writer.outlive_lease()
+        writer.wait_past_lease()
         writer.drain()  # its last checkpoint may not be stored yet
         repair = writer.persist(partial(plan, host, run, repair))
     if repair or needs_failure_report(pump, killed_for):
@@ -185,7 +185,7 @@ def settle(host: WorkerContext, lease: Lease, writer: EventWriter) -> None:
     worker.
     """
     if host.copies and (lease.stop is None or lease.stop.mode != "discard"):
-        writer.outlive_lease()
+        writer.wait_past_lease()
         writer.drain()  # every saved checkpoint is queued for replication now
         until = min(host.drained_at, time.monotonic()) + host.settings.save_grace_seconds
         host.copies.settle(lease.run_id, lambda: lease.fenced or lease.expired, writer.put, until)

@@ -122,7 +122,7 @@ class RemoteStore:
         self._is_local = "file" in self._protocols()
         self._storage = storage
 
-    def settle_in(self, is_first: Callable[[], bool]) -> None:
+    def mark_root(self, is_first: Callable[[], bool]) -> None:
         """Create the marker in a folder that has none, if `is_first()` says that no replica was ever made.
 
         Raises:

@@ -93,7 +93,7 @@ class Replicator:
             self._changed.notify_all()
 
     @contextmanager
-    def telling(self, run_id: str, say: Say) -> Iterator[None]:
+    def log_to(self, run_id: str, say: Say) -> Iterator[None]:
         """Report events that concern the run to its log through `say`, for the duration of the block."""
         with self._changed:
             self._run_logs[run_id] = say
@@ -163,7 +163,7 @@ class Replicator:
             self.sweep()
         if time.monotonic() >= self._take_up_at:
             self._take_up_at = time.monotonic() + _SWEEP_SECONDS
-            self.take_up()
+            self.queue_overdue()
 
     def sweep(self) -> None:
         """Remove replicas that are no longer needed; those that cannot be removed are skipped for now."""
@@ -197,9 +197,9 @@ class Replicator:
             return False
         return True
 
-    def take_up(self) -> None:
+    def queue_overdue(self) -> None:
         """Queue checkpoints that no worker is replicating and that exist in this worker's storage."""
-        for one in self._pages(replicas.overdue, None):
+        for one in self._pages(replicas.without_replica, None):
             with self._changed:
                 if len(self._waiting) >= _MAX_QUEUED:
                     return
@@ -220,7 +220,7 @@ class Replicator:
         Raises:
             Unreachable, SQLAlchemyError, OSError: It cannot be sent now.
         """
-        self.remote.settle_in(lambda: not self._rows(replicas.any_replica()))
+        self.remote.mark_root(lambda: not self._rows(replicas.any_replica()))
         began = noted = time.monotonic()
         lease_epoch = 0
 
@@ -240,7 +240,7 @@ class Replicator:
         try:
             note()
             self.remote.send(self._folder(one), one.manifest_sha256, on_piece)
-            if self._do(replicas.complete(one.id, self._started[one.id])) is None:
+            if self._do(replicas.mark_complete(one.id, self._started[one.id])) is None:
                 raise _NotWanted
         except _NotWanted:
             self._discard_unwanted(one)

@@ -40,7 +40,7 @@ class ActionTarget(Protocol):
         """Return the learning rate of the next step."""
         ...
 
-    def tell_config(self) -> None:
+    def report_config(self) -> None:
         """Report the configuration in force."""
 
 
@@ -52,7 +52,7 @@ class Actions:
         self._replayed = deque(training.job.replayed_actions)
         self._saves: list[ActionRequest] = []
 
-    def do_again(self) -> None:
+    def repeat_due(self) -> None:
         """Repeat the actions of an earlier attempt that followed the finished step, even if training stops after it."""
         step = self._training.state.step
         while self._replayed and (self._replayed[0].step or 0) <= step:
@@ -91,7 +91,7 @@ class Actions:
                 before, rate = training.config.learning_rate, parameters["learning_rate"]
                 training.change(learning_rate=rate)
                 self._answer(asked, "done", result={"before": before, "learning_rate": rate, "next": training.rate()})
-                training.tell_config()
+                training.report_config()
             case "extend":
                 self._extend(asked, **parameters)
 
@@ -105,7 +105,7 @@ class Actions:
         training.change(max_steps=total)
         result = {"before": before, "total_steps": total, "next_learning_rate": training.rate()}
         self._answer(asked, "done", result=result, total_steps=total)
-        training.tell_config()
+        training.report_config()
 
     def _sample(self, asked: ActionRequest, prompts: list[str], max_new_tokens: int, temperature: float) -> None:
         training = self._training

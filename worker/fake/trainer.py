@@ -133,12 +133,12 @@ class FakeTrainer:
             "versions": self.fingerprint["versions"],
             **resume_fidelity.facts(self._differences()),
         }
-        self.tell_config()
+        self.report_config()
         self.report.phase("training", start_step=self.state.step, total_steps=self.total)
         why = self.state.ended_by or self._stop_reason()
         while why is None and self.state.step < self.total:
             self._step()
-            self.actions.do_again()
+            self.actions.repeat_due()
             why = self._stop_reason()
             if why is None and self.state.step < self.total:
                 self.actions.take()
@@ -176,7 +176,7 @@ class FakeTrainer:
         self.config = self.config.model_copy(update=self.state.changed)
         self.total = self._total_steps()
 
-    def tell_config(self) -> None:
+    def report_config(self) -> None:
         """Report the configuration in force and the facts known at the start."""
         self.report.config(effective=self.config.model_dump(mode="json"), replaced=[], facts=self.facts)
 
@@ -228,7 +228,7 @@ class FakeTrainer:
         samples = self._samples(step)
         if step in self.bad_steps:
             self.state.step, self.improved = step, False
-            self.journal.pass_over(step, samples)
+            self.journal.skip_step(step, samples)
             self.report.message(
                 f"Step {step} is skipped: an earlier attempt found that it corrupts the run.", level="warning"
             )

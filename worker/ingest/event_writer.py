@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from app.infra.db import is_away
-from app.infra.log_setup import in_this_context
+from app.infra.log_setup import with_current_context
 from app.runs.events import log as event_log
 from app.runs.events.log import LeaseFenced, NewEvent, Progress
 from app.runs.metrics.rollups import Rollups
@@ -52,7 +52,7 @@ class EventWriter:
         self._changed = threading.Condition()
         self._over = False
         self._waits_past_lease = False
-        self._thread = threading.Thread(target=in_this_context(self._write), name=f"writer {run.id}", daemon=True)
+        self._thread = threading.Thread(target=with_current_context(self._write), name=f"writer {run.id}", daemon=True)
 
     def __enter__(self) -> "EventWriter":
         self._thread.start()
@@ -71,7 +71,7 @@ class EventWriter:
         """True if so much waits for Postgres that the trainer has to wait too."""
         return self._waiting.is_full
 
-    def outlive_lease(self) -> None:
+    def wait_past_lease(self) -> None:
         """Wait for the database without limit from now on: no trainer is left that the lease would bind.
 
         The lease epoch still decides: what is stored late is stored for the run's current owner, or not at all.

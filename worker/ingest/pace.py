@@ -32,7 +32,7 @@ class AttemptTimer:
         self._written: float | None = None
         twin = durations.config_digest(run.config, run.dataset_id, run.eval_dataset_id)
         self._timings = Timings(twin=twin, work=durations.step_size(run.config))
-        self.has_begun = False
+        self.training_started = False
         """True once the first step is reached, so that there is something to store."""
 
     def enter(self, phase: str, start_step: int = 0) -> None:
@@ -41,8 +41,8 @@ class AttemptTimer:
         if phase in self._counts and phase != self._phase:
             self._counts[phase] += 1
         self._phase = phase
-        if phase == "training" and not self.has_begun:
-            self.has_begun = True
+        if phase == "training" and not self.training_started:
+            self.training_started = True
             self._reached = self._added_at
             loading = self._added_at - self._claimed
             self._timings = replace(self._timings, start_step=start_step, step=start_step, loading=loading)
@@ -55,7 +55,7 @@ class AttemptTimer:
         """Record that a metric reports this step as done."""
         self._add_elapsed()
         steps, seconds = step - self._timings.step, self._seconds_in["training"] - self._timings.training
-        if not self.has_begun or steps <= 0:
+        if not self.training_started or steps <= 0:
             return
         self._windows.append((steps, seconds))
         self._reached = self._added_at
@@ -74,14 +74,14 @@ class AttemptTimer:
         """Record the outcome with which the trainer ended."""
         self._add_elapsed()
         # A trainer that fails after its last step has not done what follows it.
-        if self.has_begun and outcome == "completed" and self._timings.step == self._timings.total_steps:
+        if self.training_started and outcome == "completed" and self._timings.step == self._timings.total_steps:
             self._timings = replace(self._timings, finishing=self._added_at - self._reached)
 
     @property
     def is_due(self) -> bool:
         """True if the measurements are to be stored now: the first time at once, later at intervals."""
         now = time.monotonic()
-        if not self.has_begun or (self._written is not None and now - self._written < _SECONDS_BETWEEN_WRITES):
+        if not self.training_started or (self._written is not None and now - self._written < _SECONDS_BETWEEN_WRITES):
             return False
         self._written = now
         return True

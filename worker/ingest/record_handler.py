@@ -69,9 +69,9 @@ class RecordHandler:
         self.effective: dict[str, Any] | None = None
         """Configuration that the trainer actually uses, once it has reported it."""
         self.phase = "loading"
-        self.has_begun = False
+        self.training_started = False
         """True once the trainer has reached its first step, so that there is something to save."""
-        self.heard_at = time.monotonic()
+        self.last_output_at = time.monotonic()
         """Monotonic time of the trainer's last output of any kind."""
         self.step: int | None = None
         """Last step that the trainer reported."""
@@ -110,7 +110,7 @@ class RecordHandler:
         """Dispatch received data to the handlers of records and lines."""
         now = time.time()
         if pieces:
-            self.heard_at = time.monotonic()
+            self.last_output_at = time.monotonic()
         for source, data in pieces:
             if source == "report":
                 self._handle_record(data, now)
@@ -121,7 +121,7 @@ class RecordHandler:
         """Add a line from the service itself to the run's log."""
         self._add_lines([{"line": line, "stream": "anneal", "level": level}], time.time())
 
-    def end_of_output(self) -> None:
+    def flush_output(self) -> None:
         """Handle the end of the output: what is left of a line becomes a line."""
         self._add_lines(self._lines.flush(), time.time())
 
@@ -202,7 +202,7 @@ class RecordHandler:
             self.say(f"invalid fields of the result are ignored: {', '.join(ignored)}", "warning")
         self.result = validated(_RESULT, {name: value for name, value in record.items() if name not in ignored})
         self._stopwatch.end(self.result["outcome"])
-        self._store_timings(self._stopwatch.has_begun)
+        self._store_timings(self._stopwatch.training_started)
 
     def _store_timings(self, is_due: bool) -> None:
         if is_due:
@@ -216,8 +216,8 @@ class RecordHandler:
         self._stopwatch.enter(self.phase, start.step)
         progress = {"phase": self.phase, "done": None, "total": None, "message": self.phase}
         self._writer.put(NewEvent.of("progress", ts, progress))
-        if self.phase == "training" and not self.has_begun:
-            self.has_begun = True
+        if self.phase == "training" and not self.training_started:
+            self.training_started = True
             self._set_total(entered.get("total_steps"))
             self._transition(
                 machine.begin(run_id, lease_epoch, start.step, start.epoch, self._total_steps, self._bests[-1][1]),

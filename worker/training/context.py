@@ -44,7 +44,7 @@ class TrainingContext:
     memory: History = field(init=False)
     fingerprint: dict[str, Any] = field(default_factory=dict)
     """Everything apart from the configuration that the numeric results of this run depend on."""
-    steps_in_a_pass: int = 0
+    steps_per_epoch: int = 0
     """Optimizer steps per epoch."""
     _progress_sent_at: float = 0.0
 
@@ -85,7 +85,7 @@ class TrainingContext:
         """Stop request of the supervisor or of a signal, if any."""
         return self.control.stop_requested
 
-    def heed_stop(self) -> None:
+    def raise_if_stopped(self) -> None:
         """Raise `TransferCancelled` if a stop was requested.
 
         For phases where there is nothing to save: loading, tokenizing, exporting.
@@ -123,7 +123,7 @@ class TrainingContext:
         Raises:
             Stopped: a stop was requested.
         """
-        self.heed_stop()
+        self.raise_if_stopped()
         now = time.monotonic()
         if done >= total or now - self._progress_sent_at > _SECONDS_BETWEEN_PROGRESS:
             self._progress_sent_at = now

@@ -36,7 +36,7 @@ class Stopped(Exception):
     """A stop was requested where no checkpoint can be saved: while loading, tokenizing or evaluating."""
 
 
-def in_one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """Return an exception's text as one line of at most 300 characters; many give the reason after the first line."""
     text = " ".join(str(error).split())
     return text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE - 1]}…"

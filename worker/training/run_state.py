@@ -53,7 +53,7 @@ class RunState:
     """Best objective of the evaluations whose weights have a checkpoint, or are about to have one."""
     best_saved_before: float | None = None
     """Previous value of `best_saved`."""
-    evals_without_gain: int = 0
+    evals_without_improvement: int = 0
     eval_pending: bool = False
     """True if the evaluation due after this step was not done because a stop came first."""
     changed: dict[str, Any] = field(default_factory=dict)
@@ -90,9 +90,9 @@ class RunState:
 
         self.objective, self.eval_step = found, step
         if is_better_than(self.best_objective):
-            self.best_objective, self.evals_without_gain = found, 0
+            self.best_objective, self.evals_without_improvement = found, 0
         else:
-            self.evals_without_gain += 1
+            self.evals_without_improvement += 1
         if not is_better_than(self.best_saved):
             return False
         self.best_saved, self.best_saved_before = found, self.best_saved

@@ -16,7 +16,7 @@ class ServiceTrainer(Protocol):
     replaced: list[Replacement]
     step_rows: list[int]
     """Row numbers of the current optimizer step."""
-    passes_over: bool
+    skips_step: bool
     """The current step is skipped: an earlier attempt found it to be bad."""
     saved_step: int
     """Optimizer step of the last checkpoint; -1 before the first."""
@@ -70,7 +70,7 @@ class ServiceTrainer(Protocol):
         """Return loss and row numbers of the step just done."""
         ...
 
-    def tell_samples(self) -> None:
+    def report_samples(self) -> None:
         """Report texts that the model generated since the last metric."""
 
     def trained_tokens(self) -> int:
@@ -81,5 +81,5 @@ class ServiceTrainer(Protocol):
         """Return the token ids whose loss the fidelity check compares."""
         ...
 
-    def remember_averages(self) -> None:
+    def save_metric_averages(self) -> None:
         """Copy the trainer's running metric averages into the state that a checkpoint holds."""

@@ -40,9 +40,9 @@ class Journal:
         """Record step `n`; `loss_hex` is `float.hex` of its exact loss, `samples` the row ids it saw."""
         self._write({"event": "step", "step": n, "loss_hex": loss_hex, "samples": list(samples)}, sync=False)
 
-    def pass_over(self, n: int, samples: Sequence[Any]) -> None:
+    def skip_step(self, n: int, samples: Sequence[Any]) -> None:
         """Record that step `n` was skipped: its rows were not trained on, and no weight has changed."""
-        self._write({"event": "pass_over", "step": n, "samples": list(samples)}, sync=False)
+        self._write({"event": "skip_step", "step": n, "samples": list(samples)}, sync=False)
 
     def save(self, step: int) -> None:
         """Record that a checkpoint of `step` is on disk."""

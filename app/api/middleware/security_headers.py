@@ -3,12 +3,12 @@
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-ALWAYS = {
+REQUIRED_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-UNLESS_SAID = {
+DEFAULT_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
     "Cache-Control": "no-store",
 }
@@ -26,8 +26,8 @@ class SecurityHeadersMiddleware:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": list(message["headers"])}
                 headers = MutableHeaders(raw=message["headers"])
-                headers.update(ALWAYS)
-                for name, value in UNLESS_SAID.items():
+                headers.update(REQUIRED_HEADERS)
+                for name, value in DEFAULT_HEADERS.items():
                     headers.setdefault(name, value)
             await send(message)
 

@@ -68,7 +68,7 @@ def main(model: str | None, keep: bool) -> int:
                 demo.tell(one, model)
             finally:
                 if keep or not one.is_ours:
-                    demo.tell_what_goes_on()
+                    demo.report_running_service()
     except (DemoError, AnnealError, SetupError) as error:
         hint = " Without MODEL, the demo trains its own model and needs no network." if model else ""
         terminal.fail(f"{error}{hint}\nLogs: {settings.home / 'logs'}")
@@ -140,7 +140,7 @@ class Demo:
                 pass  # the service has ended, and the run with it
         self._client.close()
 
-    def tell_what_goes_on(self) -> None:
+    def report_running_service(self) -> None:
         """Print the URL of a service that is left running, and how to stop it."""
         if self._connection is not None:
             self._terminal.say(

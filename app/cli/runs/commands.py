@@ -10,6 +10,8 @@ from app.cli.console import (
     AsJson,
     Limit,
     RunId,
+    attempt_path_text,
+    command_group,
     connected,
     deleted,
     details,
@@ -18,10 +20,8 @@ from app.cli.console import (
     json_line,
     listing,
     note,
-    noun,
-    option_told,
+    option_hint,
     page,
-    shown,
     size,
     transfer,
 )
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from app.contracts.schemas.checkpoints import CheckpointRead
     from app.contracts.schemas.runs import RunRead
 
-commands = noun("Training runs. Example: `anneal runs create -f run.yaml --watch`.")
+commands = command_group("Training runs. Example: `anneal runs create -f run.yaml --watch`.")
 commands.command()(why)
 commands.command()(compare)
 
@@ -255,9 +255,9 @@ def logs(
 
     Example: `anneal runs logs -f --tail 20 run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """
-    from app.cli.runs.watch import exit_code, going_on
+    from app.cli.runs.watch import continue_on_interrupt, exit_code
 
-    with connected() as client, going_on(run_id):
+    with connected() as client, continue_on_interrupt(run_id):
         for event in client.runs.logs(run_id, tail=tail, grep=grep, follow=follow):
             if as_json:
                 json_line(event)
@@ -338,7 +338,7 @@ def resume(
         config = changes.pop("config", {})
         if changes:
             fail(f"Only the configuration can be changed: write --set config.{next(iter(changes))}=….")
-        with option_told("no_checkpoint", "On the command line, use --from-start."):
+        with option_hint("no_checkpoint", "On the command line, use --from-start."):
             run = client.runs.resume(run_id, checkpoint_id=checkpoint, from_start=from_start, config=config)
         _print_or_watch(client, run, watch, as_json)
 
@@ -364,7 +364,7 @@ def _evaluated(checkpoint: "CheckpointRead") -> str | None:
     measured = (name for name in ("eval_loss", "eval_reward") if checkpoint.metrics.get(name) is not None)
     name = next(measured, None)
     best = " (best)" if checkpoint.is_best else ""
-    return f"{name} {shown(checkpoint.metrics[name])}{best}" if name else None
+    return f"{name} {attempt_path_text(checkpoint.metrics[name])}{best}" if name else None
 
 
 @commands.command()

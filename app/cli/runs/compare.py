@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from app.cli.console import AsJson, connected, document, shown, table
+from app.cli.console import AsJson, attempt_path_text, connected, document, table
 
 
 def compare(
@@ -32,4 +32,4 @@ def compare(
             facts[name] = [reached.last if (reached := run.metrics.get(name)) else None for run in found.runs]
         for name, values in found.differences.items():
             facts[name] = [values[id] for id in ids]
-        table(["", *ids], [[name, *map(shown, values)] for name, values in facts.items()])
+        table(["", *ids], [[name, *map(attempt_path_text, values)] for name, values in facts.items()])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from app.cli.console import AsJson, RunId, connected, details, document, shown, table
+from app.cli.console import AsJson, RunId, attempt_path_text, connected, details, document, table
 
 if TYPE_CHECKING:
     from app.contracts.schemas.postmortem import CorrectedRequest
@@ -36,7 +36,10 @@ def why(run_id: RunId, as_json: AsJson = False) -> None:
         rows = [
             (one.attempt, one.outcome, one.phase, one.step, (one.repair or {}).get("reason")) for one in found.attempts
         ]
-        table(["attempt", "outcome", "phase", "step", "repaired"], [[shown(value) for value in row] for row in rows])
+        table(
+            ["attempt", "outcome", "phase", "step", "repaired"],
+            [[attempt_path_text(value) for value in row] for row in rows],
+        )
     if found.last_lines:
         typer.echo("\n  ".join(["Last log lines:", *found.last_lines[-_LINES_SHOWN:]]))
     if found.correction:

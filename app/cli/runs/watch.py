@@ -46,7 +46,7 @@ def exit_code(status: str) -> int:
 
 def watch_run(client: "Anneal", run: "RunRead", as_json: bool) -> int:
     """Watch a run to its end and return the exit code."""
-    with going_on(run.id):
+    with continue_on_interrupt(run.id):
         if as_json:
             for event in client.runs.events(run.id):
                 json_line(event)
@@ -58,7 +58,7 @@ def watch_run(client: "Anneal", run: "RunRead", as_json: bool) -> int:
                 for event in client.runs.events(run.id, after=run.last_seq, types=_TYPES):
                     if time.monotonic() - asked > pause:
                         asked, seen.prediction = time.monotonic(), client.runs.get(run.id).prediction
-                        pause = until_asked_again(seen.prediction)
+                        pause = refresh_interval(seen.prediction)
                     if seen.total is None and isinstance(event, StatusEvent) and event.to == "running":
                         seen.total = client.runs.get(run.id).total_steps
                     screen.show(event)
@@ -68,7 +68,7 @@ def watch_run(client: "Anneal", run: "RunRead", as_json: bool) -> int:
     return exit_code(run.status)
 
 
-def until_asked_again(prediction: "Prediction | None") -> float:
+def refresh_interval(prediction: "Prediction | None") -> float:
     """Return the seconds until the prediction is refreshed; shorter as the end approaches."""
     if prediction is None or prediction.finish_at is None:
         return _SECONDS_BETWEEN_OUTLOOKS
@@ -77,7 +77,7 @@ def until_asked_again(prediction: "Prediction | None") -> float:
 
 
 @contextmanager
-def going_on(run_id: str) -> Iterator[None]:
+def continue_on_interrupt(run_id: str) -> Iterator[None]:
     """On Ctrl-C, print that the run continues and exit with code 130."""
     try:
         yield

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from app.contracts.errors import FieldError
 from app.contracts.methods import OPTION_GROUPS
-from app.contracts.plugins import doubled
+from app.contracts.plugins import replaced_fields
 from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME, NOT_AVAILABLE
 from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
 from app.contracts.training_config.raw_config import given_fields, normalize_numbers
@@ -63,7 +63,7 @@ def config_errors(
     together = method_conflicts(config, given)
     together += eval_conflicts(config, given, has_eval_dataset)
     together += data_conflicts(config, given, dataset_format)
-    together += [field_error(name, "conflict", why) for name, why in doubled(config_input, given)]
+    together += [field_error(name, "conflict", why) for name, why in replaced_fields(config_input, given)]
     if machine is not None:
         together += machine_conflicts(config, given, machine)
     # These checks saw the default of a field that was rejected above: drop their errors for it.

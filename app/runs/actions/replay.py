@@ -8,7 +8,7 @@ from sqlalchemy.dialects.postgresql import aggregate_order_by
 from app.tables.actions import RunAction
 
 
-def done_behind(run_id: str, step: int) -> Select[Any]:
+def done_after(run_id: str, step: int) -> Select[Any]:
     """Select one row: actions that took effect after a step > `step`, as an ordered JSON list.
 
     Items have id, action, parameters and step. An attempt that resumes from `step` repeats each of them after the same

@@ -7,7 +7,7 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.errors import ApiError, conflict, invalid
-from app.api.idempotency import Idempotency, key_reused
+from app.api.idempotency import Idempotency, idempotency_key_reused
 from app.api.pagination import Paging, fetch
 from app.contracts import plugins
 from app.contracts.errors import FieldError
@@ -113,7 +113,7 @@ async def _replayed(
         )
     )
     if action is not None and action.request_digest != idempotency.digest:
-        raise key_reused(action.id)
+        raise idempotency_key_reused(action.id)
     return action
 
 
@@ -128,7 +128,7 @@ def _problems(run: Run, wanted: AnyAction) -> Sequence[FieldError]:
     if isinstance(wanted, SampleAction) and method_of(config).has_reward_head:
         message = "a reward model scores texts and cannot generate any; sample a run of another method"
         return [FieldError(field="action", code="not_for_this_method", message=message)]
-    if isinstance(wanted, SetLearningRateAction | ExtendAction) and plugins.makes_rates(config):
+    if isinstance(wanted, SetLearningRateAction | ExtendAction) and plugins.controls_learning_rate(config):
         message = (
             "the run's optimizer or scheduler is a plugin, for which the effect of another learning rate or of more "
             "steps during training is unknown; stop the run, and resume it with the changes"

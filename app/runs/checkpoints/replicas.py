@@ -40,7 +40,7 @@ def begin(checkpoint_id: str, noted: datetime | None) -> Executable:
     )
 
 
-def complete(checkpoint_id: str, noted: datetime) -> Executable:
+def mark_complete(checkpoint_id: str, noted: datetime) -> Executable:
     """Mark the replica as complete; no row if the checkpoint was deleted meanwhile or another worker claimed it."""
     return (
         update(Checkpoint)
@@ -74,7 +74,7 @@ def mark_replica_corrupt(checkpoint_id: str, replicated_at: datetime) -> Executa
     )
 
 
-def overdue(before: str | None = None) -> Executable:
+def without_replica(before: str | None = None) -> Executable:
     """Return checkpoints of live and recently ended runs without a replica upload, newest first.
 
     Their worker is gone or behind. Returns one page; `before` is the last id of the previous page.

@@ -19,7 +19,7 @@ from app.tables.runs import Attempt, Run
 TAG = "probe"
 
 
-def request_of(asked: RunToEstimate) -> RunCreate:
+def probe_request(asked: RunToEstimate) -> RunCreate:
     """Build the probe for a requested run; `asked` has passed validation."""
     config = {name: value for name, value in asked.config.items() if name not in NOT_IN_PROBE}
     extra = {

@@ -29,10 +29,10 @@ from app.contracts.training_config.rules import DeviceCapabilities
 from app.estimator import memory_planner
 from app.estimator.activations import Precision
 from app.estimator.architecture import Architecture, UnknownArchitecture, read
-from app.estimator.flops import RunFlops, left_out, work
+from app.estimator.flops import RunFlops, uncounted_parts, work
 from app.estimator.memory import CONTEXT
 from app.estimator.parameters import CannotTrain, total, trained
-from app.estimator.steps import Data, course_of, longest, plan
+from app.estimator.steps import Data, course_of, max_sequence_length, plan
 from app.infra.storage import Storage
 from app.runs.estimates.history import Speed, speed
 from app.tables.datasets import Dataset
@@ -81,7 +81,7 @@ async def estimate(
     """
     async with sessions() as session:
         known = await look_up(session, settings, subject)
-    found, todo = await in_turn(settings, storage, subject, known, thorough=True)
+    found, todo = await run_with_slot(settings, storage, subject, known, thorough=True)
     if todo is None:
         return found
     config = resolve(subject.config, subject.given, _machine(found.device.kind)).config
@@ -98,7 +98,7 @@ async def look_up(session: AsyncSession, settings: Settings, subject: Subject) -
     return EstimateInputs(await _devices(session, settings, subject.backend), attempt)
 
 
-async def in_turn(
+async def run_with_slot(
     settings: Settings, storage: Storage, subject: Subject, known: EstimateInputs, *, thorough: bool
 ) -> tuple[RunEstimate, RunFlops | None]:
     """Run `by_formula` in the thread that computes all estimates."""
@@ -221,13 +221,13 @@ class _OnKind:
         self.config = resolve(subject.config, subject.given, _machine(kind)).config
         self.plan = plan(model, self.config, subject.data)
         self.precision = Precision.of(self.config, kind)
-        self._needs = memory_planner.needed(model, self.config, self.precision, self.plan.batch)
-        length = min(self.plan.batch.length, longest(model, self.config))
+        self._needs = memory_planner.memory_of_choices(model, self.config, self.precision, self.plan.batch)
+        length = min(self.plan.batch.length, max_sequence_length(model, self.config))
         self._advice = memory_planner.MemoryAdvice(model, self.config, self.precision, length, self.plan.rows)
 
     def choose(self, device: EstimatedDevice) -> memory_planner.Choice:
         """Return the planner's choice for that device."""
-        choices = memory_planner.asked(self.config.gradient_checkpointing)
+        choices = memory_planner.allowed_choices(self.config.gradient_checkpointing)
         return memory_planner.first_that_fits(self._needs, _room(device), choices)
 
     def fit(self, device: EstimatedDevice, thorough: bool) -> Fit:
@@ -294,7 +294,7 @@ def _assumptions(on: _OnKind, device: EstimatedDevice, is_assumed: bool) -> list
         f"{where} takes {CONTEXT[device.kind] // 2**20} MiB before any tensor.",
         "Memory is computed for the longest sequences; the total is the peak within a step.",
         *on.plan.assumptions,
-        *left_out(config, on.plan),
+        *uncounted_parts(config, on.plan),
     ]
     if is_assumed:
         sentences.insert(0, "No worker of this backend is online; a GPU with bfloat16 is assumed.")

@@ -33,7 +33,7 @@ async def estimate_and_store(
             data = await service.data_of(session, run.dataset_id)
             subject = service.Subject(TrainingConfig.model_validate(run.config), run.user_set_fields, run.backend, data)
             known = await service.look_up(session, settings, subject)
-        found, _ = await service.in_turn(settings, storage, subject, known, thorough=False)
+        found, _ = await service.run_with_slot(settings, storage, subject, known, thorough=False)
         async with sessions() as session, session.begin():
             # The run may have been deleted in the meantime.
             still = select(Run.id).where(Run.id == run.id).with_for_update(read=True, key_share=True)
@@ -55,7 +55,7 @@ async def get(session: AsyncSession, run_id: str) -> KeptEstimate | None:
     return stored(document) if document else None
 
 
-async def compared(
+async def estimate_and_measurements(
     session: AsyncSession, run: Run, step_seconds: float | None
 ) -> tuple[KeptEstimate | None, Measured | None]:
     """Return the estimate stored at creation and the measured resources so far; None where there are none."""

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from app.infra import async_tasks
 from app.infra.broker import Broker
-from app.infra.log_setup import bound_to_run
+from app.infra.log_setup import run_context
 from app.runs.events.frames import Batch, Frame, truncation_frames
 from app.runs.events.log import payload, read_after
 from app.tables.runs import Run
@@ -314,7 +314,7 @@ class Streams:
             return  # the reader is behind the existing tail: read from Postgres once more
         tail = self._tails[run_id] = Tail(run_id, reader.position, self.read_now, self._missed, self.lag)
         self._join(run_id, reader)
-        task = asyncio.create_task(self._run(tail), name=f"tail {run_id}", context=bound_to_run(run_id))
+        task = asyncio.create_task(self._run(tail), name=f"tail {run_id}", context=run_context(run_id))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.api.errors import not_found
 from app.contracts.schemas.runs import Series
 from app.runs.events.log import MEASURED
-from app.runs.metrics.points import Points, all_points
+from app.runs.metrics.points import Points, read_points
 from app.runs.metrics.rollups import MOST_STEP, VALUES, highest_level, points_of, step_of, values
 
 READS_AT_A_TIME = 2
@@ -81,7 +81,7 @@ async def curves(
     is_little = first_seq == 1 and sum(row.points for row in whole) <= max_points
     # Attempts by a worker of an earlier version have no roll-ups.
     if is_little or await _is_any_outside(session, run_id, whole):
-        points = await all_points(session, run_id, names, from_step, last)
+        points = await read_points(session, run_id, names, from_step, last)
     else:
         reading = _Reading(session, run_id, first_seq, names)
         stretches = [stretch for stretch in _counting(whole) if stretch.narrow(from_step, last)]

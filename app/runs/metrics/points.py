@@ -39,7 +39,7 @@ def _shown(step: int, data: dict[str, Any]) -> TrainingMetrics:
     return TrainingMetrics(step=step, **named, extra=extra if isinstance(extra, dict) else {})
 
 
-async def all_points(
+async def read_points(
     session: AsyncSession, run_id: str, names: Sequence[str] | None, from_step: int, to_step: int
 ) -> Points:
     """Return all valid points of every series, or of those in `names`; reads every event of the run."""

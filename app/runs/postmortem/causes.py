@@ -33,7 +33,7 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class Before:
+class RunHistory:
     """State of a run before it ended."""
 
     losses: Sequence[float] = ()
@@ -47,13 +47,13 @@ class Before:
         return len(self.losses) > 1 and self.losses[-1] > _DIVERGED_RATIO * min(self.losses) > 0
 
 
-def explain(
+def probable_cause(
     code: str | None,
     message: str | None,
     report: FailureReport | None,
     config: Mapping[str, Any],
     outcome: str | None = None,
-    before: Before = Before(),
+    before: RunHistory = RunHistory(),
 ) -> Cause:
     """Return the probable cause of an end with this error.
 
@@ -92,7 +92,9 @@ def _probe_cause(
     """Return the cause for a probe; changes are advised for the run that it measures, not for the probe."""
     # A probe never repairs itself, so this is not advised.
     left_out = ("extra", "on_out_of_memory")
-    cause = explain(code, message, report, {name: config[name] for name in config if name not in left_out}, outcome)
+    cause = probable_cause(
+        code, message, report, {name: config[name] for name in config if name not in left_out}, outcome
+    )
     if not cause.changes:
         return cause
     if code != "out_of_memory":
@@ -140,7 +142,7 @@ def _anomaly(message: str | None, report: FailureReport | None) -> AnomalyDetail
     return {"summary": summary, "in_evaluation": False, "singled_out": []}
 
 
-def _bad_step(code: str, anomaly: AnomalyDetails, config: Mapping[str, Any], before: Before) -> Cause:
+def _bad_step(code: str, anomaly: AnomalyDetails, config: Mapping[str, Any], before: RunHistory) -> Cause:
     name = "on_non_finite" if code == "non_finite_loss" else "on_spike"
     sentence = anomaly["summary"]
     rate = config.get("learning_rate")

@@ -15,8 +15,8 @@ from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME, DEP
 from app.runs import service
 from app.runs.checkpoints.service import furthest_good
 from app.runs.metrics.points import recent
-from app.runs.postmortem.causes import Before, Cause, explain
-from app.runs.resume import as_asked
+from app.runs.postmortem.causes import Cause, RunHistory, probable_cause
+from app.runs.resume import without_defaults
 from app.runs.validation.config import config_problems
 from app.tables.runs import Attempt, Run
 
@@ -42,7 +42,9 @@ async def examine(session: AsyncSession, run_id: str) -> PostMortem:
     report = _report_of(last) if last else None
     trained_config = (run.config | run.effective_config) if run.effective_config else run.config
     outcome = last.outcome if last else None
-    cause = explain(run.error_code, run.error_message, report, trained_config, outcome, await _before(session, run))
+    cause = probable_cause(
+        run.error_code, run.error_message, report, trained_config, outcome, await _before(session, run)
+    )
     seen = report or FailureReport()
     return PostMortem(
         run_id=run.id,
@@ -95,16 +97,16 @@ def _signal_name(report: FailureReport) -> str | None:
         return f"signal {number}"
 
 
-async def _before(session: AsyncSession, run: Run) -> Before:
+async def _before(session: AsyncSession, run: Run) -> RunHistory:
     points = await recent(session, run.id, _LOSSES)
     losses = [point.loss for point in points if point.loss is not None]
-    return Before(losses, has_checkpoint=await furthest_good(session, run.id) is not None)
+    return RunHistory(losses, has_checkpoint=await furthest_good(session, run.id) is not None)
 
 
 async def _correction(session: AsyncSession, run: Run, cause: Cause) -> Correction | None:
     changes = cause.changes
     replaced = DEPENDS_ON_METHOD if "method" in changes else ()
-    asked = as_asked(run.config, set(run.user_set_fields))
+    asked = without_defaults(run.config, set(run.user_set_fields))
     config = {name: value for name, value in asked.items() if name not in replaced} | changes
     problems, _ = await asyncio.to_thread(
         config_problems, BACKEND_RULES.get(run.backend), config, run.eval_dataset_id is not None

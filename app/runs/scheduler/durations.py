@@ -125,7 +125,7 @@ class TypicalDurations:
     """Median durations of similar runs, in seconds; None without any such run."""
 
     runs: int = 0
-    are_twins: bool = False
+    same_config: bool = False
     step_seconds: float | None = None
     loading: float | None = None
     evaluation: float | None = None
@@ -136,7 +136,7 @@ class TypicalDurations:
 
     def __str__(self) -> str:
         runs = "run" if self.runs == 1 else "runs"
-        which = "with this configuration" if self.are_twins else "with this base model and method"
+        which = "with this configuration" if self.same_config else "with this base model and method"
         return f"{self.runs} earlier {runs} {which}"
 
 
@@ -208,12 +208,12 @@ def typical_durations(past: Iterable[PastAttempt], wanted: Workload, device: str
     usable = [one for one in past if one.timings.mean is not None]
     if not usable:
         return TypicalDurations()
-    are_twins, is_here = max(map(similarity_key, usable))
-    chosen = [one.timings for one in usable if similarity_key(one) == (are_twins, is_here)]
-    total = _median(one.total_steps for one in chosen) if are_twins else None
+    same_config, is_here = max(map(similarity_key, usable))
+    chosen = [one.timings for one in usable if similarity_key(one) == (same_config, is_here)]
+    total = _median(one.total_steps for one in chosen) if same_config else None
     return TypicalDurations(
         runs=len(chosen),
-        are_twins=are_twins,
+        same_config=same_config,
         step_seconds=_median((one.mean or 0.0) * wanted.work / (one.work or 1.0) for one in chosen),
         loading=_median(one.loading for one in chosen),
         evaluation=_median(one.evaluation for one in chosen),
@@ -233,7 +233,7 @@ def estimate(wanted: Workload, so_far: Timings | None, like: TypicalDurations) -
     now = so_far or Timings(start_step=wanted.next_step, step=wanted.next_step)
     total = wanted.total_steps or like.total_steps
     done = (now.step - now.start_step) / max((total or 0) - now.start_step, 1)
-    is_own = now.step_seconds is not None and (done >= OWN_PART or not like.are_twins)
+    is_own = now.step_seconds is not None and (done >= OWN_PART or not like.same_config)
     each = now.step_seconds if is_own else like.step_seconds
     if total is None or each is None:
         return None
@@ -253,7 +253,7 @@ def estimate(wanted: Workload, so_far: Timings | None, like: TypicalDurations) -
         + _times(wanted.save_every, now.step, last) * save
         + _first(like.finishing, save)
     )
-    level = 1 + bool(like.runs) if done >= OWN_PART else int(like.are_twins)
+    level = 1 + bool(like.runs) if done >= OWN_PART else int(like.same_config)
     by = f"its own speed, {each:.3g} s per step" if is_own else f"{like}"
     basis = f"{left:,} of {total:,} steps left, based on {by}"
     if wanted.may_end_early:

@@ -7,7 +7,7 @@ from sqlalchemy import ColumnExpressionArgument, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.contracts.errors import FieldError
-from app.contracts.plugins import PLUGINS, named
+from app.contracts.plugins import PLUGINS, named_plugins
 from app.contracts.training_config.rules import field_error
 from app.tables.workers import Worker
 
@@ -19,7 +19,7 @@ async def plugin_problems(
 
     A worker whose version reports no plugins is assumed to have them; without any worker, the run waits for one.
     """
-    wanted = list(named(config))
+    wanted = list(named_plugins(config))
     if not wanted:
         return [], []
     workers = (await session.scalars(select(Worker.plugins).where(*online))).all()

@@ -21,7 +21,7 @@ _MEGABYTE = b"x" * 2**20
 def hasty(shared_api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
     """A server that waits for no client longer than a moment."""
     monkeypatch.setattr(uvicorn_protocol, "HEAD_SECONDS", 0.5)
-    monkeypatch.setattr(uvicorn_protocol, "REST_SECONDS", 0.5)
+    monkeypatch.setattr(uvicorn_protocol, "UNREAD_BODY_SECONDS", 0.5)
     yield shared_api
 
 
@@ -127,5 +127,5 @@ def test_the_bounds_hold_where_the_service_is_served() -> None:
     assert (
         issubclass(ThreadServer, ApiServer)
         and uvicorn_protocol.HEAD_SECONDS <= 30
-        and uvicorn_protocol.MOST_HEAD_BYTES <= 2**17
+        and uvicorn_protocol.MAX_HEADER_BYTES <= 2**17
     )

@@ -156,8 +156,8 @@ def test_a_folder_of_the_same_name_where_the_service_was_started_is_not_ours(
 
 def test_only_so_many_processes_count_at_a_time(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_slots", {})
-    monkeypatch.setattr(sandbox, "MOST_AT_A_TIME", 1)
-    monkeypatch.setattr(importer, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(sandbox, "MAX_PROCESSES", 1)
+    monkeypatch.setattr(importer, "SLOT_TIMEOUT_SECONDS", 0.3)
     file = _tokenizer(make_model(settings))
     first = TokenCounter("words", file, settings)
     with ThreadServer(settings) as api:

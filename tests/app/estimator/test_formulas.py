@@ -17,7 +17,7 @@ from app.contracts.training_config.validation import config_errors
 from app.estimator import architecture, memory_planner
 from app.estimator.activations import Precision, activations
 from app.estimator.architecture import Architecture, UnknownArchitecture
-from app.estimator.flops import left_out, work
+from app.estimator.flops import uncounted_parts, work
 from app.estimator.memory import Components, memory
 from app.estimator.parameters import CannotTrain, total, trained
 from app.estimator.steps import Data, attention_of, plan
@@ -130,7 +130,7 @@ class TestOperations:
         model = architecture.read(LLAMA)
         for epochs, said in ((1, 0), (2, 1)):
             config = effective(method="dpo", epochs=epochs)
-            assert len(left_out(config, plan(model, config, counted()))) == said
+            assert len(uncounted_parts(config, plan(model, config, counted()))) == said
 
     def test_of_completions_are_those_of_a_forward_pass_for_each_token(self) -> None:
         free, held = (

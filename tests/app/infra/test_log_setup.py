@@ -17,7 +17,7 @@ from structlog.contextvars import bound_contextvars, get_contextvars
 
 from app.config import Settings
 from app.infra.ids import new_id
-from app.infra.log_setup import bound_to_run
+from app.infra.log_setup import run_context
 from tests.nodes import ROOT
 from tests.server import ApiServer
 from tests.waiting import eventually
@@ -158,4 +158,4 @@ def test_on_the_console_a_traceback_follows_its_line_and_secrets_are_gone() -> N
 
 def test_a_tail_that_a_request_began_does_not_log_as_that_request() -> None:
     with bound_contextvars(request_id="req_1"):
-        assert bound_to_run("run_1").run(get_contextvars) == {"run_id": "run_1"}
+        assert run_context("run_1").run(get_contextvars) == {"run_id": "run_1"}

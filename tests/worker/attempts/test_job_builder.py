@@ -154,7 +154,7 @@ def test_a_file_that_this_worker_does_not_see_is_its_own_trouble(lab: Lab) -> No
     lab.storage.dataset_file(run.dataset_id, "jsonl").unlink()
     with pytest.raises(JobError) as refused:
         lab.next_attempt()
-    assert refused.value.is_passing
+    assert refused.value.is_transient
 
 
 def test_a_worker_without_the_storage_judges_no_checkpoint(lab: Lab) -> None:
@@ -162,7 +162,7 @@ def test_a_worker_without_the_storage_judges_no_checkpoint(lab: Lab) -> None:
     lab.storage.root.rename(lab.storage.root.with_name("on another machine"))
     with pytest.raises(JobError) as refused:
         lab.next_attempt()
-    assert refused.value.is_passing
+    assert refused.value.is_transient
     assert lab.bad_reasons() == {10: None}
 
 

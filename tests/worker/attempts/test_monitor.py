@@ -24,7 +24,7 @@ def test_a_discard_late_in_a_stop_that_saves_has_its_own_seconds_and_no_more(now
     settings = SimpleNamespace(hang_seconds=1e9, save_grace_seconds=120.0)
     host: Any = SimpleNamespace(settings=settings, draining=threading.Event())
     lease: Any = SimpleNamespace(expired=False, stop=StopRequest("checkpoint"))
-    pump: Any = SimpleNamespace(heard_at=now[0], has_begun=True, say=lambda *_: None)
+    pump: Any = SimpleNamespace(last_output_at=now[0], training_started=True, say=lambda *_: None)
     process: Any = SimpleNamespace(send=lambda message: sent.append(message) or True)
     nothing: Any = None
     following = Monitor(host, lease, nothing, pump, process, nothing)
@@ -44,7 +44,7 @@ def test_to_ask_for_the_same_once_more_gives_no_more_time(now: list[float]) -> N
     host: Any = SimpleNamespace(settings=settings, draining=threading.Event())
     host.draining.set()
     lease: Any = SimpleNamespace(expired=False, stop=None)
-    pump: Any = SimpleNamespace(heard_at=now[0], has_begun=True, say=lambda *_: None)
+    pump: Any = SimpleNamespace(last_output_at=now[0], training_started=True, say=lambda *_: None)
     process: Any = SimpleNamespace(send=lambda _: True)
     nothing: Any = None
     following = Monitor(host, lease, nothing, pump, process, nothing)

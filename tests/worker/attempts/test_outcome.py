@@ -126,7 +126,7 @@ def test_copies_are_waited_for_where_what_was_saved_is_wanted(stop: StopRequest 
     settings = SimpleNamespace(save_grace_seconds=1.0)
     host: Any = SimpleNamespace(copies=copies, drained_at=float("inf"), settings=settings)
     lease: Any = SimpleNamespace(run_id="run_1", stop=stop)
-    writer: Any = SimpleNamespace(put=lambda _: None, outlive_lease=lambda: None, drain=lambda: asked.append("drain"))
+    writer: Any = SimpleNamespace(put=lambda _: None, wait_past_lease=lambda: None, drain=lambda: asked.append("drain"))
     supervisor.settle(host, lease, writer)
     assert asked == (["drain", "settle"] if waits else [])
 
@@ -154,7 +154,7 @@ def test_what_a_killed_trainer_has_written_by_half_goes_with_it(
             half.mkdir(parents=True)
             whole.mkdir()
 
-        def until_the_end(self) -> Any:
+        def run_until_exit(self) -> Any:
             return Exit(signal=9), "stop"
 
     process = SimpleNamespace(identity=None, close=lambda: None)

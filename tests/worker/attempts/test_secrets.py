@@ -25,7 +25,7 @@ TOKEN = "token-of-ada/0123456789+abcdef"
 def keep(settings: Settings, name: str = "hf_token", value: str = TOKEN) -> None:
     """Set a secret."""
     with sync_engine(settings.database_url or "", pool_size=0).begin() as connection:
-        connection.execute(store.put(store.for_sealing(connection, settings), name, value, None))
+        connection.execute(store.put(store.encryption_keyring(connection, settings), name, value, None))
 
 
 def prepared(settings: Settings, engine: Engine, base_model: str, **config: Any) -> Job:
@@ -101,7 +101,7 @@ def test_a_worker_without_the_key_file_lets_another_try(settings: Settings, engi
     elsewhere = settings.model_copy(update={"secret_key_file": tmp_path / "not here"})
     with pytest.raises(JobError, match="ANNEAL_SECRET_KEY_FILE") as refused:
         prepared(elsewhere, engine, "ada/private")
-    assert refused.value.is_passing
+    assert refused.value.is_transient
 
 
 @pytest.mark.parametrize("mode", ["zygote", "cold"])
@@ -160,4 +160,4 @@ def test_a_worker_holds_a_run_against_its_own_list_of_models(settings: Settings,
     limited = settings.model_copy(update={"allowed_models": "meta/*"})
     with pytest.raises(JobError, match="`meta/\\*`") as refused:
         prepared(limited, engine, "ada/private")
-    assert (refused.value.code, refused.value.is_passing) == ("config_error", False)
+    assert (refused.value.code, refused.value.is_transient) == ("config_error", False)

@@ -244,7 +244,7 @@ class TestTheNextAttempt:
         monkeypatch.setattr(restore, "_PAUSE_SECONDS", 0.0)
         with pytest.raises(JobError, match="cannot be fetched now") as refused:
             worker.lab.next_attempt()
-        assert refused.value.is_passing and worker.lab.bad_reasons() == {10: None}
+        assert refused.value.is_transient and worker.lab.bad_reasons() == {10: None}
         (tmp_path / "away").rename(tmp_path / "shared")
         trainer = worker.lab.trainer
         assert prepare(worker.lab.host, run_row(worker.engine, trainer.run_id), CPU, WAITS).start_step == 10
@@ -260,7 +260,7 @@ class TestTheThread:
     def test_a_store_that_is_away_is_told_once_and_waited_for(self, worker: Worker, tmp_path: Path) -> None:
         (tmp_path / "shared").rename(tmp_path / "away")
         said: list[NewEvent] = []
-        with worker.copies.telling(worker.lab.trainer.run_id, said.append):
+        with worker.copies.log_to(worker.lab.trainer.run_id, said.append):
             worker.save(10)
             worker.copies.start()
             eventually(lambda: worker.copies._pause > 1, what="a second try")
@@ -321,7 +321,7 @@ class TestTheThread:
         worker.lab.trainer.complete()
         database = async_engine(settings.database_url or "")
         async with async_sessionmaker(database)() as session, session.begin():
-            await deletion.remove(session, worker.lab.trainer.run_id)
+            await deletion.delete_run(session, worker.lab.trainer.run_id)
         await database.dispose()
 
         def killed(_: Path) -> None:

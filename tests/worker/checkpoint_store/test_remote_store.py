@@ -167,7 +167,7 @@ class TestAShareThatIsNotMounted:
             lambda: share.send(folder, digest, lambda: None),
             lambda: share.fetch(folder, digest, "wrk_test", lambda: None),
             lambda: share.remove(folder),
-            lambda: share.settle_in(lambda: False),
+            lambda: share.mark_root(lambda: False),
         ):
             with pytest.raises(StoreUnavailable, match=f"no file {MARK}: mount"):
                 use()
@@ -175,11 +175,11 @@ class TestAShareThatIsNotMounted:
 
     def test_is_marked_before_the_first_copy_of_all(self, share: RemoteStore, root: Path) -> None:
         (root / MARK).unlink()
-        share.settle_in(lambda: True)
+        share.mark_root(lambda: True)
         assert (root / MARK).exists()
         root.rename(root.with_name("away"))
         with pytest.raises(StoreUnavailable, match="mount it"):
-            share.settle_in(lambda: True)
+            share.mark_root(lambda: True)
         assert not root.exists()
 
 

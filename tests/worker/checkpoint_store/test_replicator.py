@@ -51,7 +51,7 @@ def said(worker: Worker) -> Iterator[list[str]]:
     def say(event: NewEvent) -> None:
         lines.append(json.loads(event.data)["line"])
 
-    with worker.copies.telling(worker.lab.trainer.run_id, say):
+    with worker.copies.log_to(worker.lab.trainer.run_id, say):
         yield lines
 
 
@@ -100,7 +100,7 @@ class TestOnItsWay:
         async def delete() -> None:
             database = async_engine(settings.database_url or "")
             async with async_sessionmaker(database)() as session, session.begin():
-                await deletion.remove(session, worker.lab.trainer.run_id)
+                await deletion.delete_run(session, worker.lab.trainer.run_id)
             await database.dispose()
 
         def is_deleted() -> None:
@@ -216,7 +216,7 @@ class TestRounds:
             worker.lab.trainer.checkpoint(step)
         change(worker, "UPDATE checkpoints SET created_at = now() - interval '1 h'")
         monkeypatch.setattr(statements, "_AT_ONCE", 2)
-        worker.copies.take_up()
+        worker.copies.queue_overdue()
         assert [one.name for one in worker.copies._waiting.values()] == ["checkpoint-10"]
 
 
@@ -228,7 +228,7 @@ class TestATaleOfAbsence:
         flip(worker.save(10))
         worker.save(20)
         others: list[NewEvent] = []
-        with worker.copies.telling("run_without_checkpoints", others.append):
+        with worker.copies.log_to("run_without_checkpoints", others.append):
             worker.copies.start()
             eventually(lambda: len(said) == 1)
         assert "mount it" in said[0] and others == []

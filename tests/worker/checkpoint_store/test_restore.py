@@ -107,7 +107,7 @@ class TestAStoreThatIsAway:
         def pause() -> float | None:
             with pytest.raises(JobError) as refused:
                 moved.lab.next_attempt()
-            assert refused.value.is_passing
+            assert refused.value.is_transient
             return refused.value.pause_seconds
 
         # The first attempt of this run never told that it began.

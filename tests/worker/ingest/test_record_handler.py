@@ -128,9 +128,9 @@ def test_a_commit_whose_answer_got_lost_is_not_stored_twice(lab: Lab, nth: int) 
 
 def test_a_sign_of_life_is_heard_and_stored_nowhere(lab: Lab) -> None:
     lab.prints("before\n")
-    lab.pump.heard_at = 0.0
+    lab.pump.last_output_at = 0.0
     lab.pump.take([("report", HEARTBEAT)])
-    assert lab.pump.heard_at > 0
+    assert lab.pump.last_output_at > 0
     lab.prints("after\n")
     lab.writer.drain()
     assert [data["line"] for _, data in lab.events()[2:]] == ["before", "after"]

@@ -22,7 +22,7 @@ class CheckpointRoom(DiskSpace):
             self._skipped = 0
         return short
 
-    def put_off(self, step: int, why: str, next_step: int, is_due: bool) -> str:
+    def skip(self, step: int, why: str, next_step: int, is_due: bool) -> str:
         """Skip a checkpoint during training that does not fit, and return the warning.
 
         Those that are due by `save_steps` (`is_due`) are counted. `next_step` is the step where the next one is due.
@@ -44,7 +44,7 @@ class CheckpointRoom(DiskSpace):
         )
 
 
-def ended_without(step: int, why: str, kept: int, goes_on: bool) -> str:
+def missing_checkpoint_warning(step: int, why: str, kept: int, goes_on: bool) -> str:
     """Return the warning for a run that ends early at `step` and whose checkpoint cannot be saved.
 
     `kept` is the step of the last one that was saved. `goes_on` is True if the run is released, and continues without
@@ -56,7 +56,7 @@ def ended_without(step: int, why: str, kept: int, goes_on: bool) -> str:
     return f"The checkpoint of step {step} is not saved: {why.rstrip('.')}. {then}."
 
 
-def refused(step: int, why: str) -> TrainingFailure:
+def disk_full_failure(step: int, why: str) -> TrainingFailure:
     """Build the failure of a run whose last checkpoint does not fit."""
     return TrainingFailure(
         "disk_full", f"The checkpoint of step {step} does not fit on the disk: {why}, and resume the run."

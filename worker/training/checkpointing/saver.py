@@ -13,12 +13,12 @@ import torch
 from worker.checkpoint_files import manifest, resume_fidelity
 from worker.training.checkpointing import fidelity_check
 from worker.training.checkpointing.async_writer import AsyncWriter
-from worker.training.checkpointing.disk_space import CheckpointRoom, ended_without, refused
+from worker.training.checkpointing.disk_space import CheckpointRoom, disk_full_failure, missing_checkpoint_warning
 from worker.training.checkpointing.pinned_memory import InsufficientHostMemory, PinnedMemory
 from worker.training.checkpointing.snapshot import Snapshot, SnapshotBuilder, expected_bytes
 from worker.training.context import TrainingContext
 from worker.training.failures import TrainingFailure, classify
-from worker.training.plugins.checkpoint_engines import Keeper
+from worker.training.plugins.checkpoint_engines import EngineCopier
 from worker.training.trainer_protocol import ServiceTrainer
 from worker.wire.heartbeat import HeartbeatCallback, heartbeat_while_growing, no_heartbeat
 
@@ -42,8 +42,8 @@ def save(trainer: ServiceTrainer) -> bool:
     if waits:
         run.report.phase("saving")
     try:
-        saving.in_flight.wait(run.report.alive, saving.tell_long_wait)
-        saving.ask_again(trainer)
+        saving.in_flight.wait(run.report.alive, saving.warn_slow_disk)
+        saving.requeue_actions(trainer)
         if saving.in_flight.step == trainer.state.global_step:
             return waits  # exactly this state is on the disk already
         if saving.has_room(trainer, during_training):
@@ -88,7 +88,7 @@ class CheckpointSaver:
     def __init__(self, run: TrainingContext) -> None:
         self.in_flight = AsyncWriter(self._on_too_little_memory)
         self.gatherer = SnapshotBuilder()
-        self.keeper = Keeper(run)
+        self.keeper = EngineCopier(run)
         self.kept_step = run.job.resume_from.step if run.job.resume_from else 0
         """Step of the last checkpoint that is durably on disk; 0 if there is none."""
         self._run = run
@@ -106,7 +106,7 @@ class CheckpointSaver:
         """
         if self._run.stop_requested is None:  # else the end of training handles it, and may do without the checkpoint
             self.in_flight.check()
-            self.ask_again(trainer)
+            self.requeue_actions(trainer)
         self.keeper.check()
         if not self._is_prepared:
             self._is_prepared = True
@@ -134,7 +134,7 @@ class CheckpointSaver:
     def _wait_for_last(self) -> None:
         """Wait for the checkpoint being written; a full disk must not turn a stop into a failure."""
         try:
-            self.in_flight.wait(self._run.report.alive, self.tell_long_wait)
+            self.in_flight.wait(self._run.report.alive, self.warn_slow_disk)
         except TrainingFailure as failure:
             if failure.code != "disk_full":
                 raise
@@ -153,11 +153,11 @@ class CheckpointSaver:
         if step is not None:
             self._run.state.left_out(step)
 
-    def ask_again(self, trainer: ServiceTrainer) -> None:
+    def requeue_actions(self, trainer: ServiceTrainer) -> None:
         """Let the next checkpoint answer the requests of one that could not be written."""
         if self._has_failed_requests:
             self._has_failed_requests = False
-            trainer.actions.save_again()
+            trainer.actions.requeue_saves()
 
     def has_room(self, trainer: ServiceTrainer, during_training: bool) -> bool:
         """Return True if the disk has room for a checkpoint now; if not, skip one during training with a warning.
@@ -170,24 +170,24 @@ class CheckpointSaver:
         if why is None:
             return True
         if run.save_kind == "final":
-            raise refused(step, why)
+            raise disk_full_failure(step, why)
         if not during_training:
             self.leave_out(trainer, f"it does not fit on the disk: {why}")
             return False
         every = run.config.save_steps
         is_due = run.save_kind == "periodic" and step % every == 0
         next_step = min((step // every + 1) * every, trainer.state.max_steps)
-        line = self._room.put_off(step, why, next_step, is_due)
+        line = self._room.skip(step, why, next_step, is_due)
         run.report.message(line, "warning")
         run.state.left_out(step)
-        trainer.actions.not_saved(line)
+        trainer.actions.fail_saves(line)
         return False
 
     def leave_out(self, trainer: ServiceTrainer, why: str) -> None:
         """Warn that training ends early without the checkpoint of its last step, and what that costs."""
-        line = ended_without(trainer.state.global_step, why, self.kept_step, self._run.ended_by == "drain")
+        line = missing_checkpoint_warning(trainer.state.global_step, why, self.kept_step, self._run.ended_by == "drain")
         self._run.report.message(line, "warning")
-        trainer.actions.not_saved(line)
+        trainer.actions.fail_saves(line)
 
     def copied(self, snapshot: Snapshot) -> Snapshot | None:
         """Return a copy in host memory; None if there is too little memory, which is reported once."""
@@ -204,7 +204,7 @@ class CheckpointSaver:
             self._run.report.phase("saving")
             return None
 
-    def tell_long_wait(self, seconds: float) -> None:
+    def warn_slow_disk(self, seconds: float) -> None:
         """Warn, once per process, that checkpoints come faster than the disk can write them."""
         if not self._wait_reported:
             self._wait_reported = True

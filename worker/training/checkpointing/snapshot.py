@@ -105,7 +105,7 @@ class SnapshotBuilder:
         trainer._save_scaler(str(folder))
         trainer._save_rng_state(str(folder))
         trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
-        trainer.remember_averages()
+        trainer.save_metric_averages()
         trainer.run.state.save(folder)
         histories = [history.held() for history in trainer.run.histories]
         return Snapshot(weights, trainer.optimizer.state_dict(), self._constant_files, histories)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from worker.training.data.tokenization import IGNORED, BadRow, Encoded, Ids, mask_prefix
+from worker.training.data.tokenization import IGNORED, BadRow, Encoded, TextTokenizer, mask_prefix
 from worker.training.failures import TrainingFailure
 
 DEFAULT_TEMPLATE = (
@@ -46,7 +46,7 @@ class ChatEncoder:
         self.masks = loss_on != "all"
         self._tokenizer = tokenizer
         self._loss_on = loss_on
-        self._ids = Ids(tokenizer, add_special_tokens=False)
+        self._ids = TextTokenizer(tokenizer, add_special_tokens=False)
         self._lock = threading.Lock()
         self._marked = "generation %}" in str(tokenizer.chat_template).replace("-%}", "%}")
         if loss_on == "assistant" and not self._marked and not tokenizer.is_fast:

@@ -82,7 +82,7 @@ def tokenize(
         "data": sha256,
         "format": data_format,
         "rows": None if chosen is None else hashlib.sha256(np.array(chosen, "<i8").tobytes()).hexdigest(),
-        "tokenizer": tokenization.identity(tokenizer) if sha256 else None,
+        "tokenizer": tokenization.tokenizer_digest(tokenizer) if sha256 else None,
         "loss_on": config.loss_on,
         "max_length": max_length,
         "truncation_mode": config.truncation_mode,
@@ -95,18 +95,18 @@ def tokenize(
 
     def build(write: Write) -> dict[str, Any]:
         made = Sequences(write, schema, max_length, strategy)
-        read = reader.encoded(path, encoder, chosen=chosen, progress=progress, purpose=purpose)
+        read = reader.encode_rows(path, encoder, chosen=chosen, progress=progress, purpose=purpose)
         return _build_sequences(made, read, config.truncation_mode, purpose)
 
     entry = (cache or TokenCache()).entry(parts if sha256 else None, schema, build)
     facts, table = entry.facts, entry.table
-    if entry.was_there:
+    if entry.from_cache:
         progress(facts["rows"], facts["rows"])
     if not encoder.masks:  # labels are the tokens themselves, and share their memory
         table = table.add_column(1, pa.field("labels", _INTS), table["input_ids"])
     # Without a fingerprint, `Dataset` would compute one by serializing the whole table.
     dataset = Dataset(InMemoryTable(table), fingerprint=entry.name[:32])
-    return Tokens(dataset, **facts, are_cached=entry.was_there)
+    return Tokens(dataset, **facts, are_cached=entry.from_cache)
 
 
 def first_batch(data: Dataset, config: TrainingConfig) -> Dataset:
@@ -114,7 +114,7 @@ def first_batch(data: Dataset, config: TrainingConfig) -> Dataset:
     return data.select(range(min(len(data), config.batch_size * config.gradient_accumulation_steps)))
 
 
-def steps_in(data: Dataset, config: TrainingConfig) -> int:
+def steps_per_epoch(data: Dataset, config: TrainingConfig) -> int:
     """Return the number of optimizer steps in one epoch."""
     return math.ceil(math.ceil(len(data) / config.batch_size) / config.gradient_accumulation_steps)
 

@@ -88,13 +88,13 @@ def wrapped(lengths: Ints, room: int) -> Packs:
     return Packs(order, texts, tokens)
 
 
-def each_alone(lengths: Ints) -> Packs:
+def one_per_sequence(lengths: Ints) -> Packs:
     """Make one sequence of each text."""
     texts = np.arange(len(lengths) + 1, dtype=np.int64)
     return Packs(texts[:-1], texts, np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))))
 
 
-def gathered(values: Ints, lengths: Ints, order: npt.NDArray[np.int64]) -> Ints:
+def reorder(values: Ints, lengths: Ints, order: npt.NDArray[np.int64]) -> Ints:
     """Reorder the concatenated values of texts to the `order` of the texts; `lengths` has those of the texts."""
     taken = lengths[order].astype(np.int64)
     begins = np.cumsum(lengths, dtype=np.int64) - lengths
@@ -141,7 +141,7 @@ class Sequences:
         self.tokens += len(columns["input_ids"])
         self.highest_id = max(self.highest_id, int(columns["input_ids"].max()))
         if self.strategy == "bfd":
-            columns = {name: gathered(values, lengths, packs.order) for name, values in columns.items()}
+            columns = {name: reorder(values, lengths, packs.order) for name, values in columns.items()}
         predicted = columns.get("labels", columns["input_ids"]) != IGNORED
         predicted[packs.tokens[:-1]] = False
         self.teaches = self.teaches or bool(predicted.any())
@@ -156,7 +156,7 @@ class Sequences:
             return best_fit(lengths, self.room)
         if self.strategy == "wrapped":
             return wrapped(lengths, self.room)
-        return each_alone(lengths)
+        return one_per_sequence(lengths)
 
 
 def _lists(values: Ints, ends: npt.NDArray[np.int64]) -> pa.ListArray:

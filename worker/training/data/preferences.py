@@ -17,7 +17,7 @@ from worker.training.data import reader, tokenization
 from worker.training.data.reader import Progress
 from worker.training.data.remarks import NotedRows, Remark
 from worker.training.data.token_cache import TokenCache, Write
-from worker.training.data.tokenization import BadRow, Encoder, Ids, Ints
+from worker.training.data.tokenization import BadRow, Encoder, Ints, TextTokenizer
 from worker.training.failures import TrainingFailure
 from worker.training.rewards import answer_problem
 
@@ -89,7 +89,7 @@ class AnswerEncoder:
         """Return True for a chat, and the texts: the prompt alone, and the prompt with each answer."""
         prompt, answers, tools = row["prompt"], [row[name] for name in self._answers], row.get("tools")
         if isinstance(prompt, str):
-            return False, [prompt, *(prompt + tokenization.ended(answer, self._eos) for answer in answers)]
+            return False, [prompt, *(prompt + tokenization.with_eos(answer, self._eos) for answer in answers)]
         before = self._texts.rendered(prompt, tools, add_generation_prompt=True)
         return True, [before, *(self._texts.rendered(prompt + answer, tools) for answer in answers)]
 
@@ -132,9 +132,9 @@ class Texts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._plain = Ids(tokenizer)
+        self._plain = TextTokenizer(tokenizer)
         # A chat template adds the special tokens itself.
-        self._chat = Ids(tokenizer, add_special_tokens=False)
+        self._chat = TextTokenizer(tokenizer, add_special_tokens=False)
 
     def rendered(self, messages: list[dict[str, str]], tools: Any, **more: Any) -> str:
         """Render a chat with its template.
@@ -162,7 +162,9 @@ def is_conversational(path: str) -> bool:
         return False  # reported when the rows are read
 
 
-def preferences(source: Source, tokenizer: PreTrainedTokenizerBase, *, max_length: int, truncation_mode: str) -> Pairs:
+def read_preferences(
+    source: Source, tokenizer: PreTrainedTokenizerBase, *, max_length: int, truncation_mode: str
+) -> Pairs:
     """Read pairs for `dpo`: columns `prompt_ids`, `chosen_ids`, `rejected_ids` and `rows`.
 
     The trainer's collator truncates them. A pair of which truncation would leave no answer is left out.
@@ -189,7 +191,7 @@ def preferences(source: Source, tokenizer: PreTrainedTokenizerBase, *, max_lengt
     )  # fmt: skip
 
 
-def comparisons(source: Source, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> Pairs:
+def read_comparisons(source: Source, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> Pairs:
     """Read pairs for `reward`: columns `chosen_ids` and `rejected_ids` (each with its prompt) and `rows`.
 
     A pair that is too long is left out: the reward is read at the end of a text, which truncation would remove.
@@ -209,7 +211,7 @@ def comparisons(source: Source, tokenizer: PreTrainedTokenizerBase, *, max_lengt
     return _pairs(source, tokenizer, made_from, ["chosen_ids", "rejected_ids"], kept, left_out=left_out)
 
 
-def prompts(
+def read_prompts(
     source: Source, tokenizer: PreTrainedTokenizerBase, *, max_length: int, compared_by: Sequence[Reward]
 ) -> Pairs:
     """Read prompts for `rlhf`: columns `prompt` (a text or messages), `answer` (a text or None) and `rows`.
@@ -225,7 +227,7 @@ def prompts(
     taken: list[dict[str, Any]] = []
     done = tokens = highest = 0
     too_long = NotedRows()
-    for number, (row, ids) in reader.encoded(
+    for number, (row, ids) in reader.encode_rows(
         source.path, encoder, chosen=source.chosen, progress=source.progress, purpose=source.purpose
     ):
         done += 1
@@ -300,7 +302,7 @@ def tokenize(
     def build(write: Write) -> dict[str, Any]:
         table = _Table(write, schema)
         done, skipped = 0, NotedRows()
-        for number, example in reader.encoded(
+        for number, example in reader.encode_rows(
             source.path, encoder, chosen=source.chosen, progress=source.progress, purpose=source.purpose
         ):
             done += 1
@@ -316,14 +318,14 @@ def tokenize(
 
     parts = {
         **made_from, "version": VERSION, "data": source.sha256, "rows": numbers,
-        "tokenizer": tokenization.identity(tokenizer),
+        "tokenizer": tokenization.tokenizer_digest(tokenizer),
     }  # fmt: skip
     entry = source.cache.entry(parts if source.sha256 else None, schema, build)
-    if entry.was_there:
+    if entry.from_cache:
         source.progress(entry.facts["rows"], entry.facts["rows"])
     # Without a fingerprint, `Dataset` would compute one by serializing the whole table.
     dataset = Dataset(InMemoryTable(entry.table), fingerprint=entry.name[:32])
-    return Pairs(dataset, **entry.facts, are_cached=entry.was_there)
+    return Pairs(dataset, **entry.facts, are_cached=entry.from_cache)
 
 
 class _Table:

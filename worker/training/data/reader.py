@@ -33,7 +33,7 @@ def count_rows(path: str) -> int:
         return sum(1 for line in file if line.strip())
 
 
-def encoded(
+def encode_rows(
     path: str, encoder: Encoder[Result], *, chosen: list[int] | None, progress: Progress, purpose: str
 ) -> Iterator[tuple[int, Result]]:
     """Yield the number (from 0) and encoding of the `chosen` rows (None: all) of a file, in file order.

@@ -61,7 +61,7 @@ class Entry:
     facts: dict[str, Any]
     name: str
     """Digest of the inputs: the same for the same content."""
-    was_there: bool
+    from_cache: bool
     """True if an earlier run made it."""
 
 
@@ -108,7 +108,7 @@ class TokenCache:
         path = self._folder / f"{name}.tokens"
         found = self._lookup(path, made_from)
         if found is not None:
-            return Entry(*found, name, was_there=True)
+            return Entry(*found, name, from_cache=True)
         try:
             self._sweep(self._folder)
             made = self._make(path, made_from, schema, build)
@@ -118,7 +118,7 @@ class TokenCache:
                 f"The tokens cannot be cached for later runs: {failed.__cause__}. This run keeps them in memory."
             )
             return _in_memory(name, schema, build)
-        return Entry(*made, name, was_there=False)
+        return Entry(*made, name, from_cache=False)
 
     def _lookup(self, path: Path, made_from: str) -> tuple[pa.Table, dict[str, Any]] | None:
         try:
@@ -207,7 +207,7 @@ def _write_errors() -> Iterator[None]:
 def _in_memory(name: str, schema: pa.Schema, build: Build) -> Entry:
     batches: list[pa.RecordBatch] = []
     facts = build(batches.append)
-    return Entry(pa.Table.from_batches(batches, schema), facts, name, was_there=False)
+    return Entry(pa.Table.from_batches(batches, schema), facts, name, from_cache=False)
 
 
 def _seal(descriptor: int, metadata: bytes, alive: HeartbeatCallback) -> None:

@@ -74,7 +74,7 @@ class TextsEncoder(Encoder[Encoded], Protocol):
     """True if labels mark the tokens to learn; False: every token is learned, and labels are None."""
 
 
-class Ids:
+class TextTokenizer:
     """Converter of texts to token ids."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = True) -> None:
@@ -105,12 +105,12 @@ class TextEncoder:
     masks = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._ids = Ids(tokenizer)
+        self._ids = TextTokenizer(tokenizer)
         self._eos = str(tokenizer.eos_token)
 
     def prepare(self, row: dict[str, Any]) -> str:
         """Return the text with its end-of-sequence token."""
-        return ended(row["text"], self._eos)
+        return with_eos(row["text"], self._eos)
 
     def encode(self, prepared: Sequence[str]) -> list[Encoded]:
         """Tokenize each text."""
@@ -122,7 +122,7 @@ class CompletionEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: str) -> None:
         self.masks = loss_on == "completion"
-        self._ids = Ids(tokenizer)
+        self._ids = TextTokenizer(tokenizer)
         self._eos = str(tokenizer.eos_token)
 
     def prepare(self, row: dict[str, Any]) -> tuple[str, str]:
@@ -130,7 +130,7 @@ class CompletionEncoder:
         prompt, completion = row["prompt"], row["completion"]
         if not isinstance(prompt, str) or not isinstance(completion, str):
             raise BadRow("prompt and completion must be strings")
-        return prompt, prompt + ended(completion, self._eos)
+        return prompt, prompt + with_eos(completion, self._eos)
 
     def encode(self, prepared: Sequence[tuple[str, str]]) -> list[Encoded]:
         """Tokenize each row, prompt and completion as one text."""
@@ -141,7 +141,7 @@ class CompletionEncoder:
         return [Encoded(ids, mask_prefix(prompt, ids)) for prompt, ids in zip(prompts, wholes, strict=True)]
 
 
-def identity(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Compute a digest of all that affects tokenization, including the chat template and library versions."""
     kind, template = type(tokenizer), tokenizer.chat_template
     state = {
@@ -177,7 +177,7 @@ def mask_prefix(prompt: Ints, ids: Ints) -> Ints:
     return labels
 
 
-def ended(text: Any, eos: str) -> str:
+def with_eos(text: Any, eos: str) -> str:
     """Append the end-of-sequence token if it is missing; raise `BadRow` if `text` is not a string."""
     if not isinstance(text, str):
         raise BadRow("its text is not a string")

@@ -11,14 +11,14 @@ from transformers import TrainerControl
 
 from app.contracts.trainer import ActionRequest, ActionStatus
 from worker.training.checkpointing import saver
-from worker.training.failures import Stopped, in_one_line
+from worker.training.failures import Stopped, one_line
 from worker.training.loop import sampling
 from worker.training.plugins import hooks
 from worker.training.run_state import RunState
 from worker.training.trainer_protocol import ServiceTrainer
 
 
-class Refused(Exception):
+class ActionRefused(Exception):
     """The action cannot be done with this run; the text says why."""
 
 
@@ -45,7 +45,7 @@ class Actions:
             "extend": self._extend,
         }
 
-    def do_again(self, control: TrainerControl) -> None:
+    def repeat_due(self, control: TrainerControl) -> None:
         """Repeat what an earlier attempt did after the step that just ended; `control` evaluates and saves.
 
         Call this however the step ends, and before that is decided: a checkpoint of this step must include it, since
@@ -68,7 +68,7 @@ class Actions:
     def _take(self, asked: ActionRequest, control: TrainerControl) -> None:
         try:
             self._do[asked.action](asked, control)
-        except Refused as refusal:
+        except ActionRefused as refusal:
             self._answer(asked, "refused", message=str(refusal))
         except Exception as error:  # an action must never fail the run, for any cause
             self._answer(
@@ -98,11 +98,11 @@ class Actions:
             "pinned": any(one.parameters.get("pin") for one in answered),
         }
 
-    def save_again(self) -> None:
+    def requeue_saves(self) -> None:
         """Let the next checkpoint answer the requests of the last one, which was never written."""
         self._saves, self._last_saves = [*self._last_saves, *self._saves], []
 
-    def not_saved(self, why: str) -> None:
+    def fail_saves(self, why: str) -> None:
         """Report that the requested checkpoints are not written."""
         asked, self._saves = self._saves, []
         for one in asked:
@@ -110,7 +110,7 @@ class Actions:
 
     def _evaluate(self, asked: ActionRequest, control: TrainerControl) -> None:
         if self._trainer.eval_dataset is None:
-            raise Refused("The run has no evaluation data.")
+            raise ActionRefused("The run has no evaluation data.")
         control.should_evaluate = True
         self._evaluations.append(asked)
 
@@ -150,14 +150,14 @@ class Actions:
         self._refuse_if_a_plugin_sets_rates()
         trainer, run, wanted = self._trainer, self._run, asked.parameters
         before, epochs = trainer.state.max_steps, wanted.get("epochs")
-        total = wanted.get("max_steps") or math.ceil((epochs or 0) * run.steps_in_a_pass)
+        total = wanted.get("max_steps") or math.ceil((epochs or 0) * run.steps_per_epoch)
         total = max(total, run.config.min_steps or 0)
         if total <= before:
-            raise Refused(f"The run trains {before} steps already, and this would be {total}; request more.")
+            raise ActionRefused(f"The run trains {before} steps already, and this would be {total}; request more.")
         stop = run.config.stop_at_step
         # An action of an earlier attempt is repeated in any case, or this one would have a different schedule.
         if asked.step is None and stop is not None and run.state.first_step < stop < total:
-            raise Refused(f"The run ends at step {stop}, which is its `stop_at_step`, and not at step {total}.")
+            raise ActionRefused(f"The run ends at step {stop}, which is its `stop_at_step`, and not at step {total}.")
         changed = {"max_steps": total} if epochs is None else {"max_steps": None, "epochs": epochs}
         next_rate = self._change(total_steps=total, **changed)
         trainer.state.max_steps = total
@@ -166,8 +166,8 @@ class Actions:
         self._report_config()
 
     def _refuse_if_a_plugin_sets_rates(self) -> None:
-        if hooks.makes_rates(self._run.config):
-            raise Refused(
+        if hooks.controls_learning_rate(self._run.config):
+            raise ActionRefused(
                 "The run's optimizer or scheduler is a plugin, and the effect of a different learning rate or of more "
                 "steps on it during training is unknown. Stop the run, and resume it with the changes."
             )
@@ -182,7 +182,7 @@ class Actions:
         with self._rollback_on_error():
             state.changed = state.changed | changed
             state.total_steps = total_steps or state.total_steps
-            self.put_in_force()
+            self.apply_changes()
             trainer.lr_scheduler.lr_lambdas = [self._factor()] * len(trainer.lr_scheduler.lr_lambdas)
             saver.reapply_rates(trainer, [group["weight_decay"] for group in trainer.optimizer.param_groups])
             return float(trainer.lr_scheduler.get_last_lr()[0])
@@ -205,7 +205,7 @@ class Actions:
                     del now[new]
             raise
 
-    def put_in_force(self) -> None:
+    def apply_changes(self) -> None:
         """Apply the stored changes: now, or before a trainer that resumes from a checkpoint starts."""
         trainer, run = self._trainer, self._run
         if run.state.changed:
@@ -237,7 +237,7 @@ class Actions:
     def _sample(self, asked: ActionRequest, _control: TrainerControl) -> None:
         step = self._trainer.state.global_step
         try:
-            texts = sampling.write(self._trainer, **asked.parameters)
+            texts = sampling.generate(self._trainer, **asked.parameters)
         except Stopped:
             return  # handled after the next step; the request stays pending for the next attempt
         except Exception as error:  # training continues after any failure
@@ -251,4 +251,4 @@ class Actions:
 
 
 def _describe_error(error: Exception) -> str:
-    return f"{type(error).__name__}: {in_one_line(error)}".rstrip(".")
+    return f"{type(error).__name__}: {one_line(error)}".rstrip(".")

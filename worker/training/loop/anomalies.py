@@ -64,7 +64,7 @@ class AnomalyGuard:
         """Rows that no step may contain, for runs that resume from a checkpoint."""
         return sorted(self._rows)
 
-    def passes_over(self, step: int, rows: Iterable[int]) -> bool:
+    def skips_step(self, step: int, rows: Iterable[int]) -> bool:
         """Return True if `step`, made of these rows, was found to be bad or contains a bad row."""
         return step in self._steps or (bool(self._rows) and not self._rows.isdisjoint(rows))
 

@@ -36,8 +36,8 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         loss, rows = self.trainer.take_step()
         took = time.monotonic() - self._step_began
         run.state.seconds += took
-        if self.trainer.passes_over:
-            run.journal.pass_over(step, rows)
+        if self.trainer.skips_step:
+            run.journal.skip_step(step, rows)
             run.report.message(f"Step {step} is skipped: an earlier attempt found it to be bad.", level="warning")
         else:
             run.journal.step(step, loss.hex(), rows)
@@ -46,7 +46,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
             run.state.samples += len(rows)
             self.trainer.throughput.stepped(took, len(rows))
         self.trainer.saving.stepped(self.trainer)
-        self.trainer.actions.do_again(control)
+        self.trainer.actions.repeat_due(control)
 
         if step >= state.max_steps:  # a stop that arrives now finds the run complete
             control.should_log = control.should_save = True
@@ -100,7 +100,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
             control.should_save = True
             run.save_kind = "best"
         patience = run.config.early_stopping_patience
-        patient = patience is None or run.state.evals_without_gain < patience
+        patient = patience is None or run.state.evals_without_improvement < patience
         if not patient and state.global_step < state.max_steps:
             self.trainer.end_early("early_stopping", "checkpoint")
             run.save_kind = "final"
@@ -136,4 +136,4 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         measured = {ours: logs[theirs] for theirs, ours in names.items() if logs.get(theirs) is not None}
         run.metric({**point, "extra": {**measured, **speed, **memory}}, state.max_steps)
         run.state.last_metric = {name: point[name] for name in ("step", "epoch", "loss")}
-        self.trainer.tell_samples()
+        self.trainer.report_samples()

@@ -15,7 +15,7 @@ from worker.training.failures import Stopped
 from worker.training.trainer_protocol import ServiceTrainer
 
 
-def write(trainer: ServiceTrainer, prompts: list[str], max_new_tokens: int, temperature: float) -> list[str]:
+def generate(trainer: ServiceTrainer, prompts: list[str], max_new_tokens: int, temperature: float) -> list[str]:
     """Return the text that the current model generates after each prompt.
 
     With a temperature, tokens are drawn with the run's seed and step, so the same weights generate the same text again.
@@ -87,7 +87,7 @@ def _evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     """Switch to evaluation mode, and restore every mode and every random number generator on exit."""
     modes = [(module, module.training) for module in model.modules()]
     try:
-        with same_numbers():
+        with preserve_rng():
             model.eval()
             yield
     finally:
@@ -96,7 +96,7 @@ def _evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def same_numbers() -> Iterator[None]:
+def preserve_rng() -> Iterator[None]:
     """Restore every random number generator on exit."""
     numbers, drawn = numpy.random.get_state(), random.getstate()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None

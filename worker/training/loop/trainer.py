@@ -60,7 +60,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         self.throughput = Throughput()
         self.gpu_memory = GpuMemory()
         self.guard = AnomalyGuard(run.config, run.job.auto_repairs)
-        self.passes_over = False
+        self.skips_step = False
         """True if an earlier attempt found the current step to be bad: it then changes nothing."""
         self._eval_batches = 0
         self._eval_total = 0
@@ -68,9 +68,9 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         self._step_loss = 0.0
         self.actions = Actions(self)
         super().__init__(**options)
-        self.data_collator: Any = self.with_rows(self.data_collator)
+        self.data_collator: Any = self.collate_with_rows(self.data_collator)
 
-    def with_rows(self, collate: Any) -> Any:
+    def collate_with_rows(self, collate: Any) -> Any:
         """Return a collator that keeps the row numbers of each batch, for `take_rows`."""
         return RowIdCollator(collate)
 
@@ -89,14 +89,14 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         column = [*answer_columns(first), "input_ids"][0]
         return [*first.get("prompt_ids", ()), *first[column]]
 
-    def tell_facts(self) -> None:
+    def report_run_info(self) -> None:
         """Report the configuration in effect, the defaults that were replaced and the initial run info."""
         replaced = [one.model_dump(mode="json") for one in self.replaced]
         effective = self.run.config.model_dump(mode="json")
         self.run.report.config(effective, replaced, self.facts)
         self.run.trackers.describe(effective, self.facts)
 
-    def passes_reference(self) -> bool:
+    def has_reference_pass(self) -> bool:
         """Return True if each step has a forward pass of a reference model."""
         return False
 
@@ -126,18 +126,18 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         with self.throughput.waiting():
             batches, items = super().get_batch_samples(*args)
         rows = (row for batch in batches for row in self.rows_of(batch))
-        self.passes_over = self.guard.passes_over(self.state.global_step + 1, rows)
+        self.skips_step = self.guard.skips_step(self.state.global_step + 1, rows)
         return batches, items
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         if model.training:
-            self.throughput.saw(flops.pairs(inputs))
+            self.throughput.saw(flops.token_pairs(inputs))
         return super().compute_loss(model, inputs, *args, **options)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         self.step_rows += self.take_rows(inputs)
-        if self.passes_over:
-            self.pass_over()
+        if self.skips_step:
+            self.skip_step()
             loss = torch.zeros((), device=self.args.device)
         else:
             loss = super().training_step(model, inputs, num_items_in_batch)
@@ -146,7 +146,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         # The last point before the optimizer: a step that would corrupt the weights is never taken.
-        if self.passes_over:
+        if self.skips_step:
             self._micro_losses.clear()
             self._disable_next_optimizer_step()
             return None
@@ -172,14 +172,14 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         del recent[:-REMEMBERED]
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        return None if self.passes_over else super()._clip_grad_norm(model)
+        return None if self.skips_step else super()._clip_grad_norm(model)
 
     def _disable_next_optimizer_step(self) -> None:
         """Make the optimizer's next step a no-op: no decay, no momentum, no scale."""
         optimizer = self.optimizer
         optimizer.step = lambda *_, **__: delattr(optimizer, "step")
 
-    def pass_over(self) -> None:
+    def skip_step(self) -> None:
         """Handle a skipped micro-batch; trainers that count micro-batches override this to count it too."""
 
     def rows_of(self, batch: Any) -> Sequence[int]:
@@ -202,7 +202,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         random_state = torch.random.get_rng_state()
         is_due = self.evaluation_is_due()
         # A requested evaluation leaves no trace in training; one that is due is part of it, as in TRL.
-        trace = nullcontext() if is_due else sampling.same_numbers()
+        trace = nullcontext() if is_due else sampling.preserve_rng()
         self._eval_batches = 0
         try:
             with trace:
@@ -279,10 +279,10 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         """Return the number of tokens trained on so far, without padding."""
         return int(self._total_train_tokens)
 
-    def tell_samples(self) -> None:
+    def report_samples(self) -> None:
         """Report texts generated since the last metric; only trainers that generate texts override this."""
 
-    def remember_averages(self) -> None:
+    def save_metric_averages(self) -> None:
         """Copy the trainer's own running metrics into the state that a checkpoint contains."""
         self.run.state.averages = {name: list(values) for name, values in self._metrics["train"].items()}
         self.run.state.tokens = self.trained_tokens()
@@ -296,14 +296,14 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         if saver.save(self) and not self.control.should_training_stop:
             self.run.report.phase("training")
 
-    def go_on_from(self, folder: Path) -> None:
+    def restore_from(self, folder: Path) -> None:
         """Restore the run's state from a checkpoint; call before `train(resume_from_checkpoint=…)`."""
         self.saved_step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
         self.run.state = RunState.load(folder, self.run.job.run_id, self.saved_step)
         self.guard.take_over(self.run.state.bad_rows)
         for history in self.run.histories:
             history.begin(folder)
-        self.actions.put_in_force()
+        self.actions.apply_changes()
         self._total_train_tokens = self.run.state.tokens
         for name, values in self.run.state.averages.items():
             self._metrics["train"][name] = list(values)
@@ -318,7 +318,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         rates = hooks.initial_rates(self)
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            if hooks.makes_rates(self.run.config):
+            if hooks.controls_learning_rate(self.run.config):
                 hooks.reapply_rates(self, decays, rates)
             else:
                 saver.reapply_rates(self, decays)
@@ -348,7 +348,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
 
     def _report_loaded(self, checkpoint: Path) -> None:
         self.facts |= fidelity_check.compare_fidelity(self, checkpoint)
-        self.tell_facts()
+        self.report_run_info()
 
     def restore_finished(self, folder: Path) -> None:
         """Restore weights and position from a checkpoint after which no step is left."""

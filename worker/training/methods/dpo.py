@@ -49,24 +49,26 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
         Stopped: a stop was requested before there was anything to save.
     """
     found, tokenizer = preparation.prepare_start(run)
-    max_length = preparation.longest(run, found, tokenizer, replaced)
-    no_dropout = preparation.no_dropout(run, replaced)
+    max_length = preparation.max_sequence_length(run, found, tokenizer, replaced)
+    no_dropout = preparation.must_disable_dropout(run, replaced)
     preparation.chat_template_if_needed(run, tokenizer)
     config = run.config
 
     cache = preparation.token_cache(run)
 
     def read(source: DataSource, chosen: list[int] | None, purpose: preparation.Purpose) -> Pairs:
-        rows = preparation.pairs_of(run, cache, source, chosen, purpose)
-        return preferences.preferences(rows, tokenizer, max_length=max_length, truncation_mode=config.truncation_mode)
+        rows = preparation.pair_source(run, cache, source, chosen, purpose)
+        return preferences.read_preferences(
+            rows, tokenizer, max_length=max_length, truncation_mode=config.truncation_mode
+        )
 
     training, held_out = preparation.read_data(run, read)
     tokenized = preparation.cache_messages(run, training, held_out)
-    steps_in_a_pass = data.steps_in(training.dataset, config)
-    total_steps = preparation.steps_in_all(run, steps_in_a_pass)
+    steps_per_epoch = data.steps_per_epoch(training.dataset, config)
+    total_steps = preparation.total_steps(run, steps_per_epoch)
     memory_plan.choose_checkpointing(run, replaced, found, training.dataset, max_length)
-    with preparation.weights(run, found) as start:
-        network = preparation.load(run, start, preparation.highest_id(tokenizer, training, held_out))
+    with preparation.base_weights(run, found) as start:
+        network = preparation.load_network(run, start, preparation.highest_id(tokenizer, training, held_out))
         trainer = pipeline.build(
             PreferenceTrainer,
             run,
@@ -79,7 +81,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
                 max_length=max_length,
                 truncation_mode=config.truncation_mode,
                 disable_dropout=no_dropout,
-                precompute_ref_log_probs=reference.is_precomputed(run, steps_in_a_pass),
+                precompute_ref_log_probs=reference.is_precomputed(run, steps_per_epoch),
             ),
             train_dataset=preparation.training_rows(run, training),
             eval_dataset=held_out.dataset if held_out else None,

@@ -109,7 +109,7 @@ def report_run_info(
     facts |= resume_fidelity.facts(_differences(run))
     trainer.facts, trainer.replaced = facts, replaced
     if run.resume_from is None:
-        trainer.tell_facts()  # a resumed run reports it after the fidelity check of the loaded checkpoint
+        trainer.report_run_info()  # a resumed run reports it after the fidelity check of the loaded checkpoint
     return facts
 
 
@@ -119,7 +119,7 @@ def _costs(trainer: ServiceTrainerMixin, training: Rows, device: str | None) -> 
     throughput.flops = flops.count(
         trainer.model,
         checkpointing=bool(run.config.gradient_checkpointing),
-        reference=trainer.passes_reference(),
+        reference=trainer.has_reference_pass(),
     )
     throughput.peak_tflops = run.config.trainer_options.peak_tflops or peak_tflops(device)
     length = trainer.usual_length(training.tokens / training.rows)
@@ -173,7 +173,7 @@ def finish(trainer: ServiceTrainerMixin, start: BaseModelSource, facts: dict[str
 
 def _resume(trainer: ServiceTrainerMixin, checkpoint: Path) -> None:
     run = trainer.run
-    trainer.go_on_from(checkpoint)
+    trainer.restore_from(checkpoint)
     limit = run.state.limit_reached(run.config, trainer.saved_step)
     if limit is not None or trainer.saved_step >= trainer.args.max_steps:
         # Training had already finished; the earlier attempt was lost before its output was written.

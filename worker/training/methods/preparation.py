@@ -24,7 +24,7 @@ from worker.training.loop import probe
 from worker.training.model import base_model, loader, memory_plan
 from worker.training.model.base_model import BaseModelSource
 from worker.training.plugins import hooks
-from worker.training.plugins.checkpoint_engines import fetch
+from worker.training.plugins.checkpoint_engines import restore_replica
 from worker.wire.heartbeat import heartbeat_while_growing, with_heartbeat
 
 Purpose = Literal["training", "evaluation"]
@@ -71,7 +71,7 @@ def prepare_start(run: TrainingContext) -> tuple[BaseModelSource, PreTrainedToke
         Stopped: a stop was requested.
     """
     transformers.set_seed(run.config.seed)
-    fetch(run)
+    restore_replica(run)
     resume = run.resume_from
     if resume is not None:
         saver.check(resume.path, resume.manifest_sha256, run.report.alive)
@@ -79,12 +79,12 @@ def prepare_start(run: TrainingContext) -> tuple[BaseModelSource, PreTrainedToke
     run.report.progress("loading", 0, 2, "tokenizer and configuration")
     found = base_model.find_base(run.job, run.config)
     tokenizer = base_model.load_tokenizer(found)
-    run.heed_stop()
-    hooks.take_rows(run)
+    run.raise_if_stopped()
+    hooks.write_source_rows(run)
     return found, tokenizer
 
 
-def longest(
+def max_sequence_length(
     run: TrainingContext, found: BaseModelSource, tokenizer: PreTrainedTokenizerBase, replaced: list[Replacement]
 ) -> int:
     """Return the maximum sequence length in tokens: as configured, limited by what the model can take.
@@ -101,22 +101,22 @@ def longest(
         raise TrainingFailure(
             "config_error", f"`max_seq_length` is {asked}, but this model takes at most {limit} tokens."
         )
-    replace(run, replaced, "max_seq_length", limit, f"The model takes at most {limit} tokens.")
+    replace_default(run, replaced, "max_seq_length", limit, f"The model takes at most {limit} tokens.")
     return int(limit)
 
 
-def replace(run: TrainingContext, replaced: list[Replacement], field: str, used: Any, reason: str) -> None:
+def replace_default(run: TrainingContext, replaced: list[Replacement], field: str, used: Any, reason: str) -> None:
     """Replace a default that cannot be used with another value, and record the replacement to report it."""
     replaced.append(Replacement(field=field, requested=getattr(run.config, field), used=used, reason=reason))
     run.config = run.config.model_copy(update={field: used})
 
 
-def no_dropout(run: TrainingContext, replaced: list[Replacement]) -> bool:
+def must_disable_dropout(run: TrainingContext, replaced: list[Replacement]) -> bool:
     """Return True if all dropout must be disabled: pairs are compared without it unless the user set some."""
     if run.config.lora_r is None:
         return True
     if "lora_dropout" not in run.given and run.config.lora_dropout > 0:
-        replace(run, replaced, "lora_dropout", 0.0, "Dropout would add noise to the comparison of two answers.")
+        replace_default(run, replaced, "lora_dropout", 0.0, "Dropout would add noise to the comparison of two answers.")
     return run.config.lora_dropout == 0
 
 
@@ -149,7 +149,7 @@ def read_data(run: TrainingContext, read: Read[Some]) -> tuple[Some, Some | None
         held_out = read(rest, held, "evaluation") if rest else None
     except FileNotFoundError as error:
         raise TrainingFailure("bad_data", "The dataset's file no longer exists.") from error
-    hooks.drop_rows(run)
+    hooks.delete_source_rows(run)
     for one in (training, held_out):
         for remark in one.remarks if one else []:
             run.report.message(remark["reason"], level="warning")
@@ -177,7 +177,7 @@ def cache_messages(run: TrainingContext, *some: Rows | None) -> dict[str, str]:
     return {"tokenized": "cached"}
 
 
-def pairs_of(
+def pair_source(
     run: TrainingContext, cache: TokenCache, source: DataSource, chosen: list[int] | None, purpose: Purpose
 ) -> Source:
     """Describe the rows of a dataset for `worker.training.data.preferences`."""
@@ -188,7 +188,7 @@ def token_cache(run: TrainingContext) -> TokenCache:
     """Open the cache of tokenized data that the job names, or one that keeps nothing."""
 
     def alive() -> None:
-        run.heed_stop()
+        run.raise_if_stopped()
         run.report.alive()
 
     return TokenCache.of_job(run.job, warn=lambda text: run.report.message(text, level="warning"), alive=alive)
@@ -199,20 +199,20 @@ def tokenizing(run: TrainingContext) -> Callable[[int, int], None]:
     return lambda done, total: run.progress("tokenizing", done, total)
 
 
-def steps_in_all(run: TrainingContext, steps_in_a_pass: int) -> int:
+def total_steps(run: TrainingContext, steps_per_epoch: int) -> int:
     """Return the optimizer steps of the whole run, as the trainer counts them; for a probe, its own number."""
-    run.steps_in_a_pass = steps_in_a_pass
+    run.steps_per_epoch = steps_per_epoch
     return probe.STEPS if run.is_probe else configured_steps(run)
 
 
 def configured_steps(run: TrainingContext) -> int:
-    """Return the optimizer steps of the whole run, even for a probe; call after `steps_in_all`."""
-    steps = run.config.max_steps or math.ceil(run.config.epochs * run.steps_in_a_pass)
+    """Return the optimizer steps of the whole run, even for a probe; call after `total_steps`."""
+    steps = run.config.max_steps or math.ceil(run.config.epochs * run.steps_per_epoch)
     return max(steps, run.config.min_steps or 0)
 
 
 @contextmanager
-def weights(run: TrainingContext, found: BaseModelSource) -> Iterator[BaseModelSource]:
+def base_weights(run: TrainingContext, found: BaseModelSource) -> Iterator[BaseModelSource]:
     """Provide the weights to start from while the block runs; an adapter is merged into its base."""
     alive = run.report.alive
     # transformers shows a progress bar when it loads or writes many weights; each item sends a heartbeat.
@@ -225,7 +225,7 @@ def weights(run: TrainingContext, found: BaseModelSource) -> Iterator[BaseModelS
         yield start
 
 
-def load(
+def load_network(
     run: TrainingContext, start: BaseModelSource, highest_id: int, head: loader.Head = "causal"
 ) -> PreTrainedModel:
     """Load the model onto its device, and check that it has an embedding for every token of the data."""
@@ -240,7 +240,7 @@ def load(
     if run.config.gradient_checkpointing == "selective":
         memory_plan.checkpoint_every_second_layer(network)
     loader.check_vocabulary(network, highest_id)
-    run.heed_stop()
+    run.raise_if_stopped()
     return network
 
 

@@ -10,19 +10,19 @@ from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.methods import preparation
 
 
-def is_precomputed(run: TrainingContext, steps_in_a_pass: int) -> bool:
+def is_precomputed(run: TrainingContext, steps_per_epoch: int) -> bool:
     """Return True if the reference log-probabilities are computed once, before the first step.
 
     Without an adapter the alternative is a second copy of the model. With an adapter it is a forward pass in every
     step, which is more work from the second epoch on.
     """
-    return run.config.lora_r is None or preparation.configured_steps(run) > steps_in_a_pass
+    return run.config.lora_r is None or preparation.configured_steps(run) > steps_per_epoch
 
 
 class ReferenceMixin(ServiceTrainerMixin):
     """Mixin for TRL's trainers with reference log-probabilities on tokenized rows; it reports their progress."""
 
-    def passes_reference(self) -> bool:
+    def has_reference_pass(self) -> bool:
         return not self.precompute_ref_logps
 
     def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:

@@ -39,24 +39,24 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
         Stopped: a stop was requested before there was anything to save.
     """
     found, tokenizer = preparation.prepare_start(run)
-    max_length = preparation.longest(run, found, tokenizer, replaced)
-    no_dropout = preparation.no_dropout(run, replaced)
+    max_length = preparation.max_sequence_length(run, found, tokenizer, replaced)
+    no_dropout = preparation.must_disable_dropout(run, replaced)
     preparation.chat_template_if_needed(run, tokenizer)
     config = run.config
 
     cache = preparation.token_cache(run)
 
     def read(source: DataSource, chosen: list[int] | None, purpose: preparation.Purpose) -> Pairs:
-        return preferences.comparisons(
-            preparation.pairs_of(run, cache, source, chosen, purpose), tokenizer, max_length=max_length
+        return preferences.read_comparisons(
+            preparation.pair_source(run, cache, source, chosen, purpose), tokenizer, max_length=max_length
         )
 
     training, held_out = preparation.read_data(run, read)
     tokenized = preparation.cache_messages(run, training, held_out)
-    total_steps = preparation.steps_in_all(run, dataset.steps_in(training.dataset, config))
+    total_steps = preparation.total_steps(run, dataset.steps_per_epoch(training.dataset, config))
     memory_plan.choose_checkpointing(run, replaced, found, training.dataset, max_length)
-    with preparation.weights(run, found) as start:
-        network = preparation.load(run, start, preparation.highest_id(tokenizer, training, held_out), "reward")
+    with preparation.base_weights(run, found) as start:
+        network = preparation.load_network(run, start, preparation.highest_id(tokenizer, training, held_out), "reward")
         trainer = pipeline.build(
             RewardModelTrainer,
             run,

@@ -30,7 +30,7 @@ _NON_FINITE_ERROR = "probability tensor contains either"
 """Part of torch's error when it samples from non-finite probabilities."""
 
 
-class RewardedTrainer(ServiceTrainerMixin):
+class RewardTrainerMixin(ServiceTrainerMixin):
     """Overrides shared by `GRPOTrainer` and `RLOOTrainer`.
 
     An optimizer step is one round: completions are generated once, for all of its micro-batches. So a run can stop
@@ -48,7 +48,7 @@ class RewardedTrainer(ServiceTrainerMixin):
     }
     NOT_COUNTED: ClassVar[str] = "generating the completions, and reward models"
 
-    def passes_reference(self) -> bool:
+    def has_reference_pass(self) -> bool:
         return bool(self.beta)
 
     def usual_length(self, tokens_of_a_row: float) -> float:
@@ -77,7 +77,7 @@ class RewardedTrainer(ServiceTrainerMixin):
                 description = "the model's output became non-finite while it generated completions"
                 raise self.guard.failure(self, Anomaly("non_finite", description)) from error
 
-    def with_rows(self, collate: Any) -> Any:
+    def collate_with_rows(self, collate: Any) -> Any:
         return collate  # a batch is the list of its rows
 
     def take_rows(self, inputs: Any) -> list[int]:
@@ -88,7 +88,7 @@ class RewardedTrainer(ServiceTrainerMixin):
     def rows_of(self, batch: Any) -> list[int]:
         return [row for one in batch for row in one["rows"]]
 
-    def pass_over(self) -> None:
+    def skip_step(self) -> None:
         self._step += 1  # TRL decides with it when to generate the next round
 
     def sequences_of(self, rows: Sequence[int]) -> list[dict[str, Any]]:
@@ -107,7 +107,7 @@ class RewardedTrainer(ServiceTrainerMixin):
         """Return the number of prompt and completion tokens trained on so far."""
         return int(self.state.num_input_tokens_seen)
 
-    def tell_samples(self) -> None:
+    def report_samples(self) -> None:
         """Report the completions with the highest and the lowest advantage of the last round."""
         logs = self._logs
         advantages = list(logs["advantages"])
@@ -127,11 +127,11 @@ class RewardedTrainer(ServiceTrainerMixin):
         return text if isinstance(text, str) else "\n".join(str(message["content"]) for message in text)
 
 
-class GroupTrainer(RewardedTrainer, GRPOTrainer):  # type: ignore[misc]
+class GroupTrainer(RewardTrainerMixin, GRPOTrainer):  # type: ignore[misc]
     """Group relative policy optimization."""
 
 
-class LeaveOneOutTrainer(RewardedTrainer, RLOOTrainer):  # type: ignore[misc]
+class LeaveOneOutTrainer(RewardTrainerMixin, RLOOTrainer):  # type: ignore[misc]
     """REINFORCE with the mean reward of the other completions as baseline."""
 
 
@@ -143,7 +143,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
         Stopped: a stop was requested before there was anything to save.
     """
     found, tokenizer = preparation.prepare_start(run)
-    max_length = preparation.longest(run, found, tokenizer, replaced)
+    max_length = preparation.max_sequence_length(run, found, tokenizer, replaced)
     preparation.chat_template_if_needed(run, tokenizer)
     config, wanted = run.config, run.config.rlhf
     longest_prompt = max_length - wanted.max_completion_length
@@ -155,27 +155,27 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
         )
 
     def read(source: DataSource, chosen: list[int] | None, purpose: preparation.Purpose) -> Pairs:
-        rows = preparation.pairs_of(run, TokenCache(), source, chosen, purpose)
-        return preferences.prompts(rows, tokenizer, max_length=longest_prompt, compared_by=wanted.rewards)
+        rows = preparation.pair_source(run, TokenCache(), source, chosen, purpose)
+        return preferences.read_prompts(rows, tokenizer, max_length=longest_prompt, compared_by=wanted.rewards)
 
     training, held_out = preparation.read_data(run, read)
     prompts_in_a_step = config.batch_size * config.gradient_accumulation_steps // wanted.num_generations
-    steps_in_a_pass = len(training.dataset) // prompts_in_a_step
-    if steps_in_a_pass < 1:
+    steps_per_epoch = len(training.dataset) // prompts_in_a_step
+    if steps_per_epoch < 1:
         raise TrainingFailure(
             "bad_data",
             f"A step takes {prompts_in_a_step} prompts, but there are only {len(training.dataset)}: lower `batch_size` "
             "or `gradient_accumulation_steps`, or add prompts.",
         )
-    total_steps = preparation.steps_in_all(run, steps_in_a_pass)
+    total_steps = preparation.total_steps(run, steps_per_epoch)
     seen = training.dataset
     if config.overfit_first_batch:
         seen = seen.select(range(prompts_in_a_step))
     elif run.is_probe:
         seen = probe.longest_rows(seen, config, tokenizer)
     memory_plan.choose_checkpointing(run, replaced, found, training.dataset, max_length)
-    with preparation.weights(run, found) as start:
-        network = preparation.load(run, start, preparation.highest_id(tokenizer, training, held_out))
+    with preparation.base_weights(run, found) as start:
+        network = preparation.load_network(run, start, preparation.highest_id(tokenizer, training, held_out))
         # Generation takes long, so each token sends a heartbeat.
         network.register_forward_pre_hook(lambda *_: run.report.alive())
         functions = _rewards(run, tokenizer, max_length)
@@ -195,7 +195,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
         if config.trainer_options.eval_batch_size is None:  # a multiple of the group size
             groups = max(config.batch_size // wanted.num_generations, 1)
             arguments["per_device_eval_batch_size"] = groups * wanted.num_generations
-        trainer: RewardedTrainer = pipeline.build(
+        trainer: RewardTrainerMixin = pipeline.build(
             GroupTrainer if wanted.algorithm == "grpo" else LeaveOneOutTrainer,
             run,
             model=network,

@@ -63,7 +63,7 @@ def train(
     """
     functions = metric_functions.load(run.config.trainer_options.metrics)
     found, tokenizer = preparation.prepare_start(run)
-    max_length = preparation.longest(run, found, tokenizer, replaced)
+    max_length = preparation.max_sequence_length(run, found, tokenizer, replaced)
     config = run.config
     if "chat" in {one.format for one in (run.job.dataset, run.job.eval_dataset) if one}:
         preparation.chat_template(run, tokenizer)
@@ -78,10 +78,10 @@ def train(
 
     training, held_out = preparation.read_data(run, read)
     tokenized = preparation.cache_messages(run, training, held_out)
-    total_steps = preparation.steps_in_all(run, dataset.steps_in(training.dataset, config))
+    total_steps = preparation.total_steps(run, dataset.steps_per_epoch(training.dataset, config))
     memory_plan.choose_checkpointing(run, replaced, found, training.dataset, max_length)
-    with preparation.weights(run, found) as start:
-        network = preparation.load(run, start, preparation.highest_id(tokenizer, training, held_out))
+    with preparation.base_weights(run, found) as start:
+        network = preparation.load_network(run, start, preparation.highest_id(tokenizer, training, held_out))
         trainer = pipeline.build(
             trainer_class,
             run,

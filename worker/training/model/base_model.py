@@ -19,7 +19,7 @@ from app.contracts.job import JobSpec, ModelSource
 from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from worker.checkpoint_files import resume_fidelity
-from worker.training.failures import TrainingFailure, in_one_line
+from worker.training.failures import TrainingFailure, one_line
 from worker.wire.heartbeat import HeartbeatCallback, heartbeat_while_growing
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -146,7 +146,7 @@ def load_failure(error: Exception, source: str, what: str) -> TrainingFailure:
     """Convert an exception of `from_pretrained` to a `TrainingFailure`."""
     name = source if not Path(source).is_absolute() else Path(source).name
     missing = (OSError, huggingface_hub.errors.HFValidationError)
-    text = in_one_line(error)
+    text = one_line(error)
     if _is_access_denied(error):
         return TrainingFailure(
             "model_not_found",

@@ -205,7 +205,7 @@ def _output_layer(model: Any) -> Any:
     return _in_use(found) if isinstance(found, nn.Module) else None
 
 
-def pairs(inputs: Any) -> torch.Tensor | float:
+def token_pairs(inputs: Any) -> torch.Tensor | float:
     """Return the pairs of tokens in a model's input batch: the sum of squared sequence lengths, without padding.
 
     The result is a scalar on the device of the batch, because reading it would block the host.

@@ -55,7 +55,7 @@ def _choose(run: TrainingContext, found: BaseModelSource, length: int, rows: int
         )
     except (UnknownArchitecture, CannotTrain) as error:
         return True, f"The memory that the run needs is unknown, so every layer is recomputed. {error}"
-    return memory_planner.as_value(choice.checkpointing), choice.reason
+    return memory_planner.to_config_value(choice.checkpointing), choice.reason
 
 
 def longest_row(data: Dataset, config: TrainingConfig, max_length: int) -> int:

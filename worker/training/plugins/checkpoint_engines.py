@@ -17,7 +17,7 @@ _STOP_SECONDS = 20.0
 _POLL_SECONDS = 0.2
 
 
-class Keeper:
+class EngineCopier:
     """Passes complete checkpoints to the engine, the newest first: if it is slow, the older ones matter less.
 
     An upload does not report its progress, so the thread sends no heartbeat, and a wait for it is limited.
@@ -79,7 +79,7 @@ class Keeper:
                 folder = self._current = self._waiting.pop()
             try:
                 if folder.is_dir():  # or it was cleaned up before its turn came
-                    keep(self._run, folder)
+                    store_replica(self._run, folder)
             except TrainingFailure as failure:
                 self._failure = failure
             finally:
@@ -98,7 +98,7 @@ class CheckpointEngine(Protocol):
         """Copy the replica into an empty folder; return False if there is none."""
 
 
-def keep(run: TrainingContext, folder: Path) -> None:
+def store_replica(run: TrainingContext, folder: Path) -> None:
     """Store a replica of a checkpoint on disk with an installed checkpoint engine; an error loses only the replica.
 
     Raises:
@@ -111,11 +111,11 @@ def keep(run: TrainingContext, folder: Path) -> None:
     try:
         engine.save(folder, _replica_name(folder))
     except Exception as error:
-        failure = registry.wrong("checkpoint_engine", plugin.type, f"could not keep {folder.name}: {error!r}")
+        failure = registry.plugin_error("checkpoint_engine", plugin.type, f"could not keep {folder.name}: {error!r}")
         run.report.message(f"{failure} The checkpoint in the run's own folder is complete.", level="warning")
 
 
-def fetch(run: TrainingContext) -> None:
+def restore_replica(run: TrainingContext) -> None:
     """Restore a checkpoint that is missing from its folder into this attempt's folder; its hashes are checked next."""
     plugin, resume = run.config.trainer_options.checkpoint_engine, run.resume_from
     if plugin is None or resume is None or resume.path.exists():
@@ -127,9 +127,13 @@ def fetch(run: TrainingContext) -> None:
     try:
         found = _engine(plugin).fetch(_replica_name(place), target)
     except Exception as error:
-        raise registry.wrong("checkpoint_engine", plugin.type, f"could not fetch {place.name}: {error!r}") from error
+        raise registry.plugin_error(
+            "checkpoint_engine", plugin.type, f"could not fetch {place.name}: {error!r}"
+        ) from error
     if not isinstance(found, bool):
-        raise registry.wrong("checkpoint_engine", plugin.type, f"returned {found!r} from `fetch`, not True or False")
+        raise registry.plugin_error(
+            "checkpoint_engine", plugin.type, f"returned {found!r} from `restore_replica`, not True or False"
+        )
     if found:
         run.report.message(
             f"{place.name} was missing from its folder and was restored from the replica of `{plugin.type}`.",
@@ -143,7 +147,7 @@ def _engine(plugin: Plugin) -> CheckpointEngine:
     missing_methods = [method for method in ("save", "fetch") if not callable(getattr(made, method, None))]
     if missing_methods:
         what = f"returned a {type(made).__name__}, which has no method {' and no '.join(missing_methods)}"
-        raise registry.wrong("checkpoint_engine", plugin.type, what)
+        raise registry.plugin_error("checkpoint_engine", plugin.type, what)
     return made  # type: ignore[no-any-return]
 
 

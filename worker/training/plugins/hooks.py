@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from transformers import PreTrainedModel
 
 from app.contracts.job import DataSource
-from app.contracts.plugins import Plugin, named
+from app.contracts.plugins import Plugin, named_plugins
 from app.contracts.rewards import PluginReward
 from app.contracts.trainer import TrainingResult
 from app.contracts.training_config.fields import TrainingConfig
@@ -34,7 +34,7 @@ def check(config: TrainingConfig) -> None:
     Raises:
         TrainingFailure: `config_error` that names what is not installed, cannot be imported or cannot be called.
     """
-    for _, kind, name in named(config.model_dump(mode="json")):
+    for _, kind, name in named_plugins(config.model_dump(mode="json")):
         if kind != "metrics":  # loaded by the recipes that use them
             registry.load(kind, name)
 
@@ -44,15 +44,17 @@ def train(run: TrainingContext, replaced: list[Replacement], plugin: Plugin) -> 
     name = plugin.type
     result = registry.load("recipe", name)(run, replaced, **plugin.parameters)
     if not isinstance(result, dict) or result.get("outcome") not in ("completed", "stopped"):
-        raise registry.wrong(
+        raise registry.plugin_error(
             "recipe", name, f"returned {str(result)[:100]!r}, not a dict with `outcome`: completed or stopped"
         )
     if unknown := sorted(map(str, result.keys() - _RESULT)):
-        raise registry.wrong("recipe", name, f"returned fields that a result does not have: {', '.join(unknown)}")
+        raise registry.plugin_error(
+            "recipe", name, f"returned fields that a result does not have: {', '.join(unknown)}"
+        )
     return cast(TrainingResult, result)
 
 
-def take_rows(run: TrainingContext) -> None:
+def write_source_rows(run: TrainingContext) -> None:
     """Write the rows of an installed data source to files, which replace those of the datasets."""
     plugin = run.config.trainer_options.data_source
     if plugin is None:
@@ -64,8 +66,8 @@ def take_rows(run: TrainingContext) -> None:
     run.job = job.model_copy(update=changes)
 
 
-def drop_rows(run: TrainingContext) -> None:
-    """Delete the files of `take_rows` once the rows are tokenized."""
+def delete_source_rows(run: TrainingContext) -> None:
+    """Delete the files of `write_source_rows` once the rows are tokenized."""
     for path in run.folder.glob("rows-*.jsonl"):
         path.unlink()
 
@@ -74,7 +76,7 @@ def _write_rows(run: TrainingContext, plugin: Plugin, source: DataSource, purpos
     kind, name = "data_source", plugin.type
     rows = registry.call(kind, name, source.path, purpose=purpose, **plugin.parameters)
     if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
-        raise registry.wrong(kind, name, f"returned a {type(rows).__name__}, not rows to iterate over")
+        raise registry.plugin_error(kind, name, f"returned a {type(rows).__name__}, not rows to iterate over")
     digest, count, target = hashlib.sha256(), 0, run.folder / f"rows-{purpose}.jsonl"
     each = iter(rows)
     with target.open("wb") as file:
@@ -86,21 +88,21 @@ def _write_rows(run: TrainingContext, plugin: Plugin, source: DataSource, purpos
             except (TrainingFailure, Stopped):
                 raise
             except Exception as error:
-                raise registry.wrong(kind, name, f"failed at row {count}: {error!r}") from error
+                raise registry.plugin_error(kind, name, f"failed at row {count}: {error!r}") from error
             if not isinstance(row, Mapping):
-                raise registry.wrong(kind, name, f"returned a {type(row).__name__} as row {count}, not a dict")
+                raise registry.plugin_error(kind, name, f"returned a {type(row).__name__} as row {count}, not a dict")
             try:
                 line = json.dumps(dict(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
             except (TypeError, ValueError) as error:
-                raise registry.wrong(kind, name, f"returned a row {count} that is not JSON: {error}") from error
+                raise registry.plugin_error(kind, name, f"returned a row {count} that is not JSON: {error}") from error
             digest.update(line)
             file.write(line)
             count += 1
             if count % _ROWS_BETWEEN_HEARTBEATS == 0:
                 run.report.alive()
-                run.heed_stop()
+                run.raise_if_stopped()
     if count == 0:
-        raise registry.wrong(kind, name, f"returned no rows of the {purpose} data")
+        raise registry.plugin_error(kind, name, f"returned no rows of the {purpose} data")
     return source.model_copy(update={"path": target, "rows": count, "sha256": digest.hexdigest()})
 
 
@@ -110,7 +112,7 @@ def model(run: TrainingContext, load: Callable[[], PreTrainedModel]) -> PreTrain
     if plugin is None:
         return load()
     made = registry.call("model_factory", plugin.type, load, **plugin.parameters)
-    return registry.checked("model_factory", plugin.type, made, PreTrainedModel, "transformers.PreTrainedModel")
+    return registry.check_type("model_factory", plugin.type, made, PreTrainedModel, "transformers.PreTrainedModel")
 
 
 def optimizer(trainer: ServiceTrainer, network: torch.nn.Module) -> torch.optim.Optimizer | None:
@@ -127,10 +129,10 @@ def optimizer(trainer: ServiceTrainer, network: torch.nn.Module) -> torch.optim.
     ]
     made = registry.call(kind, name, [group for group in groups if group["params"]], lr=trainer.args.learning_rate,
                          **plugin.parameters)  # fmt: skip
-    registry.checked(kind, name, made, torch.optim.Optimizer, "torch.optim.Optimizer")
+    registry.check_type(kind, name, made, torch.optim.Optimizer, "torch.optim.Optimizer")
     held = {id(one) for group in made.param_groups for one in group["params"]}
     if left := [name for name, one in training.items() if id(one) not in held]:
-        raise registry.wrong(kind, name, f"leaves out {len(left)} trained parameters, {left[0]} among them")
+        raise registry.plugin_error(kind, name, f"leaves out {len(left)} trained parameters, {left[0]} among them")
     return made
 
 
@@ -141,13 +143,15 @@ def scheduler(trainer: ServiceTrainer, steps: int, of: torch.optim.Optimizer) ->
         return None
     kind, name, warmup = "scheduler", plugin.type, trainer.args.get_warmup_steps(steps)
     made = registry.call(kind, name, of, num_training_steps=steps, num_warmup_steps=warmup, **plugin.parameters)
-    registry.checked(kind, name, made, LRScheduler, "torch.optim.lr_scheduler.LRScheduler")
+    registry.check_type(kind, name, made, LRScheduler, "torch.optim.lr_scheduler.LRScheduler")
     if isinstance(made, ReduceLROnPlateau):
-        raise registry.wrong(kind, name, "returned a ReduceLROnPlateau, which depends on a metric and not on steps")
+        raise registry.plugin_error(
+            kind, name, "returned a ReduceLROnPlateau, which depends on a metric and not on steps"
+        )
     return made
 
 
-def makes_rates(config: TrainingConfig) -> bool:
+def controls_learning_rate(config: TrainingConfig) -> bool:
     """Return True if a plugin determines the learning rates."""
     options = config.trainer_options
     return options.optimizer is not None or options.scheduler is not None
@@ -195,18 +199,22 @@ class Reward:
         self._name = reward.name
         self._function: Any = registry.call("reward", reward.name, **reward.options)
         if not callable(self._function):
-            raise registry.wrong("reward", reward.name, f"returned a {type(self._function).__name__}, not a function")
+            raise registry.plugin_error(
+                "reward", reward.name, f"returned a {type(self._function).__name__}, not a function"
+            )
 
     def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
         """Return one number per completion, in order."""
         try:
             found = self._function(prompts, completions, **columns)
         except Exception as error:
-            raise registry.wrong("reward", self._name, f"failed: {error!r}") from error
+            raise registry.plugin_error("reward", self._name, f"failed: {error!r}") from error
         if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != len(completions):
             what = f"{len(found)} numbers" if isinstance(found, Sequence) else f"a {type(found).__name__}"
-            raise registry.wrong("reward", self._name, f"returned {what}, not one for each of {len(completions)}")
+            raise registry.plugin_error(
+                "reward", self._name, f"returned {what}, not one for each of {len(completions)}"
+            )
         for one in found:
             if one is not None and (isinstance(one, bool) or not isinstance(one, int | float)):
-                raise registry.wrong("reward", self._name, f"returned a {type(one).__name__} among its numbers")
+                raise registry.plugin_error("reward", self._name, f"returned a {type(one).__name__} among its numbers")
         return [None if one is None else float(one) for one in found]

@@ -32,9 +32,9 @@ def load(kind: str, name: str) -> Callable[..., Any]:
     try:
         found: Any = points[name].load()
     except Exception as error:  # third-party code can raise anything
-        raise wrong(kind, name, f"cannot be imported: {error!r}") from error
+        raise plugin_error(kind, name, f"cannot be imported: {error!r}") from error
     if not callable(found):
-        raise wrong(kind, name, f"is {_type_name(found)}, but must be a callable")
+        raise plugin_error(kind, name, f"is {_type_name(found)}, but must be a callable")
     return found  # type: ignore[no-any-return]
 
 
@@ -50,7 +50,7 @@ def call(kind: str, name: str, *arguments: Any, **named: Any) -> Any:
     try:
         inspect.signature(found).bind(*arguments, **named)
     except TypeError as error:
-        raise wrong(kind, name, f"does not accept its arguments: {error}") from error
+        raise plugin_error(kind, name, f"does not accept its arguments: {error}") from error
     except ValueError:
         pass  # compiled code without a signature
     try:
@@ -60,17 +60,17 @@ def call(kind: str, name: str, *arguments: Any, **named: Any) -> Any:
     except Exception as error:
         if "out of memory" in str(error).lower():
             raise
-        raise wrong(kind, name, f"failed: {error!r}") from error
+        raise plugin_error(kind, name, f"failed: {error!r}") from error
 
 
-def checked(kind: str, name: str, made: Any, type: type, called: str) -> Any:
+def check_type(kind: str, name: str, made: Any, type: type, called: str) -> Any:
     """Return the result of an entry point if it has this type, which the error message names as `called`."""
     if not isinstance(made, type):
-        raise wrong(kind, name, f"returned {_type_name(made)}, not a {called}")
+        raise plugin_error(kind, name, f"returned {_type_name(made)}, not a {called}")
     return made
 
 
-def wrong(kind: str, name: str, why: str) -> TrainingFailure:
+def plugin_error(kind: str, name: str, why: str) -> TrainingFailure:
     """Create the error about an entry point, which names it."""
     return TrainingFailure("config_error", f"`{PLUGINS[kind]}` entry `{name}` {why}.")
 

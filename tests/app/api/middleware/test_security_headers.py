@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from app.api.docs_page import CONTENT_SECURITY_POLICY
-from app.api.middleware.security_headers import ALWAYS, UNLESS_SAID
+from app.api.middleware.security_headers import DEFAULT_HEADERS, REQUIRED_HEADERS
 from tests.app.routes import calls
 from tests.nodes import ROOT
 from tests.server import ApiServer, ThreadServer
@@ -27,14 +27,14 @@ def _every_answer(api: ApiServer) -> dict[tuple[str, str], httpx.Response]:
 def test_every_answer_tells_a_browser_to_run_keep_and_guess_nothing(shared_api: ApiServer) -> None:
     wrong = {}
     for call, answer in _every_answer(shared_api).items():
-        told = {name: answer.headers.get_list(name) for name in ALWAYS | UNLESS_SAID}
-        wanted = {name: [value] for name, value in (ALWAYS | UNLESS_SAID).items()}
+        told = {name: answer.headers.get_list(name) for name in REQUIRED_HEADERS | DEFAULT_HEADERS}
+        wanted = {name: [value] for name, value in (REQUIRED_HEADERS | DEFAULT_HEADERS).items()}
         if call[1] == "/docs":
             wanted["Content-Security-Policy"] = [CONTENT_SECURITY_POLICY]
         if told != wanted or any(name.startswith("access-control") for name in answer.headers):
             wrong[call] = told
     assert wrong == {}
-    assert UNLESS_SAID["Content-Security-Policy"] == "default-src 'none'; frame-ancestors 'none'"
+    assert DEFAULT_HEADERS["Content-Security-Policy"] == "default-src 'none'; frame-ancestors 'none'"
 
 
 def test_refusals_have_the_same_headers(shared_api: ApiServer) -> None:

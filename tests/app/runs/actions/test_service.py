@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import Engine, select, text
 
 from app.infra.db import sync_engine
-from app.runs.actions.replay import done_behind
+from app.runs.actions.replay import done_after
 from app.runs.actions.service import MOST_WAITING
 from app.runs.state import machine
 from app.tables.actions import RunAction
@@ -264,7 +264,7 @@ def test_an_attempt_does_again_what_lies_behind_its_checkpoint(
     for action_id, step in zip(made, (30, 20, 20), strict=False):  # the last one waits
         done(engine, action_id, step)
     with engine.connect() as connection:
-        found = [connection.execute(done_behind(trainer.run_id, step)).scalar_one() for step in (0, 19, 20, 30)]
+        found = [connection.execute(done_after(trainer.run_id, step)).scalar_one() for step in (0, 19, 20, 30)]
     assert [[it["id"] for it in one] for one in found] == [
         [made[1], made[2], made[0]], [made[1], made[2], made[0]], [made[0]], [],
     ]  # fmt: skip

@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from app.infra.db import async_engine, session_maker, sync_engine
 from app.runs.events.log import NewEvent, append
-from app.runs.metrics.points import Points, all_points
+from app.runs.metrics.points import Points, read_points
 from app.runs.metrics.rollups import MOST_STEP, Rollups, highest_level, points_of
 from app.tables.events import RunEvent
 from app.tables.runs import MetricRollup, Run
@@ -49,7 +49,7 @@ def truth(api: ApiServer, run_id: str, low: int = 0, high: int = MOST_STEP) -> P
         engine = async_engine(api.settings.database_url or "")
         try:
             async with session_maker(engine)() as session:
-                return await all_points(session, run_id, None, low, high)
+                return await read_points(session, run_id, None, low, high)
         finally:
             await engine.dispose()
 

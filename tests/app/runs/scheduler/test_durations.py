@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.cli.runs.watch import WatchState, until_asked_again
+from app.cli.runs.watch import WatchState, refresh_interval
 from app.contracts.schemas.runs import Prediction
 from app.runs.scheduler import durations
 from app.runs.scheduler.durations import PastAttempt, Timings, TypicalDurations, Workload
@@ -115,7 +115,7 @@ class TestWhole:
 
     def test_runs_with_other_steps_are_scaled_by_the_size_of_a_step(self) -> None:
         told = typical(replace(DONE, twin="other", work=32.0))
-        assert (told.step_seconds, told.are_twins) == (1.0, False)
+        assert (told.step_seconds, told.same_config) == (1.0, False)
 
     def test_a_twin_on_this_device_says_more_than_others_elsewhere(self) -> None:
         past = [*like(replace(DONE, training=9000.0), device="T4"), *like(DONE), *like(replace(DONE, twin="other"))]
@@ -206,6 +206,6 @@ class TestWords:
             told = Prediction(start_at=None, finish_at=now + timedelta(seconds=left), confidence="high", basis="")
             seen = WatchState("run_1", "counting", "running", 0, 10, prediction=told)
             assert seen.outlook == f"finishes {words}"
-            assert until_asked_again(told) < 15 < until_asked_again(None)
+            assert refresh_interval(told) < 15 < refresh_interval(None)
         seen.status = "completed"
         assert seen.outlook == ""

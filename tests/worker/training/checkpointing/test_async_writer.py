@@ -321,12 +321,12 @@ class TestRoom:
             free[0] = 10
             for step in (1, 2):
                 why = room.lacking(size)
-                assert why is not None and "the next is due at step 9" in room.put_off(step, why, 9, is_due=True)
+                assert why is not None and "the next is due at step 9" in room.skip(step, why, 9, is_due=True)
             free[0] = 100
             assert room.lacking(size) is None
         with pytest.raises(TrainingFailure) as ended:
             for step in (3, 4, 5):
-                room.put_off(step, "full", step + 1, is_due=True)
+                room.skip(step, "full", step + 1, is_due=True)
         assert ended.value.code == "disk_full" and "step 5" in ended.value.message
 
     @pytest.mark.parametrize(("last", "warnings"), [({"max_steps": 9, "save_steps": 1}, 2), ({"max_steps": 1}, 0)])

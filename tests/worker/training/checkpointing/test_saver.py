@@ -24,7 +24,7 @@ from worker.training.failures import TrainingFailure
 from worker.training.loop.actions import Actions
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.plugins import checkpoint_engines
-from worker.training.plugins.checkpoint_engines import Keeper
+from worker.training.plugins.checkpoint_engines import EngineCopier
 from worker.training.run_state import RunState
 from worker.wire.control import Control
 
@@ -268,7 +268,7 @@ class TestNoRoom:
         assert state.evaluate(2.0, 5, False), "better than any checkpoint there is"
         assert not state.evaluate(2.5, 7, False)
         assert state.evaluate(1.5, 9, False)
-        assert state.best_objective == 1.0 and state.evals_without_gain == 3
+        assert state.best_objective == 1.0 and state.evals_without_improvement == 3
 
 
 class TestKeeper:
@@ -281,7 +281,7 @@ class TestKeeper:
             copied.append(folder.name)
             assert training.go_on.wait(20)
 
-        monkeypatch.setattr(checkpoint_engines, "keep", keep)
+        monkeypatch.setattr(checkpoint_engines, "store_replica", keep)
         training.run.config.trainer_options.checkpoint_engine = object()
         return copied
 
@@ -317,9 +317,9 @@ class TestKeeper:
         def none(*_: Any) -> None:
             raise TrainingFailure("config_error", "no engine")
 
-        monkeypatch.setattr(checkpoint_engines, "keep", none)
+        monkeypatch.setattr(checkpoint_engines, "store_replica", none)
         training.run.config.trainer_options.checkpoint_engine = object()
-        keeper = Keeper(training.run)
+        keeper = EngineCopier(training.run)
         keeper.keep(training.run.folder)
         keeper.settle()
         with pytest.raises(TrainingFailure, match="no engine"):

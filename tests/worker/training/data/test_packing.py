@@ -34,7 +34,7 @@ def tokens_of(packs: Packs, lengths: list[int], strategy: str) -> list[list[int]
     """The same of ours."""
     values = np.arange(sum(lengths), dtype=np.int32)
     if strategy == "bfd":
-        values = packing.gathered(values, np.array(lengths, np.int32), packs.order)
+        values = packing.reorder(values, np.array(lengths, np.int32), packs.order)
     return [values[one:other].tolist() for one, other in pairwise(packs.tokens)]
 
 

@@ -21,7 +21,7 @@ from tests.worker.training.tiny import Forks, make_job, write_rows
 from worker.training.data import dataset
 from worker.training.data.dataset import Tokens
 from worker.training.data.token_cache import Entry, TokenCache, Write
-from worker.training.data.tokenization import identity
+from worker.training.data.tokenization import tokenizer_digest
 from worker.training.failures import TrainingFailure
 
 SCHEMA = pa.schema([("numbers", pa.int64())])
@@ -84,11 +84,11 @@ class TestEntries:
     def test_what_was_made_is_there_for_the_next_run(self, folder: Folder) -> None:
         first = folder.cache().entry(PARTS, SCHEMA, numbers)
         second = folder.cache().entry(PARTS, SCHEMA, never)
-        assert (first.was_there, second.was_there) == (False, True)
+        assert (first.from_cache, second.from_cache) == (False, True)
         assert values(first) == values(second) == list(range(1000))
         assert first.facts == second.facts == {"count": 1000}
         assert first.name == second.name
-        assert not folder.cache().entry({"of": "others"}, SCHEMA, numbers).was_there
+        assert not folder.cache().entry({"of": "others"}, SCHEMA, numbers).from_cache
 
     def test_a_table_lies_in_its_file_and_not_in_memory(self, folder: Folder) -> None:
         before = pa.total_allocated_bytes()
@@ -109,9 +109,9 @@ class TestEntries:
             whole[at : None if harm == "cut off" else at] = b"" if harm == "cut off" else b"\0"
         path.write_bytes(whole)
         anew = folder.cache().entry(PARTS, SCHEMA, numbers)
-        assert not anew.was_there and values(anew) == list(range(1000))
+        assert not anew.from_cache and values(anew) == list(range(1000))
         assert len(folder.warnings) == 1 and "corrupt" in folder.warnings[0]
-        assert folder.cache().entry(PARTS, SCHEMA, never).was_there
+        assert folder.cache().entry(PARTS, SCHEMA, never).from_cache
 
     def test_an_entry_under_the_name_of_another_is_not_taken_for_it(self, folder: Folder) -> None:
         folder.cache().entry(PARTS, SCHEMA, numbers)
@@ -119,18 +119,18 @@ class TestEntries:
         folder.cache().entry({"of": "others"}, SCHEMA, numbers)
         (other,) = set(folder.entries) - {path}
         path.replace(other)
-        assert not folder.cache().entry({"of": "others"}, SCHEMA, numbers).was_there
+        assert not folder.cache().entry({"of": "others"}, SCHEMA, numbers).from_cache
 
     def test_links_and_files_of_others_are_not_read(self, folder: Folder, tmp_path: Path) -> None:
         folder.cache().entry(PARTS, SCHEMA, numbers)
         (path,) = folder.entries
         path.rename(tmp_path / "elsewhere")
         path.symlink_to(tmp_path / "elsewhere")
-        assert not folder.cache().entry(PARTS, SCHEMA, numbers).was_there
+        assert not folder.cache().entry(PARTS, SCHEMA, numbers).from_cache
         assert path.is_file() and not path.is_symlink()
         if os.getuid() == 0:
             os.chown(path, 65534, 65534)
-            assert not folder.cache().entry(PARTS, SCHEMA, numbers).was_there
+            assert not folder.cache().entry(PARTS, SCHEMA, numbers).from_cache
 
     def test_what_fails_while_it_is_made_leaves_nothing(self, folder: Folder) -> None:
         def fails(write: Write) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class TestEntries:
         outer = folder.cache().entry(PARTS, SCHEMA, both)
         assert values(outer) == values(inner[0]) == list(range(1000))
         assert len(folder.entries) == 1 and folder.warnings == []
-        assert folder.cache().entry(PARTS, SCHEMA, never).was_there
+        assert folder.cache().entry(PARTS, SCHEMA, never).from_cache
 
     def test_what_a_killed_run_left_half_written_goes_with_the_next_that_is_made(self, folder: Folder) -> None:
         def dies(write: Write) -> dict[str, Any]:
@@ -301,9 +301,9 @@ class TestTokens:
 
     def test_a_tokenizer_is_the_same_before_and_after_it_was_used(self, lab: Lab, tiny_model: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-        before = identity(tokenizer)
+        before = tokenizer_digest(tokenizer)
         tokenizer(["a", "b b"], padding=True, truncation=True, max_length=3)
-        assert identity(tokenizer) == before
+        assert tokenizer_digest(tokenizer) == before
 
     def test_a_template_that_tells_the_day_is_another_one_tomorrow(
         self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
@@ -316,9 +316,9 @@ class TestTokens:
             def today(cls) -> "Tomorrow":
                 return cls(2999, 1, 1)
 
-        before = identity(tokenizer)
+        before = tokenizer_digest(tokenizer)
         monkeypatch.setattr(datetime, "date", Tomorrow)
-        assert identity(tokenizer) != before
+        assert tokenizer_digest(tokenizer) != before
 
     def test_whoever_changes_what_comes_out_gives_the_code_another_version(self, tmp_path: Path) -> None:
         """Or runs would go on with what was made before. A tokenizer of bytes: no library changes what it says."""

@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 from trl.data_utils import common_prefix_length
 
-from worker.training.data.tokenization import IGNORED, Ids, identity, mask_prefix
+from worker.training.data.tokenization import IGNORED, TextTokenizer, mask_prefix, tokenizer_digest
 
 TEXTS = ["one two", "", "  spaces\n", "<|end|>", "héé 🦙", "one two"]
 
@@ -31,14 +31,14 @@ def test_texts_at_once_are_what_the_tokenizer_says_of_each(
 ) -> None:
     tokenizer = tokenizers(tiny_model)[kind]
     tokenizer(TEXTS, padding=True, truncation=True, max_length=2)  # what others do with it in between is not ours
-    found = Ids(tokenizer, add_special_tokens)(TEXTS)
+    found = TextTokenizer(tokenizer, add_special_tokens)(TEXTS)
     expected = [tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"] for text in TEXTS]
     assert [ids.tolist() for ids in found] == expected
 
 
 def test_tokenizers_are_told_apart_and_each_knows_itself_again(tiny_model: Path) -> None:
     first, second = (
-        {kind: identity(tokenizer) for kind, tokenizer in tokenizers(tiny_model).items()} for _ in range(2)
+        {kind: tokenizer_digest(tokenizer) for kind, tokenizer in tokenizers(tiny_model).items()} for _ in range(2)
     )
     assert first == second and len(set(first.values())) == 4
 

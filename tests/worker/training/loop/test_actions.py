@@ -174,7 +174,7 @@ def test_more_steps_than_until_its_stop_are_refused(tmp_path: Path, first: int, 
     nothing: Any = None
     config = TrainingConfig(base_model="tiny", stop_at_step=stop)
     run = TrainingContext(
-        make_spec(tmp_path), config, set(), DeviceCapabilities(), report, control, nothing, steps_in_a_pass=10
+        make_spec(tmp_path), config, set(), DeviceCapabilities(), report, control, nothing, steps_per_epoch=10
     )
     run.state.first_step = first
     state = SimpleNamespace(global_step=first + 1, epoch=0.1, max_steps=10)
@@ -247,7 +247,7 @@ class TestAChangeThatBreaksOff:
         asked = ActionRequest("a", action, parameters, step=1)
         job = make_spec(tmp_path, replayed_actions=[asked])
         nothing: Any = None
-        run = TrainingContext(job, config, set(), DeviceCapabilities(), report, Control(), nothing, steps_in_a_pass=10)
+        run = TrainingContext(job, config, set(), DeviceCapabilities(), report, Control(), nothing, steps_per_epoch=10)
         optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
         course = LambdaLR(optimizer, lambda step: 1 / (1 + step))
         trainer: Any = SimpleNamespace(
@@ -263,7 +263,7 @@ class TestAChangeThatBreaksOff:
             return rates, *map(str, parts), *changed, dict(trainer.facts), run.config, trainer.lr_scheduler
 
         before = everything()
-        Actions(trainer).do_again(TrainerControl())
+        Actions(trainer).repeat_due(TrainerControl())
         ((answer),) = told
         assert answer["status"] == "failed" and f"LookupError: {where}" in answer["message"]
         assert everything() == before

@@ -97,7 +97,7 @@ class TestRewind:
         taught = {number: rows for number, (_, rows) in second.steps.items()}
         assert step not in taught and all(ROW not in rows for rows in taught.values())
         lines = [json.loads(line) for line in Path(job["journal"]).read_text().splitlines()]
-        passed = [line for line in lines if line["event"] == "pass_over"]
+        passed = [line for line in lines if line["event"] == "skip_step"]
         assert passed[0]["step"] == step and len(passed) >= 2
         assert all(ROW in line["samples"] for line in passed)
         assert {*taught, *(line["step"] for line in passed)} == set(range(min(taught), STEPS + 1))

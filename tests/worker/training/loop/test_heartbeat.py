@@ -103,7 +103,7 @@ class Watched:
         began = time.monotonic()
         try:
             vitals: Any = SimpleNamespace(look=lambda phase: None)
-            _, self.killed_for = Monitor(host, lease, writer, self.pump, process, vitals).until_the_end()
+            _, self.killed_for = Monitor(host, lease, writer, self.pump, process, vitals).run_until_exit()
         finally:
             process.close()
         self.seconds = time.monotonic() - began

@@ -136,7 +136,7 @@ def test_a_quantised_weight_counts_by_its_true_shape() -> None:
 def test_pairs_are_the_squares_of_the_lengths_padded_or_packed() -> None:
     padded = {"attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])}
     packed = {"position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
-    assert float(flops.pairs(padded)) == float(flops.pairs(packed)) == 13
+    assert float(flops.token_pairs(padded)) == float(flops.token_pairs(packed)) == 13
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.worker.training.tiny import Forks, Outcome, make_job, make_prompts
 from worker.registration import installed
 from worker.training.failures import TrainingFailure
 from worker.training.plugins import hooks
-from worker.training.plugins.checkpoint_engines import fetch, keep
+from worker.training.plugins.checkpoint_engines import restore_replica, store_replica
 from worker.wire.reporter import Reporter
 
 STEPS = 8
@@ -162,7 +162,7 @@ def stub(tmp_path: Path, **extra: Any) -> Any:
     job = make_spec(tmp_path, dataset=dataset, resume_from=gone)
     run = types.SimpleNamespace(
         config=config, folder=tmp_path, job=job, resume_from=job.resume_from, report=Reporter(None),
-        heed_stop=lambda: None,
+        raise_if_stopped=lambda: None,
     )  # fmt: skip
     arguments = types.SimpleNamespace(learning_rate=0.1, weight_decay=0.01, get_warmup_steps=lambda steps: 0)
     return types.SimpleNamespace(run=run, args=arguments, get_decay_parameter_names=lambda model: ["weight"])
@@ -197,11 +197,11 @@ class TestWhatIsNone:
         trainer = stub(tmp_path, **{kind: {"type": name}})
         use = {
             "recipe": lambda: hooks.train(trainer.run, [], Plugin(type=name)),
-            "data_source": lambda: hooks.take_rows(trainer.run),
+            "data_source": lambda: hooks.write_source_rows(trainer.run),
             "model_factory": lambda: hooks.model(trainer.run, lambda: None),  # type: ignore[arg-type,return-value]
             "optimizer": lambda: hooks.optimizer(trainer, NETWORK),
             "scheduler": lambda: hooks.scheduler(trainer, 10, PLAIN),
-            "checkpoint_engine": lambda: fetch(trainer.run),
+            "checkpoint_engine": lambda: restore_replica(trainer.run),
         }[kind]
         with pytest.raises(TrainingFailure, match=f"`{PLUGINS[kind]}` entry `{name}` .*{says}") as refused:
             use()
@@ -234,7 +234,7 @@ class TestWhatIsNone:
     ) -> None:
         (tmp_path / "file").touch()
         run = stub(tmp_path, checkpoint_engine={"type": "second-folder", "root": str(tmp_path / "file")}).run
-        keep(run, tmp_path)
+        store_replica(run, tmp_path)
         assert "`second-folder` could not keep" in capfd.readouterr().out
 
     def test_a_worker_tells_what_there_is(self) -> None:
