@@ -109,6 +109,10 @@ def _calls(folder: Path, base: Path, rows: data.Rows) -> Iterator[tuple[str, Cal
     for method in ("dpo", "reward"):
         for adapter in ADAPTERS:
             yield method, partial(_preference, folder, base, method, adapter, pairs, held_pairs)
+    rated = _write(folder / "rated.jsonl", _rated(rows.training[:_PAIRS]))
+    held_rated = _write(folder / "held-out-rated.jsonl", _rated(rows.held_out[:_HELD_OUT_PAIRS]))
+    for adapter in ADAPTERS:
+        yield "kto", partial(_desirable, folder, base, adapter, rated, held_rated)
     prompts = _write(folder / "prompts.jsonl", ({"prompt": one.prompt} for one in rows.training[:_PROMPTS]))
     held_prompts = _write(
         folder / "held-out-prompts.jsonl", ({"prompt": one.prompt} for one in rows.held_out[:_HELD_OUT_PROMPTS])
@@ -143,6 +147,13 @@ def _preference(folder: Path, base: Path, method: str, adapter: str, pairs: Path
     better_by = (accuracy - 0.5) / math.sqrt(0.25 / _HELD_OUT_PAIRS)
     first = start["eval_preference_accuracy"] if method == "reward" else 0.5
     return Row(method, adapter, "accuracy", first, accuracy, better_by, done.speed, done.loads())
+
+
+def _desirable(folder: Path, base: Path, adapter: str, rated: Path, held_out: Path) -> Row:
+    config = _PREFERENCE | ADAPTERS[adapter] | {"method": "kto"}
+    done = _run(folder / f"kto-{adapter}", base, rated, "rated", held_out, **config)
+    start, end = (one["eval_loss"] for one in done.evaluations)
+    return Row("kto", adapter, "loss", start, end, math.inf if end < start else 0.0, done.speed, done.loads())
 
 
 def _rewarded(folder: Path, base: Path, algorithm: str, adapter: str, prompts: Path, held_out: Path) -> Row:
@@ -219,6 +230,13 @@ def _pairs(rows: list[Documented]) -> Iterator[dict[str, Any]]:
             "prompt": one.prompt,
             **{name: [{"role": "assistant", "content": answer}] for name, answer in answers.items()},
         }
+
+
+def _rated(rows: list[Documented]) -> Iterator[dict[str, Any]]:
+    """Build rated answers: of every second pair the chosen answer, of the others the rejected one."""
+    for at, pair in enumerate(_pairs(rows)):
+        label = at % 2 == 0
+        yield {"prompt": pair["prompt"], "completion": pair["chosen" if label else "rejected"], "label": label}
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> Path:

@@ -25,7 +25,7 @@ ModelName = Annotated[
 
 PluginName = Annotated[str, StringConstraints(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_.-]+$")]
 
-DatasetFormat = Literal["chat", "prompt_completion", "text", "preference", "prompt"]
+DatasetFormat = Literal["chat", "prompt_completion", "text", "preference", "rated", "prompt"]
 
 
 class Strict(BaseModel):

@@ -21,6 +21,7 @@ class TrainingMethod(StrEnum):
     lora = "lora"
     qlora = "qlora"
     dpo = "dpo"
+    kto = "kto"
     reward = "reward"
     rlhf = "rlhf"
     sft = "sft"
@@ -50,6 +51,26 @@ class DpoOptions(Strict):
         ge=0,
         lt=0.5,
         description="Expected fraction of reversed pairs; for `robust`, `exo_pair`, `aot` and `aot_unpaired`.",
+    )
+
+
+class KtoOptions(Strict):
+    """Options of Kahneman-Tversky optimization; for method `kto` only."""
+
+    beta: Annotated[float, Traits()] = Field(
+        default=0.1,
+        gt=0,
+        le=100,
+        description="Controls the deviation from the reference model; higher values stay closer.",
+    )
+    loss_type: Annotated[Literal["kto", "apo_zero_unpaired"], Traits()] = Field(
+        default="kto", description="KTO loss function; `apo_zero_unpaired` has no KL term."
+    )
+    desirable_weight: Annotated[float, Traits()] = Field(
+        default=1.0, ge=0, le=1000, description="Weight of the loss of desirable rows, whose `label` is true."
+    )
+    undesirable_weight: Annotated[float, Traits()] = Field(
+        default=1.0, ge=0, le=1000, description="Weight of the loss of undesirable rows, whose `label` is false."
     )
 
 
@@ -179,6 +200,16 @@ METHODS: Mapping[TrainingMethod, Method] = {
             row_noun="pairs",
             options=DpoOptions,
             has_reference=True,
+        ),
+        Method(
+            name=TrainingMethod.kto,
+            summary="answers rated as desirable or undesirable",
+            objective="preference",
+            trainer="worker.training.methods.kto:train",
+            formats=("rated",),
+            options=KtoOptions,
+            has_reference=True,
+            min_batch_size=2,
         ),
         Method(
             name=TrainingMethod.reward,

@@ -38,8 +38,8 @@ def detect(columns: Iterable[str]) -> str:
     raise BadRow(
         "unknown_format",
         f"the columns are {there}; a row needs `messages` (chat), `prompt` and `completion` (prompt_completion), "
-        "`text` (text), `prompt`, `chosen` and `rejected` (preference) or `prompt` (prompt); use `columns` to map "
-        "your columns to these names",
+        "`text` (text), `prompt`, `chosen` and `rejected` (preference), `prompt`, `completion` and `label` (rated) or "
+        "`prompt` (prompt); use `columns` to map your columns to these names",
     )
 
 
@@ -102,6 +102,30 @@ def _preference(row: Row) -> Row:
     else:
         for column in columns:
             _check_text(row[column], column)
+    return row
+
+
+def _rated(row: Row) -> Row:
+    columns = ("prompt", "completion")
+    for column in (*columns, "label"):
+        _required(row, column, "rated")
+    if any(isinstance(row[column], list) for column in columns):
+        for column in columns:
+            _check_messages(row[column], column)
+        if row["completion"][-1]["role"] != "assistant":
+            raise BadRow("no_assistant_message", "the last message of `completion` must have the role `assistant`")
+    else:
+        for column in columns:
+            _check_text(row[column], column)
+    label = row["label"]
+    if isinstance(label, str) and label.lower() in ("true", "false"):  # cells of CSV are texts
+        return {**row, "label": label.lower() == "true"}
+    if not isinstance(label, bool):
+        raise BadRow(
+            "wrong_type",
+            "`label` must be true (desirable) or false (undesirable); if it means something else, set the field "
+            "`format` to prompt_completion before the file",
+        )
     return row
 
 
@@ -173,6 +197,7 @@ _SIGNATURES: dict[str, list[frozenset[str]]] = {
     "prompt_completion": [frozenset({"prompt", "completion"})],
     "text": [frozenset({"text"})],
     "preference": [frozenset({"prompt", "chosen", "rejected"}), _OPENAI],
+    "rated": [frozenset({"prompt", "completion", "label"})],
     "prompt": [_LONE_PROMPT, _WITH_ANSWER],
 }
 """Sets of columns that identify each format."""
@@ -181,6 +206,7 @@ _CHECKS: dict[str, Callable[[Row], Row]] = {
     "prompt_completion": _prompt_completion,
     "text": _plain_text,
     "preference": _preference,
+    "rated": _rated,
     "prompt": _prompt,
 }
 _READ: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -188,11 +214,16 @@ _READ: dict[str, tuple[tuple[str, ...], ...]] = {
     "prompt_completion": (("prompt", "completion"),),
     "text": (("text",),),
     "preference": (("prompt", "chosen"), ("prompt", "rejected")),
+    "rated": (("prompt", "completion"),),
     "prompt": (("prompt",),),
 }
 """Columns that make up each sequence, by format."""
 FORMATS = tuple(_CHECKS)
-NEEDED = frozenset[str]().union(*(needed for choices in _SIGNATURES.values() for needed in choices)) - {"answer"}
-"""Columns that a format requires: an empty cell in them is an error, not a missing value."""
+NEEDED = frozenset[str]().union(*(needed for choices in _SIGNATURES.values() for needed in choices)) - {
+    "answer",
+    "label",
+}
+"""Columns that a format requires: an empty cell in them is an error, not a missing value. `answer` and `label` are also
+common as additional columns of other formats."""
 NEVER_TEXT = frozenset({"messages"}) | _OPENAI
 """Columns that are never plain text in any format: a table's cell contains them as JSON."""

@@ -16,7 +16,8 @@ class RunFlops:
 
     tokens: int
     training: float
-    """Operations as a worker counts them (`flops_per_token_hardware`), including the reference model."""
+    """Operations as a worker counts them (`flops_per_token_hardware`), including the reference model; plus the passes
+    of a KL term, which a worker does not count."""
     writing: float
     """Operations for generating completions."""
     length: int
@@ -39,9 +40,12 @@ def work(
 
     own = walked(config)
     of_token = (own.operations + own.operations_again) / shape.tokens
+    kl_passes = int(config.has_kl_passes)
+    of_token += kl_passes * own.forward / shape.tokens
     if _runs_reference(config, planned):
         # The forward pass of the base without its adapter equals that of a fully trained model.
-        of_token += walked(config.model_copy(update={"lora_r": None})).forward / shape.tokens
+        base = walked(config.model_copy(update={"lora_r": None}))
+        of_token += (1 + kl_passes) * base.forward / shape.tokens
     written = own.forward / shape.tokens if config.generation else 0.0
     return RunFlops(planned.tokens, of_token * planned.tokens, written * planned.tokens, shape.length)
 

@@ -195,6 +195,22 @@ class TestPostmortem:
         assert config["gradient_checkpointing"] is True
         assert auto_repair.propose_repair(config, "loading", "out_of_memory", None) is None
 
+    def test_a_method_that_compares_rows_keeps_two_in_a_micro_batch(self) -> None:
+        config: dict[str, Any] = {
+            "method": "kto", "batch_size": 6, "gradient_accumulation_steps": 2, "on_out_of_memory": "repair",
+            "gradient_checkpointing": False, "max_seq_length": 512,
+        }  # fmt: skip
+        cause = explain("out_of_memory", None, FailureReport(phase="training"), config)
+        assert cause.changes == {"batch_size": 2, "gradient_accumulation_steps": 6}
+        assert cause.advice is not None and "2 at a time" in cause.advice
+        seen = []
+        while repair := auto_repair.propose_repair(config, "training", "out_of_memory", None):
+            config, _ = auto_repair.apply(config, [repair])
+            seen.append((config["batch_size"], config["gradient_checkpointing"]))
+        assert seen == [(3, False), (3, True)]
+        short = explain("out_of_memory", None, FailureReport(phase="training"), {**config, "batch_size": 2})
+        assert short.changes == {"max_seq_length": 256}
+
     @pytest.mark.parametrize(("message", "says"), [
         ("worker lost: its lease ran out (4 times …)", "The worker was lost"),
         ("the file of dataset ds_1 is not in this worker's storage (1 times …)", "The file of dataset ds_1"),

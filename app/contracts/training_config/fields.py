@@ -6,7 +6,7 @@ from pydantic import ConfigDict, Field, StringConstraints
 
 from app.contracts.field_types import ModelName, Strict, Traits
 from app.contracts.human_numbers import COUNT, SECONDS
-from app.contracts.methods import DEFAULT_METHOD, METHODS, DpoOptions, RlhfOptions, TrainingMethod
+from app.contracts.methods import DEFAULT_METHOD, METHODS, DpoOptions, KtoOptions, RlhfOptions, TrainingMethod
 from app.contracts.plugins import Plugin
 
 Steps = Annotated[int, Field(ge=1, le=100_000_000), COUNT]
@@ -315,6 +315,9 @@ class TrainingConfig(Strict):
         description="Hub name (`owner/name`) to push the output to; a new repository is private.",
     )  # fmt: skip
     dpo: Annotated[DpoOptions, Traits()] = Field(default_factory=DpoOptions, description="Options of method `dpo`.")
+    kto: Annotated[KtoOptions, Traits(affects="step_time")] = Field(
+        default_factory=KtoOptions, description="Options of method `kto`."
+    )
     rlhf: Annotated[RlhfOptions, Traits(affects="step_time")] = Field(
         default_factory=RlhfOptions, description="Options of method `rlhf`."
     )
@@ -326,6 +329,11 @@ class TrainingConfig(Strict):
     def generation(self) -> RlhfOptions | None:
         """Options of the method if it generates completions, else None."""
         return getattr(self, self.method) if METHODS[self.method].generates else None
+
+    @property
+    def has_kl_passes(self) -> bool:
+        """True if each step has forward passes on prompts with the answers of other rows, to estimate a KL term."""
+        return METHODS[self.method].options is KtoOptions and self.kto.loss_type == "kto"
 
     @property
     def trainer_options(self) -> TrainerOptions:

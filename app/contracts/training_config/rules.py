@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from app.contracts.errors import FieldError
-from app.contracts.methods import METHODS, OPTION_GROUPS, DpoOptions, RlhfOptions
+from app.contracts.methods import METHODS, OPTION_GROUPS, DpoOptions, KtoOptions, RlhfOptions
 from app.contracts.training_config.field_traits import ADAPTER_ONLY, FOUR_BIT_ONLY, NEEDS_EVAL_DATA, SUPERVISED_ONLY
 from app.contracts.training_config.fields import TrainingConfig
 
@@ -141,6 +141,9 @@ def _objective_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldE
         found.append(field_error("batch_size", "conflict", message))
     if method.options is DpoOptions:
         found += _dpo_conflicts(config.dpo, given)
+    if method.options is KtoOptions and config.truncation_mode == "keep_end":
+        message = f"is `keep_end`, but method `{method.name}` always keeps the start; leave it out"
+        found.append(field_error("truncation_mode", "conflict", message))
     if config.generation is not None:
         found += _generation_conflicts(config, config.generation, given)
     if method.generates and config.on_spike != "ignore":

@@ -12,6 +12,7 @@ USER = [{"role": "user", "content": "q"}]
 GOOD = [{"role": "assistant", "content": "yes"}]
 BAD = [{"role": "assistant", "content": "no"}]
 PAIR = {"prompt": "p", "chosen": "good", "rejected": "bad"}
+RATED = {"prompt": "p", "completion": "c", "label": True}
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,10 @@ PAIR = {"prompt": "p", "chosen": "good", "rejected": "bad"}
         (PAIR, "preference"),
         ({"prompt": USER, "chosen": GOOD, "rejected": BAD, "score": 1.5}, "preference"),
         ({**PAIR, "messages_of_its_own": 1}, "preference"),
+        (RATED, "rated"),
+        ({"prompt": USER, "completion": BAD, "label": False, "source": "web"}, "rated"),
+        ({"text": "t", "label": 1}, "text"),
+        ({**PAIR, "label": 1}, "preference"),
         ({"prompt": "p"}, "prompt"),
         ({"prompt": USER, "answer": "42"}, "prompt"),
         ({"prompt": "p", "source": "web"}, "prompt"),
@@ -88,6 +93,35 @@ def test_pairs_in_the_shape_of_openai_are_kept_in_ours(shared_api: ApiServer) ->
 )
 def test_a_pair_must_be_whole(shared_api: ApiServer, row: dict[str, Any], code: str) -> None:
     assert errors(shared_api, lines(PAIR, row)) == [("line 2", code)]
+
+
+@pytest.mark.parametrize(
+    ("row", "code"),
+    [
+        ({"prompt": "p", "completion": "c"}, "missing_column"),
+        ({**RATED, "completion": " "}, "empty_text"),
+        ({**RATED, "completion": GOOD}, "wrong_type"),
+        ({**RATED, "prompt": USER, "completion": USER}, "no_assistant_message"),
+        ({**RATED, "label": 1}, "wrong_type"),
+        ({**RATED, "label": None}, "wrong_type"),
+        ({**RATED, "label": "good"}, "wrong_type"),
+    ],
+)
+def test_a_rated_answer_must_be_whole(shared_api: ApiServer, row: dict[str, Any], code: str) -> None:
+    assert errors(shared_api, lines(RATED, row)) == [("line 2", code)]
+
+
+def test_labels_in_a_table_are_words(shared_api: ApiServer) -> None:
+    table = b"prompt,completion,label\np,c,True\np,d,false\n"
+    assert kept(shared_api, table, "a.csv") == [RATED, {**RATED, "completion": "d", "label": False}]
+    assert errors(shared_api, b"prompt,completion,label\np,c,\n", "a.csv") == [("line 2", "missing_column")]
+
+
+def test_a_label_of_another_kind_is_a_column_of_prompts_with_completions(shared_api: ApiServer) -> None:
+    row = {**RATED, "label": 3}
+    (error,) = upload(shared_api, lines(row)).json()["errors"]
+    assert "`format` to prompt_completion" in error["message"]
+    assert upload(shared_api, lines(row), format="prompt_completion").status_code == 201
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,19 @@ class TestOperations:
         forward = 2 * total(architecture.read(LLAMA)) * one_pass.tokens
         assert one_pass.training - two.training / 2 == pytest.approx(forward, rel=0.1)
 
+    def test_of_a_kl_term_are_those_of_further_forward_passes(self) -> None:
+        asked: dict[str, Any] = {"method": "kto", "epochs": 1}
+        without, with_kl = (
+            operations(counted(), **asked, kto={"loss_type": loss}) for loss in ("apo_zero_unpaired", "kto")
+        )
+        forward = 2 * total(architecture.read(LLAMA)) * without.tokens
+        assert with_kl.training - without.training == pytest.approx(2 * forward, rel=0.1)
+        beforehand, with_kl = (
+            operations(counted(), **asked | {"epochs": 2}, kto={"loss_type": loss})
+            for loss in ("apo_zero_unpaired", "kto")
+        )
+        assert with_kl.training - beforehand.training == pytest.approx(2 * forward, rel=0.1)
+
     def test_computed_beforehand_are_named(self) -> None:
         model = architecture.read(LLAMA)
         for epochs, said in ((1, 0), (2, 1)):
@@ -222,6 +235,13 @@ class TestAdvice:
         said = [advice.within(gigabytes * GIB)[0] for gigabytes in (40, 14)]
         assert "`lora_r: 16` with `load_in_4bit: false`" in said[0]
         assert "`lora_r: 16` with `load_in_4bit: true`" in said[1]
+
+    def test_keeps_two_rows_in_a_micro_batch_of_a_method_that_compares_rows(self) -> None:
+        model, config = architecture.read(LLAMA), effective(method="kto", batch_size=8)
+        advice = memory_planner.MemoryAdvice(model, config, Precision.of(config, "cuda"), 2048, None)
+        said = [advice.within(gigabytes * GIB)[0] for gigabytes in range(4, 40)]
+        sizes = {_named(one).get("batch_size", 8) for one in said}
+        assert min(sizes) == 2
 
     @pytest.mark.parametrize("steps", [256, 30_000, 65_536])
     def test_stays_within_what_a_field_may_be(self, steps: int) -> None:

@@ -49,7 +49,7 @@ class TestBackends:
         assert [backend["id"] for backend in page["data"]] == ["celery", "fake"]
         celery = api.client.get("/v1/backends/celery").json()
         assert celery == page["data"][0]
-        assert set(celery["supported_methods"]) == {"full", "lora", "qlora", "dpo", "reward", "rlhf", "sft"}
+        assert set(celery["supported_methods"]) == {"full", "lora", "qlora", "dpo", "kto", "reward", "rlhf", "sft"}
         assert celery["supported_quantization"] == ["4bit", "8bit"] and celery["supports_streaming_logs"]
 
     def test_an_unknown_one_is_a_404(self, api: ApiServer) -> None:

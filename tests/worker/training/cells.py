@@ -19,6 +19,7 @@ from tests.worker.training.tiny import (
     make_job,
     make_pairs,
     make_prompts,
+    make_rated,
     make_tiny_model,
 )
 
@@ -32,6 +33,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "sft": {"method": "sft"},
     "dpo": {"method": "dpo"},
+    "kto": {"method": "kto"},
     "reward": {"method": "reward"},
     "grpo": {"method": "rlhf", "algorithm": "grpo", "beta": 0.05},
     "rloo": {"method": "rlhf", "algorithm": "rloo", "beta": 0.05},
@@ -74,6 +76,7 @@ class Lab:
             "chat": make_chat_dataset(folder / "chats.jsonl", 20),
             "packed": make_chat_dataset(folder / "many.jsonl", 44),
             "preference": make_pairs(folder / "pairs.jsonl", 20),
+            "rated": make_rated(folder / "rated.jsonl", 20),
             "prompt": make_prompts(folder / "prompts.jsonl", 9),
         }
 
@@ -122,7 +125,9 @@ class Lab:
             "logging_steps": 2, "learning_rate": 1e-2, "optim": "adamw_torch", "max_seq_length": 128,
             "batch_size": 2, "gradient_accumulation_steps": 3, **ADAPTERS[cell.adapter],
         }  # fmt: skip
-        kind = {"sft": "chat", "dpo": "preference", "reward": "preference"}.get(config["method"], "prompt")
+        kind = {"sft": "chat", "dpo": "preference", "kto": "rated", "reward": "preference", "rlhf": "prompt"}[
+            config["method"]
+        ]
         if config["method"] == "rlhf":
             config |= {"batch_size": 4, "gradient_accumulation_steps": 2}
             length = {"type": "length", "min": 4, "max": 8, "unit": "characters", "slack": 30}

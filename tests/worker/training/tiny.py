@@ -122,6 +122,20 @@ def make_pairs(path: Path | str, rows: int, *, chat: bool = False) -> Path:
     return write_rows(path, map(pair, range(rows)))
 
 
+def make_rated(path: Path | str, rows: int, *, chat: bool = False) -> Path:
+    """Write `rows` rated answers as JSONL: every second one, which is made of words, is desirable."""
+
+    def rated(row: int) -> dict[str, Any]:
+        text, label = CORPUS[row % len(CORPUS)], row % 2 == 0
+        prompt, answer = f"what is row {row}", text[: 20 + row % 30] if label else text[10 : 30 + row % 20][::-1]
+        if not chat:
+            return {"prompt": prompt + "\n", "completion": answer, "label": label}
+        said = [{"role": "assistant", "content": answer}]
+        return {"prompt": [{"role": "user", "content": prompt}], "completion": said, "label": label}
+
+    return write_rows(path, map(rated, range(rows)))
+
+
 def make_prompts(path: Path | str, rows: int, *, chat: bool = False) -> Path:
     """Write `rows` prompts with an answer as JSONL."""
 

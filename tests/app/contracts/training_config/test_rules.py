@@ -1,4 +1,4 @@
-"""Configurations of `dpo`, `reward` and `rlhf`: what goes with these methods and what does not, rewards included."""
+"""Configurations of `dpo`, `kto`, `reward` and `rlhf`: which fields apply to these methods, rewards included."""
 
 import json
 import time
@@ -33,7 +33,10 @@ def rlhf(*rewards: dict[str, Any], **options: Any) -> dict[str, Any]:
     return {"method": "rlhf", "rlhf": {"rewards": [*rewards], **options}}
 
 
-CONFIGS: dict[str, dict[str, Any]] = {"dpo": {"method": "dpo"}, "reward": {"method": "reward"}, "rlhf": rlhf(ANSWER)}
+CONFIGS: dict[str, dict[str, Any]] = {
+    **{method: {"method": method} for method in ("dpo", "kto", "reward")},
+    "rlhf": rlhf(ANSWER),
+}
 
 
 @pytest.mark.parametrize("method", CONFIGS)
@@ -69,13 +72,13 @@ class TestEveryMethod:
         ((name, (code, message)),) = found({**CONFIGS[method], **fields}).items()
         assert (name, code) == (field, "conflict") and f"`{method}`" in message
 
-    def test_truncating_is_for_dpo_alone(self, method: str) -> None:
+    def test_keeping_the_end_is_for_dpo_alone(self, method: str) -> None:
         assert set(found({**CONFIGS[method], "truncation_mode": "keep_end"})) == (
             set() if method == "dpo" else {"truncation_mode"}
         )
 
     def test_options_of_another_one_are_refused(self, method: str) -> None:
-        others = {"dpo": {"beta": 0.2}, "rlhf": {"beta": 0.2}}
+        others = {"dpo": {"beta": 0.2}, "kto": {"beta": 0.2}, "rlhf": {"beta": 0.2}}
         others.pop(method, None)
         assert set(found({**CONFIGS[method], **others})) == set(others)
 
@@ -104,6 +107,30 @@ class TestDpo:
     def test_half_of_the_pairs_cannot_be_wrong(self) -> None:
         options = {"loss_type": "robust", "label_smoothing": 0.5}
         assert found({"method": "dpo", "dpo": options})["dpo.label_smoothing"][0] == "out_of_range"
+
+
+class TestKto:
+    def test_a_micro_batch_needs_two_rows(self) -> None:
+        code, message = found({"method": "kto", "batch_size": 1})["batch_size"]
+        assert code == "conflict" and "`kto`" in message and message.endswith("set it to 2 or more.")
+        assert found({"method": "kto", "batch_size": 2}) == found({"method": "dpo", "batch_size": 1}) == {}
+
+    @pytest.mark.parametrize(
+        ("options", "field", "code"),
+        [
+            ({"beta": 0}, "kto.beta", "out_of_range"),
+            ({"desirable_weight": -1}, "kto.desirable_weight", "out_of_range"),
+            ({"undesirable_weight": "1"}, "kto.undesirable_weight", "wrong_type"),
+            ({"loss_type": "bco"}, "kto.loss_type", "unknown_value"),
+            ({"label_smoothing": 0.1}, "kto.label_smoothing", "unknown_field"),
+        ],
+    )
+    def test_options_out_of_bounds_are_refused(self, options: dict[str, Any], field: str, code: str) -> None:
+        assert found({"method": "kto", "kto": options})[field][0] == code
+
+    def test_options_of_both_losses_are_accepted(self) -> None:
+        options = {"beta": 0.2, "loss_type": "apo_zero_unpaired", "desirable_weight": 1.5, "undesirable_weight": 0}
+        assert found({"method": "kto", "kto": options, "truncation_mode": "keep_start"}) == {}
 
 
 class TestRlhf:

@@ -45,15 +45,15 @@ class TestData:
     @pytest.mark.parametrize(
         ("method", "formats"),
         [
-            ("qlora", {"chat", "prompt_completion", "text"}), ("dpo", {"preference"}), ("reward", {"preference"}),
-            ("rlhf", {"prompt"}),
+            ("qlora", {"chat", "prompt_completion", "text"}), ("dpo", {"preference"}), ("kto", {"rated"}),
+            ("reward", {"preference"}), ("rlhf", {"prompt"}),
         ],
     )  # fmt: skip
     def test_each_method_takes_its_own_formats_to_train_and_to_evaluate(
         self, api: ApiServer, engine: Engine, method: str, formats: set[str]
     ) -> None:
         wanted = {**(config() if method == "rlhf" else {"base_model": "org/model", "method": method}), "eval_steps": 5}
-        for name in ("chat", "prompt_completion", "text", "preference", "prompt"):
+        for name in ("chat", "prompt_completion", "text", "preference", "rated", "prompt"):
             dataset = make_dataset(engine, name)
             found = errors(api, dataset, wanted, eval_dataset_id=dataset)
             assert set(found) == (set() if name in formats else {"dataset_id", "eval_dataset_id"})

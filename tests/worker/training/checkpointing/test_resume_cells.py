@@ -15,6 +15,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Lab:
     "cell",
     [
         Cell("dpo", "qlora", "dropout"),
+        Cell("kto", "lora", "evaluation"),
         Cell("grpo", "full", "dropout"),
         Cell("rloo", "lora", "evaluation"),
     ],

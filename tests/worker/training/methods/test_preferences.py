@@ -22,6 +22,8 @@ from trl import (
     DPOTrainer,
     GRPOConfig,
     GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
     RewardConfig,
     RewardTrainer,
     RLOOConfig,
@@ -29,7 +31,7 @@ from trl import (
 )
 
 from tests.worker.training.data.test_dataset import CHATML
-from tests.worker.training.tiny import Forks, Outcome, make_job, make_pairs, make_prompts, make_tiny_model
+from tests.worker.training.tiny import Forks, Outcome, make_job, make_pairs, make_prompts, make_rated, make_tiny_model
 from worker.training.model.loader import keep_evaluation_neutral
 
 STEPS = 6
@@ -104,6 +106,22 @@ class TestEveryAdapter:
         assert done.result["metrics"]["best_eval_loss"] == min(one["eval_loss"] for one in evaluated)
         kind = AutoModelForCausalLM if adapter == "full" else AutoPeftModelForCausalLM
         kind.from_pretrained(str(done.output))
+
+    @every_adapter("lora")
+    def test_kto_comes_to_prefer_what_is_desirable(
+        self, adapter: str, forks: Forks, model: Path, tmp_path: Path
+    ) -> None:
+        data = make_rated(tmp_path / "rated.jsonl", 40)
+        config = COMMON | ADAPTERS[adapter] | {"eval_split": 0.2, "eval_steps": 3}
+        done = completed(forks.run(make_job(tmp_path, model, data, data_format="rated", method="kto", **config)))
+        # Before the first step the model is its own reference.
+        assert losses(done)[0] == pytest.approx(0.5, abs=1e-3 if adapter == "8bit" else 1e-6)
+        assert losses(done)[-1] < 0.49
+        assert measured(done, "reward_desirable")[-1] > measured(done, "reward_undesirable")[-1]
+        assert measured(done, "reward_margin")[-1] > 0.05 and "kl" in done.of("metric")[0]["extra"]
+        evaluated = [record["metrics"] for record in done.of("eval")]
+        assert evaluated[-1]["eval_reward_margin"] > 0.02
+        assert done.of("config")[0]["facts"]["flops_not_counted"] == "forward passes that estimate the KL term"
 
     @every_adapter("lora")
     def test_a_reward_model_gives_the_better_answer_the_higher_number_and_rewards_with_it(
@@ -196,7 +214,7 @@ def plain(kind: str, model: Path, data: Path, folder: Path, lora: bool, four_bit
     network = auto.from_pretrained(model, dtype=torch.float32, **head, **quantised)
     keep_evaluation_neutral(network)
     make: Any = {
-        "dpo": (DPOTrainer, DPOConfig), "reward": (RewardTrainer, RewardConfig),
+        "dpo": (DPOTrainer, DPOConfig), "kto": (KTOTrainer, KTOConfig), "reward": (RewardTrainer, RewardConfig),
         "grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig),
     }[kind]  # fmt: skip
     rewarded = {"reward_funcs": options.pop("reward_funcs")} if "reward_funcs" in options else {}
@@ -272,6 +290,23 @@ class TestParity:
         )  # fmt: skip
         assert losses(forks.run(job)) == pytest.approx(theirs, rel=1e-6)
 
+    @texts_or_chats(usual=("lora", False))
+    def test_losses_of_kto_equal_plain_trls(
+        self, adapter: str, chat: bool, ours: dict[str, Any], forks: Forks, model: Path, tmp_path: Path
+    ) -> None:
+        """Of 42 rows the last micro-batch of an epoch has two, and some are cut."""
+        data = make_rated(tmp_path / "rated.jsonl", 42, chat=chat)
+        loss = "apo_zero_unpaired" if chat and adapter == "full" else "kto"
+        options = {"beta": 0.2, "loss_type": loss, "desirable_weight": 1.2, "undesirable_weight": 0.8}
+        longest = 96 if chat else 48
+        config = ours | {"kto": options, "max_seq_length": longest}
+        job = make_job(tmp_path, model, data, data_format="rated", method="kto", **config)
+        theirs = plain(
+            "kto", model, data, tmp_path / "plain", adapter != "full", adapter == "qlora", max_length=longest,
+            precompute_ref_log_probs=adapter == "full", **options,
+        )  # fmt: skip
+        assert losses(forks.run(job)) == pytest.approx(theirs, rel=1e-6)
+
     @texts_or_chats(usual=("full", False))
     def test_losses_of_reward_models_equal_plain_trls(
         self, adapter: str, chat: bool, ours: dict[str, Any], forks: Forks, model: Path, tmp_path: Path
@@ -315,6 +350,23 @@ class TestData:
             "Rows of the training data cannot be used: line 2: field 'rejected' is missing; line 4: its text is not a "
             "string"
         )
+
+    def test_rated_rows_that_cannot_be_used_are_named(self, refused: Callable[..., str]) -> None:
+        rows: list[dict[str, Any]] = [{"prompt": "p", "completion": "c", "label": True} for _ in range(4)]
+        rows[1] = {"prompt": "p", "completion": "c", "label": "true"}
+        rows[2] = {"prompt": "p", "label": True}
+        assert refused("kto", "rated", rows) == (
+            "Rows of the training data cannot be used: line 2: its `label` is neither true nor false; line 3: field "
+            "'completion' is missing"
+        )
+
+    @pytest.mark.parametrize(("label", "only", "other"), [(True, "true", "false"), (False, "false", "true")])
+    def test_kto_needs_rows_of_both_labels(
+        self, label: bool, only: str, other: str, refused: Callable[..., str]
+    ) -> None:
+        told = refused("kto", "rated", [{"prompt": "p", "completion": "c", "label": label}] * 5)
+        assert told.startswith(f"All 5 rows of the training data have the label {only};")
+        assert told.endswith(f"so add rows with the label {other}.")
 
     def test_a_reward_that_compares_needs_an_answer_in_every_row(self, refused: Callable[..., str]) -> None:
         rows = [{"prompt": "p", "answer": "1"}, {"prompt": "q"}]
@@ -362,16 +414,18 @@ class TestData:
         assert remark.endswith(" of 40 rows were left out: one of the two is longer than 45 tokens.")
         assert done.of("config")[0]["facts"]["rows"] == 40 - int(remark.split()[0])
 
-    @pytest.mark.parametrize("method", ["dpo", "reward"])
-    def test_a_second_run_on_the_same_pairs_does_not_tokenise(
+    @pytest.mark.parametrize("method", ["dpo", "kto", "reward"])
+    def test_a_second_run_on_the_same_rows_does_not_tokenise(
         self, method: str, forks: Forks, model: Path, pairs: Path, tmp_path: Path
     ) -> None:
+        data = make_rated(tmp_path / "rated.jsonl", 40) if method == "kto" else pairs
+        data_format = "rated" if method == "kto" else "preference"
         cache = tmp_path / "cache"
         cache.mkdir(mode=0o700)
 
         def run(name: str, **more: Any) -> Outcome:
             config = COMMON | {"max_steps": 2, "eval_split": 0.2, "eval_steps": 1} | more
-            job = make_job(tmp_path / name, model, pairs, data_format="preference", method=method, **config)
+            job = make_job(tmp_path / name, model, data, data_format=data_format, method=method, **config)
             job["dataset"]["sha256"] = "a" * 64
             job["token_cache"] = {"folder": str(cache), "limit_bytes": 2**20}
             return completed(forks.run(job))
