@@ -15,6 +15,8 @@ BatchSize = Annotated[int, Field(ge=1, le=4096), COUNT]
 
 MicroBatches = Annotated[int, Field(ge=1, le=65_536), COUNT]
 
+Rows = Annotated[int, Field(ge=1, le=1_000_000_000), COUNT]
+
 Length = Annotated[int, Field(ge=2, le=10_000_000), COUNT]
 
 Seconds = Annotated[float, Field(gt=0, le=31_536_000), SECONDS]
@@ -273,6 +275,10 @@ class TrainingConfig(Strict):
     )
     eval_split: Annotated[float, Traits(affects="step_time", in_probe=False)] = Field(
         default=0.0, ge=0, lt=1, description="Fraction of the data held out for evaluation."
+    )
+    max_eval_rows: Annotated[Rows | None, Traits(affects="step_time", in_probe=False, needs_eval_data=True)] = Field(
+        default=None,
+        description="Evaluate on at most so many rows: the first ones of the evaluation data; `null` uses all.",
     )
 
     time_limit_seconds: Annotated[

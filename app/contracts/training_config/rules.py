@@ -4,7 +4,7 @@ Bounds of single fields: `fields.py`. All checks together: `config.py`.
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -236,9 +236,14 @@ def eval_conflicts(config: TrainingConfig, given: set[str], has_eval_dataset: bo
     found += [
         field_error(name, "needs_eval_data", "needs evaluation data; set `eval_dataset_id` or `eval_split`")
         for name in NEEDS_EVAL_DATA
-        if name in given and config.extra.get(name.removeprefix("extra.")) and not has_data
+        if name in given and _value(config, name) and not has_data
     ]
     return found
+
+
+def _value(config: TrainingConfig, name: str) -> Any:
+    group, _, member = name.rpartition(".")
+    return config.extra.get(member) if group == "extra" else getattr(config, name)
 
 
 def data_conflicts(config: TrainingConfig, given: set[str], dataset_format: str | None) -> list[FieldError]:

@@ -143,6 +143,8 @@ def read_data(run: TrainingContext, read: Read[Some]) -> tuple[Some, Some | None
             chosen, held = data.split(count_rows(str(source.path)), config.eval_split, config.seed)
         training = read(source, chosen, "training")
         rest = source if held else other
+        if rest and config.max_eval_rows is not None:
+            held = (held or list(range(count_rows(str(rest.path)))))[: config.max_eval_rows]
         held_out = read(rest, held, "evaluation") if rest else None
     except FileNotFoundError as error:
         raise TrainingFailure("bad_data", "The dataset's file no longer exists.") from error

@@ -59,7 +59,7 @@ class TestFieldsAndDefaults:
             "packing": False, "seed": 42, "extra": {}, "eval_steps": None, "eval_split": 0.0, "loss_on": "all",
             "truncation_mode": "keep_start", "time_limit_seconds": None, "stop_at_step": None, "min_steps": None,
             "early_stopping_patience": None, "on_non_finite": "stop", "on_spike": "ignore",
-            "on_out_of_memory": "repair",
+            "on_out_of_memory": "repair", "max_eval_rows": None,
             "overfit_first_batch": False, "attn_implementation": None, "torch_compile": False,
             "activation_offload": False, "use_rslora": False, "use_dora": False, "modules_to_save": None,
             "neftune_noise_alpha": None, "revision": None, "report_to": [], "push_to_hub": None,
@@ -240,6 +240,10 @@ class TestConflicts:
 
     def test_evaluation_needs_both_data_and_an_interval(self) -> None:
         assert codes({"eval_steps": 5}) == {("eval_steps", "needs_eval_data")}
+        assert codes({"max_eval_rows": 5}) == {("max_eval_rows", "needs_eval_data")}
+        assert codes({"max_eval_rows": None}) == set()
+        assert codes({"max_eval_rows": "1k", "eval_steps": 5}, has_eval_dataset=True) == set()
+        assert codes({"max_eval_rows": 0, "eval_steps": 5, "eval_split": 0.1}) == {("max_eval_rows", "out_of_range")}
         assert codes({"eval_split": 0.1}) == {("eval_steps", "needs_eval_steps")}
         assert codes({}, has_eval_dataset=True) == {("eval_steps", "needs_eval_steps")}
         assert codes({"early_stopping_patience": 2}) == {("early_stopping_patience", "needs_eval_steps")}

@@ -134,6 +134,36 @@ def test_an_evaluation_before_the_first_step_tells_where_training_begins(
     assert [record["step"] for record in completed(forks.run(again)).of("eval")] == [8]
 
 
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_an_evaluation_may_be_limited_to_the_first_rows(
+    method: str, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    config = METHODS[method] | COMMON | {"eval_steps": 4}
+    first = tmp_path / "first.jsonl"
+    first.write_text("".join(chats.read_text().splitlines(keepends=True)[:3]))
+    few, limited, more = (
+        completed(forks.run(make_job(tmp_path / name, tiny_model, chats, eval_data=data, **config, **fields)))
+        for name, data, fields in (
+            ("few", first, {}), ("limited", chats, {"max_eval_rows": 3}), ("more", first, {"max_eval_rows": 10})
+        )
+    )  # fmt: skip
+    losses = [[record["metrics"]["eval_loss"] for record in run.of("eval")] for run in (few, limited, more)]
+    assert len(losses[0]) == 2 and losses[0] == losses[1] == losses[2]
+    assert few.steps == limited.steps
+    assert [run.of("config")[0]["facts"]["eval_rows"] for run in (few, limited, more)] == [3, 3, 3]
+
+
+def test_the_training_rows_stay_if_fewer_held_out_rows_are_evaluated(
+    forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    config = METHODS["lora"] | COMMON | {"eval_split": 0.3, "eval_steps": 4}
+    whole = completed(forks.run(make_job(tmp_path / "1", tiny_model, chats, **config)))
+    limited = completed(forks.run(make_job(tmp_path / "2", tiny_model, chats, max_eval_rows=2, **config)))
+    rows = [run.of("config")[0]["facts"] for run in (whole, limited)]
+    assert rows[0]["rows"] == rows[1]["rows"] and rows[0]["eval_rows"] > rows[1]["eval_rows"] == 2
+    assert whole.steps == limited.steps
+
+
 def test_the_first_batch_only_can_be_overfitted(forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     job = make_job(tmp_path, tiny_model, chats, method="full", overfit_first_batch=True, **COMMON)
     done = completed(forks.run(job))
