@@ -18,11 +18,12 @@ from worker.training.data import reader, tokenization
 from worker.training.data.chat_template import ChatEncoder
 from worker.training.data.packing import Sequences
 from worker.training.data.reader import Progress
+from worker.training.data.remarks import NotedRows, Remark
 from worker.training.data.token_cache import TokenCache, Write
 from worker.training.data.tokenization import CompletionEncoder, Encoded, TextEncoder, TextsEncoder
 from worker.training.failures import TrainingFailure
 
-VERSION = 1
+VERSION = 2
 """Version of the code that makes tokens from rows, here and in `encoding`, `chat` and `packing`. Increase it with any
 change of the output, or runs reuse tokens made by the old code."""
 _INTS = pa.list_(pa.int32())
@@ -36,7 +37,7 @@ class Tokens:
     rows: int
     """Number of rows of the file that are in it."""
     tokens: int
-    remarks: list[str]
+    remarks: list[Remark]
     """Warnings for the user: rows cut or left out."""
     highest_id: int
     """Highest token id in the data."""
@@ -145,25 +146,24 @@ def _build_sequences(
 ) -> dict[str, Any]:
     """Make all sequences from `read`, and return the fields of `Tokens` that describe them."""
     limit = slice(-made.room, None) if truncation_mode == "keep_end" else slice(made.room)
-    done = cut = masked = 0
+    done, cut, masked = 0, NotedRows(), NotedRows()
     for number, encoded in read:
         done += 1
         if len(encoded.ids) > made.room and made.strategy != "wrapped":
-            cut += 1
+            cut.add(number)
             encoded = encoded.cut(limit)
         # The first token of a text is never predicted. `wrapped` keeps texts without tokens to learn in its stream.
         if made.strategy == "wrapped" or encoded.teaches:
             made.add(number, encoded)
         else:
-            masked += 1
+            masked.add(number)
     made.finish()
     if not made.teaches:
         why = f"no row has a token to learn within {made.room} tokens" if done else "it has no rows"
         raise TrainingFailure("bad_data", f"There is nothing to train on in the {purpose} data: {why}.")
-    remarks = []
-    if cut:
-        end = "end" if truncation_mode == "keep_start" else "start"
-        remarks.append(f"{cut} of {done} rows are longer than {made.room} tokens and were cut at the {end}.")
-    if masked:
-        remarks.append(f"{masked} of {done} rows were left out: no token to learn remains after truncation.")
+    end = "end" if truncation_mode == "keep_start" else "start"
+    remarks = [
+        *cut.remarks(done, f"{{n}} rows are longer than {made.room} tokens and were cut at the {end}."),
+        *masked.remarks(done, "{n} rows were left out: no token to learn remains after truncation."),
+    ]
     return {"rows": made.rows, "tokens": made.tokens, "remarks": remarks, "highest_id": made.highest_id}

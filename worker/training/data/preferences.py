@@ -15,12 +15,13 @@ from transformers import PreTrainedTokenizerBase
 from app.contracts.rewards import Reward
 from worker.training.data import reader, tokenization
 from worker.training.data.reader import Progress
+from worker.training.data.remarks import NotedRows, Remark
 from worker.training.data.token_cache import TokenCache, Write
 from worker.training.data.tokenization import BadRow, Encoder, Ids, Ints
 from worker.training.failures import TrainingFailure
 from worker.training.rewards import answer_problem
 
-VERSION = 1
+VERSION = 2
 """Version of the code that makes tokens from pairs, here and in `encoding`. Increase it when the output changes."""
 _ROWS_AT_ONCE = 1000
 IDS = pa.list_(pa.int32())
@@ -58,7 +59,7 @@ class Pairs:
     rows: int
     tokens: int
     highest_id: int
-    remarks: list[str] = field(default_factory=list)
+    remarks: list[Remark] = field(default_factory=list)
     are_cached: bool = False
     """True if an earlier run made the tokens."""
 
@@ -223,6 +224,7 @@ def prompts(
     encoder = PromptEncoder(tokenizer, compared_by)
     taken: list[dict[str, Any]] = []
     done = tokens = highest = 0
+    too_long = NotedRows()
     for number, (row, ids) in reader.encoded(
         source.path, encoder, chosen=source.chosen, progress=source.progress, purpose=source.purpose
     ):
@@ -231,13 +233,15 @@ def prompts(
             taken.append({**row, "rows": [number]})
             tokens += len(ids)
             highest = max(highest, int(ids.max(initial=0)))
+        else:
+            too_long.add(number)
     _check_not_empty(len(taken), done, source, why := f"the prompt is longer than {max_length} tokens")
     if len({isinstance(row["prompt"], str) for row in taken}) > 1:
         raise TrainingFailure(
             "bad_data",
             f"Some prompts of the {source.purpose} data are texts and some are messages; use one kind for all.",
         )
-    return Pairs(Dataset.from_list(taken), len(taken), tokens, highest, _left_out_remark(done - len(taken), done, why))
+    return Pairs(Dataset.from_list(taken), len(taken), tokens, highest, _left_out_remark(too_long, done, why))
 
 
 def _pairs(
@@ -250,30 +254,25 @@ def _pairs(
     left_out: str,
     cut: tuple[Callable[[Pair], bool], str] | None = None,
 ) -> Pairs:
-    equal = longer = 0
+    equal, longer = NotedRows(), NotedRows()
 
-    def counted(ids: tuple[Ints, ...]) -> dict[str, Ints] | None:
-        nonlocal equal, longer
+    def noted(number: int, ids: tuple[Ints, ...]) -> dict[str, Ints] | None:
         pair = Pair(*ids)
         found = kept(pair)
         if found is not None:
-            equal += np.array_equal(pair.chosen, pair.rejected)
-            longer += cut is not None and cut[0](pair)
+            if np.array_equal(pair.chosen, pair.rejected):
+                equal.add(number)
+            if cut is not None and cut[0](pair):
+                longer.add(number)
         return found
 
-    def remarks(rows: int) -> list[str]:
-        found = []
-        if cut is not None and longer:
-            found.append(f"{longer} of {rows} {cut[1]}.")
-        if equal:
-            found.append(
-                f"In {equal} of {rows} pairs both answers are the same, so the model learns nothing from them."
-            )
-        return found
+    def remarks(rows: int) -> list[Remark]:
+        same = "In {n} pairs both answers are the same, so the model learns nothing from them."
+        return [*(longer.remarks(rows, f"{{n}} {cut[1]}.") if cut else []), *equal.remarks(rows, same)]
 
     schema = pa.schema([(name, IDS) for name in (*columns, "rows")])
     encoder = AnswerEncoder(tokenizer, "chosen", "rejected")
-    return tokenize(source, tokenizer, encoder, made_from, schema, counted, left_out=left_out, remarks=remarks)
+    return tokenize(source, tokenizer, encoder, made_from, schema, noted, left_out=left_out, remarks=remarks)
 
 
 def tokenize(
@@ -282,16 +281,16 @@ def tokenize(
     encoder: Encoder[Example],
     made_from: dict[str, Any],
     schema: pa.Schema,
-    columns: Callable[[Example], dict[str, Any] | None],
+    columns: Callable[[int, Example], dict[str, Any] | None],
     *,
     left_out: str,
-    remarks: Callable[[int], list[str]],
+    remarks: Callable[[int], list[Remark]],
 ) -> Pairs:
     """Encode rows and keep them in the cache, or read them from there.
 
     `made_from`: everything besides data and tokenizer that the result depends on. `columns` returns the values of a
-    row for `schema`, without `rows`; None leaves the row out, for the reason `left_out`. `remarks` returns further
-    warnings, given the number of rows in the result.
+    row for `schema` without `rows`, given its number; None leaves the row out, for the reason `left_out`. `remarks`
+    returns further warnings, given the number of rows in the result.
 
     Raises:
         TrainingFailure: `bad_data` that names the lines.
@@ -300,17 +299,19 @@ def tokenize(
 
     def build(write: Write) -> dict[str, Any]:
         table = _Table(write, schema)
-        done = 0
+        done, skipped = 0, NotedRows()
         for number, example in reader.encoded(
             source.path, encoder, chosen=source.chosen, progress=source.progress, purpose=source.purpose
         ):
             done += 1
-            found = columns(example)
+            found = columns(number, example)
             if found is not None:
                 table.add(number, found)
+            else:
+                skipped.add(number)
         table.finish()
         _check_not_empty(table.rows, done, source, left_out)
-        warnings = _left_out_remark(done - table.rows, done, left_out) + remarks(table.rows)
+        warnings = _left_out_remark(skipped, done, left_out) + remarks(table.rows)
         return {"rows": table.rows, "tokens": table.tokens, "highest_id": table.highest_id, "remarks": warnings}
 
     parts = {
@@ -366,5 +367,5 @@ def _check_not_empty(kept: int, done: int, source: Source, why: str) -> None:
         raise TrainingFailure("bad_data", f"There is nothing to train on in the {source.purpose} data: {reason}.")
 
 
-def _left_out_remark(count: int, done: int, why: str) -> list[str]:
-    return [f"{count} of {done} rows were left out: {why}."] if count else []
+def _left_out_remark(rows: NotedRows, done: int, why: str) -> list[Remark]:
+    return rows.remarks(done, f"{{n}} rows were left out: {why}.")

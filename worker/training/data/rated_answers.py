@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from worker.training.data import preferences
 from worker.training.data.preferences import IDS, AnswerEncoder, Pairs, Source
+from worker.training.data.remarks import NotedRows, Remark
 from worker.training.data.tokenization import BadRow, Ints
 from worker.training.failures import TrainingFailure
 
@@ -44,19 +45,18 @@ def rated_answers(source: Source, tokenizer: PreTrainedTokenizerBase, *, max_len
     Raises:
         TrainingFailure: `bad_data` that names the lines, or says that the rows to train on have one label only.
     """
-    longer = 0
+    longer = NotedRows()
 
-    def columns(row: tuple[bool, Ints, Ints]) -> dict[str, Any] | None:
-        nonlocal longer
+    def columns(number: int, row: tuple[bool, Ints, Ints]) -> dict[str, Any] | None:
         label, prompt, answer = row
         if len(prompt) >= max_length:
             return None
-        longer += len(prompt) + len(answer) > max_length
+        if len(prompt) + len(answer) > max_length:
+            longer.add(number)
         return {"prompt_ids": prompt, "completion_ids": answer, "label": label}
 
-    def remarks(rows: int) -> list[str]:
-        cut = f"{longer} of {rows} rows are longer than {max_length} tokens: cut at the end."
-        return [cut] if longer else []
+    def remarks(rows: int) -> list[Remark]:
+        return longer.remarks(rows, f"{{n}} rows are longer than {max_length} tokens: cut at the end.")
 
     found = preferences.tokenize(
         source, tokenizer, RatedEncoder(tokenizer), {"method": "kto", "max_length": max_length}, _SCHEMA, columns,

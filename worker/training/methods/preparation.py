@@ -17,6 +17,7 @@ from worker.training.data import dataset as data
 from worker.training.data.chat_template import ensure_template
 from worker.training.data.preferences import Source, is_conversational
 from worker.training.data.reader import count_rows
+from worker.training.data.remarks import Remark
 from worker.training.data.token_cache import TokenCache
 from worker.training.failures import TrainingFailure
 from worker.training.loop import probe
@@ -45,7 +46,7 @@ class Rows(Protocol):
         """Total number of tokens."""
 
     @property
-    def remarks(self) -> list[str]:
+    def remarks(self) -> list[Remark]:
         """Warnings for the user: rows cut or left out."""
 
     @property
@@ -151,7 +152,7 @@ def read_data(run: TrainingContext, read: Read[Some]) -> tuple[Some, Some | None
     hooks.drop_rows(run)
     for one in (training, held_out):
         for remark in one.remarks if one else []:
-            run.report.message(remark, level="warning")
+            run.report.message(remark["reason"], level="warning")
     return training, held_out
 
 

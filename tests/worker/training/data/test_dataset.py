@@ -145,7 +145,7 @@ class TestCutting:
         rows = [{"prompt": "one two three four five six seven", "completion": "x"}, {"prompt": "", "completion": "y"}]
         made = tokens(tokenizer, tmp_path, rows, "prompt_completion", length=4, loss_on="completion")
         assert (made.rows, made.dataset[0]["rows"]) == (1, [1])
-        assert any("left out" in remark for remark in made.remarks)
+        assert any("left out" in remark["reason"] for remark in made.remarks)
 
     def test_nothing_left_at_all_is_bad_data(self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
         rows = [{"prompt": "one two three four five six seven", "completion": "x"}]
@@ -191,7 +191,7 @@ class TestPacking:
             tokens(tokenizer, tmp_path, [long, long], "prompt_completion", **cut)
         assert refused.value.code == "bad_data"
         made = tokens(tokenizer, tmp_path, [long, short], "prompt_completion", **cut)
-        assert made.rows == 1 and any("left out" in remark for remark in made.remarks)
+        assert made.rows == 1 and any("left out" in remark["reason"] for remark in made.remarks)
 
     def test_a_stream_without_a_token_to_learn_is_bad_data(
         self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
