@@ -20,7 +20,7 @@ class Attempt:
         assert run.id == self.run_id
         self.stored = 0
         self._engine = engine
-        self._epoch = run.epoch
+        self._epoch = run.lease_epoch
         self._rollups = Rollups(run.id, run.attempt)
 
     def store(self, events: Sequence[NewEvent], progress: Progress | None = None) -> None:

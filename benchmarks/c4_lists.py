@@ -136,7 +136,7 @@ class Ours:
             "idempotency_key": "NULL",
             "status": "made.status",
             "attempt": "1",
-            "epoch": "1",
+            "lease_epoch": "1",
             "worker_id": "'wrk_00000000000000000000000000'",
             "lease_owner": "CASE WHEN made.status = 'running' THEN 'wrk_00000000000000000000000000' END",
             "lease_expires_at": "CASE WHEN made.status = 'running' THEN now() + interval '1 day' END",

@@ -15,7 +15,7 @@ def begin(host: WorkerContext, run: Any, _: float) -> None:
     """Replace `supervisor.supervise`, which is called after the claim is committed."""
     now = time.monotonic()
     with host.engine.begin() as connection:
-        connection.execute(machine.complete(run.id, run.epoch, None, "benchmark"))
+        connection.execute(machine.complete(run.id, run.lease_epoch, None, "benchmark"))
     host.redis.lpush(STARTED, f"{run.id} {now}")
 
 

@@ -70,7 +70,7 @@ class Trainer:
         # If a dispatcher locks the run at this moment, the claim skips it once.
         claimed = eventually(self._claim)
         assert claimed["id"] == run_id
-        self.epoch, self.attempt = claimed["epoch"], claimed["attempt"]
+        self.lease_epoch, self.attempt = claimed["lease_epoch"], claimed["attempt"]
         self._sent = 0
         self.rolls_up = rolls_up
         self._rollups = Rollups(run_id, self.attempt)
@@ -82,7 +82,7 @@ class Trainer:
 
     def begin(self, step: int = 0, total: int | None = 100) -> "Trainer":
         """Start training."""
-        return self._do(machine.begin(self.run_id, self.epoch, step, 0.0, total, None))
+        return self._do(machine.begin(self.run_id, self.lease_epoch, step, 0.0, total, None))
 
     def events(self, kind: str, *payloads: dict[str, Any]) -> None:
         """Append events of one type."""
@@ -95,7 +95,7 @@ class Trainer:
     def store(self, new: list[NewEvent]) -> None:
         """Append events as a worker does."""
         with self.engine.begin() as connection:
-            stored = append(connection, self.run_id, self.epoch, self._sent + 1, new)
+            stored = append(connection, self.run_id, self.lease_epoch, self._sent + 1, new)
             if self.rolls_up:
                 self._rollups.store(connection, self._sent + 1, new, stored)
         self._rollups.committed()
@@ -124,11 +124,11 @@ class Trainer:
 
     def complete(self) -> "Trainer":
         """Complete the run with an output."""
-        return self._do(machine.complete(self.run_id, self.epoch, self.attempt, "all steps done"))
+        return self._do(machine.complete(self.run_id, self.lease_epoch, self.attempt, "all steps done"))
 
     def fail(self, code: str = "internal", message: str = "it broke") -> "Trainer":
         """Fail the run with an error code."""
-        return self._do(machine.fail(self.run_id, self.epoch, code, message))
+        return self._do(machine.fail(self.run_id, self.lease_epoch, code, message))
 
     def cancel_on_request(self) -> "Trainer":
         """Cancel the run after a stop request, with the current attempt's output."""
@@ -139,11 +139,11 @@ class Trainer:
 
     def cancel(self) -> "Trainer":
         """Cancel the run."""
-        return self._do(machine.cancel(self.run_id, self.epoch))
+        return self._do(machine.cancel(self.run_id, self.lease_epoch))
 
     def retry(self) -> "Trainer":
         """Requeue the run and claim it again; return the trainer of the next attempt."""
-        self._do(machine.retry(self.run_id, self.epoch, "lost", 0.0))
+        self._do(machine.retry(self.run_id, self.lease_epoch, "lost", 0.0))
         return Trainer(self.engine, self.run_id, self.rolls_up)
 
     def write_output(self, storage: Storage) -> Path:

@@ -24,7 +24,7 @@ def add_run(engine: Engine, **values: Any) -> Any:
             "name": "a run",
             "backend": "fake",
             "config": {"base_model": "none", "extra": {}},
-            "given": ["base_model"],
+            "user_set_fields": ["base_model"],
         }
         return connection.execute(machine.create({**defaults, **values})).one()
 

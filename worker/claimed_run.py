@@ -12,11 +12,11 @@ class ClaimedRun:
 
     id: str
     attempt: int
-    epoch: int
+    lease_epoch: int
     """Lease epoch: what is written for the run is fenced with it."""
     backend: Literal["celery", "fake"]
     config: dict[str, Any]
-    given: list[str]
+    user_set_fields: list[str]
     """Fields of the configuration that the user has set."""
     dataset_id: str
     eval_dataset_id: str | None

@@ -28,9 +28,9 @@ class Lease:
     away for longer, while the output of the dead trainer is stored.
     """
 
-    def __init__(self, host: WorkerContext, run_id: str, epoch: int, sent: float) -> None:
+    def __init__(self, host: WorkerContext, run_id: str, lease_epoch: int, sent: float) -> None:
         self.run_id = run_id
-        self.epoch = epoch
+        self.lease_epoch = lease_epoch
         self.requested_stop: StopRequest | None = None
         """Stop in effect when the lease was last renewed, at once or at the end of the epoch."""
         self.actions: list[ActionRequest] = []
@@ -113,7 +113,7 @@ class Lease:
         sent = time.monotonic()
         try:
             with self._host.lease_engine.begin() as connection:
-                renewal = machine.renew(self.run_id, self.epoch, self._host.settings.lease_seconds)
+                renewal = machine.renew(self.run_id, self.lease_epoch, self._host.settings.lease_seconds)
                 row = connection.execute(renewal).one_or_none()
         except SQLAlchemyError as error:
             log.info("%s: renewal failed, %.1f s left: %s", self.run_id, self.kill_at - sent, error)

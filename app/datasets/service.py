@@ -17,7 +17,7 @@ from app.datasets.importer import ImportedFile
 from app.infra.db import is_away
 from app.infra.ids import new_id
 from app.infra.storage import Storage
-from app.tables.datasets import Dataset, UploadKey
+from app.tables.datasets import Dataset, DatasetIdempotencyKey
 from app.tables.runs import Run
 
 log = logging.getLogger(__name__)
@@ -110,8 +110,8 @@ async def _commit(
 async def _claim(session: AsyncSession, dataset_id: str, created_by: str, idempotency: Idempotency) -> None:
     """Store the idempotency key of the dataset; waits for a concurrent request with the same key."""
     row = {"created_by": created_by, "idempotency_key": idempotency.key, "request_digest": idempotency.digest}
-    statement = insert(UploadKey).values(**row, dataset_id=dataset_id).on_conflict_do_nothing()
-    if await session.scalar(statement.returning(UploadKey.dataset_id)) is None:
+    statement = insert(DatasetIdempotencyKey).values(**row, dataset_id=dataset_id).on_conflict_do_nothing()
+    if await session.scalar(statement.returning(DatasetIdempotencyKey.dataset_id)) is None:
         raise _CreatedConcurrently
 
 
@@ -122,7 +122,7 @@ async def _find_earlier(
     if idempotency is None:
         return None
     async with sessions() as session:
-        key = await session.get(UploadKey, (created_by, idempotency.key))
+        key = await session.get(DatasetIdempotencyKey, (created_by, idempotency.key))
         if key is None:
             return None
         if key.request_digest != idempotency.digest:

@@ -70,7 +70,7 @@ async def create(
         "dataset_id": request.dataset_id,
         "eval_dataset_id": request.eval_dataset_id,
         "config": found.config.model_dump(mode="json"),
-        "given": found.given,
+        "user_set_fields": found.given,
         "base_run_id": found.base_run_id,
         "requirements": requirements(BACKEND_RULES[request.backend], found.config, found.given),
         "priority": request.priority,

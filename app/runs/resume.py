@@ -59,7 +59,7 @@ async def resume(transaction: RunTransaction, settings: Settings, run_id: str, r
         "dataset_id": parent.dataset_id,
         "eval_dataset_id": parent.eval_dataset_id,
         "config": config.model_dump(mode="json"),
-        "given": given,
+        "user_set_fields": given,
         "base_run_id": parent.base_run_id,
         "devices_needed": parent.devices_needed,
         "requirements": requirements(BACKEND_RULES[parent.backend], config, given),
@@ -96,7 +96,7 @@ def _configuration(
     """
     refused = resume_problems(parent.config, request.config) + sent
     merged: dict[str, Any] = {**parent.config, **changed, **request.config}
-    given = set(parent.given) | given_fields(changed) | given_fields(request.config)
+    given = set(parent.user_set_fields) | given_fields(changed) | given_fields(request.config)
     asked = as_asked(merged, given)
     wrong, _ = config_problems(BACKEND_RULES.get(parent.backend), asked, parent.eval_dataset_id is not None)
     reported = {problem.field for problem in refused}

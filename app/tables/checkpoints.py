@@ -20,12 +20,12 @@ class Checkpoint(Base):
         Index(
             "ix_checkpoints_copies_to_remove",
             "id",
-            postgresql_where=text("deleted_at IS NOT NULL AND copy_begun_at IS NOT NULL"),
+            postgresql_where=text("deleted_at IS NOT NULL AND replica_started_at IS NOT NULL"),
         ),
         Index(
             "ix_checkpoints_without_copy",
             "id",
-            postgresql_where=text("remote_at IS NULL AND deleted_at IS NULL AND bad_reason IS NULL"),
+            postgresql_where=text("replicated_at IS NULL AND deleted_at IS NULL AND bad_reason IS NULL"),
         ),
     )
 
@@ -48,23 +48,23 @@ class Checkpoint(Base):
     """Set before the folder is removed, so that no run resumes from a folder that is being deleted."""
     bad_reason: Mapped[str | None]
     """Reason why verification failed when a run tried to resume from it."""
-    copy_begun_at: Mapped[datetime | None]
+    replica_started_at: Mapped[datetime | None]
     """Time of the last claim or renewal of a replica upload to `ANNEAL_CHECKPOINT_URL`; null if no files are there.
 
     Only the worker that set the current value may continue the upload."""
-    remote_at: Mapped[datetime | None]
+    replicated_at: Mapped[datetime | None]
     """Time at which the replica was complete."""
 
     @property
     def copies(self) -> list[str]:
         """Locations: the storage of the worker that wrote it, and possibly `ANNEAL_CHECKPOINT_URL`."""
-        return ["local"] if self.remote_at is None else ["local", "remote"]
+        return ["local"] if self.replicated_at is None else ["local", "remote"]
 
 
 class ReplicaDeletion(Base):
     """Deleted run whose replicas at `ANNEAL_CHECKPOINT_URL` a worker must still remove; the API cannot reach them."""
 
-    __tablename__ = "copy_removals"
+    __tablename__ = "replica_deletions"
 
     run_id: Mapped[str] = mapped_column(primary_key=True)
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())

@@ -31,10 +31,10 @@ class Dataset(Owned, Base):
     token_statistics: Mapped[dict[str, Any] | None]
 
 
-class UploadKey(Base):
+class DatasetIdempotencyKey(Base):
     """`Idempotency-Key` of an upload, and the dataset that the upload created."""
 
-    __tablename__ = "upload_keys"
+    __tablename__ = "dataset_idempotency_keys"
 
     created_by: Mapped[str] = mapped_column(primary_key=True)
     idempotency_key: Mapped[str] = mapped_column(primary_key=True)

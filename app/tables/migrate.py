@@ -24,6 +24,8 @@ _MAX_RETRY_SECONDS = 10.0
 PATIENCE_SECONDS = 600.0
 """Seconds of retries after which the migration fails, because an operator must find out what holds the table."""
 _LOCK_POLL_SECONDS = 0.1
+_FIRST_REVISION = "0100"
+"""First migration of a released version; development versions before 0.1.0 had lower numbers."""
 
 Say = Callable[[str], None]
 
@@ -65,7 +67,7 @@ def upgrade(settings: Settings, say: Say = _discard) -> tuple[str, str]:
     version stays unchanged. If a table is in use, the migration is retried for `PATIENCE_SECONDS`.
 
     Raises:
-        HomeError: A table was in use during all retries.
+        SetupError: A table was in use during all retries, or the database is that of a development version.
     """
     if settings.database_url is None:
         raise ValueError("no database URL: start `anneal up` first or set ANNEAL_DATABASE_URL")
@@ -76,6 +78,11 @@ def upgrade(settings: Settings, say: Say = _discard) -> tuple[str, str]:
             while not lock_connection.scalar(text("SELECT pg_try_advisory_lock(:key)"), {"key": _LOCK}):
                 time.sleep(_LOCK_POLL_SECONDS)
             before = current(lock_connection)
+            if "" < before < _FIRST_REVISION:
+                raise SetupError(
+                    f"The database was created by a development version (revision {before}), which cannot be migrated: "
+                    "use a new ANNEAL_HOME or an empty database."
+                )
             if before <= head():
                 _with_retries(engine, _migrate, say)
             _with_retries(engine, _make_partitions, say)

@@ -32,9 +32,9 @@ class Run(Owned, Base):
         CheckConstraint("(status = 'failed') = (error_code IS NOT NULL)", name="error_iff_failed"),
         CheckConstraint("status <> 'pending' OR stop_requested_at IS NULL", name="stopped_never_waits"),
         CheckConstraint("status <> 'cancelled' OR stop_requested_at IS NOT NULL", name="cancelled_by_stop"),
-        CheckConstraint("epoch >= attempt AND attempt >= 0", name="epoch_covers_attempts"),
+        CheckConstraint("lease_epoch >= attempt AND attempt >= 0", name="lease_epoch_covers_attempts"),
         CheckConstraint(f"status NOT IN {sql_list(LIVE)} OR attempt > 0", name="live_has_attempt"),
-        CheckConstraint("event_seq >= 0 AND src_hwm >= 0 AND first_seq >= 1", name="counters_positive"),
+        CheckConstraint("event_seq >= 0 AND attempt_event_count >= 0 AND first_seq >= 1", name="counters_positive"),
         CheckConstraint("priority BETWEEN -1000 AND 1000", name="priority_bounded"),
         CheckConstraint("max_restarts BETWEEN 0 AND 100", name="max_restarts_bounded"),
         CheckConstraint("devices_needed BETWEEN 1 AND 1024", name="devices_needed_bounded"),
@@ -85,7 +85,7 @@ class Run(Owned, Base):
     eval_dataset_id: Mapped[str | None] = mapped_column(ForeignKey("datasets.id"))
     config: Mapped[dict[str, Any]]
     """All fields of the `TrainingConfig`, including defaults as of the creation of the run."""
-    given: Mapped[list[str]]
+    user_set_fields: Mapped[list[str]]
     """Names of the fields that the user set; only defaults may be replaced."""
     effective_config: Mapped[dict[str, Any] | None]
     """Configuration that the trainer used, as it reported at its start."""
@@ -108,13 +108,12 @@ class Run(Owned, Base):
     priority: Mapped[int] = mapped_column(server_default=text("0"))
     max_restarts: Mapped[int] = mapped_column(server_default=text("3"))
     stop_requested_at: Mapped[datetime | None]
-    stop_save_checkpoint: Mapped[bool] = mapped_column(server_default=text("true"))
     stop_mode: Mapped[StopMode | None] = mapped_column(Text)
     """Stop mode: checkpoint, best or discard; or epoch_end, with `stop_requested_at` null until the epoch ends."""
-    hinted_at: Mapped[datetime | None]
+    notified_at: Mapped[datetime | None]
     not_before: Mapped[datetime] = mapped_column(server_default=func.now())
 
-    epoch: Mapped[int] = mapped_column(server_default=text("0"))
+    lease_epoch: Mapped[int] = mapped_column(server_default=text("0"))
     """Fencing token (lease epoch): raised at every claim and every loss; a writer with an older one writes nothing."""
     attempt: Mapped[int] = mapped_column(server_default=text("0"))
     lost_count: Mapped[int] = mapped_column(server_default=text("0"))
@@ -128,7 +127,7 @@ class Run(Owned, Base):
     """Newest `seq` of the event log."""
     first_seq: Mapped[int] = mapped_column(BigInteger, server_default=text("1"))
     """Oldest `seq` that retention has kept."""
-    src_hwm: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))
+    attempt_event_count: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))
     """Number of stored events of the current attempt."""
 
     current_step: Mapped[int] = mapped_column(server_default=text("0"))
@@ -169,7 +168,7 @@ class Attempt(Base):
 
     run_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
     attempt: Mapped[int] = mapped_column(primary_key=True)
-    epoch: Mapped[int]
+    lease_epoch: Mapped[int]
     worker_id: Mapped[str]
     start_step: Mapped[int | None]
     started_at: Mapped[datetime] = mapped_column(server_default=func.now())
@@ -183,16 +182,16 @@ class Attempt(Base):
 class AttemptTimings(Base):
     """Speed of an attempt and durations of its parts: the basis of predictions for it and for similar runs."""
 
-    __tablename__ = "run_paces"
+    __tablename__ = "run_timings"
     __table_args__ = (
-        Index("ix_run_paces_likeness_run_id", "likeness", text("run_id DESC")),
-        # Updated while the run trains: `likeness` never changes, and with free space on the page no index is updated.
+        Index("ix_run_timings_similarity_key_run_id", "similarity_key", text("run_id DESC")),
+        # Updated while the run trains: with free space on the page, no index is updated.
         {"postgresql_with": {"fillfactor": "50"}},
     )
 
     run_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
     attempt: Mapped[int] = mapped_column(primary_key=True)
-    likeness: Mapped[str]
+    similarity_key: Mapped[str]
     """Backend, method and base model: runs that share all three are used to predict each other."""
     device: Mapped[str | None]
     """Name of the device, as reported by the worker."""
@@ -211,7 +210,7 @@ class MetricRollup(Base):
 
     run_id: Mapped[str] = mapped_column(primary_key=True)
     attempt: Mapped[int] = mapped_column(primary_key=True)
-    pass_: Mapped[int] = mapped_column("pass", primary_key=True)
+    segment: Mapped[int] = mapped_column(primary_key=True)
     kind: Mapped[str] = mapped_column(primary_key=True)
     level: Mapped[int] = mapped_column(primary_key=True)
     number: Mapped[int] = mapped_column(primary_key=True)
@@ -227,7 +226,7 @@ class MetricRollup(Base):
 class RunDeletion(Base):
     """A run whose row is deleted, and whose events and files are still to be deleted."""
 
-    __tablename__ = "removals"
+    __tablename__ = "run_deletions"
 
     run_id: Mapped[str] = mapped_column(primary_key=True)
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())

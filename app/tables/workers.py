@@ -44,7 +44,7 @@ class Device(Base):
     __tablename__ = "devices"
     __table_args__ = (
         CheckConstraint("kind IN ('cpu','cuda')", name="kind_known"),
-        CheckConstraint("(run_id IS NULL) = (run_epoch IS NULL)", name="run_with_epoch"),
+        CheckConstraint("(run_id IS NULL) = (lease_epoch IS NULL)", name="run_with_lease_epoch"),
     )
 
     worker_id: Mapped[str] = mapped_column(ForeignKey("workers.id", ondelete="CASCADE"), primary_key=True)
@@ -55,4 +55,4 @@ class Device(Base):
     name: Mapped[str]
     memory_mb: Mapped[int | None]
     run_id: Mapped[str | None]
-    run_epoch: Mapped[int | None]
+    lease_epoch: Mapped[int | None]

@@ -169,7 +169,7 @@ def gap(history: History) -> History:
     """Remove an event without renumbering the others."""
     left = tuple(event for event in history.events["plain"] if event.type != "progress")
     spoilt = replace(history, events={**history.events, "plain": left}, transcripts=())
-    return row("plain", src_hwm=lambda count: count - 1)(spoilt)
+    return row("plain", attempt_event_count=lambda count: count - 1)(spoilt)
 
 
 def creations(change: Any) -> Spoil:
@@ -237,7 +237,7 @@ BROKEN: list[tuple[int, str, Spoil]] = [
     (5, "a reader gets something behind the end", reader(received=lambda all: (*all, (len(all) + 1, "log", {})))),
     (6, "a row of an attempt that is not counted", attempt_rows(lambda rows: (*rows, {**rows[0], "attempt": 2}))),
     (6, "a claim without its row", attempt_rows(lambda rows: ())),
-    (6, "one epoch for two attempts", attempt("lost", 1, epoch=1)),
+    (6, "one epoch for two attempts", attempt("lost", 1, lease_epoch=1)),
     (7, "a status change that is stored twice",
      event_added("plain", becomes("running"), "status", counted=False, **AGAIN)),
     (7, "a change of status to the same",
@@ -249,7 +249,7 @@ BROKEN: list[tuple[int, str, Spoil]] = [
     (7, "a metric that is missing in between", event_removed("plain", measures(5))),
     (7, "two ends", event_doubled("plain", is_end, counted=False)),
     (7, "an attempt whose outcome differs from its event", attempt("plain", 0, outcome="cancelled")),
-    (7, "more counted than stored", row("plain", src_hwm=lambda count: count + 1)),
+    (7, "more counted than stored", row("plain", attempt_event_count=lambda count: count + 1)),
     (7, "an error that differs from its event", row("full", error_message="No room on the disk")),
     (8, "a claim after a stop", stop_before_its_claim),
     (8, "a run is claimed again after a stop",

@@ -61,7 +61,7 @@ def killed_before_its_first_line() -> Spoil:
 
 def killed_before_the_last_words_were_stored() -> Spoil:
     story = training(7)
-    story.events, story.src_hwm = story.events[:-2], story.src_hwm - 2
+    story.events, story.attempt_event_count = story.events[:-2], story.attempt_event_count - 2
     return run_added(story.lost().claimed().begins(4).completes(), after=LATE)
 
 

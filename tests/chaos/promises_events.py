@@ -159,9 +159,11 @@ def hints_do_no_harm(history: History, course: Course) -> Iterator[Violation]:
     rows = [row["attempt"] for row in course.attempts]
     if rows != numbers:
         yield course.broke(6, f"rows for the attempts {rows}, the run counts {course.row['attempt']}")
-    epochs = [row["epoch"] for row in course.attempts]
-    if epochs != sorted(set(epochs)) or (epochs and epochs[-1] > course.row["epoch"]):
-        yield course.broke(6, f"the epochs of its attempts are {epochs}, that of the run is {course.row['epoch']}")
+    epochs = [row["lease_epoch"] for row in course.attempts]
+    if epochs != sorted(set(epochs)) or (epochs and epochs[-1] > course.row["lease_epoch"]):
+        yield course.broke(
+            6, f"the epochs of its attempts are {epochs}, that of the run is {course.row['lease_epoch']}"
+        )
 
 
 def ambiguous_commits_are_safe(history: History, course: Course) -> Iterator[Violation]:
@@ -180,8 +182,10 @@ def ambiguous_commits_are_safe(history: History, course: Course) -> Iterator[Vio
         if end and not (row["outcome"] == end.target or (end.target == "pending" and row["outcome"] in requeued)):
             yield course.broke(7, f"attempt {attempt} ended as {row['outcome']}, the run went to {end.target}")
     said = len(course.of_trainer(course.row["attempt"])) if course.row["attempt"] else 0
-    if course.row["src_hwm"] != said:
-        yield course.broke(7, f"{course.row['src_hwm']} events of the last attempt are counted, {said} are stored")
+    if course.row["attempt_event_count"] != said:
+        yield course.broke(
+            7, f"{course.row['attempt_event_count']} events of the last attempt are counted, {said} are stored"
+        )
 
 
 def _doubled_or_missing_moves(course: Course) -> Iterator[Violation]:

@@ -116,8 +116,8 @@ def events(run_id: str, change: Callable[[list[Event]], list[Event]], uncounted:
         more = len(after) - len(before)
         readers = tuple(one for one in history.transcripts if one.run_id != run_id)
         spoilt = replace(history, events={**history.events, run_id: after}, transcripts=readers)
-        count = history.runs[run_id]["src_hwm"] + more - uncounted
-        return row(run_id, event_seq=len(after), src_hwm=count)(spoilt)
+        count = history.runs[run_id]["attempt_event_count"] + more - uncounted
+        return row(run_id, event_seq=len(after), attempt_event_count=count)(spoilt)
 
     return spoil
 

@@ -47,7 +47,7 @@ class Story:
         self.checkpoints: list[dict[str, Any]] = []
         self.stops: list[StopCall] = []
         self.status: str | None = None
-        self.step = self.attempt = self.epoch = self.src_hwm = 0
+        self.step = self.attempt = self.lease_epoch = self.attempt_event_count = 0
         self.lost_count = 0
         self.stop_requested_at: datetime | None = None
         self.error: tuple[str | None, str | None] = (None, None)
@@ -58,9 +58,9 @@ class Story:
 
     def claimed(self) -> "Story":
         self.attempt += 1
-        self.epoch += 1
-        self.src_hwm = 0
-        row = {"run_id": self.run_id, "attempt": self.attempt, "epoch": self.epoch, "start_step": None}
+        self.lease_epoch += 1
+        self.attempt_event_count = 0
+        row = {"run_id": self.run_id, "attempt": self.attempt, "lease_epoch": self.lease_epoch, "start_step": None}
         row["worker_id"] = self.worker
         self.attempts.append({**row, "outcome": None, "ended_at": None})
         self._move("initializing", f"claimed by {self.worker}")
@@ -119,7 +119,7 @@ class Story:
         return self._ends("failed", code)
 
     def requeued(self, outcome: str, reason: str, target: str = "pending") -> "Story":
-        self.epoch += 1
+        self.lease_epoch += 1
         self.lost_count += outcome != "handed_back"
         if target == "failed":
             self.error = ("worker_lost", reason)
@@ -173,7 +173,7 @@ class Story:
         self.events.append(Event(len(self.events) + 1, type_, self.attempt, moment(self._pass()), data))
 
     def _say(self, type_: str, /, **data: Any) -> None:
-        self.src_hwm += 1
+        self.attempt_event_count += 1
         self._event(type_, **data)
 
     def _write(self, **line: Any) -> None:
@@ -195,12 +195,12 @@ class Story:
             "status": self.status,
             "max_restarts": self.max_restarts,
             "stop_requested_at": self.stop_requested_at,
-            "epoch": self.epoch,
+            "lease_epoch": self.lease_epoch,
             "attempt": self.attempt,
             "lost_count": self.lost_count,
             "event_seq": len(self.events),
             "first_seq": 1,
-            "src_hwm": self.src_hwm,
+            "attempt_event_count": self.attempt_event_count,
             "current_step": self.step,
             "total_steps": STEPS,
             "error_code": self.error[0],

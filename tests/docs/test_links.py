@@ -12,6 +12,8 @@ from tests.nodes import ROOT
 
 DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.rglob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
+EXAMPLES = {"worker/training/methods/kto.py"}
+"""Files that a recipe in CONTRIBUTING.md creates."""
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _CODE = re.compile(r"^```.*?^```$|(`+)[^\n]*?\1", re.MULTILINE | re.DOTALL)
 
@@ -44,6 +46,12 @@ def broken_links(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     assert broken_links(page) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_named_files_exist(page: Path) -> None:
+    named = set(re.findall(r"`((?:app|worker|tests|migrations|anneal|docs)/[\w/.-]+\.\w+)`", page.read_text()))
+    assert sorted(name for name in named - EXAMPLES if not (ROOT / name).is_file()) == []
 
 
 def test_broken_links_are_found(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ def test_lines_of_supervisor_and_lease_carry_run_and_attempt(stack: Stack) -> No
     stack.until(run_id, "running")
     with stack.engine.begin() as connection:
         # As a reaper would that called it lost. The trainer says nothing, so the lease is the first to hear of it.
-        connection.execute(text("UPDATE runs SET epoch = epoch + 1 WHERE id = :id"), {"id": run_id})
+        connection.execute(text("UPDATE runs SET lease_epoch = lease_epoch + 1 WHERE id = :id"), {"id": run_id})
 
     def lines() -> list[dict[str, Any]]:
         return [json.loads(line) for line in worker.log.read_text().splitlines() if line.startswith("{")]

@@ -54,7 +54,7 @@ def held(settings: Settings, engine: Engine, sent: float) -> Lease:
     add_run(engine)
     run = claim(engine, add_worker(engine), lease=settings.lease_seconds)
     host: Any = Host(settings, engine)
-    return Lease(host, run.id, run.epoch, sent)
+    return Lease(host, run.id, run.lease_epoch, sent)
 
 
 def test_a_renewal_counts_from_when_it_was_sent_however_late_its_answer(

@@ -76,7 +76,7 @@ def remember(connection: Connection, run: ClaimedRun, repair: Repair) -> None:
     """Mark the checkpoint that a repair (as `resolve_repair`) names as corrupt, so that no run resumes from it."""
     if repair.spoilt:
         why = "anomalies occurred twice after it, without another checkpoint in between, and no row was singled out"
-        connection.execute(retention.mark_corrupt(repair.spoilt, why, run.id, run.epoch))
+        connection.execute(retention.mark_corrupt(repair.spoilt, why, run.id, run.lease_epoch))
 
 
 def propose_repair(config: Mapping[str, Any], phase: str, code: str, found: RepairProposal | None) -> Repair | None:

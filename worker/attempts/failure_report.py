@@ -45,7 +45,7 @@ def store_failure_report(run: ClaimedRun, report: FailureReport, at: float) -> R
             return  # an earlier try was committed, and only its response was lost
         if repair:
             auto_repair.remember(connection, run, repair)
-        ours = exists().where(Run.id == run.id, Run.epoch == run.epoch)
+        ours = exists().where(Run.id == run.id, Run.lease_epoch == run.lease_epoch)
         connection.execute(update(Attempt).where(*this, ours).values(report=report.model_dump(mode="json")))
 
     return RunUpdate(keep, NewEvent.of("repair", at, repair.model_dump()) if repair else None)

@@ -112,7 +112,7 @@ def prepare(host: WorkerContext, run: ClaimedRun, device: AssignedDevice, patien
             attempt=run.attempt,
             backend=run.backend,
             config=config,
-            user_set_fields=frozenset({*run.given, *changed}),
+            user_set_fields=frozenset({*run.user_set_fields, *changed}),
             auto_repairs=repaired,
             dataset=dataset,
             eval_dataset=evaluation,
@@ -268,7 +268,7 @@ def _newest_good(host: WorkerContext, run: ClaimedRun, remarks: list[str], patie
     out_of_reach: str | None = None
     for checkpoint in _candidates(host.engine, run):
         place = host.storage.named_checkpoint(checkpoint.run_id, checkpoint.attempt, checkpoint.name)
-        if has_copies(run.config) and checkpoint.remote_at is None and not place.exists():
+        if has_copies(run.config) and checkpoint.replicated_at is None and not place.exists():
             elsewhere = elsewhere or checkpoint  # the trainer fetches its copy
             continue
         wrong = manifest.verify(place, checkpoint.manifest_sha256, patience.check)
@@ -286,7 +286,7 @@ def _newest_good(host: WorkerContext, run: ClaimedRun, remarks: list[str], patie
             out_of_reach = out_of_reach or reason
         if fetched.outcome is RestoreOutcome.BAD:
             with host.engine.begin() as connection:
-                connection.execute(retention.mark_corrupt(checkpoint.id, fetched.why, run.id, run.epoch))
+                connection.execute(retention.mark_corrupt(checkpoint.id, fetched.why, run.id, run.lease_epoch))
     if elsewhere is not None:
         return elsewhere
     if out_of_reach is not None:

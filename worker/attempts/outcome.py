@@ -55,19 +55,19 @@ def _reported_end(run: ClaimedRun, result: TrainingResult) -> Executable | None:
             hub = result.get("hub")
             if hub and hub.get("url"):
                 reason += f"; pushed to {hub['url'][:300]}"
-            return machine.complete(run.id, run.epoch, output(run, result), reason)
+            return machine.complete(run.id, run.lease_epoch, output(run, result), reason)
         case "failed":
             error = result.get("error") or {"code": "internal", "message": ""}
-            return machine.fail(run.id, run.epoch, error["code"], error["message"])
+            return machine.fail(run.id, run.lease_epoch, error["code"], error["message"])
     match why:
         case "time_limit":
             step = result.get("step")
             message = f"the time limit of the configuration was reached at step {step}; resume the run to continue"
-            return machine.fail(run.id, run.epoch, "time_limit", message, output(run, result))
+            return machine.fail(run.id, run.lease_epoch, "time_limit", message, output(run, result))
         case "stop_at_step":
-            return machine.complete(run.id, run.epoch, output(run, result), "stop_at_step was reached")
+            return machine.complete(run.id, run.lease_epoch, output(run, result), "stop_at_step was reached")
         case "epoch_end":
-            return machine.cancel(run.id, run.epoch)
+            return machine.cancel(run.id, run.lease_epoch)
     return None
 
 
@@ -77,10 +77,10 @@ def ended_on_request(host: WorkerContext, run: ClaimedRun, lease: Lease) -> Exec
     # signal.
     if not lease.stop and not host.draining.wait(_SHUTDOWN_NOTICE_SECONDS):
         reason = "the training process was asked to end from outside"
-        return machine.retry(run.id, run.epoch, reason, _RETRY_SECONDS)
+        return machine.retry(run.id, run.lease_epoch, reason, _RETRY_SECONDS)
     if lease.stop:
-        return machine.cancel(run.id, run.epoch)
-    return machine.release(run.id, run.epoch, "released: the worker is shutting down")
+        return machine.cancel(run.id, run.lease_epoch)
+    return machine.release(run.id, run.lease_epoch, "released: the worker is shutting down")
 
 
 def could_not_start(host: WorkerContext, run: ClaimedRun, why: str) -> Executable:
@@ -89,13 +89,13 @@ def could_not_start(host: WorkerContext, run: ClaimedRun, why: str) -> Executabl
     So it is tried again a limited number of times, for a while preferably by another worker.
     """
     host.fitness.failed(why)
-    return machine.retry(run.id, run.epoch, why, _RETRY_SECONDS)
+    return machine.retry(run.id, run.lease_epoch, why, _RETRY_SECONDS)
 
 
 def lease_lost(run: ClaimedRun, lease: Lease) -> Executable:
     """Return the transition of a run whose lease expired; it counts as a loss, which any newer checkpoint clears."""
     if lease.stop:
-        return machine.cancel(run.id, run.epoch)
+        return machine.cancel(run.id, run.lease_epoch)
     if lease.was_always_renewed:
         what = "the training process received no renewal of its lease in time, though one was sent: the machine is "
         what += "overloaded, or the process was suspended"
@@ -103,14 +103,14 @@ def lease_lost(run: ClaimedRun, lease: Lease) -> Executable:
         what = (
             f"the database was unreachable for {lease.longest_silence:.0f} s, or the worker was suspended for as long"
         )
-    return machine.retry(run.id, run.epoch, f"{what}; the run continues from its last checkpoint", _RETRY_SECONDS)
+    return machine.retry(run.id, run.lease_epoch, f"{what}; the run continues from its last checkpoint", _RETRY_SECONDS)
 
 
 def hung(host: WorkerContext, run: ClaimedRun, pump: RecordHandler) -> Executable:
     """Return the transition of a run whose trainer was killed because it was silent for too long."""
     silence = f"it had neither reported nor printed anything for {host.settings.hang_seconds:.0f} s"
     reason = f"the training process hung during {pump.phase} and was killed: {silence}"
-    return machine.retry(run.id, run.epoch, reason, _RETRY_SECONDS)
+    return machine.retry(run.id, run.lease_epoch, reason, _RETRY_SECONDS)
 
 
 def output(run: ClaimedRun, result: TrainingResult) -> int | None:
@@ -122,7 +122,7 @@ def crashed(run: ClaimedRun, pump: RecordHandler, end: Exit) -> Executable:
     """Return the transition of a run whose trainer ended without a result, by its exit and with its last lines."""
     if end.launcher_lost:
         reason = "the process that training processes are forked from was lost"
-        return machine.retry(run.id, run.epoch, reason, _RETRY_SECONDS)
+        return machine.retry(run.id, run.lease_epoch, reason, _RETRY_SECONDS)
     last = "\n".join(pump.tail) or "(it printed nothing)"
     if end.out_of_memory:
         code, what = "out_of_memory", "the kernel killed the training process because the machine ran out of memory"
@@ -130,4 +130,4 @@ def crashed(run: ClaimedRun, pump: RecordHandler, end: Exit) -> Executable:
         code = "trainer_crashed"
         how = f"signal {end.signal}" if end.signal else f"exit code {end.code}"
         what = f"the training process ended with {how} during {pump.phase} without reporting why"
-    return machine.fail(run.id, run.epoch, code, f"{what}. Its last lines:\n{last}")
+    return machine.fail(run.id, run.lease_epoch, code, f"{what}. Its last lines:\n{last}")

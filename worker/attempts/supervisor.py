@@ -84,7 +84,7 @@ def supervise(host: WorkerContext, run: ClaimedRun, claimed_at: float) -> None:
     """Run a claimed run to its end, or release it; in every case no process of it is left."""
     with (
         bound_contextvars(run_id=run.id, attempt=run.attempt),
-        Lease(host, run.id, run.epoch, claimed_at) as lease,
+        Lease(host, run.id, run.lease_epoch, claimed_at) as lease,
         EventWriter(host, run, lease) as writer,
         host.copies.telling(run.id, writer.put) if host.copies else nullcontext(),
     ):
@@ -125,7 +125,7 @@ def run_attempt_to_outcome(host: WorkerContext, run: ClaimedRun, lease: Lease, w
         # A bug in the worker must neither look like a lost worker nor be repeated attempt after attempt.
         log.exception("%s: attempt %d", run.id, run.attempt)
         writer.outlive_lease()
-        return partial(machine.fail, run.id, run.epoch, "internal", f"{error!r}; see the worker's log")
+        return partial(machine.fail, run.id, run.lease_epoch, "internal", f"{error!r}; see the worker's log")
 
 
 def attempt(host: WorkerContext, run: ClaimedRun, lease: Lease, writer: EventWriter) -> Executable:
@@ -147,10 +147,10 @@ def attempt(host: WorkerContext, run: ClaimedRun, lease: Lease, writer: EventWri
         return ended_on_request(host, run, lease)
     except JobError as error:
         if error.pause_seconds is not None:
-            return machine.release(run.id, run.epoch, f"released: {error.message}", error.pause_seconds)
+            return machine.release(run.id, run.lease_epoch, f"released: {error.message}", error.pause_seconds)
         if error.is_passing:
             return could_not_start(host, run, error.message)
-        return machine.fail(run.id, run.epoch, error.code, error.message)
+        return machine.fail(run.id, run.lease_epoch, error.code, error.message)
     except LaunchError as error:
         return could_not_start(host, run, f"no training process could be started: {error}")
     except OSError as error:
@@ -172,7 +172,7 @@ def attempt(host: WorkerContext, run: ClaimedRun, lease: Lease, writer: EventWri
         report = failure_report.build_failure_report(pump, vitals, end, killed_for, repair)
         writer.put(failure_report.store_failure_report(run, report, time.time()))
     if repair:
-        return machine.repair(run.id, run.epoch, repair.reason)
+        return machine.repair(run.id, run.lease_epoch, repair.reason)
     transition = conclude(host, run, lease, pump, end, killed_for)
     settle(host, lease, writer)
     return transition

@@ -55,7 +55,7 @@ class Replicator:
         self._engine = engine
         self._waiting: OrderedDict[str, Any] = OrderedDict()
         self._started: dict[str, Any] = {}
-        """Checkpoint id → last recorded `copy_begun_at`, for replicas that this worker has started to send."""
+        """Checkpoint id → last recorded `replica_started_at`, for replicas that this worker has started to send."""
         self._run_logs: dict[str, Say] = {}
         self._outage_reported: set[str] = set()
         """Runs whose log already reports the current outage."""
@@ -170,10 +170,10 @@ class Replicator:
         kept: list[str] = []
         try:
             for one in self._pages(replicas.to_remove, ""):
-                if one.is_sent and self._started.get(one.id) != one.copy_begun_at:
+                if one.is_sent and self._started.get(one.id) != one.replica_started_at:
                     continue  # another worker sends it: what this worker has started, this same thread sends
                 if self._remove(partial(self._folder, one), one.run_id, kept):
-                    self._do(replicas.removed(one.id, one.copy_begun_at))
+                    self._do(replicas.removed(one.id, one.replica_started_at))
                     self._started.pop(one.id, None)
             for one in self._pages(replicas.runs_to_remove, ""):
                 if self._remove(partial(self._storage.run_dir, one.id), one.id, kept):
@@ -222,14 +222,14 @@ class Replicator:
         """
         self.remote.settle_in(lambda: not self._rows(replicas.any_replica()))
         began = noted = time.monotonic()
-        epoch = 0
+        lease_epoch = 0
 
         def note() -> None:
-            nonlocal epoch, noted
+            nonlocal lease_epoch, noted
             row = self._do(replicas.begin(one.id, self._started.get(one.id)))
             if row is None:
                 raise _NotWanted
-            self._started[one.id], epoch, noted = row.copy_begun_at, row.epoch, time.monotonic()
+            self._started[one.id], lease_epoch, noted = row.replica_started_at, row.lease_epoch, time.monotonic()
 
         def on_piece() -> None:
             if self._ended.is_set():
@@ -251,7 +251,7 @@ class Replicator:
             log.warning("%s: a corrupt checkpoint is not replicated: %s", one.run_id, error)
             with suppress(_NotWanted):
                 note()  # it may be incomplete because it was released and is being removed
-                self._check_corrupt(one, epoch, on_piece)
+                self._check_corrupt(one, lease_epoch, on_piece)
             self._discard_unwanted(one)
         else:
             log.info("%s: %s replicated in %.1f s", one.run_id, one.name, time.monotonic() - began)
@@ -259,7 +259,7 @@ class Replicator:
             return True
         return False
 
-    def _check_corrupt(self, one: Any, epoch: int, on_piece: Callable[[], None]) -> None:
+    def _check_corrupt(self, one: Any, lease_epoch: int, on_piece: Callable[[], None]) -> None:
         """Mark a corrupt checkpoint, unless another worker owns its run by now or the checkpoint was released."""
         try:
             wrong = manifest.verify(self._folder(one), one.manifest_sha256, on_piece)
@@ -272,8 +272,8 @@ class Replicator:
             is_ours = connection.execute(replicas.begin(one.id, self._started[one.id])).one_or_none()
             if is_ours is None:
                 return
-            self._started[one.id] = is_ours.copy_begun_at
-            is_marked = connection.execute(retention.mark_corrupt(one.id, why, one.run_id, epoch)).rowcount == 1
+            self._started[one.id] = is_ours.replica_started_at
+            is_marked = connection.execute(retention.mark_corrupt(one.id, why, one.run_id, lease_epoch)).rowcount == 1
         reason = f"checkpoint {one.id} (step {one.step}) cannot be resumed from and is not replicated: {why}"
         log.warning("%s: %s", one.run_id, reason)
         with self._changed:

@@ -79,7 +79,7 @@ def restore_checkpoint(
     is_missing = not place.exists()
     here = "it is not in this worker's storage" if is_missing else "; ".join(wrong[:3])
     unusable = RestoreOutcome.ELSEWHERE if is_missing else RestoreOutcome.BAD
-    if checkpoint.remote_at is None:
+    if checkpoint.replicated_at is None:
         # Written by a worker with another storage that had no time to replicate it. Without replication all workers
         # share one storage.
         return RestoreResult(unusable if host.copies else RestoreOutcome.BAD, here)
@@ -93,7 +93,7 @@ def restore_checkpoint(
     except ReplicaCorrupt as error:
         # A worker that still has an intact copy must send it again.
         with host.engine.begin() as connection:
-            connection.execute(replicas.mark_replica_corrupt(checkpoint.id, checkpoint.remote_at))
+            connection.execute(replicas.mark_replica_corrupt(checkpoint.id, checkpoint.replicated_at))
         return RestoreResult(unusable, f"{here}, and {error}")
     except ReplicaMissing:
         outcome = RestoreOutcome.AWAY if is_missing else RestoreOutcome.BAD

@@ -207,7 +207,7 @@ class EventWriter:
         first = self._stored + 1
         self._tried = len(batch)
         with self._host.engine.begin() as connection:
-            stored = event_log.append(connection, self._run.id, self._run.epoch, first, batch, self.progress)
+            stored = event_log.append(connection, self._run.id, self._run.lease_epoch, first, batch, self.progress)
             self._rollups.store(connection, first, batch, stored)
             if then:
                 then(connection)

@@ -108,10 +108,10 @@ def _statement(run: ClaimedRun, timings: dict[str, Any], behind: float) -> Execu
     measured_at = func.clock_timestamp() - func.make_interval(0, 0, 0, 0, 0, 0, behind)
     like = literal(durations.similarity_key(run.backend, run.config))
     mine = select(Run.id, literal(run.attempt), like, device, measured_at, literal(timings, JSONB)).where(
-        Run.id == run.id, Run.epoch == run.epoch
+        Run.id == run.id, Run.lease_epoch == run.lease_epoch
     )
     new = insert(AttemptTimings).from_select(
-        ["run_id", "attempt", "likeness", "device", "measured_at", "timings"], mine
+        ["run_id", "attempt", "similarity_key", "device", "measured_at", "timings"], mine
     )
     return new.on_conflict_do_update(
         index_elements=["run_id", "attempt"],

@@ -161,7 +161,7 @@ class RecordHandler:
         def keep(connection: Connection) -> None:
             connection.execute(
                 update(Run)
-                .where(Run.id == self._run.id, Run.epoch == self._run.epoch)
+                .where(Run.id == self._run.id, Run.lease_epoch == self._run.lease_epoch)
                 .values(effective_config=effective)
             )
 
@@ -211,7 +211,7 @@ class RecordHandler:
     def _handle_phase(self, record: dict[str, Any], ts: float) -> None:
         entered = validated(_PHASE, record)
         self.phase = entered["name"]
-        run_id, epoch = self._run.id, self._run.epoch
+        run_id, lease_epoch = self._run.id, self._run.lease_epoch
         start = self._start
         self._stopwatch.enter(self.phase, start.step)
         progress = {"phase": self.phase, "done": None, "total": None, "message": self.phase}
@@ -220,20 +220,23 @@ class RecordHandler:
             self.has_begun = True
             self._set_total(entered.get("total_steps"))
             self._transition(
-                machine.begin(run_id, epoch, start.step, start.epoch, self._total_steps, self._bests[-1][1]), "running"
+                machine.begin(run_id, lease_epoch, start.step, start.epoch, self._total_steps, self._bests[-1][1]),
+                "running",
             )
             self._store_timings(self._stopwatch.is_due)
         elif self.phase == "saving" and self._status == "running":
-            self._transition(machine.begin_save(run_id, epoch), "checkpointing")
+            self._transition(machine.begin_save(run_id, lease_epoch), "checkpointing")
         elif self.phase != "saving" and self._status == "checkpointing":
-            self._transition(machine.end_save(run_id, epoch), "running")
+            self._transition(machine.end_save(run_id, lease_epoch), "running")
 
     def _transition(self, statement: Executable, target: str) -> None:
         def apply(connection: Connection) -> None:
             if connection.execute(statement).one_or_none() is None:
-                now = connection.execute(select(Run.epoch, Run.status).where(Run.id == self._run.id)).one_or_none()
+                now = connection.execute(
+                    select(Run.lease_epoch, Run.status).where(Run.id == self._run.id)
+                ).one_or_none()
                 # An earlier try may have been committed although its response was lost.
-                if now is None or now.epoch != self._run.epoch or now.status != target:
+                if now is None or now.lease_epoch != self._run.lease_epoch or now.status != target:
                     raise LeaseFenced(self._run.id)
 
         self._status = target
@@ -274,7 +277,7 @@ class RecordHandler:
             # A run that makes progress between two losses may be lost any number of times.
             connection.execute(
                 update(Run)
-                .where(Run.id == run.id, Run.epoch == run.epoch, Run.status.in_(LIVE))
+                .where(Run.id == run.id, Run.lease_epoch == run.lease_epoch, Run.status.in_(LIVE))
                 .values(lost_count=0, checkpoint_step=row["step"])
             )
             keep_last = run.config.get("save_total_limit")

@@ -14,27 +14,29 @@ _OVERDUE = timedelta(minutes=1)
 _ABANDONED = timedelta(minutes=10)
 """Time without a claim renewal after which a replica upload counts as abandoned: its worker is gone or was stalled."""
 _LOOK_BACK = timedelta(days=1)
-_WANTED = and_(Checkpoint.deleted_at.is_(None), Checkpoint.bad_reason.is_(None), Checkpoint.remote_at.is_(None))
+_WANTED = and_(Checkpoint.deleted_at.is_(None), Checkpoint.bad_reason.is_(None), Checkpoint.replicated_at.is_(None))
 
 
 def _is_abandoned() -> ColumnElement[bool]:
-    return Checkpoint.copy_begun_at < func.clock_timestamp() - _ABANDONED
+    return Checkpoint.replica_started_at < func.clock_timestamp() - _ABANDONED
 
 
 def begin(checkpoint_id: str, noted: datetime | None) -> Executable:
     """Claim or renew the upload of a replica; no row if none is wanted or another worker uploads it.
 
-    Repeat at least every few minutes with the last returned `copy_begun_at` as `noted`. Otherwise another worker
-    considers the upload abandoned and claims it, and this worker gets no row. Returns `copy_begun_at` and the run's
-    lease epoch.
+    Repeat at least every few minutes with the last returned `replica_started_at` as `noted`. Otherwise another worker
+    considers the upload abandoned and claims it, and this worker gets no row. Returns `replica_started_at` and the
+    run's lease epoch.
     """
-    free = or_(Checkpoint.copy_begun_at.is_(None), _is_abandoned())
-    epoch = select(Run.epoch).where(Run.id == Checkpoint.run_id).scalar_subquery()
+    free = or_(Checkpoint.replica_started_at.is_(None), _is_abandoned())
+    lease_epoch = select(Run.lease_epoch).where(Run.id == Checkpoint.run_id).scalar_subquery()
     return (
         update(Checkpoint)
-        .where(Checkpoint.id == checkpoint_id, _WANTED, free if noted is None else Checkpoint.copy_begun_at == noted)
-        .values(copy_begun_at=func.clock_timestamp())
-        .returning(Checkpoint.copy_begun_at, epoch.label("epoch"))
+        .where(
+            Checkpoint.id == checkpoint_id, _WANTED, free if noted is None else Checkpoint.replica_started_at == noted
+        )
+        .values(replica_started_at=func.clock_timestamp())
+        .returning(Checkpoint.replica_started_at, lease_epoch.label("lease_epoch"))
     )
 
 
@@ -42,8 +44,8 @@ def complete(checkpoint_id: str, noted: datetime) -> Executable:
     """Mark the replica as complete; no row if the checkpoint was deleted meanwhile or another worker claimed it."""
     return (
         update(Checkpoint)
-        .where(Checkpoint.id == checkpoint_id, Checkpoint.deleted_at.is_(None), Checkpoint.copy_begun_at == noted)
-        .values(remote_at=func.clock_timestamp())
+        .where(Checkpoint.id == checkpoint_id, Checkpoint.deleted_at.is_(None), Checkpoint.replica_started_at == noted)
+        .values(replicated_at=func.clock_timestamp())
         .returning(Checkpoint.id)
     )
 
@@ -53,22 +55,22 @@ def owned_by_other_worker(checkpoint_id: str, noted: datetime) -> Executable:
 
     The replica is complete and its checkpoint exists, or another worker has claimed it.
     """
-    is_whole = and_(Checkpoint.remote_at.is_not(None), Checkpoint.deleted_at.is_(None))
-    is_others = Checkpoint.copy_begun_at.is_distinct_from(noted)
+    is_whole = and_(Checkpoint.replicated_at.is_not(None), Checkpoint.deleted_at.is_(None))
+    is_others = Checkpoint.replica_started_at.is_distinct_from(noted)
     return select(Checkpoint.id).where(Checkpoint.id == checkpoint_id, or_(is_whole, is_others))
 
 
 def any_replica() -> Executable:
     """Return a row if any checkpoint has a complete replica."""
-    return select(Checkpoint.id).where(Checkpoint.remote_at.is_not(None)).limit(1)
+    return select(Checkpoint.id).where(Checkpoint.replicated_at.is_not(None)).limit(1)
 
 
-def mark_replica_corrupt(checkpoint_id: str, remote_at: datetime) -> Executable:
-    """Mark the replica completed at `remote_at` as corrupt, so that a worker uploads it again."""
+def mark_replica_corrupt(checkpoint_id: str, replicated_at: datetime) -> Executable:
+    """Mark the replica completed at `replicated_at` as corrupt, so that a worker uploads it again."""
     return (
         update(Checkpoint)
-        .where(Checkpoint.id == checkpoint_id, Checkpoint.remote_at == remote_at)
-        .values(remote_at=None)
+        .where(Checkpoint.id == checkpoint_id, Checkpoint.replicated_at == replicated_at)
+        .values(replicated_at=None)
     )
 
 
@@ -79,7 +81,7 @@ def overdue(before: str | None = None) -> Executable:
     """
     recent = or_(Run.status.not_in(TERMINAL), Run.finished_at > func.clock_timestamp() - _LOOK_BACK)
     late = Checkpoint.created_at < func.clock_timestamp() - _OVERDUE
-    free = or_(Checkpoint.copy_begun_at.is_(None), _is_abandoned())
+    free = or_(Checkpoint.replica_started_at.is_(None), _is_abandoned())
     query = select(
         Checkpoint.id,
         Checkpoint.run_id,
@@ -98,15 +100,15 @@ def to_remove(after: str = "") -> Executable:
 
     `is_sent` is true if a worker may be uploading now; that worker notices the deletion and removes the files itself.
     """
-    left = and_(Checkpoint.deleted_at.is_not(None), Checkpoint.copy_begun_at.is_not(None), Checkpoint.id > after)
-    is_sent = and_(Checkpoint.remote_at.is_(None), ~_is_abandoned())
+    left = and_(Checkpoint.deleted_at.is_not(None), Checkpoint.replica_started_at.is_not(None), Checkpoint.id > after)
+    is_sent = and_(Checkpoint.replicated_at.is_(None), ~_is_abandoned())
     return (
         select(
             Checkpoint.id,
             Checkpoint.run_id,
             Checkpoint.attempt,
             Checkpoint.name,
-            Checkpoint.copy_begun_at,
+            Checkpoint.replica_started_at,
             is_sent.label("is_sent"),
         )
         .where(left)
@@ -119,8 +121,8 @@ def removed(checkpoint_id: str, noted: datetime) -> Executable:
     """Record that a checkpoint's replica is removed, unless another worker has started an upload after `noted`."""
     return (
         update(Checkpoint)
-        .where(Checkpoint.id == checkpoint_id, Checkpoint.copy_begun_at == noted)
-        .values(copy_begun_at=None, remote_at=None)
+        .where(Checkpoint.id == checkpoint_id, Checkpoint.replica_started_at == noted)
+        .values(replica_started_at=None, replicated_at=None)
     )
 
 
@@ -129,10 +131,10 @@ def schedule_replica_deletion(runs: Select[str]) -> Insert:
 
     If a worker may be uploading one now, the removal waits until that worker has noticed the deletion.
     """
-    sent = case((Checkpoint.remote_at.is_(None), Checkpoint.copy_begun_at + _ABANDONED))
+    sent = case((Checkpoint.replicated_at.is_(None), Checkpoint.replica_started_at + _ABANDONED))
     copied = (
         select(Checkpoint.run_id, func.coalesce(func.max(sent), func.now()))
-        .where(Checkpoint.run_id.in_(runs), Checkpoint.copy_begun_at.is_not(None))
+        .where(Checkpoint.run_id.in_(runs), Checkpoint.replica_started_at.is_not(None))
         .group_by(Checkpoint.run_id)
     )
     return insert(ReplicaDeletion).from_select(["run_id", "not_before"], copied).on_conflict_do_nothing()

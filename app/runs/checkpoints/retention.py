@@ -69,12 +69,12 @@ def retired(run_id: str) -> Executable:
     )
 
 
-def mark_corrupt(checkpoint_id: str, reason: str, run_id: str, epoch: int) -> Executable:
+def mark_corrupt(checkpoint_id: str, reason: str, run_id: str, lease_epoch: int) -> Executable:
     """Mark a checkpoint that failed verification as corrupt, so that no run resumes from it again.
 
     Does nothing unless the caller holds the run in this lease epoch.
     """
-    holds = exists().where(Run.id == run_id, Run.epoch == epoch)
+    holds = exists().where(Run.id == run_id, Run.lease_epoch == lease_epoch)
     return (
         update(Checkpoint)
         .where(Checkpoint.id == checkpoint_id, Checkpoint.bad_reason.is_(None), holds)

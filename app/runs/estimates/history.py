@@ -39,7 +39,9 @@ class Speed:
 
 async def speed(session: AsyncSession, config: TrainingConfig, device: tuple[str, str | None], work: RunFlops) -> Speed:
     """Estimate the duration of `work` on a device (kind, name); `config` is the effective configuration."""
-    same = select(AttemptTimings.run_id).where(AttemptTimings.likeness == _likeness(config.method, config.base_model))
+    same = select(AttemptTimings.run_id).where(
+        AttemptTimings.similarity_key == _likeness(config.method, config.base_model)
+    )
     newest = list((await session.scalars(same.order_by(AttemptTimings.run_id.desc()).limit(_LATEST))).unique())
     measured_on = await _measured_on(session, newest, device)
     if near := [one.tokens for one in measured_on if _is_like(one.reported, config, work.length)]:
@@ -93,14 +95,14 @@ def _is_like(reported: dict[str, Any], config: TrainingConfig, length: int) -> b
 
 async def _others(session: AsyncSession, config: TrainingConfig) -> list[str]:
     """Return the newest runs that have trained; runs that generate are compared only with each other."""
-    query = select(AttemptTimings.run_id, AttemptTimings.likeness).order_by(
+    query = select(AttemptTimings.run_id, AttemptTimings.similarity_key).order_by(
         AttemptTimings.run_id.desc(), AttemptTimings.attempt.desc()
     )
     rows = (await session.execute(query.limit(_LATEST_OF_ALL))).all()
     generating = tuple(_likeness(method.name, "") for method in METHODS.values() if method.generates)
     generates = config.generation is not None
-    ours = [one for one in rows if one.likeness.startswith(f"{_BACKEND} ")]
-    found = [one.run_id for one in ours if one.likeness.startswith(generating) == generates]
+    ours = [one for one in rows if one.similarity_key.startswith(f"{_BACKEND} ")]
+    found = [one.run_id for one in ours if one.similarity_key.startswith(generating) == generates]
     return list(dict.fromkeys(found))[:_LATEST]
 
 
@@ -146,7 +148,7 @@ def _rollups(ids: Sequence[str]) -> Any:
     query = select(table.run_id, table.series).where(
         table.run_id.in_(ids), table.kind == "metric", table.level == 0
     )  # fmt: skip
-    return query.order_by(table.run_id, table.attempt, table.pass_)
+    return query.order_by(table.run_id, table.attempt, table.segment)
 
 
 def _newest(rows: Sequence[Any]) -> float | None:

@@ -31,7 +31,7 @@ async def estimate_and_store(
             if await session.get(StoredEstimate, run.id) is not None:
                 return
             data = await service.data_of(session, run.dataset_id)
-            subject = service.Subject(TrainingConfig.model_validate(run.config), run.given, run.backend, data)
+            subject = service.Subject(TrainingConfig.model_validate(run.config), run.user_set_fields, run.backend, data)
             known = await service.look_up(session, settings, subject)
         found, _ = await service.in_turn(settings, storage, subject, known, thorough=False)
         async with sessions() as session, session.begin():

@@ -71,11 +71,11 @@ class Progress:
 _STORE = text(
     """
     WITH reserved AS (
-        UPDATE runs SET event_seq = event_seq + :n, src_hwm = src_hwm + :n,
-            current_step = coalesce(:step, current_step), current_epoch = coalesce(:passes, current_epoch),
+        UPDATE runs SET event_seq = event_seq + :n, attempt_event_count = attempt_event_count + :n,
+            current_step = coalesce(:step, current_step), current_epoch = coalesce(:epoch, current_epoch),
             total_steps = coalesce(:total, total_steps), best_loss = least(best_loss, :best)
-        WHERE id = :id AND epoch = :epoch AND status IN ('initializing', 'running', 'checkpointing')
-            AND src_hwm = :first - 1
+        WHERE id = :id AND lease_epoch = :lease_epoch AND status IN ('initializing', 'running', 'checkpointing')
+            AND attempt_event_count = :first - 1
         RETURNING event_seq - :n AS seq_before, attempt
     ), stored AS (
         INSERT INTO run_events (run_id, seq, type, attempt, ts, data)
@@ -88,7 +88,7 @@ _STORE = text(
 )
 # With a lock: an earlier transaction of the same caller, whose result was lost, may still be running.
 _WHERE_STORED = text(
-    "SELECT src_hwm FROM runs WHERE id = :id AND epoch = :epoch "
+    "SELECT attempt_event_count FROM runs WHERE id = :id AND lease_epoch = :lease_epoch "
     "AND status IN ('initializing', 'running', 'checkpointing') FOR NO KEY UPDATE"
 )
 # Valid unescaped in JSON, but line ends to many clients, such as httpx's `iter_lines`.
@@ -98,7 +98,7 @@ _LINE_ENDS = (("\x85", "\\u0085"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029"))
 def append(
     connection: Connection,
     run_id: str,
-    epoch: int,
+    lease_epoch: int,
     first: int,
     new: Sequence[NewEvent],
     progress: Progress | None = None,
@@ -112,9 +112,9 @@ def append(
     Raises:
         Fenced: The run has another lease epoch, or it has ended.
     """
-    seq_before = _store(connection, run_id, epoch, first, new, progress)
+    seq_before = _store(connection, run_id, lease_epoch, first, new, progress)
     if seq_before is None:
-        stored = connection.scalar(_WHERE_STORED, {"id": run_id, "epoch": epoch})
+        stored = connection.scalar(_WHERE_STORED, {"id": run_id, "lease_epoch": lease_epoch})
         if stored is None:
             raise LeaseFenced(run_id)
         if stored < first - 1:
@@ -123,23 +123,28 @@ def append(
         if not new:
             return None
         first = stored + 1
-        seq_before = _store(connection, run_id, epoch, first, new, progress)
+        seq_before = _store(connection, run_id, lease_epoch, first, new, progress)
         if seq_before is None:
             raise LeaseFenced(run_id)
     return Stored(first - 1, seq_before)
 
 
 def _store(
-    connection: Connection, run_id: str, epoch: int, first: int, new: Sequence[NewEvent], progress: Progress | None
+    connection: Connection,
+    run_id: str,
+    lease_epoch: int,
+    first: int,
+    new: Sequence[NewEvent],
+    progress: Progress | None,
 ) -> int | None:
     """Store the events and return the `seq` before them; store nothing and return None if `first` is not next."""
     values = {
         "id": run_id,
-        "epoch": epoch,
+        "lease_epoch": lease_epoch,
         "first": first,
         "n": len(new),
         "step": progress.step if progress else None,
-        "passes": progress.epoch if progress else None,
+        "epoch": progress.epoch if progress else None,
         "total": progress.total_steps if progress else None,
         "best": progress.best_loss if progress else None,
         "types": column([event.type for event in new]),

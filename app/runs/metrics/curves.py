@@ -34,15 +34,15 @@ _EVENTS = """
 _POINTS = text("SELECT type, attempt, cast(data AS text) " + _EVENTS.format("ORDER BY seq"))
 _PASSES = text(
     """
-    SELECT run.first_seq AS oldest_seq, row.attempt, pass AS pass_of, kind, first_step, last_step, row.first_seq,
+    SELECT run.first_seq AS oldest_seq, row.attempt, segment, kind, first_step, last_step, row.first_seq,
         last_seq, points
     FROM runs AS run LEFT JOIN metric_rollups AS row ON row.run_id = run.id AND level = 0
-    WHERE run.id = :run_id ORDER BY row.attempt, pass
+    WHERE run.id = :run_id ORDER BY row.attempt, segment
     """
 )
 _PIECES = """
     SELECT first_step, last_step, first_seq, last_seq, points, {} AS extents FROM metric_rollups
-    WHERE run_id = :run_id AND attempt = :attempt AND pass = :pass AND kind = :kind AND level = :level
+    WHERE run_id = :run_id AND attempt = :attempt AND segment = :segment AND kind = :kind AND level = :level
         AND last_step >= :low AND first_step <= :high
     ORDER BY number
 """
@@ -68,7 +68,7 @@ async def curves(
     """Return every series (or those in `names`), each thinned to `max_points` with its extremes kept.
 
     `extra.<name>` is a value from a metric's `extra`, `eval.<name>` a result of an evaluation. Of steps that were
-    trained twice, after a lost worker or a rewind, the newest pass counts. The session must be a snapshot: the log
+    trained twice, after a lost worker or a rewind, the newest segment counts. The session must be a snapshot: the log
     and its roll-ups must be consistent with each other while the run continues.
     """
     rows = (await session.execute(_PASSES, {"run_id": run_id})).all()
@@ -76,7 +76,7 @@ async def curves(
         raise not_found("run", run_id)
     last = MOST_STEP if to_step is None else to_step
     first_seq = rows[0].oldest_seq
-    # The passes in training order, with a row for each kind.
+    # The segments in training order, with a row for each kind.
     whole = [row for row in rows if row.attempt is not None]
     is_little = first_seq == 1 and sum(row.points for row in whole) <= max_points
     # Attempts by a worker of an earlier version have no roll-ups.
@@ -115,7 +115,7 @@ def _ranges(run_id: str, ranges: Iterable[tuple[int, int]]) -> dict[str, Any]:
 
 @dataclass
 class _Stretch:
-    """Valid points of one kind in one pass: the steps from `low` to `high`."""
+    """Valid points of one kind in one segment: the steps from `low` to `high`."""
 
     row: Any
     low: int
@@ -144,23 +144,23 @@ class _Stretch:
 
 
 def _counting(whole: Sequence[Any]) -> list[_Stretch]:
-    """Return the steps of each pass that no later pass has trained again.
+    """Return the steps of each segment that no later segment has trained again.
 
     A later point replaces those of its own kind from its step on, and those of other kinds after its step: an
     evaluation and a metric of one step are both valid.
     """
-    passes: dict[tuple[int, int], list[Any]] = {}
+    segments: dict[tuple[int, int], list[Any]] = {}
     for row in whole:
-        passes.setdefault((row.attempt, row.pass_of), []).append(row)
+        segments.setdefault((row.attempt, row.segment), []).append(row)
     found = []
     first = MOST_STEP
     first_of_kind = dict.fromkeys(MEASURED, MOST_STEP + 1)
-    for key in sorted(passes, reverse=True):
-        for row in passes[key]:
+    for key in sorted(segments, reverse=True):
+        for row in segments[key]:
             high = min(first, first_of_kind[row.kind] - 1, row.last_step)
             if row.first_step <= high:
                 found.append(_Stretch(row, row.first_step, high))
-        for row in passes[key]:
+        for row in segments[key]:
             first = min(first, row.first_step)
             first_of_kind[row.kind] = min(first_of_kind[row.kind], row.first_step)
     return found[::-1]
@@ -209,7 +209,13 @@ class _Reading:
 
     async def _touching(self, stretch: _Stretch, level: int, low: int, high: int) -> list[Any]:
         row = stretch.row
-        place = {"run_id": self._run_id, "attempt": row.attempt, "pass": row.pass_of, "kind": row.kind, "level": level}
+        place = {
+            "run_id": self._run_id,
+            "attempt": row.attempt,
+            "segment": row.segment,
+            "kind": row.kind,
+            "level": level,
+        }
         wanted: dict[str, Any] = {**place, "low": low, "high": high}
         if self._names is None:
             found = await self._session.execute(_PIECES_OF_ALL, wanted)

@@ -1,6 +1,6 @@
 """Roll-ups of metrics, written with their events, so that a curve of a million points is read from some hundred rows.
 
-A *pass* is a part of an attempt in which steps only increase; a rewind starts the next. For each pass and kind
+A *segment* is a part of an attempt in which steps only increase; a rewind starts the next. For each segment and kind
 (`metric`, `eval`) level 0 is one row over everything, level 1 has a row for 16 points, every further level one for four
 rows of the level below. The last row of a level is rewritten as it fills, so every level always covers all points.
 
@@ -41,7 +41,7 @@ def points_of(level: int) -> int:
 
 
 def highest_level(points: int) -> int:
-    """Return the highest level with rows for a pass with this many points."""
+    """Return the highest level with rows for a segment with this many points."""
     level = 1
     while points > points_of(level):
         level += 1
@@ -196,14 +196,14 @@ def _extent(steps: list[int], values: list[float | None]) -> Extent:
 
 
 class _Pass:
-    """Growing roll-up of one kind in one pass."""
+    """Growing roll-up of one kind in one segment."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._points = _Points(kind, 0)
         """Row of level 1 that is not full yet."""
         self._levels = [_Row(0), _Row(0)]
-        """The whole pass without that row; an unused entry; then, by level, the row that is not full yet."""
+        """The whole segment without that row; an unused entry; then, by level, the row that is not full yet."""
         self.last_step = -1
 
     def add(self, step: int, number: int, data: dict[str, Any]) -> list[tuple[int, _Row]]:
@@ -242,7 +242,7 @@ class _Pass:
 
 
 _COLUMNS = {
-    "pass": "int", "kind": "text", "level": "int", "number": "int", "first_step": "bigint", "last_step": "bigint",
+    "segment": "int", "kind": "text", "level": "int", "number": "int", "first_step": "bigint", "last_step": "bigint",
     "first_seq": "bigint", "last_seq": "bigint", "points": "bigint", "series": "json",
 }  # fmt: skip
 # This parses each series once; as one document for all rows, it would be parsed three times.
@@ -251,7 +251,7 @@ _UPSERT = text(
     INSERT INTO metric_rollups (run_id, attempt, {", ".join(_COLUMNS)})
     SELECT :run_id, :attempt,
         {", ".join(f"cast(string_to_table(:{name}, chr(31)) AS {kind})" for name, kind in _COLUMNS.items())}
-    ON CONFLICT (run_id, attempt, pass, kind, level, number) DO UPDATE SET
+    ON CONFLICT (run_id, attempt, segment, kind, level, number) DO UPDATE SET
         last_step = excluded.last_step, last_seq = excluded.last_seq, points = excluded.points,
         series = excluded.series
     """
@@ -264,7 +264,7 @@ class Rollups:
     def __init__(self, run_id: str, attempt: int) -> None:
         self._run_id = run_id
         self._attempt = attempt
-        self._pass = 0
+        self._segment = 0
         self._kinds = {kind: _Pass(kind) for kind in MEASURED}
         self._taken = 0
         self._has_news = False
@@ -297,15 +297,15 @@ class Rollups:
         mine = self._kinds[event.type]
         if step <= mine.last_step or any(step < other.last_step for other in self._kinds.values()):
             self._full += self._open_rows()
-            self._pass += 1
+            self._segment += 1
             self._kinds = {kind: _Pass(kind) for kind in MEASURED}
             mine = self._kinds[event.type]
         full = mine.add(step, number, data)
-        self._full += [(self._pass, event.type, level, row) for level, row in full]
+        self._full += [(self._segment, event.type, level, row) for level, row in full]
         self._has_news = True
 
     def _open_rows(self) -> list[tuple[int, str, int, _Row]]:
-        return [(self._pass, kind, level, row) for kind, grows in self._kinds.items() for level, row in grows.open()]
+        return [(self._segment, kind, level, row) for kind, grows in self._kinds.items() for level, row in grows.open()]
 
     def _write(self, connection: Connection, stored: Stored) -> None:
         # Rows that end before `stored` were written together with their events.
@@ -317,10 +317,10 @@ class Rollups:
                 row.first.seq = stored.seq_of(row.first.number)
         found = [
             (
-                pass_, kind, level, row.number, row.first_step, row.last_step, row.first.seq,
+                segment, kind, level, row.number, row.first_step, row.last_step, row.first.seq,
                 stored.seq_of(row.last_number), row.points, to_json(row.series).decode(),
             )
-            for pass_, kind, level, row in rows
+            for segment, kind, level, row in rows
         ]  # fmt: skip
         columns = {name: column(values) for name, values in zip(_COLUMNS, zip(*found, strict=True), strict=True)}
         connection.execute(_UPSERT, {"run_id": self._run_id, "attempt": self._attempt, **columns})

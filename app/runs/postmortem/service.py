@@ -104,7 +104,7 @@ async def _before(session: AsyncSession, run: Run) -> Before:
 async def _correction(session: AsyncSession, run: Run, cause: Cause) -> Correction | None:
     changes = cause.changes
     replaced = DEPENDS_ON_METHOD if "method" in changes else ()
-    asked = as_asked(run.config, set(run.given))
+    asked = as_asked(run.config, set(run.user_set_fields))
     config = {name: value for name, value in asked.items() if name not in replaced} | changes
     problems, _ = await asyncio.to_thread(
         config_problems, BACKEND_RULES.get(run.backend), config, run.eval_dataset_id is not None

@@ -202,14 +202,14 @@ def step_seconds(windows: Sequence[tuple[int, float]]) -> float | None:
 def typical_durations(past: Iterable[PastAttempt], wanted: Workload, device: str | None = None) -> TypicalDurations:
     """Return typical durations for a run on a device: of twins on it, else twins, else others on it, else others."""
 
-    def likeness(one: PastAttempt) -> tuple[bool, bool]:
+    def similarity_key(one: PastAttempt) -> tuple[bool, bool]:
         return one.timings.twin == wanted.twin, one.device == device
 
     usable = [one for one in past if one.timings.mean is not None]
     if not usable:
         return TypicalDurations()
-    are_twins, is_here = max(map(likeness, usable))
-    chosen = [one.timings for one in usable if likeness(one) == (are_twins, is_here)]
+    are_twins, is_here = max(map(similarity_key, usable))
+    chosen = [one.timings for one in usable if similarity_key(one) == (are_twins, is_here)]
     total = _median(one.total_steps for one in chosen) if are_twins else None
     return TypicalDurations(
         runs=len(chosen),
@@ -241,8 +241,9 @@ def estimate(wanted: Workload, so_far: Timings | None, like: TypicalDurations) -
     training = steps * each
     if wanted.time_limit is not None:
         spent = now.training + max(now.start_step - wanted.first_step, 0) * each
-        training = min(training, max(wanted.time_limit - spent, 0.0))
-        steps = int(training / each) if each else steps
+        allowed = max(wanted.time_limit - spent, 0.0)
+        if allowed < training:
+            training, steps = allowed, int(allowed / each)
     evaluation, save = _first(now.evaluation, like.evaluation), _first(now.save, like.save)
     last = now.step + steps - 1  # evaluations and saves after the last step are part of finishing
     seconds = (

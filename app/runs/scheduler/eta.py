@@ -49,11 +49,12 @@ _WITH = """
     LEFT JOIN checkpoints ON checkpoints.id = runs.resume_checkpoint_id
 """
 _LIVE = text(f"""
-    SELECT {_RUN}, paces.timings, paces.device,
+    SELECT {_RUN}, run_timings.timings, run_timings.device,
         cast(extract(epoch FROM clock_timestamp() - runs.stop_requested_at) AS float) AS stop_requested_ago,
-        cast(extract(epoch FROM clock_timestamp() - coalesce(paces.measured_at, attempts.started_at)) AS float) AS ago
+        cast(extract(epoch FROM clock_timestamp() - coalesce(run_timings.measured_at, attempts.started_at)) AS float)
+            AS ago
     FROM runs {_WITH}
-    LEFT JOIN run_paces AS paces ON paces.run_id = runs.id AND paces.attempt = runs.attempt
+    LEFT JOIN run_timings ON run_timings.run_id = runs.id AND run_timings.attempt = runs.attempt
     JOIN run_attempts AS attempts ON attempts.run_id = runs.id AND attempts.attempt = runs.attempt
     WHERE runs.status IN {sql_list(LIVE)} ORDER BY runs.id LIMIT {_MOST_RUNS}
 """)
@@ -77,10 +78,10 @@ _WORKERS = text(f"""
 """)
 # One attempt per run, the longest: a run that was lost or repaired many times must not dominate the history.
 _PAST = text(f"""
-    SELECT wanted.likeness, past.run_id, past.device, past.timings FROM unnest(cast(:likenesses AS text[]))
-        AS wanted(likeness)
+    SELECT wanted.similarity_key, past.run_id, past.device, past.timings FROM unnest(cast(:likenesses AS text[]))
+        AS wanted(similarity_key)
     CROSS JOIN LATERAL (
-        SELECT DISTINCT ON (run_id) * FROM run_paces WHERE run_paces.likeness = wanted.likeness
+        SELECT DISTINCT ON (run_id) * FROM run_timings WHERE run_timings.similarity_key = wanted.similarity_key
         ORDER BY run_id DESC, cast(timings->'step' AS int) - cast(timings->'start_step' AS int) DESC LIMIT {_MOST_LIKE}
     ) AS past
 """).bindparams(bindparam("likenesses"))
@@ -154,7 +155,7 @@ class _Forecast:
         self._now = now
         self._past: dict[str, list[PastAttempt]] = defaultdict(list)
         for one in past:
-            self._past[one.likeness].append(PastAttempt(one.run_id, one.device, Timings.stored(one.timings)))
+            self._past[one.similarity_key].append(PastAttempt(one.run_id, one.device, Timings.stored(one.timings)))
 
     def of(
         self, live: Sequence[Any], pending: Sequence[Any], workers: Sequence[Any], grace: float

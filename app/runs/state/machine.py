@@ -94,9 +94,9 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
         picked,
         literal("initializing"),
         reason=func.concat("claimed by ", worker_id),
-        epoch=runs.c.epoch + 1,
+        lease_epoch=runs.c.lease_epoch + 1,
         attempt=runs.c.attempt + 1,
-        src_hwm=0,
+        attempt_event_count=0,
         lease_owner=worker_id,
         worker_id=worker_id,
         lease_expires_at=func.clock_timestamp() + seconds(lease_seconds),
@@ -106,15 +106,15 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
     taken = (
         update(devices)
         .where(devices.c.worker_id == moved.c.lease_owner, devices.c.index.in_(chosen))
-        .values(run_id=moved.c.id, run_epoch=moved.c.epoch)
+        .values(run_id=moved.c.id, lease_epoch=moved.c.lease_epoch)
         .returning(devices.c.index)
         .cte("taken")
     )
     opened = (
         insert(attempts)
         .from_select(
-            ["run_id", "attempt", "epoch", "worker_id"],
-            select(moved.c.id, moved.c.attempt, moved.c.epoch, literal(worker_id)),
+            ["run_id", "attempt", "lease_epoch", "worker_id"],
+            select(moved.c.id, moved.c.attempt, moved.c.lease_epoch, literal(worker_id)),
         )
         .returning(attempts.c.attempt)
         .cte("opened")
@@ -124,7 +124,7 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
 
 
 def begin(
-    run_id: str, epoch: int, start_step: int, start_epoch: float, total_steps: int | None, best_loss: float | None
+    run_id: str, lease_epoch: int, start_step: int, start_epoch: float, total_steps: int | None, best_loss: float | None
 ) -> Executable:
     """Enter `running` before the first optimizer step; progress of earlier attempts beyond it is rolled back."""
     progress: dict[str, Any] = {
@@ -133,7 +133,7 @@ def begin(
         "best_loss": best_loss,
         "total_steps": total_steps,
     }
-    where = and_(runs.c.id == run_id, runs.c.epoch == epoch, runs.c.status == "initializing")
+    where = and_(runs.c.id == run_id, runs.c.lease_epoch == lease_epoch, runs.c.status == "initializing")
     moved, parts = move(_pick(where), literal("running"), literal("training"), **progress)
     started = (
         update(attempts)
@@ -146,51 +146,51 @@ def begin(
     return select(moved).add_cte(*parts, started)
 
 
-def begin_save(run_id: str, epoch: int) -> Executable:
+def begin_save(run_id: str, lease_epoch: int) -> Executable:
     """Enter `checkpointing`: a checkpoint is being written."""
-    return _guarded(run_id, epoch, ("running",), "checkpointing", "saving a checkpoint")
+    return _guarded(run_id, lease_epoch, ("running",), "checkpointing", "saving a checkpoint")
 
 
-def end_save(run_id: str, epoch: int) -> Executable:
+def end_save(run_id: str, lease_epoch: int) -> Executable:
     """Return to `running`: the checkpoint is written."""
-    return _guarded(run_id, epoch, ("checkpointing",), "running", "training")
+    return _guarded(run_id, lease_epoch, ("checkpointing",), "running", "training")
 
 
-def complete(run_id: str, epoch: int, output_attempt: int | None, reason: str) -> Executable:
+def complete(run_id: str, lease_epoch: int, output_attempt: int | None, reason: str) -> Executable:
     """Complete the run; its output is in the folder of `output_attempt`."""
-    return _guarded(run_id, epoch, LIVE, "completed", reason, output_attempt=output_attempt)
+    return _guarded(run_id, lease_epoch, LIVE, "completed", reason, output_attempt=output_attempt)
 
 
-def fail(run_id: str, epoch: int, code: str, message: str, output_attempt: int | None = None) -> Executable:
+def fail(run_id: str, lease_epoch: int, code: str, message: str, output_attempt: int | None = None) -> Executable:
     """Fail the run with a classified error; a run that reached its time limit still has an output."""
     error = {"error_code": code, "error_message": message}
-    return _guarded(run_id, epoch, LIVE, "failed", code, output_attempt=output_attempt, **error)
+    return _guarded(run_id, lease_epoch, LIVE, "failed", code, output_attempt=output_attempt, **error)
 
 
-def cancel(run_id: str, epoch: int) -> Executable:
+def cancel(run_id: str, lease_epoch: int) -> Executable:
     """Cancel the run because a stop was requested; without such a request a constraint rejects it."""
     # A stop at the end of the epoch takes effect only now.
     stopped_at = case((runs.c.stop_mode == "epoch_end", func.coalesce(runs.c.stop_requested_at, func.now())),
                       else_=runs.c.stop_requested_at)  # fmt: skip
-    return _guarded(run_id, epoch, LIVE, "cancelled", "stopped on request", stop_requested_at=stopped_at)
+    return _guarded(run_id, lease_epoch, LIVE, "cancelled", "stopped on request", stop_requested_at=stopped_at)
 
 
-def release(run_id: str, epoch: int, reason: str, delay_seconds: float = 0.0) -> Executable:
+def release(run_id: str, lease_epoch: int, reason: str, delay_seconds: float = 0.0) -> Executable:
     """Release the run to the queue in good order (drain); this does not count as a loss.
 
     It is not claimed for `delay_seconds`, for when something that it needs is unavailable.
     """
-    return _requeue(_live(run_id, epoch), reason, "handed_back", counted=False, delay_seconds=delay_seconds)
+    return _requeue(_live(run_id, lease_epoch), reason, "handed_back", counted=False, delay_seconds=delay_seconds)
 
 
-def retry(run_id: str, epoch: int, reason: str, delay_seconds: float) -> Executable:
+def retry(run_id: str, lease_epoch: int, reason: str, delay_seconds: float) -> Executable:
     """Requeue a run whose trainer was lost for an external cause, after a delay; `max_restarts` limits this."""
-    return _requeue(_live(run_id, epoch), reason, "retried", counted=True, delay_seconds=delay_seconds)
+    return _requeue(_live(run_id, lease_epoch), reason, "retried", counted=True, delay_seconds=delay_seconds)
 
 
-def repair(run_id: str, epoch: int, reason: str) -> Executable:
+def repair(run_id: str, lease_epoch: int, reason: str) -> Executable:
     """Requeue a failed run that can continue with a changed setting; this does not count as a loss."""
-    return _requeue(_live(run_id, epoch), reason, "repaired", counted=False, delay_seconds=0.0)
+    return _requeue(_live(run_id, lease_epoch), reason, "repaired", counted=False, delay_seconds=0.0)
 
 
 def reap(lease_seconds: float) -> Executable:
@@ -232,9 +232,6 @@ def request_stop(run_id: str, mode: StopMode) -> Executable:
         case((runs.c.status == "pending", "cancelled"), else_=runs.c.status),
         "stopped on request",
         stop_requested_at=func.coalesce(runs.c.stop_requested_at, func.now()),
-        stop_save_checkpoint=case(
-            (is_first, mode == "checkpoint"), else_=and_(runs.c.stop_save_checkpoint, literal(mode != "discard"))
-        ),
         stop_mode=case((or_(is_first, literal(mode == "discard")), mode), else_=runs.c.stop_mode),
     )
 
@@ -256,7 +253,7 @@ def request_stop_at_epoch_end(run_id: str) -> Executable:
     )
 
 
-def renew(run_id: str, epoch: int, lease_seconds: float) -> Executable:
+def renew(run_id: str, lease_epoch: int, lease_seconds: float) -> Executable:
     """Renew the lease and return pending requests (a stop, actions); no row: another worker owns the run."""
     asked = func.json_build_object(
         text("'id'"), actions.c.id, text("'action'"), actions.c.action, text("'parameters'"), actions.c.parameters
@@ -269,7 +266,7 @@ def renew(run_id: str, epoch: int, lease_seconds: float) -> Executable:
     )
     return (
         update(runs)
-        .where(runs.c.id == run_id, runs.c.epoch == epoch, runs.c.lease_owner.is_not(None))
+        .where(runs.c.id == run_id, runs.c.lease_epoch == lease_epoch, runs.c.lease_owner.is_not(None))
         .values(lease_expires_at=func.clock_timestamp() + seconds(lease_seconds))
         .returning(runs.c.stop_mode, waiting)
     )
@@ -283,8 +280,8 @@ def mark_notified(limit: int) -> Executable:
             runs.c.status == "pending",
             runs.c.not_before <= func.clock_timestamp(),
             or_(
-                runs.c.hinted_at.is_(None),
-                runs.c.hinted_at < func.clock_timestamp() - text("interval '30 s'"),
+                runs.c.notified_at.is_(None),
+                runs.c.notified_at < func.clock_timestamp() - text("interval '30 s'"),
             ),
         )
         .order_by(runs.c.priority.desc(), runs.c.id)
@@ -292,11 +289,11 @@ def mark_notified(limit: int) -> Executable:
         .with_for_update(skip_locked=True)
         .scalar_subquery()
     )
-    return update(runs).where(runs.c.id.in_(due)).values(hinted_at=func.clock_timestamp()).returning(runs.c.id)
+    return update(runs).where(runs.c.id.in_(due)).values(notified_at=func.clock_timestamp()).returning(runs.c.id)
 
 
-def _live(run_id: str, epoch: int) -> ColumnElement[bool]:
-    return and_(runs.c.id == run_id, runs.c.epoch == epoch, runs.c.status.in_(LIVE))
+def _live(run_id: str, lease_epoch: int) -> ColumnElement[bool]:
+    return and_(runs.c.id == run_id, runs.c.lease_epoch == lease_epoch, runs.c.status.in_(LIVE))
 
 
 def _pick(where: ColumnElement[bool], skip_locked: bool = False) -> CTE:
@@ -304,8 +301,10 @@ def _pick(where: ColumnElement[bool], skip_locked: bool = False) -> CTE:
     return chosen.with_for_update(skip_locked=skip_locked).cte("picked")
 
 
-def _guarded(run_id: str, epoch: int, sources: tuple[str, ...], target: str, reason: str, **values: Any) -> Executable:
-    where = and_(runs.c.id == run_id, runs.c.epoch == epoch, runs.c.status.in_(sources))
+def _guarded(
+    run_id: str, lease_epoch: int, sources: tuple[str, ...], target: str, reason: str, **values: Any
+) -> Executable:
+    where = and_(runs.c.id == run_id, runs.c.lease_epoch == lease_epoch, runs.c.status.in_(sources))
     return statement(_pick(where), literal(target), reason, **values)
 
 
@@ -332,9 +331,9 @@ def _requeue(
         target,
         reason,
         outcome=outcome,
-        epoch=runs.c.epoch + 1,
+        lease_epoch=runs.c.lease_epoch + 1,
         lost_count=runs.c.lost_count + int(counted),
-        hinted_at=None,
+        notified_at=None,
         # The delay doubles with each further loss, so that a run that kills its workers does not do so in a loop.
         not_before=func.clock_timestamp() + delay * func.power(2, func.least(runs.c.lost_count, _MOST_DOUBLINGS)),
         error_code=case((fails, "worker_lost"), else_=None),

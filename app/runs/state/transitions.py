@@ -130,7 +130,7 @@ def _released(moved: CTE) -> CTE:
     return (
         update(devices)
         .where(devices.c.run_id == moved.c.id, moved.c.lease_owner.is_(None))
-        .values(run_id=None, run_epoch=None)
+        .values(run_id=None, lease_epoch=None)
         .returning(devices.c.index)
         .cte("released")
     )

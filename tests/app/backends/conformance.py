@@ -189,7 +189,7 @@ class Conformance:
         await backend.stop(run_id)
         again = run_row(engine, run_id)
         assert first.stop_requested_at == again.stop_requested_at is not None
-        assert (first.stop_save_checkpoint, again.stop_save_checkpoint) == (False, False)
+        assert (first.stop_mode, again.stop_mode) == ("discard", "discard")
         trainer.cancel()
         await backend.stop(run_id)
         assert run_row(engine, run_id).status == "cancelled"

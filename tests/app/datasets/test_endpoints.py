@@ -12,7 +12,7 @@ from app.config import Settings
 from app.infra.db import sync_engine
 from app.infra.ids import new_id
 from app.infra.storage import Storage
-from app.tables.datasets import Dataset, UploadKey
+from app.tables.datasets import Dataset, DatasetIdempotencyKey
 from tests.app.uploads import lines, upload
 from tests.factories import make_dataset, make_run
 from tests.server import ApiServer, ThreadServer
@@ -174,11 +174,11 @@ class TestIdempotencyKey:
         made: list[str] = []
 
         def come(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
-            if statement.startswith("INSERT INTO upload_keys") and len(made) < twins:
+            if statement.startswith("INSERT INTO dataset_idempotency_keys") and len(made) < twins:
                 made.append(make_dataset(engine))
                 row = {"created_by": caller, "idempotency_key": "k", "request_digest": "d", "dataset_id": made[-1]}
                 with engine.begin() as connection:
-                    connection.execute(insert(UploadKey).values(row))
+                    connection.execute(insert(DatasetIdempotencyKey).values(row))
 
         def go(_connection: Any) -> None:
             with engine.begin() as connection:

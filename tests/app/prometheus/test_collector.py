@@ -60,7 +60,7 @@ class TestTheState:
                 trainers[name] = Trainer(engine, run_id).begin(step=7, total=90)
             trainers["fails"].fail()
             with engine.begin() as connection:
-                connection.execute(machine.retry(made["is lost"], trainers["is lost"].epoch, "lost", 0.0))
+                connection.execute(machine.retry(made["is lost"], trainers["is lost"].lease_epoch, "lost", 0.0))
                 connection.execute(
                     text("UPDATE runs SET not_before = now() - interval '1 hour' WHERE id = :id"),
                     {"id": made["is lost"]},
@@ -92,7 +92,7 @@ class TestTheState:
         worker = add_worker(engine)
         claimed = claim(engine, worker)
         with engine.begin() as connection:
-            connection.execute(machine.retry(run_id, claimed.epoch, "lost", 0.0))
+            connection.execute(machine.retry(run_id, claimed.lease_epoch, "lost", 0.0))
         taken = await self._taken(settings)
         assert taken.ended == {"retried": 1}
         assert taken.recent == {}
@@ -107,8 +107,9 @@ class TestTheState:
             parents = add_run(engine)
             connection.execute(
                 text(
-                    "INSERT INTO runs (id, experiment_id, dataset_id, name, backend, config, given, status, epoch, "
-                    "attempt, lease_owner, lease_expires_at) SELECT 'run_' || lpad(n::text, 26, '0'), :experiment, "
+                    "INSERT INTO runs (id, experiment_id, dataset_id, name, backend, config, user_set_fields, status, "
+                    "lease_epoch, attempt, lease_owner, lease_expires_at) "
+                    "SELECT 'run_' || lpad(n::text, 26, '0'), :experiment, "
                     ":dataset, 'x', 'fake', '{}', '[]', 'running', 1, 1, 'wrk', now() FROM generate_series(1, 300) n"
                 ),
                 {"experiment": parents.experiment_id, "dataset": parents.dataset_id},
@@ -259,7 +260,7 @@ class TestStreams:
         async def write(first: int, ts: float) -> None:
             def store() -> None:
                 with engine.begin() as connection:
-                    append(connection, run_id, claimed.epoch, first, [NewEvent.of("log", ts, {"line": "x"})])
+                    append(connection, run_id, claimed.lease_epoch, first, [NewEvent.of("log", ts, {"line": "x"})])
 
             await asyncio.to_thread(store)
 
@@ -322,7 +323,7 @@ class TestStreams:
 
             def store() -> None:
                 with engine.begin() as connection:
-                    append(connection, run_id, claimed.epoch, 1, new)
+                    append(connection, run_id, claimed.lease_epoch, 1, new)
 
             await asyncio.to_thread(store)
 

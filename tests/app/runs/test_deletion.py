@@ -36,7 +36,7 @@ def trained(api: ApiServer, engine: Engine, **body: object) -> str:
 
 def left_of(engine: Engine, run_id: str) -> dict[str, int]:
     """How many rows there are of it, where."""
-    tables = {"events": RunEvent, "curves": MetricRollup, "removals": RunDeletion}
+    tables = {"events": RunEvent, "curves": MetricRollup, "run_deletions": RunDeletion}
     with engine.connect() as connection:
         found = {
             name: connection.scalar(select(func.count()).select_from(table).where(table.run_id == run_id)) or 0
@@ -191,7 +191,7 @@ class TestAtOnce:
             patched.setattr(Storage, "remove_run", refuse)
             assert shared_api.client.delete(f"/v1/runs/{run_id}").status_code == 204
             eventually(lambda: run_id in tried)  # perhaps with what another deletion has left
-            assert left_of(engine, run_id)["removals"] == 1
+            assert left_of(engine, run_id)["run_deletions"] == 1
         other = trained(shared_api, engine)
         shared_api.client.delete(f"/v1/runs/{other}")
         eventually(lambda: not any(left_of(engine, run_id).values()))

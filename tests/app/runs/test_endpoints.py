@@ -53,7 +53,7 @@ class TestCreate:
         assert set(run["config"]) == set(TrainingConfig.model_fields)
         assert (run["config"]["lora_r"], run["config"]["lora_alpha"]) == (8, 32)
         row = run_row(engine, run["id"])
-        assert row.given == ["base_model", "extra.steps", "lora_r"]
+        assert row.user_set_fields == ["base_model", "extra.steps", "lora_r"]
         assert row.requirements == {} and row.devices_needed == 1
         assert run["created_by"].startswith("key_")
 
@@ -239,7 +239,7 @@ class TestStop:
         answer = api.client.post(f"/v1/runs/{run['id']}/stop", json={"save_checkpoint": False})
         assert (answer.status_code, answer.json()["status"]) == (202, "running")
         assert answer.json()["stop_requested_at"]
-        assert run_row(engine, run["id"]).stop_save_checkpoint is False
+        assert run_row(engine, run["id"]).stop_mode == "discard"
 
     def test_is_idempotent_also_on_a_run_that_a_stop_has_ended(
         self, api: ApiServer, engine: Engine, dataset: str

@@ -86,7 +86,13 @@ class TestChild:
         parent, _ = stopped(api, engine, dataset, 20, config=config)
         child = child_of(api, parent, config={"learning_rate": 0.001, "epochs": 9})
         assert (child["config"]["learning_rate"], child["config"]["epochs"], child["config"]["lora_r"]) == (0.001, 9, 8)
-        assert run_row(engine, child["id"]).given == ["base_model", "epochs", "extra.steps", "learning_rate", "lora_r"]
+        assert run_row(engine, child["id"]).user_set_fields == [
+            "base_model",
+            "epochs",
+            "extra.steps",
+            "learning_rate",
+            "lora_r",
+        ]
 
     def test_of_a_run_that_has_saved_nothing_goes_on_from_what_that_run_started_from(
         self, api: ApiServer, engine: Engine, dataset: str

@@ -50,7 +50,6 @@ class TestModes:
         shown = stop(shared_api, trainer.run_id, **body)
         assert (shown["stop_mode"], shown["stop"]["mode"]) == (mode, mode)
         row = run_row(engine, trainer.run_id)
-        assert row.stop_save_checkpoint is (mode != "discard")
         assert (row.stop_requested_at is None) is (mode == "epoch_end")
 
     @pytest.mark.parametrize("mode", ["checkpoint", "epoch_end", "best", "discard"])
@@ -78,7 +77,7 @@ class TestModes:
         stop(shared_api, trainer.run_id, mode=first)
         assert stop(shared_api, trainer.run_id, mode=then)["stop"]["mode"] == in_force
         row = run_row(engine, trainer.run_id)
-        assert row.stop_requested_at is not None and row.stop_save_checkpoint is (in_force != "discard")
+        assert row.stop_requested_at is not None
 
 
 class TestAtTheEndOfTheEpoch:
@@ -90,7 +89,9 @@ class TestAtTheEndOfTheEpoch:
         row = run_row(engine, trainer.run_id)
         assert (row.status, row.attempt, row.stop_mode) == ("initializing", 2, "epoch_end")
         with engine.begin() as connection:
-            assert connection.execute(machine.renew(again.run_id, again.epoch, 600)).one().stop_mode == "epoch_end"
+            assert (
+                connection.execute(machine.renew(again.run_id, again.lease_epoch, 600)).one().stop_mode == "epoch_end"
+            )
         again.begin().cancel()
         row = run_row(engine, trainer.run_id)
         assert (row.status, row.stop_mode) == ("cancelled", "epoch_end") and row.stop_requested_at is not None
@@ -104,7 +105,7 @@ class TestAtTheEndOfTheEpoch:
         self, shared_api: ApiServer, engine: Engine, trainer: Trainer
     ) -> None:
         with engine.begin() as connection:
-            connection.execute(machine.retry(trainer.run_id, trainer.epoch, "lost", 600.0))
+            connection.execute(machine.retry(trainer.run_id, trainer.lease_epoch, "lost", 600.0))
         mark_run(engine, trainer.run_id, not_before=text("now() + interval '1 hour'"))
         assert stop(shared_api, trainer.run_id, mode="epoch_end")["status"] == "pending"
         assert stop(shared_api, trainer.run_id)["status"] == "cancelled"
@@ -146,7 +147,7 @@ class TestWithTheBestCheckpoint:
         assert shown["stop_mode"] == "checkpoint" and "no best checkpoint" in shown["stop"]["message"].lower().replace(
             "no evaluation has found a best checkpoint", "no best checkpoint"
         )
-        assert run_row(engine, trainer.run_id).stop_save_checkpoint
+        assert run_row(engine, trainer.run_id).stop_mode != "discard"
 
     def test_of_a_run_that_has_nothing_to_save_none_is_looked_for(self, shared_api: ApiServer, engine: Engine) -> None:
         dataset = make_dataset(engine)

@@ -11,11 +11,10 @@ from sqlalchemy import CheckConstraint, text
 
 from app.config import Settings
 from app.infra.db import sync_engine
+from app.infra.errors import SetupError
 from app.tables import migrate
 from app.tables.registry import all_models
 from tests.conftest import Services
-from tests.factories import Trainer, mark_run
-from tests.rows import add_run, run_row
 
 
 @pytest.fixture
@@ -80,18 +79,11 @@ def test_replicas_that_start_at_once_migrate_once(empty: Settings) -> None:
     assert {after for _, after in results} == {migrate.head()}
 
 
-def test_a_migration_that_was_killed_half_way_goes_on(settings: Settings) -> None:
-    engine = sync_engine(settings.database_url or "", pool_size=0)
-    trainer = Trainer(engine, add_run(engine).id).begin()
-    mark_run(engine, trainer.run_id, best_loss=1.5)
-    trainer.complete()
-    mark_run(engine, trainer.run_id, final_loss=None)  # as a run that ended before there was such a column
-    with engine.begin() as connection:
-        connection.execute(text("UPDATE alembic_version SET version_num = '0004'"))
-        connection.execute(text("DROP INDEX ix_runs_tags"))
-    assert migrate.upgrade(settings) == ("0004", migrate.head())
-    assert run_row(engine, trainer.run_id).final_loss == 1.5
-    test_models_and_migrations_describe_the_same_schema(settings)
+def test_a_database_of_a_development_version_is_refused_with_a_sentence(settings: Settings) -> None:
+    with sync_engine(settings.database_url or "", pool_size=0).begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '0012'"))
+    with pytest.raises(SetupError, match=r"development version.*use a new ANNEAL_HOME"):
+        migrate.upgrade(settings)
 
 
 def test_a_migration_that_fails_leaves_nothing(empty: Settings) -> None:

@@ -15,10 +15,8 @@ MUTANTS = (
         changes=(
             Change(
                 _LOG,
-                "        WHERE id = :id AND epoch = :epoch AND status IN ('initializing', 'running', 'checkpointing')\n"
-                "            AND src_hwm = :first - 1",
-                "        WHERE id = :id AND status IN ('initializing', 'running', 'checkpointing')\n"
-                "            AND src_hwm = :first - 1",
+                "        WHERE id = :id AND lease_epoch = :lease_epoch AND status IN (",
+                "        WHERE id = :id AND status IN (",
             ),
         ),
         test=f"{_ORDER}::test_a_stale_worker_writes_nothing_into_the_attempt_that_followed",

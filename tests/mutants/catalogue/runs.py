@@ -8,7 +8,7 @@ _TOLD = "tests/app/api/test_dependencies.py"
 
 # The database rejects a pending run with a stop request; a mutant of the statements must also disable that check.
 _NOTHING_REFUSED = Change(
-    "migrations/versions/0001_first_schema.py",
+    "migrations/versions/0100_first_schema.py",
     "\"status <> 'pending' OR stop_requested_at IS NULL\"",
     '"true"',
 )
@@ -64,7 +64,7 @@ MUTANTS = (
             Change(
                 _LIFECYCLE,
                 "            runs.c.stop_requested_at.is_(None),\n            runs.c.not_before",
-                "            runs.c.stop_requested_at.is_(None),\n            runs.c.hinted_at.is_not(None),\n"
+                "            runs.c.stop_requested_at.is_(None),\n            runs.c.notified_at.is_not(None),\n"
                 "            runs.c.not_before",
             ),
         ),
@@ -77,7 +77,7 @@ MUTANTS = (
         changes=(
             Change(
                 _LIFECYCLE,
-                "                runs.c.hinted_at < func.clock_timestamp() - text(\"interval '30 s'\"),\n",
+                "                runs.c.notified_at < func.clock_timestamp() - text(\"interval '30 s'\"),\n",
                 "",
             ),
         ),
@@ -97,7 +97,7 @@ MUTANTS = (
         changes=(
             Change(
                 _LIFECYCLE,
-                "runs.c.id == run_id, runs.c.epoch == epoch, runs.c.status.in_(sources)",
+                "runs.c.id == run_id, runs.c.lease_epoch == lease_epoch, runs.c.status.in_(sources)",
                 "runs.c.id == run_id, runs.c.status.in_(sources)",
             ),
         ),
@@ -110,7 +110,7 @@ MUTANTS = (
         changes=(
             Change(
                 _LIFECYCLE,
-                "runs.c.id == run_id, runs.c.epoch == epoch, runs.c.lease_owner",
+                "runs.c.id == run_id, runs.c.lease_epoch == lease_epoch, runs.c.lease_owner",
                 "runs.c.id == run_id, runs.c.lease_owner",
             ),
         ),
@@ -123,8 +123,8 @@ MUTANTS = (
         changes=(
             Change(
                 _LIFECYCLE,
-                "outcome=outcome,\n        epoch=runs.c.epoch + 1,",
-                "outcome=outcome,\n        epoch=runs.c.epoch,",
+                "outcome=outcome,\n        lease_epoch=runs.c.lease_epoch + 1,",
+                "outcome=outcome,\n        lease_epoch=runs.c.lease_epoch,",
             ),
         ),
         test=f"{_STATES}::TestLoss::test_an_expired_lease_gives_the_run_back_with_a_new_fence",

@@ -39,7 +39,7 @@ class Lab:
         with self.engine.begin() as connection:
             told = auto_repair.resolve_repair(connection, run, found)
             failure_report.store_failure_report(run, FailureReport(repair=told), 0.0).apply(connection)
-            connection.execute(machine.repair(run.id, run.epoch, told.reason)).one()
+            connection.execute(machine.repair(run.id, run.lease_epoch, told.reason)).one()
         self.trainer = Trainer(self.engine, run.id)
         return told
 

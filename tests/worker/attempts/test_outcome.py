@@ -53,7 +53,7 @@ def test_the_last_status_waits_for_the_last_line_of_the_log(
         eventually(lambda: is_storing_the_first_line(engine))
         record = {"type": "phase", "ts": time.time(), "name": "training", "total_steps": 1}
         pump.take([("report", json.dumps(record).encode()), ("stdout", b"second\n"), ("stderr", b"last\n")])
-        return machine.complete(run.id, run.epoch, None, "training is complete")
+        return machine.complete(run.id, run.lease_epoch, None, "training is complete")
 
     monkeypatch.setattr(supervisor, "attempt", attempt)
     supervisor.supervise(host, run, time.monotonic())
@@ -108,7 +108,7 @@ def test_a_trainer_that_ended_by_its_timer_is_blamed_on_the_database_only_where_
     add_run(engine)
     run = claim(engine, add_worker(engine))
     host: Any = SimpleNamespace(settings=settings.model_copy(update={"lease_seconds": 60.0}))
-    lease = Lease(host, run.id, run.epoch, time.monotonic() - silence)
+    lease = Lease(host, run.id, run.lease_epoch, time.monotonic() - silence)
     with engine.begin() as connection:
         connection.execute(lease_lost(run, lease))
     told_last = [event.data for event in events_of(engine, run.id) if event.type == "status"][-1]
@@ -138,7 +138,7 @@ def test_what_a_killed_trainer_has_written_by_half_goes_with_it(
     storage = Storage(settings)
     run: Any = SimpleNamespace(
         id=new_id("run"),
-        epoch=1,
+        lease_epoch=1,
         attempt=1,
         device_indexes=[0],
         backend="fake",

@@ -30,7 +30,7 @@ def keep(settings: Settings, name: str = "hf_token", value: str = TOKEN) -> None
 
 def prepared(settings: Settings, engine: Engine, base_model: str, **config: Any) -> Job:
     """The job of a run on this base model."""
-    run = add_run(engine, backend="celery", config={"base_model": base_model, **config}, given=["base_model"])
+    run = add_run(engine, backend="celery", config={"base_model": base_model, **config}, user_set_fields=["base_model"])
     host = Host(settings, engine)
     file = host.storage.dataset_file(run.dataset_id, "jsonl")
     file.parent.mkdir(parents=True)

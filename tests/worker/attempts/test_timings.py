@@ -52,7 +52,7 @@ def test_runs_say_when_they_start_and_finish_from_the_queue_to_their_end(stack: 
     assert predicted == pytest.approx(took, rel=0.5), (predicted, took)
     assert ended["prediction"] is None
     with stack.engine.connect() as connection:
-        (kept,) = connection.execute(text("SELECT timings FROM run_paces")).scalars()
+        (kept,) = connection.execute(text("SELECT timings FROM run_timings")).scalars()
     assert (kept["step"], kept["total_steps"]) == (60, 60) and kept["finishing"] is not None
     assert kept["training"] / 60 == pytest.approx(0.08, rel=0.5)
 

@@ -86,7 +86,7 @@ class Worker:
             return list(connection.execute(select(Checkpoint.__table__).order_by(Checkpoint.step)).all())
 
     def until_copied(self, count: int) -> None:
-        eventually(lambda: sum(row.remote_at is not None for row in self.rows()) == count)
+        eventually(lambda: sum(row.replicated_at is not None for row in self.rows()) == count)
 
     def moves(self, path: Path) -> None:
         """The next attempt is on a machine that has nothing of this run."""
@@ -276,7 +276,8 @@ class TestTheThread:
         with worker.engine.begin() as connection:
             connection.execute(
                 text(
-                    "UPDATE checkpoints SET created_at = now() - interval '1 h', copy_begun_at = now() - interval '1 h'"
+                    "UPDATE checkpoints SET created_at = now() - interval '1 h', "
+                    "replica_started_at = now() - interval '1 h'"
                 )
             )
         worker.copies.start()
@@ -291,7 +292,7 @@ class TestTheThread:
             connection.execute(retention.retire(worker.lab.trainer.run_id, 1))
         worker.copies.tidy()
         # What is being removed cannot be walked through.
-        eventually(lambda: [row.copy_begun_at is None for row in worker.rows()] == [True, True, False])
+        eventually(lambda: [row.replica_started_at is None for row in worker.rows()] == [True, True, False])
         assert [path.name for path in (tmp_path / "shared").rglob("checkpoint-*")] == ["checkpoint-30"]
 
     def test_one_that_is_let_go_on_its_way_leaves_nothing(
@@ -307,7 +308,7 @@ class TestTheThread:
         monkeypatch.setattr(worker.copies.remote, "send", slowly)
         worker.save(10)
         worker.copies.start()
-        eventually(lambda: worker.rows()[0].deleted_at and worker.rows()[0].copy_begun_at is None)
+        eventually(lambda: worker.rows()[0].deleted_at and worker.rows()[0].replica_started_at is None)
         assert files_below(tmp_path / "shared") == []
 
     async def test_copies_go_with_a_deleted_run_whatever_ends_the_worker_meanwhile(
@@ -334,7 +335,7 @@ class TestTheThread:
         worker.copies.sweep()
         assert files_below(tmp_path / "shared") == []
         with worker.engine.connect() as connection:
-            assert connection.scalar(text("SELECT count(*) FROM copy_removals")) == 0
+            assert connection.scalar(text("SELECT count(*) FROM replica_deletions")) == 0
 
 
 class TestTheEndOfARun:
@@ -353,7 +354,7 @@ class TestTheEndOfARun:
         worker.save(10)
         worker.copies.start()
         assert [one.get("phase", "nothing was left") for one in self.settled(worker, 30)] in ([], ["copying"])
-        assert worker.rows()[0].remote_at is not None
+        assert worker.rows()[0].replicated_at is not None
 
     def test_names_what_has_none_when_the_time_is_over(self, worker: Worker) -> None:
         worker.save(10)  # and nobody sends it

@@ -86,13 +86,13 @@ class TestOnItsWay:
         def let_go() -> None:
             change(worker, "UPDATE checkpoints SET deleted_at = now()")
             another.sweep()
-            seen.append(worker.rows()[0].copy_begun_at)
+            seen.append(worker.rows()[0].replica_started_at)
 
         while_it_is_sent(worker, monkeypatch, let_go)
         worker.save(10)
         assert worker.copies._send(worker.rows()[0]) is False
         assert seen != [None], "the other worker did not say that nothing is there"
-        assert files_below(place) == [] and worker.rows()[0].copy_begun_at is None
+        assert files_below(place) == [] and worker.rows()[0].replica_started_at is None
 
     def test_nothing_is_left_of_a_run_that_is_deleted_meanwhile(
         self, worker: Worker, another: Replicator, place: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
@@ -109,14 +109,14 @@ class TestOnItsWay:
 
         def left() -> Any:
             with worker.engine.connect() as connection:
-                return connection.scalar(text("SELECT count(*) FROM copy_removals"))
+                return connection.scalar(text("SELECT count(*) FROM replica_deletions"))
 
         while_it_is_sent(worker, monkeypatch, is_deleted)
         worker.save(10)
         worker.lab.trainer.complete()
         assert worker.copies._send(worker.rows()[0]) is False
         assert files_below(place) == [] and left() == 1, "should the sender be killed, it is still known what to remove"
-        change(worker, "UPDATE copy_removals SET not_before = not_before - interval '10 min'")
+        change(worker, "UPDATE replica_deletions SET not_before = not_before - interval '10 min'")
         another.sweep()
         assert left() == 0
 
@@ -124,13 +124,13 @@ class TestOnItsWay:
         self, worker: Worker, another: Replicator, place: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def stands_still() -> None:
-            change(worker, "UPDATE checkpoints SET copy_begun_at = now() - interval '1 h'")
+            change(worker, "UPDATE checkpoints SET replica_started_at = now() - interval '1 h'")
             assert another._send(worker.rows()[0]) is True
 
         while_it_is_sent(worker, monkeypatch, stands_still)
         worker.save(10)
         assert worker.copies._send(worker.rows()[0]) is False
-        assert len(files_below(place)) == 2 and worker.rows()[0].remote_at is not None
+        assert len(files_below(place)) == 2 and worker.rows()[0].replicated_at is not None
 
     def test_a_database_that_is_away_is_no_store_that_is(
         self, worker: Worker, said: list[str], monkeypatch: pytest.MonkeyPatch
@@ -153,7 +153,7 @@ class TestDamage:
         flip(worker.save(10))
         assert worker.copies._send(worker.rows()[0]) is False
         (row,) = worker.rows()
-        assert "other contents" in row.bad_reason and row.copy_begun_at is None and files_below(place) == []
+        assert "other contents" in row.bad_reason and row.replica_started_at is None and files_below(place) == []
         (line,) = said
         assert row.id in line and "cannot be resumed from" in line and "other contents" in line
 
@@ -164,7 +164,7 @@ class TestDamage:
         verify = copying.manifest.verify
 
         def slowly(*arguments: Any) -> list[str]:
-            change(worker, "UPDATE runs SET epoch = epoch + 1")
+            change(worker, "UPDATE runs SET lease_epoch = lease_epoch + 1")
             return verify(*arguments)
 
         monkeypatch.setattr(copying.manifest, "verify", slowly)
@@ -207,7 +207,7 @@ class TestRounds:
 
         monkeypatch.setattr(worker.copies.remote, "remove", refuses)
         worker.copies.sweep()
-        assert [row.copy_begun_at is None for row in worker.rows()] == [False, True, True]
+        assert [row.replica_started_at is None for row in worker.rows()] == [False, True, True]
         assert [message for message in caplog.messages if "remain at" in message and "it refuses" in message]
 
     def test_what_only_a_lost_machine_has_hides_nothing(self, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

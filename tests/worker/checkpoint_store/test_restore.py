@@ -63,7 +63,7 @@ class TestABadCopy:
         flip(next((tmp_path / "shared").rglob("checkpoint-20")))
         assert moved.lab.next_attempt()[0].start_step == 10
         assert moved.lab.bad_reasons() == {10: None, 20: None}
-        assert [row.remote_at is not None for row in moved.rows()] == [True, False]
+        assert [row.replicated_at is not None for row in moved.rows()] == [True, False]
 
     def test_of_what_is_damaged_here_too_is_the_end_of_it(self, worker: Worker, tmp_path: Path) -> None:
         flipped = worker.save(10)
@@ -137,6 +137,6 @@ def test_what_a_dead_worker_fetched_by_half_for_a_run_goes_with_the_next_one_tha
 def test_the_row_of_a_copy_that_has_been_sent_again_meanwhile_stays(moved: Worker) -> None:
     (row, _) = moved.rows()
     with moved.engine.begin() as connection:
-        connection.execute(update(Checkpoint).where(Checkpoint.id == row.id).values(remote_at=row.created_at))
-        connection.execute(replicas.mark_replica_corrupt(row.id, row.remote_at))
-    assert moved.rows()[0].remote_at == row.created_at
+        connection.execute(update(Checkpoint).where(Checkpoint.id == row.id).values(replicated_at=row.created_at))
+        connection.execute(replicas.mark_replica_corrupt(row.id, row.replicated_at))
+    assert moved.rows()[0].replicated_at == row.created_at

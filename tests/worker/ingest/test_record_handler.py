@@ -288,7 +288,7 @@ def test_an_error_that_trying_again_does_not_cure_is_raised_at_once(lab: Lab) ->
 
 def test_a_fenced_pump_writes_nothing(lab: Lab) -> None:
     with lab.engine.begin() as connection:
-        connection.execute(machine.release(lab.run.id, lab.run.epoch, "drain"))
+        connection.execute(machine.release(lab.run.id, lab.run.lease_epoch, "drain"))
     before = lab.events()
     lab.prints("too late\n")
     with pytest.raises(LeaseFenced):

@@ -38,7 +38,7 @@ def ask(api: ApiServer, run_id: str, action: str, *, key: str | None = None, **p
 
 def renewed(engine: Engine, trainer: Trainer) -> Any:
     with engine.begin() as connection:
-        return connection.execute(machine.renew(trainer.run_id, trainer.epoch, 600)).one()
+        return connection.execute(machine.renew(trainer.run_id, trainer.lease_epoch, 600)).one()
 
 
 def done(engine: Engine, action_id: str, step: int) -> None:

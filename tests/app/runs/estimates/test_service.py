@@ -93,7 +93,7 @@ def trained(engine: Engine, run: dict[str, Any], device: str, rate: float, lengt
     facts = {"device": device, "flops_per_token_hardware": 1e9, "flops_sequence_length": length}
     trainer.events("config", {"facts": facts, "effective": run["config"]})
     trainer.metric(1, loss=1.0, extra={"tokens_per_second": rate})
-    pace = {"likeness": similarity_key("celery", run["config"]), "measured_at": datetime.now(UTC), "timings": {}}
+    pace = {"similarity_key": similarity_key("celery", run["config"]), "measured_at": datetime.now(UTC), "timings": {}}
     with engine.begin() as connection:
         connection.execute(insert(AttemptTimings).values(run_id=run["id"], attempt=trainer.attempt, **pace))
 

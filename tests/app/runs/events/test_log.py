@@ -56,7 +56,13 @@ class TestAppend:
         store(engine, run, 1, 4, 2, Progress(step=8, epoch=0.6, total_steps=20, best_loss=1.7))
         assert stored_lines(engine, run) == expected(5)
         row = run_row(engine, run)
-        assert (row.event_seq, row.src_hwm, row.current_step, row.total_steps, row.best_loss) == (7, 5, 8, 20, 1.5)
+        assert (row.event_seq, row.attempt_event_count, row.current_step, row.total_steps, row.best_loss) == (
+            7,
+            5,
+            8,
+            20,
+            1.5,
+        )
 
     def test_sent_again_is_stored_once(self, engine: Engine, run: str) -> None:
         store(engine, run, 1, 1, 3)

@@ -23,12 +23,12 @@ def test_a_stale_worker_writes_nothing_into_the_attempt_that_followed(engine: En
     """The next attempt is live and has stored as much as the stale worker believes: only the epoch tells them apart."""
     with engine.begin() as connection:
         connection.execute(machine.release(run, 1, "drain"))
-    assert claim(engine, add_worker(engine)).epoch == 3
+    assert claim(engine, add_worker(engine)).lease_epoch == 3
     before = events_of(engine, run)
     with pytest.raises(LeaseFenced), engine.begin() as connection:
         append(connection, run, 1, 1, LINES)
     assert events_of(engine, run) == before
-    assert run_row(engine, run).src_hwm == 0
+    assert run_row(engine, run).attempt_event_count == 0
 
 
 def test_numbers_are_committed_in_their_order_so_a_reader_never_finds_a_smaller_one_later(

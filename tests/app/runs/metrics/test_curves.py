@@ -259,7 +259,7 @@ class TestWriting:
                 batch = events[done:tried]
                 fate = chance.choice(["heard", "unheard", "undone"]) if name == "roughly" else "heard"
                 with engine.connect() as connection:
-                    where = append(connection, run.id, claimed.epoch, done + 1, batch)
+                    where = append(connection, run.id, claimed.lease_epoch, done + 1, batch)
                     rollups.store(connection, done + 1, batch, where)
                     connection.rollback() if fate == "undone" else connection.commit()
                 if fate == "heard":

@@ -32,7 +32,7 @@ def timed(engine: Engine, run: Any, attempt: int = 1, **values: Any) -> None:
     """What an attempt took: a second a step, unless `values` say otherwise."""
     twin = config_digest(run.config, run.dataset_id, None)
     timings = Timings(twin=twin, training=float(values["step"]), step_seconds=1.0, **values)
-    row = {"run_id": run.id, "attempt": attempt, "likeness": "fake sft none", "device": "cpu"}
+    row = {"run_id": run.id, "attempt": attempt, "similarity_key": "fake sft none", "device": "cpu"}
     with engine.begin() as connection:
         connection.execute(
             insert(AttemptTimings).values(**row, timings=asdict(timings), measured_at=func.clock_timestamp())
@@ -44,7 +44,7 @@ def past(engine: Engine) -> Any:
     run = add_run(engine, config={**CONFIG, "extra": {}})
     claimed = claim(engine, add_worker(engine))
     with engine.begin() as connection:
-        connection.execute(machine.complete(run.id, claimed.epoch, None, "done")).one()
+        connection.execute(machine.complete(run.id, claimed.lease_epoch, None, "done")).one()
     return run
 
 
@@ -111,8 +111,8 @@ def test_a_run_that_trains_has_left_what_the_trainer_tells_up_to_its_stop(
 @pytest.mark.parametrize(
     ("stop", "seconds"),
     [
-        ({"stop_save_checkpoint": True, "stop_mode": "checkpoint"}, 6.0),  # twice the lease
-        ({"stop_save_checkpoint": True, "stop_requested_at": text("now() - interval '1 hour'")}, 0.0),
+        ({"stop_mode": "checkpoint"}, 6.0),  # twice the lease
+        ({"stop_requested_at": text("now() - interval '1 hour'")}, 0.0),
         ({"stop_requested_at": None, "stop_mode": "epoch_end", **IN_EPOCH}, 10.0),
     ],
     ids=["checkpoint", "long-asked", "epoch-end"],
@@ -157,16 +157,16 @@ def test_a_forecast_that_goes_wrong_fails_no_answer_and_the_next_is_made_as_ever
 
     assert None not in predictions()
     with engine.begin() as connection:
-        connection.execute(text("ALTER TABLE run_paces RENAME TO elsewhere"))
+        connection.execute(text("ALTER TABLE run_timings RENAME TO elsewhere"))
     with caplog.at_level(logging.ERROR, "app.runs.scheduler.eta"):
         assert [*predictions(), *predictions()] == [None] * 6
     assert len([record for record in caplog.records if record.name == "app.runs.scheduler.eta"]) == 1, "told once"
     with engine.begin() as connection:
-        connection.execute(text("ALTER TABLE elsewhere RENAME TO run_paces"))
+        connection.execute(text("ALTER TABLE elsewhere RENAME TO run_timings"))
     assert None not in predictions()
     with monkeypatch.context() as patch, engine.begin() as connection:
         patch.setattr(app.runs.scheduler.eta, "_MOST_SECONDS", 0.2)
-        connection.execute(text("LOCK TABLE run_paces IN ACCESS EXCLUSIVE MODE"))
+        connection.execute(text("LOCK TABLE run_timings IN ACCESS EXCLUSIVE MODE"))
         assert predictions() == [None] * 3, "nobody waits longer than that"
     assert None not in predictions()
 
@@ -176,7 +176,7 @@ def test_an_edit_keeps_nobody_from_the_run_while_a_forecast_is_made(api: ApiServ
     add_worker(engine)
     with ThreadPoolExecutor() as editor:
         with engine.begin() as connection:
-            connection.execute(text("LOCK TABLE run_paces IN ACCESS EXCLUSIVE MODE"))
+            connection.execute(text("LOCK TABLE run_timings IN ACCESS EXCLUSIVE MODE"))
             edited = editor.submit(api.client.patch, f"/v1/runs/{run_id}", json={"name": "another"})
             eventually(lambda: waiting_for_locks(engine))
             mine = select(Run.name).where(Run.id == run_id).with_for_update(nowait=True)
@@ -194,7 +194,7 @@ async def test_nobody_waits_for_a_forecast_and_there_is_at_most_one_a_second(
     made: list[float] = []
 
     def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        if "run_paces.likeness" in statement:
+        if "run_timings.similarity_key" in statement:
             made.append(time.monotonic())
 
     event.listen(database.sync_engine, "before_cursor_execute", note)
@@ -204,7 +204,7 @@ async def test_nobody_waits_for_a_forecast_and_there_is_at_most_one_a_second(
         return await forecasts.of(dict.fromkeys(run_ids, "pending"))
 
     with engine.begin() as connection:
-        connection.execute(text("LOCK TABLE run_paces IN ACCESS EXCLUSIVE MODE"))
+        connection.execute(text("LOCK TABLE run_timings IN ACCESS EXCLUSIVE MODE"))
         slow = asyncio.create_task(told(run_id))
         await eventually_async(lambda: asyncio.to_thread(waiting_for_locks, engine))
         assert await asyncio.wait_for(told(run_id), 5) == {}

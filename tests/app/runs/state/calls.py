@@ -37,7 +37,7 @@ class Call:
 
     verb: str
     run: str = ""
-    epoch: int = 0
+    lease_epoch: int = 0
     worker: Offer | None = None
     save: bool = True
     delay: float = 0.0
@@ -71,7 +71,7 @@ def line(call_epoch: int, number: int) -> str:
 
 
 def _moved(rows: Any) -> list[tuple[Any, ...]]:
-    return sorted((row.id, row.from_status, row.status, row.epoch, row.attempt, row.event_seq) for row in rows)
+    return sorted((row.id, row.from_status, row.status, row.lease_epoch, row.attempt, row.event_seq) for row in rows)
 
 
 def _lifecycle(statement: Callable[["Call"], Any]) -> Callable[["Call", Connection, dict[str, Any]], Any]:
@@ -96,7 +96,7 @@ def _claim(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
 
 
 def _renew(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
-    row = connection.execute(machine.renew(call.run, call.epoch, LEASE)).one_or_none()
+    row = connection.execute(machine.renew(call.run, call.lease_epoch, LEASE)).one_or_none()
     return (row.stop_mode not in (None, "epoch_end"), row.stop_mode != "discard") if row else None
 
 
@@ -106,21 +106,21 @@ def _hint(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
 
 def _append(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
     numbers = range(call.first, call.first + call.count)
-    new = [NewEvent.of("log", 1_700_000_000.0 + n, {"line": line(call.epoch, n)}) for n in numbers]
+    new = [NewEvent.of("log", 1_700_000_000.0 + n, {"line": line(call.lease_epoch, n)}) for n in numbers]
     progress = Progress(call.step, call.step / 10, 100, 1 / (call.step + 1)) if call.step else None
-    append(connection, call.run, call.epoch, call.first, new, progress)
+    append(connection, call.run, call.lease_epoch, call.first, new, progress)
     return "stored"
 
 
 def _checkpoint(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
-    event = NewEvent.of("checkpoint", 1_700_000_000.0, {"line": line(call.epoch, call.first)})
-    append(connection, call.run, call.epoch, call.first, [event])
+    event = NewEvent.of("checkpoint", 1_700_000_000.0, {"line": line(call.lease_epoch, call.first)})
+    append(connection, call.run, call.lease_epoch, call.first, [event])
     row = {"id": new_id("ckpt"), "run_id": call.run, "attempt": 1, "name": f"checkpoint-{call.step}"}
     told = {"step": call.step, "epoch": 0.5, "kind": "periodic", "bytes": 1, "manifest_sha256": "0" * 64}
     connection.execute(insert(Checkpoint).values(**row, **told))
     connection.execute(
         update(Run)
-        .where(Run.id == call.run, Run.epoch == call.epoch, Run.status.in_(LIVE))
+        .where(Run.id == call.run, Run.lease_epoch == call.lease_epoch, Run.status.in_(LIVE))
         .values(lost_count=0, checkpoint_step=call.step)
     )
     return "stored"
@@ -133,14 +133,14 @@ _MAKE: dict[str, Callable[[Call, Connection, dict[str, Any]], Any]] = {
     "hint_due": _hint,
     "append": _append,
     "checkpoint": _checkpoint,
-    "begin": _lifecycle(lambda it: machine.begin(it.run, it.epoch, START_STEP, 0.5, 100, None)),
-    "saving": _lifecycle(lambda it: machine.begin_save(it.run, it.epoch)),
-    "saved": _lifecycle(lambda it: machine.end_save(it.run, it.epoch)),
-    "complete": _lifecycle(lambda it: machine.complete(it.run, it.epoch, 1, "all steps done")),
-    "fail": _lifecycle(lambda it: machine.fail(it.run, it.epoch, "bad_data", "row 3 is empty")),
-    "cancel": _lifecycle(lambda it: machine.cancel(it.run, it.epoch)),
-    "hand_back": _lifecycle(lambda it: machine.release(it.run, it.epoch, "drain")),
-    "retry": _lifecycle(lambda it: machine.retry(it.run, it.epoch, "trainer lost", it.delay)),
+    "begin": _lifecycle(lambda it: machine.begin(it.run, it.lease_epoch, START_STEP, 0.5, 100, None)),
+    "saving": _lifecycle(lambda it: machine.begin_save(it.run, it.lease_epoch)),
+    "saved": _lifecycle(lambda it: machine.end_save(it.run, it.lease_epoch)),
+    "complete": _lifecycle(lambda it: machine.complete(it.run, it.lease_epoch, 1, "all steps done")),
+    "fail": _lifecycle(lambda it: machine.fail(it.run, it.lease_epoch, "bad_data", "row 3 is empty")),
+    "cancel": _lifecycle(lambda it: machine.cancel(it.run, it.lease_epoch)),
+    "hand_back": _lifecycle(lambda it: machine.release(it.run, it.lease_epoch, "drain")),
+    "retry": _lifecycle(lambda it: machine.retry(it.run, it.lease_epoch, "trainer lost", it.delay)),
     "reap": _lifecycle(lambda _: machine.reap(REAP_LEASE)),
     "reap_dead": _lifecycle(lambda it: machine.reap_dead([it.worker.id if it.worker else ""])),
     "request_stop_at_epoch_end": _lifecycle(lambda it: machine.request_stop_at_epoch_end(it.run)),

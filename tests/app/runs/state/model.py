@@ -38,7 +38,7 @@ class ModelRun:
     memory_mb: int
     max_restarts: int
     status: str = "pending"
-    epoch: int = 0
+    lease_epoch: int = 0
     attempt: int = 0
     lost_count: int = 0
     owner: str | None = None
@@ -83,7 +83,7 @@ class ModelRun:
             self.owner, self.expired = None, False
             if self.attempts and self.attempts[-1]["outcome"] is None:
                 self.attempts[-1]["outcome"] = outcome if target == "pending" else target
-        return self.id, source, target, self.epoch, self.attempt, len(self.events)
+        return self.id, source, target, self.lease_epoch, self.attempt, len(self.events)
 
 
 class Model:
@@ -151,7 +151,7 @@ class Model:
             due = [run for run in runs if run.status == "pending" and not run.paused and not run.hinted]
             return sorted(due, key=lambda run: (-run.priority, run.id))[: call.limit]
         asks = call.verb in ("request_stop", "request_stop_at_epoch_end")
-        if run is None or (not asks and run.epoch != call.epoch):
+        if run is None or (not asks and run.lease_epoch != call.lease_epoch):
             return []
         if asks:
             return [run] if run.status not in ENDED else []
@@ -183,26 +183,26 @@ class Model:
         assert worker
         if run is None:
             return None
-        run.epoch += 1
+        run.lease_epoch += 1
         run.attempt += 1
         run.stored = 0
         run.owner = worker.id
-        run.attempts.append({"epoch": run.epoch, "worker": worker.id, "start_step": None, "outcome": None})
+        run.attempts.append({"lease_epoch": run.lease_epoch, "worker": worker.id, "start_step": None, "outcome": None})
         taken = self._free(worker)[: run.devices_needed]
         for index in taken:
-            self.devices[worker.id, index] = (run.id, run.epoch)
+            self.devices[worker.id, index] = (run.id, run.lease_epoch)
         return (*run.move("initializing", f"claimed by {worker.id}"), taken)
 
     def _append(self, call: Call) -> str:
         run = self.runs.get(call.run)
-        if run is None or run.epoch != call.epoch or not run.live:
+        if run is None or run.lease_epoch != call.lease_epoch or not run.live:
             return "fenced"
         if call.first > run.stored + 1:
             return "gap"
         last = call.first + call.count - 1
         new = range(run.stored + 1, last + 1)
         for number in new:
-            run.tell(call.verb if call.verb == "checkpoint" else "log", line=line(call.epoch, number))
+            run.tell(call.verb if call.verb == "checkpoint" else "log", line=line(call.lease_epoch, number))
         run.stored = max(run.stored, last)
         if call.verb == "checkpoint":
             run.lost_count, run.checkpoint_step = 0, call.step
@@ -249,7 +249,7 @@ class Model:
         run.pause = delay if run.lost_count == 0 else max(delay, 1.0) * 2 ** min(run.lost_count, 6)
         run.paused = run.pause > 0
         run.hinted = False
-        run.epoch += 1
+        run.lease_epoch += 1
         gives_up = counted and run.lost_count >= run.max_restarts
         run.lost_count += counted
         target = "cancelled" if run.stop else "failed" if gives_up else "pending"

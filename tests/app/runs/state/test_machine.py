@@ -52,10 +52,15 @@ class TestClaim:
     def test_raises_epoch_and_attempt_and_takes_a_device(self, engine: Engine) -> None:
         run, worker = add_run(engine), add_worker(engine)
         claimed = claim(engine, worker)
-        assert (claimed.epoch, claimed.attempt, claimed.status, claimed.lease_owner) == (1, 1, "initializing", worker)
+        assert (claimed.lease_epoch, claimed.attempt, claimed.status, claimed.lease_owner) == (
+            1,
+            1,
+            "initializing",
+            worker,
+        )
         assert list(claimed.device_indexes) == [0]
         with engine.connect() as connection:
-            device = connection.execute(text("SELECT run_id, run_epoch FROM devices")).one()
+            device = connection.execute(text("SELECT run_id, lease_epoch FROM devices")).one()
             tries = connection.execute(text("SELECT attempt, outcome FROM run_attempts")).all()
         assert tuple(device) == (run.id, 1)
         assert [tuple(one) for one in tries] == [(1, None)]
@@ -97,7 +102,7 @@ class TestClaim:
         assert sorted(got) == sorted(runs)
 
     def test_needs_no_hint(self, engine: Engine) -> None:
-        assert add_run(engine).hinted_at is None
+        assert add_run(engine).notified_at is None
         assert claim(engine, add_worker(engine)) is not None
 
     def test_a_run_that_another_is_just_claiming_is_passed_over(self, engine: Engine) -> None:
@@ -113,7 +118,7 @@ class TestClaim:
             second.join(30)
         assert got == [None]
         row = run_row(engine, run.id)
-        assert (row.lease_owner, row.epoch, row.attempt) == (one, 1, 1)
+        assert (row.lease_owner, row.lease_epoch, row.attempt) == (one, 1, 1)
 
     def test_a_second_thread_of_a_worker_sees_what_the_first_left(self, engine: Engine) -> None:
         for _ in range(2):
@@ -259,7 +264,12 @@ class TestLoss:
         claim(engine, worker, lease=0.05)
         self.expire(engine)
         (row,) = move(engine, machine.reap(0.01))
-        assert (row["status"], row["epoch"], row["lost_count"], row["from_status"]) == ("pending", 2, 1, "initializing")
+        assert (row["status"], row["lease_epoch"], row["lost_count"], row["from_status"]) == (
+            "pending",
+            2,
+            1,
+            "initializing",
+        )
         assert move(engine, machine.renew(run.id, 1, 60)) == []
         assert move(engine, machine.reap(0.01)) == []
 
@@ -296,7 +306,7 @@ class TestLoss:
         run, worker = add_run(engine, max_restarts=0), add_worker(engine)
         for _ in range(3):
             claim(engine, worker)
-            move(engine, machine.release(run.id, run_row(engine, run.id).epoch, "drain"))
+            move(engine, machine.release(run.id, run_row(engine, run.id).lease_epoch, "drain"))
         row = run_row(engine, run.id)
         assert (row.status, row.lost_count, row.attempt) == ("pending", 0, 3)
 
@@ -307,7 +317,7 @@ class TestLoss:
             with engine.begin() as connection:
                 connection.execute(text("UPDATE runs SET not_before = now()"))
             claim(engine, worker)
-            move(engine, machine.retry(run.id, run_row(engine, run.id).epoch, "lost", 10))
+            move(engine, machine.retry(run.id, run_row(engine, run.id).lease_epoch, "lost", 10))
             with engine.connect() as connection:
                 pauses.append(connection.scalar(text("SELECT extract(epoch FROM not_before - now()) FROM runs")))
         assert [round(float(pause) / 10) for pause in pauses] == [1, 2, 4]
@@ -332,5 +342,5 @@ class TestHints:
         assert [row["id"] for row in move(engine, machine.mark_notified(10))] == [run.id]
         assert move(engine, machine.mark_notified(10)) == []
         with engine.begin() as connection:
-            connection.execute(text("UPDATE runs SET hinted_at = now() - interval '31 s'"))
+            connection.execute(text("UPDATE runs SET notified_at = now() - interval '31 s'"))
         assert len(move(engine, machine.mark_notified(10))) == 1

@@ -34,23 +34,26 @@ _STATE = text(
     """
     SELECT
     (SELECT json_object_agg(id, json_build_object(
-        'status', status, 'epoch', epoch, 'attempt', attempt, 'lost_count', lost_count, 'owner', lease_owner,
-        'stop', stop_requested_at IS NOT NULL, 'save', stop_save_checkpoint,
-        'hinted', coalesce(hinted_at > clock_timestamp() - interval '30 s', false),
-        'expired', coalesce(lease_expires_at < clock_timestamp(), false), 'stored', src_hwm, 'step', current_step,
+        'status', status, 'lease_epoch', lease_epoch, 'attempt', attempt, 'lost_count', lost_count,
+        'owner', lease_owner,
+        'stop', stop_requested_at IS NOT NULL, 'save', coalesce(stop_mode, '') NOT IN ('best', 'discard'),
+        'hinted', coalesce(notified_at > clock_timestamp() - interval '30 s', false),
+        'expired', coalesce(lease_expires_at < clock_timestamp(), false), 'stored', attempt_event_count,
+        'step', current_step,
         'best_loss', best_loss, 'checkpoint_step', checkpoint_step, 'output_attempt', output_attempt,
         'error', error_code, 'event_seq', event_seq)) FROM runs),
     (SELECT json_object_agg(run_id, all_of_it) FROM (
         SELECT run_id, json_agg(json_build_array(seq, type, attempt, data) ORDER BY seq) AS all_of_it
         FROM run_events GROUP BY run_id) AS e),
     (SELECT json_object_agg(run_id, all_of_it) FROM (
-        SELECT run_id, json_agg(json_build_object('epoch', epoch, 'worker', worker_id, 'start_step', start_step,
-            'outcome', outcome) ORDER BY attempt) AS all_of_it FROM run_attempts GROUP BY run_id) AS a),
-    (SELECT json_agg(json_build_array(worker_id, index, run_id, run_epoch) ORDER BY worker_id, index) FROM devices)
+        SELECT run_id, json_agg(json_build_object('lease_epoch', lease_epoch, 'worker', worker_id,
+            'start_step', start_step, 'outcome', outcome) ORDER BY attempt) AS all_of_it
+        FROM run_attempts GROUP BY run_id) AS a),
+    (SELECT json_agg(json_build_array(worker_id, index, run_id, lease_epoch) ORDER BY worker_id, index) FROM devices)
     """
 )
 _COMPARED = (
-    "status", "epoch", "attempt", "lost_count", "owner", "stop", "save", "hinted", "expired", "stored", "step",
+    "status", "lease_epoch", "attempt", "lost_count", "owner", "stop", "save", "hinted", "expired", "stored", "step",
     "best_loss", "checkpoint_step", "output_attempt", "error",
 )  # fmt: skip
 _CHAIN = {
@@ -112,7 +115,7 @@ class Lifecycle(RuleBasedStateMachine):
         for _ in range(claims):
             self._alone(Call("claim", worker=self.workers[2]))
         for run in self._live():
-            self._alone(Call("append", run=run.id, epoch=run.epoch, first=1, count=2))
+            self._alone(Call("append", run=run.id, lease_epoch=run.lease_epoch, first=1, count=2))
 
     @precondition(lambda self: len(self.model.runs) < 4)
     @rule(
@@ -198,7 +201,7 @@ class Lifecycle(RuleBasedStateMachine):
     def time_passes(self) -> None:
         """Every pause is over, and every hint is old enough to be given again."""
         for run in self._waiting():
-            self.database.change("not_before = now() - interval '1 s', hinted_at = now() - interval '31 s'", run.id)
+            self.database.change("not_before = now() - interval '1 s', notified_at = now() - interval '31 s'", run.id)
             run.paused, run.hinted = False, False
 
     @invariant()
@@ -220,7 +223,7 @@ class Lifecycle(RuleBasedStateMachine):
             assert attempts.get(run_id, []) == run.attempts
             if row["status"] in ENDED:
                 assert self.ended.setdefault(run_id, row) == row
-        held = {(worker, index): (run, epoch) if run else None for worker, index, run, epoch in devices}
+        held = {(worker, index): (run, lease_epoch) if run else None for worker, index, run, lease_epoch in devices}
         assert held == self.model.devices
         owners = {run for run, *_ in filter(None, held.values())}
         assert owners == {run_id for run_id, row in runs.items() if row["status"] in LIVE}
@@ -276,7 +279,7 @@ class Lifecycle(RuleBasedStateMachine):
             # Most calls are about a run that somebody trains.
             runs = (self._live() if wish["run"] < 3 else []) or list(self.model.runs.values())
             run = runs[wish["run"] % len(runs)]
-            wish |= {"run": run.id, "epoch": run.epoch - wish.pop("stale")}
+            wish |= {"run": run.id, "lease_epoch": run.lease_epoch - wish.pop("stale")}
             if wish["verb"] in ("append", "checkpoint"):
                 wish["first"] = max(run.stored + 1 - wish.pop("back", 0), 1)
                 wish.setdefault("count", 1)
@@ -292,7 +295,7 @@ class Database:
             experiment, dataset = parents(connection)
         self.parents = {
             "experiment_id": experiment, "dataset_id": dataset, "name": "a run",
-            "config": {"base_model": "none", "extra": {}}, "given": ["base_model"],
+            "config": {"base_model": "none", "extra": {}}, "user_set_fields": ["base_model"],
         }  # fmt: skip
         self._second = ThreadPoolExecutor(1)
         self._connection: Connection = engine.connect()

@@ -1,13 +1,11 @@
-"""The first schema: keys, experiments, data sets, workers, runs, attempts, events, checkpoints."""
+"""The schema of version 0.1.0."""
 
 import sqlalchemy as sa
 from alembic import op
 from sqlalchemy.dialects import postgresql
 
-revision = "0001"
+revision = "0100"
 down_revision = None
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
@@ -28,6 +26,22 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name=op.f("pk_api_keys")),
         sa.UniqueConstraint("digest", name=op.f("uq_api_keys_digest")),
     )
+    op.create_table(
+        "audit_log",
+        sa.Column("id", sa.Text(), nullable=False),
+        sa.Column("ts", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.Column("method", sa.Text(), nullable=False),
+        sa.Column("route", sa.Text(), nullable=False),
+        sa.Column("resource", sa.Text(), nullable=True),
+        sa.Column("key_id", sa.Text(), nullable=True),
+        sa.Column("key_name", sa.Text(), nullable=False),
+        sa.Column("address", sa.Text(), nullable=True),
+        sa.Column("request_id", sa.Text(), nullable=True),
+        sa.Column("status", sa.Integer(), nullable=True),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_audit_log")),
+    )
+    op.create_index(op.f("ix_audit_log_key_id_id"), "audit_log", ["key_id", "id"], unique=False)
+    op.create_index(op.f("ix_audit_log_resource_id"), "audit_log", ["resource", "id"], unique=False)
     op.create_table(
         "datasets",
         sa.Column("id", sa.Text(), nullable=False),
@@ -58,6 +72,38 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name=op.f("pk_experiments")),
     )
     op.create_table(
+        "metric_rollups",
+        sa.Column("run_id", sa.Text(), nullable=False),
+        sa.Column("attempt", sa.Integer(), nullable=False),
+        sa.Column("segment", sa.Integer(), nullable=False),
+        sa.Column("kind", sa.Text(), nullable=False),
+        sa.Column("level", sa.Integer(), nullable=False),
+        sa.Column("number", sa.Integer(), nullable=False),
+        sa.Column("first_step", sa.BigInteger(), nullable=False),
+        sa.Column("last_step", sa.BigInteger(), nullable=False),
+        sa.Column("first_seq", sa.BigInteger(), nullable=False),
+        sa.Column("last_seq", sa.BigInteger(), nullable=False),
+        sa.Column("points", sa.BigInteger(), nullable=False),
+        sa.Column("series", sa.JSON(), nullable=False),
+        sa.PrimaryKeyConstraint(
+            "run_id", "attempt", "segment", "kind", "level", "number", name=op.f("pk_metric_rollups")
+        ),
+        postgresql_with={"fillfactor": "80"},
+    )
+    op.create_table(
+        "replica_deletions",
+        sa.Column("run_id", sa.Text(), nullable=False),
+        sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.Column("not_before", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.PrimaryKeyConstraint("run_id", name=op.f("pk_replica_deletions")),
+    )
+    op.create_table(
+        "run_deletions",
+        sa.Column("run_id", sa.Text(), nullable=False),
+        sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.PrimaryKeyConstraint("run_id", name=op.f("pk_run_deletions")),
+    )
+    op.create_table(
         "run_events",
         sa.Column("run_id", sa.Text(), nullable=False),
         sa.Column("seq", sa.BigInteger(), nullable=False),
@@ -68,14 +114,22 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("run_id", "seq", name=op.f("pk_run_events")),
         postgresql_partition_by="RANGE (run_id)",
     )
-    # Rows of ids outside the monthly partitions (app.tables.events) must still have a home.
-    op.execute("CREATE TABLE run_events_default PARTITION OF run_events DEFAULT")
     op.create_index(
         "ix_run_events_metric",
         "run_events",
         ["run_id", "seq"],
         unique=False,
         postgresql_where=sa.text("type IN ('metric', 'eval')"),
+    )
+    op.create_table(
+        "secrets",
+        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column("key_id", sa.Text(), nullable=False),
+        sa.Column("sealed", sa.LargeBinary(), nullable=False),
+        sa.Column("updated_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.Column("created_by", sa.Text(), nullable=True),
+        sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.PrimaryKeyConstraint("name", name=op.f("pk_secrets")),
     )
     op.create_table(
         "workers",
@@ -90,11 +144,26 @@ def upgrade() -> None:
         sa.Column("backends", postgresql.ARRAY(sa.Text()), nullable=False),
         sa.Column("launch_mode", sa.Text(), nullable=False),
         sa.Column("launch_reason", sa.Text(), server_default="", nullable=False),
+        sa.Column("plugins", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
         sa.Column("started_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
         sa.Column("heartbeat_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
         sa.CheckConstraint("launch_mode IN ('zygote','cold')", name=op.f("ck_workers_launch_mode_known")),
         sa.CheckConstraint("state IN ('online','draining','offline')", name=op.f("ck_workers_state_known")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_workers")),
+    )
+    op.create_table(
+        "dataset_idempotency_keys",
+        sa.Column("created_by", sa.Text(), nullable=False),
+        sa.Column("idempotency_key", sa.Text(), nullable=False),
+        sa.Column("request_digest", sa.Text(), nullable=False),
+        sa.Column("dataset_id", sa.Text(), nullable=False),
+        sa.ForeignKeyConstraint(
+            ["dataset_id"], ["datasets.id"], name=op.f("fk_dataset_idempotency_keys_dataset_id"), ondelete="CASCADE"
+        ),
+        sa.PrimaryKeyConstraint("created_by", "idempotency_key", name=op.f("pk_dataset_idempotency_keys")),
+    )
+    op.create_index(
+        op.f("ix_dataset_idempotency_keys_dataset_id"), "dataset_idempotency_keys", ["dataset_id"], unique=False
     )
     op.create_table(
         "devices",
@@ -105,9 +174,9 @@ def upgrade() -> None:
         sa.Column("name", sa.Text(), nullable=False),
         sa.Column("memory_mb", sa.Integer(), nullable=True),
         sa.Column("run_id", sa.Text(), nullable=True),
-        sa.Column("run_epoch", sa.Integer(), nullable=True),
+        sa.Column("lease_epoch", sa.Integer(), nullable=True),
         sa.CheckConstraint("kind IN ('cpu','cuda')", name=op.f("ck_devices_kind_known")),
-        sa.CheckConstraint("(run_id IS NULL) = (run_epoch IS NULL)", name=op.f("ck_devices_run_with_epoch")),
+        sa.CheckConstraint("(run_id IS NULL) = (lease_epoch IS NULL)", name=op.f("ck_devices_run_with_lease_epoch")),
         sa.ForeignKeyConstraint(["worker_id"], ["workers.id"], name=op.f("fk_devices_worker_id"), ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("worker_id", "index", name=op.f("pk_devices")),
     )
@@ -121,28 +190,26 @@ def upgrade() -> None:
         sa.Column("dataset_id", sa.Text(), nullable=False),
         sa.Column("eval_dataset_id", sa.Text(), nullable=True),
         sa.Column("config", postgresql.JSONB(astext_type=sa.Text()), nullable=False),
-        sa.Column("given", postgresql.JSONB(astext_type=sa.Text()), nullable=False),
+        sa.Column("user_set_fields", postgresql.JSONB(astext_type=sa.Text()), nullable=False),
         sa.Column("effective_config", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
         sa.Column("devices_needed", sa.Integer(), server_default=sa.text("1"), nullable=False),
         sa.Column(
-            "requirements",
-            postgresql.JSONB(astext_type=sa.Text()),
-            server_default=sa.text("'{}'"),
-            nullable=False,
+            "requirements", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'{}'"), nullable=False
         ),
         sa.Column("idempotency_key", sa.Text(), nullable=True),
         sa.Column("request_digest", sa.Text(), nullable=True),
         sa.Column("parent_run_id", sa.Text(), nullable=True),
         sa.Column("resume_checkpoint_id", sa.Text(), nullable=True),
         sa.Column("base_run_id", sa.Text(), nullable=True),
+        sa.Column("pinned", sa.Boolean(), server_default=sa.text("false"), nullable=False),
         sa.Column("status", sa.Text(), server_default="pending", nullable=False),
         sa.Column("priority", sa.Integer(), server_default=sa.text("0"), nullable=False),
         sa.Column("max_restarts", sa.Integer(), server_default=sa.text("3"), nullable=False),
         sa.Column("stop_requested_at", sa.DateTime(timezone=True), nullable=True),
-        sa.Column("stop_save_checkpoint", sa.Boolean(), server_default=sa.text("true"), nullable=False),
-        sa.Column("hinted_at", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("stop_mode", sa.Text(), nullable=True),
+        sa.Column("notified_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("not_before", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
-        sa.Column("epoch", sa.Integer(), server_default=sa.text("0"), nullable=False),
+        sa.Column("lease_epoch", sa.Integer(), server_default=sa.text("0"), nullable=False),
         sa.Column("attempt", sa.Integer(), server_default=sa.text("0"), nullable=False),
         sa.Column("lost_count", sa.Integer(), server_default=sa.text("0"), nullable=False),
         sa.Column("lease_owner", sa.Text(), nullable=True),
@@ -150,11 +217,12 @@ def upgrade() -> None:
         sa.Column("worker_id", sa.Text(), nullable=True),
         sa.Column("event_seq", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
         sa.Column("first_seq", sa.BigInteger(), server_default=sa.text("1"), nullable=False),
-        sa.Column("src_hwm", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
+        sa.Column("attempt_event_count", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
         sa.Column("current_step", sa.Integer(), server_default=sa.text("0"), nullable=False),
         sa.Column("total_steps", sa.Integer(), nullable=True),
         sa.Column("current_epoch", sa.Double(), server_default=sa.text("0"), nullable=False),
         sa.Column("best_loss", sa.Double(), nullable=True),
+        sa.Column("final_loss", sa.Double(), nullable=True),
         sa.Column("checkpoint_step", sa.Integer(), nullable=True),
         sa.Column("error_code", sa.Text(), nullable=True),
         sa.Column("error_message", sa.Text(), nullable=True),
@@ -188,10 +256,10 @@ def upgrade() -> None:
         ),
         sa.CheckConstraint("(lease_owner IS NULL) = (lease_expires_at IS NULL)", name=op.f("ck_runs_lease_whole")),
         sa.CheckConstraint("devices_needed BETWEEN 1 AND 1024", name=op.f("ck_runs_devices_needed_bounded")),
-        sa.CheckConstraint("epoch >= attempt AND attempt >= 0", name=op.f("ck_runs_epoch_covers_attempts")),
         sa.CheckConstraint(
-            "event_seq >= 0 AND src_hwm >= 0 AND first_seq >= 1", name=op.f("ck_runs_counters_positive")
+            "event_seq >= 0 AND attempt_event_count >= 0 AND first_seq >= 1", name=op.f("ck_runs_counters_positive")
         ),
+        sa.CheckConstraint("lease_epoch >= attempt AND attempt >= 0", name=op.f("ck_runs_lease_epoch_covers_attempts")),
         sa.CheckConstraint("max_restarts BETWEEN 0 AND 100", name=op.f("ck_runs_max_restarts_bounded")),
         sa.CheckConstraint("priority BETWEEN -1000 AND 1000", name=op.f("ck_runs_priority_bounded")),
         sa.ForeignKeyConstraint(["base_run_id"], ["runs.id"], name=op.f("fk_runs_base_run_id")),
@@ -203,9 +271,35 @@ def upgrade() -> None:
         sa.UniqueConstraint("created_by", "idempotency_key", name=op.f("uq_runs_created_by_idempotency_key")),
         postgresql_with={"fillfactor": "70"},
     )
+    op.create_index(
+        "ix_runs_base_model_id", "runs", [sa.literal_column("(config ->> 'base_model')"), "id"], unique=False
+    )
     op.create_index("ix_runs_base_run_id", "runs", ["base_run_id"], unique=False)
+    op.create_index(
+        "ix_runs_begun",
+        "runs",
+        ["id"],
+        unique=False,
+        postgresql_where=sa.text("attempt > 0 AND status NOT IN ('completed','failed','cancelled')"),
+    )
     op.create_index("ix_runs_dataset_id", "runs", ["dataset_id"], unique=False)
+    op.create_index("ix_runs_eval_dataset_id", "runs", ["eval_dataset_id"], unique=False)
+    op.create_index(
+        "ix_runs_experiment_id_final_loss_id",
+        "runs",
+        ["experiment_id", "final_loss", "id"],
+        unique=False,
+        postgresql_where=sa.text("final_loss IS NOT NULL"),
+    )
     op.create_index("ix_runs_experiment_id_id", "runs", ["experiment_id", "id"], unique=False)
+    op.create_index("ix_runs_experiment_id_status_id", "runs", ["experiment_id", "status", "id"], unique=False)
+    op.create_index(
+        "ix_runs_final_loss_id",
+        "runs",
+        ["final_loss", "id"],
+        unique=False,
+        postgresql_where=sa.text("final_loss IS NOT NULL"),
+    )
     op.create_index(
         "ix_runs_live",
         "runs",
@@ -221,6 +315,19 @@ def upgrade() -> None:
         unique=False,
         postgresql_where=sa.text("status = 'pending'"),
     )
+    op.create_index("ix_runs_resume_checkpoint_id", "runs", ["resume_checkpoint_id"], unique=False)
+    op.create_index("ix_runs_status_id", "runs", ["status", "id"], unique=False)
+    op.create_index(
+        "ix_runs_tags",
+        "runs",
+        ["tags"],
+        unique=False,
+        postgresql_using="gin",
+        postgresql_ops={"tags": "jsonb_path_ops"},
+    )
+    op.create_index(
+        "ix_runs_without_final_loss", "runs", ["id"], unique=False, postgresql_where=sa.text("final_loss IS NULL")
+    )
     op.create_table(
         "checkpoints",
         sa.Column("id", sa.Text(), nullable=False),
@@ -233,42 +340,153 @@ def upgrade() -> None:
         sa.Column("bytes", sa.BigInteger(), nullable=False),
         sa.Column("manifest_sha256", sa.Text(), nullable=False),
         sa.Column("metrics", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'{}'"), nullable=False),
+        sa.Column("save_seconds", sa.Double(), nullable=True),
         sa.Column("pinned", sa.Boolean(), server_default=sa.text("false"), nullable=False),
         sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
         sa.Column("deleted_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("bad_reason", sa.Text(), nullable=True),
+        sa.Column("replica_started_at", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("replicated_at", sa.DateTime(timezone=True), nullable=True),
         sa.CheckConstraint("kind IN ('periodic','stop','best','final')", name=op.f("ck_checkpoints_kind_known")),
         sa.CheckConstraint("octet_length(manifest_sha256) = 64", name=op.f("ck_checkpoints_manifest_is_sha256_hex")),
         sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_checkpoints_run_id"), ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_checkpoints")),
     )
+    op.create_index(
+        "ix_checkpoints_copies_to_remove",
+        "checkpoints",
+        ["id"],
+        unique=False,
+        postgresql_where=sa.text("deleted_at IS NOT NULL AND replica_started_at IS NOT NULL"),
+    )
     op.create_index("ix_checkpoints_run_id_id", "checkpoints", ["run_id", "id"], unique=False)
+    op.create_index(
+        "ix_checkpoints_without_copy",
+        "checkpoints",
+        ["id"],
+        unique=False,
+        postgresql_where=sa.text("replicated_at IS NULL AND deleted_at IS NULL AND bad_reason IS NULL"),
+    )
+    op.create_table(
+        "run_actions",
+        sa.Column("id", sa.Text(), nullable=False),
+        sa.Column("run_id", sa.Text(), nullable=False),
+        sa.Column("action", sa.Text(), nullable=False),
+        sa.Column(
+            "parameters", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'{}'"), nullable=False
+        ),
+        sa.Column("status", sa.Text(), server_default="waiting", nullable=False),
+        sa.Column("step", sa.Integer(), nullable=True),
+        sa.Column("attempt", sa.Integer(), nullable=True),
+        sa.Column("result", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
+        sa.Column("message", sa.Text(), nullable=True),
+        sa.Column("idempotency_key", sa.Text(), nullable=True),
+        sa.Column("request_digest", sa.Text(), nullable=True),
+        sa.Column("finished_at", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("created_by", sa.Text(), nullable=True),
+        sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.CheckConstraint(
+            "(status = 'waiting') = (finished_at IS NULL)", name=op.f("ck_run_actions_finished_iff_not_waiting")
+        ),
+        sa.CheckConstraint(
+            "action IN ('checkpoint','evaluate','sample','set_learning_rate','extend')",
+            name=op.f("ck_run_actions_action_known"),
+        ),
+        sa.CheckConstraint("status <> 'done' OR step IS NOT NULL", name=op.f("ck_run_actions_done_at_a_step")),
+        sa.CheckConstraint("status IN ('waiting','done','refused','failed')", name=op.f("ck_run_actions_status_known")),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_run_actions_run_id"), ondelete="CASCADE"),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_run_actions")),
+    )
+    op.create_index("ix_run_actions_run_id_id", "run_actions", ["run_id", "id"], unique=False)
+    op.create_index(
+        "ix_run_actions_waiting",
+        "run_actions",
+        ["run_id"],
+        unique=False,
+        postgresql_where=sa.text("status = 'waiting'"),
+    )
     op.create_table(
         "run_attempts",
         sa.Column("run_id", sa.Text(), nullable=False),
         sa.Column("attempt", sa.Integer(), nullable=False),
-        sa.Column("epoch", sa.Integer(), nullable=False),
+        sa.Column("lease_epoch", sa.Integer(), nullable=False),
         sa.Column("worker_id", sa.Text(), nullable=False),
         sa.Column("start_step", sa.Integer(), nullable=True),
         sa.Column("started_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
         sa.Column("ended_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("outcome", sa.Text(), nullable=True),
+        sa.Column("report", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
         sa.CheckConstraint("(outcome IS NULL) = (ended_at IS NULL)", name=op.f("ck_run_attempts_outcome_iff_ended")),
         sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_run_attempts_run_id"), ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("run_id", "attempt", name=op.f("pk_run_attempts")),
     )
+    op.create_table(
+        "run_estimates",
+        sa.Column("run_id", sa.Text(), nullable=False),
+        sa.Column("estimate", postgresql.JSONB(astext_type=sa.Text()), nullable=False),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_run_estimates_run_id"), ondelete="CASCADE"),
+        sa.PrimaryKeyConstraint("run_id", name=op.f("pk_run_estimates")),
+    )
+    op.create_table(
+        "run_reward_models",
+        sa.Column("run_id", sa.Text(), nullable=False),
+        sa.Column("reward_run_id", sa.Text(), nullable=False),
+        sa.ForeignKeyConstraint(["reward_run_id"], ["runs.id"], name=op.f("fk_run_reward_models_reward_run_id")),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_run_reward_models_run_id"), ondelete="CASCADE"),
+        sa.PrimaryKeyConstraint("run_id", "reward_run_id", name=op.f("pk_run_reward_models")),
+    )
+    op.create_index("ix_run_reward_models_reward_run_id", "run_reward_models", ["reward_run_id"], unique=False)
+    op.create_table(
+        "run_timings",
+        sa.Column("run_id", sa.Text(), nullable=False),
+        sa.Column("attempt", sa.Integer(), nullable=False),
+        sa.Column("similarity_key", sa.Text(), nullable=False),
+        sa.Column("device", sa.Text(), nullable=True),
+        sa.Column("measured_at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("timings", postgresql.JSONB(astext_type=sa.Text()), nullable=False),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_run_timings_run_id"), ondelete="CASCADE"),
+        sa.PrimaryKeyConstraint("run_id", "attempt", name=op.f("pk_run_timings")),
+        postgresql_with={"fillfactor": "50"},
+    )
+    op.create_index(
+        "ix_run_timings_similarity_key_run_id",
+        "run_timings",
+        ["similarity_key", sa.literal_column("run_id DESC")],
+        unique=False,
+    )
 
-
-def downgrade() -> None:
-    for table in (
-        "run_attempts",
-        "checkpoints",
-        "runs",
-        "devices",
-        "workers",
-        "run_events",
-        "experiments",
-        "datasets",
-        "api_keys",
-    ):
-        op.drop_table(table)
+    # Rows with ids outside of the monthly partitions (app.tables.events) go here.
+    op.execute("CREATE TABLE run_events_default PARTITION OF run_events DEFAULT")
+    # A trigger instead of the code that ends runs: replicas of an older version end runs too.
+    op.execute(
+        """
+        CREATE FUNCTION runs_final_loss() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            NEW.final_loss := CASE WHEN NEW.status IN ('completed','failed','cancelled') THEN NEW.best_loss END;
+            RETURN NEW;
+        END $$
+        """
+    )
+    op.execute(
+        "CREATE TRIGGER runs_final_loss BEFORE UPDATE OF status ON runs FOR EACH ROW EXECUTE FUNCTION runs_final_loss()"
+    )
+    # A trigger instead of the statement that ends runs: each query of a trigger sees what is committed by then, so an
+    # action that was accepted while the end waited for its lock is refused too.
+    op.execute(
+        """
+        CREATE FUNCTION runs_refuse_actions() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            UPDATE run_actions SET status = 'refused', finished_at = clock_timestamp(),
+                message = 'The run is ' || NEW.status || ': it ended before this could be done.'
+            WHERE run_id = NEW.id AND status = 'waiting';
+            RETURN NULL;
+        END $$
+        """
+    )
+    op.execute(
+        """
+        CREATE TRIGGER runs_refuse_actions AFTER UPDATE OF status ON runs FOR EACH ROW
+        WHEN (NEW.status IN ('completed','failed','cancelled') AND OLD.status IS DISTINCT FROM NEW.status)
+        EXECUTE FUNCTION runs_refuse_actions()
+        """
+    )

@@ -1,0 +1,61 @@
+"""Every `anneal` command in the documents exists, with the options that are shown."""
+
+import itertools
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from app.cli.main import cli
+from tests.nodes import ROOT
+
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
+_INLINE = re.compile(r"(?<!`)`anneal ([^`\n]*)`(?!`)")
+_BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_GLOBAL = {"--help", "--install-completion"}
+
+
+def commands(text: str) -> list[str]:
+    """Return the arguments of each command, with alternatives such as `create|list` expanded."""
+    lines = [line for block in _BLOCK.findall(text) for line in block.splitlines()]
+    found = [line.split("anneal ", 1)[1] for line in lines if re.match(r"(.*\bexec \w+ )?anneal ", line)]
+    found += _INLINE.findall(_BLOCK.sub("", text))
+    return [
+        " ".join(words)
+        for command in found
+        for words in itertools.product(*(_alternatives(word) for word in command.split(" ")))
+    ]
+
+
+def _alternatives(word: str) -> list[str]:
+    return word.split("|") if re.fullmatch(r"[a-z_-]+(\|[a-z_-]+)+", word) else [word]
+
+
+def problem(command: str) -> str | None:
+    """Return the first unknown command or option; None if there is none."""
+    found: Any = typer.main.get_command(cli)
+    words = [word for word in shlex.split(command.partition("#")[0]) if word != "…"]
+    while words and hasattr(found, "get_command"):
+        if words[0].startswith("-"):
+            return None if words[0] in _GLOBAL else words[0]
+        context = found.make_context("anneal", [], resilient_parsing=True)
+        name, *words = words
+        found = found.get_command(context, name)
+        if found is None:
+            return name
+    options = {option for one in found.params for option in one.opts} | _GLOBAL
+    return next((word for word in words if re.match(r"--?[a-z]", word) and word not in options), None)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_exist(page: Path) -> None:
+    found = [(command, problem(command)) for command in commands(page.read_text())]
+    assert [(command, unknown) for command, unknown in found if unknown] == []
+
+
+def test_unknown_commands_are_found() -> None:
+    text = "`anneal runs make|list` `anneal runs stop --soon run_1`\n```\nanneal up --now\nanneal keys create me\n```\n"
+    assert [problem(command) for command in commands(text)] == ["--now", None, "make", None, "--soon"]
