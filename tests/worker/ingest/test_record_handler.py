@@ -129,7 +129,7 @@ def test_a_commit_whose_answer_got_lost_is_not_stored_twice(lab: Lab, nth: int) 
 def test_skipped_rows_become_an_event(lab: Lab) -> None:
     skipped = {"data": "training", "count": 2, "total": 9, "reason": "2 of 9 rows were left out.", "examples": [3, 4]}
     lab.says("skipped_rows", **skipped)
-    lab.writer.flush()
+    lab.writer.drain()
     assert lab.events()[-1] == ("skipped_rows", skipped)
 
 
