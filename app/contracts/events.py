@@ -195,6 +195,25 @@ class SampleEvent(TrainerEvent):
     )
 
 
+class SkippedRowsEvent(TrainerEvent):
+    """Rows of the data that are left out, cut, or teach nothing; reported by every attempt before the first step."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_example(
+            "skipped_rows", data="training", count=2, total=1000, examples=[7, 19],
+            reason="2 of 1000 rows were left out: no token to learn remains after truncation.",
+        )
+    )  # fmt: skip
+    is_trainer_record = True
+
+    type: Literal["skipped_rows"]
+    data: str = Field(description="`training` or `evaluation`.")
+    count: int = Field(description="Number of these rows.")
+    total: int = Field(description="Number of rows that were considered.")
+    reason: str = Field(description="Sentence for users; also a line of the log.")
+    examples: list[int] = Field(default_factory=list, description="First ten of the rows, counted from 0.")
+
+
 class ActionEvent(Event):
     """Result of an action."""
 
@@ -280,7 +299,7 @@ EVENTS: Mapping[str, type[Event]] = MappingProxyType(
         get_args(model.model_fields["type"].annotation)[0]: model
         for model in (
             StatusEvent, LogEvent, MetricEvent, EvalEvent, CheckpointEvent, ConfigEvent, ProgressEvent, SampleEvent,
-            ActionEvent, RepairEvent, ErrorEvent, EndEvent, TruncatedEvent,
+            SkippedRowsEvent, ActionEvent, RepairEvent, ErrorEvent, EndEvent, TruncatedEvent,
         )
     }
 )  # fmt: skip

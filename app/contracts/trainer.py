@@ -3,7 +3,7 @@
 A training process sends records, each a JSON object in one datagram; a supervisor sends control messages. Records are
 TypedDicts: the sender is checked by mypy and builds a plain dictionary. The supervisor treats them as untrusted input
 and validates them when it reads them, except the frequent ones that it only stores: metrics, evaluations, progress and
-samples.
+samples and skipped rows.
 """
 
 import json
@@ -149,6 +149,18 @@ class SampleRecord(SampleOrigin, _Record):
     completion: str
 
 
+class SkippedRowsRecord(_Record):
+    """Rows of the data that are left out, cut, or teach nothing."""
+
+    type: Literal["skipped_rows"]
+    data: str
+    """training or evaluation."""
+    count: int
+    total: int
+    reason: str
+    examples: list[int]
+
+
 class AnsweredAction(TypedDict):
     """Action that a checkpoint answers."""
 
@@ -260,6 +272,7 @@ TrainerRecord = (
     | PhaseRecord
     | ProgressRecord
     | SampleRecord
+    | SkippedRowsRecord
     | CheckpointRecord
     | ActionRecord
     | ResultRecord

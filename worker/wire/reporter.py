@@ -164,6 +164,19 @@ class Reporter:
         sample = {"type": "sample", "step": step, "prompt": prompt, "completion": completion, **origin}
         self.send(cast(SampleRecord, sample))
 
+    def skipped_rows(self, data: str, *, count: int, total: int, reason: str, examples: list[int]) -> None:
+        """Report rows of the training or evaluation `data` that are left out, cut, or teach nothing."""
+        self.send(
+            {
+                "type": "skipped_rows",
+                "data": data,
+                "count": count,
+                "total": total,
+                "reason": reason,
+                "examples": examples,
+            }
+        )
+
     def message(self, line: str, level: str = "info") -> None:
         """Report a message to the user, shown among the log lines."""
         self.send({"type": "message", "level": level, "line": line})

@@ -126,6 +126,13 @@ def test_a_commit_whose_answer_got_lost_is_not_stored_twice(lab: Lab, nth: int) 
     ]  # fmt: skip
 
 
+def test_skipped_rows_become_an_event(lab: Lab) -> None:
+    skipped = {"data": "training", "count": 2, "total": 9, "reason": "2 of 9 rows were left out.", "examples": [3, 4]}
+    lab.says("skipped_rows", **skipped)
+    lab.writer.drain()
+    assert lab.events()[-1] == ("skipped_rows", skipped)
+
+
 def test_a_sign_of_life_is_heard_and_stored_nowhere(lab: Lab) -> None:
     lab.prints("before\n")
     lab.pump.last_output_at = 0.0

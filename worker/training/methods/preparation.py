@@ -150,9 +150,10 @@ def read_data(run: TrainingContext, read: Read[Some]) -> tuple[Some, Some | None
     except FileNotFoundError as error:
         raise TrainingFailure("bad_data", "The dataset's file no longer exists.") from error
     hooks.delete_source_rows(run)
-    for one in (training, held_out):
+    for name, one in (("training", training), ("evaluation", held_out)):
         for remark in one.remarks if one else []:
             run.report.message(remark["reason"], level="warning")
+            run.report.skipped_rows(name, **remark)
     return training, held_out
 
 

@@ -413,6 +413,10 @@ class TestData:
         (remark,) = (line for record in done.of("message") if "left out" in (line := record["line"]))
         assert remark.endswith(" of 40 rows were left out: one of the two is longer than 45 tokens.")
         assert done.of("config")[0]["facts"]["rows"] == 40 - int(remark.split()[0])
+        (skipped,) = done.of("skipped_rows")
+        assert (skipped["data"], skipped["count"], skipped["total"]) == ("training", int(remark.split()[0]), 40)
+        assert skipped["reason"] == remark and skipped["examples"] == sorted(skipped["examples"])
+        assert len(skipped["examples"]) == min(skipped["count"], 10) and set(skipped["examples"]) <= set(range(40))
 
     @pytest.mark.parametrize("method", ["dpo", "kto", "reward"])
     def test_a_second_run_on_the_same_rows_does_not_tokenise(
