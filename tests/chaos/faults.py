@@ -50,6 +50,6 @@ FAULTS: dict[Callable[[Scene], None], tuple[str, ...]] = {
     torn_save: ("torn save",),
     flip_a_byte: ("damaged checkpoint passed over",),
     deploy: ("API replaced with clients connected",),
-    drain: ("run handed back", "hand_back committed, answer lost"),
+    drain: ("run handed back", "release committed, answer lost"),
     disk_full: ("disk full",),
 }

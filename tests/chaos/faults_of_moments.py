@@ -9,8 +9,8 @@ from tests.chaos.world import Service
 from worker.wire.journal import read_journal
 
 LIED_ABOUT = (
-    "create", "claim", "begin", "append", "renew", "saving", "checkpoint", "complete", "request_stop", "cancel",
-    "hint_due",
+    "create", "claim", "begin", "append", "renew", "begin_save", "checkpoint", "complete", "request_stop", "cancel",
+    "mark_notified",
 )  # fmt: skip
 
 

@@ -139,7 +139,7 @@ def drain(scene: Scene) -> None:
         return
     worker = found[1]
     with scene.fault(worker.name, requeues=True):
-        with scene.lying("hand_back"):
+        with scene.lying("release"):
             took = worker.terminate(timeout=60)
         scene.time("worker ended after SIGTERM", took)
         if took > GRACE_SECONDS + 6:

@@ -69,8 +69,8 @@ def lie_about_commits(folder: Path, process: str) -> None:
     from app.runs.state import machine
 
     for name in (
-        "create", "claim", "begin", "saving", "saved", "complete", "fail", "cancel", "hand_back", "retry", "reap",
-        "request_stop", "renew", "hint_due",
+        "create", "claim", "begin", "begin_save", "end_save", "complete", "fail", "cancel", "release", "retry", "reap",
+        "request_stop", "renew", "mark_notified",
     ):  # fmt: skip
         setattr(machine, name, _marked(name, getattr(machine, name)))
 
