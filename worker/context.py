@@ -98,7 +98,7 @@ class WorkerContext:
             False if the worker was asked to end meanwhile.
 
         Raises:
-            HomeError: The database schema is older than this code.
+            SetupError: The database schema is older than this code.
         """
         self._notebook.open()
         self.launcher.start()

@@ -54,6 +54,8 @@ async def create(
     session, caller_id = transaction.session, transaction.caller_id
     if earlier := await find_by_idempotency_key(session, caller_id, transaction.idempotency):
         return earlier
+    if run_id is not None and (known := await session.get(Run, run_id)) is not None:
+        return known
     found = await validate_request(session, settings, storage, request)
     if found.errors or found.config is None:
         raise validation_failed(found.errors)

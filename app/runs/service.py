@@ -1,4 +1,4 @@
-"""Operations on runs. `lifecycle` writes statuses; resuming is in `resume.py`."""
+"""Operations on runs. `state/machine.py` writes statuses; resuming is in `resume.py`."""
 
 from collections.abc import Sequence
 

@@ -64,7 +64,7 @@ def upgrade(settings: Settings, say: Say = _discard) -> tuple[str, str]:
     """Migrate to the newest revision, one transaction per migration; returns the revisions before and after.
 
     Safe to call from several replicas at once: one migrates while the others wait. A database migrated by a later
-    version stays unchanged. If a table is in use, the migration is retried for `SLOT_TIMEOUT_SECONDS`.
+    version stays unchanged. If a table is in use, the migration is retried for `PATIENCE_SECONDS`.
 
     Raises:
         SetupError: A table was in use during all retries, or the database is that of a development version.

@@ -48,7 +48,7 @@ class Monitor:
         """Handle output until the process has ended; return its exit, and the reason if this worker killed it.
 
         Raises:
-            Fenced: This worker no longer owns the run; the process has been killed.
+            LeaseFenced: This worker no longer owns the run; the process has been killed.
         """
         killed_for = None
         while (ended := self._process.poll()) is None and killed_for is None:

@@ -106,7 +106,7 @@ def run_attempt_to_outcome(host: WorkerContext, run: ClaimedRun, lease: Lease, w
     shows that it does not.
 
     Raises:
-        Fenced: This worker no longer owns the run.
+        LeaseFenced: This worker no longer owns the run.
         LeaseLost: The worker is to end and the database does not answer.
     """
     try:
@@ -133,7 +133,7 @@ def attempt(host: WorkerContext, run: ClaimedRun, lease: Lease, writer: EventWri
 
     Raises:
         LeaseLost: The lease expired; there is no trainer, or it has ended.
-        Fenced: This worker no longer owns the run; there is no trainer, or it has ended.
+        LeaseFenced: This worker no longer owns the run; there is no trainer, or it has ended.
     """
     device = next(one for one in host.machine.devices if one.index == run.device_indexes[0])
     pump = RecordHandler(host, run, writer)

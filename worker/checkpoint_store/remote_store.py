@@ -107,7 +107,7 @@ class RemoteStore:
         """Set up the client; nothing is connected yet.
 
         Raises:
-            HomeError: No installed library supports the URL.
+            SetupError: No installed library supports the URL.
         """
         self.url = url
         protocol = url.partition("://")[0]
@@ -126,7 +126,7 @@ class RemoteStore:
         """Create the marker in a folder that has none, if `is_first()` says that no replica was ever made.
 
         Raises:
-            Unreachable: The folder does not exist, or it is not the one that holds the replicas.
+            StoreUnavailable: The folder does not exist, or it is not the one that holds the replicas.
         """
         if self._is_local and not Path(self._root, MARK).exists() and Path(self._root).is_dir() and is_first():
             with self._store_errors():
@@ -142,10 +142,10 @@ class RemoteStore:
         arrives.
 
         Raises:
-            Gone: The folder does not exist here.
-            NotAsWritten: The checkpoint is corrupt.
+            LocalCheckpointMissing: The folder does not exist here.
+            LocalCheckpointCorrupt: The checkpoint is corrupt.
             OSError: It cannot be read here and now, which says nothing about its state.
-            Unreachable: The remote store accepts no more.
+            StoreUnavailable: The remote store accepts no more.
         """
         text = b"".join(_local_pieces(folder, manifest.MANIFEST))
         if hashlib.sha256(text).hexdigest() != sha256:
@@ -168,7 +168,7 @@ class RemoteStore:
         `own_name` identifies the fetch, so that no other one uses the same staging folder.
 
         Raises:
-            NotThere, BadCopy, Unreachable: See these; nothing that was fetched is left here.
+            ReplicaMissing, ReplicaCorrupt, StoreUnavailable: See these; nothing that was fetched is left here.
             OSError: This worker's own storage cannot take it.
         """
         source = self._place(folder)
@@ -203,7 +203,7 @@ class RemoteStore:
         """Remove the replica of a checkpoint, or of everything of a run; no error if there is none.
 
         Raises:
-            Unreachable: Something may be left.
+            StoreUnavailable: Something may be left.
         """
         self._check_root()
         with self._store_errors(), suppress(FileNotFoundError):

@@ -218,7 +218,7 @@ class Replicator:
         """Send one replica; return True if it is complete, False if it is no longer to be sent.
 
         Raises:
-            Unreachable, SQLAlchemyError, OSError: It cannot be sent now.
+            StoreUnavailable, SQLAlchemyError, OSError: It cannot be sent now.
         """
         self.remote.mark_root(lambda: not self._rows(replicas.any_replica()))
         began = noted = time.monotonic()

@@ -94,7 +94,7 @@ class EventWriter:
 
         Raises:
             LeaseLost: It took too long, or the worker is to end and the database does not answer.
-            Fenced: Nothing more may be written.
+            LeaseFenced: Nothing more may be written.
         """
         with self._changed:
             while self._waiting:

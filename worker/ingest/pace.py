@@ -1,5 +1,6 @@
 """Timings of the phases of an attempt by the worker's monotonic clock, on which later predictions are based."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from app.runs.scheduler.durations import Timings
 from app.tables.runs import AttemptTimings, Run
 from app.tables.workers import Device
 from worker.claimed_run import ClaimedRun
+
+log = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_WRITES = 0.5
 _MAX_WINDOWS = 64
@@ -30,8 +33,12 @@ class AttemptTimer:
         self._counts: dict[str, int] = {"evaluating": 0, "saving": 0}
         self._windows: deque[tuple[int, float]] = deque(maxlen=_MAX_WINDOWS)
         self._written: float | None = None
-        twin = durations.config_digest(run.config, run.dataset_id, run.eval_dataset_id)
-        self._timings = Timings(twin=twin, work=durations.step_size(run.config))
+        self._timings = Timings()
+        try:
+            twin = durations.config_digest(run.config, run.dataset_id, run.eval_dataset_id)
+            self._timings = Timings(twin=twin, work=durations.step_size(run.config))
+        except Exception:  # no attempt fails because its duration cannot be predicted
+            log.exception("%s: no timings for predictions: the configuration cannot be read", run.id)
         self.training_started = False
         """True once the first step is reached, so that there is something to store."""
 

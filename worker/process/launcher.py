@@ -94,7 +94,7 @@ class Launcher:
 
     @property
     def reason(self) -> str:
-        """Reason why the mode is `spawn_cold`; empty for `zygote`."""
+        """Reason why the mode is `cold`; empty for `zygote`."""
         return self._cold_because
 
     @property

@@ -21,7 +21,7 @@ from worker.process.training_process import ColdExitWatcher, TrainingProcess, Zy
 FORK_SECONDS = 20.0
 LOOK_SECONDS = 0.1
 """Seconds between checks that a waiting caller still wants the process."""
-CODE_ROOT = Path(__file__).resolve().parent.parent
+CODE_ROOT = Path(__file__).resolve().parents[2]
 
 
 class LaunchError(RuntimeError):

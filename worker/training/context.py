@@ -86,7 +86,7 @@ class TrainingContext:
         return self.control.stop_requested
 
     def raise_if_stopped(self) -> None:
-        """Raise `TransferCancelled` if a stop was requested.
+        """Raise `Stopped` if a stop was requested.
 
         For phases where there is nothing to save: loading, tokenizing, exporting.
         """

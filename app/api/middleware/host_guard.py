@@ -1,4 +1,4 @@
-"""Checks of `WorkerContext` and `Origin` headers, against DNS rebinding and CSRF."""
+"""Checks of `Host` and `Origin` headers, against DNS rebinding and CSRF."""
 
 import ipaddress
 import re
@@ -15,7 +15,7 @@ _SAFE = {"GET", "HEAD", "OPTIONS"}
 
 
 class HostGuardMiddleware:
-    """Middleware that rejects unknown `WorkerContext` headers and write requests from other origins."""
+    """Middleware that rejects unknown `Host` headers and write requests from other origins."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self.app = app

@@ -1,4 +1,4 @@
-"""Fields of a training configuration: name, type, bounds, default. Checks across fields: `config.py`."""
+"""Fields of a training configuration: name, type, bounds, default. Checks across fields: `rules.py`."""
 
 from typing import Annotated, Any, Literal
 
@@ -131,7 +131,7 @@ class TrainerOptions(Strict):
 
 
 class TrainingConfig(Strict):
-    """Training configuration: model, method and hyperparameters. `config.problems` checks it as a whole."""
+    """Training configuration: model, method and hyperparameters. `validation.config_errors` checks it as a whole."""
 
     model_config = ConfigDict(
         json_schema_extra={

@@ -1,6 +1,6 @@
 """Conflicts of configuration fields with each other, the data, or the machine.
 
-Bounds of single fields: `fields.py`. All checks together: `config.py`.
+Bounds of single fields: `fields.py`. All checks together: `validation.py`.
 """
 
 import math

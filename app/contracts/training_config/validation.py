@@ -1,7 +1,7 @@
 """Validation of a training configuration, and resolution of its defaults for a machine.
 
 Pure pydantic, no torch: the API validates with it, and the training process resolves with it.
-Fields, bounds and defaults: `fields.py`; conflicts between fields: `conflicts.py`.
+Fields, bounds and defaults: `fields.py`; conflicts between fields: `rules.py`.
 """
 
 import difflib

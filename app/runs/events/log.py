@@ -110,7 +110,7 @@ def append(
     events, or None if all of them were stored before.
 
     Raises:
-        Fenced: The run has another lease epoch, or it has ended.
+        LeaseFenced: The run has another lease epoch, or it has ended.
     """
     seq_before = _store(connection, run_id, lease_epoch, first, new, progress)
     if seq_before is None:

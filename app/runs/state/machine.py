@@ -1,9 +1,9 @@
 """State machine of a run; the only writer of `runs.status`.
 
-    pending ──claim──▶ initializing ──begin──▶ running ◀──saved── checkpointing
-     ▲  │                   │                   │  └────saving───────▲
+    pending ──claim──▶ initializing ──begin──▶ running ◀─end_save─ checkpointing
+     ▲  │                   │                   │  └──begin_save─────▲
      │  └─request_stop─▶ cancelled              │
-     └──── hand_back · retry · repair · reap ◀──┤   (cancelled when a stop was asked, failed past max_restarts)
+     └──── release · retry · repair · reap ◀──┤   (cancelled when a stop was asked, failed past max_restarts)
                                                 └──▶ complete · fail · cancel
 
 Each function returns one SQLAlchemy statement that async and sync sessions both execute. It combines a guarded UPDATE,

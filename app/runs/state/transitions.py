@@ -1,6 +1,6 @@
 """A state transition of a run as one statement: guarded UPDATE, events, end of the attempt, release of the devices.
 
-`lifecycle`, the only user of this module, defines the transitions and their guards.
+`machine.py`, the only user of this module, defines the transitions and their guards.
 """
 
 from typing import Any

@@ -61,7 +61,7 @@ class PinnedMemory:
         Tensors that share memory share a copy. Copies use the memory held here: the next call overwrites them.
 
         Raises:
-            TooLittleMemory: nothing was copied.
+            InsufficientHostMemory: nothing was copied.
         """
         distinct: dict[Any, torch.Tensor] = {}
         places: dict[int, Any] = {}

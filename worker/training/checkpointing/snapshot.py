@@ -42,7 +42,7 @@ class Snapshot:
         """Return a copy, which training no longer changes.
 
         Raises:
-            TooLittleMemory: there is no memory for a copy.
+            InsufficientHostMemory: there is no memory for a copy.
         """
         copies = memory.copy(self._tensors())
         weights = [replace(one, tensors=_replace_tensors(one.tensors, copies)) for one in self.weights]

@@ -35,7 +35,8 @@ class EndedBeforeStep(Exception):
 class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
     """Mixin that adds exact step losses, early stop and atomic checkpoints to a TRL trainer.
 
-    It precedes the trainer (`class Ours(Faithful, DPOTrainer)`) and does not change its loss, data order or updates.
+    It precedes the trainer, as in `class SupervisedTrainer(ServiceTrainerMixin, SFTTrainer)`, and does not change its
+    loss, data order or updates.
     Rows carry their numbers in the dataset in a column `rows`.
     """
 

@@ -1,4 +1,4 @@
-"""Steps of every training method up to the loaded model, in the order of use; `course` has the rest."""
+"""Steps of every training method up to the loaded model, in the order of use; `pipeline.py` has the rest."""
 
 import math
 from collections.abc import Callable, Iterator

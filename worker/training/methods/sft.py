@@ -21,7 +21,7 @@ from worker.training.plugins.metric_functions import Evaluation, Factories
 
 
 class SupervisedTrainer(ServiceTrainerMixin, SFTTrainer):  # type: ignore[misc]
-    """An `SFTTrainer` on tokenized data."""
+    """An `SFTTrainer` on tokenized data; the loss, also of `qlora`, is that of TRL."""
 
     MEASURES: ClassVar[Mapping[str, str]] = {"mean_token_accuracy": "token_accuracy", "entropy": "entropy"}
 

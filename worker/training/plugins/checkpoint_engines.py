@@ -132,7 +132,7 @@ def restore_replica(run: TrainingContext) -> None:
         ) from error
     if not isinstance(found, bool):
         raise registry.plugin_error(
-            "checkpoint_engine", plugin.type, f"returned {found!r} from `restore_replica`, not True or False"
+            "checkpoint_engine", plugin.type, f"returned {found!r} from `fetch`, not True or False"
         )
     if found:
         run.report.message(

@@ -16,7 +16,7 @@ class Recipe(Protocol):
     """A whole training (`anneal.recipes`) that replaces that of the method."""
 
     def __call__(self, run: TrainingContext, replaced: list[Replacement], /, **parameters: Any) -> dict[str, Any]:
-        """Train to the end or to a stop, and return the fields of the result, as `course.finish` does."""
+        """Train to the end or to a stop, and return the fields of the result, as `pipeline.finish` does."""
 
 
 class DataSource(Protocol):

@@ -1,7 +1,7 @@
 """Experiment trackers (`report_to`): every metric of a run is also sent to them, from one thread each.
 
 A tracker that is unreachable, slow or failing never delays training: its points wait in a bounded queue, are retried,
-and are finally dropped with a message to the user. The clients are in `tracker_kinds.py`.
+and are finally dropped with a message to the user. The clients are in `clients.py`.
 """
 
 import importlib.util

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.rules import DeviceCapabilities
+from tests.jobs import make_spec
 from tests.worker.training.tiny import Forks, make_job
 from worker.training.model import base_model, loader
 
@@ -67,7 +68,9 @@ class TestAttention:
         self, fields: dict[str, Any], machine: DeviceCapabilities, used: str | None, tiny_model: Path
     ) -> None:
         config = TrainingConfig(base_model="tiny", **fields)
-        start = base_model.find_base({"base_model": {"name": "tiny", "path": str(tiny_model)}}, config)
+        start = base_model.find_base(
+            make_spec(tiny_model, base_model={"name": "tiny", "path": str(tiny_model)}), config
+        )
         assert loader._attention(start, config, machine) == used
 
 

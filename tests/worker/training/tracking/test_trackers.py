@@ -17,8 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
+from app.contracts.job import JobSpec, TrackerServers
 from app.contracts.training_config.fields import TrainingConfig
 from tests.http_server import serving
+from tests.jobs import make_spec
 from tests.slowness import slowness
 from tests.waiting import eventually
 from tests.worker.training.tiny import Forks, Outcome, make_job, run_cold
@@ -53,10 +55,10 @@ def told(outcome: Outcome, above: int = 0) -> Points:
     return {(name, step, value) for (name, step), value in found.items() if value is not None and step > above}
 
 
-def opening(folder: Path, tracker: str) -> tuple[dict[str, Any], TrainingConfig, Reporter]:
+def opening(folder: Path, tracker: str) -> tuple[JobSpec, TrainingConfig, Reporter]:
     """What `trackers.opened` takes, for a run with this tracker."""
     config = TrainingConfig.model_validate({"base_model": "tiny", "report_to": [tracker]})
-    return make_job(folder, "model", "data"), config, Reporter(None)
+    return make_spec(folder), config, Reporter(None)
 
 
 def completed(outcome: Outcome) -> Outcome:
@@ -294,7 +296,9 @@ class TestTrouble:
             job, config, report = opening(tmp_path, "mlflow")
             url = f"http://127.0.0.1:{silent.getsockname()[1]}"
             before, slow = threading.active_count(), slowness()
-            opened = trackers.open_trackers({**job, "trackers": {"mlflow_tracking_uri": url}}, config, report)
+            opened = trackers.open_trackers(
+                job.model_copy(update={"trackers": TrackerServers(mlflow_tracking_uri=url)}), config, report
+            )
             began = time.monotonic()
             for step in range(12_000):
                 opened.add({"step": step, "loss": 1.0})
@@ -322,7 +326,9 @@ def test_the_token_of_the_server_goes_along_with_every_call(
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "token-of-ada")
     with serving(Notes) as url:
         job, config, report = opening(tmp_path, "mlflow")
-        opened = trackers.open_trackers({**job, "trackers": {"mlflow_tracking_uri": url}}, config, report)
+        opened = trackers.open_trackers(
+            job.model_copy(update={"trackers": TrackerServers(mlflow_tracking_uri=url)}), config, report
+        )
         opened.add({"step": 1, "loss": 1.0})
         opened.close("cancelled")
     assert set(seen) == {"Bearer token-of-ada"}
