@@ -69,7 +69,8 @@ class TestAttention:
     ) -> None:
         config = TrainingConfig(base_model="tiny", **fields)
         start = base_model.find_base(
-            make_spec(tiny_model, base_model={"name": "tiny", "path": str(tiny_model)}), config
+            make_spec(tiny_model, base_model={"name": "tiny", "path": str(tiny_model), "hub": None, "revision": None}),
+            config,
         )
         assert loader._attention(start, config, machine) == used
 
