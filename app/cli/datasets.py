@@ -66,7 +66,7 @@ def upload(
                 file_format=file_format,
                 columns=columns,
                 tokenizer=tokenizer,
-                told=update,
+                on_progress=update,
             )
         _print_created(dataset, as_json)
 

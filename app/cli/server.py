@@ -133,4 +133,4 @@ def prune(
             shown = ("runs", "checkpoints", "checkpoint_bytes", "months")
             document({"dry_run": dry_run, **{name: getattr(found, name) for name in shown}})
         else:
-            typer.echo(found.told(dry_run))
+            typer.echo(found.summary(dry_run))

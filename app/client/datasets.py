@@ -34,14 +34,14 @@ class Datasets(ApiResource[M]):
         file_format: str | None = None,
         columns: Mapping[str, str] | None = None,
         tokenizer: str | None = None,
-        told: Callable[[int], None] | None = None,
+        on_progress: Callable[[int], None] | None = None,
         idempotency_key: str | None = None,
     ) -> DatasetView:
         """Upload a file, given by its path or as JSONL bytes; every row is validated, and one bad row rejects the file.
 
         `file_format` (jsonl, json, csv, parquet) is required if the file name does not show it. `columns` maps the
         columns of the dataset format to those of the file. `tokenizer` names the model whose tokenizer counts tokens.
-        `told` is called with the number of bytes sent so far.
+        `on_progress` is called with the number of bytes sent so far.
         """
         fields = without_none(
             name=name, format=format, file_format=file_format, tokenizer=tokenizer,
@@ -50,7 +50,7 @@ class Datasets(ApiResource[M]):
         with _opened(file) as opened:
             request = self._session.transport.build(
                 "POST", "/datasets", data=fields,
-                files={"file": (_file_name(file), _Counted(opened, told) if told else opened)},
+                files={"file": (_file_name(file), _Counted(opened, on_progress) if on_progress else opened)},
                 headers={"Idempotency-Key": idempotency_key or str(uuid.uuid4())}, timeout=_TIMEOUT,
             )  # fmt: skip
             return parse_response(DatasetView, await self._session.fetch(request, repeatable=True))

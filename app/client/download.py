@@ -22,7 +22,7 @@ async def download(
     artifacts: list[Artifact],
     folder: Path,
     paths: Sequence[str],
-    told: ProgressCallback | None,
+    on_progress: ProgressCallback | None,
 ) -> Path:
     """Download files of a run into `folder`.
 
@@ -38,7 +38,7 @@ async def download(
         _check_path(artifact.path)
         part = collected / artifact.path
         _make_room(part)
-        await _fetch(session, f"/runs/{run_id}/artifacts/{quote(artifact.path)}", part, artifact, told)
+        await _fetch(session, f"/runs/{run_id}/artifacts/{quote(artifact.path)}", part, artifact, on_progress)
     for artifact in wanted:
         _put(collected / artifact.path, folder / artifact.path)
     shutil.rmtree(collected)

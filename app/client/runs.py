@@ -228,12 +228,12 @@ class Runs(ApiResource[M]):
         folder: str | Path | None = None,
         *,
         paths: Sequence[str] = (),
-        told: Callable[[str, int, int], None] | None = None,
+        on_progress: Callable[[str, int, int], None] | None = None,
     ) -> Path:
         """Download the run's output into `folder` (default: a new folder named after the run); return the folder.
 
         Downloads all files, or those that match `paths` (`*.json`). Files appear when all are complete; an interrupted
-        download is resumed. `told` is called with the path, the bytes received and the size of the file.
+        download is resumed. `on_progress` is called with the path, the bytes received and the size of the file.
         """
         found = (await self._session.get(Artifacts, f"/runs/{run_id}/artifacts")).data
-        return await download(self._session, run_id, found, Path(folder or run_id), paths, told)
+        return await download(self._session, run_id, found, Path(folder or run_id), paths, on_progress)

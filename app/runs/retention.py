@@ -70,7 +70,7 @@ class PruneResult:
     is_busy: bool = False
     """Another process was pruning; nothing was done."""
 
-    def told(self, dry_run: bool) -> str:
+    def summary(self, dry_run: bool) -> str:
         """Return a summary sentence."""
         months = f"the events of {', '.join(self.months)}" if self.months else "no events"
         size = f"{self.checkpoint_bytes / 2**20:,.0f} MiB"

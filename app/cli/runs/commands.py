@@ -391,7 +391,9 @@ def download(
                 received[path] = done
                 update(sum(received.values()))
 
-            folder = client.runs.download(run_id, output, paths=paths or (), told=on_progress if update else None)
+            folder = client.runs.download(
+                run_id, output, paths=paths or (), on_progress=on_progress if update else None
+            )
         if as_json:
             files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
             document({"folder": str(folder), "files": files})

@@ -58,7 +58,7 @@ class TestCalls:
         file = tmp_path / "rows.jsonl"
         file.write_bytes(ROWS)
         told: list[int] = []
-        made = client.datasets.upload(file, name="five rows", told=told.append)
+        made = client.datasets.upload(file, name="five rows", on_progress=told.append)
         assert (made.name, made.rows, made.bytes) == ("five rows", 5, len(ROWS))
         assert told[-1] == len(ROWS)
         assert next(iter(client.datasets.list())).id == made.id
@@ -295,7 +295,7 @@ class TestTryingAgain:
             Anneal(url, "key", patience=0.3) as client,
             pytest.raises(AnnealError, match="Row 1"),
         ):
-            client.datasets.upload(ROWS, told=slowly)
+            client.datasets.upload(ROWS, on_progress=slowly)
         assert len(Failing.asked) == 2
 
     def test_an_answer_that_breaks_off_is_asked_for_again(self, failing: Anneal) -> None:
