@@ -65,12 +65,6 @@ class _Record(TypedDict):
     """Unix time in seconds; set when the record is sent."""
 
 
-class HeartbeatRecord(TypedDict):
-    """Sign of progress, which is not stored."""
-
-    type: Literal["heartbeat"]
-
-
 class MessageRecord(_Record):
     """Message to the user, shown among the log lines."""
 
