@@ -1,9 +1,10 @@
 # On a bare machine with Python 3.11 or newer: `make demo`, `make test`. Each creates what it needs, in .venv.
 PYTHON ?= python3
 BIN := .venv/bin
-# The service with its worker; and all that tests, benchmarks and documents need beside it, but for Node's packages.
+# The service with its worker; what `make test` needs beside it; what `make test-all` needs beside that.
 SERVICE := .venv/.service
 READY := .venv/.ready
+INTEGRATIONS := .venv/.integrations
 CHAOS := tests/chaos/test_chaos.py
 
 comma := ,
@@ -21,18 +22,18 @@ up: $(SERVICE)  ## run the service until Ctrl-C
 
 # All of it in several processes (tests/scheduling.py); a part, often small, in one.
 # The chaos suite first and alone: beside other tests its leases run out by themselves, which it reports.
-test: lint .venv/.node  ## every promise, in minutes; ARGS='-k stream' for a part
+test: lint  ## every promise, in minutes; ARGS='-k stream' for a part
 ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
 else
 	@$(BIN)/python -m pytest $(CHAOS)
-	@$(BIN)/python -m pytest --deselect $(CHAOS) -n auto -m 'not full'
+	@$(BIN)/python -m pytest --deselect $(CHAOS) -n auto
 endif
 
 # Before a release: also every combination of method, adapter and place, every tracker, and all campaigns.
-test-all: lint .venv/.node  ## every test, then resume-matrix, chaos, fuzz and mutants
+test-all: lint $(INTEGRATIONS)  ## every test, then resume-matrix, chaos, fuzz and mutants
 	@$(BIN)/python -m pytest $(CHAOS)
-	@$(BIN)/python -m pytest --deselect $(CHAOS) -n auto
+	@$(BIN)/python -m pytest --deselect $(CHAOS) -n auto -m ''
 	@$(MAKE) --no-print-directory resume-matrix chaos fuzz mutants
 
 lint: $(READY)  ## style, types, and who may import whom
@@ -86,20 +87,21 @@ $(SERVICE): pyproject.toml constraints.txt
 	@echo "Installed."
 
 $(READY): pyproject.toml constraints.txt
-	$(call install,worker$(comma)trackers$(comma)dev)
+	$(call install,worker$(comma)dev)
 	@touch $(SERVICE) $(READY)
 	@echo "Installed."
 
 # One of the readers of streams that the tests try is Node's.
-.venv/.node: $(READY)
-	@echo "Installing Node's eventsource for the tests …"
+$(INTEGRATIONS): $(READY)
+	@echo "Installing the integrations that the tests try: trackers, object stores, Node …"
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -e '.[worker,dev,integrations]' -c constraints.txt
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/npm install --silent --no-audit --no-fund --no-package-lock \
 	  --prefix .venv/node eventsource@4.1.1 eventsource-parser@3.1.1
-	@touch .venv/.node
+	@touch $(INTEGRATIONS)
 
 .venv/.docs: $(READY)
 	@echo "Installing MkDocs …"
-	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -e '.[worker,trackers,dev,docs]' -c constraints.txt
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -e '.[worker,dev,docs]' -c constraints.txt
 	@touch .venv/.docs
 
 .venv/.bench: $(READY)

@@ -197,7 +197,8 @@ class TestAWorkerThatEnds:
 class TestDrain:
     def test_the_run_at_work_finishes_the_next_one_is_left_and_ctrl_c_ends_only_the_command(self, stack: Stack) -> None:
         worker = stack.add_worker()
-        at_work = stack.create({"steps": 60, "step_seconds": 0.1})
+        # Long enough for two commands to start while it is at work.
+        at_work = stack.create({"steps": 80, "step_seconds": 0.1 * stack.slowness})
         stack.until_step(at_work, 3)
         waiting = stack.create({"steps": 3})
         watched = cli(stack, "--drain")

@@ -299,13 +299,19 @@ class TestFollowing:
         seen.take(EvalEvent(type="eval", run_id="run_1", seq=1, step=5, metrics=measured))
         assert seen.figures == shown
 
-    def test_the_last_step_is_told_before_the_end(self, anneal: Anneal, trainer: Trainer) -> None:
+    def test_the_last_step_is_told_before_the_end(
+        self, anneal: Anneal, trainer: Trainer, shared_api: ApiServer
+    ) -> None:
+        def is_watched() -> bool:
+            return 'anneal_streams{state="live"} 1.0' in shared_api.client.get("/metrics").text
+
         def finish() -> None:
+            eventually(is_watched)
             for step in (28, 29, 30):
                 trainer.metric(step, loss=step / 100)
             trainer.complete()
 
-        ending = threading.Timer(0.3, finish)
+        ending = threading.Thread(target=finish)
         ending.start()
         lines = anneal("runs", "watch", trainer.run_id).stdout.splitlines()
         ending.join()

@@ -24,17 +24,24 @@ READY_SECONDS = 90.0
 
 
 class Running:
-    """One `anneal up` in a process of its own."""
+    """An `anneal up` in its own process, started once or several times on the same home."""
+
+    process: subprocess.Popen[bytes]
 
     def __init__(self, home: Path, **variables: str) -> None:
         self.home = home
         home.mkdir(parents=True, exist_ok=True)
         self.output = home.parent / f"{home.name}.out"
-        # Cold: warming up a process for training takes seconds and is none of these tests' business.
+        # Cold: a warm training process takes seconds to start, and these tests do not train.
         chosen = {"ANNEAL_HOME": str(home), "ANNEAL_PORT": "0", "ANNEAL_LAUNCH": "cold", "ANNEAL_LEASE_SECONDS": "3"}
         self.environment = {**os.environ, "PYTHONUNBUFFERED": "1", **chosen, **variables}
+        self.start()
+
+    def start(self) -> "Running":
+        """Start it, after its previous process has ended."""
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(command("up"), env=self.environment, stdout=output, stderr=output)
+        return self
 
     @property
     def said(self) -> str:
@@ -66,6 +73,15 @@ class Running:
         except httpx.TransportError:
             return False
 
+    def until_worker_is_online(self) -> None:
+        def online() -> bool:
+            with self.client as client:
+                workers = client.get("/v1/workers").json()["data"]
+            return any((one["pid"], one["state"]) == (pid, "online") for one in workers)
+
+        pid = self.connection["pids"]["worker"]
+        eventually(online, timeout=READY_SECONDS)
+
     def end(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -91,7 +107,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """One that is ready, for tests that leave it as they found it."""
+    """One that is ready, for tests that leave it ready, or end it and start it again on the same home."""
     up = Running(tmp_path_factory.mktemp("up") / "home").until_ready()
     yield up
     up.end()
@@ -153,18 +169,17 @@ class TestReady:
 
 
 class TestEnd:
-    def test_sigterm_ends_everything_cleanly_and_the_key_stays_for_the_next_start(self, start: Start) -> None:
-        first = start().until_ready()
-        key = first.connection["api_key"]
-        family = psutil.Process(first.process.pid).children(recursive=True)
-        first.process.send_signal(signal.SIGTERM)
-        assert first.process.wait(60) == 0
+    def test_sigterm_ends_everything_cleanly_and_the_key_stays_for_the_next_start(self, running: Running) -> None:
+        running.until_worker_is_online()
+        key, said = running.connection["api_key"], running.said
+        family = psutil.Process(running.process.pid).children(recursive=True)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(60) == 0
         assert not [process for process in family if process.is_running()]
-        assert first.connection["pids"] == {}
-        assert "runs are released" in (first.home / "logs" / "worker.log").read_text()
-        assert "killed" not in first.said
-        second = start().until_ready()
-        assert second.connection["api_key"] == key
+        assert running.connection["pids"] == {}
+        assert "runs are released" in (running.home / "logs" / "worker.log").read_text()
+        assert "killed" not in running.said.removeprefix(said)
+        assert running.start().until_ready().connection["api_key"] == key
 
     @pytest.mark.parametrize("moment", ["Starting ", "Starting the API"])
     def test_sigterm_ends_it_while_it_starts_too_and_the_next_start_finds_nothing_amiss(
@@ -185,26 +200,24 @@ class TestEnd:
         settings = Settings(home=tmp_path, lease_seconds=3)
         assert Up(settings, print)._worker_grace >= settings.save_grace_seconds + 10
 
-    def test_sigkill_leaves_nothing_behind_and_hinders_no_new_start(self, start: Start) -> None:
-        first = start().until_ready()
-        family = psutil.Process(first.process.pid).children(recursive=True)
+    def test_sigkill_leaves_nothing_behind_and_hinders_no_new_start(self, running: Running) -> None:
+        family = psutil.Process(running.process.pid).children(recursive=True)
         assert len(family) >= 4
-        first.process.kill()
-        first.process.wait()
+        running.process.kill()
+        running.process.wait()
         _, alive = psutil.wait_procs(family, timeout=10)
         assert not alive
-        start().until_ready()
+        running.start().until_ready()
 
-    def test_a_key_that_was_revoked_is_replaced_at_the_next_start(self, start: Start) -> None:
-        first = start().until_ready()
-        key = first.connection["api_key"]
-        listed = subprocess.run(command("keys", "list"), env=first.environment, capture_output=True, text=True)
-        key_id = listed.stdout.split()[0]
-        subprocess.run(command("keys", "revoke", key_id), env=first.environment, check=True, capture_output=True)
-        first.end()
-        second = start().until_ready()
-        assert second.connection["api_key"] != key
-        assert second.answers()
+    def test_a_key_that_was_revoked_is_replaced_at_the_next_start(self, running: Running) -> None:
+        key = running.connection["api_key"]
+        listed = subprocess.run(command("keys", "list"), env=running.environment, capture_output=True, text=True)
+        (key_id,) = (line.split()[0] for line in listed.stdout.splitlines() if line.endswith("  anneal up"))
+        subprocess.run(command("keys", "revoke", key_id), env=running.environment, check=True, capture_output=True)
+        running.end()
+        running.start().until_ready()
+        assert running.connection["api_key"] != key
+        assert running.answers()
 
 
 class TestOwnServers:

@@ -9,10 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import boto3
 import fsspec
 import pytest
-from moto.server import ThreadedMotoServer
 from sqlalchemy import Engine, select, text
 from sqlalchemy.ext.asyncio import async_sessionmaker
 
@@ -45,6 +43,9 @@ from worker.checkpoint_store.replicator import Replicator
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
     """URL of a prefix of a bucket on a local server that speaks S3; credentials in the environment, as a worker's."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
     host, port = server.get_host_and_port()
@@ -107,9 +108,10 @@ def files_below(folder: Path) -> list[str]:
 
 
 class TestAStore:
-    @pytest.fixture(params=["file", "memory", "s3"])
-    def remote(self, request: pytest.FixtureRequest, settings: Settings, shared: str, s3: str) -> RemoteStore:
-        url = {"file": shared, "memory": f"memory://{new_id('run')}", "s3": s3}[request.param]
+    @pytest.fixture(params=["file", "memory", pytest.param("s3", marks=pytest.mark.full)])
+    def remote(self, request: pytest.FixtureRequest, settings: Settings, shared: str) -> RemoteStore:
+        kind = request.param
+        url = request.getfixturevalue("s3") if kind == "s3" else shared if kind == "file" else f"memory://{new_id('run')}"
         return RemoteStore(url, Storage(settings))
 
     def test_gives_back_every_byte_and_forgets_what_is_removed(self, remote: RemoteStore, settings: Settings) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 
 from app.config import Settings
@@ -79,6 +78,7 @@ class TestWhatIsTold:
         assert "10.1.2.3" not in str(told.value) and "AKIA123" not in str(told.value)
         assert "10.1.2.3" in caplog.text
 
+    @pytest.mark.full
     def test_of_missing_credentials_names_them(self) -> None:
         from botocore.exceptions import EndpointConnectionError, NoCredentialsError
 
@@ -88,7 +88,7 @@ class TestWhatIsTold:
             True,
         )
 
-    @pytest.mark.parametrize("kind", ["file", "s3"])
+    @pytest.mark.parametrize("kind", ["file", pytest.param("s3", marks=pytest.mark.full)])
     def test_is_nothing_of_what_the_caller_raises(
         self, kind: str, share: RemoteStore, settings: Settings, request: pytest.FixtureRequest
     ) -> None:
@@ -111,7 +111,10 @@ class TestAFileOnItsWay:
             share.send(folder, digest, killed_after(1))
         assert files_below(root) == []
 
+    @pytest.mark.full
     def test_does_not_arrive_at_an_object_store_either(self, settings: Settings, s3: str) -> None:  # noqa: F811
+        import boto3
+
         folder, digest = whole(settings)
         remote = RemoteStore(s3, Storage(settings))
         remote._files.default_block_size = 5 * 2**20  # so that it is sent in parts
@@ -232,6 +235,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         one.close()
 
 
+@pytest.mark.full
 def test_a_silent_store_is_soon_given_up(
     silent: list[float], settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,7 +71,7 @@ def _sseclient(url: str, key: str) -> list[int]:
 
 
 def _eventsource(url: str, key: str) -> list[int]:
-    assert NODE_MODULES.is_dir(), "`make test` installs Node and its eventsource"
+    assert NODE_MODULES.is_dir(), "`make test-all` installs Node and its eventsource"
     node = Path(sys.prefix) / "bin" / "node"
     *ids, closed = _command(str(node), str(ROOT / "tests" / "app" / "stream.mjs"), url, key, str(NODE_MODULES)).split(
         "\n"
@@ -80,7 +80,11 @@ def _eventsource(url: str, key: str) -> list[int]:
     return [int(id) for id in ids]
 
 
-@pytest.mark.parametrize("read", [_curl, _httpie, _httpx_sse, _sseclient, _eventsource], ids=lambda read: read.__name__)
+@pytest.mark.parametrize(
+    "read",
+    [_curl, _httpie, _httpx_sse, _sseclient, pytest.param(_eventsource, marks=pytest.mark.full)],
+    ids=lambda read: read.__name__,
+)
 def test_reads_a_run_from_its_first_event_to_its_end(
     shared_api: ApiServer, engine: Engine, read: Callable[[str, str], list[int]]
 ) -> None:

@@ -59,6 +59,7 @@ def lines(outcome: Outcome, level: str) -> list[str]:
     return [record["line"] for record in outcome.of("message") if record["level"] == level]
 
 
+@pytest.mark.full
 def test_every_file_of_the_output_arrives_as_it_is_in_one_commit_of_a_private_repository(
     hub: Hub, pushing_forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:

@@ -164,6 +164,7 @@ class TestMlflow:
         assert (run.info.status, run.data.tags["anneal.status"]) == ("FAILED", "failed")
 
 
+@pytest.mark.full
 class TestWandb:
     def test_its_files_hold_every_point_and_the_key_is_in_none(
         self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
@@ -289,6 +290,7 @@ class TestTrouble:
         with pytest.raises(TrainingFailure, match="ANNEAL_MLFLOW_TRACKING_URI"):
             trackers.open_trackers(*opening(tmp_path, "mlflow"))
 
+    @pytest.mark.full
     def test_however_many_points_wait_for_a_silent_one_telling_them_costs_no_time_and_the_end_is_bounded(
         self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
