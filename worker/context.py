@@ -55,7 +55,7 @@ class WorkerContext:
         self.id = new_id("wrk")
         self.name = socket.gethostname()
         self.storage = Storage(settings)
-        self.fitness = WorkerHealth(self.storage.root)
+        self.health = WorkerHealth(self.storage.root)
         self.machine = devices.find(settings)
         self.kind = self.machine.devices[0].kind
         self.launcher = Launcher(settings)
@@ -79,10 +79,10 @@ class WorkerContext:
         """Current runs save and are released now."""
         self.drained_at = float("inf")
         """Monotonic time at which `draining` was set."""
-        self.copies: Replicator | None = None
+        self.replicator: Replicator | None = None
         """Checkpoint replication, if the operator configured it."""
         if settings.checkpoint_url:
-            self.copies = Replicator(RemoteStore(settings.checkpoint_url, self.storage), self.storage, self.engine)
+            self.replicator = Replicator(RemoteStore(settings.checkpoint_url, self.storage), self.storage, self.engine)
         self._notebook = WorkerStatusFile(settings.home, self.id)
         self._leases: dict[str, HeldLease] = {}
         self._to_wake: set[str] = set()
@@ -106,8 +106,8 @@ class WorkerContext:
             if self.closing.wait(_DATABASE_PAUSE):
                 return False
         self._heartbeat.start()
-        if self.copies:
-            self.copies.start()
+        if self.replicator:
+            self.replicator.start()
         for name, work in (("control", self._listen), ("wake-ups", self._notify_loop)):
             threading.Thread(target=work, name=name, daemon=True).start()
         log.info(
@@ -134,8 +134,8 @@ class WorkerContext:
         self._wake_up.set()
         self._beat_now.set()
         self.launcher.stop()
-        if self.copies:
-            self.copies.close()
+        if self.replicator:
+            self.replicator.close()
         if self._heartbeat.is_alive():
             self._heartbeat.join(_DATABASE_PAUSE)  # a heartbeat in flight would mark the worker as online
         try:

@@ -18,4 +18,4 @@ class StoreOwner(Protocol):
     storage: Storage
     engine: Engine
     draining: threading.Event
-    copies: Replicator | None
+    replicator: Replicator | None

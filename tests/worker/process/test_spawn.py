@@ -52,7 +52,7 @@ class TestWaiting:
         assert Said(process).to_the_end() == end
         launcher.stop()
 
-    def test_a_launch_that_nobody_wants_any_more_waits_for_no_zygote(self, tmp_path: Path) -> None:
+    def test_a_launch_that_no_one_wants_any_more_waits_for_no_zygote(self, tmp_path: Path) -> None:
         launcher = Launcher(Settings(home=tmp_path), preload=["tests.worker.process.preloads.sleeps"])
         launcher.start()
         began = time.monotonic()
