@@ -24,7 +24,8 @@ from app.standalone.servers import EmbeddedServers
 from app.tables import migrate
 from tests import programs
 from tests.databases import SpareDatabases
-from tests.scheduling import pytest_xdist_auto_num_workers, pytest_xdist_make_scheduler
+from tests.nodes import ROOT
+from tests.scheduling import FIRST, give_way, pytest_xdist_auto_num_workers, pytest_xdist_make_scheduler
 from tests.server import ApiServer, ThreadServer
 
 __all__ = ["pytest_xdist_auto_num_workers", "pytest_xdist_make_scheduler"]
@@ -65,9 +66,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     files = list(dict.fromkeys(item.path for item in items))
     waits, computes = ([file for file in files if not {*file.parts}.isdisjoint(names)] for names in (_WAIT, _COMPUTE))
-    turns = itertools.chain.from_iterable(itertools.zip_longest(waits, computes))
-    place = {file: number for number, file in enumerate(turns)}
+    first = [file for file in files if file == ROOT / FIRST]
+    turns = [*first, *itertools.chain.from_iterable(itertools.zip_longest(computes, waits))]
+    place = {file: number for number, file in reversed([*enumerate(turns)])}
     items.sort(key=lambda item: place.get(item.path, len(files)))
+    if first:
+        give_way()
 
 
 @pytest.fixture(scope="session", autouse=True)
