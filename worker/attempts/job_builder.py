@@ -86,7 +86,7 @@ def prepare(host: WorkerContext, run: ClaimedRun, device: AssignedDevice, patien
 
     Raises:
         JobError: Something that the run needs is missing.
-        Stopped: The run was to end meanwhile.
+        TransferCancelled: The run is to end or to be released.
         OSError: The storage cannot be read or written.
     """
     folder = host.storage.attempt_dir(run.id, run.attempt)

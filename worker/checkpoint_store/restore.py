@@ -73,7 +73,7 @@ def restore_checkpoint(
     """Replace what is `wrong` at `place` with the replica of `checkpoint`, for an attempt of `run`.
 
     Raises:
-        Stopped: The run was to end meanwhile.
+        TransferCancelled: The run is to end or to be released.
         OSError: This worker's own storage cannot take it or has no space for it.
     """
     is_missing = not place.exists()

@@ -196,7 +196,7 @@ def token_cache(run: TrainingContext) -> TokenCache:
 
 
 def tokenizing(run: TrainingContext) -> Callable[[int, int], None]:
-    """Return a callback that reports progress and raises `TransferCancelled` on a stop request."""
+    """Return a callback that reports progress and raises `Stopped` on a stop request."""
     return lambda done, total: run.progress("tokenizing", done, total)
 
 
