@@ -2,18 +2,22 @@
 
 import errno
 import logging
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from sqlalchemy import Engine
+
+from app.config import Settings
+from app.infra.storage import Storage
 from app.runs.checkpoints import replicas
 from app.runs.events.log import NewEvent
 from worker.checkpoint_files.disk_space import DiskSpace
-from worker.checkpoint_store.owner import StoreOwner
 from worker.checkpoint_store.remote_store import (
     RemoteStore,
     ReplicaCorrupt,
@@ -21,6 +25,7 @@ from worker.checkpoint_store.remote_store import (
     StoreUnavailable,
     TransferCancelled,
 )
+from worker.checkpoint_store.replicator import Replicator
 from worker.claimed_run import ClaimedRun
 
 log = logging.getLogger(__name__)
@@ -28,6 +33,17 @@ log = logging.getLogger(__name__)
 _TRIES = 3
 _PAUSE_SECONDS = 1.0
 _PROGRESS_SECONDS = 5.0
+
+
+class StoreOwner(Protocol):
+    """The part of a worker that removing and restoring checkpoints uses."""
+
+    id: str
+    settings: Settings
+    storage: Storage
+    engine: Engine
+    draining: threading.Event
+    copies: Replicator | None
 
 
 class RestoreOutcome(Enum):
