@@ -37,16 +37,22 @@ _DATABASE_PAUSE = 2.0
 
 
 class HeldLease(Protocol):
-    """A lease that control messages may concern."""
+    """A lease as the context sees it: control messages of the API name its run and have it renewed at once."""
 
     run_id: str
 
     def renew_now(self) -> None:
-        """Renew the lease at once."""
+        """Have the lease renewed now, from its own thread; returns at once."""
 
 
 class WorkerContext:
-    """State shared by the supervisors of this process."""
+    """State that the threads of a worker share: the supervisors of its runs, the heartbeat and the listeners.
+
+    `worker.main` creates one per process, starts it before it takes runs, and closes it at the end. Every method may
+    be called from any thread. `engine` is for the work on runs, `lease_engine` for renewals and heartbeats alone;
+    both have a connection per slot and one more. `kind` is the kind of this machine's devices (`cuda` or `cpu`), and
+    `backends` the backends whose runs this worker can train.
+    """
 
     def __init__(self, settings: Settings) -> None:
         if settings.database_url is None or settings.redis_url is None:

@@ -86,7 +86,7 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
 
     Raises:
         JobError: Something that the run needs is missing.
-        Stopped: The run was to end meanwhile.
+        TransferCancelled: The run is to end or to be released.
         OSError: The storage cannot be read or written.
     """
     folder = context.storage.attempt_dir(run.id, run.attempt)

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, select
 from app.runs.checkpoints import retention
 from app.tables.runs import Run
 from app.tables.workers import Worker
-from worker.checkpoint_store.owner import StoreOwner
+from worker.checkpoint_store.restore import StoreOwner
 from worker.claimed_run import ClaimedRun
 
 log = logging.getLogger(__name__)

@@ -2,18 +2,22 @@
 
 import errno
 import logging
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from sqlalchemy import Engine
+
+from app.config import Settings
+from app.infra.storage import Storage
 from app.runs.checkpoints import replicas
 from app.runs.events.log import NewEvent
 from worker.checkpoint_files.disk_space import DiskSpace
-from worker.checkpoint_store.owner import StoreOwner
 from worker.checkpoint_store.remote_store import (
     RemoteStore,
     ReplicaCorrupt,
@@ -21,6 +25,7 @@ from worker.checkpoint_store.remote_store import (
     StoreUnavailable,
     TransferCancelled,
 )
+from worker.checkpoint_store.replicator import Replicator
 from worker.claimed_run import ClaimedRun
 
 log = logging.getLogger(__name__)
@@ -28,6 +33,17 @@ log = logging.getLogger(__name__)
 _TRIES = 3
 _PAUSE_SECONDS = 1.0
 _PROGRESS_SECONDS = 5.0
+
+
+class StoreOwner(Protocol):
+    """The part of a worker that removing and restoring checkpoints uses."""
+
+    id: str
+    settings: Settings
+    storage: Storage
+    engine: Engine
+    draining: threading.Event
+    replicator: Replicator | None
 
 
 class RestoreOutcome(Enum):
@@ -78,7 +94,7 @@ def restore_checkpoint(
     """Replace what is `wrong` at `place` with the replica of `checkpoint`, for an attempt of `run`.
 
     Raises:
-        Stopped: The run was to end meanwhile.
+        TransferCancelled: The run is to end or to be released.
         OSError: This worker's own storage cannot take it or has no space for it.
     """
     is_missing = not place.exists()

@@ -29,7 +29,7 @@ from worker.wire.heartbeat import HEARTBEAT
 
 
 class Lab:
-    """A claimed run and its pump, on real tables; the trainer is what the test says."""
+    """A claimed run and its record handler, on real tables; the trainer is what the test says."""
 
     def __init__(self, settings: Settings, engine: Engine) -> None:
         self.engine = engine

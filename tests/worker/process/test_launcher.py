@@ -8,6 +8,7 @@ import pwd
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -35,6 +36,15 @@ def launcher(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     launcher = start_launcher(tmp_path_factory.mktemp("home"), request.param)
     yield launcher
     launcher.stop()
+
+
+@pytest.fixture
+def readable() -> Iterator[Path]:
+    """A folder that every user can enter, unlike those of pytest."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        yield folder
 
 
 class TestWorld:
@@ -78,15 +88,15 @@ class TestWorld:
         said.to_the_end()
         assert said.record("about")["environment"]["CUDA_VISIBLE_DEVICES"] == visible
 
-    def test_it_can_run_as_another_user(self, tmp_path: Path) -> None:
+    def test_it_can_run_as_another_user(self, tmp_path: Path, readable: Path) -> None:
         user = pwd.getpwuid(os.getuid()).pw_name if os.getuid() else "nobody"
         launcher = Launcher(
             Settings(home=tmp_path, launch="zygote", trainer_user=user), preload=["tests.worker.trainers"]
         )
         launcher.start()
         lock = tmp_path / "lock"  # in a folder that the other user cannot enter
-        process = launcher.launch("tests.worker.trainers:wait_for_stop", write_job(tmp_path), CPU, [lock])
-        said = Said(process).until(lambda said: said.text)
+        process = launcher.launch("tests.worker.trainers:wait_for_stop", write_job(readable), CPU, [lock])
+        said = Said(process).until(lambda said: said.has("message"))
         assert Path(f"/proc/{process.pid}").owner() == user
         assert not _can_lock(lock)
         assert Path(f"/proc/{process.pid}/oom_score_adj").read_text() == "500\n"

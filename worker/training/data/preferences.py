@@ -14,12 +14,12 @@ from transformers import PreTrainedTokenizerBase
 
 from app.contracts.rewards import Reward
 from worker.training.data import reader, tokenization
+from worker.training.data.answers import answer_problem
 from worker.training.data.reader import Progress
 from worker.training.data.remarks import NotedRows, Remark
 from worker.training.data.token_cache import TokenCache, Write
 from worker.training.data.tokenization import BadRow, Encoder, Ints, TextTokenizer
 from worker.training.failures import TrainingFailure
-from worker.training.rewards import answer_problem
 
 VERSION = 2
 """Version of the code that makes tokens from pairs, here and in `encoding`. Increase it when the output changes."""

@@ -14,7 +14,6 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from app.contracts.rewards import names
 from app.contracts.trainer import TrainingResult
 from app.contracts.training_config.resolution import Replacement
-from worker.training import rewards
 from worker.training.context import TrainingContext
 from worker.training.data import preferences
 from worker.training.data.preferences import Pairs, PromptEncoder, Source
@@ -23,7 +22,7 @@ from worker.training.failures import TrainingFailure
 from worker.training.loop import probe
 from worker.training.loop.anomalies import Anomaly
 from worker.training.loop.trainer import ServiceTrainerMixin
-from worker.training.methods import pipeline, preparation
+from worker.training.methods import pipeline, preparation, rewards
 from worker.training.model import loader, memory_plan
 from worker.training.model.reward_scorer import RewardScorer
 from worker.training.plugins import hooks

@@ -21,7 +21,7 @@ from worker.checkpoint_files.disk_space import DiskSpace
 from worker.checkpoint_files.manifest import verify
 from worker.training.checkpointing import pinned_memory
 from worker.training.checkpointing.async_writer import AsyncWriter
-from worker.training.checkpointing.disk_space import CheckpointRoom
+from worker.training.checkpointing.disk_full import CheckpointDiskSpace
 from worker.training.checkpointing.pinned_memory import InsufficientHostMemory, PinnedMemory
 from worker.training.checkpointing.saver import CheckpointSaver
 from worker.training.checkpointing.snapshot import Snapshot
@@ -322,7 +322,7 @@ class TestRoom:
         assert all(said in why for said in ("93 MiB", "100 MiB free", "20 MiB", str(tmp_path), "save_total_limit"))
 
     def test_it_is_put_off_twice_in_a_row_and_no_more(self, free: list[int], tmp_path: Path) -> None:
-        room, size = CheckpointRoom(tmp_path, 0), 90 * 2**20
+        room, size = CheckpointDiskSpace(tmp_path, 0), 90 * 2**20
         for _ in range(2):  # what fits in between starts the count anew
             free[0] = 10
             for step in (1, 2):
