@@ -5,7 +5,6 @@ BIN := .venv/bin
 SERVICE := .venv/.service
 READY := .venv/.ready
 INTEGRATIONS := .venv/.integrations
-CHAOS := tests/chaos/test_chaos.py
 
 comma := ,
 
@@ -21,19 +20,16 @@ up: $(SERVICE)  ## run the service until Ctrl-C
 	@exec $(BIN)/anneal up
 
 # All of it in several processes (tests/scheduling.py); a part, often small, in one.
-# The chaos suite first and alone: beside other tests its leases run out by themselves, which it reports.
 test: lint  ## every promise, in minutes; ARGS='-k stream' for a part
 ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
 else
-	@$(BIN)/python -m pytest $(CHAOS)
-	@$(BIN)/python -m pytest --deselect $(CHAOS) -n auto
+	@$(BIN)/python -m pytest -n auto
 endif
 
 # Before a release: also every combination of method, adapter and place, every tracker, and all campaigns.
 test-all: lint $(INTEGRATIONS)  ## every test, then resume-matrix, chaos, fuzz and mutants
-	@$(BIN)/python -m pytest $(CHAOS)
-	@$(BIN)/python -m pytest --deselect $(CHAOS) -n auto -m ''
+	@$(BIN)/python -m pytest -n auto -m ''
 	@$(MAKE) --no-print-directory resume-matrix chaos fuzz mutants
 
 lint: $(READY)  ## style, types, and who may import whom

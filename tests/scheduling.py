@@ -47,7 +47,7 @@ def give_way() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Choose the number of processes of `-n auto`: two for each idle core, one for each core of a busy machine.
+    """Choose the number of processes of `-n auto`: two for each idle core and one, or one for each core if it is busy.
 
     Tests wait about half of their time, for leases and for other processes, so twice as many processes as cores keep
     idle cores busy. Where other programs use the cores, more processes only make leases expire. The use of the
@@ -55,4 +55,4 @@ def pytest_xdist_auto_num_workers() -> int:
     """
     cores = len(os.sched_getaffinity(0))
     is_idle = psutil.cpu_percent(interval=1.0) < 50
-    return min(2 * cores if is_idle else cores, _MOST_PROCESSES)
+    return min(2 * cores + 1 if is_idle else cores, _MOST_PROCESSES)
