@@ -6,30 +6,34 @@ pytest 9.2 no longer reads (pytest-xdist issue 1386), and then distributes singl
 """
 
 import os
+import zlib
 from typing import Any
 
 import psutil
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-_FOLDERS = ("tests/e2e/",)
-"""Folders whose files share fixtures of the session that are slow to make."""
+_FOLDERS = {"tests/e2e/": 1, "tests/worker/training/": 2}
+"""Folders whose files share fixtures of the session that are slow to make, and the most processes that run them."""
 
 _MOST_PROCESSES = 8
 """Upper limit of `-n auto`: each process imports the whole service and torch, and starts its own PostgreSQL."""
 
 FIRST = "tests/chaos/test_chaos.py"
 """The longest test, which waits for half of its time; started first."""
-_NICENESS = 10
+_NICENESS = 5
 """Of the processes beside the one that runs `FIRST`: its leases of 3 s expire if it has to wait for a processor."""
 
 
 class ByFile(LoadScopeScheduling):
-    """Give each file, or each of `_FOLDERS`, to one process, in the order of the collection."""
+    """Give each file, or each part of `_FOLDERS`, to one process, in the order of the collection."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
-        return next((folder for folder in _FOLDERS if path.startswith(folder)), path)
+        for folder, parts in _FOLDERS.items():
+            if path.startswith(folder):
+                return f"{folder}{zlib.crc32(path.encode()) % parts}"
+        return path
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -47,7 +51,7 @@ def give_way() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Choose the number of processes of `-n auto`: two for each idle core and one, or one for each core if it is busy.
+    """Choose the number of processes of `-n auto`: two for each idle core, one for each core of a busy machine.
 
     Tests wait about half of their time, for leases and for other processes, so twice as many processes as cores keep
     idle cores busy. Where other programs use the cores, more processes only make leases expire. The use of the
@@ -55,4 +59,4 @@ def pytest_xdist_auto_num_workers() -> int:
     """
     cores = len(os.sched_getaffinity(0))
     is_idle = psutil.cpu_percent(interval=1.0) < 50
-    return min(2 * cores + 1 if is_idle else cores, _MOST_PROCESSES)
+    return min(2 * cores if is_idle else cores, _MOST_PROCESSES)

@@ -23,6 +23,7 @@ def _child(request: dict[str, Any]) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         arguments = [str(request["job"])]
         os.environ.update(request.get("variables", {}))
+        sys.path[:0] = request.get("folders", [])
         if "disk" in request:
             troubles.begin(json.loads(str(request["disk"])))
         if "course" in request:

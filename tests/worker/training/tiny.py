@@ -1,5 +1,6 @@
 """Models small enough to train in a second, data for them, and runs of the training process on both."""
 
+import copy
 import json
 import os
 import subprocess
@@ -290,6 +291,13 @@ class Forks:
             env=ENVIRONMENT | variables,
         )
         self._running: tuple[dict[str, Any], Path] | None = None
+        self._always: dict[str, Any] = {}
+
+    def beside(self, *folders: Path) -> "Forks":
+        """Return the same server for jobs that import from these folders too."""
+        other = copy.copy(self)
+        other._always = {"folders": [str(folder) for folder in folders]}
+        return other
 
     def run(self, job: dict[str, Any], **limits: Any) -> Outcome:
         """Run a job to its end.
@@ -304,7 +312,13 @@ class Forks:
         """Start a job; returns its process id. It connects to a listening socket `control` to be told things."""
         out = Path(job["attempt_dir"])
         assert self._server.stdin is not None and self._server.stdout is not None
-        request = {"job": str(write_job(job)), "stdout": str(out / "stdout"), "stderr": str(out / "stderr"), **limits}
+        request = {
+            "job": str(write_job(job)),
+            "stdout": str(out / "stdout"),
+            "stderr": str(out / "stderr"),
+            **self._always,
+            **limits,
+        }
         if control is not None:
             request["control"] = str(control)
         self._server.stdin.write(json.dumps(request) + "\n")

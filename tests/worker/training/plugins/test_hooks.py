@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +35,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def forks(site: Path) -> Iterator[Forks]:
+def forks(forks: Forks, site: Path) -> Forks:
     """Training processes that have the package beside the worker's own."""
-    server = Forks(PYTHONPATH=f"{site}:{Path.cwd()}")
-    yield server
-    server.close()
+    return forks.beside(site)
 
 
 @pytest.fixture
