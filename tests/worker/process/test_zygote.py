@@ -285,6 +285,7 @@ class TestGpu:
         monkeypatch.setattr(devices, "gpus", lambda: ())
         zygote.probe_gpu()
 
+    @pytest.mark.full
     def test_the_real_libraries_reach_no_real_cuda_function(self) -> None:
         """transformers, peft and bitsandbytes, told that there is a GPU, import without touching it."""
         done = subprocess.run(

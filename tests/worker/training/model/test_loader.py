@@ -76,6 +76,7 @@ class TestAttention:
 
 
 class TestRevision:
+    @pytest.mark.full
     def test_a_hub_model_is_pinned_to_its_commit_in_every_part_and_so_are_adapters_on_it(
         self, hub_cache: Path, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
