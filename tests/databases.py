@@ -1,6 +1,6 @@
 """Databases that tests use one after another: emptied in between, which costs a fraction of a new one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 import psycopg
@@ -96,6 +96,14 @@ def _empty(spare: Spare) -> bool:
     return True
 
 
+def delete_rows(connection: psycopg.Connection, tables: Container[str] | None = None) -> None:
+    """Delete the rows of these tables, or of all but the API keys."""
+    with connection.transaction():
+        for table in _CHILDREN_FIRST:
+            if table in tables if tables is not None else table != "api_keys":
+                connection.execute(sql.SQL("DELETE FROM {}").format(sql.Identifier(table)))
+
+
 def _delete_rows(spare: Spare, full: list[str]) -> None:
     """Delete the rows of these tables: a deletion costs a fifth of a truncation, but leaves the files as they are."""
     connection = spare.connection
@@ -104,9 +112,7 @@ def _delete_rows(spare: Spare, full: list[str]) -> None:
         connection.execute(sql.SQL("TRUNCATE {} RESTART IDENTITY CASCADE").format(tables))
         spare.schema = _schema(connection)  # truncation writes to the catalog too
         return
-    with connection.transaction():
-        for table in [table for table in _CHILDREN_FIRST if table in full]:
-            connection.execute(sql.SQL("DELETE FROM {}").format(sql.Identifier(table)))
+    delete_rows(connection, full)
 
 
 def _schema(connection: psycopg.Connection) -> str:
