@@ -131,7 +131,7 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     }
     api.state.curve_reads = asyncio.Semaphore(app.runs.metrics.curves.READS_AT_A_TIME)
     api.state.log_searches = asyncio.Semaphore(app.runs.logs.endpoints.SEARCHES_AT_A_TIME)
-    api.state.forecasts = EtaService(settings, sorted(BACKEND_RULES), api.state.reading_sessions)
+    api.state.eta = EtaService(settings, sorted(BACKEND_RULES), api.state.reading_sessions)
     api.state.snapshots = Snapshots(dispatching, settings)
     api.state.metrics = Metrics(api.state.requests, streams, queue, dispatcher)
     # Every stream stalls during a full garbage collection, so collections skip all objects that exist now, and a full

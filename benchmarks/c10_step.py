@@ -38,8 +38,8 @@ def main() -> bool:
             for name, lane in lanes.items():
                 times[name].append(lane(folder / f"{name}-{round_}".replace(" ", "-"), model, rows))
     for name, found in times.items():
-        told = sorted(1e3 * one for one in found)
-        print(f"C10 {name:10s} median {statistics.median(told):6.2f} ms  min {told[0]:6.2f}  max {told[-1]:6.2f}")
+        ms = sorted(1e3 * one for one in found)
+        print(f"C10 {name:10s} median {statistics.median(ms):6.2f} ms  min {ms[0]:6.2f}  max {ms[-1]:6.2f}")
     ratios = {
         f"{one} / {other}": Ratio([a / b for a, b in zip(times[one], times[other], strict=True)])
         for one, other in (("Anneal", "TRL"), ("TRL", "bare loop"), ("Anneal", "bare loop"))

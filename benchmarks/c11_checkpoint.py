@@ -42,9 +42,9 @@ def main() -> bool:
                 kept.append(json.loads(_python(name, folder / f"{name}-{round_}", model, rows).stdout.splitlines()[-1]))
         for name, kept in found.items():
             for what in ("stalls", "steps", "steps after a save"):
-                told = [1e3 * one for times in kept for one in times[what]]
-                print(f"C11 {name:8s} {what:18s} median {statistics.median(told):8.1f} ms  "
-                      f"min {min(told):8.1f}  max {max(told):8.1f}  of {len(told)}", flush=True)  # fmt: skip
+                values = [1e3 * one for times in kept for one in times[what]]
+                print(f"C11 {name:8s} {what:18s} median {statistics.median(values):8.1f} ms  "
+                      f"min {min(values):8.1f}  max {max(values):8.1f}  of {len(values)}", flush=True)  # fmt: skip
         pairs = zip(found["Trainer"], found["Anneal"], strict=True)
         ratio = Ratio([statistics.median(one["stalls"]) / statistics.median(other["stalls"]) for one, other in pairs])
         print(f"C11 Trainer / Anneal, stall of a save: {ratio}")
@@ -55,10 +55,10 @@ def main() -> bool:
 def _recovers(folder: Path, model: Path, rows: Path) -> bool:
     """Check that a run whose process is killed during its second checkpoint resumes exactly from the first."""
     killed = _python("killed", folder / "killed", model, rows, code=-signal.SIGKILL)
-    told = [record for record in parse_records(killed.stdout) if record["type"] == "checkpoint"]
+    reported = [record for record in parse_records(killed.stdout) if record["type"] == "checkpoint"]
     attempt = folder / "killed" / "a1"
     half = [path.name for path in attempt.glob(".checkpoint-*.tmp")]
-    (first,) = told
+    (first,) = reported
     wrong = verify(attempt / first["name"], first["manifest_sha256"])
     _python("resumed", folder / "killed", model, rows)
     steps: dict[int, list[str]] = {}
@@ -112,7 +112,7 @@ class _Clock:
 
         kind._save_checkpoint, kind.training_step = timed_save, timed_step
 
-    def told(self) -> str:
+    def reported(self) -> str:
         """Return the seconds as one line of JSON."""
         return json.dumps({"stalls": self.stalls, "steps": self.steps, "steps after a save": self.after})
 
@@ -137,7 +137,7 @@ def _ours(folder: Path, model: Path, rows: Path) -> None:
     train([str(path)])
     size = sum(one.stat().st_size for one in (path.parent / f"checkpoint-{EVERY}").iterdir())
     assert size > SMALLEST, size
-    print(clock.told())
+    print(clock.reported())
 
 
 def _killed(folder: Path, model: Path, rows: Path) -> None:
@@ -191,7 +191,7 @@ def _theirs(folder: Path, model: Path, rows: Path) -> None:
     trainer.train()
     size = sum(one.stat().st_size for one in (folder / f"checkpoint-{EVERY}").iterdir())
     assert size > SMALLEST, size
-    print(clock.told())
+    print(clock.reported())
 
 
 if __name__ == "__main__":

@@ -64,14 +64,14 @@ class Subscriber:
 class Readers:
     """All subscribers of this process."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
-        self._told = told
-        self._numbers = [b"%d" % seq for seq in range(told["most"] + 1)]
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+        self._numbers = [b"%d" % seq for seq in range(options["most"] + 1)]
         self._samples = array("d")
-        self._subscribers = [Subscriber(told["after"], n % told["sample"] == 0) for n in range(told["count"])]
+        self._subscribers = [Subscriber(options["after"], n % options["sample"] == 0) for n in range(options["count"])]
         self._selector = selectors.EpollSelector()
         self._due: list[tuple[float, int]] = []
-        self._random = random.Random(told["seed"])
+        self._random = random.Random(options["seed"])
         self._opening = 0
         self.received = self.wrong = self.reconnects = self.cuts = 0
         self.problem = ""
@@ -150,7 +150,7 @@ class Readers:
                 self._plan(float(words[0]), float(words[1]))
             say(self.report())
             if verb == "end":
-                with Path(self._told["samples"]).open("wb") as file:
+                with Path(self._options["samples"]).open("wb") as file:
                     self._samples.tofile(file)
                 return False
         return True
@@ -162,7 +162,7 @@ class Readers:
             heapq.heappush(self._due, (now + self._random.random() * seconds, n))
 
     def _connect(self, subscriber: Subscriber) -> None:
-        subscriber.connect(self._told["port"], self._told["path"], self._told["headers"])
+        subscriber.connect(self._options["port"], self._options["path"], self._options["headers"])
         self._opening += 1
         assert subscriber.socket is not None
         self._selector.register(subscriber.socket, selectors.EVENT_READ, subscriber)

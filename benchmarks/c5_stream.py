@@ -208,11 +208,11 @@ class Group:
         self._samples = [folder / f"samples-{n}" for n in range(PROCESSES)]
         self._processes = []
         for n, samples in enumerate(self._samples):
-            told = {
+            options = {
                 "port": lane.port, "path": lane.path, "headers": lane.headers, "after": lane.after, "most": MOST_SEQ,
                 "count": subscribers // PROCESSES, "sample": 5, "seed": n, "samples": str(samples),
             }  # fmt: skip
-            command = [sys.executable, "-m", "benchmarks.c5_readers", json.dumps(told)]
+            command = [sys.executable, "-m", "benchmarks.c5_readers", json.dumps(options)]
             self._processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         for process in self._processes:
             assert self._heard(process) == "ready"

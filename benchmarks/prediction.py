@@ -133,11 +133,11 @@ def _note(one: Tried, run: dict[str, Any], now: datetime) -> None:
     if one.finished_at is None and run["finished_at"] is not None:
         one.finished_at = datetime.fromisoformat(run["finished_at"])
         one.seconds = (one.finished_at - datetime.fromisoformat(run["started_at"])).total_seconds()
-    told = run["prediction"]
+    reported = run["prediction"]
     is_due = one.seen_at is None and run["status"] in ("running", "checkpointing")
-    if is_due and run["current_step"] >= one.steps / 10 and told is not None and told["finish_at"] is not None:
+    if is_due and run["current_step"] >= one.steps / 10 and reported is not None and reported["finish_at"] is not None:
         one.at_step, one.seen_at = run["current_step"], now
-        one.finish_at, one.confidence = datetime.fromisoformat(told["finish_at"]), told["confidence"]
+        one.finish_at, one.confidence = datetime.fromisoformat(reported["finish_at"]), reported["confidence"]
 
 
 def _show(tried: list[Tried]) -> bool:

@@ -90,13 +90,13 @@ def test_the_container_files_agree_with_the_code() -> None:
     assert problems(Files.ours()) == []
 
 
-@pytest.mark.parametrize(("file", "right", "wrong", "told"), SPOILED, ids=[f"{it[0]}: {it[2]!r}" for it in SPOILED])
-def test_a_spoiled_copy_is_found_out(file: str, right: str, wrong: str, told: str) -> None:
+@pytest.mark.parametrize(("file", "right", "wrong", "reported"), SPOILED, ids=[f"{it[0]}: {it[2]!r}" for it in SPOILED])
+def test_a_spoiled_copy_is_found_out(file: str, right: str, wrong: str, reported: str) -> None:
     texts = dict(Files.ours().texts)
     assert right in texts[file], "the file has changed: spoil another place of it"
     texts[file] = texts[file].replace(right, wrong)
     found = problems(Files(texts))
-    assert any(told in problem for problem in found), found
+    assert any(reported in problem for problem in found), found
 
 
 def _ask(command: list[str]) -> int:
@@ -104,7 +104,9 @@ def _ask(command: list[str]) -> int:
     return subprocess.run([sys.executable, *command[1:]], timeout=30, capture_output=True).returncode
 
 
-def test_the_health_check_of_the_api_tells_one_that_answers_from_one_that_is_gone(shared_api: ApiServer) -> None:
+def test_the_health_check_of_the_api_distinguishes_one_that_answers_from_one_that_is_gone(
+    shared_api: ApiServer,
+) -> None:
     check = Files.ours().stages["api"].health_check
     assert _ask([part.replace("8700", str(shared_api.port)) for part in check]) == 0
     assert _ask([part.replace("8700", "1") for part in check]) != 0
@@ -112,7 +114,7 @@ def test_the_health_check_of_the_api_tells_one_that_answers_from_one_that_is_gon
     assert _ask(elsewhere) != 0, "it has no key, and needs none"
 
 
-def test_the_health_check_of_a_worker_tells_one_that_runs_from_one_that_is_gone(tmp_path: Path) -> None:
+def test_the_health_check_of_a_worker_distinguishes_one_that_runs_from_one_that_is_gone(tmp_path: Path) -> None:
     check = [part.replace(HOME, str(tmp_path)) for part in Files.ours().stages["worker"].health_check]
     assert _ask(check) != 0
     note = WorkerStatusFile(tmp_path, "wrk_1")

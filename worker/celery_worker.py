@@ -20,8 +20,8 @@ _HINT_HOLD_SECONDS = 1.0
 class CeleryProgram(Worker):  # type: ignore[misc]  # Celery has no types
     """Celery worker with this project's signal handling and logging."""
 
-    def __init__(self, orders: SignalHandler, **options: Any) -> None:
-        self._orders = orders
+    def __init__(self, signals: SignalHandler, **options: Any) -> None:
+        self._signals = signals
         super().__init__(**options)
 
     def setup_logging(self, colorize: bool | None = None) -> bool:
@@ -37,7 +37,7 @@ class CeleryProgram(Worker):  # type: ignore[misc]  # Celery has no types
     def register_with_event_loop(self, hub: Any) -> None:
         """Wake the event loop for a request to end, which it would otherwise check only every few seconds."""
         super().register_with_event_loop(hub)
-        hub.add_reader(self._orders.ending, lambda: None)
+        hub.add_reader(self._signals.ending, lambda: None)
         hub.add_reader(self.pool.freed, self.pool.look)
 
 
@@ -66,24 +66,24 @@ class SlotPool(TaskPool):  # type: ignore[misc]  # Celery has no types
 log = logging.getLogger(__name__)
 
 
-def register(app: Celery, host: WorkerContext) -> None:
+def register(app: Celery, context: WorkerContext) -> None:
     """Register `anneal.run_next`, which claims pending runs, the most urgent first, and trains them."""
     reported: str | None = None
 
     # Not shared: Celery would give the task of this host to every other app in the process.
     @app.task(name=TASK, ignore_result=True, shared=False)  # type: ignore[untyped-decorator]
     def run_next() -> None:
-        if not host.closing.is_set():
+        if not context.closing.is_set():
             if is_fit():
-                supervisor.work(host)
+                supervisor.work(context)
                 return
-            host.closing.wait(_HINT_HOLD_SECONDS)
+            context.closing.wait(_HINT_HOLD_SECONDS)
         # Another worker should get the hint now, not with the next round of hints.
         app.send_task(TASK, ignore_result=True, retry=False)
 
     def is_fit() -> bool:
         nonlocal reported
-        trouble = host.fitness.trouble()
+        trouble = context.health.trouble()
         if trouble != reported:
             log.warning("no run is taken: %s", trouble) if trouble else log.info("runs are taken again")
             reported = trouble

@@ -37,16 +37,22 @@ _DATABASE_PAUSE = 2.0
 
 
 class HeldLease(Protocol):
-    """A lease that control messages may concern."""
+    """A lease as the context sees it: control messages of the API name its run and have it renewed at once."""
 
     run_id: str
 
     def renew_now(self) -> None:
-        """Renew the lease at once."""
+        """Have the lease renewed now, from its own thread; returns at once."""
 
 
 class WorkerContext:
-    """State shared by the supervisors of this process."""
+    """State that the threads of a worker share: the supervisors of its runs, the heartbeat and the listeners.
+
+    `worker.main` creates one per process, starts it before it takes runs, and closes it at the end. Every method may
+    be called from any thread. `engine` is for the work on runs, `lease_engine` for renewals and heartbeats alone;
+    both have a connection per slot and one more. `kind` is the kind of this machine's devices (`cuda` or `cpu`), and
+    `backends` the backends whose runs this worker can train.
+    """
 
     def __init__(self, settings: Settings) -> None:
         if settings.database_url is None or settings.redis_url is None:
@@ -55,7 +61,7 @@ class WorkerContext:
         self.id = new_id("wrk")
         self.name = socket.gethostname()
         self.storage = Storage(settings)
-        self.fitness = WorkerHealth(self.storage.root)
+        self.health = WorkerHealth(self.storage.root)
         self.machine = devices.find(settings)
         self.kind = self.machine.devices[0].kind
         self.launcher = Launcher(settings)
@@ -79,10 +85,10 @@ class WorkerContext:
         """Current runs save and are released now."""
         self.drained_at = float("inf")
         """Monotonic time at which `draining` was set."""
-        self.copies: Replicator | None = None
+        self.replicator: Replicator | None = None
         """Checkpoint replication, if the operator configured it."""
         if settings.checkpoint_url:
-            self.copies = Replicator(RemoteStore(settings.checkpoint_url, self.storage), self.storage, self.engine)
+            self.replicator = Replicator(RemoteStore(settings.checkpoint_url, self.storage), self.storage, self.engine)
         self._notebook = WorkerStatusFile(settings.home, self.id)
         self._leases: dict[str, HeldLease] = {}
         self._to_wake: set[str] = set()
@@ -106,8 +112,8 @@ class WorkerContext:
             if self.closing.wait(_DATABASE_PAUSE):
                 return False
         self._heartbeat.start()
-        if self.copies:
-            self.copies.start()
+        if self.replicator:
+            self.replicator.start()
         for name, work in (("control", self._listen), ("wake-ups", self._notify_loop)):
             threading.Thread(target=work, name=name, daemon=True).start()
         log.info(
@@ -134,8 +140,8 @@ class WorkerContext:
         self._wake_up.set()
         self._beat_now.set()
         self.launcher.stop()
-        if self.copies:
-            self.copies.close()
+        if self.replicator:
+            self.replicator.close()
         if self._heartbeat.is_alive():
             self._heartbeat.join(_DATABASE_PAUSE)  # a heartbeat in flight would mark the worker as online
         try:

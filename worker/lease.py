@@ -28,7 +28,7 @@ class Lease:
     away for longer, while the output of the dead trainer is stored.
     """
 
-    def __init__(self, host: WorkerContext, run_id: str, lease_epoch: int, sent: float) -> None:
+    def __init__(self, context: WorkerContext, run_id: str, lease_epoch: int, sent: float) -> None:
         self.run_id = run_id
         self.lease_epoch = lease_epoch
         self.requested_stop: StopRequest | None = None
@@ -37,7 +37,7 @@ class Lease:
         """Actions still pending when the lease was last renewed, to be done between two steps; oldest first."""
         self.fenced = False
         """True if this worker no longer owns the run."""
-        self._host = host
+        self._context = context
         self._sent = sent
         self._longest_silence = 0.0
         self._process: TrainingProcess | None = None
@@ -46,7 +46,7 @@ class Lease:
         self._thread = threading.Thread(target=with_current_context(self._keep), name=f"lease {run_id}", daemon=True)
 
     def __enter__(self) -> "Lease":
-        self._host.hold(self)
+        self._context.hold(self)
         self._thread.start()
         return self
 
@@ -55,7 +55,7 @@ class Lease:
         self._now.set()
         # A thread blocked in a statement of a frozen server must not keep the worker from ending.
         self._thread.join(_JOIN_SECONDS)
-        self._host.release(self)
+        self._context.release(self)
 
     @property
     def stop(self) -> StopRequest | None:
@@ -66,7 +66,7 @@ class Lease:
     @property
     def kill_at(self) -> float:
         """Monotonic time at which the trainer must be dead unless a renewal succeeds before."""
-        return self._sent + self._host.settings.kill_after_seconds
+        return self._sent + self._context.settings.kill_after_seconds
 
     @property
     def silent_seconds(self) -> float:
@@ -81,7 +81,7 @@ class Lease:
     @property
     def was_always_renewed(self) -> bool:
         """True if every renewal succeeded before a trainer had to end for lack of one."""
-        return self.longest_silence < self._host.settings.kill_after_seconds
+        return self.longest_silence < self._context.settings.kill_after_seconds
 
     @property
     def expired(self) -> bool:
@@ -99,7 +99,7 @@ class Lease:
         self._now.set()
 
     def _keep(self) -> None:
-        settings = self._host.settings
+        settings = self._context.settings
         pause = settings.renew_seconds
         while not self.fenced:
             self._now.wait(pause)
@@ -112,8 +112,8 @@ class Lease:
     def _renew(self) -> bool:
         sent = time.monotonic()
         try:
-            with self._host.lease_engine.begin() as connection:
-                renewal = machine.renew(self.run_id, self.lease_epoch, self._host.settings.lease_seconds)
+            with self._context.lease_engine.begin() as connection:
+                renewal = machine.renew(self.run_id, self.lease_epoch, self._context.settings.lease_seconds)
                 row = connection.execute(renewal).one_or_none()
         except SQLAlchemyError as error:
             log.info("%s: renewal failed, %.1f s left: %s", self.run_id, self.kill_at - sent, error)

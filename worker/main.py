@@ -19,35 +19,35 @@ log = logging.getLogger(__name__)
 
 def main() -> int:
     """Run until SIGTERM or SIGINT; then trainers save, runs are released, and 0 is returned."""
-    orders = SignalHandler()
+    signals = SignalHandler()
     try:
         settings = get_settings()
         log_setup.set_up(settings.log_format)
-        return run(resolve_urls(settings), orders)
+        return run(resolve_urls(settings), signals)
     except SetupError as error:
         print(f"anneal: {error}", file=sys.stderr)  # noqa: T201
         return 1
 
 
-def run(settings: Settings, orders: SignalHandler) -> int:
-    """Run a worker until `orders` end it."""
-    host = WorkerContext(settings)
+def run(settings: Settings, signals: SignalHandler) -> int:
+    """Run a worker until `signals` end it."""
+    context = WorkerContext(settings)
     app = celery_app(settings.redis_url or "")
-    celery_worker.register(app, host)
+    celery_worker.register(app, context)
     # Celery's warning about root concerns pickled messages; the messages here are JSON without arguments.
     warnings.filterwarnings("ignore", message=".*superuser privileges")
-    orders.obey(host)
+    signals.start(context)
     try:
-        if not host.start():
+        if not context.start():
             return 0
         program = CeleryProgram(
-            orders,
+            signals,
             app=app,
             quiet=True,
             pool=SlotPool,
-            concurrency=host.machine.slots,
+            concurrency=context.machine.slots,
             queues=[QUEUE],
-            hostname=f"{host.id}@{host.name}",
+            hostname=f"{context.id}@{context.name}",
             without_gossip=True,
             without_mingle=True,
             without_heartbeat=True,
@@ -55,7 +55,7 @@ def run(settings: Settings, orders: SignalHandler) -> int:
         program.start()
         return program.exitcode or 0
     finally:
-        host.close()
+        context.close()
 
 
 if __name__ == "__main__":

@@ -36,15 +36,15 @@ class SignalHandler:
             if signal.getsignal(number) != signal.SIG_IGN:  # `nohup anneal worker &` is meant to outlive its terminal
                 signal.signal(number, self._on_signal)
 
-    def obey(self, host: WorkerContext) -> None:
+    def start(self, context: WorkerContext) -> None:
         """Apply signals to this worker from now on, including those already received."""
-        threading.Thread(target=self._handle_signals, args=[host], name="orders", daemon=True).start()
+        threading.Thread(target=self._handle_signals, args=[context], name="signals", daemon=True).start()
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         with suppress(BlockingIOError):  # so many are queued that this one adds nothing
             os.write(self._writing, bytes([number]))
 
-    def _handle_signals(self, host: WorkerContext) -> None:
+    def _handle_signals(self, context: WorkerContext) -> None:
         deadline = None
         while True:
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -56,11 +56,11 @@ class SignalHandler:
             for number in os.read(self._reading, 64):
                 if number == DRAIN_SIGNAL:
                     log.info("draining: no further run is taken, current runs finish")
-                    host.stop_claiming()
+                    context.stop_claiming()
                 elif deadline is None:
                     log.info("shutting down: trainers save, runs are released")
-                    host.drain()
-                    deadline = time.monotonic() + host.settings.save_grace_seconds + _EXTRA_SECONDS
+                    context.drain()
+                    deadline = time.monotonic() + context.settings.save_grace_seconds + _EXTRA_SECONDS
             # Celery stops taking hints, waits for its threads and returns.
             state.should_stop = 0
             os.eventfd_write(self.ending, 1)

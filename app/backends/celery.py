@@ -107,7 +107,7 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
         return run
 
     async def launch(self, run: TrainingRun, dataset_path: Path, output_dir: Path) -> str:
-        """Insert the run; raise 422 for a data set or folder outside the storage."""
+        """Insert the run; raise 422 for a dataset or folder outside the storage."""
         request = RunCreate(
             experiment_id=run.experiment_id,
             backend=self.capabilities.name,
@@ -157,7 +157,7 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
         dataset_id, extension = path.parent.name, path.suffix.removeprefix(".")
         if is_id(dataset_id, "ds") and path == self._storage.dataset_file(dataset_id, extension):
             return dataset_id
-        message = f"must be a file of a stored data set below {self._storage.root}; upload it first"
+        message = f"must be a file of a stored dataset below {self._storage.root}; upload it first"
         raise validation_failed([FieldError(field="dataset_path", code="outside_storage", message=message)])
 
     async def _checkpoint_id(self, session: AsyncSession, path: Path) -> str:

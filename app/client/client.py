@@ -8,7 +8,7 @@
         for event in client.runs.events(run.id):
             print(event.type, event.seq)
 
-Both have the same methods. The request and response models are in `app/*/schemas.py`.
+Both have the same methods. The request and response models are in `app/contracts/schemas/`.
 """
 
 from types import TracebackType

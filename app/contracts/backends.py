@@ -98,7 +98,7 @@ class TrainingBackend(ABC, Generic[Transaction, Run]):
     async def launch(self, run: TrainingRun, dataset_path: Path, output_dir: Path) -> str:
         """Accept a run and return its id; the run is durable before this returns, and repeated calls are idempotent.
 
-        `dataset_path` is the file of a stored data set, `output_dir` the run's folder in the storage.
+        `dataset_path` is the file of a stored dataset, `output_dir` the run's folder in the storage.
         """
 
     @abstractmethod

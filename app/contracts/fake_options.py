@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class FakeOptions(BaseModel):
     """Options of the `fake` trainer in addition to the fields of `TrainingConfig`.
 
-    The trainer also supports `max_steps`, `epochs` (with a data set), `batch_size`, `gradient_accumulation_steps`,
+    The trainer also supports `max_steps`, `epochs` (with a dataset), `batch_size`, `gradient_accumulation_steps`,
     `save_steps`, `logging_steps`, `eval_steps`, `stop_at_step`, `time_limit_seconds` and `seed`.
     """
 

@@ -1,6 +1,6 @@
 """Rewards of method `rlhf`: their types, parameters and bounds.
 
-Pure pydantic, no torch: the API validates with it; `worker/training/rewards.py` computes the rewards.
+Pure pydantic, no torch: the API validates with it; `worker/training/methods/rewards.py` computes the rewards.
 """
 
 import json

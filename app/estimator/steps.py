@@ -11,14 +11,14 @@ from app.estimator.architecture import Architecture
 from app.estimator.forward_pass import Attention, Batch
 
 BYTES_OF_A_TOKEN = 4.0
-"""Assumed bytes of a data set's file per token, if no tokenizer has counted."""
+"""Assumed bytes of a dataset's file per token, if no tokenizer has counted."""
 _SEQUENCE_PER_PAIR = 2 / 3
 _EQUAL_LENGTHS = "The prompt and the two answers of a pair are assumed to have equal lengths."
 
 
 @dataclass(frozen=True)
 class Data:
-    """Figures of a data set that are known without reading it."""
+    """Figures of a dataset that are known without reading it."""
 
     rows: int
     bytes: int | None
@@ -72,7 +72,7 @@ def micro_batch(model: Architecture, config: TrainingConfig, length: int, rows: 
     `rows`: number of rows or packed sequences; None if not known.
     """
     size = config.batch_size
-    # A data set smaller than a batch makes one smaller batch, except that generation always fills it.
+    # A dataset smaller than a batch makes one smaller batch, except that generation always fills it.
     if rows is not None and config.generation is None:
         size = min(size, rows)
     if config.packing:
@@ -87,16 +87,16 @@ def micro_batch(model: Architecture, config: TrainingConfig, length: int, rows: 
 
 
 def plan(model: Architecture, config: TrainingConfig, data: Data) -> Plan:
-    """Return the step plan of an effective configuration on a data set."""
-    course = course_of(config, data, max_sequence_length(model, config))
-    batch = micro_batch(model, config, course.largest, course.rows)
-    return Plan(**vars(course), batch=batch)
+    """Return the step plan of an effective configuration on a dataset."""
+    step_plan = make_step_plan(config, data, max_sequence_length(model, config))
+    batch = micro_batch(model, config, step_plan.largest, step_plan.rows)
+    return Plan(**vars(step_plan), batch=batch)
 
 
-def course_of(config: TrainingConfig, data: Data, most: int) -> StepPlan:
-    """Return steps and tokens of an effective configuration on a data set; sequences are cut to `most` tokens."""
+def make_step_plan(config: TrainingConfig, data: Data, most: int) -> StepPlan:
+    """Return steps and tokens of an effective configuration on a dataset; sequences are cut to `most` tokens."""
     if config.trainer_options.data_source is not None:
-        return _data_source_course(config, most)
+        return _data_source_step_plan(config, most)
     assumed: list[str] = []
     mean, largest = _lengths(config, data, most, assumed)
     if config.generation is not None:
@@ -108,7 +108,7 @@ def course_of(config: TrainingConfig, data: Data, most: int) -> StepPlan:
     return _in_steps(config, _rows(config, data), mean, max(min(largest, most), 2), most, assumed)
 
 
-def _data_source_course(config: TrainingConfig, most: int) -> StepPlan:
+def _data_source_step_plan(config: TrainingConfig, most: int) -> StepPlan:
     """Return the steps of a run with a data source, whose number of rows is not known."""
     allowed = f"The longest row is assumed to have `max_seq_length` ({most}) tokens: a data source produces the rows."
     steps = None if config.max_steps is None else max(config.max_steps, config.min_steps or 0)
@@ -141,7 +141,7 @@ def _lengths(config: TrainingConfig, data: Data, most: int, assumed: list[str]) 
     else:
         mean, largest = data.bytes / data.rows / BYTES_OF_A_TOKEN, most
         assumed.append(
-            f"A token is assumed to take {BYTES_OF_A_TOKEN:g} bytes of the data set's file, and the longest sequence "
+            f"A token is assumed to take {BYTES_OF_A_TOKEN:g} bytes of the dataset's file, and the longest sequence "
             f"to have `max_seq_length` ({most}) tokens: no tokenizer was specified at upload."
         )
         if pairs:

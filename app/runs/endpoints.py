@@ -129,7 +129,7 @@ async def list_runs(
     """List runs, newest or best first."""
     filters = queries.Filters(experiment_id, tuple(status or ()), tag, parent_run_id, base_model)
     rows, has_more = await queries.page(session, filters, paging, sort)
-    predictions = await _forecasts(request).of({row.id: row.status for row in rows})
+    predictions = await _eta(request).of({row.id: row.status for row in rows})
     return Response(serializers.run_page(storage, rows, has_more, predictions), media_type="application/json")
 
 
@@ -155,16 +155,16 @@ async def compare_runs(
 async def get_run(run_id: str, request: Request, session: Session, storage: CurrentStorage) -> RunRead:
     """Get a run with its newest metrics."""
     run = await service.get(session, run_id)
-    predictions = await _forecasts(request).of({run.id: run.status})
+    predictions = await _eta(request).of({run.id: run.status})
     return await serializers.run_read(session, storage, run, predictions.get(run.id))
 
 
 @router.patch("/{run_id}")
 async def edit_run(run_id: str, body: RunEdit, request: Request, session: Session, storage: CurrentStorage) -> RunRead:
     """Rename or tag a run, or pin it to protect it from deletion."""
-    await _forecasts(request).renew()  # before the row is locked, because its worker would wait for the lock
+    await _eta(request).renew()  # before the row is locked, because its worker would wait for the lock
     run = await service.edit(session, run_id, body)
-    predictions = _forecasts(request).newest({run.id: run.status})
+    predictions = _eta(request).newest({run.id: run.status})
     return await serializers.run_read(session, storage, run, predictions.get(run.id))
 
 
@@ -214,6 +214,6 @@ async def resume_run(run_id: str, backend: BackendOfRun, new: NewRun, body: RunR
     return await new.accepted(await backend.resume_run(transaction, run_id, body or RunResume()))
 
 
-def _forecasts(request: Request) -> EtaService:
-    forecasts: EtaService = request.app.state.forecasts
-    return forecasts
+def _eta(request: Request) -> EtaService:
+    eta: EtaService = request.app.state.eta
+    return eta

@@ -1,4 +1,7 @@
-"""Serializers of runs."""
+"""Serializers of runs: the responses of the run endpoints and of the backends, from rows of `runs`.
+
+Fields are columns of the same name, but for those of `_derived`: paths are absolute, in the service's storage.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,12 +31,15 @@ _HISTORY = 100
 
 
 async def run_read(session: AsyncSession, storage: Storage, run: Run, prediction: Prediction | None = None) -> RunRead:
-    """Return a run with its newest metrics."""
+    """Return a run with its estimate and its newest 100 points of metrics, as all endpoints of one run answer.
+
+    `prediction` says when the run starts and finishes; None where it is not asked for.
+    """
     return RunRead(**await _fields(session, storage, run), prediction=prediction)
 
 
 async def run_stopped(session: AsyncSession, storage: Storage, run: Run, outlook: StopOutlook) -> RunStopped:
-    """Return a run with the expected result of its stop."""
+    """Return a run as `run_read` does, with the expected result of its stop; for the endpoint that stops runs."""
     return RunStopped(**await _fields(session, storage, run), stop=outlook)
 
 
@@ -53,7 +59,11 @@ async def _fields(session: AsyncSession, storage: Storage, run: Run) -> dict[str
 def run_page(
     storage: Storage, rows: Sequence[Any], has_more: bool, predictions: Mapping[str, Prediction | None]
 ) -> bytes:
-    """Return a `Page[RunSummary]` as JSON, from the rows of `app.runs.queries`."""
+    """Return a `Page[RunSummary]` as JSON, from the rows of `app.runs.queries`; for the list of runs.
+
+    PostgreSQL has written most of each item (`shown`, a JSON object), so no model is built for it. `predictions` are
+    by run id.
+    """
     items = []
     for row in rows:
         prediction = predictions.get(row.id)

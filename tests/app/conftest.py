@@ -48,7 +48,7 @@ def anneal(shared_api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def run_file(shared_api: ApiServer, tmp_path: Path) -> Path:
-    """A description of a run on a data set that there is."""
+    """A description of a run on a dataset that there is."""
     answer = shared_api.client.post("/v1/datasets", files={"file": ("rows.jsonl", b'{"text": "a"}\n{"text": "b"}\n')})
     path = tmp_path / "run.yaml"
     path.write_text(RUN.format(dataset_id=answer.json()["id"]))
@@ -75,6 +75,6 @@ def _emptied(connection: psycopg.Connection) -> bool:
     return True
 
 
-def told(result: Result) -> Any:
+def reported(result: Result) -> Any:
     """The one JSON document on standard output."""
     return json.loads(result.stdout)

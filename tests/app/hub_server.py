@@ -28,7 +28,7 @@ class Hub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def serve(self, files: dict[str, bytes]) -> None:
-        """The data set `ada/words` with these files, at one commit of its main branch."""
+        """The dataset `ada/words` with these files, at one commit of its main branch."""
         siblings = [{"rfilename": path} for path in files]
         self.files["/api/datasets/ada/words/revision/main"] = json.dumps({"sha": COMMIT, "siblings": siblings}).encode()
         for path, content in files.items():

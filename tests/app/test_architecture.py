@@ -115,7 +115,7 @@ def test_only_the_settings_read_the_environment() -> None:
     assert readers == {"app/config.py"}
 
 
-def test_only_the_lifecycle_writes_the_status_of_a_run() -> None:
+def test_only_the_state_machine_writes_the_status_of_a_run() -> None:
     """No `.values(status=…)`, no `run.status = …`, no SQL text that sets it, anywhere else in the product."""
     writers = set()
     for path in PRODUCT:

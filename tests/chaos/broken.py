@@ -160,9 +160,9 @@ def outlived_its_lease() -> Spoil:
 
 def checkpoint_stored_twice(history: History) -> History:
     again = {**history.checkpoints["plain"][0], "id": "again"}
-    told = {"checkpoint_id": "again", "step": 4, "kind": "periodic", "bytes": 100}
+    reported = {"checkpoint_id": "again", "step": 4, "kind": "periodic", "bytes": 100}
     spoilt = replace(history, checkpoints={**history.checkpoints, "plain": (*history.checkpoints["plain"], again)})
-    return event_added("plain", saves(4), "checkpoint", **told)(spoilt)
+    return event_added("plain", saves(4), "checkpoint", **reported)(spoilt)
 
 
 def gap(history: History) -> History:

@@ -98,12 +98,12 @@ def schedule(seed: int, rounds: int) -> list[Callable[[Scene], None]]:
     return order[:rounds]
 
 
-def tell(line: str) -> None:
+def print_line(line: str) -> None:
     """Print and flush."""
     print(line, flush=True)
 
 
-def run(seed: int, rounds: int, jobs: int = 1, say: Callable[[str], None] = tell) -> Result:
+def run(seed: int, rounds: int, jobs: int = 1, say: Callable[[str], None] = print_line) -> Result:
     """Run a campaign; all randomness derives from the seed, except the timing of the machine.
 
     Its segments run in `jobs` parallel worlds.
@@ -121,7 +121,7 @@ def run(seed: int, rounds: int, jobs: int = 1, say: Callable[[str], None] = tell
         result = Result(seed, rounds)
         # Spawned, not forked: a world has threads, and its children exit with it.
         with ProcessPoolExecutor(len(parts), multiprocessing.get_context("spawn")) as pool:
-            for part in [pool.submit(_part, seed, rounds, part, tell) for part in parts]:
+            for part in [pool.submit(_part, seed, rounds, part, print_line) for part in parts]:
                 result.add(part.result())
     result.seconds = time.monotonic() - began
     return result

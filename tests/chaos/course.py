@@ -102,7 +102,7 @@ class Course:
     @cached_property
     def moves(self) -> tuple[Move, ...]:
         """Status changes, in the order of the event log."""
-        told = (event for event in self.events if event.type == "status")
+        reported = (event for event in self.events if event.type == "status")
         return tuple(
             Move(
                 event.seq,
@@ -112,7 +112,7 @@ class Course:
                 str(event.data.get("reason")),
                 event.attempt,
             )
-            for event in told
+            for event in reported
         )
 
     def claim_of(self, attempt: int) -> Move | None:

@@ -67,8 +67,8 @@ def killed_before_the_last_words_were_stored() -> Spoil:
 
 def dropped_lines(history: History) -> History:
     note = {"line": "… 1 lines dropped: more than 200 a second", "stream": "stderr"}
-    told = event_added("plain", prints(6), "log", **note)
-    return together(told, event_removed("plain", prints(5)))(history)
+    reported = event_added("plain", prints(6), "log", **note)
+    return together(reported, event_removed("plain", prints(5)))(history)
 
 
 def first_line_refused(history: History) -> History:

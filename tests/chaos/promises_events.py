@@ -84,14 +84,14 @@ def _writes_outside_of_attempts(course: Course) -> Iterator[Violation]:
 
 
 def _checkpoints_without_event(course: Course) -> Iterator[Violation]:
-    told = Counter(
+    reported = Counter(
         (event.data["checkpoint_id"], event.attempt, event.data["step"], event.data["kind"], event.data["bytes"])
         for event in course.events
         if event.type == "checkpoint"
     )
     stored = Counter((row["id"], row["attempt"], row["step"], row["kind"], row["bytes"]) for row in course.checkpoints)
-    for one in (told - stored).keys() | (stored - told).keys():
-        where = "no row" if one in told - stored else "no event"
+    for one in (reported - stored).keys() | (stored - reported).keys():
+        where = "no row" if one in reported - stored else "no event"
         yield course.broke(4, f"checkpoint {one[0]} of step {one[2]}, attempt {one[1]}, has {where}")
     for (attempt, step), count in Counter((row["attempt"], row["step"]) for row in course.checkpoints).items():
         if count > 1:
@@ -201,10 +201,10 @@ def _doubled_or_missing_moves(course: Course) -> Iterator[Violation]:
     ends = [event for event in course.events if event.type == "end"]
     if len(ends) != int(course.has_ended) or any(event.data.get("status") != at for event in ends):
         yield course.broke(7, f"{len(ends)} end events for a run that is {course.row['status']}")
-    told = [(event.data.get("code"), event.data.get("message")) for event in course.events if event.type == "error"]
+    reported = [(event.data.get("code"), event.data.get("message")) for event in course.events if event.type == "error"]
     wanted = [(course.row["error_code"], course.row["error_message"])] if course.row["status"] == "failed" else []
-    if told != wanted:
-        yield course.broke(7, f"its errors are {told}, the run's is {wanted}")
+    if reported != wanted:
+        yield course.broke(7, f"its errors are {reported}, the run's is {wanted}")
 
 
 def _doubled_or_missing_words(course: Course, attempt: int) -> Iterator[Violation]:

@@ -10,8 +10,8 @@ def no_trainer_is_left(history: History) -> Iterator[Violation]:
 
     Sound: a worker writes the end of an attempt after its process has exited, or kills the process if it lost the run.
     """
-    for pid, told in history.left.items():
-        yield Violation(3, "", f"every run has ended, but trainer {pid} is alive according to {told}")
+    for pid, reported in history.left.items():
+        yield Violation(3, "", f"every run has ended, but trainer {pid} is alive according to {reported}")
 
 
 def processes_do_not_grow(history: History) -> Iterator[Violation]:
@@ -21,5 +21,5 @@ def processes_do_not_grow(history: History) -> Iterator[Violation]:
     """
     for one in history.growth:
         if one.is_too_much:
-            told = f"{one.descriptors} descriptors and {one.threads} threads, before and after"
-            yield Violation(17, "", f"{one.process} leaks resources: {told}")
+            reported = f"{one.descriptors} descriptors and {one.threads} threads, before and after"
+            yield Violation(17, "", f"{one.process} leaks resources: {reported}")

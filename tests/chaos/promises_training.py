@@ -126,9 +126,9 @@ def torn_checkpoints_are_never_resumed(history: History, course: Course) -> Iter
         whole = [row for row in seen if row["step"] == start and not _was_damaged_before(history, course, attempt, row)]
         if start > 0 and start in possible and not whole:
             yield course.broke(11, f"attempt {attempt} began at step {start}, whose checkpoint had been damaged before")
-        told = next((row["start_step"] for row in course.attempts if row["attempt"] == attempt), None)
-        if told is not None and told != start:
-            yield course.broke(11, f"attempt {attempt} is recorded to start at step {told}, but started at {start}")
+        reported = next((row["start_step"] for row in course.attempts if row["attempt"] == attempt), None)
+        if reported is not None and reported != start:
+            yield course.broke(11, f"attempt {attempt} is recorded to start at step {reported}, but started at {start}")
     saved = {(line["attempt"], line["step"]) for line in course.journal if line["event"] == "save"}
     for row in course.checkpoints:
         if row["id"] in history.broken and row["id"] not in history.damaged:

@@ -165,8 +165,8 @@ class Story:
         self.attempts[-1].update(outcome=outcome, ended_at=moment(self.now))
 
     def _move(self, target: str, reason: str) -> None:
-        told = {"from": self.status, "to": target, "reason": reason, "attempt": self.attempt}
-        self._event("status", **told)
+        reported = {"from": self.status, "to": target, "reason": reason, "attempt": self.attempt}
+        self._event("status", **reported)
         self.status = target
 
     def _event(self, type_: str, /, **data: Any) -> None:

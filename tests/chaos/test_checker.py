@@ -32,7 +32,7 @@ def test_what_may_rightly_happen_breaks_nothing(history: History, happened: Spoi
 @pytest.mark.parametrize(
     ("promise", "spoil"), [pytest.param(number, spoil, id=f"{number}: {what}") for number, what, spoil in BROKEN]
 )
-def test_each_broken_promise_is_told_and_no_other(history: History, promise: int, spoil: Spoil) -> None:
+def test_each_broken_promise_is_reported_and_no_other(history: History, promise: int, spoil: Spoil) -> None:
     violations = check(spoil(history)).violations
     assert {violation.promise for violation in violations} == {promise}, violations
 

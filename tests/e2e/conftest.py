@@ -27,7 +27,7 @@ QLORA: dict[str, Any] = {
 
 
 class TrainingStack(Stack):
-    """A stack with a tiny model below its models root and a chat data set."""
+    """A stack with a tiny model below its models root and a chat dataset."""
 
     def __init__(self, home: Path) -> None:
         super().__init__(home, launch="zygote", lease_seconds=6)

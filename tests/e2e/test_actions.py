@@ -30,8 +30,8 @@ def test_each_action_shows_at_the_step_named(stack: TrainingStack) -> None:
     slowed = ask(stack, run_id, "set_learning_rate", learning_rate=1e-6)
     extended = ask(stack, run_id, "extend", max_steps=60_000)
     stack.until_step(run_id, extended["step"] + 2)
-    told = stack.client.post(f"/v1/runs/{run_id}/stop", json={"mode": "epoch_end"}).json()
-    assert told["status"] in ("running", "checkpointing") and 0 < told["stop"]["save_seconds"] < 60
+    reported = stack.client.post(f"/v1/runs/{run_id}/stop", json={"mode": "epoch_end"}).json()
+    assert reported["status"] in ("running", "checkpointing") and 0 < reported["stop"]["save_seconds"] < 60
     shown = stack.until(run_id, "cancelled", timeout=60)
 
     events = stack.events(run_id)

@@ -213,8 +213,8 @@ class Campaign:
         try:
             case.validate_response(answer, checks=CHECKS)
         except (Failure, FailureGroup) as failure:
-            told = str(failure) if isinstance(failure, Failure) else "; ".join(map(str, failure.exceptions))
-            self.result.violations.append(f"{case.operation.label} → {answer.status_code}: {told[:1500]}")
+            reported = str(failure) if isinstance(failure, Failure) else "; ".join(map(str, failure.exceptions))
+            self.result.violations.append(f"{case.operation.label} → {answer.status_code}: {reported[:1500]}")
 
     def _learn(self, case: Case, answer: Any) -> None:
         text = answer.content[:100_000].decode(errors="replace")

@@ -145,8 +145,8 @@ class TestLongerThanTheLease:
         assert second_attempt == list(range(saved + 1, 151))
         reasons = [event["reason"] for event in stack.events(run_id) if event["type"] == "status"]
         assert any("the database was unreachable for" in reason for reason in reasons), reasons
-        told = stack.client.get(f"/v1/runs/{run_id}/postmortem").json()
-        assert told["probable_cause"].startswith("The database was unreachable") and told["advice"] is None
+        reported = stack.client.get(f"/v1/runs/{run_id}/postmortem").json()
+        assert reported["probable_cause"].startswith("The database was unreachable") and reported["advice"] is None
 
 
 class TestOfOneWorkerOnly:

@@ -25,7 +25,7 @@ def answered(stack: Stack, run_id: str, action_id: str) -> dict[str, Any]:
     return eventually(look, timeout=30, what=f"{action_id} is answered")
 
 
-def told(stack: Stack, run_id: str) -> list[tuple[str, int]]:
+def reported(stack: Stack, run_id: str) -> list[tuple[str, int]]:
     return [(event["action"], event["step"]) for event in stack.events(run_id) if event["type"] == "action"]
 
 
@@ -39,16 +39,16 @@ class TestActions:
         worker = stack.add_worker()
         evaluated, saved = [answered(stack, run_id, action_id) for action_id in first]
         assert evaluated["status"] == saved["status"] == "done" and evaluated["step"] == saved["step"] >= 1
-        wishes: list[tuple[str, dict[str, Any]]] = [
+        requests: list[tuple[str, dict[str, Any]]] = [
             ("set_learning_rate", {"learning_rate": 0.5}),
             ("sample", {"prompts": ["why"]}),
             ("extend", {"max_steps": 6000}),
         ]
-        done = [answered(stack, run_id, ask(stack, run_id, name, **wish)) for name, wish in wishes]
+        done = [answered(stack, run_id, ask(stack, run_id, name, **requested)) for name, requested in requests]
         assert [one["status"] for one in done] == ["done"] * 3
         stack.until_step(run_id, done[-1]["step"] + 2)
         worker.kill()
-        before = told(stack, run_id)
+        before = reported(stack, run_id)
         assert before == [(one["action"], one["step"]) for one in (evaluated, saved, *done)]
         events = stack.events(run_id)
         points = {event["step"]: event for event in events if event["type"] == "metric"}
@@ -68,8 +68,10 @@ class TestActions:
         )
 
         stack.add_worker()
-        eventually(lambda: len(told(stack, run_id)) == 8, timeout=30, what="the next attempt has done all of it again")
-        assert told(stack, run_id) == [*before, *before[2:]], "what the checkpoint holds is not done again"
+        eventually(
+            lambda: len(reported(stack, run_id)) == 8, timeout=30, what="the next attempt has done all of it again"
+        )
+        assert reported(stack, run_id) == [*before, *before[2:]], "what the checkpoint holds is not done again"
         assert stack.run(run_id)["total_steps"] == 6000
         stack.stop(run_id, save_checkpoint=False)
         stack.until(run_id, "cancelled")
@@ -117,8 +119,8 @@ def test_a_stop_with_the_best_checkpoint_saves_nothing_more(stack: Stack) -> Non
     run_id = stack.create({"step_seconds": 0.05}, config)
     stack.add_worker()
     eventually(lambda: stack.client.get(f"/v1/runs/{run_id}/checkpoints").json()["data"], timeout=30)
-    told = stack.client.post(f"/v1/runs/{run_id}/stop", json={"mode": "best"}).json()["stop"]
-    assert told["mode"] == "best" and told["save_seconds"] > 0
+    reported = stack.client.post(f"/v1/runs/{run_id}/stop", json={"mode": "best"}).json()["stop"]
+    assert reported["mode"] == "best" and reported["save_seconds"] > 0
     shown = stack.until(run_id, "cancelled", timeout=15)
     saved = stack.client.get(f"/v1/runs/{run_id}/checkpoints").json()["data"]
     assert {one["kind"] for one in saved} == {"best"}

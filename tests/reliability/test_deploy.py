@@ -140,8 +140,8 @@ class TestAMigrationWhileReplicasServe:
             timeout=60,
         )
         assert migrating_old.returncode == 0, migrating_old.stderr
-        told = f"At revision 9002, created by a later version; this version (revision {before}) works with it.\n"
-        assert migrating_old.stdout == told
+        reported = f"At revision 9002, created by a later version; this version (revision {before}) works with it.\n"
+        assert migrating_old.stdout == reported
 
 
 class TestAnOlderDatabase:
@@ -199,7 +199,7 @@ class TestRules:
         found = breaking(source)
         assert not found or len(reason(source).split()) > 3, f"{path.name}: {found}; see migrations/__init__.py"
 
-    def test_numbers_of_four_digits_in_a_row_tell_newer_from_older(self) -> None:
+    def test_numbers_of_four_digits_in_a_row_distinguish_newer_from_older(self) -> None:
         assert [path.name[:5] for path in VERSIONS] == [f"{n:04}_" for n in range(100, 100 + len(VERSIONS))]
         assert migrate.head() == VERSIONS[-1].name[:4]
         assert migrate.schema_error(migrate.head()) is None and migrate.schema_error("9999") is None

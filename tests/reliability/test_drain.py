@@ -64,15 +64,15 @@ class TestAnApiThatEnds:
             deaf = [deaf_reader(ours, f"/v1/runs/{talkative}/events") for _ in range(5)]
             at_ours = [Reader([ours, stack.api], run_id) for _ in range(24)]
             at_plain = [Reader([plain, stack.api], run_id) for _ in range(10)]
-            told, exited, upload = asyncio.run(self._follow(at_ours + at_plain, [ours, plain], stack, run_id))
+            reported, exited, upload = asyncio.run(self._follow(at_ours + at_plain, [ours, plain], stack, run_id))
             assert ours.process.wait(5) == 0
         for reader in at_ours + at_plain:
             assert reader.ids == list(range(1, len(reader.ids) + 1))
-            assert reader.ends[0] - told < 5 * stack.slowness
+            assert reader.ends[0] - reported < 5 * stack.slowness
             assert not reader.broken, "streams end with their last chunk"
         assert upload.startswith("HTTP/1.1 201")
         # Deaf readers do not hold it up for as long as a request may take: what nobody reads is reset.
-        assert exited - told < REQUEST_GRACE_SECONDS * 0.6
+        assert exited - reported < REQUEST_GRACE_SECONDS * 0.6
         shown = stack.run(run_id)
         assert (shown["status"], shown["attempt"], lost_count(stack, run_id)) == ("cancelled", 1, 0)
         assert_trained_once(stack, run_id)
@@ -82,12 +82,12 @@ class TestAnApiThatEnds:
     async def _follow(
         self, readers: list[Reader], ending: list[Any], stack: Stack, run_id: str
     ) -> tuple[float, float, str]:
-        """Follow to the end of the run, meanwhile end the servers; when they were told, when the first exited."""
+        """Follow to the end of the run, meanwhile end the servers; when they were asked to, when the first exited."""
 
-        async def tell() -> tuple[float, float, str]:
+        async def end_them() -> tuple[float, float, str]:
             upload = SlowUpload(ending[0])
             await asyncio.to_thread(eventually, lambda: all(len(reader.ids) > 10 for reader in readers))
-            told = time.monotonic()
+            asked_at = time.monotonic()
             for server in ending:
                 server.process.terminate()
             await asyncio.to_thread(eventually, lambda: all(reader.ends for reader in readers))
@@ -99,34 +99,34 @@ class TestAnApiThatEnds:
             reached = max(reader.ids[-1] for reader in readers)
             await asyncio.to_thread(eventually, lambda: all(reader.ids[-1] > reached for reader in readers))
             await asyncio.to_thread(stack.stop, run_id)
-            return told, exited, status
+            return asked_at, exited, status
 
-        log_to = asyncio.create_task(tell())
-        await asyncio.gather(log_to, *(reader.follow() for reader in readers))
-        return log_to.result()
+        ending_them = asyncio.create_task(end_them())
+        await asyncio.gather(ending_them, *(reader.follow() for reader in readers))
+        return ending_them.result()
 
-    def test_one_that_is_told_before_it_listens_ends_as_well(self, stack: Stack, tmp_path: Path) -> None:
+    def test_one_that_is_signaled_before_it_listens_ends_as_well(self, stack: Stack, tmp_path: Path) -> None:
         replica = Replica(stack.settings.model_copy(update={"home": tmp_path}))
         replica.start()
-        told = tmp_path / "run" / "api.json"
-        eventually(told.exists, every=0.001)
+        reported = tmp_path / "run" / "api.json"
+        eventually(reported.exists, every=0.001)
         replica.process.terminate()
         assert replica.process.wait(10) == 0
-        assert not told.exists()
+        assert not reported.exists()
 
 
 class TestAWorkerThatEnds:
-    def test_however_it_is_told_it_saves_and_hands_back_and_the_run_ends_as_if_undisturbed(
+    def test_however_it_is_signaled_it_saves_and_releases_and_the_run_ends_as_if_undisturbed(
         self, stack: Stack, undisturbed: dict[int, str]
     ) -> None:
-        told = {
+        reported = {
             8: [signal.SIGTERM, signal.SIGTERM],
             16: [signal.SIGINT, signal.SIGINT, signal.SIGINT],
             24: [signal.SIGHUP, signal.SIGTERM],
         }
-        add_workers(stack, len(told) + 1)
+        add_workers(stack, len(reported) + 1)
         run_id = stack.create({**STEPS, "step_seconds": 0.1}, {"save_steps": 1000})
-        for step, signals in told.items():
+        for step, signals in reported.items():
             stack.until_step(run_id, step)
             worker = owner(stack, run_id)
             began = time.monotonic()
@@ -142,7 +142,7 @@ class TestAWorkerThatEnds:
         reasons = [event["reason"] for event in stack.events(run_id) if event["type"] == "status"]
         assert sum(reason.startswith("released: ") for reason in reasons) == 3
         saved = [event["step"] for event in stack.events(run_id) if event["type"] == "checkpoint"]
-        assert len(saved) >= 3 and all(any(step <= one for one in saved) for step in told)
+        assert len(saved) >= 3 and all(any(step <= one for one in saved) for step in reported)
 
     def test_one_that_loads_a_model_does_not_wait_for_it(self, stack: Stack) -> None:
         run_id = stack.create({"load_seconds": 600})
@@ -222,7 +222,7 @@ class TestDrain:
         stack.add_worker()
         stack.until(waiting, "completed")
 
-    def test_what_still_runs_after_the_timeout_is_saved_and_handed_back(self, stack: Stack) -> None:
+    def test_what_still_runs_after_the_timeout_is_saved_and_released(self, stack: Stack) -> None:
         worker = stack.add_worker()
         run_id = stack.create({"steps": 100_000})
         stack.until_step(run_id, 3)
@@ -234,12 +234,12 @@ class TestDrain:
         assert stack.run(run_id)["checkpoint_path"]
         stack.stop(run_id)
 
-    def test_a_timeout_alone_is_told_what_it_is_for(self, tmp_path: Path) -> None:
+    def test_a_timeout_alone_is_refused_with_its_purpose(self, tmp_path: Path) -> None:
         command = cli(tmp_path, "--timeout", "5")
         said, _ = command.communicate(timeout=30)
         assert command.returncode == 1 and "--timeout requires --drain" in said
 
-    def test_a_hint_that_a_draining_worker_has_taken_goes_to_somebody_else(self, stack: Stack) -> None:
+    def test_a_hint_that_a_draining_worker_has_taken_goes_to_another(self, stack: Stack) -> None:
         from worker import celery_worker
 
         class Draining:
@@ -283,7 +283,7 @@ class TestDrain:
 
 class TestNotes:
     @pytest.fixture
-    def stranger(self) -> Iterator[subprocess.Popen[bytes]]:
+    def unrelated(self) -> Iterator[subprocess.Popen[bytes]]:
         """A process that has nothing to do with us."""
         process = subprocess.Popen(["sleep", "60"])
         yield process
@@ -291,9 +291,9 @@ class TestNotes:
         process.wait()
 
     def test_a_process_that_was_given_a_workers_id_later_is_never_signalled(
-        self, stranger: subprocess.Popen[bytes], tmp_path: Path
+        self, unrelated: subprocess.Popen[bytes], tmp_path: Path
     ) -> None:
-        here = ProcessIdentity.of(stranger.pid, start_time(stranger.pid))
+        here = ProcessIdentity.of(unrelated.pid, start_time(unrelated.pid))
         others = [
             replace(here, start_time=here.start_time - 1),
             replace(here, boot_id="another"),
@@ -307,10 +307,10 @@ class TestNotes:
             (folder / f"{note.id}.json").write_text(json.dumps(asdict(note)))
         said, _ = cli(tmp_path, "--drain").communicate(timeout=30)
         assert re.search(r"wrk_1 belongs to another machine", said) and "nothing to drain" in said
-        assert stranger.poll() is None
+        assert unrelated.poll() is None
         right = status_files.WorkerStatus("wrk", here)
         assert right.signal(signal.SIGTERM)
-        assert stranger.wait(10) == -signal.SIGTERM
+        assert unrelated.wait(10) == -signal.SIGTERM
 
     def test_a_new_worker_clears_away_the_notes_of_dead_ones(self, settings: Settings) -> None:
         folder = settings.home / "run" / "workers"

@@ -46,7 +46,7 @@ def test_limits_of_the_configuration_end_a_run_with_a_saved_state(stack: Stack) 
     assert (shown["status"], shown["current_step"]) == ("completed", 7)
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(stack: Stack) -> None:
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(stack: Stack) -> None:
     run_id = stack.create({"steps": 400, "step_seconds": 0.02}, {"save_steps": 10, "save_total_limit": None})
     worker = stack.add_worker()
     stack.until_step(run_id, 35)
@@ -113,7 +113,7 @@ def test_a_worker_that_does_not_see_the_storage_costs_a_run_nothing(stack: Stack
 
 
 def test_a_run_that_cannot_be_started_is_not_tried_for_ever_and_keeps_no_other_waiting(stack: Stack) -> None:
-    """Its data set is gone from the storage, all else is there."""
+    """Its dataset is gone from the storage, all else is there."""
     lost = stack.create({"steps": 3}, max_restarts=0, priority=5, dataset_id=stack.upload(b'{"text": "gone"}\n'))
     shutil.rmtree(stack.settings.storage_root / "datasets" / stack.run(lost)["dataset_id"])
     other = stack.create({"steps": 3, "step_seconds": 0.0})

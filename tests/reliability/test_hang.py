@@ -36,7 +36,7 @@ def test_one_that_works_in_silence_is_left_alone(stack: Stack) -> None:
     assert (shown["status"], shown["attempt"]) == ("completed", 1)
 
 
-def test_one_that_has_nothing_to_tell_for_longer_than_the_limit_is_left_alone_too(stack: Stack) -> None:
+def test_one_that_has_nothing_to_report_for_longer_than_the_limit_is_left_alone_too(stack: Stack) -> None:
     """Steps that are measured rarely: that each of them got done is heard, and no event comes of it."""
     run_id = stack.create(
         {"steps": 7, "step_seconds": stack.slowness, "log_lines_per_step": 0}, {"logging_steps": 1000}

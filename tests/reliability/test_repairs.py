@@ -14,7 +14,7 @@ from tests.waiting import eventually
 from worker.attempts import auto_repair
 
 
-def repairs_told(stack: Stack, run_id: str) -> list[dict[str, Any]]:
+def reported_repairs(stack: Stack, run_id: str) -> list[dict[str, Any]]:
     return [event for event in stack.events(run_id) if event["type"] == "repair"]
 
 
@@ -41,8 +41,8 @@ class TestOutOfMemory:
         )
         for run_id in (calm, scarce):
             assert stack.until(run_id, "completed", "failed")["status"] == "completed"
-        told = repairs_told(stack, scarce)
-        assert [(one["changes"]["batch_size"], one["changes"]["gradient_accumulation_steps"]) for one in told] == [
+        reported = reported_repairs(stack, scarce)
+        assert [(one["changes"]["batch_size"], one["changes"]["gradient_accumulation_steps"]) for one in reported] == [
             (2, 2), (1, 4),
         ]  # fmt: skip
         shown = stack.run(scarce)
@@ -64,7 +64,7 @@ class TestOutOfMemory:
         )
         shown = stack.until(run_id, "completed", "failed")
         assert (shown["status"], shown["error_code"], shown["attempt"]) == ("failed", "out_of_memory", 3)
-        assert [*repairs_told(stack, run_id)[-1]["changes"]] == ["gradient_checkpointing"]
+        assert [*reported_repairs(stack, run_id)[-1]["changes"]] == ["gradient_checkpointing"]
         found = postmortem(stack, run_id)
         assert found["phase"] == "training" and found["step"] == 2 and found["memory"]
         assert "ran out of memory while training" in found["probable_cause"]
@@ -92,8 +92,8 @@ class TestRewind:
             {"steps": 12, "step_seconds": 0.0, "non_finite_at_step": 7}, {"on_non_finite": "rewind", "save_steps": 5}
         )
         assert stack.until(run_id, "completed", "failed")["status"] == "completed"
-        (told,) = repairs_told(stack, run_id)
-        assert (told["kind"], told["step"]) == ("non_finite", 7) and told["rows"]
+        (reported,) = reported_repairs(stack, run_id)
+        assert (reported["kind"], reported["step"]) == ("non_finite", 7) and reported["rows"]
         lines = [line for line in stack.journal(run_id) if line["attempt"] == 2]
         assert [line["step"] for line in lines if line["event"] == "step"] == [6, 8, 9, 10, 11, 12]
         assert [line["step"] for line in lines if line["event"] == "skip_step"] == [7]
@@ -108,7 +108,7 @@ class TestRewind:
         stack.until_step(run_id, 5)
         stack.stop(run_id)
         assert stack.until(run_id, "completed", "failed", "cancelled")["status"] == "cancelled"
-        assert [one["kind"] for one in repairs_told(stack, run_id)] == ["non_finite"]
+        assert [one["kind"] for one in reported_repairs(stack, run_id)] == ["non_finite"]
 
     def test_trouble_again_behind_one_checkpoint_leads_further_back_whatever_came_between(self, stack: Stack) -> None:
         """Three steps in a row fail behind the checkpoint of step 10, no row stands out; the worker is lost between."""
@@ -117,21 +117,23 @@ class TestRewind:
             {"steps": 40, "step_seconds": 0.05, "non_finite_at_step": 12, "non_finite_steps": 3},
             {"on_non_finite": "rewind", "save_steps": 5, "save_total_limit": 2, "logging_steps": 1},
         )
-        eventually(lambda: repairs_told(stack, run_id), timeout=30)
+        eventually(lambda: reported_repairs(stack, run_id), timeout=30)
         worker.kill()
         stack.add_worker()
         assert stack.until(run_id, "completed", "failed")["status"] == "completed"
-        assert [one["step"] for one in repairs_told(stack, run_id)] == [12, 13, 14]
+        assert [one["step"] for one in reported_repairs(stack, run_id)] == [12, 13, 14]
         starts = [line["step"] for line in first_steps(stack, run_id)]
         assert 11 in starts and 6 in starts and 1 not in starts[1:], "from the checkpoint, then from the one before it"
-        told = [one["reason"] for one in repairs_told(stack, run_id)]
-        assert "back to the checkpoint of step 10, " in told[0] and "back to the checkpoint of step 5 " in told[1]
+        reported = [one["reason"] for one in reported_repairs(stack, run_id)]
+        assert (
+            "back to the checkpoint of step 10, " in reported[0] and "back to the checkpoint of step 5 " in reported[1]
+        )
         saved = stack.client.get(f"/v1/runs/{run_id}/checkpoints").json()["data"]
         assert max(one["step"] for one in saved if one["bad_reason"] is None) == 40
 
 
 class TestPostmortem:
-    def test_a_hang_and_a_crash_are_told_apart(self, stack: Stack) -> None:
+    def test_a_hang_and_a_crash_are_distinguished(self, stack: Stack) -> None:
         stack.add_worker()
         run_id = stack.create({"steps": 9, "crash_at_step": 3, "crash": "segv"})
         stack.until(run_id, "failed")
@@ -169,7 +171,7 @@ class TestPostmortem:
         ({"singled_out": [7]}, RunHistory([6.9, 6.8]), {"on_non_finite": "rewind"}),
         ({"singled_out": [7]}, RunHistory([6.9, 25.0]), {"learning_rate": 1.0}),
     ])  # fmt: skip
-    def test_a_run_that_diverged_is_to_learn_slower_and_only_a_bad_row_to_be_passed_over(
+    def test_a_run_that_diverged_is_to_learn_slower_and_only_a_bad_row_to_be_skipped(
         self, details: dict[str, Any], before: RunHistory, changes: dict[str, Any]
     ) -> None:
         facts = {"in_evaluation": False, "singled_out": [], **details}
@@ -215,7 +217,7 @@ class TestPostmortem:
         ("worker lost: its lease ran out (4 times …)", "The worker was lost"),
         ("the file of dataset ds_1 is not in this worker's storage (1 times …)", "The file of dataset ds_1"),
     ])  # fmt: skip
-    def test_a_run_that_was_given_up_too_often_is_told_why(self, message: str, says: str) -> None:
+    def test_a_run_that_was_given_up_too_often_names_the_reason(self, message: str, says: str) -> None:
         assert probable_cause("worker_lost", message, None, {}, "failed").sentence.startswith(says)
 
     @pytest.mark.parametrize(("report", "says"), [
@@ -231,7 +233,7 @@ class TestPostmortem:
         ),
         ({}, "The process from which training processes are forked was lost"),
     ])  # fmt: skip
-    def test_an_attempt_that_another_follows_is_blamed_on_nobody_else_and_leaves_nothing_to_resume(
+    def test_an_attempt_that_another_follows_is_blamed_on_no_one_else_and_leaves_nothing_to_resume(
         self, report: dict[str, Any], says: str
     ) -> None:
         report = {"phase": "training", **report}

@@ -89,7 +89,7 @@ class TestStopIsBounded:
 
 
 class TestDrain:
-    def test_sigterm_saves_hands_back_and_loses_nothing(self, stack: Stack) -> None:
+    def test_sigterm_saves_releases_and_loses_nothing(self, stack: Stack) -> None:
         run_id = stack.create({"steps": 60, "step_seconds": 0.05}, {"save_steps": 1000})
         worker = stack.add_worker()
         stack.until_step(run_id, 20)

@@ -27,7 +27,7 @@ class Process:
         self.sent.append(message)
 
 
-class Host:
+class Context:
     """What a lease needs of its worker."""
 
     def __init__(self, settings: Settings, engine: Engine) -> None:
@@ -53,8 +53,8 @@ def held(settings: Settings, engine: Engine, sent: float) -> Lease:
     """The lease on a run that was just claimed; nothing renews it but the test."""
     add_run(engine)
     run = claim(engine, add_worker(engine), lease=settings.lease_seconds)
-    host: Any = Host(settings, engine)
-    return Lease(host, run.id, run.lease_epoch, sent)
+    context: Any = Context(settings, engine)
+    return Lease(context, run.id, run.lease_epoch, sent)
 
 
 def test_a_renewal_counts_from_when_it_was_sent_however_late_its_answer(

@@ -17,7 +17,11 @@ _LONGEST_LINE = 2000
 
 
 def build_failure_report(
-    pump: RecordHandler, vitals: MemoryWatch, end: Exit, killed_for: KillReason | None, repair: Repair | None
+    record_handler: RecordHandler,
+    memory_watch: MemoryWatch,
+    end: Exit,
+    killed_for: KillReason | None,
+    repair: Repair | None,
 ) -> FailureReport:
     """Build the failure report of an attempt."""
     return FailureReport(
@@ -25,12 +29,12 @@ def build_failure_report(
         exit_signal=end.signal,
         killed_by_kernel=end.out_of_memory,
         killed_for=killed_for,
-        phase=pump.phase,
-        step=pump.step,
-        error=pump.result.get("error") if pump.result else None,
-        peaks=vitals.peaks,
-        memory=vitals.timeline,
-        last_lines=[line[:_LONGEST_LINE] for line in pump.tail],
+        phase=record_handler.phase,
+        step=record_handler.step,
+        error=record_handler.result.get("error") if record_handler.result else None,
+        peaks=memory_watch.peaks,
+        memory=memory_watch.timeline,
+        last_lines=[line[:_LONGEST_LINE] for line in record_handler.tail],
         repair=repair,
     )
 

@@ -81,31 +81,31 @@ class Job:
     """Environment variables for the training process alone; they are written to no file."""
 
 
-def prepare(host: WorkerContext, run: ClaimedRun, device: AssignedDevice, patience: RestoreControl) -> Job:
+def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, restore_control: RestoreControl) -> Job:
     """Resolve dataset, base model and checkpoint of a claimed run and write its job file.
 
     Raises:
         JobError: Something that the run needs is missing.
-        Stopped: The run was to end meanwhile.
+        TransferCancelled: The run is to end or to be released.
         OSError: The storage cannot be read or written.
     """
-    folder = host.storage.attempt_dir(run.id, run.attempt)
-    with host.engine.connect() as connection:
+    folder = context.storage.attempt_dir(run.id, run.attempt)
+    with context.engine.connect() as connection:
         # Checked first: a worker that does not see the dataset does not see the checkpoints either, and must not mark
         # them as corrupt.
-        dataset = _dataset(host, connection, run.dataset_id)
-        evaluation = _dataset(host, connection, run.eval_dataset_id) if run.eval_dataset_id else None
+        dataset = _dataset(context, connection, run.dataset_id)
+        evaluation = _dataset(context, connection, run.eval_dataset_id) if run.eval_dataset_id else None
     folder.parent.mkdir(parents=True, exist_ok=True)
-    cleanup.before_attempt(host, run)
+    cleanup.before_attempt(context, run)
     remarks: list[str] = []
-    with host.engine.connect() as connection:
+    with context.engine.connect() as connection:
         repaired = auto_repair.previous_repairs(connection, run.id)
-    checkpoint = _newest_good(host, run, remarks, patience)
+    checkpoint = _newest_good(context, run, remarks, restore_control)
     config, changed = auto_repair.apply(run.config, repaired)
-    with host.engine.connect() as connection:
-        base_model = _base_model(host, connection, run)
-        reward_models = _reward_models(host, connection, run)
-        secrets = _secrets(host, connection, run, [base_model, *reward_models])
+    with context.engine.connect() as connection:
+        base_model = _base_model(context, connection, run)
+        reward_models = _reward_models(context, connection, run)
+        secrets = _secrets(context, connection, run, [base_model, *reward_models])
         replayed = connection.execute(done_after(run.id, checkpoint.step if checkpoint else 0)).scalar_one()
         job = JobSpec(
             run_id=run.id,
@@ -119,19 +119,19 @@ def prepare(host: WorkerContext, run: ClaimedRun, device: AssignedDevice, patien
             base_model=base_model,
             reward_models=reward_models,
             attempt_dir=folder,
-            token_cache=_token_cache(host),
-            disk_reserve_bytes=host.settings.disk_reserve_bytes,
-            resume_from=_resume(host, checkpoint),
+            token_cache=_token_cache(context),
+            disk_reserve_bytes=context.settings.disk_reserve_bytes,
+            resume_from=_resume(context, checkpoint),
             replayed_actions=[ActionRequest(**one) for one in replayed],
-            journal=host.storage.journal(run.id),
+            journal=context.storage.journal(run.id),
             device=device,
-            trust_remote_code=host.settings.trust_remote_code,
-            hub_allowed=host.settings.allow_hub,
-            trackers=TrackerServers(mlflow_tracking_uri=host.settings.mlflow_tracking_uri),
-            worker=WorkerInfo(id=host.id, host=host.name),
+            trust_remote_code=context.settings.trust_remote_code,
+            hub_allowed=context.settings.allow_hub,
+            trackers=TrackerServers(mlflow_tracking_uri=context.settings.mlflow_tracking_uri),
+            worker=WorkerInfo(id=context.id, host=context.name),
         )
     return Job(
-        path=_write(host, job),
+        path=_write(context, job),
         start_step=checkpoint.step if checkpoint else 0,
         start_epoch=checkpoint.epoch if checkpoint else 0.0,
         best_loss=checkpoint.metrics.get("best_loss") if checkpoint else None,
@@ -141,7 +141,7 @@ def prepare(host: WorkerContext, run: ClaimedRun, device: AssignedDevice, patien
     )
 
 
-def _write(host: WorkerContext, job: JobSpec) -> Path:
+def _write(context: WorkerContext, job: JobSpec) -> Path:
     """Create the attempt's folder and its job file.
 
     The worker keeps ownership of the run's folder, so that a trainer that runs as another user cannot interfere with
@@ -153,7 +153,7 @@ def _write(host: WorkerContext, job: JobSpec) -> Path:
         return path  # an earlier try got this far before the database became unavailable
     folder.mkdir(exist_ok=True)
     path.write_text(job.to_json())
-    user = host.settings.trainer_user
+    user = context.settings.trainer_user
     if user:
         account = pwd.getpwnam(user)
         journal = os.open(job.journal, os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
@@ -165,16 +165,16 @@ def _write(host: WorkerContext, job: JobSpec) -> Path:
     return path
 
 
-def _token_cache(host: WorkerContext) -> TokenCacheLocation | None:
+def _token_cache(context: WorkerContext) -> TokenCacheLocation | None:
     """Return the folder in which trainers share tokenized data; None if it is disabled or cannot be created.
 
     It belongs to the user that trains, and no other user may read or write it, because one trainer trains on what
     another one left there. The worker keeps ownership of the parent folder, as of a run's folder.
     """
-    user, limit = host.settings.trainer_user, host.settings.token_cache_bytes
+    user, limit = context.settings.trainer_user, context.settings.token_cache_bytes
     if limit == 0:
         return None
-    folder = host.storage.token_cache(user)
+    folder = context.storage.token_cache(user)
     try:
         folder.parent.mkdir(exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -187,31 +187,31 @@ def _token_cache(host: WorkerContext) -> TokenCacheLocation | None:
     return TokenCacheLocation(folder=folder, limit_bytes=limit)
 
 
-def _dataset(host: WorkerContext, connection: Connection, dataset_id: str) -> DataSource:
+def _dataset(context: WorkerContext, connection: Connection, dataset_id: str) -> DataSource:
     row = connection.execute(select(Dataset.__table__).where(Dataset.id == dataset_id)).one()
-    path = host.storage.dataset_file(row.id, row.extension)
+    path = context.storage.dataset_file(row.id, row.extension)
     if not path.is_file():
         raise JobError(
             "bad_data",
-            f"the file of dataset {row.id} is not in this worker's storage ({host.storage.root}): "
+            f"the file of dataset {row.id} is not in this worker's storage ({context.storage.root}): "
             "set the same ANNEAL_STORAGE for API and workers",
             is_transient=True,
         )
     return DataSource(id=row.id, path=path, format=row.format, rows=row.rows, sha256=row.sha256)
 
 
-def _base_model(host: WorkerContext, connection: Connection, run: ClaimedRun) -> ModelSource:
-    return _locate_model(host, connection, run, run.config["base_model"], run.config.get("revision"))
+def _base_model(context: WorkerContext, connection: Connection, run: ClaimedRun) -> ModelSource:
+    return _locate_model(context, connection, run, run.config["base_model"], run.config.get("revision"))
 
 
-def _reward_models(host: WorkerContext, connection: Connection, run: ClaimedRun) -> list[ModelSource]:
+def _reward_models(context: WorkerContext, connection: Connection, run: ClaimedRun) -> list[ModelSource]:
     """Return the models of the rewards of type `model`, in the order of these rewards."""
     models = [reward["model"] for _, reward in rewards_of(run.config) if reward["type"] == "model"]
-    return [_locate_model(host, connection, run, model) for model in models]
+    return [_locate_model(context, connection, run, model) for model in models]
 
 
 def _locate_model(
-    host: WorkerContext, connection: Connection, run: ClaimedRun, name: str, revision: str | None = None
+    context: WorkerContext, connection: Connection, run: ClaimedRun, name: str, revision: str | None = None
 ) -> ModelSource:
     if run.backend == "fake":
         return ModelSource(name=name, path=None, hub=name if resolver.is_hub_name(name) else None, revision=None)
@@ -219,7 +219,7 @@ def _locate_model(
     if resolver.is_run(name):
         output_attempt = connection.scalar(select(Run.output_attempt).where(Run.id == name))
     try:
-        located = resolver.locate(host.settings, host.storage, name, output_attempt, revision)
+        located = resolver.locate(context.settings, context.storage, name, output_attempt, revision)
     except resolver.BaseModelError as error:
         code = "config_error" if error.code == "model_not_allowed" else "model_not_found"
         raise JobError(code, error.message) from error
@@ -227,18 +227,20 @@ def _locate_model(
     return ModelSource(name=located["name"], path=path, hub=located["hub"], revision=located["revision"])
 
 
-def _secrets(host: WorkerContext, connection: Connection, run: ClaimedRun, models: list[ModelSource]) -> dict[str, str]:
+def _secrets(
+    context: WorkerContext, connection: Connection, run: ClaimedRun, models: list[ModelSource]
+) -> dict[str, str]:
     """Return the secrets that this run needs and that are set, by the environment variable that libraries read."""
     wanted: dict[str, str] = {}
     needs_hub = run.config.get("push_to_hub") or any(_may_need_hub(model) for model in models)
-    if host.settings.allow_hub and needs_hub:
+    if context.settings.allow_hub and needs_hub:
         wanted[store.HF_TOKEN] = "HF_TOKEN"
     for tracker in run.config.get("report_to", ()):
         wanted |= _TRACKER_SECRETS.get(tracker, {})
     if not wanted:
         return {}
     try:
-        return {wanted[name]: value for name, value in store.read(connection, host.settings, wanted).items()}
+        return {wanted[name]: value for name, value in store.read(connection, context.settings, wanted).items()}
     except KeyringError as error:
         raise JobError("internal", str(error), is_transient=True) from error
 
@@ -248,17 +250,17 @@ def _may_need_hub(model: ModelSource) -> bool:
     return bool(model.hub or (model.path and (model.path / "adapter_config.json").is_file()))
 
 
-def _resume(host: WorkerContext, checkpoint: Any) -> ResumePoint | None:
+def _resume(context: WorkerContext, checkpoint: Any) -> ResumePoint | None:
     if checkpoint is None:
         return None
     return ResumePoint(
-        path=host.storage.named_checkpoint(checkpoint.run_id, checkpoint.attempt, checkpoint.name),
+        path=context.storage.named_checkpoint(checkpoint.run_id, checkpoint.attempt, checkpoint.name),
         step=checkpoint.step,
         manifest_sha256=checkpoint.manifest_sha256,
     )
 
 
-def _newest_good(host: WorkerContext, run: ClaimedRun, remarks: list[str], patience: RestoreControl) -> Any:
+def _newest_good(context: WorkerContext, run: ClaimedRun, remarks: list[str], restore_control: RestoreControl) -> Any:
     """Return the furthest checkpoint whose files all match its manifest; None means start from the beginning.
 
     `retention.retire` keeps every checkpoint that this may return: the furthest one, and those saved by an attempt that
@@ -266,15 +268,15 @@ def _newest_good(host: WorkerContext, run: ClaimedRun, remarks: list[str], patie
     """
     elsewhere: Any = None
     out_of_reach: str | None = None
-    for checkpoint in _candidates(host.engine, run):
-        place = host.storage.named_checkpoint(checkpoint.run_id, checkpoint.attempt, checkpoint.name)
+    for checkpoint in _candidates(context.engine, run):
+        place = context.storage.named_checkpoint(checkpoint.run_id, checkpoint.attempt, checkpoint.name)
         if has_replicas(run.config) and checkpoint.replicated_at is None and not place.exists():
             elsewhere = elsewhere or checkpoint  # the trainer fetches its copy
             continue
-        wrong = manifest.verify(place, checkpoint.manifest_sha256, patience.check)
+        wrong = manifest.verify(place, checkpoint.manifest_sha256, restore_control.check)
         if not wrong:
             return checkpoint
-        fetched = restore.restore_checkpoint(host, run, checkpoint, place, wrong, patience)
+        fetched = restore.restore_checkpoint(context, run, checkpoint, place, wrong, restore_control)
         about = f"checkpoint {checkpoint.id} (step {checkpoint.step})"
         if fetched.outcome is RestoreOutcome.WHOLE:
             remarks.append(f"{about} was missing or corrupt here: {fetched.why}")
@@ -285,14 +287,14 @@ def _newest_good(host: WorkerContext, run: ClaimedRun, remarks: list[str], patie
         if fetched.outcome is RestoreOutcome.AWAY:
             out_of_reach = out_of_reach or reason
         if fetched.outcome is RestoreOutcome.BAD:
-            with host.engine.begin() as connection:
+            with context.engine.begin() as connection:
                 connection.execute(retention.mark_corrupt(checkpoint.id, fetched.why, run.id, run.lease_epoch))
     if elsewhere is not None:
         return elsewhere
     if out_of_reach is not None:
         # Starting over because a store is temporarily unavailable would discard the progress it holds.
         message = f"{out_of_reach}; the run waits for another try"
-        raise JobError("internal", message, is_transient=True, pause_seconds=_pause(host.engine, run))
+        raise JobError("internal", message, is_transient=True, pause_seconds=_pause(context.engine, run))
     if run.resume_checkpoint_id:
         raise JobError(
             "config_error",

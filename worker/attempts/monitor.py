@@ -19,23 +19,29 @@ _POLL_SECONDS = 0.05
 
 
 class Monitor:
-    """Monitor of one training process."""
+    """Monitor of one training process, from its start to its exit; used by the supervisor of the attempt alone.
+
+    Every 50 ms at the latest it passes output to the record handler, samples memory, checks lease and events for
+    problems, and forwards stop requests and actions of the lease. It kills the process if the lease expires, if
+    nothing arrives for `hang_seconds`, or if a stop outlasts its grace period: `save_grace_seconds`, 5 s if no
+    checkpoint is wanted, and none before training has started.
+    """
 
     def __init__(
         self,
-        host: WorkerContext,
+        context: WorkerContext,
         lease: Lease,
         writer: EventWriter,
-        pump: RecordHandler,
+        record_handler: RecordHandler,
         process: TrainingProcess,
-        vitals: MemoryWatch,
+        memory_watch: MemoryWatch,
     ) -> None:
-        self._host = host
+        self._context = context
         self._lease = lease
         self._writer = writer
-        self._pump = pump
+        self._record_handler = record_handler
         self._process = process
-        self._vitals = vitals
+        self._memory_watch = memory_watch
         self._asked_at: float | None = None
         self._grace = 0.0
         self._sent_stop: StopRequest | None = None
@@ -53,15 +59,15 @@ class Monitor:
         killed_for = None
         while (ended := self._process.poll()) is None and killed_for is None:
             self._take()
-            self._vitals.look(self._pump.phase)
+            self._memory_watch.look(self._record_handler.phase)
             if self._lease.fenced:
                 self._process.kill()
                 raise LeaseFenced(self._lease.run_id)
             self._writer.check()
             killed_for = self._reason_to_kill()
         self._process.kill()  # also what it left behind in its session
-        self._pump.take(self._process.channel.drain())
-        self._pump.flush_output()
+        self._record_handler.take(self._process.channel.drain())
+        self._record_handler.flush_output()
         return ended or self._process.poll() or Exit(signal=signal.SIGKILL), killed_for
 
     def _take(self) -> None:
@@ -70,15 +76,15 @@ class Monitor:
             self._backpressure_at = time.monotonic()
         else:
             self._process.wait(_POLL_SECONDS)
-            self._pump.take(self._process.channel.receive(0.0))
+            self._record_handler.take(self._process.channel.receive(0.0))
 
     def _reason_to_kill(self) -> KillReason | None:
         if self._lease.expired:
             return "lease"
-        silent = time.monotonic() - max(self._pump.last_output_at, self._backpressure_at)
-        if silent > self._host.settings.hang_seconds:
+        silent = time.monotonic() - max(self._record_handler.last_output_at, self._backpressure_at)
+        if silent > self._context.settings.hang_seconds:
             return "hang"
-        if self._lease.stop or self._host.draining.is_set():
+        if self._lease.stop or self._context.draining.is_set():
             return self._enforce_stop()
         self._save_during_outage()
         self._send_requests()
@@ -87,17 +93,17 @@ class Monitor:
     def _enforce_stop(self) -> KillReason | None:
         """Send a stop request (or the worker's own shutdown) and enforce it at the end of the grace period."""
         stop = self._lease.stop or StopRequest("checkpoint", "drain")
-        grace = _NO_SAVE_GRACE_SECONDS if stop.mode == "discard" else self._host.settings.save_grace_seconds
+        grace = _NO_SAVE_GRACE_SECONDS if stop.mode == "discard" else self._context.settings.save_grace_seconds
         now = time.monotonic()
         if self._asked_at is None or grace < self._grace:
             self._asked_at = now  # a request that keeps less than before gets its own grace period
         self._grace = grace
         self._send_stop(stop)
-        if not self._pump.training_started:
+        if not self._record_handler.training_started:
             return stop.why  # nothing to save
         if now - self._asked_at <= grace:
             return None
-        self._pump.say(f"the training process did not stop within {grace:.0f} s and was killed", "warning")
+        self._record_handler.say(f"the training process did not stop within {grace:.0f} s and was killed", "warning")
         return stop.why
 
     def _send_requests(self) -> None:
@@ -118,7 +124,7 @@ class Monitor:
 
     def _save_during_outage(self) -> None:
         """Request a checkpoint while there is time if the database does not answer for long; once per outage."""
-        is_silent = self._lease.silent_seconds >= self._host.settings.save_after_seconds
-        if is_silent and not self._has_asked_for_checkpoint and self._pump.training_started:
+        is_silent = self._lease.silent_seconds >= self._context.settings.save_after_seconds
+        if is_silent and not self._has_asked_for_checkpoint and self._record_handler.training_started:
             self._process.send(ControlMessage(checkpoint=True))
         self._has_asked_for_checkpoint = is_silent

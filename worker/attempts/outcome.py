@@ -20,30 +20,35 @@ _SHUTDOWN_NOTICE_SECONDS = 1.0
 _TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def needs_failure_report(pump: RecordHandler, killed_for: KillReason | None) -> bool:
+def needs_failure_report(record_handler: RecordHandler, killed_for: KillReason | None) -> bool:
     """Return True if the end of the attempt needs a failure report."""
-    outcome = pump.result["outcome"] if pump.result else None
+    outcome = record_handler.result["outcome"] if record_handler.result else None
     return outcome == "failed" or (outcome is None and killed_for not in ("stop", "drain"))
 
 
 def conclude(
-    host: WorkerContext, run: ClaimedRun, lease: Lease, pump: RecordHandler, end: Exit, killed_for: KillReason | None
+    context: WorkerContext,
+    run: ClaimedRun,
+    lease: Lease,
+    record_handler: RecordHandler,
+    end: Exit,
+    killed_for: KillReason | None,
 ) -> Executable:
     """Return the transition that follows from the trainer's result and the exit of its process.
 
     Raises:
         LeaseLost: The lease expired first.
     """
-    result = pump.result
+    result = record_handler.result
     if result is not None and (reported := _reported_end(run, result)) is not None:
         return reported
     if killed_for == "lease" or (end.signal == signal.SIGALRM and result is None):
         raise LeaseLost(run.id)  # noticed by this worker, or by the trainer's own timer
     if killed_for == "hang":
-        return hung(host, run, pump)
+        return hung(context, run, record_handler)
     if result is not None or killed_for or end.signal in _TERMINATION_SIGNALS:
-        return ended_on_request(host, run, lease)
-    return crashed(run, pump, end)
+        return ended_on_request(context, run, lease)
+    return crashed(run, record_handler, end)
 
 
 def _reported_end(run: ClaimedRun, result: TrainingResult) -> Executable | None:
@@ -71,11 +76,11 @@ def _reported_end(run: ClaimedRun, result: TrainingResult) -> Executable | None:
     return None
 
 
-def ended_on_request(host: WorkerContext, run: ClaimedRun, lease: Lease) -> Executable:
+def ended_on_request(context: WorkerContext, run: ClaimedRun, lease: Lease) -> Executable:
     """Return the transition of a run whose trainer ended on request."""
     # A service manager signals worker and trainer at once: the trainer may be gone before the worker handles the
     # signal.
-    if not lease.stop and not host.draining.wait(_SHUTDOWN_NOTICE_SECONDS):
+    if not lease.stop and not context.draining.wait(_SHUTDOWN_NOTICE_SECONDS):
         reason = "the training process was asked to end from outside"
         return machine.retry(run.id, run.lease_epoch, reason, _RETRY_SECONDS)
     if lease.stop:
@@ -83,12 +88,12 @@ def ended_on_request(host: WorkerContext, run: ClaimedRun, lease: Lease) -> Exec
     return machine.release(run.id, run.lease_epoch, "released: the worker is shutting down")
 
 
-def could_not_start(host: WorkerContext, run: ClaimedRun, why: str) -> Executable:
+def could_not_start(context: WorkerContext, run: ClaimedRun, why: str) -> Executable:
     """Return the transition of a run that could not be started, where the run or this worker may be the cause.
 
     So it is tried again a limited number of times, for a while preferably by another worker.
     """
-    host.fitness.failed(why)
+    context.health.failed(why)
     return machine.retry(run.id, run.lease_epoch, why, _RETRY_SECONDS)
 
 
@@ -106,10 +111,10 @@ def lease_lost(run: ClaimedRun, lease: Lease) -> Executable:
     return machine.retry(run.id, run.lease_epoch, f"{what}; the run continues from its last checkpoint", _RETRY_SECONDS)
 
 
-def hung(host: WorkerContext, run: ClaimedRun, pump: RecordHandler) -> Executable:
+def hung(context: WorkerContext, run: ClaimedRun, record_handler: RecordHandler) -> Executable:
     """Return the transition of a run whose trainer was killed because it was silent for too long."""
-    silence = f"it had neither reported nor printed anything for {host.settings.hang_seconds:.0f} s"
-    reason = f"the training process hung during {pump.phase} and was killed: {silence}"
+    silence = f"it had neither reported nor printed anything for {context.settings.hang_seconds:.0f} s"
+    reason = f"the training process hung during {record_handler.phase} and was killed: {silence}"
     return machine.retry(run.id, run.lease_epoch, reason, _RETRY_SECONDS)
 
 
@@ -118,16 +123,16 @@ def output(run: ClaimedRun, result: TrainingResult) -> int | None:
     return run.attempt if result.get("output") else None
 
 
-def crashed(run: ClaimedRun, pump: RecordHandler, end: Exit) -> Executable:
+def crashed(run: ClaimedRun, record_handler: RecordHandler, end: Exit) -> Executable:
     """Return the transition of a run whose trainer ended without a result, by its exit and with its last lines."""
     if end.launcher_lost:
         reason = "the process that training processes are forked from was lost"
         return machine.retry(run.id, run.lease_epoch, reason, _RETRY_SECONDS)
-    last = "\n".join(pump.tail) or "(it printed nothing)"
+    last = "\n".join(record_handler.tail) or "(it printed nothing)"
     if end.out_of_memory:
         code, what = "out_of_memory", "the kernel killed the training process because the machine ran out of memory"
     else:
         code = "trainer_crashed"
         how = f"signal {end.signal}" if end.signal else f"exit code {end.code}"
-        what = f"the training process ended with {how} during {pump.phase} without reporting why"
+        what = f"the training process ended with {how} during {record_handler.phase} without reporting why"
     return machine.fail(run.id, run.lease_epoch, code, f"{what}. Its last lines:\n{last}")

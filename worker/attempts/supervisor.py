@@ -42,16 +42,16 @@ Ending = Callable[[], Executable]
 """Transition that ends an attempt, created when it is stored."""
 
 
-def work(host: WorkerContext) -> None:
+def work(context: WorkerContext) -> None:
     """Train pending runs that fit, the most urgent first, until none is left."""
-    while not host.closing.is_set():
-        if host.fitness.trouble():
+    while not context.closing.is_set():
+        if context.health.trouble():
             return
         sent = time.monotonic()
-        run = claim(host)
+        run = claim(context)
         if run is None:
             return
-        supervise(host, run, sent)
+        supervise(context, run, sent)
 
 
 @cache
@@ -60,12 +60,12 @@ def _claim(worker_id: str, backends: tuple[str, ...], lease_seconds: float, kind
     return machine.claim(worker_id, list(backends), lease_seconds, kind, memory_mb)
 
 
-def claim(host: WorkerContext) -> ClaimedRun | None:
+def claim(context: WorkerContext) -> ClaimedRun | None:
     """Claim a run and its devices; None if there is none or the database is unavailable."""
-    memory = max(device.memory_bytes // 2**20 for device in host.machine.devices)
-    statement = _claim(host.id, tuple(host.backends), host.settings.lease_seconds, host.kind, memory)
+    memory = max(device.memory_bytes // 2**20 for device in context.machine.devices)
+    statement = _claim(context.id, tuple(context.backends), context.settings.lease_seconds, context.kind, memory)
     try:
-        with host.engine.begin() as connection:
+        with context.engine.begin() as connection:
             row = connection.execute(statement).one_or_none()
     except SQLAlchemyError as error:
         if not is_away(error):
@@ -76,29 +76,29 @@ def claim(host: WorkerContext) -> ClaimedRun | None:
         return None
     run = ClaimedRun.of(row)
     log.info("%s: attempt %d starts", run.id, run.attempt, extra={"run_id": run.id, "attempt": run.attempt})
-    host.wake(run.id)
+    context.wake(run.id)
     return run
 
 
-def supervise(host: WorkerContext, run: ClaimedRun, claimed_at: float) -> None:
+def supervise(context: WorkerContext, run: ClaimedRun, claimed_at: float) -> None:
     """Run a claimed run to its end, or release it; in every case no process of it is left."""
     with (
         bound_contextvars(run_id=run.id, attempt=run.attempt),
-        Lease(host, run.id, run.lease_epoch, claimed_at) as lease,
-        EventWriter(host, run, lease) as writer,
-        host.copies.log_to(run.id, writer.put) if host.copies else nullcontext(),
+        Lease(context, run.id, run.lease_epoch, claimed_at) as lease,
+        EventWriter(context, run, lease) as writer,
+        context.replicator.log_to(run.id, writer.put) if context.replicator else nullcontext(),
     ):
         try:
-            ending = run_attempt_to_outcome(host, run, lease, writer)
-            finish(host, writer, ending)
+            ending = run_attempt_to_outcome(context, run, lease, writer)
+            finish(context, writer, ending)
         except LeaseFenced:
             log.warning("%s: fenced, its trainer has ended, nothing more is written", run.id)
         except LeaseLost:
             log.warning("%s: no answer from the database; the run will be reaped and continue", run.id)
-    host.wake(run.id)
+    context.wake(run.id)
 
 
-def run_attempt_to_outcome(host: WorkerContext, run: ClaimedRun, lease: Lease, writer: EventWriter) -> Ending:
+def run_attempt_to_outcome(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: EventWriter) -> Ending:
     """Run one attempt and store everything it reported; return the transition that ends it.
 
     The lease binds only the trainer. Once the trainer has ended, it is safe to wait for the database: either this
@@ -111,7 +111,7 @@ def run_attempt_to_outcome(host: WorkerContext, run: ClaimedRun, lease: Lease, w
     """
     try:
         try:
-            transition = attempt(host, run, lease, writer)
+            transition = attempt(context, run, lease, writer)
             ending: Ending = lambda: transition  # noqa: E731
         except LeaseLost:
             log.warning("%s: its lease ran out and its trainer has ended; waiting for the database", run.id)
@@ -128,125 +128,127 @@ def run_attempt_to_outcome(host: WorkerContext, run: ClaimedRun, lease: Lease, w
         return partial(machine.fail, run.id, run.lease_epoch, "internal", f"{error!r}; see the worker's log")
 
 
-def attempt(host: WorkerContext, run: ClaimedRun, lease: Lease, writer: EventWriter) -> Executable:
+def attempt(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: EventWriter) -> Executable:
     """Prepare, launch and monitor one training process; return the transition that ends the attempt.
 
     Raises:
         LeaseLost: The lease expired; there is no trainer, or it has ended.
         LeaseFenced: This worker no longer owns the run; there is no trainer, or it has ended.
     """
-    device = next(one for one in host.machine.devices if one.index == run.device_indexes[0])
-    pump = RecordHandler(host, run, writer)
+    device = next(one for one in context.machine.devices if one.index == run.device_indexes[0])
+    record_handler = RecordHandler(context, run, writer)
     try:
-        patience = RestoreControl(lambda: is_unwanted(host, lease), writer.put)
-        job = writer.persist(lambda: prepare(host, run, device.for_job(), patience))
+        restore_control = RestoreControl(lambda: is_unwanted(context, lease), writer.put)
+        job = writer.persist(lambda: prepare(context, run, device.for_job(), restore_control))
         start = StartPoint(job.start_step, job.start_epoch, job.best_loss)
-        pump.start_from(start, job.secrets.values(), job.remarks)
-        process = launch(host, run, lease, job, device)
+        record_handler.start_from(start, job.secrets.values(), job.remarks)
+        process = launch(context, run, lease, job, device)
     except (TransferCancelled, LaunchAbandoned):
-        return ended_on_request(host, run, lease)
+        return ended_on_request(context, run, lease)
     except JobError as error:
         if error.pause_seconds is not None:
             return machine.release(run.id, run.lease_epoch, f"released: {error.message}", error.pause_seconds)
         if error.is_transient:
-            return could_not_start(host, run, error.message)
+            return could_not_start(context, run, error.message)
         return machine.fail(run.id, run.lease_epoch, error.code, error.message)
     except LaunchError as error:
-        return could_not_start(host, run, f"no training process could be started: {error}")
+        return could_not_start(context, run, f"no training process could be started: {error}")
     except OSError as error:
         log.exception("%s: attempt %d", run.id, run.attempt)
-        return could_not_start(host, run, f"the attempt could not be prepared: {error}")
-    host.fitness.started()
-    vitals = MemoryWatch(process.identity, device)
+        return could_not_start(context, run, f"the attempt could not be prepared: {error}")
+    context.health.started()
+    memory_watch = MemoryWatch(process.identity, device)
     try:
-        end, killed_for = Monitor(host, lease, writer, pump, process, vitals).run_until_exit()
+        end, killed_for = Monitor(context, lease, writer, record_handler, process, memory_watch).run_until_exit()
     finally:
         process.close()
-    cleanup.after_attempt(host, run.id, run.attempt)
-    repair = repair_of(job, device, pump, end, killed_for)
+    cleanup.after_attempt(context, run.id, run.attempt)
+    repair = repair_of(job, device, record_handler, end, killed_for)
     if repair:
         writer.wait_past_lease()
         writer.drain()  # its last checkpoint may not be stored yet
-        repair = writer.persist(partial(plan, host, run, repair))
-    if repair or needs_failure_report(pump, killed_for):
-        report = failure_report.build_failure_report(pump, vitals, end, killed_for, repair)
+        repair = writer.persist(partial(plan, context, run, repair))
+    if repair or needs_failure_report(record_handler, killed_for):
+        report = failure_report.build_failure_report(record_handler, memory_watch, end, killed_for, repair)
         writer.put(failure_report.store_failure_report(run, report, time.time()))
     if repair:
         return machine.repair(run.id, run.lease_epoch, repair.reason)
-    transition = conclude(host, run, lease, pump, end, killed_for)
-    settle(host, lease, writer)
+    transition = conclude(context, run, lease, record_handler, end, killed_for)
+    settle(context, lease, writer)
     return transition
 
 
-def settle(host: WorkerContext, lease: Lease, writer: EventWriter) -> None:
+def settle(context: WorkerContext, lease: Lease, writer: EventWriter) -> None:
     """Wait for the replicas of the checkpoints that the attempt has saved, unless none of them is wanted.
 
     After a repair nothing waits: the device would be idle each time, and the run most probably continues on this
     worker.
     """
-    if host.copies and (lease.stop is None or lease.stop.mode != "discard"):
+    if context.replicator and (lease.stop is None or lease.stop.mode != "discard"):
         writer.wait_past_lease()
         writer.drain()  # every saved checkpoint is queued for replication now
-        until = min(host.drained_at, time.monotonic()) + host.settings.save_grace_seconds
-        host.copies.settle(lease.run_id, lambda: lease.fenced or lease.expired, writer.put, until)
+        until = min(context.drained_at, time.monotonic()) + context.settings.save_grace_seconds
+        context.replicator.settle(lease.run_id, lambda: lease.fenced or lease.expired, writer.put, until)
 
 
-def launch(host: WorkerContext, run: ClaimedRun, lease: Lease, job: Job, device: Device) -> TrainingProcess:
+def launch(context: WorkerContext, run: ClaimedRun, lease: Lease, job: Job, device: Device) -> TrainingProcess:
     """Start the training process, with its deadline in force before it does anything.
 
     Raises:
         LaunchAbandoned: The run was to end or to be released meanwhile.
     """
-    if is_unwanted(host, lease):
+    if is_unwanted(context, lease):
         raise LaunchAbandoned("no longer wanted")
     # All workers of the machine share a GPU as one device; a share of the CPU is the worker's own.
-    owner = device.id if device.kind == "cuda" else f"{host.id}-{device.id}"
-    device_lock = host.settings.home / "run" / "devices" / owner
+    owner = device.id if device.kind == "cuda" else f"{context.id}-{device.id}"
+    device_lock = context.settings.home / "run" / "devices" / owner
     device_lock.parent.mkdir(parents=True, exist_ok=True)
     # A kernel lock also rules out two trainers of one run on one machine, not only the lease.
-    run_lock = host.storage.run_dir(run.id) / "trainer.lock"
-    process = host.launcher.launch(
+    run_lock = context.storage.run_dir(run.id) / "trainer.lock"
+    process = context.launcher.launch(
         ENTRIES[run.backend],
         job.path,
         device.for_job(),
         [device_lock, run_lock],
         renew_until=lambda: lease.kill_at,
-        should_end=lambda: is_unwanted(host, lease),
+        should_end=lambda: is_unwanted(context, lease),
         secrets=job.secrets,
     )
     lease.guard(process)
     return process
 
 
-def is_unwanted(host: WorkerContext, lease: Lease) -> bool:
+def is_unwanted(context: WorkerContext, lease: Lease) -> bool:
     """Return True if no trainer may start any more: the run is to end, to be released, or has another owner."""
-    return bool(lease.stop) or lease.fenced or host.draining.is_set()
+    return bool(lease.stop) or lease.fenced or context.draining.is_set()
 
 
-def repair_of(job: Job, device: Device, pump: RecordHandler, end: Exit, killed_for: KillReason | None) -> Repair | None:
+def repair_of(
+    job: Job, device: Device, record_handler: RecordHandler, end: Exit, killed_for: KillReason | None
+) -> Repair | None:
     """Return a repair with which another attempt continues the run; None if none is known or wanted."""
-    result, config = pump.result, pump.effective or job.config
+    result, config = record_handler.result, record_handler.effective or job.config
     if result is not None and result["outcome"] == "failed":
         error = result.get("error")
         code = error["code"] if error else "internal"
-        return auto_repair.propose_repair(config, pump.phase, code, result.get("repair"))
+        return auto_repair.propose_repair(config, record_handler.phase, code, result.get("repair"))
     # On a GPU it was the machine's memory that ran out, and a smaller batch does not need less of it.
     if not result and end.out_of_memory and not killed_for and device.kind == "cpu":
-        return auto_repair.propose_repair(config, pump.phase, auto_repair.OUT_OF_MEMORY, None)
+        return auto_repair.propose_repair(config, record_handler.phase, auto_repair.OUT_OF_MEMORY, None)
     return None
 
 
-def plan(host: WorkerContext, run: ClaimedRun, repair: Repair) -> Repair:
+def plan(context: WorkerContext, run: ClaimedRun, repair: Repair) -> Repair:
     """Return the repair, completed with the checkpoint that it goes back to."""
-    with host.engine.connect() as connection:
+    with context.engine.connect() as connection:
         return auto_repair.resolve_repair(connection, run, repair)
 
 
-def finish(host: WorkerContext, writer: EventWriter, ending: Ending) -> None:
+def finish(context: WorkerContext, writer: EventWriter, ending: Ending) -> None:
     """Store the end of the attempt, which is its last write."""
 
     def write() -> None:
-        with host.engine.begin() as connection:
+        with context.engine.begin() as connection:
             row = connection.execute(ending()).one_or_none()
         if row is not None:
             log.info("%s: %s", row.id, row.status)

@@ -21,9 +21,9 @@ FIDELITY_CHECK = "probe"
 
 _MESSAGES = {
     "base_model": "The base model differs from that of the checkpoint.",
-    "dataset": "The data set differs from that of the checkpoint.",
+    "dataset": "The dataset differs from that of the checkpoint.",
     "reward_models": "A reward model differs from that of the checkpoint.",
-    "eval_dataset": "The evaluation data set differs from that of the checkpoint.",
+    "eval_dataset": "The evaluation dataset differs from that of the checkpoint.",
 }
 ON_A_GPU = "A GPU does not always add numbers in the same order."
 

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, select
 from app.runs.checkpoints import retention
 from app.tables.runs import Run
 from app.tables.workers import Worker
-from worker.checkpoint_store.owner import StoreOwner
+from worker.checkpoint_store.restore import StoreOwner
 from worker.claimed_run import ClaimedRun
 
 log = logging.getLogger(__name__)
@@ -18,45 +18,45 @@ _LEFTOVERS = (".checkpoint-*", ".deleted-*", ".output.tmp", "base_model")
 _FETCHED = "a*/.checkpoint-*.wrk_*.run_*"
 
 
-def before_attempt(host: StoreOwner, run: ClaimedRun) -> None:
+def before_attempt(context: StoreOwner, run: ClaimedRun) -> None:
     """Remove what a kill left half written or half removed; no trainer of an earlier attempt is alive.
 
     A trainer of a later attempt may be: this worker may have been suspended since its claim and have lost the run.
     """
     for attempt in range(1, run.attempt):
-        after_attempt(host, run.id, attempt)
-    with host.engine.connect() as connection:
+        after_attempt(context, run.id, attempt)
+    with context.engine.connect() as connection:
         retired = connection.execute(retention.retired(run.id)).all()
-        half_fetched = _half_fetched(host, connection, run)
-    remove_folders(host, run.id, [(attempt, name) for attempt, name in retired])
+        half_fetched = _half_fetched(context, connection, run)
+    remove_folders(context, run.id, [(attempt, name) for attempt, name in retired])
     for folder in half_fetched:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def after_attempt(host: StoreOwner, run_id: str, attempt: int) -> None:
+def after_attempt(context: StoreOwner, run_id: str, attempt: int) -> None:
     """Remove what an ended trainer left half written: a cancelled run has no later attempt that would do it."""
     for pattern in _LEFTOVERS:
-        for leftover in host.storage.attempt_dir(run_id, attempt).glob(pattern):
+        for leftover in context.storage.attempt_dir(run_id, attempt).glob(pattern):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _half_fetched(host: StoreOwner, connection: Connection, run: ClaimedRun) -> list[Path]:
+def _half_fetched(context: StoreOwner, connection: Connection, run: ClaimedRun) -> list[Path]:
     """Return what dead workers left half fetched, for any run, in the folders of this run's ancestors."""
     found: list[Path] = []
     parent = run.parent_run_id
     while parent:
-        found += host.storage.run_dir(parent).glob(_FETCHED)
+        found += context.storage.run_dir(parent).glob(_FETCHED)
         parent = connection.scalar(select(Run.parent_run_id).where(Run.id == parent))
     if not found:
         return []
     live = set(connection.scalars(select(Worker.id).where(Worker.state != "offline")))
-    return [folder for folder in found if folder.name.split(".")[2] not in {*live, host.id}]
+    return [folder for folder in found if folder.name.split(".")[2] not in {*live, context.id}]
 
 
-def remove_folders(host: StoreOwner, run_id: str, retired: list[tuple[int, str]]) -> None:
+def remove_folders(context: StoreOwner, run_id: str, retired: list[tuple[int, str]]) -> None:
     """Remove the folders of checkpoints whose rows are marked as deleted."""
     for attempt, name in retired:
-        folder = host.storage.named_checkpoint(run_id, attempt, name)
+        folder = context.storage.named_checkpoint(run_id, attempt, name)
         # Renamed first: a kill during the removal must not leave half a checkpoint under its name.
         going = folder.with_name(f".deleted-{name}")
         try:

@@ -64,7 +64,7 @@ class Replicator:
         self._sweep_at = self._take_up_at = 0.0
         self._changed = threading.Condition()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="copies", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="replicator", daemon=True)
 
     def start(self) -> None:
         """Start the thread, which first handles what other workers left unfinished."""

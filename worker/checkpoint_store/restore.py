@@ -2,18 +2,22 @@
 
 import errno
 import logging
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from sqlalchemy import Engine
+
+from app.config import Settings
+from app.infra.storage import Storage
 from app.runs.checkpoints import replicas
 from app.runs.events.log import NewEvent
 from worker.checkpoint_files.disk_space import DiskSpace
-from worker.checkpoint_store.owner import StoreOwner
 from worker.checkpoint_store.remote_store import (
     RemoteStore,
     ReplicaCorrupt,
@@ -21,6 +25,7 @@ from worker.checkpoint_store.remote_store import (
     StoreUnavailable,
     TransferCancelled,
 )
+from worker.checkpoint_store.replicator import Replicator
 from worker.claimed_run import ClaimedRun
 
 log = logging.getLogger(__name__)
@@ -28,6 +33,17 @@ log = logging.getLogger(__name__)
 _TRIES = 3
 _PAUSE_SECONDS = 1.0
 _PROGRESS_SECONDS = 5.0
+
+
+class StoreOwner(Protocol):
+    """The part of a worker that removing and restoring checkpoints uses."""
+
+    id: str
+    settings: Settings
+    storage: Storage
+    engine: Engine
+    draining: threading.Event
+    replicator: Replicator | None
 
 
 class RestoreOutcome(Enum):
@@ -59,7 +75,7 @@ class RestoreControl:
 
     should_end: Callable[[], bool]
     """Returns True if the run is to end or to be released."""
-    tell: Callable[[NewEvent], None]
+    report: Callable[[NewEvent], None]
 
     def check(self) -> None:
         """Raise `TransferCancelled` if the preparation is to end."""
@@ -68,12 +84,17 @@ class RestoreControl:
 
 
 def restore_checkpoint(
-    host: StoreOwner, run: ClaimedRun, checkpoint: Any, place: Path, wrong: list[str], patience: RestoreControl
+    context: StoreOwner,
+    run: ClaimedRun,
+    checkpoint: Any,
+    place: Path,
+    wrong: list[str],
+    restore_control: RestoreControl,
 ) -> RestoreResult:
     """Replace what is `wrong` at `place` with the replica of `checkpoint`, for an attempt of `run`.
 
     Raises:
-        Stopped: The run was to end meanwhile.
+        TransferCancelled: The run is to end or to be released.
         OSError: This worker's own storage cannot take it or has no space for it.
     """
     is_missing = not place.exists()
@@ -82,17 +103,17 @@ def restore_checkpoint(
     if checkpoint.replicated_at is None:
         # Written by a worker with another storage that had no time to replicate it. Without replication all workers
         # share one storage.
-        return RestoreResult(unusable if host.copies else RestoreOutcome.BAD, here)
-    if host.copies is None:
+        return RestoreResult(unusable if context.replicator else RestoreOutcome.BAD, here)
+    if context.replicator is None:
         return RestoreResult(
             RestoreOutcome.AWAY, f"{here}, and this worker has no ANNEAL_CHECKPOINT_URL to fetch its replica"
         )
-    remote = host.copies.remote
+    remote = context.replicator.remote
     try:
-        _fetch(host, remote, run, checkpoint, place, patience)
+        _fetch(context, remote, run, checkpoint, place, restore_control)
     except ReplicaCorrupt as error:
         # A worker that still has an intact copy must send it again.
-        with host.engine.begin() as connection:
+        with context.engine.begin() as connection:
             connection.execute(replicas.mark_replica_corrupt(checkpoint.id, checkpoint.replicated_at))
         return RestoreResult(unusable, f"{here}, and {error}")
     except ReplicaMissing:
@@ -106,36 +127,41 @@ def restore_checkpoint(
 
 
 def _fetch(
-    host: StoreOwner, remote: RemoteStore, run: ClaimedRun, checkpoint: Any, place: Path, patience: RestoreControl
+    context: StoreOwner,
+    remote: RemoteStore,
+    run: ClaimedRun,
+    checkpoint: Any,
+    place: Path,
+    restore_control: RestoreControl,
 ) -> None:
-    lacking = DiskSpace(host.storage.root, host.settings.disk_reserve_bytes).lacking(checkpoint.bytes)
+    lacking = DiskSpace(context.storage.root, context.settings.disk_reserve_bytes).lacking(checkpoint.bytes)
     if lacking:
         raise OSError(errno.ENOSPC, f"{checkpoint.name} does not fit on the disk: {lacking}")
     # Two runs that resume from one checkpoint may fetch it at the same time.
-    own_name = f"{host.id}.{run.id}"
+    own_name = f"{context.id}.{run.id}"
     staging = place.with_name(f".{place.name}.{own_name}")
     reported_at = -_PROGRESS_SECONDS
 
     def on_piece() -> None:
         nonlocal reported_at
-        patience.check()
+        restore_control.check()
         if time.monotonic() - reported_at >= _PROGRESS_SECONDS:
             reported_at = time.monotonic()
             done = min(_bytes_below(staging), checkpoint.bytes)
             message = f"fetching {checkpoint.name} from {remote.url}"
             progress = {"phase": "fetching", "done": done, "total": checkpoint.bytes, "message": message}
-            patience.tell(NewEvent.of("progress", time.time(), progress))
+            restore_control.report(NewEvent.of("progress", time.time(), progress))
 
     began = time.monotonic()
     for tries in range(1, _TRIES + 1):
-        patience.check()
+        restore_control.check()
         try:
             remote.fetch(place, checkpoint.manifest_sha256, own_name, on_piece)
         except StoreUnavailable as error:
             log.warning("%s: %s, try %d: %s", checkpoint.run_id, checkpoint.name, tries, error)
             if tries == _TRIES:
                 raise
-            host.draining.wait(_PAUSE_SECONDS * tries)
+            context.draining.wait(_PAUSE_SECONDS * tries)
         else:
             log.info("%s: %s fetched in %.1f s", checkpoint.run_id, checkpoint.name, time.monotonic() - began)
             return

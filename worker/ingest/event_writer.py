@@ -37,13 +37,13 @@ T = TypeVar("T")
 class EventWriter:
     """Queue of events and changes of one attempt, stored in this order in transactions of up to 100 ms each."""
 
-    def __init__(self, host: WorkerContext, run: ClaimedRun, lease: Lease) -> None:
+    def __init__(self, context: WorkerContext, run: ClaimedRun, lease: Lease) -> None:
         self.progress: Progress | None = None
         """Progress of the trainer; stored with the next events."""
-        self._host = host
+        self._context = context
         self._run = run
         self._lease = lease
-        self._waiting = Spool(run.id, host.settings.home / "spool")
+        self._waiting = Spool(run.id, context.settings.home / "spool")
         self._stored = 0
         self._tried = 0
         """Number of events in the last transaction, if it failed."""
@@ -118,7 +118,7 @@ class EventWriter:
     def _check_lease(self) -> None:
         if self._lease.fenced:
             raise LeaseFenced(self._run.id)
-        if self._lease.expired and (not self._waits_past_lease or self._host.draining.is_set()):
+        if self._lease.expired and (not self._waits_past_lease or self._context.draining.is_set()):
             raise LeaseLost(self._run.id)
 
     def _write(self) -> None:
@@ -165,7 +165,7 @@ class EventWriter:
             if not self._over:
                 self._waiting.drop(count)
             self._changed.notify_all()
-        self._host.wake(self._run.id)
+        self._context.wake(self._run.id)
 
     def _next(self) -> list[NewEvent | RunUpdate]:
         """Return the first events that wait, up to the next change; or one change; or nothing."""
@@ -193,7 +193,7 @@ class EventWriter:
 
     def _apply(self, step: RunUpdate) -> None:
         if step.event is None:
-            with self._host.engine.begin() as connection:
+            with self._context.engine.begin() as connection:
                 step.apply(connection)
             return
         try:
@@ -206,7 +206,7 @@ class EventWriter:
     def _append(self, batch: list[NewEvent], then: Callable[[Connection], None] | None = None) -> None:
         first = self._stored + 1
         self._tried = len(batch)
-        with self._host.engine.begin() as connection:
+        with self._context.engine.begin() as connection:
             stored = event_log.append(connection, self._run.id, self._run.lease_epoch, first, batch, self.progress)
             self._rollups.store(connection, first, batch, stored)
             if then:

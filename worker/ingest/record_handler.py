@@ -63,7 +63,7 @@ class StartPoint:
 class RecordHandler:
     """Handler of a trainer's output, which it passes to the writer; it stores nothing itself and never waits."""
 
-    def __init__(self, host: WorkerContext, run: ClaimedRun, writer: EventWriter) -> None:
+    def __init__(self, context: WorkerContext, run: ClaimedRun, writer: EventWriter) -> None:
         self.result: TrainingResult | None = None
         """Result that the trainer has reported."""
         self.effective: dict[str, Any] | None = None
@@ -77,7 +77,7 @@ class RecordHandler:
         """Last step that the trainer reported."""
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         """Last lines of the log."""
-        self._host = host
+        self._context = context
         self._run = run
         self._writer = writer
         self._start = StartPoint(0, 0.0, None)
@@ -312,10 +312,10 @@ class RecordHandler:
         more = tuple(one.event for one in answered)
 
         def stored() -> None:
-            remove_folders(self._host, run.id, retired)
-            if self._host.copies:
-                self._host.copies.add(SimpleNamespace(**row))
-                self._host.copies.tidy()
+            remove_folders(self._context, run.id, retired)
+            if self._context.replicator:
+                self._context.replicator.add(SimpleNamespace(**row))
+                self._context.replicator.tidy()
 
         self._writer.put(RunUpdate(keep, event, stored, more))
 

@@ -154,7 +154,7 @@ class TrainingProcess:
         """Kill every process of the session with SIGKILL and wait until all are gone; return their process ids.
 
         Raises:
-            session.StillAliveError: One does not die within seconds.
+            process_group.StillAliveError: One does not die within seconds.
         """
         if self._exit is None:
             self._killed = True
@@ -164,7 +164,7 @@ class TrainingProcess:
         """Kill what still runs of the session and close every descriptor; return the exit of the process.
 
         Raises:
-            session.StillAliveError: Processes do not die; the record for a later sweep then stays.
+            process_group.StillAliveError: Processes do not die; the record for a later sweep then stays.
         """
         try:
             self.kill()

@@ -65,7 +65,7 @@ def main(model: str | None, keep: bool) -> int:
     try:
         with _sigterm_as_interrupt(), service(settings, keep, demo.leave) as one:
             try:
-                demo.tell(one, model)
+                demo.announce(one, model)
             finally:
                 if keep or not one.is_ours:
                     demo.report_running_service()
@@ -89,7 +89,7 @@ class Demo:
         self._connection: Connection | None = None
         self._live: str | None = None
 
-    def tell(self, one: Service, model: str | None) -> None:
+    def announce(self, one: Service, model: str | None) -> None:
         """Run all steps, from the data to the adapter.
 
         Raises:
@@ -207,7 +207,7 @@ class Demo:
 
     def _measure(self, client: Anneal, plan_: Plan, model: str, datasets: dict[str, str]) -> float:
         """Measure the loss of the base model on the held-out rows, quantized as for the adapter."""
-        config = {"base_model": model, **plan_.measuring}
+        config = {"base_model": model, **plan_.probe_options}
         run = client.runs.create({"name": "the base model, measured", "config": config, **datasets})
         found = self._follow(client, run.id, "base model")
         _expect(found, "completed")

@@ -343,5 +343,5 @@ class TrainingConfig(Strict):
 
     @property
     def trainer_options(self) -> TrainerOptions:
-        """`extra`, validated and with all defaults; raises `ValidationError` if it is invalid."""
+        """`extra`, validated and with all defaults; raises `pydantic.ValidationError` if it is invalid."""
         return TrainerOptions.model_validate(self.extra)

@@ -32,7 +32,7 @@ from app.estimator.architecture import Architecture, UnknownArchitecture, read
 from app.estimator.flops import RunFlops, uncounted_parts, work
 from app.estimator.memory import CONTEXT
 from app.estimator.parameters import CannotTrain, total, trained
-from app.estimator.steps import Data, course_of, max_sequence_length, plan
+from app.estimator.steps import Data, make_step_plan, max_sequence_length, plan
 from app.infra.storage import Storage
 from app.runs.estimates.history import Speed, speed
 from app.tables.datasets import Dataset
@@ -141,7 +141,7 @@ def by_formula(
 
 
 async def data_of(session: AsyncSession, dataset_id: str) -> Data:
-    """Return the known figures of an existing data set."""
+    """Return the known figures of an existing dataset."""
     dataset = await session.get_one(Dataset, dataset_id)
     return Data(dataset.rows, dataset.bytes, dataset.token_statistics)
 
@@ -363,18 +363,18 @@ def _unknown(devices: list[EstimatedDevice], reason: str, subject: Subject | Non
 def _without_model(subject: Subject, unknown: list[Unknown]) -> tuple[int | None, int | None, list[str]]:
     """Return steps, tokens and assumptions derived from rows and batches; append the rest to `unknown`."""
     config = resolve(subject.config, subject.given, None).config
-    course = course_of(config, subject.data, config.max_seq_length or 2**31)
+    step_plan = make_step_plan(config, subject.data, config.max_seq_length or 2**31)
     if source := config.trainer_options.data_source:
         reason = _of_source(source.type)
-        unknown += [Unknown(field="steps", reason=reason)] if course.steps is None else []
+        unknown += [Unknown(field="steps", reason=reason)] if step_plan.steps is None else []
         unknown.append(Unknown(field="tokens", reason=reason))
-        return course.steps, None, []
+        return step_plan.steps, None, []
     if config.max_seq_length is None:
         reason = "Without `max_seq_length` the sequence length depends on the model, which is not known."
         unknown.append(Unknown(field="tokens", reason=reason))
-        return course.steps, None, []
+        return step_plan.steps, None, []
     limit = "The model's own sequence limit is not known, so no sequence is assumed to be cut by it."
-    return course.steps, course.tokens, [*course.assumptions, limit]
+    return step_plan.steps, step_plan.tokens, [*step_plan.assumptions, limit]
 
 
 def _of_source(name: str) -> str:

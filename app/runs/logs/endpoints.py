@@ -20,9 +20,9 @@ SEARCHES_AT_A_TIME = 2
 """Concurrent searches from the end of a log, which may read every line of it; others wait without a connection."""
 
 
-def _turn(request: Request) -> asyncio.Semaphore:
-    turns: asyncio.Semaphore = request.app.state.log_searches
-    return turns
+def _log_searches(request: Request) -> asyncio.Semaphore:
+    log_searches: asyncio.Semaphore = request.app.state.log_searches
+    return log_searches
 
 
 @router.get(
@@ -51,7 +51,7 @@ async def get_logs(
     as_events = "text/event-stream" in request.headers.get("accept", "")
     sent = responses.cursor(last_event_id) if as_events else None
     # A stream may last for days: the session is closed before the first byte.
-    async with _turn(request) if tail and grep else nullcontext(), request.app.state.sessions() as session:
+    async with _log_searches(request) if tail and grep else nullcontext(), request.app.state.sessions() as session:
         run = await service.get(session, run_id)
         after = (
             await lines.cursor(session, run, tail, grep)

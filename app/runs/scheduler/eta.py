@@ -98,7 +98,7 @@ class EtaService:
         self._made_at = -math.inf
         self._took = 0.0
         self._found: dict[str, Prediction] = {}
-        self._is_making = False
+        self._is_computing = False
         self._has_failed = False
 
     async def of(self, runs: Mapping[str, str]) -> dict[str, Prediction]:
@@ -115,9 +115,9 @@ class EtaService:
         """Make new predictions if it is time for that; after an error there are none until it works again."""
         age = time.monotonic() - self._made_at
         # Requests that arrive meanwhile use the last predictions: waiting, each would hold a connection.
-        if self._is_making or age <= max(_SECONDS, self._took * _PAUSES):
+        if self._is_computing or age <= max(_SECONDS, self._took * _PAUSES):
             return
-        self._is_making = True
+        self._is_computing = True
         began = time.monotonic()
         try:
             async with asyncio.timeout(_MOST_SECONDS):
@@ -131,7 +131,7 @@ class EtaService:
         finally:
             self._made_at = time.monotonic()
             self._took = self._made_at - began
-            self._is_making = False
+            self._is_computing = False
 
     async def _forecast(self) -> dict[str, Prediction]:
         async with self._sessions() as session:

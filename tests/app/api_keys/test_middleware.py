@@ -45,8 +45,8 @@ def _only_key(settings: Settings, name: str = "test") -> KeyView:
 def test_without_a_key_every_route_and_method_answers_401(api: ApiServer, settings: Settings) -> None:
     paths = [path for path in _paths(settings) if path not in PUBLIC]
     assert len(paths) > 10
-    with api.client_with(None) as stranger:
-        answers = {(method, path): stranger.request(method, path) for path in paths for method in METHODS}
+    with api.client_with(None) as untrusted:
+        answers = {(method, path): untrusted.request(method, path) for path in paths for method in METHODS}
     assert {key: answer.status_code for key, answer in answers.items() if answer.status_code != 401} == {}
     one = answers["POST", "/v1/runs/validate"] if ("POST", "/v1/runs/validate") in answers else answers["GET", "/docs"]
     assert one.headers["www-authenticate"].startswith("Bearer")
@@ -56,9 +56,9 @@ def test_without_a_key_every_route_and_method_answers_401(api: ApiServer, settin
 
 def test_only_reading_healthz_is_public(shared_api: ApiServer) -> None:
     assert {"/healthz"} == PUBLIC
-    with shared_api.client_with(None) as stranger:
-        assert stranger.post("/healthz", json={}).status_code == 401
-        assert stranger.request("GET", "/healthz", content=b"x" * 1000).status_code == 413
+    with shared_api.client_with(None) as untrusted:
+        assert untrusted.post("/healthz", json={}).status_code == 401
+        assert untrusted.request("GET", "/healthz", content=b"x" * 1000).status_code == 413
 
 
 @pytest.mark.parametrize(
@@ -208,8 +208,8 @@ def test_last_used_is_kept_at_most_once_a_minute(api: ApiServer, settings: Setti
 
 def test_an_address_that_tries_many_wrong_keys_has_to_wait(api: ApiServer) -> None:
     assert api.client.get("/v1/experiments").status_code == 200
-    with api.client_with("anneal_" + "x" * 43) as stranger:
-        answers = [stranger.get("/v1/experiments") for _ in range(40)]
+    with api.client_with("anneal_" + "x" * 43) as untrusted:
+        answers = [untrusted.get("/v1/experiments") for _ in range(40)]
     assert answers[0].status_code == 401
     assert answers[-1].status_code == 429
     assert int(answers[-1].headers["retry-after"]) > 0
@@ -217,8 +217,8 @@ def test_an_address_that_tries_many_wrong_keys_has_to_wait(api: ApiServer) -> No
 
 
 def test_a_right_key_that_was_never_used_gets_in_though_its_neighbours_try_wrong_ones(api: ApiServer) -> None:
-    with api.client_with("anneal_" + "x" * 43) as stranger:
-        answers = [stranger.get("/v1/experiments") for _ in range(30)]
+    with api.client_with("anneal_" + "x" * 43) as untrusted:
+        answers = [untrusted.get("/v1/experiments") for _ in range(30)]
     assert answers[-1].status_code == 429
     with api.client_with(api.key_with(["read"])) as friend:
         assert friend.get("/v1/experiments").status_code == 200
@@ -279,7 +279,7 @@ def test_a_page_of_another_origin_may_not_write(shared_api: ApiServer) -> None:
         assert not any(name.startswith("access-control") for name in answer.headers)
 
 
-def test_no_page_is_told_that_it_may_read(shared_api: ApiServer) -> None:
+def test_no_page_is_allowed_to_read(shared_api: ApiServer) -> None:
     answer = shared_api.client.options(
         "/v1/experiments",
         headers={"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"},

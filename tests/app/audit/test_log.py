@@ -76,8 +76,8 @@ def test_refused_calls_are_listed_and_those_that_change_nothing_are_not(api: Api
     api.client.get("/v1/experiments")
     with api.client_with(api.key_with(["write"])) as writer:
         assert writer.delete("/v1/secrets/hf_token").status_code == 403
-    with api.client_with(None) as stranger:
-        assert stranger.delete("/v1/secrets/hf_token").status_code == 401
+    with api.client_with(None) as untrusted:
+        assert untrusted.delete("/v1/secrets/hf_token").status_code == 401
     # Those that changed nothing are written down behind their answers.
     eventually(lambda: len(listed(api)) >= 4)
     assert [(call["method"], call["route"], call["resource"], call["status"]) for call in reversed(listed(api))] == [

@@ -73,7 +73,7 @@ class Conformance:
     async def test_finds_nothing_wrong_with_a_good_configuration(self, backend: CeleryBackend) -> None:
         assert await backend.validate_config(self.config) == []
 
-    async def test_tells_every_problem_at_once_with_field_code_and_message(self, backend: CeleryBackend) -> None:
+    async def test_reports_every_problem_at_once_with_field_code_and_message(self, backend: CeleryBackend) -> None:
         found = await backend.validate_config({**self.config, **self.wrong_config})
         assert {problem.field.split(".")[0] for problem in found} == set(self.wrong_config)
         assert all(problem.code and problem.message for problem in found)

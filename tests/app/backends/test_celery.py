@@ -12,11 +12,11 @@ class TestCeleryBackend(Conformance):
     config = {"base_model": "org/model"}
     wrong_config = {"epochs": -1, "extra": {"unheard_of": 1}}
 
-    async def test_asks_the_workers_that_are_online_what_they_can_honour(
+    async def test_asks_the_workers_that_are_online_what_they_can_honor(
         self, backend: CeleryBackend, engine: Engine
     ) -> None:
-        wish = {**self.config, "optim": "paged_adamw_8bit"}
-        assert await backend.validate_config(wish) == []
+        requested = {**self.config, "optim": "paged_adamw_8bit"}
+        assert await backend.validate_config(requested) == []
         add_worker(engine, backends=["celery"])
-        (problem,) = await backend.validate_config(wish)
+        (problem,) = await backend.validate_config(requested)
         assert (problem.field, problem.code) == ("optim", "not_on_this_machine")

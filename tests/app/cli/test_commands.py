@@ -30,7 +30,7 @@ from app.infra.db import sync_engine
 from app.infra.storage import Storage
 from tests.app import hub_server
 from tests.app.client.test_client import EMPTY, Failing
-from tests.app.conftest import Anneal, told
+from tests.app.conftest import Anneal, reported
 from tests.app.hub_server import Hub
 from tests.factories import Trainer, make_model, mark_run
 from tests.http_server import serving
@@ -65,7 +65,7 @@ def trainer(anneal: Anneal, engine: Engine, run_file: Path) -> Trainer:
 
 
 class TestSentences:
-    def test_without_a_service_the_next_step_is_told(self, tmp_path: Path) -> None:
+    def test_without_a_service_the_next_step_is_reported(self, tmp_path: Path) -> None:
         result = CliRunner().invoke(cli, ["runs", "list"], env={"ANNEAL_HOME": str(tmp_path)})
         assert result.exit_code == 1
         (sentence,) = result.stderr.splitlines()
@@ -91,12 +91,12 @@ class TestSentences:
             there = {"ANNEAL_HOME": str(tmp_path), "ANNEAL_URL": url, "ANNEAL_API_KEY": "key"}
             assert CliRunner().invoke(cli, ["workers", "list"], env=there).exit_code == 0 and pauses == [RETRY_SECONDS]
 
-    def test_every_wrong_field_is_told(self, anneal: Anneal, run_file: Path) -> None:
+    def test_every_wrong_field_is_reported(self, anneal: Anneal, run_file: Path) -> None:
         changes = ["--set", "config.lora_r=-1", "--set", "config.epochs=0"]
         stderr = anneal("runs", "create", "-f", str(run_file), *changes, code=1).stderr
         assert "  config.lora_r: " in stderr and "  config.epochs: " in stderr
 
-    def test_a_file_that_is_not_there_is_told(self, anneal: Anneal) -> None:
+    def test_a_file_that_is_not_there_is_reported(self, anneal: Anneal) -> None:
         assert (
             anneal("datasets", "upload", "none.jsonl", code=1).stderr
             == "anneal: none.jsonl: No such file or directory.\n"
@@ -109,18 +109,18 @@ class TestSentences:
 
 
 class TestNouns:
-    def test_a_data_set_is_uploaded_listed_and_shown(self, anneal: Anneal) -> None:
+    def test_a_dataset_is_uploaded_listed_and_shown(self, anneal: Anneal) -> None:
         Path("rows.jsonl").write_text(ROWS)
         uploaded = anneal("datasets", "upload", "rows.jsonl", "--name", "five rows")
         dataset_id = uploaded.stdout.strip()
         assert "5 rows, text" in uploaded.stderr
         listed = anneal("datasets", "list").stdout
         assert listed.splitlines()[0].startswith("ID ") and dataset_id in listed and "five rows" in listed
-        assert told(anneal("datasets", "list", "--json", "--limit", "1"))["data"][0]["id"] == dataset_id
+        assert reported(anneal("datasets", "list", "--json", "--limit", "1"))["data"][0]["id"] == dataset_id
         assert "row 0" in anneal("datasets", "show", dataset_id).stdout
-        assert told(anneal("datasets", "show", dataset_id, "--json"))["rows"] == 5
+        assert reported(anneal("datasets", "show", dataset_id, "--json"))["rows"] == 5
 
-    def test_what_a_file_is_and_calls_its_columns_is_told_with_it(self, anneal: Anneal, shared_api: ApiServer) -> None:
+    def test_what_a_file_is_and_calls_its_columns_is_sent_with_it(self, anneal: Anneal, shared_api: ApiServer) -> None:
         words = '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"[UNK]": 0}, "unk_token": "[UNK]"}}'
         (make_model(shared_api.settings, "counts") / "tokenizer.json").write_text(words)
         Path("table").write_text("question,answer\nq1,a1\n")
@@ -133,21 +133,21 @@ class TestNouns:
         anneal("datasets", "upload", "table", "--column", "prompt", code=2)
         assert "JSONL" in anneal("datasets", "content", "--help").stdout
 
-    def test_a_data_set_of_the_hub_is_imported(self, anneal: Anneal, hub: Hub) -> None:
+    def test_a_dataset_of_the_hub_is_imported(self, anneal: Anneal, hub: Hub) -> None:
         hub.serve({"main/train.jsonl": b'{"t": "a"}\n', "main/test.jsonl": b'{"t": "b"}\n', "x/test.jsonl": b""})
         options = ["--split", "test", "--subset", "main", "--column", "text=t", "--name", "held out"]
         imported = anneal("datasets", "import", "ada/words", *options)
         assert "held out: 1 rows, text" in imported.stderr
         assert anneal("datasets", "content", imported.stdout.strip()).stdout == '{"text": "b"}\n'
-        assert told(anneal("datasets", "import", "ada/words", "--column", "text=t", "--json"))["rows"] == 1
+        assert reported(anneal("datasets", "import", "ada/words", "--column", "text=t", "--json"))["rows"] == 1
         assert "the hub has no dataset" in anneal("datasets", "import", "ada/none", code=1).stderr
 
     def test_an_experiment_is_made_and_shown(self, anneal: Anneal, run_file: Path) -> None:
         experiment_id = anneal("experiments", "create", "ranks", "--tag", "x", "--description", "why").stdout.strip()
         anneal("runs", "create", "-f", str(run_file), "--set", f"experiment_id={experiment_id}")
         assert "1 pending" in anneal("experiments", "show", experiment_id).stdout
-        assert told(anneal("experiments", "show", experiment_id, "--json"))["runs"]["pending"] == 1
-        assert told(anneal("experiments", "list", "--json"))["data"][0]["name"] == "ranks"
+        assert reported(anneal("experiments", "show", experiment_id, "--json"))["runs"]["pending"] == 1
+        assert reported(anneal("experiments", "list", "--json"))["data"][0]["name"] == "ranks"
         assert experiment_id in anneal("experiments", "list").stdout
 
     def test_runs_are_filtered_and_paged(self, anneal: Anneal, run_file: Path) -> None:
@@ -156,20 +156,22 @@ class TestNouns:
         first = anneal("runs", "list", "--tag", "paged", "--limit", "2")
         assert [line.split()[0] for line in first.stdout.splitlines()[1:]] == ids[:0:-1]
         assert f"--after {ids[1]}" in first.stderr
-        rest = told(anneal("runs", "list", "--tag", "paged", "--after", ids[1], "--json"))
+        rest = reported(anneal("runs", "list", "--tag", "paged", "--after", ids[1], "--json"))
         assert [run["id"] for run in rest["data"]] == ids[:1] and rest["has_more"] is False
         assert anneal("runs", "list", "--tag", "paged", "--status", "failed").stderr == "There are none.\n"
         assert re.search(r"config.learning_rate +0\.0001\n", anneal("runs", "show", ids[0]).stdout)
-        assert told(anneal("runs", "stop", ids[0], "--json"))["status"] == "cancelled"
+        assert reported(anneal("runs", "stop", ids[0], "--json"))["status"] == "cancelled"
 
     def test_workers_are_listed(self, anneal: Anneal, trainer: Trainer) -> None:
         assert trainer.worker_id in anneal("workers", "list").stdout
-        assert any(worker["id"] == trainer.worker_id for worker in told(anneal("workers", "list", "--json"))["data"])
+        assert any(
+            worker["id"] == trainer.worker_id for worker in reported(anneal("workers", "list", "--json"))["data"]
+        )
 
     def test_checkpoints_are_listed_and_resumed_from(self, anneal: Anneal, trainer: Trainer) -> None:
         checkpoint_id = trainer.checkpoint(40)
         assert checkpoint_id in anneal("runs", "checkpoints", trainer.run_id).stdout
-        assert told(anneal("runs", "checkpoints", trainer.run_id, "--json"))["data"][0]["step"] == 40
+        assert reported(anneal("runs", "checkpoints", trainer.run_id, "--json"))["data"][0]["step"] == 40
         assert anneal("runs", "resume", trainer.run_id, code=1).stderr.startswith("anneal: ")
         trainer.checkpoint(50, metrics={"loss": 1.5, "eval_loss": 2.5})
         trainer.checkpoint(60, metrics={"eval_loss": 2.25})
@@ -179,22 +181,22 @@ class TestNouns:
         trainer.cancel()
         resume = ["runs", "resume", trainer.run_id, "--checkpoint", checkpoint_id, "--json"]
         assert "--set config.epochs" in anneal(*resume, "--set", "epochs=5", code=1).stderr
-        child = told(anneal(*resume, "--set", "config.epochs=5"))
+        child = reported(anneal(*resume, "--set", "config.epochs=5"))
         assert (child["parent_run_id"], child["resume_checkpoint_id"]) == (trainer.run_id, checkpoint_id)
         assert child["config"]["epochs"] == 5
 
-    def test_without_a_checkpoint_the_option_that_starts_anew_is_named(self, anneal: Anneal, trainer: Trainer) -> None:
+    def test_without_a_checkpoint_the_option_that_starts_over_is_named(self, anneal: Anneal, trainer: Trainer) -> None:
         trainer.fail()
         assert "--from-start" in anneal("runs", "resume", trainer.run_id, code=1).stderr
         assert anneal("runs", "resume", trainer.run_id, "--from-start").stdout.startswith("run_")
 
-    def test_why_tells_a_command_that_can_be_typed(self, anneal: Anneal, trainer: Trainer) -> None:
+    def test_why_names_a_command_that_can_be_typed(self, anneal: Anneal, trainer: Trainer) -> None:
         trainer.metric(1, loss=2.0)
         trainer.metric(2, loss=25.0)
         trainer.fail("non_finite_loss", "At step 3 the loss became nan.")
-        told = anneal("runs", "why", trainer.run_id).stdout
-        command, body, end = told.splitlines()[-3:]
-        assert (command, end) == ("anneal runs create -f - <<'EOF'", "EOF") and "diverged" in told
+        reported = anneal("runs", "why", trainer.run_id).stdout
+        command, body, end = reported.splitlines()[-3:]
+        assert (command, end) == ("anneal runs create -f - <<'EOF'", "EOF") and "diverged" in reported
         Path("again.json").write_text(body)
         assert anneal("runs", "create", "-f", "again.json").stdout.startswith("run_")
         request = CorrectedRequest(path="/v1/runs/run_1/resume", body={"config": {"learning_rate": 1e-05, "epochs": 2}})
@@ -207,34 +209,34 @@ class TestNouns:
         trainer.complete()
         assert anneal("runs", "download", trainer.run_id).stdout.strip() == trainer.run_id
         assert (Path(trainer.run_id) / "adapter_config.json").read_text() == "{}"
-        files = told(anneal("runs", "download", trainer.run_id, "-o", "here", "--path", "*.json", "--json"))
+        files = reported(anneal("runs", "download", trainer.run_id, "-o", "here", "--path", "*.json", "--json"))
         assert files == {"folder": "here", "files": ["adapter_config.json"]}
 
     def test_editing_changes_what_is_named(self, anneal: Anneal, run_file: Path) -> None:
         run_id = anneal("runs", "create", "-f", str(run_file)).stdout.strip()
-        assert told(anneal("runs", "edit", run_id, "--name", "x", "--json"))["tags"] == ["2026-01-02", "no"]
-        assert told(anneal("runs", "edit", run_id, "--tag", "a", "--tag", "b", "--json"))["tags"] == ["a", "b"]
+        assert reported(anneal("runs", "edit", run_id, "--name", "x", "--json"))["tags"] == ["2026-01-02", "no"]
+        assert reported(anneal("runs", "edit", run_id, "--tag", "a", "--tag", "b", "--json"))["tags"] == ["a", "b"]
         experiment_id = anneal("experiments", "create", "ranks").stdout.strip()
         assert anneal("experiments", "edit", experiment_id, "--name", "x").stderr == f"{experiment_id} is changed.\n"
-        assert told(anneal("experiments", "show", experiment_id, "--json"))["name"] == "x"
+        assert reported(anneal("experiments", "show", experiment_id, "--json"))["name"] == "x"
 
     def test_what_is_pinned_cannot_be_deleted(self, anneal: Anneal, trainer: Trainer) -> None:
         checkpoint_id = trainer.checkpoint(40)
         trainer.complete()
         assert anneal("runs", "pin", trainer.run_id).stderr == f"{trainer.run_id} is pinned.\n"
         checkpoint = [trainer.run_id, "--checkpoint", checkpoint_id, "--json"]
-        assert told(anneal("runs", "pin", *checkpoint))["pinned"] is True
+        assert reported(anneal("runs", "pin", *checkpoint))["pinned"] is True
         assert "periodic, pinned" in anneal("runs", "checkpoints", trainer.run_id).stdout
         assert "pinned" in anneal("runs", "delete", trainer.run_id, code=1).stderr
-        assert told(anneal("runs", "unpin", *checkpoint))["pinned"] is False
-        assert told(anneal("runs", "unpin", trainer.run_id, "--json"))["pinned"] is False
+        assert reported(anneal("runs", "unpin", *checkpoint))["pinned"] is False
+        assert reported(anneal("runs", "unpin", trainer.run_id, "--json"))["pinned"] is False
         assert anneal("runs", "delete", trainer.run_id).stderr == f"{trainer.run_id} is deleted.\n"
 
-    def test_what_is_deleted_is_told(self, anneal: Anneal) -> None:
+    def test_what_is_deleted_is_reported(self, anneal: Anneal) -> None:
         Path("rows.jsonl").write_text(ROWS)
         for noun, made in (("datasets", ["upload", "rows.jsonl"]), ("experiments", ["create", "short"])):
             id = anneal(noun, *made).stdout.strip()
-            assert told(anneal(noun, "delete", id, "--json")) == {"id": id, "deleted": True}
+            assert reported(anneal(noun, "delete", id, "--json")) == {"id": id, "deleted": True}
             assert anneal(noun, "delete", id, code=1).stderr.startswith("anneal: ")
 
     def test_runs_are_compared(self, anneal: Anneal, trainer: Trainer, run_file: Path) -> None:
@@ -247,10 +249,10 @@ class TestNouns:
         rows = [re.split("  +", line) for line in lines]
         assert ["name", "counting", "other"] in rows and ["loss", "2.5", "-"] in rows
         assert any(row[0] == "config.lora_r" and row[2] == "4" for row in rows)
-        compared = told(anneal("runs", "compare", *ids, "--json"))
+        compared = reported(anneal("runs", "compare", *ids, "--json"))
         assert compared["differences"]["config.lora_r"][ids[1]] == 4
         assert "2 to 20" in anneal("runs", "compare", ids[0], code=1).stderr
-        assert told(anneal("runs", "list", "--sort", "best_loss", "--json"))["data"][0]["id"] == trainer.run_id
+        assert reported(anneal("runs", "list", "--sort", "best_loss", "--json"))["data"][0]["id"] == trainer.run_id
 
     def test_content_is_printed_or_written_whole(self, anneal: Anneal) -> None:
         Path("rows.jsonl").write_text(ROWS)
@@ -299,7 +301,7 @@ class TestFollowing:
         seen.take(EvalEvent(type="eval", run_id="run_1", seq=1, step=5, metrics=measured))
         assert seen.figures == shown
 
-    def test_the_last_step_is_told_before_the_end(self, anneal: Anneal, trainer: Trainer) -> None:
+    def test_the_last_step_is_reported_before_the_end(self, anneal: Anneal, trainer: Trainer) -> None:
         def finish() -> None:
             for step in (28, 29, 30):
                 trainer.metric(step, loss=step / 100)
@@ -389,7 +391,7 @@ class TestTerminal:
         eventually(lambda: shows("the run continues"))
         assert process.wait(20) == 130
         assert b"Traceback" not in seen
-        assert told(anneal("runs", "show", trainer.run_id, "--json"))["status"] == "running"
+        assert reported(anneal("runs", "show", trainer.run_id, "--json"))["status"] == "running"
 
     def test_a_list_is_a_table(self, start: Any, trainer: Trainer) -> None:
         process, terminal = start("runs", "list", "--limit", "1")

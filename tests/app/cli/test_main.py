@@ -82,9 +82,9 @@ class TestSecrets:
         assert [call["route"] for call in calls["data"]] == ["secrets delete"] and calls["has_more"] is True
         assert "There is no secret hf_token" in refused(anneal("secrets", "delete", "hf_token", **servers))
 
-    def test_what_cannot_be_a_secret_is_told_without_it(self, servers: dict[str, str]) -> None:
-        told = refused(anneal("secrets", "set", "hf_token", input="my secret of two words", **servers))
-        assert "visible ASCII" in told and "words" not in told
+    def test_what_cannot_be_a_secret_is_reported_without_it(self, servers: dict[str, str]) -> None:
+        reported = refused(anneal("secrets", "set", "hf_token", input="my secret of two words", **servers))
+        assert "visible ASCII" in reported and "words" not in reported
         assert "lowercase letters" in refused(anneal("secrets", "set", "HF", input=TOKEN, **servers))
 
 
@@ -106,14 +106,14 @@ class TestKeys:
         ended = json.loads(anneal("keys", "revoke", made["id"], "--json", **servers).stdout)
         assert ended == {"id": made["id"], "revoked": True}
 
-    def test_a_key_may_read_and_write_unless_told_otherwise(self, servers: dict[str, str]) -> None:
+    def test_a_key_may_read_and_write_unless_restricted(self, servers: dict[str, str]) -> None:
         anneal("keys", "create", "usual", **servers)
         assert "read,write" in anneal("keys", "list", **servers).stdout
 
     def test_an_unknown_scope_names_the_known_ones(self, servers: dict[str, str]) -> None:
         assert "read, write, admin" in refused(anneal("keys", "create", "x", "--scope", "root", **servers))
 
-    def test_an_unknown_key_tells_where_to_look(self, servers: dict[str, str]) -> None:
+    def test_an_unknown_key_says_where_to_look(self, servers: dict[str, str]) -> None:
         assert "`anneal keys list`" in refused(anneal("keys", "revoke", "key_none", **servers))
 
 
@@ -144,11 +144,11 @@ class TestMigrate:
 
 class TestSentences:
     @pytest.mark.parametrize("command", ["api", "worker", "migrate", "keys list"])
-    def test_without_any_server_the_next_step_is_told(self, command: str, tmp_path: Path) -> None:
+    def test_without_any_server_the_next_step_is_reported(self, command: str, tmp_path: Path) -> None:
         sentence = refused(forked(*command.split(), ANNEAL_HOME=str(tmp_path)))
         assert "start `anneal up` first or set ANNEAL_DATABASE_URL" in sentence
 
-    def test_a_database_that_is_down_is_told_without_its_password(self, tmp_path: Path) -> None:
+    def test_a_database_that_is_down_is_reported_without_its_password(self, tmp_path: Path) -> None:
         url = "postgresql://me:hidden@127.0.0.1:1/x"
         sentence = refused(forked("migrate", ANNEAL_HOME=str(tmp_path), ANNEAL_DATABASE_URL=url))
         assert "The database does not answer" in sentence and "hidden" not in sentence
@@ -158,7 +158,7 @@ class TestSentences:
     def test_a_url_that_is_none_is_named(self, command: str, name: str, tmp_path: Path) -> None:
         assert name in refused(forked(command, **{"ANNEAL_HOME": str(tmp_path), name: "nonsense"}))
 
-    def test_a_database_without_tables_is_told(self, services: Services) -> None:
+    def test_a_database_without_tables_is_reported(self, services: Services) -> None:
         url = services.create_database(template="template1")
         try:
             done = anneal("keys", "list", ANNEAL_DATABASE_URL=url, ANNEAL_REDIS_URL=services.redis_url)
@@ -170,26 +170,26 @@ class TestSentences:
         sentence = refused(forked("up", ANNEAL_HOME=str(tmp_path), ANNEAL_PORT="seventy"))
         assert "ANNEAL_PORT" in sentence
 
-    def test_a_port_in_use_is_told(self, servers: dict[str, str]) -> None:
+    def test_a_port_in_use_is_reported(self, servers: dict[str, str]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
             assert f"Port {port} on 127.0.0.1 is in use" in refused(forked("api", "--port", str(port), **servers))
 
-    def test_an_address_of_another_machine_is_told(self, servers: dict[str, str]) -> None:
+    def test_an_address_of_another_machine_is_reported(self, servers: dict[str, str]) -> None:
         sentence = refused(forked("api", "--port", "0", ANNEAL_HOST="192.0.2.1", **servers))
         assert "set ANNEAL_HOST" in sentence
 
 
 class TestApi:
-    def test_it_takes_a_free_port_tells_it_and_ends_cleanly_on_sigterm(
+    def test_it_takes_a_free_port_reports_it_and_ends_cleanly_on_sigterm(
         self, servers: dict[str, str], settings: Settings
     ) -> None:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "app.cli.main", "api", "--port", "0"], env={**os.environ, **servers}
         )
         try:
-            told = settings.home / "run" / "api.json"
-            found = eventually(lambda: json.loads(told.read_text()) if told.exists() else None, timeout=30)
+            reported = settings.home / "run" / "api.json"
+            found = eventually(lambda: json.loads(reported.read_text()) if reported.exists() else None, timeout=30)
             assert found["pid"] == process.pid
             with httpx.Client(base_url=found["url"], trust_env=False) as client:
                 assert client.get("/healthz").json() == {"status": "ok"}

@@ -74,7 +74,7 @@ class TestFromAShell:
         assert max(map(len, anneal("actions", "list", trainer.run_id).stdout.splitlines())) < 250
         assert "x" * 3000 in anneal("actions", "list", trainer.run_id, "--json").stdout
 
-    def test_what_is_refused_is_told_with_code_1(self, anneal: Anneal, trainer: Trainer) -> None:
+    def test_what_is_refused_is_reported_with_code_1(self, anneal: Anneal, trainer: Trainer) -> None:
         worker = threading.Thread(target=answer, args=(trainer, "refused", "It has 400 steps already."))
         worker.start()
         shown = anneal("actions", "extend", "--max-steps", "300", "--wait", trainer.run_id, code=1).stdout
@@ -91,7 +91,7 @@ class TestFromAShell:
         shown = json.loads(anneal("actions", "show", trainer.run_id, action_id, "--json").stdout)
         assert (shown["parameters"], shown["status"]) == ({"learning_rate": 1e-4}, "refused")
 
-    def test_a_stop_tells_its_mode_and_what_to_expect(self, anneal: Anneal, trainer: Trainer) -> None:
+    def test_a_stop_reports_its_mode_and_what_to_expect(self, anneal: Anneal, trainer: Trainer) -> None:
         assert "end of its epoch" in anneal("runs", "stop", "--mode", "epoch_end", trainer.run_id).stdout
         assert "contradicts" in anneal("runs", "stop", "--mode", "best", "--no-save", trainer.run_id, code=1).stderr
         assert "saves nothing" in anneal("runs", "stop", "--no-save", trainer.run_id).stdout

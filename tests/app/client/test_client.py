@@ -57,10 +57,10 @@ class TestCalls:
     def test_what_is_uploaded_can_be_listed_and_shown(self, client: Anneal, tmp_path: Path) -> None:
         file = tmp_path / "rows.jsonl"
         file.write_bytes(ROWS)
-        told: list[int] = []
-        made = client.datasets.upload(file, name="five rows", on_progress=told.append)
+        reported: list[int] = []
+        made = client.datasets.upload(file, name="five rows", on_progress=reported.append)
         assert (made.name, made.rows, made.bytes) == ("five rows", 5, len(ROWS))
-        assert told[-1] == len(ROWS)
+        assert reported[-1] == len(ROWS)
         assert next(iter(client.datasets.list())).id == made.id
         assert client.datasets.get(made.id).preview[0] == {"text": "row 0"}
 
@@ -217,7 +217,7 @@ class TestConnection:
     @pytest.mark.parametrize(
         "url", ["there:8700", "ftp://there", "http://", "http://there:87x0", "http://[::1", "http://x:99999"]
     )
-    def test_an_address_that_is_none_is_told(self, url: str, tmp_path: Path) -> None:
+    def test_an_address_that_is_none_is_reported(self, url: str, tmp_path: Path) -> None:
         with pytest.raises(AnnealError, match="not a valid URL of a service"):
             find_connection(self.settings(tmp_path, url=url, api_key="anneal_x"))
 
@@ -306,7 +306,7 @@ class TestTryingAgain:
         assert failing.datasets.upload(ROWS).name == "docstrings.jsonl"
         assert len(Failing.asked) == 4 and Failing.asked[2] == Failing.asked[3]
 
-    def test_an_answer_that_breaks_off_after_what_cannot_be_repeated_is_told(self, failing: Anneal) -> None:
+    def test_an_answer_that_breaks_off_after_what_cannot_be_repeated_is_reported(self, failing: Anneal) -> None:
         Failing.answers = [(201, {"Content-Length": "999"}, b'{"id": ')]
         with pytest.raises(AnnealError, match="may or may not have been executed"):
             failing.experiments.create("once")
@@ -324,7 +324,7 @@ class TestTryingAgain:
             next(iter(failing.runs.list()))
         assert refused.value.status == 503 and len(Failing.asked) == 1
 
-    def test_a_service_that_is_not_there_is_told(self) -> None:
+    def test_a_service_that_is_not_there_is_reported(self) -> None:
         with (
             Anneal("http://127.0.0.1:1", "key", patience=0) as client,
             pytest.raises(AnnealError, match="is unreachable") as refused,
@@ -338,12 +338,12 @@ class TestTryingAgain:
         with pytest.raises(AnnealError, match="outside the target folder"):
             failing.runs.download("run_1", tmp_path / "model")
 
-    def test_content_that_breaks_off_is_told(self, failing: Anneal) -> None:
+    def test_content_that_breaks_off_is_reported(self, failing: Anneal) -> None:
         Failing.answers = [BUSY, (200, {"Content-Length": "999"}, ROWS)]
         with pytest.raises(AnnealError, match="was lost"):
             list(failing.datasets.content("ds_1"))
 
-    def test_something_else_than_anneal_is_told(self, failing: Anneal) -> None:
+    def test_something_else_than_anneal_is_reported(self, failing: Anneal) -> None:
         Failing.answers = [(200, {"Content-Type": "text/html"}, b"<html>")] * 2
         with pytest.raises(AnnealError, match="is the URL of an Anneal service") as refused:
             failing.runs.get("run_1")

@@ -88,20 +88,20 @@ class TestConnections:
         assert [event.seq for event in client.runs.events("run_cut")] == list(range(1, LAST + 1))
         assert Streams.cursors == [None, "2", "4", "6"]
 
-    def test_a_service_that_is_away_for_a_moment_is_waited_for_and_told_of(
+    def test_a_service_that_is_away_for_a_moment_is_waited_for_and_reported(
         self, client: Anneal, caplog: pytest.LogCaptureFixture
     ) -> None:
         assert [event.seq for event in client.runs.events("run_away")] == list(range(1, LAST + 1))
         assert Streams.cursors == [None, "2", "2", "4", "6"]
-        (told,) = [record.getMessage() for record in caplog.records if record.name == "app.client.event_stream"]
-        assert "503" in told and "Retrying" in told
+        (reported,) = [record.getMessage() for record in caplog.records if record.name == "app.client.event_stream"]
+        assert "503" in reported and "Retrying" in reported
 
-    def test_an_event_that_is_missing_is_told_and_not_passed_over(self, client: Anneal) -> None:
+    def test_an_event_that_is_missing_is_reported_and_not_skipped(self, client: Anneal) -> None:
         with pytest.raises(AnnealError, match="from event 1 to 3") as broken:
             list(client.runs.events("run_gap"))
         assert broken.value.code == "stream_broken"
 
-    def test_an_event_that_comes_twice_is_told(self, client: Anneal) -> None:
+    def test_an_event_that_comes_twice_is_reported(self, client: Anneal) -> None:
         seen = []
         with pytest.raises(AnnealError, match="from event 2 to 2"):
             seen.extend(event.seq for event in client.runs.events("run_again", types=["metric"]))
@@ -110,7 +110,7 @@ class TestConnections:
         assert list(client.runs.events("run_kept", types=["end"])) == []
         assert Streams.cursors == [None, "3", "6"]
 
-    def test_a_refusal_is_told_in_the_words_of_the_service(self, client: Anneal) -> None:
+    def test_a_refusal_is_reported_in_the_words_of_the_service(self, client: Anneal) -> None:
         with pytest.raises(AnnealError, match=r"There is no such run\."):
             list(client.runs.events("run_none"))
 
@@ -121,7 +121,7 @@ class TestConnections:
                 seen.append(event.seq)
         assert (seen, refused.value.status) == ([1, 2], 401)
 
-    def test_a_service_that_stays_away_is_told(self) -> None:
+    def test_a_service_that_stays_away_is_reported(self) -> None:
         with Anneal("http://127.0.0.1:1", "key") as client, pytest.raises(AnnealError, match="is unreachable"):
             list(client.runs.events("run_1", patience=0))
 
@@ -146,7 +146,7 @@ class TestEvents:
         assert [event.line for event in events if isinstance(event, LogEvent)][1] == "second\u2028 line"
         assert type(events[-1]) is Event and events[-1].model_dump()["what"] == "of a later version"
 
-    def test_types_and_a_place_to_begin_are_honoured(self, api: ApiServer, engine: Engine) -> None:
+    def test_types_and_a_place_to_begin_are_honored(self, api: ApiServer, engine: Engine) -> None:
         trainer = self.trained(api, engine).complete()
         with Anneal(api.url, api.key) as client:
             chosen = list(client.runs.events(trainer.run_id, types=["metric"]))

@@ -55,7 +55,7 @@ def test_one_that_only_some_workers_have_is_warned_of(check: Any, engine: Engine
     assert "only 1 of 2 workers" in warning["message"]
 
 
-def test_nobody_is_refused_where_no_worker_tells(check: Any, engine: Engine) -> None:
+def test_no_one_is_refused_where_no_worker_reports(check: Any, engine: Engine) -> None:
     """Without a worker the run waits for one; one of an earlier version told nothing."""
     assert errors(check({"optimizer": {"type": "slow-sign"}})) == []
     add_worker(engine, backends=["celery"])

@@ -1,4 +1,4 @@
-"""Promises about data sets that are there: fetched back, filtered, deleted, and made once for each idempotency key."""
+"""Promises about datasets that are there: fetched back, filtered, deleted, and made once for each idempotency key."""
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
@@ -60,7 +60,7 @@ class TestContent:
         behind = shared_api.client.get(path, headers={"Range": f"bytes={len(CONTENT)}-"})
         assert (behind.status_code, behind.headers["content-type"]) == (416, "application/problem+json")
 
-    def test_is_404_where_there_is_no_data_set_or_no_file(self, api: ApiServer, engine: Engine) -> None:
+    def test_is_404_where_there_is_no_dataset_or_no_file(self, api: ApiServer, engine: Engine) -> None:
         for id, code in ((new_id("ds"), "dataset_not_found"), (make_dataset(engine), "content_missing")):
             answer = api.client.get(f"/v1/datasets/{id}/content")
             assert (answer.status_code, answer.json()["code"]) == (404, code)
@@ -125,7 +125,7 @@ def test_the_list_is_filtered_by_a_part_of_the_name_and_by_format(api: ApiServer
 
 
 class TestIdempotencyKey:
-    def test_answers_the_same_data_set_again_and_keeps_one_file(self, api: ApiServer, settings: Settings) -> None:
+    def test_answers_the_same_dataset_again_and_keeps_one_file(self, api: ApiServer, settings: Settings) -> None:
         first = upload(api, CONTENT, key="k1", name="a")
         again = upload(api, CONTENT, key="k1", name="a")
         assert (first.status_code, again.status_code) == (201, 201)
@@ -152,12 +152,12 @@ class TestIdempotencyKey:
             answer = other.post("/v1/datasets", files={"file": ("d", CONTENT)}, headers={"Idempotency-Key": "k"})
         assert answer.status_code == 201 and answer.json()["id"] != first
 
-    def test_goes_with_its_data_set(self, api: ApiServer) -> None:
+    def test_goes_with_its_dataset(self, api: ApiServer) -> None:
         first = _made(api, key="k")
         assert api.client.delete(f"/v1/datasets/{first}").status_code == 204
         assert _made(api, key="k") != first
 
-    def test_of_twins_that_race_makes_one_data_set(self, api: ApiServer, settings: Settings) -> None:
+    def test_of_twins_that_race_makes_one_dataset(self, api: ApiServer, settings: Settings) -> None:
         with ThreadPoolExecutor(4) as pool:
             for round in range(4):
                 answers = list(pool.map(lambda key: upload(api, CONTENT, key=key), [f"round {round}"] * 4))
@@ -166,7 +166,7 @@ class TestIdempotencyKey:
         assert len(api.client.get("/v1/datasets").json()["data"]) == len(_files(settings)) == 4
 
     @pytest.mark.parametrize(("twins", "status"), [(1, 201), (2, 409)])
-    def test_outlives_twins_whose_data_sets_are_deleted_at_once(
+    def test_outlives_twins_whose_datasets_are_deleted_at_once(
         self, api: ThreadServer, settings: Settings, twins: int, status: int
     ) -> None:
         caller = api.client.get(f"/v1/datasets/{_made(api)}").json()["created_by"]

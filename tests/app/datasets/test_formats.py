@@ -34,7 +34,7 @@ RATED = {"prompt": "p", "completion": "c", "label": True}
         ({"text": "t", "answer": "a"}, "text"),
     ],
 )
-def test_the_columns_tell_the_format_and_the_row_stays_as_it_is(
+def test_the_columns_give_the_format_and_the_row_stays_as_it_is(
     shared_api: ApiServer, row: dict[str, Any], format: str
 ) -> None:
     answer = upload(shared_api, lines(row))

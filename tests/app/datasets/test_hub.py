@@ -1,4 +1,4 @@
-"""Promises about data sets of the hub, against a server on loopback that speaks the few calls which are used."""
+"""Promises about datasets of the hub, against a server on loopback that speaks the few calls which are used."""
 
 import json
 import socket
@@ -38,7 +38,7 @@ def _rows(api: ApiServer, answer: Any) -> list[Any]:
     return [json.loads(line) for line in content.splitlines()]
 
 
-def test_the_files_of_a_split_become_one_data_set(shared_api: ApiServer, hub: Hub) -> None:
+def test_the_files_of_a_split_become_one_dataset(shared_api: ApiServer, hub: Hub) -> None:
     hub.serve(
         {
             "data/train-00000-of-00002.parquet": parquet(QA[:2]),
@@ -100,7 +100,7 @@ def test_tokens_are_counted_with_a_tokenizer_of_the_hub(shared_api: ApiServer, h
         ({"format": "chat"}, "train.jsonl line 1", "missing_column"),
     ],
 )
-def test_what_cannot_be_had_is_told(
+def test_what_cannot_be_had_is_reported(
     shared_api: ApiServer, hub: Hub, body: dict[str, Any], field: str, code: str
 ) -> None:
     hub.serve({"train.jsonl": lines({"text": "a"}), "train-2.jsonl": lines({"text": "a"})})
@@ -116,7 +116,7 @@ def test_a_hub_that_answers_nonsense_is_502(shared_api: ApiServer, hub: Hub, lis
     assert (answer.status_code, answer.json()["code"]) == (502, "hub_unusable")
 
 
-def test_a_gated_data_set_names_the_secret_that_opens_it(shared_api: ApiServer, hub: Hub) -> None:
+def test_a_gated_dataset_names_the_secret_that_opens_it(shared_api: ApiServer, hub: Hub) -> None:
     """Its list of files is open to everybody, its files are not."""
     hub.serve({"train.jsonl": lines({"text": "a"})})
     del hub.files[f"/datasets/ada/words/resolve/{COMMIT}/train.jsonl"]
@@ -173,7 +173,7 @@ def test_the_token_goes_to_the_hub_and_nowhere_else(api: ApiServer, hub: Hub) ->
     assert elsewhere.tokens == {"/blob": None}
 
 
-def test_without_leave_of_the_operator_nobody_asks_the_hub(settings: Settings, hub: Hub) -> None:
+def test_without_leave_of_the_operator_no_one_asks_the_hub(settings: Settings, hub: Hub) -> None:
     with ThreadServer(settings.model_copy(update={"allow_hub": False})) as api:
         answer = _import(api)
         assert (answer.status_code, answer.json()["code"]) == (422, "hub_not_allowed")

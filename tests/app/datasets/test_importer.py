@@ -1,4 +1,4 @@
-"""The promise that a data set of any size, of any kind, costs the API no memory."""
+"""The promise that a dataset of any size, of any kind, costs the API no memory."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""Promises about data sets: what is kept, what is refused, and that nothing of a refused file stays."""
+"""Promises about datasets: what is kept, what is refused, and that nothing of a refused file stays."""
 
 import hashlib
 import json
@@ -304,7 +304,7 @@ def test_a_commit_that_fails_takes_its_file_with_it(api: ApiServer, settings: Se
     assert _stored(settings) == []
 
 
-async def test_what_a_killed_upload_left_is_swept_and_data_sets_are_not(settings: Settings) -> None:
+async def test_what_a_killed_upload_left_is_swept_and_datasets_are_not(settings: Settings) -> None:
     storage = Storage(settings)
     orphan = storage.dataset_file(new_id("ds"), "jsonl")
     orphan.parent.mkdir(parents=True)

@@ -46,9 +46,9 @@ def _tokenizer(folder: Path) -> Path:
 def _counted(api: ApiServer, content: bytes, name: str = "d.jsonl", tokenizer: str = "tiny") -> Any:
     answer = upload(api, content, name, tokenizer=tokenizer)
     assert answer.status_code == 201, answer.text
-    told = answer.json()["token_statistics"]
-    assert api.client.get(f"/v1/datasets/{answer.json()['id']}").json()["token_statistics"] == told
-    return told
+    reported = answer.json()["token_statistics"]
+    assert api.client.get(f"/v1/datasets/{answer.json()['id']}").json()["token_statistics"] == reported
+    return reported
 
 
 def test_the_figures_are_exact(api: ApiServer, settings: Settings) -> None:
@@ -88,9 +88,9 @@ def test_a_pair_is_two_sequences_each_with_the_prompt(api: ApiServer, settings: 
         {"prompt": "a " * 200, "chosen": "b", "rejected": "b"},
         {"prompt": [{"role": "user", "content": "a " * 50}], "chosen": said, "rejected": said},
     ]
-    told = _counted(api, lines(*pairs))
-    assert (told["rows"], told["sequences"], told["total"]) == (3, 6, 110 + 130 + 2 * 201 + 2 * 60)
-    assert (told["min"], told["max"]) == (60, 201)
+    reported = _counted(api, lines(*pairs))
+    assert (reported["rows"], reported["sequences"], reported["total"]) == (3, 6, 110 + 130 + 2 * 201 + 2 * 60)
+    assert (reported["min"], reported["max"]) == (60, 201)
 
 
 def test_the_tokenizer_of_a_runs_output_can_be_named(api: ApiServer, settings: Settings) -> None:
@@ -105,7 +105,7 @@ def test_the_tokenizer_of_a_runs_output_can_be_named(api: ApiServer, settings: S
     assert _counted(api, lines({"text": "a b"}), tokenizer=run)["total"] == 2
 
 
-def test_a_tokenizer_that_is_not_there_is_told_before_the_file_is_read(api: ApiServer, settings: Settings) -> None:
+def test_a_tokenizer_that_is_not_there_is_reported_before_the_file_is_read(api: ApiServer, settings: Settings) -> None:
     make_model(settings, "without")
     (make_model(settings, "broken") / "tokenizer.json").write_text('{"model": 1}')
     local = {"../etc": "outside_models_root", "nowhere": "model_not_found", new_id("run"): "base_run_without_output",
@@ -146,9 +146,15 @@ def test_a_row_longer_than_a_batch_counts_as_one(tmp_path: Path, monkeypatch: py
     counter = TokenCounter("words", _tokenizer(tmp_path), Settings(home=tmp_path))
     for words in (3, 1000, 1, 50, 50, 200):
         counter.add(["a " * words])
-    told = counter.statistics(3)
+    reported = counter.statistics(3)
     counter.close()
-    assert (told["rows"], told["sequences"], told["total"], told["min"], told["max"]) == (3, 6, 1304, 1, 1000)
+    assert (reported["rows"], reported["sequences"], reported["total"], reported["min"], reported["max"]) == (
+        3,
+        6,
+        1304,
+        1,
+        1000,
+    )
 
 
 def test_a_folder_of_the_same_name_where_the_service_was_started_is_not_ours(
@@ -190,7 +196,7 @@ def test_memory_does_not_grow_with_rows_or_with_long_ones(tmp_path: Path) -> Non
     counter.add(["a b " * 500_000])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    told = counter.statistics(20_003)
+    reported = counter.statistics(20_003)
     counter.close()
-    assert (told["sequences"], told["max"]) == (20_003, 1_000_000)
+    assert (reported["sequences"], reported["max"]) == (20_003, 1_000_000)
     assert peak < 20e6, json.dumps(peak)

@@ -110,10 +110,10 @@ def validate(pieces: list[bytes], format: str | None = None) -> tuple[Any, ...]:
     except TooManyBadRows:
         errors = rows.errors
         assert len(errors) == MOST_BAD_ROWS
-    told = [(error.field, error.code, error.message) for error in errors]
-    if told:
-        return (told,)
-    return told, rows.format, rows.count, list(rows.columns), repr(rows.preview), b"".join(kept)
+    reported = [(error.field, error.code, error.message) for error in errors]
+    if reported:
+        return (reported,)
+    return reported, rows.format, rows.count, list(rows.columns), repr(rows.preview), b"".join(kept)
 
 
 def canonical(whole: bytes) -> bytes:
@@ -176,19 +176,19 @@ async def test_any_upload_is_kept_byte_for_byte_or_refused_the_same_however_it_a
         for head, value in parts
     )
     sent += b"--=x--\r\n"
-    told = await upload(tmp_path, [sent])
-    assert await upload(tmp_path, cut(sent, borders)) == told
-    assert await upload(tmp_path, [sent[at : at + 1] for at in range(len(sent))]) == told
+    reported = await upload(tmp_path, [sent])
+    assert await upload(tmp_path, cut(sent, borders)) == reported
+    assert await upload(tmp_path, [sent[at : at + 1] for at in range(len(sent))]) == reported
     if b"\r\n--=x" in whole:
         return
-    if isinstance(told, ImportedFile):
+    if isinstance(reported, ImportedFile):
         stored = canonical(whole)
         assert (tmp_path / "data").read_bytes() == stored
-        assert (told.bytes, told.sha256) == (len(stored), hashlib.sha256(stored).hexdigest())
-        assert told.rows == len([line for line in whole.split(b"\n") if line.strip()])
+        assert (reported.bytes, reported.sha256) == (len(stored), hashlib.sha256(stored).hexdigest())
+        assert reported.rows == len([line for line in whole.split(b"\n") if line.strip()])
     elif not fields:
         errors, *_ = validate([whole])
-        assert [error[:2] for error in told[1]] == [("file", "empty_file")] if not errors[0][0] else errors
+        assert [error[:2] for error in reported[1]] == [("file", "empty_file")] if not errors[0][0] else errors
 
 
 @given(
@@ -213,11 +213,11 @@ async def test_any_upload_is_kept_byte_for_byte_or_refused_the_same_however_it_a
 )  # fmt: skip
 @examples(120)
 async def test_any_body_at_all_is_taken_or_refused(tmp_path: Path, body: bytes, borders: list[int]) -> None:
-    told = await upload(tmp_path, [body])
+    reported = await upload(tmp_path, [body])
     again = await upload(tmp_path, cut(body, borders))
     # What a broken frame is told about depends on where the parser was.
-    assert type(told) is type(again)
-    assert isinstance(told, ImportedFile) or told[0] in (413, 422)
+    assert type(reported) is type(again)
+    assert isinstance(reported, ImportedFile) or reported[0] in (413, 422)
 
 
 _HEADER = st.text(st.characters(max_codepoint=255), max_size=20)  # as a server decodes headers
@@ -226,8 +226,8 @@ _HEADER = st.text(st.characters(max_codepoint=255), max_size=20)  # as a server 
 @given(content_type=st.one_of(_HEADER, _HEADER.map("multipart/form-data; boundary=".__add__)))
 @examples(50)
 async def test_any_content_type_is_taken_or_refused(tmp_path: Path, content_type: str) -> None:
-    told = await upload(tmp_path, [b"--x\r\n"], content_type)
-    assert told[0] in (415, 422)
+    reported = await upload(tmp_path, [b"--x\r\n"], content_type)
+    assert reported[0] in (415, 422)
 
 
 def no_tokenizer(name: str) -> TokenCounter:

@@ -43,7 +43,7 @@ def effective(**asked: Any) -> TrainingConfig:
 
 
 def counted(rows: int = 100, mean: float = 100.0, largest: int = 100) -> Data:
-    """A data set whose tokens a tokenizer has counted."""
+    """A dataset whose tokens a tokenizer has counted."""
     return Data(rows, None, {"mean": mean, "max": largest, "total": round(rows * mean), "tokenizer": "any"})
 
 

@@ -70,7 +70,7 @@ def test_a_name_has_between_one_and_two_hundred_characters(api: ApiServer) -> No
         assert api.client.post("/v1/experiments", json={"name": name}).status_code == 422
 
 
-async def test_the_default_experiment_is_made_once_by_whoever_comes_first(settings: Settings) -> None:
+async def test_the_default_experiment_is_made_once_by_the_first_who_needs_it(settings: Settings) -> None:
     engine = async_engine(settings.database_url or "")
     sessions = session_maker(engine)
 

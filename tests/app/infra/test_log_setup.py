@@ -67,8 +67,8 @@ def test_every_request_has_one_line_with_its_ids_and_without_what_it_asked_for(a
     assert one["run_id"] == run and one["level"] == "info" and 0 < one["ms"] < 30_000
     assert re.fullmatch(r"key_[0-9a-z]{26}", one["key_id"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", one["timestamp"])
-    with api.client_with(leaked) as stranger:
-        refused = api.record_of(stranger.get("/v1/runs"))
+    with api.client_with(leaked) as untrusted:
+        refused = api.record_of(untrusted.get("/v1/runs"))
     assert (refused["status"], refused["key_id"], refused["route"]) == (401, None, "unmatched")
     public = api.record_of(api.client_with(None).get("/healthz"))
     assert (public["status"], public["route"]) == (200, "/healthz")
@@ -139,7 +139,7 @@ def _logged(chosen: str) -> str:
 
 
 @pytest.mark.parametrize("chosen", ["json", ""])
-def test_where_nobody_looks_on_logs_are_json_with_one_record_a_line(chosen: str) -> None:
+def test_where_no_one_looks_on_logs_are_json_with_one_record_a_line(chosen: str) -> None:
     first, second = (json.loads(line) for line in _logged(chosen).splitlines())
     assert (first["event"], first["run_id"], first["level"]) == ("one value", "run_1", "warning")
     assert second["event"] == "two\nlines"

@@ -340,7 +340,7 @@ class TestStreams:
             await reading.dispose()
 
 
-async def test_a_run_that_is_taken_back_from_a_silent_worker_counts(settings: Settings, engine: Engine) -> None:
+async def test_a_run_that_is_reclaimed_from_a_silent_worker_counts(settings: Settings, engine: Engine) -> None:
     add_run(engine)
     claim(engine, add_worker(engine), lease=0.05)
     looping, queue = async_engine(settings.database_url or ""), Broker(settings)

@@ -7,7 +7,7 @@ from tests.factories import Trainer, make_dataset, make_run
 from tests.server import ApiServer
 
 
-def test_tells_where_configurations_differ_and_what_each_run_has_reached(api: ApiServer, engine: Engine) -> None:
+def test_reports_where_configurations_differ_and_what_each_run_has_reached(api: ApiServer, engine: Engine) -> None:
     dataset = make_dataset(engine)
     one = Trainer(engine, make_run(api.client, dataset, config={"lora_r": 8}, name="small")["id"]).begin()
     one.metric(1, loss=3.0)

@@ -67,7 +67,7 @@ class TestEdit:
         assert shared_api.client.get(path).json() == edited
         assert shared_api.client.patch(f"/v1/experiments/{new_id('exp')}", json={}).status_code == 404
 
-    def test_a_checkpoint_can_be_pinned_and_let_go(self, shared_api: ApiServer, engine: Engine) -> None:
+    def test_a_checkpoint_can_be_pinned_and_unpinned(self, shared_api: ApiServer, engine: Engine) -> None:
         run_id = trained(shared_api, engine)
         (found,) = shared_api.client.get(f"/v1/runs/{run_id}/checkpoints").json()["data"]
         path = f"/v1/runs/{run_id}/checkpoints/{found['id']}"

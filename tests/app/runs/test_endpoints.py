@@ -190,7 +190,7 @@ class TestRead:
         history = api.client.get(f"/v1/runs/{run['id']}").json()["metrics_history"]
         assert [point["step"] for point in history] == list(range(151, 251))
 
-    def test_tells_why_a_run_failed(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+    def test_reports_why_a_run_failed(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         run = make_run(api.client, dataset)
         Trainer(engine, run["id"]).fail("out_of_memory", "too big")
         read = api.client.get(f"/v1/runs/{run['id']}").json()

@@ -140,7 +140,7 @@ class TestEvents:
             assert api.client.get(f"{path}/events", params={"after": lines[-1]["seq"]}).status_code == 204
             assert api.client.get(f"{path}/logs?follow=true").text == ""
 
-    def test_whoever_follows_a_run_whose_events_are_gone_hears_how_it_has_ended(
+    def test_a_follower_of_a_run_whose_events_are_gone_learns_how_it_has_ended(
         self, made: Made, settings: Settings
     ) -> None:
         ends = [
@@ -233,12 +233,12 @@ class TestCheckpoints:
         assert prune(settings, Policy(checkpoints_days=30), dry_run=False) == PruneResult()
         assert all(folder.is_dir() for folder in folders)
 
-    def test_a_run_whose_checkpoints_cannot_be_judged_keeps_nobody_elses(
+    def test_a_run_whose_checkpoints_cannot_be_judged_keeps_no_others(
         self, engine: Engine, made: Made, settings: Settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        told: list[str] = []
+        reported: list[str] = []
         # Not by way of the logging of the process, which other tests set up in their own ways.
-        monkeypatch.setattr(retention.log, "warning", lambda text, *values: told.append(text % values))
+        monkeypatch.setattr(retention.log, "warning", lambda text, *values: reported.append(text % values))
         odd, usual = made.run(JANUARY), made.run(FEBRUARY)
         folders = [made.checkpoint(trainer, step) for trainer in (odd, usual) for step in (1, 2)]
         with engine.begin() as connection:
@@ -246,7 +246,7 @@ class TestCheckpoints:
             connection.execute(update(Checkpoint).where(Checkpoint.run_id == odd.run_id).values(values))
         assert prune(settings, Policy(checkpoints_days=30), dry_run=False).checkpoints == 1
         assert [folder.is_dir() for folder in folders] == [True, True, False, True]
-        assert len(told) == 1 and odd.run_id in told[0]
+        assert len(reported) == 1 and odd.run_id in reported[0]
 
 
 class TestRuns:
@@ -297,8 +297,8 @@ class TestCommand:
         command = CliRunner()
         nothing = command.invoke(cli, ["prune"])
         assert nothing.exit_code == 1 and "ANNEAL_KEEP_" in nothing.output
-        told = command.invoke(cli, ["prune", "--runs-days", "30", "--dry-run"])
-        assert told.output == "Would delete 1 runs, 0 checkpoints (0 MiB) and no events.\n"
+        reported = command.invoke(cli, ["prune", "--runs-days", "30", "--dry-run"])
+        assert reported.output == "Would delete 1 runs, 0 checkpoints (0 MiB) and no events.\n"
         shown = json.loads(command.invoke(cli, ["prune", "--runs-days", "30", "--dry-run", "--json"]).output)
         assert shown == {"dry_run": True, "runs": 1, "checkpoints": 0, "checkpoint_bytes": 0, "months": []}
         assert command.invoke(cli, ["prune", "--runs-days", "30"]).output.startswith("Deleted 1 runs")

@@ -44,7 +44,7 @@ class TestModes:
         ],
         ids=str,
     )
-    def test_are_told_in_either_way(
+    def test_are_reported_in_either_way(
         self, shared_api: ApiServer, engine: Engine, trainer: Trainer, body: dict[str, Any], mode: str
     ) -> None:
         shown = stop(shared_api, trainer.run_id, **body)
@@ -81,7 +81,7 @@ class TestModes:
 
 
 class TestAtTheEndOfTheEpoch:
-    def test_a_run_goes_on_and_may_be_lost_handed_back_and_claimed_meanwhile(
+    def test_a_run_goes_on_and_may_be_lost_released_and_claimed_meanwhile(
         self, shared_api: ApiServer, engine: Engine, trainer: Trainer
     ) -> None:
         assert stop(shared_api, trainer.run_id, mode="epoch_end")["status"] == "running"
@@ -97,7 +97,7 @@ class TestAtTheEndOfTheEpoch:
         assert (row.status, row.stop_mode) == ("cancelled", "epoch_end") and row.stop_requested_at is not None
         assert stop(shared_api, trainer.run_id, mode="epoch_end")["status"] == "cancelled", "asked again, as ever"
 
-    def test_a_run_that_has_never_begun_ends_at_once(self, shared_api: ApiServer, engine: Engine) -> None:
+    def test_a_run_that_never_started_ends_at_once(self, shared_api: ApiServer, engine: Engine) -> None:
         waiting = make_run(shared_api.client, make_dataset(engine))["id"]
         assert stop(shared_api, waiting, mode="epoch_end")["status"] == "cancelled"
 
@@ -115,7 +115,7 @@ class TestAtTheEndOfTheEpoch:
         trainer.complete()
         assert run_row(engine, trainer.run_id).status == "completed"
 
-    def test_nothing_is_cancelled_that_nobody_asked_to_stop(self, trainer: Trainer) -> None:
+    def test_nothing_is_cancelled_that_no_one_asked_to_stop(self, trainer: Trainer) -> None:
         with pytest.raises(Exception, match="cancelled_by_stop"):
             trainer.cancel()
 
@@ -161,8 +161,10 @@ class TestWithTheBestCheckpoint:
 class TestTheAnswerSays:
     def test_that_it_is_not_known_how_long_a_save_takes(self, shared_api: ApiServer, trainer: Trainer) -> None:
         trainer.checkpoint(10)  # of a worker that did not measure
-        told = stop(shared_api, trainer.run_id)["stop"]
-        assert (told["save_seconds"], told["grace_suffices"]) == (None, None) and "not known" in told["message"]
+        reported = stop(shared_api, trainer.run_id)["stop"]
+        assert (reported["save_seconds"], reported["grace_suffices"]) == (None, None) and "not known" in reported[
+            "message"
+        ]
 
     @pytest.mark.parametrize(("longest", "suffices"), [(2.9, True), (3.1, False)])
     def test_how_long_the_slowest_of_the_last_took_and_whether_the_grace_suffices(
@@ -170,24 +172,28 @@ class TestTheAnswerSays:
     ) -> None:
         for step, seconds in enumerate([99.0, 1.0, 1.0, longest, 1.0, 1.0], 1):
             trainer.checkpoint(step, save_seconds=seconds)
-        told = stop(shared_api, trainer.run_id)["stop"]
-        assert (told["save_seconds"], told["grace_seconds"], told["grace_suffices"]) == (longest, 6.0, suffices)
-        assert ("step 6" in told["message"] and "ANNEAL_LEASE_SECONDS" in told["message"]) is not suffices
+        reported = stop(shared_api, trainer.run_id)["stop"]
+        assert (reported["save_seconds"], reported["grace_seconds"], reported["grace_suffices"]) == (
+            longest,
+            6.0,
+            suffices,
+        )
+        assert ("step 6" in reported["message"] and "ANNEAL_LEASE_SECONDS" in reported["message"]) is not suffices
 
     def test_nothing_of_a_grace_when_nothing_is_saved(self, shared_api: ApiServer, trainer: Trainer) -> None:
         trainer.checkpoint(10, save_seconds=100.0)
-        told = stop(shared_api, trainer.run_id, mode="discard")["stop"]
-        assert told["grace_suffices"] is None and "saves nothing" in told["message"]
+        reported = stop(shared_api, trainer.run_id, mode="discard")["stop"]
+        assert reported["grace_suffices"] is None and "saves nothing" in reported["message"]
 
     def test_that_an_earlier_stop_stands(self, shared_api: ApiServer, trainer: Trainer) -> None:
         trainer.checkpoint(10, metrics={"eval_loss": 1.0})
         stop(shared_api, trainer.run_id)
-        told = stop(shared_api, trainer.run_id, mode="best")["stop"]
-        assert told["mode"] == "checkpoint" and "remains in effect" in told["message"]
+        reported = stop(shared_api, trainer.run_id, mode="best")["stop"]
+        assert reported["mode"] == "checkpoint" and "remains in effect" in reported["message"]
 
-    def test_that_nothing_is_saved_of_a_run_that_has_not_begun(self, shared_api: ApiServer, engine: Engine) -> None:
+    def test_that_nothing_is_saved_of_a_run_that_has_not_started(self, shared_api: ApiServer, engine: Engine) -> None:
         dataset = make_dataset(engine)
         run_id = make_run(shared_api.client, dataset)["id"]
         Trainer(engine, run_id)
-        told = stop(shared_api, run_id)["stop"]
-        assert told["grace_suffices"] is None and "nothing to save" in told["message"]
+        reported = stop(shared_api, run_id)["stop"]
+        assert reported["grace_suffices"] is None and "nothing to save" in reported["message"]

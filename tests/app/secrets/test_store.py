@@ -44,7 +44,7 @@ def _new_key() -> str:
     return base64.b64encode(os.urandom(32)).decode()
 
 
-def test_a_secret_is_kept_listed_replaced_and_deleted_and_never_told(api: ApiServer, settings: Settings) -> None:
+def test_a_secret_is_kept_listed_replaced_and_deleted_and_never_shown(api: ApiServer, settings: Settings) -> None:
     made = _put(api, "hf_token", TOKEN)
     assert made.status_code == 200 and set(made.json()) == {"name", "created_at", "updated_at"}
     again = _put(api, "hf_token", OTHER).json()
@@ -68,7 +68,7 @@ def test_a_name_that_cannot_be_one_is_refused(shared_api: ApiServer, name: str) 
 @pytest.mark.parametrize(
     "value", ["", "sh0rt", "two words here", "x" * 5000, "tab\tabcdefgh", "line\nabcdefgh", "ü" * 10, 12345678, None]
 )
-def test_a_value_that_cannot_be_one_is_refused_without_telling_it(shared_api: ApiServer, value: object) -> None:
+def test_a_value_that_cannot_be_one_is_refused_without_showing_it(shared_api: ApiServer, value: object) -> None:
     answer = _put(shared_api, "hf_token", value)
     assert answer.status_code == 422
     assert not (value and str(value) in answer.text)
@@ -84,7 +84,7 @@ def test_secrets_are_for_admins_alone(shared_api: ApiServer, scopes: list[str]) 
     assert {(answer.status_code, answer.json()["code"]) for answer in answers} == {(403, "scope_missing")}
 
 
-def test_a_dump_of_the_database_tells_no_secret(api: ApiServer, settings: Settings) -> None:
+def test_a_dump_of_the_database_shows_no_secret(api: ApiServer, settings: Settings) -> None:
     _put(api, "hf_token", TOKEN)
     _put(api, "same", TOKEN)
     dump = _everything(settings)
@@ -125,7 +125,7 @@ def test_the_key_file_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "not base64!", "c2hvcnQ=", "ä"])
-def test_a_broken_key_file_is_told_without_its_content(tmp_path: Path, content: str) -> None:
+def test_a_broken_key_file_is_reported_without_its_content(tmp_path: Path, content: str) -> None:
     settings = Settings(home=tmp_path, secret_key_file=tmp_path / "keys")
     settings.secret_key_path.write_text(content)
     settings.secret_key_path.chmod(0o600)
@@ -171,7 +171,7 @@ def test_the_key_file_may_lie_elsewhere(settings: Settings, tmp_path: Path) -> N
     assert elsewhere.is_file() and not (settings.home / "secret.key").exists()
 
 
-def test_no_representation_of_a_request_tells_the_value() -> None:
+def test_no_representation_of_a_request_shows_the_value() -> None:
     from app.contracts.schemas.secrets import SecretValue
 
     body = SecretValue.model_validate_json(json.dumps({"value": TOKEN}))

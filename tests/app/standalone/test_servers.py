@@ -70,7 +70,7 @@ class TestFirstStart:
             assert client.info("server")["valkey_version"].startswith("9.")
 
     @pytest.mark.parametrize("module", [postgres, valkey])
-    def test_a_port_that_somebody_else_has_taken_meanwhile_is_left_to_them(
+    def test_a_port_that_another_process_has_taken_meanwhile_is_left_to_it(
         self, make: Make, module: ModuleType, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         choose = module.free_port
@@ -96,9 +96,9 @@ class TestFirstStart:
             with pytest.raises(psycopg.OperationalError, match="password"):
                 psycopg.connect(url.render_as_string(hide_password=False))
         port = make_url(servers.redis_url or "").port or 0
-        stranger = redis.Redis(port=port, retry=Retry(NoBackoff(), 0))
-        with stranger, pytest.raises(redis.AuthenticationError):
-            stranger.ping()
+        unrelated = redis.Redis(port=port, retry=Retry(NoBackoff(), 0))
+        with unrelated, pytest.raises(redis.AuthenticationError):
+            unrelated.ping()
 
     def test_both_listen_on_loopback_only(self, make: Make) -> None:
         servers = make()
@@ -117,7 +117,7 @@ class TestFirstStart:
             assert "secret" not in " ".join(psutil.Process(process_of(server).pid).cmdline())
         assert not (home / "postgres" / "initdb.password").exists()
 
-    def test_a_creation_that_was_killed_half_way_is_begun_anew(self, make: Make, home: Path) -> None:
+    def test_a_creation_that_was_killed_half_way_is_restarted(self, make: Make, home: Path) -> None:
         torn = home / "postgres" / "data.new"
         torn.mkdir(parents=True)
         (torn / "PG_VERSION").write_text("18\n")
@@ -138,7 +138,7 @@ class TestStartAgain:
         servers.start()
         assert ask(servers, "SELECT answer FROM kept") == 42
 
-    def test_urls_stay_the_same_when_nobody_took_the_ports(self, make: Make) -> None:
+    def test_urls_stay_the_same_when_no_one_took_the_ports(self, make: Make) -> None:
         first = make()
         first.start()
         urls = first.database_url, first.redis_url
@@ -147,7 +147,7 @@ class TestStartAgain:
         second.start()
         assert (second.database_url, second.redis_url) == urls
 
-    def test_a_port_that_was_taken_meanwhile_is_replaced_and_told(self, make: Make, home: Path) -> None:
+    def test_a_port_that_was_taken_meanwhile_is_replaced_and_reported(self, make: Make, home: Path) -> None:
         first = make()
         first.start()
         first.stop()
@@ -159,23 +159,23 @@ class TestStartAgain:
             found = resolve_urls(Settings(home=home))
             assert found.database_url == second.database_url
 
-    def test_a_stale_pid_file_that_names_a_living_stranger_is_no_hindrance(self, make: Make, home: Path) -> None:
+    def test_a_stale_pid_file_that_names_an_unrelated_process_is_no_hindrance(self, make: Make, home: Path) -> None:
         first = make()
         first.start()
         process_of(first.postgres).kill()
         process_of(first.postgres).wait()
         first.stop()
         pid_file = home / "postgres" / "data" / "postmaster.pid"
-        stranger = subprocess.Popen(["sleep", "60"])
+        unrelated = subprocess.Popen(["sleep", "60"])
         try:
-            pid_file.write_text(pid_file.read_text().replace(pid_file.read_text().split()[0], str(stranger.pid), 1))
+            pid_file.write_text(pid_file.read_text().replace(pid_file.read_text().split()[0], str(unrelated.pid), 1))
             second = make()
             second.start()
             assert ask(second, "SELECT 1") == 1
-            assert stranger.poll() is None
+            assert unrelated.poll() is None
         finally:
-            stranger.kill()
-            stranger.wait()
+            unrelated.kill()
+            unrelated.wait()
 
     def test_a_damaged_append_only_file_is_set_aside(self, make: Make, home: Path) -> None:
         first = make()
@@ -215,7 +215,7 @@ class TestNothingIsLeftBehind:
 
 
 class TestAccounts:
-    def test_postgres_runs_for_whoever_starts_it(self, make: Make) -> None:
+    def test_postgres_runs_for_any_user_who_starts_it(self, make: Make) -> None:
         servers = make()
         servers.start()
         assert ask(servers, "SELECT 1") == 1
@@ -238,7 +238,7 @@ class TestAccounts:
         again.start()
         assert ask(again, "SELECT 1") == 1
 
-    def test_with_neither_way_root_is_told_what_to_do(
+    def test_with_neither_way_root_gets_instructions(
         self, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         without_unshare(tmp_path / "bin", monkeypatch, ["sh", "id"])
@@ -257,7 +257,7 @@ class TestSentences:
         with HomeLock(home):
             pass
 
-    def test_lost_passwords_are_told_before_anything_starts(self, make: Make, home: Path) -> None:
+    def test_lost_passwords_are_reported_before_anything_starts(self, make: Make, home: Path) -> None:
         first = make()
         first.start()
         first.stop()
@@ -265,7 +265,7 @@ class TestSentences:
         with pytest.raises(SetupError, match=r"secrets\.json .* restore it"):
             make()
 
-    def test_wrong_passwords_are_told(self, make: Make, home: Path) -> None:
+    def test_wrong_passwords_are_reported(self, make: Make, home: Path) -> None:
         first = make()
         first.start()
         first.stop()
@@ -273,7 +273,7 @@ class TestSentences:
         with pytest.raises(SetupError, match=r"rejects the password in secrets\.json"):
             make().start()
 
-    def test_data_of_another_version_are_told(self, make: Make, home: Path) -> None:
+    def test_data_of_another_version_are_reported(self, make: Make, home: Path) -> None:
         data = home / "postgres" / "data"
         servers = make()
         data.mkdir(parents=True)
@@ -281,14 +281,14 @@ class TestSentences:
         with pytest.raises(SetupError, match="was written by PostgreSQL 17"):
             servers.start()
 
-    def test_a_folder_that_cannot_be_made_is_told(self, tmp_path: Path) -> None:
+    def test_a_folder_that_cannot_be_made_is_reported(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         with pytest.raises(SetupError, match="set ANNEAL_HOME"):
             EmbeddedServers(tmp_path / "file" / "home")
 
 
 class TestResolvingUrls:
-    def test_without_servers_the_next_step_is_told(self, home: Path) -> None:
+    def test_without_servers_the_next_step_is_reported(self, home: Path) -> None:
         with pytest.raises(SetupError, match="start `anneal up` first or set ANNEAL_DATABASE_URL"):
             resolve_urls(Settings(home=home))
 

@@ -120,7 +120,7 @@ class TestReady:
         assert any(" INFO app.api.middleware.request_metrics: GET /readyz answered with 200" in line for line in lines)
         assert not [line for line in lines if line.startswith("{")]
 
-    def test_a_second_one_on_the_same_home_is_told_so(self, running: Running) -> None:
+    def test_a_second_one_on_the_same_home_is_refused(self, running: Running) -> None:
         second = subprocess.run(command("up"), env=running.environment, capture_output=True, text=True, timeout=60)
         assert second.returncode == 1
         assert f"already running on {running.home} (process {running.process.pid})" in second.stderr
@@ -215,7 +215,7 @@ class TestOwnServers:
         assert not (up.home / "postgres").exists()
         assert up.answers()
 
-    def test_a_database_that_does_not_answer_is_told_in_a_sentence(self, start: Start) -> None:
+    def test_a_database_that_does_not_answer_is_reported_in_a_sentence(self, start: Start) -> None:
         up = start(ANNEAL_DATABASE_URL="postgresql://me:secret@127.0.0.1:1/x", ANNEAL_REDIS_URL="redis://127.0.0.1:1")
         assert up.process.wait(60) == 1
         assert "The database does not answer" in up.said
@@ -223,7 +223,7 @@ class TestOwnServers:
 
 
 class TestPortTaken:
-    def test_a_taken_port_is_told_in_a_sentence_and_nothing_is_started(self, start: Start) -> None:
+    def test_a_taken_port_is_reported_in_a_sentence_and_nothing_is_started(self, start: Start) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
             up = start(ANNEAL_PORT=str(port))

@@ -56,7 +56,7 @@ class TestWorkers:
 
 
 class TestBackends:
-    def test_tell_what_they_can_run(self, api: ApiServer) -> None:
+    def test_report_what_they_can_run(self, api: ApiServer) -> None:
         page = api.client.get("/v1/backends").json()
         assert [backend["id"] for backend in page["data"]] == ["celery", "fake"]
         celery = api.client.get("/v1/backends/celery").json()

@@ -131,11 +131,11 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/attempts/job_builder.py",
-                "        wrong = manifest.verify(place, checkpoint.manifest_sha256, patience.check)\n",
+                "        wrong = manifest.verify(place, checkpoint.manifest_sha256, restore_control.check)\n",
                 "        wrong: list[str] = []\n",
             ),
         ),
-        test="tests/worker/attempts/test_job_builder.py::test_a_damaged_checkpoint_is_marked_told_and_passed_over[flipped]",
+        test="tests/worker/attempts/test_job_builder.py::test_a_damaged_checkpoint_is_marked_reported_and_skipped[flipped]",
     ),
     Mutant(
         name="copy-unverified",
@@ -148,7 +148,7 @@ MUTANTS = (
                 "            wrong: list[str] = []\n",
             ),
         ),
-        test="tests/worker/checkpoint_store/test_copies.py::TestTheNextAttempt::test_takes_no_copy_that_is_damaged_or_half",
+        test="tests/worker/checkpoint_store/test_replication.py::TestTheNextAttempt::test_takes_no_copy_that_is_damaged_or_half",
     ),
     Mutant(
         name="unreadable-is-damaged",

@@ -94,6 +94,6 @@ MUTANTS = (
         promises=(17,),
         about="The buffer of a reader that reads nothing grows without limit in the API's memory.",
         changes=(Change(_STREAM, "while self.kept_bytes > _KEPT_BYTES and", "while self.kept_bytes < 0 and"),),
-        test="tests/app/runs/events/test_stream.py::test_a_slow_reader_holds_a_bounded_buffer_and_delays_nobody",
+        test="tests/app/runs/events/test_stream.py::test_a_slow_reader_holds_a_bounded_buffer_and_delays_no_other",
     ),
 )

@@ -4,7 +4,7 @@ from tests.mutants.mutant import Change, Mutant
 
 _LIFECYCLE = "app/runs/state/machine.py"
 _STATES = "tests/app/runs/state/test_machine.py"
-_TOLD = "tests/app/api/test_dependencies.py"
+_COMMIT_ORDER = "tests/app/api/test_dependencies.py"
 
 # The database rejects a pending run with a stop request; a mutant of the statements must also disable that check.
 _NOTHING_REFUSED = Change(
@@ -21,7 +21,7 @@ MUTANTS = (
         changes=(
             Change("app/api/dependencies.py", '(get_session, scope="function")', '(get_session, scope="request")'),
         ),
-        test=f"{_TOLD}::TestAnAnswer::test_that_a_run_is_accepted_never_precedes_its_commit",
+        test=f"{_COMMIT_ORDER}::TestAnAnswer::test_that_a_run_is_accepted_never_precedes_its_commit",
     ),
     Mutant(
         name="hint-before-commit",
@@ -34,10 +34,10 @@ MUTANTS = (
                 "await self._queue.hint()\n        if",
             ),
         ),
-        test=f"{_TOLD}::TestAHint::test_comes_when_its_run_can_be_claimed",
+        test=f"{_COMMIT_ORDER}::TestAHint::test_comes_when_its_run_can_be_claimed",
     ),
     Mutant(
-        name="stop-told-before-commit",
+        name="stop-sent-before-commit",
         promises=(8, 9),
         about="The worker is notified of a stop before it is committed, so its lease renewal does not return it.",
         changes=(
@@ -47,7 +47,7 @@ MUTANTS = (
                 "await self._queue.call_worker(run_id)",
             ),
         ),
-        test=f"{_TOLD}::TestARequestToStop::test_is_told_to_the_worker_when_it_can_be_seen",
+        test=f"{_COMMIT_ORDER}::TestARequestToStop::test_is_sent_to_the_worker_when_it_can_be_seen",
     ),
     Mutant(
         name="late-acks",
@@ -88,7 +88,7 @@ MUTANTS = (
         promises=(3,),
         about="A claim does not lock the row it selects, so two workers get the same run.",
         changes=(Change(_LIFECYCLE, "        .with_for_update(of=runs, skip_locked=True)\n", ""),),
-        test=f"{_STATES}::TestClaim::test_a_run_that_another_is_just_claiming_is_passed_over",
+        test=f"{_STATES}::TestClaim::test_a_run_that_another_is_just_claiming_is_skipped",
     ),
     Mutant(
         name="finish-without-epoch",

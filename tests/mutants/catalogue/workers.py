@@ -3,7 +3,7 @@
 from tests.mutants.mutant import Change, Mutant
 
 _LEASE = "worker/lease.py"
-_FOLLOWING = "worker/attempts/monitor.py"
+_MONITOR = "worker/attempts/monitor.py"
 _END = "tests/worker/attempts/test_outcome.py"
 
 MUTANTS = (
@@ -58,11 +58,11 @@ MUTANTS = (
             Change(
                 "worker/ingest/event_writer.py",
                 "            first = batch[0]\n",
-                "            first = batch[0]\n            self._host.wake(self._run.id)\n",
+                "            first = batch[0]\n            self._context.wake(self._run.id)\n",
             ),
             Change(
                 "worker/ingest/event_writer.py",
-                "            self._changed.notify_all()\n        self._host.wake(self._run.id)\n",
+                "            self._changed.notify_all()\n        self._context.wake(self._run.id)\n",
                 "            self._changed.notify_all()\n",
             ),
         ),
@@ -72,7 +72,7 @@ MUTANTS = (
         name="stop-waits-for-ever",
         promises=(9,),
         about="A trainer that ignores a stop request is never killed.",
-        changes=(Change(_FOLLOWING, "if now - self._asked_at <= grace:", "if now - self._asked_at >= 0:"),),
+        changes=(Change(_MONITOR, "if now - self._asked_at <= grace:", "if now - self._asked_at >= 0:"),),
         test="tests/reliability/test_stop.py::TestStopIsBounded"
         "::test_a_trainer_that_does_not_listen_is_killed_after_the_grace",
     ),
@@ -80,7 +80,7 @@ MUTANTS = (
         name="hang-not-noticed",
         promises=(15,),
         about="A trainer that reports nothing is never killed.",
-        changes=(Change(_FOLLOWING, "if silent > self._host.settings.hang_seconds:", "if silent < 0:"),),
+        changes=(Change(_MONITOR, "if silent > self._context.settings.hang_seconds:", "if silent < 0:"),),
         test="tests/reliability/test_hang.py::test_a_trainer_that_falls_silent_is_killed_and_its_run_goes_on",
     ),
     Mutant(
@@ -95,7 +95,7 @@ MUTANTS = (
             ),
         ),
         test="tests/worker/training/loop/test_heartbeat.py"
-        "::test_a_slow_trainer_is_left_alone_however_long_it_has_nothing_to_tell[one-large-step]",
+        "::test_a_slow_trainer_is_left_alone_however_long_it_has_nothing_to_report[one-large-step]",
     ),
     Mutant(
         name="alive-by-the-clock",
@@ -104,14 +104,14 @@ MUTANTS = (
         changes=(
             Change("worker/wire/heartbeat.py", "            if now > before:\n", "            if now >= before:\n"),
         ),
-        test="tests/worker/training/loop/test_heartbeat.py::test_a_download_that_stands_still_is_not",
+        test="tests/worker/training/loop/test_heartbeat.py::test_a_download_that_stalls_is_not",
     ),
     Mutant(
         name="drain-without-saving",
         promises=(18,),
         about="A worker that receives SIGTERM does not let its trainers save, so steps are recomputed.",
-        changes=(Change(_FOLLOWING, 'StopRequest("checkpoint", "drain")', 'StopRequest("discard", "drain")'),),
-        test="tests/reliability/test_stop.py::TestDrain::test_sigterm_saves_hands_back_and_loses_nothing",
+        changes=(Change(_MONITOR, 'StopRequest("checkpoint", "drain")', 'StopRequest("discard", "drain")'),),
+        test="tests/reliability/test_stop.py::TestDrain::test_sigterm_saves_releases_and_loses_nothing",
     ),
     Mutant(
         name="sick-worker-takes-runs",

@@ -37,11 +37,11 @@ class Lab:
             kind="loss_spike", reason=f"the loss spiked at step {step}", step=step, rows=[7, 8], singled_out=singled_out
         )
         with self.engine.begin() as connection:
-            told = auto_repair.resolve_repair(connection, run, found)
-            failure_report.store_failure_report(run, FailureReport(repair=told), 0.0).apply(connection)
-            connection.execute(machine.repair(run.id, run.lease_epoch, told.reason)).one()
+            reported = auto_repair.resolve_repair(connection, run, found)
+            failure_report.store_failure_report(run, FailureReport(repair=reported), 0.0).apply(connection)
+            connection.execute(machine.repair(run.id, run.lease_epoch, reported.reason)).one()
         self.trainer = Trainer(self.engine, run.id)
-        return told
+        return reported
 
     def bad(self) -> list[int]:
         with self.engine.connect() as connection:
@@ -71,9 +71,9 @@ def test_a_checkpoint_is_condemned_when_trouble_comes_again_behind_it_and_no_row
     lab.trainer.checkpoint(100)
     lab.trouble(105, first)
     lab.begins_at(100)
-    told = lab.trouble(107, second)
+    reported = lab.trouble(107, second)
     assert lab.bad() == bad
-    assert f"back to the checkpoint of step {50 if bad else 100}" in told.reason
+    assert f"back to the checkpoint of step {50 if bad else 100}" in reported.reason
 
 
 def test_not_the_last_good_one_nor_a_pinned_one(lab: Lab) -> None:

@@ -29,13 +29,13 @@ WAITS = RestoreControl(lambda: False, lambda _: None)
 """A run that nobody wants to end."""
 
 
-class Host:
+class Context:
     """What preparing a job needs of its worker."""
 
     def __init__(self, settings: Settings, engine: Engine) -> None:
         self.id, self.name = "wrk_test", "here"
         self.settings, self.engine, self.storage = settings, engine, Storage(settings)
-        self.copies: Any = None
+        self.replicator: Any = None
         self.draining = threading.Event()
 
 
@@ -44,7 +44,7 @@ class Lab:
 
     def __init__(self, settings: Settings, engine: Engine) -> None:
         self.engine = engine
-        self.host: Any = Host(settings, engine)
+        self.context: Any = Context(settings, engine)
         self.storage = Storage(settings)
         run = add_run(engine)
         with engine.begin() as connection:
@@ -66,10 +66,10 @@ class Lab:
         self.ids[step] = self.trainer.checkpoint(step, manifest_sha256=digest, metrics={"best_loss": float(step)})
         return attempt / f"checkpoint-{step}"
 
-    def next_attempt(self, patience: RestoreControl = WAITS) -> tuple[Job, dict[str, Any]]:
+    def next_attempt(self, restore_control: RestoreControl = WAITS) -> tuple[Job, dict[str, Any]]:
         """Prepare it; answers the job and what its file says."""
         self.trainer = self.trainer.retry()
-        job = prepare(self.host, run_row(self.engine, self.trainer.run_id), CPU, patience)
+        job = prepare(self.context, run_row(self.engine, self.trainer.run_id), CPU, restore_control)
         return job, json.loads(job.path.read_text())
 
     def bad_reasons(self) -> dict[int, str | None]:
@@ -95,13 +95,13 @@ def flip(folder: Path) -> None:
 def test_it_goes_on_from_the_furthest_checkpoint(lab: Lab) -> None:
     lab.save(10)
     newest = lab.save(20)
-    job, told = lab.next_attempt()
-    assert (told["resume_from"]["path"], told["resume_from"]["step"]) == (str(newest), 20)
+    job, reported = lab.next_attempt()
+    assert (reported["resume_from"]["path"], reported["resume_from"]["step"]) == (str(newest), 20)
     assert (job.start_step, job.best_loss, job.remarks) == (20, 20.0, [])
 
 
 @pytest.mark.parametrize("damage", ["flipped", "torn", "gone"])
-def test_a_damaged_checkpoint_is_marked_told_and_passed_over(lab: Lab, damage: str) -> None:
+def test_a_damaged_checkpoint_is_marked_reported_and_skipped(lab: Lab, damage: str) -> None:
     good, newest = lab.save(10), lab.save(20)
     match damage:
         case "flipped":
@@ -110,23 +110,23 @@ def test_a_damaged_checkpoint_is_marked_told_and_passed_over(lab: Lab, damage: s
             (newest / "weights").write_bytes(b"\x14" * 400)
         case "gone":
             (newest / manifest.MANIFEST).unlink()
-    job, told = lab.next_attempt()
-    assert (told["resume_from"]["path"], job.start_step) == (str(good), 10)
+    job, reported = lab.next_attempt()
+    assert (reported["resume_from"]["path"], job.start_step) == (str(good), 10)
     (remark,) = job.remarks
     assert lab.ids[20] in remark and "cannot be resumed from" in remark
     reasons = lab.bad_reasons()
     assert reasons[10] is None and reasons[20]
 
 
-def test_when_every_checkpoint_is_damaged_training_starts_anew(lab: Lab) -> None:
+def test_when_every_checkpoint_is_damaged_training_starts_over(lab: Lab) -> None:
     for step in (10, 20):
         flip(lab.save(step))
-    job, told = lab.next_attempt()
-    assert told["resume_from"] is None
+    job, reported = lab.next_attempt()
+    assert reported["resume_from"] is None
     assert (job.start_step, job.best_loss, len(job.remarks)) == (0, None, 2)
 
 
-def test_a_run_that_resumes_another_never_starts_anew_by_itself(lab: Lab) -> None:
+def test_a_run_that_resumes_another_never_starts_over_by_itself(lab: Lab) -> None:
     flip(lab.save(10))
     parent = lab.trainer
     parent.complete()
@@ -135,7 +135,7 @@ def test_a_run_that_resumes_another_never_starts_anew_by_itself(lab: Lab) -> Non
         connection.execute(update(Run).where(Run.id == child.id).values(dataset_id=_dataset_of(lab)))
     lab.trainer = Trainer(lab.engine, child.id)
     with pytest.raises(JobError) as refused:
-        prepare(lab.host, run_row(lab.engine, child.id), CPU, WAITS)
+        prepare(lab.context, run_row(lab.engine, child.id), CPU, WAITS)
     assert refused.value.code == "config_error"
     assert '{"from": "start"}' in refused.value.message
 
@@ -186,7 +186,7 @@ def test_a_worker_that_has_lost_the_run_judges_no_checkpoint_and_sweeps_nothing_
     lab.trainer = lab.trainer.retry()
     saving = lab.storage.attempt_dir(lab.trainer.run_id, lab.trainer.attempt) / ".checkpoint-20.tmp"
     saving.mkdir(parents=True)
-    prepare(lab.host, stale, CPU, WAITS)
+    prepare(lab.context, stale, CPU, WAITS)
     assert saving.is_dir()
     assert lab.bad_reasons() == {10: None}
 
@@ -198,12 +198,12 @@ REWARDS = [
 
 
 def test_it_says_where_each_reward_model_lies_in_the_order_of_the_rewards(lab: Lab) -> None:
-    folder = make_model(lab.host.settings, "judge")
+    folder = make_model(lab.context.settings, "judge")
     judge = lab.trainer.complete()
     output = judge.write_output(lab.storage)
     rewards = [*REWARDS, {"type": "model", "model": judge.run_id, "weight": 1.0}]
-    _, told = _prepared(lab, {"method": "rlhf", "rlhf": {"rewards": rewards}})
-    assert told["reward_models"] == [
+    _, reported = _prepared(lab, {"method": "rlhf", "rlhf": {"rewards": rewards}})
+    assert reported["reward_models"] == [
         {"name": "judge", "path": str(folder), "hub": None, "revision": None},
         {"name": "org/judge", "path": None, "hub": "org/judge", "revision": None},
         {"name": judge.run_id, "path": str(output), "hub": None, "revision": None},
@@ -228,7 +228,7 @@ def _prepared(lab: Lab, config: dict[str, Any]) -> tuple[Job, dict[str, Any]]:
     with lab.engine.begin() as connection:
         connection.execute(update(Run).where(Run.id == run.id).values(dataset_id=_dataset_of(lab)))
     lab.trainer = Trainer(lab.engine, run.id)
-    job = prepare(lab.host, run_row(lab.engine, run.id), CPU, WAITS)
+    job = prepare(lab.context, run_row(lab.engine, run.id), CPU, WAITS)
     return job, json.loads(job.path.read_text())
 
 
@@ -238,27 +238,27 @@ def _dataset_of(lab: Lab) -> str:
 
 
 class TestTokenCache:
-    def test_every_run_is_told_the_same_folder_which_nobody_else_may_enter(self, lab: Lab) -> None:
-        _, told = lab.next_attempt()
+    def test_every_run_gets_the_same_folder_which_no_one_else_may_enter(self, lab: Lab) -> None:
+        _, reported = lab.next_attempt()
         _, again = lab.next_attempt()
-        assert told["token_cache"] == again["token_cache"]
-        folder = Path(told["token_cache"]["folder"])
+        assert reported["token_cache"] == again["token_cache"]
+        folder = Path(reported["token_cache"]["folder"])
         assert folder.is_relative_to(lab.storage.root) and folder.stat().st_mode & 0o777 == 0o700
-        assert told["token_cache"]["limit_bytes"] == lab.host.settings.token_cache_bytes
+        assert reported["token_cache"]["limit_bytes"] == lab.context.settings.token_cache_bytes
 
     def test_another_user_that_trains_has_a_folder_of_its_own(self, lab: Lab) -> None:
         """As root `nobody`; whoever else runs this can only name itself."""
         _, own = lab.next_attempt()
         user = pwd.getpwnam("nobody") if os.getuid() == 0 else pwd.getpwuid(os.getuid())
-        lab.host.settings = lab.host.settings.model_copy(update={"trainer_user": user.pw_name})
-        _, told = lab.next_attempt()
-        folder = Path(told["token_cache"]["folder"])
+        lab.context.settings = lab.context.settings.model_copy(update={"trainer_user": user.pw_name})
+        _, reported = lab.next_attempt()
+        folder = Path(reported["token_cache"]["folder"])
         assert folder != Path(own["token_cache"]["folder"])
         assert (folder.stat().st_uid, folder.stat().st_mode & 0o777) == (user.pw_uid, 0o700)
         assert folder.parent.stat().st_uid == os.getuid(), "the trainer can put nothing in the place of the folder"
 
     def test_without_room_there_is_none(self, lab: Lab) -> None:
-        lab.host.settings = lab.host.settings.model_copy(update={"token_cache_bytes": 0})
+        lab.context.settings = lab.context.settings.model_copy(update={"token_cache_bytes": 0})
         assert lab.next_attempt()[1]["token_cache"] is None
 
     def test_a_folder_that_cannot_be_made_costs_the_run_nothing(self, lab: Lab) -> None:

@@ -22,16 +22,16 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_a_discard_late_in_a_stop_that_saves_has_its_own_seconds_and_no_more(now: list[float]) -> None:
     sent: list[Any] = []
     settings = SimpleNamespace(hang_seconds=1e9, save_grace_seconds=120.0)
-    host: Any = SimpleNamespace(settings=settings, draining=threading.Event())
+    context: Any = SimpleNamespace(settings=settings, draining=threading.Event())
     lease: Any = SimpleNamespace(expired=False, stop=StopRequest("checkpoint"))
-    pump: Any = SimpleNamespace(last_output_at=now[0], training_started=True, say=lambda *_: None)
+    record_handler: Any = SimpleNamespace(last_output_at=now[0], training_started=True, say=lambda *_: None)
     process: Any = SimpleNamespace(send=lambda message: sent.append(message) or True)
     nothing: Any = None
-    following = Monitor(host, lease, nothing, pump, process, nothing)
+    monitor = Monitor(context, lease, nothing, record_handler, process, nothing)
 
     def killed_at(second: float) -> bool:
         now[0] = 1000.0 + second
-        return following._reason_to_kill() == "stop"
+        return monitor._reason_to_kill() == "stop"
 
     assert not killed_at(0) and not killed_at(60)
     lease.stop = StopRequest("discard")
@@ -41,15 +41,15 @@ def test_a_discard_late_in_a_stop_that_saves_has_its_own_seconds_and_no_more(now
 
 def test_to_ask_for_the_same_once_more_gives_no_more_time(now: list[float]) -> None:
     settings = SimpleNamespace(hang_seconds=1e9, save_grace_seconds=120.0)
-    host: Any = SimpleNamespace(settings=settings, draining=threading.Event())
-    host.draining.set()
+    context: Any = SimpleNamespace(settings=settings, draining=threading.Event())
+    context.draining.set()
     lease: Any = SimpleNamespace(expired=False, stop=None)
-    pump: Any = SimpleNamespace(last_output_at=now[0], training_started=True, say=lambda *_: None)
+    record_handler: Any = SimpleNamespace(last_output_at=now[0], training_started=True, say=lambda *_: None)
     process: Any = SimpleNamespace(send=lambda _: True)
     nothing: Any = None
-    following = Monitor(host, lease, nothing, pump, process, nothing)
-    assert following._reason_to_kill() is None
+    monitor = Monitor(context, lease, nothing, record_handler, process, nothing)
+    assert monitor._reason_to_kill() is None
     now[0], lease.stop = 1100.0, StopRequest("checkpoint")
-    assert following._reason_to_kill() is None
+    assert monitor._reason_to_kill() is None
     now[0] = 1121.0
-    assert following._reason_to_kill() == "stop"
+    assert monitor._reason_to_kill() == "stop"

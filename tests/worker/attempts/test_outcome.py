@@ -45,22 +45,22 @@ def test_the_last_status_waits_for_the_last_line_of_the_log(
         connection.execute(text(_SLOW))
     add_run(engine)
     run = claim(engine, add_worker(engine), lease=60.0)
-    host = WorkerContext(settings.model_copy(update={"lease_seconds": 60.0}))
+    context = WorkerContext(settings.model_copy(update={"lease_seconds": 60.0}))
 
-    def attempt(host: WorkerContext, run: Any, lease: Any, writer: Any) -> Any:
-        pump = RecordHandler(host, run, writer)
-        pump.take([("stdout", b"first\n")])
+    def attempt(context: WorkerContext, run: Any, lease: Any, writer: Any) -> Any:
+        record_handler = RecordHandler(context, run, writer)
+        record_handler.take([("stdout", b"first\n")])
         eventually(lambda: is_storing_the_first_line(engine))
         record = {"type": "phase", "ts": time.time(), "name": "training", "total_steps": 1}
-        pump.take([("report", json.dumps(record).encode()), ("stdout", b"second\n"), ("stderr", b"last\n")])
+        record_handler.take([("report", json.dumps(record).encode()), ("stdout", b"second\n"), ("stderr", b"last\n")])
         return machine.complete(run.id, run.lease_epoch, None, "training is complete")
 
     monkeypatch.setattr(supervisor, "attempt", attempt)
-    supervisor.supervise(host, run, time.monotonic())
-    host.engine.dispose()
-    host.lease_engine.dispose()
-    told = [event.data.get("line") or event.data.get("to") or event.type for event in events_of(engine, run.id)]
-    assert told[2:] == ["first", "progress", "running", "second", "last", "completed", "end"]
+    supervisor.supervise(context, run, time.monotonic())
+    context.engine.dispose()
+    context.lease_engine.dispose()
+    reported = [event.data.get("line") or event.data.get("to") or event.type for event in events_of(engine, run.id)]
+    assert reported[2:] == ["first", "progress", "running", "second", "last", "completed", "end"]
 
 
 def test_readers_are_woken_when_there_is_something_to_read(
@@ -68,34 +68,34 @@ def test_readers_are_woken_when_there_is_something_to_read(
 ) -> None:
     add_run(engine)
     run = claim(engine, add_worker(engine), lease=60.0)
-    host = WorkerContext(settings)
+    context = WorkerContext(settings)
     seen: list[int] = []
-    monkeypatch.setattr(host, "wake", lambda run_id: seen.append(len(events_of(engine, run_id))))
+    monkeypatch.setattr(context, "wake", lambda run_id: seen.append(len(events_of(engine, run_id))))
     lease: Any = SimpleNamespace(fenced=False, expired=False, run_id=run.id)
-    with EventWriter(host, run, lease) as writer:
-        RecordHandler(host, run, writer).take([("stdout", b"a line\n")])
+    with EventWriter(context, run, lease) as writer:
+        RecordHandler(context, run, writer).take([("stdout", b"a line\n")])
         eventually(lambda: seen, what="a wake-up")
-    host.engine.dispose()
-    host.lease_engine.dispose()
+    context.engine.dispose()
+    context.lease_engine.dispose()
     assert seen == [3], "a reader that looked at once would have found nothing, and slept on"
 
 
 @pytest.mark.parametrize(
-    ("hub", "told"),
+    ("hub", "reported"),
     [
         ({"repo": "ada/tuned", "url": "https://hub/ada/tuned/commit/1"}, "; pushed to https://hub/ada/tuned/commit/1"),
         ({"repo": "ada/tuned", "error": "it refused"}, ""),
     ],
 )
-def test_a_completed_run_tells_where_its_output_was_pushed(hub: Any, told: str, engine: Engine) -> None:
+def test_a_completed_run_reports_where_its_output_was_pushed(hub: Any, reported: str, engine: Engine) -> None:
     add_run(engine)
     run = claim(engine, add_worker(engine))
-    pump: Any = SimpleNamespace(result={"outcome": "completed", "output": "output", "hub": hub})
+    record_handler: Any = SimpleNamespace(result={"outcome": "completed", "output": "output", "hub": hub})
     nothing: Any = None
     with engine.begin() as connection:
-        connection.execute(conclude(nothing, run, nothing, pump, Exit(code=0), None))
-    told_last = [event.data for event in events_of(engine, run.id) if event.type == "status"][-1]
-    assert (told_last["to"], told_last["reason"]) == ("completed", f"training is complete{told}")
+        connection.execute(conclude(nothing, run, nothing, record_handler, Exit(code=0), None))
+    last_status = [event.data for event in events_of(engine, run.id) if event.type == "status"][-1]
+    assert (last_status["to"], last_status["reason"]) == ("completed", f"training is complete{reported}")
 
 
 @pytest.mark.parametrize(
@@ -107,12 +107,14 @@ def test_a_trainer_that_ended_by_its_timer_is_blamed_on_the_database_only_where_
 ) -> None:
     add_run(engine)
     run = claim(engine, add_worker(engine))
-    host: Any = SimpleNamespace(settings=settings.model_copy(update={"lease_seconds": 60.0}))
-    lease = Lease(host, run.id, run.lease_epoch, time.monotonic() - silence)
+    context: Any = SimpleNamespace(settings=settings.model_copy(update={"lease_seconds": 60.0}))
+    lease = Lease(context, run.id, run.lease_epoch, time.monotonic() - silence)
     with engine.begin() as connection:
         connection.execute(lease_lost(run, lease))
-    told_last = [event.data for event in events_of(engine, run.id) if event.type == "status"][-1]
-    assert told_last["reason"].startswith(says) and told_last["reason"].endswith("continues from its last checkpoint")
+    last_status = [event.data for event in events_of(engine, run.id) if event.type == "status"][-1]
+    assert last_status["reason"].startswith(says) and last_status["reason"].endswith(
+        "continues from its last checkpoint"
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,12 +124,12 @@ def test_a_trainer_that_ended_by_its_timer_is_blamed_on_the_database_only_where_
 )  # fmt: skip
 def test_copies_are_waited_for_where_what_was_saved_is_wanted(stop: StopRequest | None, waits: bool) -> None:
     asked: list[str] = []
-    copies = SimpleNamespace(settle=lambda *_: asked.append("settle"))
+    replicator = SimpleNamespace(settle=lambda *_: asked.append("settle"))
     settings = SimpleNamespace(save_grace_seconds=1.0)
-    host: Any = SimpleNamespace(copies=copies, drained_at=float("inf"), settings=settings)
+    context: Any = SimpleNamespace(replicator=replicator, drained_at=float("inf"), settings=settings)
     lease: Any = SimpleNamespace(run_id="run_1", stop=stop)
     writer: Any = SimpleNamespace(put=lambda _: None, wait_past_lease=lambda: None, drain=lambda: asked.append("drain"))
-    supervisor.settle(host, lease, writer)
+    supervisor.settle(context, lease, writer)
     assert asked == (["drain", "settle"] if waits else [])
 
 
@@ -164,11 +166,11 @@ def test_what_a_killed_trainer_has_written_by_half_goes_with_it(
         "prepare": lambda *_: job, "launch": lambda *_: process, "Monitor": Killed, "MemoryWatch": lambda *_: None,
     }.items():  # fmt: skip
         monkeypatch.setattr(supervisor, name, instead)
-    host: Any = SimpleNamespace(
-        machine=SimpleNamespace(devices=[device]), storage=storage, copies=None,
-        fitness=SimpleNamespace(started=lambda: None), draining=threading.Event(),
+    context: Any = SimpleNamespace(
+        machine=SimpleNamespace(devices=[device]), storage=storage, replicator=None,
+        health=SimpleNamespace(started=lambda: None), draining=threading.Event(),
     )  # fmt: skip
     lease: Any = SimpleNamespace(stop=StopRequest("discard"), fenced=False)
     writer: Any = SimpleNamespace(put=lambda _: None, persist=lambda work: work(), progress=None)
-    supervisor.attempt(host, run, lease, writer)
+    supervisor.attempt(context, run, lease, writer)
     assert whole.is_dir() and not half.exists()

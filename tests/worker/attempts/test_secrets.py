@@ -14,7 +14,7 @@ from app.secrets import store
 from tests.factories import make_model
 from tests.rows import add_run, add_worker, claim, run_row
 from tests.stack import Stack
-from tests.worker.attempts.test_job_builder import WAITS, Host
+from tests.worker.attempts.test_job_builder import WAITS, Context
 from tests.worker.process.launching import CPU, Said, start_launcher
 from tests.worker.trainers import write_job
 from worker.attempts.job_builder import Job, JobError, prepare
@@ -31,12 +31,12 @@ def keep(settings: Settings, name: str = "hf_token", value: str = TOKEN) -> None
 def prepared(settings: Settings, engine: Engine, base_model: str, **config: Any) -> Job:
     """The job of a run on this base model."""
     run = add_run(engine, backend="celery", config={"base_model": base_model, **config}, user_set_fields=["base_model"])
-    host = Host(settings, engine)
-    file = host.storage.dataset_file(run.dataset_id, "jsonl")
+    context = Context(settings, engine)
+    file = context.storage.dataset_file(run.dataset_id, "jsonl")
     file.parent.mkdir(parents=True)
     file.write_text('{"text": "a"}\n')
     claimed = claim(engine, add_worker(engine, backends=["celery"]), backends=("celery",))
-    return prepare(host, run_row(engine, claimed.id), CPU, WAITS)  # type: ignore[arg-type]
+    return prepare(context, run_row(engine, claimed.id), CPU, WAITS)  # type: ignore[arg-type]
 
 
 def files_with(text: str, *roots: Path) -> list[Path]:
@@ -108,17 +108,17 @@ def test_a_worker_without_the_key_file_lets_another_try(settings: Settings, engi
 def test_the_secret_reaches_its_own_process_and_is_seen_nowhere_else(tmp_path: Path, mode: str) -> None:
     """Not in an environment or a command line as the kernel shows them, nor in the memory that later runs inherit."""
     launcher = start_launcher(tmp_path / "home", mode)
-    told = []
+    reported = []
     for secrets in ({"HF_TOKEN": TOKEN}, {}):
-        folder = tmp_path / f"job{len(told)}"
+        folder = tmp_path / f"job{len(reported)}"
         said = Said(launcher.launch("tests.worker.trainers:secretive", write_job(folder), CPU, secrets=secrets))
         assert said.to_the_end().code == 0, said.pieces
-        told.append(said.record("secret"))
+        reported.append(said.record("secret"))
     in_memory = TOKEN.encode() in memory_of(launcher.zygote_pid) if launcher.zygote_pid else False
     launcher.stop()
-    assert [record["token"] for record in told] == [TOKEN, None]
-    assert "PATH=" in told[0]["shown"]
-    assert not any(TOKEN in record["shown"] for record in told)
+    assert [record["token"] for record in reported] == [TOKEN, None]
+    assert "PATH=" in reported[0]["shown"]
+    assert not any(TOKEN in record["shown"] for record in reported)
     assert not in_memory
     assert files_with(TOKEN, tmp_path) == []
 
@@ -136,7 +136,7 @@ def memory_of(pid: int) -> bytes:
     return bytes(found)
 
 
-def test_through_the_whole_service_no_event_tells_the_secret(tmp_path: Path) -> None:
+def test_through_the_whole_service_no_event_shows_the_secret(tmp_path: Path) -> None:
     """The pretended trainer prints the token as its log line, and its configuration repeats it."""
     stack = Stack(tmp_path)
     try:

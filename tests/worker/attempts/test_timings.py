@@ -21,11 +21,11 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
     stack.close()
 
 
-def moment(told: dict[str, Any], name: str) -> float:
-    return datetime.fromisoformat(told[name]).timestamp()
+def moment(reported: dict[str, Any], name: str) -> float:
+    return datetime.fromisoformat(reported[name]).timestamp()
 
 
-def all_told(stack: Stack, *run_ids: str) -> dict[str, Any] | None:
+def all_reported(stack: Stack, *run_ids: str) -> dict[str, Any] | None:
     """The list, by id, once it has a prediction of each: one made just now may lack it for a second."""
     listed = {run["id"]: run for run in stack.client.get("/v1/runs").json()["data"]}
     return listed if all(listed[id]["prediction"] for id in run_ids) else None
@@ -36,19 +36,19 @@ def test_runs_say_when_they_start_and_finish_from_the_queue_to_their_end(stack: 
         return stack.create(OPTIONS, {"logging_steps": 2, "save_steps": 1000})
 
     first = create()
-    told = eventually(lambda: stack.run(first)["prediction"])
-    assert (told["start_at"], told["finish_at"]) == (None, None)
-    assert told["basis"].startswith("No online worker has backend `fake`")
+    reported = eventually(lambda: stack.run(first)["prediction"])
+    assert (reported["start_at"], reported["finish_at"]) == (None, None)
+    assert reported["basis"].startswith("No online worker has backend `fake`")
 
     stack.add_worker()
     stack.until(first, "running")
     # Nothing has trained here before: its own speed is all there is to go by.
     shown = eventually(lambda: run if (run := stack.run(first))["current_step"] >= 24 and run["prediction"] else None)
     asked = datetime.now(UTC).timestamp()
-    told = shown["prediction"]
-    assert told["confidence"] == "medium" and "based on its own speed" in told["basis"], told
+    reported = shown["prediction"]
+    assert reported["confidence"] == "medium" and "based on its own speed" in reported["basis"], reported
     ended = stack.until(first, "completed")
-    predicted, took = moment(told, "finish_at") - asked, moment(ended, "finished_at") - asked
+    predicted, took = moment(reported, "finish_at") - asked, moment(ended, "finished_at") - asked
     assert predicted == pytest.approx(took, rel=0.5), (predicted, took)
     assert ended["prediction"] is None
     with stack.engine.connect() as connection:
@@ -58,11 +58,11 @@ def test_runs_say_when_they_start_and_finish_from_the_queue_to_their_end(stack: 
 
     second, third, fourth = create(), create(), create()
     stack.until(second, "running")
-    listed = eventually(lambda: all_told(stack, second, third, fourth))
-    begun, next, last = (listed[id]["prediction"] for id in (second, third, fourth))
+    listed = eventually(lambda: all_reported(stack, second, third, fourth))
+    started, next, last = (listed[id]["prediction"] for id in (second, third, fourth))
     assert listed[first]["prediction"] is None
-    assert "1 earlier run with this configuration" in begun["basis"], begun
-    assert moment(begun, "finish_at") == pytest.approx(moment(next, "start_at"), abs=0.01)
+    assert "1 earlier run with this configuration" in started["basis"], started
+    assert moment(started, "finish_at") == pytest.approx(moment(next, "start_at"), abs=0.01)
     assert moment(next, "finish_at") == pytest.approx(moment(last, "start_at"), abs=0.01)
     assert moment(next, "finish_at") - moment(next, "start_at") == pytest.approx(60 * 0.08, rel=0.5)
     assert next["basis"].startswith("It is next;") and last["basis"].startswith("1 run is before it;")

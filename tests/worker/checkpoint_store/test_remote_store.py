@@ -14,7 +14,7 @@ import pytest
 
 from app.config import Settings
 from app.infra.storage import Storage
-from tests.worker.checkpoint_store.test_copies import (
+from tests.worker.checkpoint_store.test_replication import (
     files_below,
     killed_after,
     s3,  # noqa: F401
@@ -45,7 +45,7 @@ def share(root: Path, settings: Settings) -> RemoteStore:
     return RemoteStore(f"file://{root}", Storage(settings))
 
 
-class TestWhatIsTold:
+class TestWhatIsReported:
     @pytest.mark.parametrize(
         ("error", "clause"),
         [
@@ -74,9 +74,9 @@ class TestWhatIsTold:
             raise error
 
         monkeypatch.setattr(remotes.os, "fsync", fails)
-        with caplog.at_level(logging.WARNING), pytest.raises(StoreUnavailable, match=clause) as told:
+        with caplog.at_level(logging.WARNING), pytest.raises(StoreUnavailable, match=clause) as reported:
             share.send(folder, digest, lambda: None)
-        assert "10.1.2.3" not in str(told.value) and "AKIA123" not in str(told.value)
+        assert "10.1.2.3" not in str(reported.value) and "AKIA123" not in str(reported.value)
         assert "10.1.2.3" in caplog.text
 
     def test_of_missing_credentials_names_them(self) -> None:
@@ -158,7 +158,7 @@ class TestAFileOnItsWay:
 
 
 class TestAShareThatIsNotMounted:
-    def test_is_told_from_one_that_is(self, share: RemoteStore, root: Path, settings: Settings) -> None:
+    def test_is_distinguished_from_one_that_is(self, share: RemoteStore, root: Path, settings: Settings) -> None:
         folder, digest = whole(settings)
         share.send(folder, digest, lambda: None)
         root.rename(root.with_name("away"))
@@ -243,7 +243,7 @@ def test_a_silent_store_is_soon_given_up(
         lambda remote: remote.fetch(folder, digest, "wrk_test", lambda: None),
     ):
         silent.clear()
-        with pytest.raises(StoreUnavailable, match="does not answer") as told:
+        with pytest.raises(StoreUnavailable, match="does not answer") as reported:
             use(RemoteStore("s3://silent/prefix", Storage(settings)))
         # Each of two tries of ours; the library below begins a cut upload once more by itself.
-        assert told.value.is_silent and len(silent) <= 4
+        assert reported.value.is_silent and len(silent) <= 4

@@ -19,7 +19,7 @@ from app.runs.checkpoints import replicas as statements
 from app.runs.events.log import NewEvent
 from tests.waiting import eventually
 from tests.worker.attempts.test_job_builder import flip
-from tests.worker.checkpoint_store.test_copies import (
+from tests.worker.checkpoint_store.test_replication import (
     Worker,
     files_below,
     shared,  # noqa: F401
@@ -51,7 +51,7 @@ def said(worker: Worker) -> Iterator[list[str]]:
     def say(event: NewEvent) -> None:
         lines.append(json.loads(event.data)["line"])
 
-    with worker.copies.log_to(worker.lab.trainer.run_id, say):
+    with worker.replicator.log_to(worker.lab.trainer.run_id, say):
         yield lines
 
 
@@ -63,7 +63,7 @@ def change(worker: Worker, statement: str) -> None:
 def while_it_is_sent(worker: Worker, monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
     """Have something happen when the first piece of the next checkpoint is on its way; it notes at each piece."""
     monkeypatch.setattr(copying, "_NOTE_SECONDS", -1.0)
-    send = worker.copies.remote.send
+    send = worker.replicator.remote.send
     left = [happens]
 
     def meanwhile(folder: Path, sha256: str, on_piece: Callable[[], None]) -> None:
@@ -74,11 +74,11 @@ def while_it_is_sent(worker: Worker, monkeypatch: pytest.MonkeyPatch, happens: C
 
         send(folder, sha256, on_each)
 
-    monkeypatch.setattr(worker.copies.remote, "send", meanwhile)
+    monkeypatch.setattr(worker.replicator.remote, "send", meanwhile)
 
 
 class TestOnItsWay:
-    def test_one_that_is_let_go_is_sent_no_further_and_nobody_removes_it_under_the_sender(
+    def test_one_that_is_retired_is_sent_no_further_and_no_one_removes_it_under_the_sender(
         self, worker: Worker, another: Replicator, place: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         seen: list[Any] = []
@@ -90,7 +90,7 @@ class TestOnItsWay:
 
         while_it_is_sent(worker, monkeypatch, let_go)
         worker.save(10)
-        assert worker.copies._send(worker.rows()[0]) is False
+        assert worker.replicator._send(worker.rows()[0]) is False
         assert seen != [None], "the other worker did not say that nothing is there"
         assert files_below(place) == [] and worker.rows()[0].replica_started_at is None
 
@@ -114,7 +114,7 @@ class TestOnItsWay:
         while_it_is_sent(worker, monkeypatch, is_deleted)
         worker.save(10)
         worker.lab.trainer.complete()
-        assert worker.copies._send(worker.rows()[0]) is False
+        assert worker.replicator._send(worker.rows()[0]) is False
         assert files_below(place) == [] and left() == 1, "should the sender be killed, it is still known what to remove"
         change(worker, "UPDATE replica_deletions SET not_before = not_before - interval '10 min'")
         another.sweep()
@@ -129,7 +129,7 @@ class TestOnItsWay:
 
         while_it_is_sent(worker, monkeypatch, stands_still)
         worker.save(10)
-        assert worker.copies._send(worker.rows()[0]) is False
+        assert worker.replicator._send(worker.rows()[0]) is False
         assert len(files_below(place)) == 2 and worker.rows()[0].replicated_at is not None
 
     def test_a_database_that_is_away_is_no_store_that_is(
@@ -139,25 +139,25 @@ class TestOnItsWay:
             raise OperationalError("UPDATE checkpoints", {}, Exception("connection to server at 10.1.2.3 failed"))
 
         while_it_is_sent(worker, monkeypatch, goes_away)
-        monkeypatch.setattr(worker.copies, "_store_unavailable", pytest.fail)
+        monkeypatch.setattr(worker.replicator, "_store_unavailable", pytest.fail)
         worker.save(10)
-        worker.copies.start()
+        worker.replicator.start()
         worker.until_copied(1)
-        assert said == [] and worker.copies._pause == 0
+        assert said == [] and worker.replicator._pause == 0
 
 
 class TestDamage:
-    def test_that_is_found_on_the_way_is_marked_told_and_not_sent_again(
+    def test_that_is_found_on_the_way_is_marked_reported_and_not_sent_again(
         self, worker: Worker, said: list[str], place: Path
     ) -> None:
         flip(worker.save(10))
-        assert worker.copies._send(worker.rows()[0]) is False
+        assert worker.replicator._send(worker.rows()[0]) is False
         (row,) = worker.rows()
         assert "other contents" in row.bad_reason and row.replica_started_at is None and files_below(place) == []
         (line,) = said
         assert row.id in line and "cannot be resumed from" in line and "other contents" in line
 
-    def test_is_not_for_a_worker_to_tell_whose_run_is_anothers_by_now(
+    def test_is_not_for_a_worker_to_report_whose_run_is_anothers_by_now(
         self, worker: Worker, said: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         flip(worker.save(10))
@@ -168,7 +168,7 @@ class TestDamage:
             return verify(*arguments)
 
         monkeypatch.setattr(copying.manifest, "verify", slowly)
-        worker.copies._send(worker.rows()[0])
+        worker.replicator._send(worker.rows()[0])
         assert worker.rows()[0].bad_reason is None and said == []
 
     def test_is_not_what_is_gone_or_cannot_be_read_just_now(
@@ -183,9 +183,9 @@ class TestDamage:
         with monkeypatch.context() as patch:
             patch.setattr(Storage, "open_below", fails)
             with pytest.raises(OSError, match="input/output"):
-                worker.copies._send(worker.rows()[1])
+                worker.replicator._send(worker.rows()[1])
         folder.rename(folder.with_name("elsewhere"))
-        assert worker.copies._send(worker.rows()[0]) is False
+        assert worker.replicator._send(worker.rows()[0]) is False
         assert set(worker.lab.bad_reasons().values()) == {None} and said == []
 
 
@@ -195,18 +195,18 @@ class TestRounds:
     ) -> None:
         for step in (10, 20, 30):
             worker.save(step)
-            worker.copies._send(worker.rows()[-1])
+            worker.replicator._send(worker.rows()[-1])
         change(worker, "UPDATE checkpoints SET deleted_at = now()")
         monkeypatch.setattr(statements, "_AT_ONCE", 1)
-        remove = worker.copies.remote.remove
+        remove = worker.replicator.remote.remove
 
         def refuses(folder: Path) -> None:
             if folder.name == "checkpoint-10":
                 raise StoreUnavailable("it refuses this worker")
             remove(folder)
 
-        monkeypatch.setattr(worker.copies.remote, "remove", refuses)
-        worker.copies.sweep()
+        monkeypatch.setattr(worker.replicator.remote, "remove", refuses)
+        worker.replicator.sweep()
         assert [row.replica_started_at is None for row in worker.rows()] == [False, True, True]
         assert [message for message in caplog.messages if "remain at" in message and "it refuses" in message]
 
@@ -216,20 +216,20 @@ class TestRounds:
             worker.lab.trainer.checkpoint(step)
         change(worker, "UPDATE checkpoints SET created_at = now() - interval '1 h'")
         monkeypatch.setattr(statements, "_AT_ONCE", 2)
-        worker.copies.queue_overdue()
-        assert [one.name for one in worker.copies._waiting.values()] == ["checkpoint-10"]
+        worker.replicator.queue_overdue()
+        assert [one.name for one in worker.replicator._waiting.values()] == ["checkpoint-10"]
 
 
 class TestATaleOfAbsence:
-    def test_reaches_each_run_that_waits_and_its_end_is_told_once_something_arrived(
+    def test_reaches_each_run_that_waits_and_its_end_is_reported_once_something_arrived(
         self, worker: Worker, said: list[str], place: Path
     ) -> None:
         place.rename(place.with_name("away"))
         flip(worker.save(10))
         worker.save(20)
         others: list[NewEvent] = []
-        with worker.copies.log_to("run_without_checkpoints", others.append):
-            worker.copies.start()
+        with worker.replicator.log_to("run_without_checkpoints", others.append):
+            worker.replicator.start()
             eventually(lambda: len(said) == 1)
         assert "mount it" in said[0] and others == []
         place.with_name("away").rename(place)
@@ -237,15 +237,15 @@ class TestATaleOfAbsence:
         eventually(lambda: len(said) == 3)
         assert sorted(line.split()[0] for line in said[1:]) == ["Checkpoints", "checkpoint"]
 
-    def test_is_not_over_because_something_was_let_go(self, worker: Worker, said: list[str], place: Path) -> None:
+    def test_is_not_over_because_something_was_released(self, worker: Worker, said: list[str], place: Path) -> None:
         place.rename(place.with_name("away"))
         worker.save(10)
-        worker.copies.start()
+        worker.replicator.start()
         eventually(lambda: len(said) == 1)
         change(worker, "UPDATE checkpoints SET deleted_at = now()")
         place.with_name("away").rename(place)
-        eventually(lambda: not worker.copies._waiting)
-        worker.copies.close()
+        eventually(lambda: not worker.replicator._waiting)
+        worker.replicator.close()
         assert len(said) == 1
 
 
@@ -255,12 +255,12 @@ class TestAShare:
     ) -> None:
         (place / MARK).unlink()
         worker.save(10)
-        assert worker.copies._send(worker.rows()[0]) is True
+        assert worker.replicator._send(worker.rows()[0]) is True
         assert (place / MARK).exists()
         place.rename(place.with_name("away"))
         place.mkdir()  # the place below which it is mounted
         worker.save(20)
-        worker.copies.start()
+        worker.replicator.start()
         eventually(lambda: len(said) == 1)
         assert f"no file {MARK}: mount" in said[0] and list(place.iterdir()) == []
         (place / MARK).touch()  # the operator means this one

@@ -16,7 +16,7 @@ from app.tables.runs import Run
 from tests.factories import Trainer
 from tests.rows import add_run, add_worker, run_row
 from tests.worker.attempts.test_job_builder import CPU, WAITS, flip
-from tests.worker.checkpoint_store.test_copies import Worker
+from tests.worker.checkpoint_store.test_replication import Worker
 from worker.attempts import job_builder
 from worker.attempts.job_builder import JobError, prepare
 from worker.checkpoint_store import restore
@@ -29,7 +29,7 @@ def worker(settings: Settings, engine: Engine, tmp_path: Path) -> Iterator[Worke
     (tmp_path / "shared").mkdir()
     worker = Worker(settings, engine, f"file://{tmp_path}/shared")
     yield worker
-    worker.copies.close()
+    worker.replicator.close()
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def moved(worker: Worker, tmp_path: Path) -> Worker:
     """A run of which everything is copied, on a machine that has nothing of it."""
     worker.save(10)
     worker.save(20)
-    worker.copies.start()
+    worker.replicator.start()
     worker.until_copied(2)
     worker.moves(tmp_path / "the first machine")
     return worker
@@ -67,7 +67,7 @@ class TestABadCopy:
 
     def test_of_what_is_damaged_here_too_is_the_end_of_it(self, worker: Worker, tmp_path: Path) -> None:
         flipped = worker.save(10)
-        worker.copies.start()
+        worker.replicator.start()
         worker.until_copied(1)
         flip(flipped)
         flip(next((tmp_path / "shared").rglob("checkpoint-10")))
@@ -77,21 +77,21 @@ class TestABadCopy:
 
 class TestOnTheWay:
     def test_a_stop_ends_the_fetching_at_once_and_judges_nothing(self, moved: Worker) -> None:
-        told: list[NewEvent] = []
+        reported: list[NewEvent] = []
         with pytest.raises(TransferCancelled):
-            moved.lab.next_attempt(RestoreControl(lambda: bool(told), told.append))
+            moved.lab.next_attempt(RestoreControl(lambda: bool(reported), reported.append))
         assert moved.lab.bad_reasons() == {10: None, 20: None}
         assert not list(moved.lab.storage.run_dir(moved.lab.trainer.run_id).rglob("*checkpoint*"))
 
-    def test_how_far_it_is_is_told_but_not_for_each_piece(self, moved: Worker) -> None:
-        told: list[NewEvent] = []
-        moved.lab.next_attempt(RestoreControl(lambda: False, told.append))
-        (said,) = [json.loads(event.data) for event in told]
+    def test_how_far_it_is_is_reported_but_not_for_each_piece(self, moved: Worker) -> None:
+        reported: list[NewEvent] = []
+        moved.lab.next_attempt(RestoreControl(lambda: False, reported.append))
+        (said,) = [json.loads(event.data) for event in reported]
         assert (said["phase"], said["total"]) == ("fetching", 10) and 0 <= said["done"] <= 10
         assert "checkpoint-20" in said["message"]
 
     def test_the_reserve_of_the_disk_stays_free(self, moved: Worker) -> None:
-        moved.lab.host.settings = moved.lab.host.settings.model_copy(update={"disk_reserve_bytes": 2**60})
+        moved.lab.context.settings = moved.lab.context.settings.model_copy(update={"disk_reserve_bytes": 2**60})
         with pytest.raises(OSError, match="ANNEAL_DISK_RESERVE_BYTES"):
             moved.lab.next_attempt()
         assert moved.lab.bad_reasons() == {10: None, 20: None}
@@ -130,7 +130,7 @@ def test_what_a_dead_worker_fetched_by_half_for_a_run_goes_with_the_next_one_tha
     halves = [whole.with_name(f".checkpoint-10.{owner}.{child.id}") for owner in (live, dead)]
     for half in halves:
         half.mkdir()
-    assert prepare(worker.lab.host, run_row(engine, trainer.run_id), CPU, WAITS).start_step == 10
+    assert prepare(worker.lab.context, run_row(engine, trainer.run_id), CPU, WAITS).start_step == 10
     assert [half.is_dir() for half in halves] == [True, False] and whole.is_dir()
 
 

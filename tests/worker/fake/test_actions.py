@@ -71,8 +71,8 @@ class Kept(Reporter):
 
 class TestWhatADrainMeets:
     def test_an_action_that_is_done_again_at_that_very_step_is_in_the_checkpoint(self, tmp_path: Path) -> None:
-        wishes = [("set_learning_rate", {"learning_rate": 0.5}), ("extend", {"max_steps": 24})]
-        actions = [{"id": f"act_{name}", "action": name, "parameters": of, "step": 7} for name, of in wishes]
+        requests = [("set_learning_rate", {"learning_rate": 0.5}), ("extend", {"max_steps": 24})]
+        actions = [{"id": f"act_{name}", "action": name, "parameters": of, "step": 7} for name, of in requests]
         attempts = Attempts(tmp_path)
         _, drained = attempts.run(actions, drain_at=7)
         assert (drained["why"], drained["step"]) == ("drain", 7)

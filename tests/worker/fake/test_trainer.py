@@ -170,7 +170,7 @@ class TestCheckpoints:
         other, _ = run.finish(saved)
         facts = [one.record("config")["facts"] for one in (said, same, other)]
         assert [(one["fidelity"], one["fidelity_reasons"]) for one in facts] == [
-            ("exact", []), ("exact", []), ("approximate", ["The data set differs from that of the checkpoint."]),
+            ("exact", []), ("exact", []), ("approximate", ["The dataset differs from that of the checkpoint."]),
         ]  # fmt: skip
 
     def test_a_resume_from_the_wrong_place_shows_in_every_later_loss(self, launcher: Launcher, tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ class TestStop:
         assert (result(said)["outcome"], result(said)["step"]) == ("stopped", 0)
         assert not said.has("checkpoint")
 
-    def test_sigterm_saves_and_hands_back(self, launcher: Launcher, tmp_path: Path) -> None:
+    def test_sigterm_saves_and_releases(self, launcher: Launcher, tmp_path: Path) -> None:
         said = Run(launcher, tmp_path, max_steps=1000, extra={"step_seconds": 0.01}).start()
         said.until(lambda said: said.has("metric"))
         os.kill(said.process.pid, signal.SIGTERM)
@@ -266,10 +266,12 @@ class TestStop:
         self, launcher: Launcher, tmp_path: Path
     ) -> None:
         said, _ = Run(launcher, tmp_path, max_steps=7, save_steps=2, eval_steps=3).finish()
-        told = {record["step"]: record["metrics"]["eval_loss"] for record in said.records if record["type"] == "eval"}
+        reported = {
+            record["step"]: record["metrics"]["eval_loss"] for record in said.records if record["type"] == "eval"
+        }
         saved = [record for record in said.records if record["type"] == "checkpoint"]
         assert [(record["step"], record["kind"], record["metrics"]["eval_loss"]) for record in saved] == [
-            (2, "periodic", None), (3, "best", told[3]), (4, "periodic", None), (6, "periodic", told[6]),
+            (2, "periodic", None), (3, "best", reported[3]), (4, "periodic", None), (6, "periodic", reported[6]),
             (7, "final", None),
         ]  # fmt: skip
 
@@ -287,7 +289,7 @@ class TestFaults:
             ({"crash_at_step": 3, "crash": "exit"}, 3, None, None),
         ],
     )
-    def test_it_goes_wrong_as_it_is_told(
+    def test_it_fails_as_configured(
         self,
         launcher: Launcher,
         tmp_path: Path,
@@ -312,7 +314,7 @@ class TestFaults:
         assert end.code == 1
         assert result(said)["error"]["code"] == "disk_full"
 
-    def test_a_loss_that_is_no_number_is_reported_as_such(self, launcher: Launcher, tmp_path: Path) -> None:
+    def test_a_non_finite_loss_is_reported_as_such(self, launcher: Launcher, tmp_path: Path) -> None:
         said, _ = Run(launcher, tmp_path, extra={"non_finite_at_step": 2}).finish()
         assert math.isnan([record for record in said.records if record["type"] == "metric"][-1]["loss"])
 

@@ -29,7 +29,7 @@ from worker.wire.heartbeat import HEARTBEAT
 
 
 class Lab:
-    """A claimed run and its pump, on real tables; the trainer is what the test says."""
+    """A claimed run and its record handler, on real tables; the trainer is what the test says."""
 
     def __init__(self, settings: Settings, engine: Engine) -> None:
         self.engine = engine
@@ -38,23 +38,23 @@ class Lab:
         # A lease that neither ends nor is lost unless the test says so: what is under test is what is stored.
         self.lease: Any = SimpleNamespace(fenced=False, expired=False, run_id=self.run.id)
         self.draining = threading.Event()
-        host: Any = SimpleNamespace(
+        context: Any = SimpleNamespace(
             engine=engine,
             wake=lambda _: None,
             storage=Storage(settings),
             settings=settings,
             draining=self.draining,
-            copies=None,
+            replicator=None,
         )
-        self.writer = EventWriter(host, self.run, self.lease)
-        self.pump = RecordHandler(host, self.run, self.writer)
+        self.writer = EventWriter(context, self.run, self.lease)
+        self.record_handler = RecordHandler(context, self.run, self.writer)
 
     def says(self, type: str, **fields: Any) -> None:
         record = {"type": type, "ts": time.time(), **fields}
-        self.pump.take([("report", json.dumps(record).encode())])
+        self.record_handler.take([("report", json.dumps(record).encode())])
 
     def prints(self, text: str) -> None:
-        self.pump.take([("stdout", text.encode())])
+        self.record_handler.take([("stdout", text.encode())])
 
     def events(self) -> list[tuple[str, Any]]:
         events = events_of(self.engine, self.run.id)
@@ -88,8 +88,8 @@ def test_keeps_the_trainers_order_across_lines_records_and_status_changes(lab: L
     lab.says("phase", name="training")
     lab.prints("three\n")
     lab.writer.drain()
-    told = [data.get("line") or data.get("to") or kind for kind, data in lab.events()[2:]]
-    assert told == [
+    reported = [data.get("line") or data.get("to") or kind for kind, data in lab.events()[2:]]
+    assert reported == [
         "one", "progress", "running", "two", "metric", "progress", "checkpointing", "checkpoint", "progress",
         "running", "three",
     ]  # fmt: skip
@@ -135,9 +135,9 @@ def test_skipped_rows_become_an_event(lab: Lab) -> None:
 
 def test_a_sign_of_life_is_heard_and_stored_nowhere(lab: Lab) -> None:
     lab.prints("before\n")
-    lab.pump.last_output_at = 0.0
-    lab.pump.take([("report", HEARTBEAT)])
-    assert lab.pump.last_output_at > 0
+    lab.record_handler.last_output_at = 0.0
+    lab.record_handler.take([("report", HEARTBEAT)])
+    assert lab.record_handler.last_output_at > 0
     lab.prints("after\n")
     lab.writer.drain()
     assert [data["line"] for _, data in lab.events()[2:]] == ["before", "after"]
@@ -159,7 +159,7 @@ def test_how_long_the_end_of_an_extended_run_took_is_kept_for_predictions(
     assert (timings["finishing"] is not None) is is_kept
 
 
-def test_what_postgres_refuses_is_told_and_the_rest_is_stored(lab: Lab) -> None:
+def test_what_postgres_refuses_is_reported_and_the_rest_is_stored(lab: Lab) -> None:
     lab.prints("before\n")
     lab.says("metric", step=1, epoch=0.1, loss=float("nan"), note="a\x00b\ud800c")
     lab.prints("after \x00 \x1b[31mred\n")
@@ -184,7 +184,7 @@ def test_a_checkpoint_that_is_not_called_as_it_has_to_be_is_none(lab: Lab, name:
 
 
 @pytest.mark.parametrize("fields", [{"step": 2**31}, {"step": "7"}, {"step": 1.5}, {"step": 1, "total_steps": "many"}])
-def test_a_step_that_is_none_is_told_and_training_goes_on(lab: Lab, fields: dict[str, Any]) -> None:
+def test_a_step_that_is_none_is_reported_and_training_goes_on(lab: Lab, fields: dict[str, Any]) -> None:
     lab.says("phase", name="training", start_step=0, total_steps=10)
     lab.says("metric", epoch=0.1, loss=2.0, **fields)
     lab.says("metric", step=4, epoch=0.2, loss=1.0)
@@ -214,9 +214,9 @@ def test_what_was_stored_of_a_refused_batch_is_not_stored_again_after_an_outage(
         lab.writer._changed.notify_all()
     lab.writer.drain()
     event.remove(lab.engine, "begin", fail_once)
-    told = [data["line"] for kind, data in lab.events() if kind == "log"]
-    assert told[:6] == [f"line {number}" for number in range(6)] and told[7] == "line 7" and len(told) == 8
-    assert "could not be stored" in told[6]
+    reported = [data["line"] for kind, data in lab.events() if kind == "log"]
+    assert reported[:6] == [f"line {number}" for number in range(6)] and reported[7] == "line 7" and len(reported) == 8
+    assert "could not be stored" in reported[6]
 
 
 def test_one_event_that_is_refused_costs_only_itself(lab: Lab) -> None:
@@ -228,7 +228,7 @@ def test_one_event_that_is_refused_costs_only_itself(lab: Lab) -> None:
     assert kinds == ["eval"] * 6 + ["log"] + ["eval"] * 12
 
 
-def test_a_checkpoint_that_the_database_refuses_is_told_and_training_goes_on(lab: Lab) -> None:
+def test_a_checkpoint_that_the_database_refuses_is_reported_and_training_goes_on(lab: Lab) -> None:
     lab.says("checkpoint", **{**checkpoint(1), "kind": "unheard of"})
     lab.says("eval", step=1, epoch=0.1, metrics={})
     lab.writer.drain()
@@ -239,7 +239,7 @@ def test_a_checkpoint_that_the_database_refuses_is_told_and_training_goes_on(lab
 
 @pytest.mark.parametrize("record", [b"{", b"[]", b'{"type": "metric"}', b'{"type": "eval", "ts": 1e300}', b"\xff"])
 def test_a_record_that_makes_no_sense_is_a_line_in_the_log(lab: Lab, record: bytes) -> None:
-    lab.pump.take([("report", record)])
+    lab.record_handler.take([("report", record)])
     lab.writer.drain()
     assert [kind for kind, _ in lab.events()[2:]] == ["log"]
 
@@ -248,8 +248,8 @@ def test_an_invalid_detail_of_a_result_does_not_cost_the_run_its_outcome(lab: La
     lab.says("result", outcome="completed", step="last", hub="nonsense", output="output")
     lab.says("result", outcome="perhaps")
     lab.writer.drain()
-    assert lab.pump.result is not None and lab.pump.result["outcome"] == "completed"
-    assert not {"hub", "step"} & set(lab.pump.result) and lab.pump.result.get("output") == "output"
+    assert lab.record_handler.result is not None and lab.record_handler.result["outcome"] == "completed"
+    assert not {"hub", "step"} & set(lab.record_handler.result) and lab.record_handler.result.get("output") == "output"
     ignored, invalid = (data["line"] for _, data in lab.events()[2:])
     assert "hub, step" in ignored and "`outcome`" in invalid
 
@@ -286,7 +286,7 @@ def test_an_error_that_trying_again_does_not_cure_is_raised_at_once(lab: Lab) ->
         lab.writer.persist(lambda: forbidden(None))
 
 
-def test_a_fenced_pump_writes_nothing(lab: Lab) -> None:
+def test_a_fenced_record_handler_writes_nothing(lab: Lab) -> None:
     with lab.engine.begin() as connection:
         connection.execute(machine.release(lab.run.id, lab.run.lease_epoch, "drain"))
     before = lab.events()
@@ -335,7 +335,7 @@ def test_keeps_the_checkpoint_with_the_lowest_evaluation_loss_and_no_other_best(
     assert [row.step for row in kept] == [2, 4]
 
 
-def test_a_checkpoint_that_is_told_of_behind_later_steps_has_the_best_loss_of_its_own(lab: Lab) -> None:
+def test_a_checkpoint_that_is_reported_behind_later_steps_has_the_best_loss_of_its_own(lab: Lab) -> None:
     """It was copied at its step and written while training went on; the run does not fall back for it."""
     lab.says("phase", name="training", start_step=0, total_steps=10)
     for step, loss in ((1, 3.0), (2, 2.5), (3, 2.0), (4, 1.5)):
@@ -355,7 +355,7 @@ class TestAnActionThatIsDoneOnceMore:
     """By an attempt that goes on from an earlier step."""
 
     @pytest.mark.parametrize("again", ["failed", "refused", "done"])
-    def test_is_told_and_keeps_its_result_where_it_does_not_work_any_more(self, lab: Lab, again: str) -> None:
+    def test_is_reported_and_keeps_its_result_where_it_does_not_work_any_more(self, lab: Lab, again: str) -> None:
         row = {"id": "act_1", "run_id": lab.run.id, "action": "sample"}
         with lab.engine.begin() as connection:
             connection.execute(RunAction.__table__.insert().values(row))  # type: ignore[attr-defined]
@@ -367,5 +367,5 @@ class TestAnActionThatIsDoneOnceMore:
             kept = connection.execute(select(RunAction.status, RunAction.result)).one()
         assert kept.status == "done"
         assert kept.result == {"samples": ["again" if again == "done" else "first"]}
-        told = [data["status"] for kind, data in lab.events() if kind == "action"]
-        assert told == ["done", again]
+        reported = [data["status"] for kind, data in lab.events() if kind == "action"]
+        assert reported == ["done", again]

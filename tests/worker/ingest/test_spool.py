@@ -103,7 +103,7 @@ def test_any_text_comes_back_from_the_disk_as_it_was(spool: Spool, text: str) ->
     assert everything(spool) == put
 
 
-def test_the_disk_is_bounded_then_whoever_puts_has_to_wait(spool: Spool, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_disk_is_bounded_then_writers_have_to_wait(spool: Spool, caplog: pytest.LogCaptureFixture) -> None:
     count = 0
     while not spool.is_full:
         spool.put(line(f"{count:050}"))
@@ -137,7 +137,7 @@ def test_changes_of_the_run_are_bounded_too(spool: Spool) -> None:
     everything(spool)
 
 
-def test_nobody_else_finds_the_files_and_a_kill_leaves_none(spool: Spool, tmp_path: Path) -> None:
+def test_no_one_else_finds_the_files_and_a_kill_leaves_none(spool: Spool, tmp_path: Path) -> None:
     for number in range(20):
         spool.put(line(f"secret {number:040}"))
     folder = tmp_path / "home" / "spool"

@@ -35,7 +35,7 @@ class TestOutput:
         lines = [line for line in said.text.splitlines() if "warnings.warn(" not in line]
         assert [line.partition("UserWarning: ")[2] or line for line in lines] == expected
 
-    def test_streams_are_told_apart(self, launcher: Launcher, tmp_path: Path) -> None:
+    def test_streams_are_distinguished(self, launcher: Launcher, tmp_path: Path) -> None:
         said = Said(launch(launcher, tmp_path, "chatty"))
         said.to_the_end()
         stderr = b"".join(piece for source, piece in said.pieces if source == "stderr")
@@ -56,7 +56,7 @@ class TestOutput:
         ("how", "code", "signal"),
         [("segv", None, 11), ("kill", None, 9), ("exit", 7, None), ("exception", 1, None), ("system exit", 1, None)],
     )
-    def test_the_last_words_arrive_however_the_process_ends(
+    def test_the_last_output_arrives_however_the_process_ends(
         self, launcher: Launcher, tmp_path: Path, how: str, code: int | None, signal: int | None
     ) -> None:
         said = Said(launch(launcher, tmp_path, "die", how=how))
@@ -86,13 +86,13 @@ class TestChannel:
         yield channel
         channel.close()
 
-    def test_nobody_else_can_connect(self, channel: Channel) -> None:
+    def test_no_one_else_can_connect(self, channel: Channel) -> None:
         address = channel._receiver.getsockname()
         assert not Path(address).parent.exists()
 
-    def test_a_stranger_cannot_write_into_a_sender(self, channel: Channel) -> None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger, pytest.raises(OSError):
-            stranger.sendto(b"forged", channel._senders[0].getsockname())
+    def test_an_unrelated_process_cannot_write_into_a_sender(self, channel: Channel) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as unrelated, pytest.raises(OSError):
+            unrelated.sendto(b"forged", channel._senders[0].getsockname())
 
     def test_a_writer_waits_for_a_slow_reader_and_loses_nothing(self, channel: Channel) -> None:
         report, *_ = channel.trainer_fds

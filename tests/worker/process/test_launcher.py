@@ -8,6 +8,7 @@ import pwd
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -35,6 +36,15 @@ def launcher(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     launcher = start_launcher(tmp_path_factory.mktemp("home"), request.param)
     yield launcher
     launcher.stop()
+
+
+@pytest.fixture
+def readable() -> Iterator[Path]:
+    """A folder that every user can enter, unlike those of pytest."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        yield folder
 
 
 class TestWorld:
@@ -78,15 +88,15 @@ class TestWorld:
         said.to_the_end()
         assert said.record("about")["environment"]["CUDA_VISIBLE_DEVICES"] == visible
 
-    def test_it_can_run_as_another_user(self, tmp_path: Path) -> None:
+    def test_it_can_run_as_another_user(self, tmp_path: Path, readable: Path) -> None:
         user = pwd.getpwuid(os.getuid()).pw_name if os.getuid() else "nobody"
         launcher = Launcher(
             Settings(home=tmp_path, launch="zygote", trainer_user=user), preload=["tests.worker.trainers"]
         )
         launcher.start()
         lock = tmp_path / "lock"  # in a folder that the other user cannot enter
-        process = launcher.launch("tests.worker.trainers:wait_for_stop", write_job(tmp_path), CPU, [lock])
-        said = Said(process).until(lambda said: said.text)
+        process = launcher.launch("tests.worker.trainers:wait_for_stop", write_job(readable), CPU, [lock])
+        said = Said(process).until(lambda said: said.has("message"))
         assert Path(f"/proc/{process.pid}").owner() == user
         assert not _can_lock(lock)
         assert Path(f"/proc/{process.pid}/oom_score_adj").read_text() == "500\n"
@@ -121,7 +131,7 @@ class TestControl:
         said.to_the_end()
         assert time.monotonic() - began < 10
 
-    def test_the_exit_code_is_told(self, launcher: Launcher, tmp_path: Path) -> None:
+    def test_the_exit_code_is_reported(self, launcher: Launcher, tmp_path: Path) -> None:
         assert Said(launch(launcher, tmp_path, "quick", code=3)).to_the_end().code == 3
 
     def test_an_entry_that_does_not_exist_fails_with_the_reason(self, launcher: Launcher, tmp_path: Path) -> None:
@@ -165,7 +175,7 @@ class TestDeath:
         assert said.until(lambda said: process.poll()).process.poll().code == 1  # type: ignore[union-attr]
         process.close()
 
-    def test_processes_that_do_not_die_are_told_from_other_failures(
+    def test_processes_that_do_not_die_are_distinguished_from_other_failures(
         self, launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         said = Said(process := launch(launcher, tmp_path, "wait_for_stop"))
@@ -176,7 +186,7 @@ class TestDeath:
                 process.kill()
         said.to_the_end()
 
-    def test_killing_a_process_that_has_ended_hits_nobody(self, launcher: Launcher, tmp_path: Path) -> None:
+    def test_killing_a_process_that_has_ended_hits_no_other(self, launcher: Launcher, tmp_path: Path) -> None:
         said = Said(process := launch(launcher, tmp_path, "quick"))
         said.until(lambda said: process.poll() is not None)
         assert process.kill() == []
@@ -246,32 +256,32 @@ class TestWorkerDeath:
 
     @pytest.mark.parametrize("mode", ["zygote", "cold"])
     def test_kill_9_of_the_worker_ends_zygote_and_trainers_at_once(self, tmp_path: Path, mode: str) -> None:
-        worker, told = _worker(tmp_path, mode)
+        worker, reported = _worker(tmp_path, mode)
         worker.kill()
         worker.wait()
-        for pid in (told["trainer"], told["zygote"]):
+        for pid in (reported["trainer"], reported["zygote"]):
             if pid is not None:
                 eventually(lambda pid=pid: not is_alive(pid), timeout=10, every=0.001)
-        assert set(process_group.sweep(tmp_path / "run" / "trainers")) == set(told["children"])
+        assert set(process_group.sweep(tmp_path / "run" / "trainers")) == set(reported["children"])
 
     @pytest.mark.parametrize("mode", ["zygote", "cold"])
     def test_the_next_worker_sweeps_what_the_trainers_children_left(self, tmp_path: Path, mode: str) -> None:
-        worker, told = _worker(tmp_path, mode)
+        worker, reported = _worker(tmp_path, mode)
         worker.kill()
         worker.wait()
-        eventually(lambda: not is_alive(told["trainer"]), timeout=10)
-        assert set(session_members(told["trainer"])) == set(told["children"])
+        eventually(lambda: not is_alive(reported["trainer"]), timeout=10)
+        assert set(session_members(reported["trainer"])) == set(reported["children"])
         launcher = Launcher(Settings(home=tmp_path, launch="cold"), preload=[])
-        assert set(launcher.start()) == set(told["children"])
+        assert set(launcher.start()) == set(reported["children"])
         launcher.stop()
-        assert session_members(told["trainer"]) == []
+        assert session_members(reported["trainer"]) == []
         assert list((tmp_path / "run" / "trainers").iterdir()) == []
 
     def test_trainers_of_a_living_worker_are_left_alone(self, tmp_path: Path) -> None:
-        worker, told = _worker(tmp_path, "zygote")
+        worker, reported = _worker(tmp_path, "zygote")
         assert process_group.sweep(tmp_path / "run" / "trainers") == []
-        assert is_alive(told["trainer"])
-        _end(worker, told)
+        assert is_alive(reported["trainer"])
+        _end(worker, reported)
 
     def test_a_reused_process_id_is_never_hit(self, tmp_path: Path) -> None:
         bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
@@ -349,8 +359,8 @@ from tests.worker.process.launching import Said, launch, start_launcher
 home = Path(sys.argv[1])
 launcher = start_launcher(home, sys.argv[2])
 said = Said(launch(launcher, home / "job", "hang", children=2)).until(lambda said: said.has("hanging"))
-told = {"trainer": said.process.pid, "zygote": launcher.zygote_pid, **said.record("hanging")}
-print(json.dumps(told), flush=True)
+reported = {"trainer": said.process.pid, "zygote": launcher.zygote_pid, **said.record("hanging")}
+print(json.dumps(reported), flush=True)
 sys.stdin.read()
 """
 
@@ -361,14 +371,14 @@ def _worker(home: Path, mode: str) -> tuple["subprocess.Popen[bytes]", dict[str,
         [sys.executable, "-c", _WORKER, str(home), mode], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert worker.stdout is not None
-    told: dict[str, Any] = json.loads(worker.stdout.readline())
-    return worker, told
+    reported: dict[str, Any] = json.loads(worker.stdout.readline())
+    return worker, reported
 
 
-def _end(worker: "subprocess.Popen[bytes]", told: dict[str, Any]) -> None:
+def _end(worker: "subprocess.Popen[bytes]", reported: dict[str, Any]) -> None:
     worker.kill()
     worker.wait()
-    for pid in told["children"]:
+    for pid in reported["children"]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

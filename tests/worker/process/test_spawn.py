@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from tests.waiting import eventually
 from tests.worker.process.launching import CPU, Said, launch, start_launcher
 from tests.worker.trainers import write_job
 from worker.process.launcher import Launcher
-from worker.process.spawn import LaunchAbandoned, LaunchError
+from worker.process.spawn import CODE_ROOT, LaunchAbandoned, LaunchError
 from worker.process.training_process import Exit
 
 
@@ -52,7 +53,7 @@ class TestWaiting:
         assert Said(process).to_the_end() == end
         launcher.stop()
 
-    def test_a_launch_that_nobody_wants_any_more_waits_for_no_zygote(self, tmp_path: Path) -> None:
+    def test_a_launch_that_no_one_wants_any_more_waits_for_no_zygote(self, tmp_path: Path) -> None:
         launcher = Launcher(Settings(home=tmp_path), preload=["tests.worker.process.preloads.sleeps"])
         launcher.start()
         began = time.monotonic()
@@ -82,6 +83,32 @@ class TestWaiting:
         assert Said(launch(launcher, tmp_path / "next", "quick", code=6)).to_the_end().code == 6
         eventually(lambda: children.read_text() == "", timeout=10)
         assert list(launcher._folder.iterdir()) == []
+        launcher.stop()
+
+
+class TestFolders:
+    """Interpreters start where the code is, whatever the worker's own folder; a trainer then works in its job's."""
+
+    def test_the_root_of_the_code_is_that_of_the_repository(self) -> None:
+        assert (CODE_ROOT / "pyproject.toml").is_file()
+        assert (CODE_ROOT / "app" / "main.py").is_file()
+        assert (CODE_ROOT / "worker" / "main.py").is_file()
+
+    @pytest.mark.parametrize("mode", ["zygote", "cold"])
+    def test_a_worker_started_elsewhere_starts_processes_at_the_root_and_trains_in_the_jobs_folder(
+        self, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        started_in = []
+        real = subprocess.Popen
+        monkeypatch.setattr(subprocess, "Popen", lambda *a, **kw: (started_in.append(kw["cwd"]), real(*a, **kw))[1])
+        launcher = start_launcher(tmp_path / "home", mode)
+        if (zygote := launcher.zygote_pid) is not None:
+            assert Path(f"/proc/{zygote}/cwd").readlink() == CODE_ROOT
+        said = Said(launch(launcher, tmp_path / "job", "about"))
+        assert said.to_the_end().code == 0
+        assert said.record("about")["folder"] == str(tmp_path / "job")
+        assert started_in == [CODE_ROOT]
         launcher.stop()
 
 

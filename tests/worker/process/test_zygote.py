@@ -99,7 +99,7 @@ class TestWant:
         assert said.to_the_end().code == 0
 
     @pytest.mark.parametrize("call", ["fork", "pidfd_open"])
-    def test_a_call_that_fails_is_told_and_leaves_nothing(self, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def test_a_call_that_fails_is_reported_and_leaves_nothing(self, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
         forked: list[int] = []
         fork = os.fork
 

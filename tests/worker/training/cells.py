@@ -100,11 +100,11 @@ class Lab:
         """What is not exactly as in the undisturbed run, in words."""
         if again.code != 0 or again.result["outcome"] != "completed":
             return [f"did not complete: {again.result['error'] or again.stderr[-500:]}"]
-        expected = {n: told for n, told in original.steps.items() if n > step}
+        expected = {n: reported for n, reported in original.steps.items() if n > step}
         found = []
-        if [told[0] for told in again.steps.values()] != [told[0] for told in expected.values()]:
+        if [reported[0] for reported in again.steps.values()] != [reported[0] for reported in expected.values()]:
             found.append("losses")
-        if [told[1] for told in again.steps.values()] != [told[1] for told in expected.values()]:
+        if [reported[1] for reported in again.steps.values()] != [reported[1] for reported in expected.values()]:
             found.append("sample ids")
         if weights(again) != weights(original):
             found.append("weights")
@@ -165,15 +165,17 @@ def main() -> int:
                 print(f"| {cell.objective} | {cell.adapter} | {cell.difficulty} | {whole.result['error']} |")
                 wrong += 1
                 continue
-            told = []
+            reported = []
             for place, step in lab.places(whole).items():
                 found = lab.differences(whole, lab.resumed(cell, whole, step), step)
                 assert place in PLACES
                 reasons = [what for what in found if what.startswith("calls itself")]
                 wrong += bool(found) and not reasons
                 approximate += bool(reasons)
-                told.append("exact" if not found else ", ".join(found))
-            print(f"| {cell.objective} | {cell.adapter} | {cell.difficulty} | " + " | ".join(told) + " |", flush=True)
+                reported.append("exact" if not found else ", ".join(found))
+            print(
+                f"| {cell.objective} | {cell.adapter} | {cell.difficulty} | " + " | ".join(reported) + " |", flush=True
+            )
         forks.close()
     count = len(chosen) * len(PLACES)
     print(

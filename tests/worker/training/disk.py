@@ -74,12 +74,12 @@ def _content(path: Path) -> str:
 def main(train: Callable[[list[str]], int], arguments: list[str]) -> int:
     """Run a training process in this one; its last record, `disk`, tells what a power cut would have taken."""
     folder = Path(arguments[0]).parent
-    disk, told, too_early = Disk(), [], []
+    disk, reported, too_early = Disk(), [], []
     send = Reporter.send
 
     def watched_send(report: Reporter, record: TrainerRecord) -> None:
         if record["type"] == "checkpoint":
-            told.append(record["name"])
+            reported.append(record["name"])
             if not disk.is_named(folder / record["name"]):
                 too_early.append(record["name"])
         send(report, record)
@@ -88,7 +88,7 @@ def main(train: Callable[[list[str]], int], arguments: list[str]) -> int:
     with disk.watched():
         code = train(arguments)
     has_output = disk.is_named(folder / "output")
-    record = {"told": told, "too_early": too_early, "problems": disk.problems, "has_output": has_output}
+    record = {"reported": reported, "too_early": too_early, "problems": disk.problems, "has_output": has_output}
     print(json.dumps({"type": "disk", **record}))
     return code
 

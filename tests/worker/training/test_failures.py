@@ -78,7 +78,7 @@ class TestLimits:
 
 
 class TestStops:
-    def test_sigterm_saves_and_hands_back(self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
+    def test_sigterm_saves_and_releases(self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
         pid = forks.start(make_job(tmp_path, tiny_model, chats, max_steps=100_000, logging_steps=1, **QUICK))
         eventually(lambda: [r for r in forks.said() if r["type"] == "metric"], timeout=30)
         os.kill(pid, signal.SIGTERM)
@@ -157,7 +157,7 @@ class TestFailures:
         assert checkpoints(done) == []
         assert max(done.steps) in (2, 3, 4), "it is heard of after the step at which the thread has failed"
 
-    def test_a_loss_that_is_no_number_fails_before_it_spoils_anything(
+    def test_a_non_finite_loss_fails_before_it_corrupts_anything(
         self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path, copy_model: Callable[[], Path]
     ) -> None:
         model = copy_model()
@@ -177,7 +177,7 @@ class TestFailures:
         assert all(f"line {line}" in message for line in (2, 3, 4, 6, 7)), message
         assert "line 1:" not in message
 
-    def test_an_empty_data_set_is_bad_data(self, forks: Forks, tiny_model: Path, tmp_path: Path) -> None:
+    def test_an_empty_dataset_is_bad_data(self, forks: Forks, tiny_model: Path, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "empty.jsonl", [])
         failed(forks.run(make_job(tmp_path, tiny_model, path, data_format="text", **QUICK)), "bad_data")
 
@@ -189,8 +189,8 @@ class TestFailures:
         (model / "model.safetensors").unlink()
         failed(forks.run(make_job(tmp_path / "2", model, chats, **QUICK)), "config_error")
         (model / "model.safetensors").write_bytes(b"torn")
-        told = failed(forks.run(make_job(tmp_path / "3", model, chats, **QUICK)), "config_error")
-        assert "model.safetensors" in told and "damaged" in told
+        reported = failed(forks.run(make_job(tmp_path / "3", model, chats, **QUICK)), "config_error")
+        assert "model.safetensors" in reported and "damaged" in reported
 
     def test_weights_in_a_pickle_are_never_loaded(
         self, forks: Forks, chats: Path, tmp_path: Path, copy_model: Callable[[], Path]
@@ -206,7 +206,7 @@ class TestFailures:
         done = forks.run(make_job(tmp_path, tiny_model, chats, method="lora", max_seq_length=4096))
         assert "256" in failed(done, "config_error")
 
-    def test_a_configuration_that_this_machine_cannot_honour_is_a_config_error(
+    def test_a_configuration_that_this_machine_cannot_honor_is_a_config_error(
         self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
         done = forks.run(make_job(tmp_path, tiny_model, chats, optim="paged_adamw_8bit"))
@@ -311,7 +311,7 @@ class TestClassify:
 
 
 class TestNotLoaded:
-    def test_a_model_that_the_hub_keeps_back_tells_the_operator_to_log_in(self) -> None:
+    def test_a_gated_model_of_the_hub_asks_the_operator_to_log_in(self) -> None:
         request = httpx.Request("GET", "https://hub.invalid")
         refusal = GatedRepoError("gated", response=httpx.Response(403, request=request))
         error = OSError("You are trying to access a gated repo.")
@@ -325,7 +325,7 @@ class TestNotLoaded:
         ({"hidden_size": "big"}, "expected int, got str"),
         ({"num_key_value_heads": 0}, "ZeroDivisionError"),
     ])  # fmt: skip
-    def test_a_config_that_makes_no_sense_is_told_with_its_reason_and_where_to_look(
+    def test_a_config_that_makes_no_sense_is_reported_with_its_reason_and_where_to_look(
         self, tmp_path: Path, wrong: dict[str, Any], reason: str
     ) -> None:
         fields = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}

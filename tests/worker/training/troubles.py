@@ -46,11 +46,11 @@ def begin(asked: dict[str, Any]) -> None:
 
 def follow(course: Any) -> None:
     """From now on here: SIGTERM within step `drain_at`; `evaluations` in turn raise, or find NaN or a given loss."""
-    told, evaluate = Journal.step, transformers.Trainer.evaluation_loop
+    reported, evaluate = Journal.step, transformers.Trainer.evaluation_loop
     left = list(course.get("evaluations", ()))
 
     def step(journal: Journal, n: int, *about: Any) -> None:
-        told(journal, n, *about)
+        reported(journal, n, *about)
         if n == course.get("drain_at"):
             os.kill(os.getpid(), signal.SIGTERM)
 

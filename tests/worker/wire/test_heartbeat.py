@@ -38,7 +38,7 @@ def heard(ours: socket.socket) -> list[bytes]:
             return said
 
 
-class TestPulse:
+class TestHeartbeat:
     def test_a_sign_at_once_and_then_one_a_second_however_often_it_is_asked_for(
         self, ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
     ) -> None:

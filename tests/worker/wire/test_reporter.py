@@ -107,7 +107,7 @@ class TestArguments:
         assert parse_args([str(tmp_path / "run.json")])[1:] == (None, None)
 
     @pytest.mark.parametrize("text", ["[]", "{}", "{torn", None])
-    def test_a_job_that_cannot_be_read_is_told_as_a_failed_result(
+    def test_a_job_that_cannot_be_read_is_reported_as_a_failed_result(
         self, text: str | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         if text is not None:
@@ -134,7 +134,7 @@ class TestControl:
         assert control.stop_requested == StopRequest("checkpoint")
         _keep_open.append(ours)
 
-    def test_a_callback_that_comes_late_is_told_at_once(self) -> None:
+    def test_a_callback_that_comes_late_is_reported_at_once(self) -> None:
         control = Control.start(None)
         control.request_stop(StopRequest("discard", "drain"))
         heard: list[StopRequest] = []

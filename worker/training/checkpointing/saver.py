@@ -13,7 +13,7 @@ import torch
 from worker.checkpoint_files import manifest, resume_fidelity
 from worker.training.checkpointing import fidelity_check
 from worker.training.checkpointing.async_writer import AsyncWriter
-from worker.training.checkpointing.disk_space import CheckpointRoom, disk_full_failure, missing_checkpoint_warning
+from worker.training.checkpointing.disk_full import CheckpointDiskSpace, disk_full_failure, missing_checkpoint_warning
 from worker.training.checkpointing.pinned_memory import InsufficientHostMemory, PinnedMemory
 from worker.training.checkpointing.snapshot import Snapshot, SnapshotBuilder, expected_bytes
 from worker.training.context import TrainingContext
@@ -92,7 +92,7 @@ class CheckpointSaver:
         self.kept_step = run.job.resume_from.step if run.job.resume_from else 0
         """Step of the last checkpoint that is durably on disk; 0 if there is none."""
         self._run = run
-        self._room = CheckpointRoom(run.folder, run.job.disk_reserve_bytes)
+        self._room = CheckpointDiskSpace(run.folder, run.job.disk_reserve_bytes)
         self._memory = PinnedMemory()
         self._is_prepared = run.is_probe  # a probe saves nothing
         self._wait_reported = self._memory_reported = False

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -14,12 +14,12 @@ from transformers import PreTrainedTokenizerBase
 
 from app.contracts.rewards import Reward
 from worker.training.data import reader, tokenization
+from worker.training.data.answers import answer_problem
 from worker.training.data.reader import Progress
 from worker.training.data.remarks import NotedRows, Remark
 from worker.training.data.token_cache import TokenCache, Write
 from worker.training.data.tokenization import BadRow, Encoder, Ints, TextTokenizer
 from worker.training.failures import TrainingFailure
-from worker.training.rewards import answer_problem
 
 VERSION = 2
 """Version of the code that makes tokens from pairs, here and in `encoding`. Increase it when the output changes."""
@@ -29,6 +29,7 @@ IDS = pa.list_(pa.int32())
 
 
 Example = TypeVar("Example")
+Purpose = Literal["training", "evaluation"]
 
 
 def answer_columns(columns: Iterable[str]) -> list[str]:
@@ -41,11 +42,12 @@ class Source:
     """Rows of a file, and how to read them."""
 
     path: str
+    format: str
     sha256: str | None
     """Digest of the file; None: the result is not kept for later runs."""
     chosen: list[int] | None
     """Numbers of the rows; None: all."""
-    purpose: str
+    purpose: Purpose
     """Name of the data in messages."""
     progress: Progress
     cache: TokenCache

@@ -60,7 +60,7 @@ class Encoder(Protocol[Result]):
         Raises:
             BadRow: the row cannot be used.
             KeyError, TypeError, IndexError: it does not have this format.
-            TrainingFailure: no row can be used.
+            worker.training.failures.TrainingFailure: no row can be used.
         """
 
     def encode(self, prepared: Sequence[Any]) -> list[Result]:

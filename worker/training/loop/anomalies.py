@@ -134,7 +134,7 @@ def _describe_rows(rows: list[int], singled_out: list[int]) -> str:
 
     if not rows:
         return "The rows of the step are not known."
-    counted = "of the data set (counted from 0)"
+    counted = "of the dataset (counted from 0)"
     if not singled_out:
         return f"It contains {listed(rows)} {counted}; none of them stands out."
     stand = "stands" if len(singled_out) == 1 else "stand"

@@ -41,7 +41,7 @@ class Histogram:
             self._squares += float(wide.square().sum())
             self._min, self._max = min(self._min, float(piece.min())), max(self._max, float(piece.max()))
 
-    def told(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """Return the part of a record; `bins[i]` counts the numbers from `edges[i]` up to the next edge.
 
         Non-finite values are null, since JSON has neither NaN nor infinity.
@@ -90,7 +90,7 @@ class HistogramCallback(TrainerCallback):  # type: ignore[misc]
             if parameter.grad is not None and not scaled:
                 found.setdefault("gradients", Histogram()).add(parameter.grad)
             self._run.report.alive()
-        recorded = {group: {of: one.told() for of, one in found.items()} for group, found in groups.items()}
+        recorded = {group: {of: one.summary() for of, one in found.items()} for group, found in groups.items()}
         edges = [None, *EDGES[1:]]  # JSON has no infinity
         self._run.profile(self._run.distributions, {"step": step, "edges": edges, "groups": recorded})
 

@@ -56,7 +56,7 @@ def generate(trainer: ServiceTrainer, prompts: list[str], max_new_tokens: int, t
 
 
 class _HeartbeatAndStop(StoppingCriteria):  # type: ignore[misc]
-    """Sends a heartbeat with each token, and raises `TransferCancelled` if a stop was requested."""
+    """Sends a heartbeat with each token, and raises `Stopped` if a stop was requested."""
 
     def __init__(self, run: TrainingContext) -> None:
         self._run = run

@@ -1,22 +1,19 @@
-"""Direct preference optimization (`dpo`): pairs → model → trainer → run info → train → export."""
+"""Direct preference optimization (`dpo`): pairs of a better and a worse answer, and a frozen reference model."""
 
 import uuid
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from trl import DPOConfig, DPOTrainer
 from trl.trainer import dpo_trainer
 
-from app.contracts.job import DataSource
 from app.contracts.trainer import TrainingResult
 from app.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
-from worker.training.data import dataset as data
 from worker.training.data import preferences
-from worker.training.data.preferences import Pairs
+from worker.training.data.preferences import Pairs, Source
 from worker.training.methods import pipeline, preparation, reference
 from worker.training.methods.reference import ReferenceMixin
-from worker.training.model import loader, memory_plan
 
 # TRL names its file of reference log-probabilities by a hash of the weights, which takes minutes for gigabytes. The
 # folder belongs to this process alone, so a random name is enough.
@@ -24,7 +21,7 @@ dpo_trainer.hash_module = lambda _module: uuid.uuid4().hex
 
 
 class PreferenceTrainer(ReferenceMixin, DPOTrainer):  # type: ignore[misc]
-    """A `DPOTrainer` on tokenized pairs."""
+    """A trainer on tokenized pairs; `DPOTrainer.compute_loss` of TRL computes the loss."""
 
     MEASURES: ClassVar[Mapping[str, str]] = {
         "rewards/accuracies": "preference_accuracy",
@@ -42,54 +39,27 @@ class PreferenceTrainer(ReferenceMixin, DPOTrainer):  # type: ignore[misc]
 
 
 def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
-    """Train one run to its end or to a stop, and return the fields of its result record.
-
-    Raises:
-        TrainingFailure: with a stable code.
-        Stopped: a stop was requested before there was anything to save.
-    """
-    found, tokenizer = preparation.prepare_start(run)
-    max_length = preparation.max_sequence_length(run, found, tokenizer, replaced)
+    """Train one run on preference pairs; result and errors are those of `pipeline.train_on_tokens`."""
+    setup = preparation.prepare_start(run, replaced)
     no_dropout = preparation.must_disable_dropout(run, replaced)
-    preparation.chat_template_if_needed(run, tokenizer)
-    config = run.config
+    preparation.chat_template_if_needed(run, setup.tokenizer)
+    max_length, config = setup.max_length, run.config
 
-    cache = preparation.token_cache(run)
-
-    def read(source: DataSource, chosen: list[int] | None, purpose: preparation.Purpose) -> Pairs:
-        rows = preparation.pair_source(run, cache, source, chosen, purpose)
+    def read(rows: Source) -> Pairs:
         return preferences.read_preferences(
-            rows, tokenizer, max_length=max_length, truncation_mode=config.truncation_mode
+            rows, setup.tokenizer, max_length=max_length, truncation_mode=config.truncation_mode
         )
 
-    training, held_out = preparation.read_data(run, read)
-    tokenized = preparation.cache_messages(run, training, held_out)
-    steps_per_epoch = data.steps_per_epoch(training.dataset, config)
-    total_steps = preparation.total_steps(run, steps_per_epoch)
-    memory_plan.choose_checkpointing(run, replaced, found, training.dataset, max_length)
-    with preparation.base_weights(run, found) as start:
-        network = preparation.load_network(run, start, preparation.highest_id(tokenizer, training, held_out))
-        trainer = pipeline.build(
-            PreferenceTrainer,
-            run,
-            model=network,
-            args=DPOConfig(
-                **pipeline.trainer_arguments(run, total_steps),
-                beta=config.dpo.beta,
-                loss_type=[config.dpo.loss_type],
-                label_smoothing=config.dpo.label_smoothing,
-                max_length=max_length,
-                truncation_mode=config.truncation_mode,
-                disable_dropout=no_dropout,
-                precompute_ref_log_probs=reference.is_precomputed(run, steps_per_epoch),
-            ),
-            train_dataset=preparation.training_rows(run, training),
-            eval_dataset=held_out.dataset if held_out else None,
-            processing_class=tokenizer,
-            peft_config=loader.lora_config(config, start.revision),
+    def arguments(shared: dict[str, Any]) -> DPOConfig:
+        return DPOConfig(
+            **shared,
+            beta=config.dpo.beta,
+            loss_type=[config.dpo.loss_type],
+            label_smoothing=config.dpo.label_smoothing,
+            max_length=max_length,
+            truncation_mode=config.truncation_mode,
+            disable_dropout=no_dropout,
+            precompute_ref_log_probs=reference.is_precomputed(run),
         )
-        facts = pipeline.report_run_info(
-            trainer, found, replaced, training, held_out, max_length=max_length, **tokenized
-        )
-        pipeline.train(trainer)
-        return pipeline.finish(trainer, start, facts)
+
+    return pipeline.train_on_tokens(run, replaced, setup, read, PreferenceTrainer, arguments)

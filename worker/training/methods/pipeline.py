@@ -1,20 +1,25 @@
-"""Steps of every training method after the model is loaded: build the trainer, report run info, train, export."""
+"""Training of every method: `train_on_tokens` has all steps in order; `rlhf` orders them itself."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+from transformers import TrainingArguments
 
 from app.contracts.trainer import TrainingResult
 from app.contracts.training_config.resolution import Replacement
 from worker.checkpoint_files import resume_fidelity
 from worker.training.context import TrainingContext
+from worker.training.data import dataset
 from worker.training.failures import TrainingFailure
 from worker.training.loop.callbacks import StepCallback
 from worker.training.loop.histograms import HistogramCallback
 from worker.training.loop.memory import MemoryProfiler
 from worker.training.loop.trainer import EndedBeforeStep, ServiceTrainerMixin
-from worker.training.methods.preparation import Rows, configured_steps
-from worker.training.model import flops, loader
+from worker.training.methods import preparation
+from worker.training.methods.preparation import Read, Rows, Setup
+from worker.training.model import flops, loader, memory_plan
 from worker.training.model.base_model import BaseModelSource
 from worker.training.model.peak_flops import peak_tflops
 from worker.training.output import hub_push
@@ -24,6 +29,52 @@ _COMPLETES = {None, "early_stopping"}
 _EXPORTS = _COMPLETES | {"time_limit", "stop_at_step"}
 
 Trains = TypeVar("Trains", bound=ServiceTrainerMixin)
+
+
+def train_on_tokens(
+    run: TrainingContext,
+    replaced: list[Replacement],
+    setup: Setup,
+    read: Read[Rows],
+    make: Callable[..., ServiceTrainerMixin],
+    arguments: Callable[[dict[str, Any]], TrainingArguments],
+) -> TrainingResult:
+    """Train one run on tokenized rows to its end or to a stop, and return the fields of its result record.
+
+    Args:
+        run: context of the run; its configuration is updated with what the model and the data determine.
+        replaced: defaults that this machine, model or data replaced; extended and reported.
+        setup: result of `preparation.prepare_start`.
+        read: tokenizes rows; called for the training data, then for the held-out data.
+        make: class of the trainer, which computes the loss.
+        arguments: creates the trainer's configuration from the arguments that all trainers share; called after the
+            model is loaded.
+
+    Raises:
+        TrainingFailure: with a stable code.
+        Stopped: a stop was requested before there was anything to save.
+    """
+    base, tokenizer, max_length = setup
+    training, held_out = preparation.read_data(run, read, preparation.token_cache(run))
+    tokenized = preparation.cache_messages(run, training, held_out)
+    total_steps = preparation.total_steps(run, dataset.steps_per_epoch(training.dataset, run.config))
+    memory_plan.choose_checkpointing(run, replaced, base, training.dataset, max_length)
+    head: loader.Head = "reward" if run.method.has_reward_head else "causal"
+    with preparation.base_weights(run, base) as start:
+        network = preparation.load_network(run, start, preparation.highest_id(tokenizer, training, held_out), head)
+        trainer = build(
+            make,
+            run,
+            model=network,
+            args=arguments(trainer_arguments(run, total_steps)),
+            train_dataset=preparation.training_rows(run, training),
+            eval_dataset=held_out.dataset if held_out else None,
+            processing_class=tokenizer,
+            peft_config=loader.lora_config(run.config, start.revision, head),
+        )
+        facts = report_run_info(trainer, base, replaced, training, held_out, max_length=max_length, **tokenized)
+        train(trainer)
+        return finish(trainer, start, facts)
 
 
 def trainer_arguments(run: TrainingContext, total_steps: int) -> dict[str, Any]:
@@ -65,7 +116,7 @@ def trainer_arguments(run: TrainingContext, total_steps: int) -> dict[str, Any]:
     }
 
 
-def build(make: type[Trains], run: TrainingContext, **options: Any) -> Trains:
+def build(make: Callable[..., Trains], run: TrainingContext, **options: Any) -> Trains:
     """Create the trainer and attach the callbacks that run after every step.
 
     Raises:
@@ -104,7 +155,7 @@ def report_run_info(
         "weights_dtype": str(loader.weights_dtype(run.config, run.machine)), "base_revision": found.revision, **more,
     }  # fmt: skip
     if run.is_probe:
-        facts["whole_run_steps"] = configured_steps(run)
+        facts["whole_run_steps"] = preparation.configured_steps(run)
     run.fingerprint = _fingerprint(run, found, facts)
     facts |= resume_fidelity.facts(_differences(run))
     trainer.facts, trainer.replaced = facts, replaced

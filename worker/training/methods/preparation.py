@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import transformers
 from datasets import Dataset
@@ -15,7 +16,7 @@ from worker.training.checkpointing import saver
 from worker.training.context import TrainingContext
 from worker.training.data import dataset as data
 from worker.training.data.chat_template import ensure_template
-from worker.training.data.preferences import Source, is_conversational
+from worker.training.data.preferences import Purpose, Source, is_conversational
 from worker.training.data.reader import count_rows
 from worker.training.data.remarks import Remark
 from worker.training.data.token_cache import TokenCache
@@ -26,8 +27,6 @@ from worker.training.model.base_model import BaseModelSource
 from worker.training.plugins import hooks
 from worker.training.plugins.checkpoint_engines import restore_replica
 from worker.wire.heartbeat import heartbeat_while_growing, with_heartbeat
-
-Purpose = Literal["training", "evaluation"]
 
 
 class Rows(Protocol):
@@ -59,15 +58,26 @@ class Rows(Protocol):
 
 
 Some = TypeVar("Some", bound=Rows)
-Read = Callable[[DataSource, list[int] | None, Purpose], Some]
-"""Function that prepares the rows with these numbers (None: all) of a dataset for training."""
+Read = Callable[[Source], Some]
+"""Function that prepares rows of a dataset for training."""
 
 
-def prepare_start(run: TrainingContext) -> tuple[BaseModelSource, PreTrainedTokenizerBase]:
+class Setup(NamedTuple):
+    """Base model and tokenizer of a run."""
+
+    base: BaseModelSource
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    """Maximum sequence length in tokens."""
+
+
+def prepare_start(run: TrainingContext, replaced: list[Replacement]) -> Setup:
     """Set the seed, verify the checkpoint, locate the base model and load its tokenizer, but no weights.
 
+    A maximum sequence length that the model cannot take is added to `replaced`.
+
     Raises:
-        TrainingFailure: with a stable code.
+        TrainingFailure: with a stable code; `config_error` if the user set a length above the model's limit.
         Stopped: a stop was requested.
     """
     transformers.set_seed(run.config.seed)
@@ -77,22 +87,18 @@ def prepare_start(run: TrainingContext) -> tuple[BaseModelSource, PreTrainedToke
         saver.check(resume.path, resume.manifest_sha256, run.report.alive)
     run.report.phase("loading")
     run.report.progress("loading", 0, 2, "tokenizer and configuration")
-    found = base_model.find_base(run.job, run.config)
-    tokenizer = base_model.load_tokenizer(found)
+    base = base_model.find_base(run.job, run.config)
+    tokenizer = base_model.load_tokenizer(base)
     run.raise_if_stopped()
     hooks.write_source_rows(run)
-    return found, tokenizer
+    return Setup(base, tokenizer, _max_sequence_length(run, base, tokenizer, replaced))
 
 
-def max_sequence_length(
-    run: TrainingContext, found: BaseModelSource, tokenizer: PreTrainedTokenizerBase, replaced: list[Replacement]
+def _max_sequence_length(
+    run: TrainingContext, base: BaseModelSource, tokenizer: PreTrainedTokenizerBase, replaced: list[Replacement]
 ) -> int:
-    """Return the maximum sequence length in tokens: as configured, limited by what the model can take.
-
-    Raises:
-        TrainingFailure: `config_error` if the user set a length above the model's limit.
-    """
-    own = getattr(found.architecture.get_text_config(), "max_position_embeddings", None)
+    """Return the maximum sequence length in tokens: as configured, limited by what the model can take."""
+    own = getattr(base.architecture.get_text_config(), "max_position_embeddings", None)
     limit = own or min(tokenizer.model_max_length, 1_000_000)
     asked = run.config.max_seq_length
     if asked is None or asked <= limit:
@@ -130,23 +136,30 @@ def chat_template(run: TrainingContext, tokenizer: PreTrainedTokenizerBase) -> N
         )
 
 
-def read_data(run: TrainingContext, read: Read[Some]) -> tuple[Some, Some | None]:
+def read_data(run: TrainingContext, read: Read[Some], cache: TokenCache) -> tuple[Some, Some | None]:
     """Prepare the training data and the held-out data, before any weights are loaded.
+
+    Progress is reported, and a stop request interrupts it.
 
     Raises:
         TrainingFailure: `bad_data` that names the rows.
     """
+
+    def read_rows(file: DataSource, chosen: list[int] | None, purpose: Purpose) -> Some:
+        progress = partial(run.progress, "tokenizing")
+        return read(Source(str(file.path), file.format, file.sha256, chosen, purpose, progress, cache))
+
     run.report.phase("tokenizing")
     config, source, other = run.config, run.job.dataset, run.job.eval_dataset
     try:
         chosen = held = None
         if config.eval_split > 0:
             chosen, held = data.split(count_rows(str(source.path)), config.eval_split, config.seed)
-        training = read(source, chosen, "training")
+        training = read_rows(source, chosen, "training")
         rest = source if held else other
         if rest and config.max_eval_rows is not None:
             held = (held or list(range(count_rows(str(rest.path)))))[: config.max_eval_rows]
-        held_out = read(rest, held, "evaluation") if rest else None
+        held_out = read_rows(rest, held, "evaluation") if rest else None
     except FileNotFoundError as error:
         raise TrainingFailure("bad_data", "The dataset's file no longer exists.") from error
     hooks.delete_source_rows(run)
@@ -178,13 +191,6 @@ def cache_messages(run: TrainingContext, *some: Rows | None) -> dict[str, str]:
     return {"tokenized": "cached"}
 
 
-def pair_source(
-    run: TrainingContext, cache: TokenCache, source: DataSource, chosen: list[int] | None, purpose: Purpose
-) -> Source:
-    """Describe the rows of a dataset for `worker.training.data.preferences`."""
-    return Source(str(source.path), source.sha256, chosen, purpose, tokenizing(run), cache)
-
-
 def token_cache(run: TrainingContext) -> TokenCache:
     """Open the cache of tokenized data that the job names, or one that keeps nothing."""
 
@@ -193,11 +199,6 @@ def token_cache(run: TrainingContext) -> TokenCache:
         run.report.alive()
 
     return TokenCache.of_job(run.job, warn=lambda text: run.report.message(text, level="warning"), alive=alive)
-
-
-def tokenizing(run: TrainingContext) -> Callable[[int, int], None]:
-    """Return a callback that reports progress and raises `TransferCancelled` on a stop request."""
-    return lambda done, total: run.progress("tokenizing", done, total)
 
 
 def total_steps(run: TrainingContext, steps_per_epoch: int) -> int:

@@ -10,13 +10,13 @@ from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.methods import preparation
 
 
-def is_precomputed(run: TrainingContext, steps_per_epoch: int) -> bool:
+def is_precomputed(run: TrainingContext) -> bool:
     """Return True if the reference log-probabilities are computed once, before the first step.
 
     Without an adapter the alternative is a second copy of the model. With an adapter it is a forward pass in every
     step, which is more work from the second epoch on.
     """
-    return run.config.lora_r is None or preparation.configured_steps(run) > steps_per_epoch
+    return run.config.lora_r is None or preparation.configured_steps(run) > run.steps_per_epoch
 
 
 class ReferenceMixin(ServiceTrainerMixin):

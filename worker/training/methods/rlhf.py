@@ -1,4 +1,7 @@
-"""Learning from rewards (`rlhf`, GRPO or RLOO): prompts → rewards → model → trainer → run info → train → export."""
+"""Learning from rewards (`rlhf`, GRPO or RLOO): the model generates completions of prompts, and rewards rate them.
+
+Its rows are prompts, not sequences of tokens, so its `train` calls the steps of `pipeline.py` itself.
+"""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -8,20 +11,18 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from app.contracts.job import DataSource
 from app.contracts.rewards import names
 from app.contracts.trainer import TrainingResult
 from app.contracts.training_config.resolution import Replacement
-from worker.training import rewards
 from worker.training.context import TrainingContext
 from worker.training.data import preferences
-from worker.training.data.preferences import Pairs, PromptEncoder
+from worker.training.data.preferences import Pairs, PromptEncoder, Source
 from worker.training.data.token_cache import TokenCache
 from worker.training.failures import TrainingFailure
 from worker.training.loop import probe
 from worker.training.loop.anomalies import Anomaly
 from worker.training.loop.trainer import ServiceTrainerMixin
-from worker.training.methods import pipeline, preparation
+from worker.training.methods import pipeline, preparation, rewards
 from worker.training.model import loader, memory_plan
 from worker.training.model.reward_scorer import RewardScorer
 from worker.training.plugins import hooks
@@ -128,11 +129,14 @@ class RewardTrainerMixin(ServiceTrainerMixin):
 
 
 class GroupTrainer(RewardTrainerMixin, GRPOTrainer):  # type: ignore[misc]
-    """Group relative policy optimization."""
+    """Group relative policy optimization; `GRPOTrainer.compute_loss` of TRL computes the loss."""
 
 
 class LeaveOneOutTrainer(RewardTrainerMixin, RLOOTrainer):  # type: ignore[misc]
-    """REINFORCE with the mean reward of the other completions as baseline."""
+    """REINFORCE with the mean reward of the other completions as baseline.
+
+    `RLOOTrainer.compute_loss` of TRL computes the loss.
+    """
 
 
 def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
@@ -142,8 +146,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
         TrainingFailure: with a stable code.
         Stopped: a stop was requested before there was anything to save.
     """
-    found, tokenizer = preparation.prepare_start(run)
-    max_length = preparation.max_sequence_length(run, found, tokenizer, replaced)
+    base, tokenizer, max_length = preparation.prepare_start(run, replaced)
     preparation.chat_template_if_needed(run, tokenizer)
     config, wanted = run.config, run.config.rlhf
     longest_prompt = max_length - wanted.max_completion_length
@@ -154,11 +157,10 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
             f"have at most {max_length} tokens: lower it.",
         )
 
-    def read(source: DataSource, chosen: list[int] | None, purpose: preparation.Purpose) -> Pairs:
-        rows = preparation.pair_source(run, TokenCache(), source, chosen, purpose)
+    def read(rows: Source) -> Pairs:
         return preferences.read_prompts(rows, tokenizer, max_length=longest_prompt, compared_by=wanted.rewards)
 
-    training, held_out = preparation.read_data(run, read)
+    training, held_out = preparation.read_data(run, read, TokenCache())
     prompts_in_a_step = config.batch_size * config.gradient_accumulation_steps // wanted.num_generations
     steps_per_epoch = len(training.dataset) // prompts_in_a_step
     if steps_per_epoch < 1:
@@ -173,8 +175,8 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
         seen = seen.select(range(prompts_in_a_step))
     elif run.is_probe:
         seen = probe.longest_rows(seen, config, tokenizer)
-    memory_plan.choose_checkpointing(run, replaced, found, training.dataset, max_length)
-    with preparation.base_weights(run, found) as start:
+    memory_plan.choose_checkpointing(run, replaced, base, training.dataset, max_length)
+    with preparation.base_weights(run, base) as start:
         network = preparation.load_network(run, start, preparation.highest_id(tokenizer, training, held_out))
         # Generation takes long, so each token sends a heartbeat.
         network.register_forward_pre_hook(lambda *_: run.report.alive())
@@ -211,7 +213,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
         )
         fingerprints = [one.identity for one in functions if isinstance(one, RewardScorer)]
         facts = pipeline.report_run_info(
-            trainer, found, replaced, training, held_out, max_length=max_length, reward_models=fingerprints or None
+            trainer, base, replaced, training, held_out, max_length=max_length, reward_models=fingerprints or None
         )
         pipeline.train(trainer)
         return pipeline.finish(trainer, start, facts)

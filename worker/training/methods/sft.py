@@ -1,27 +1,27 @@
-"""Supervised fine-tuning (`sft`, `full`, `lora`, `qlora`): data → model → trainer → run info → train → export."""
+"""Supervised fine-tuning (`sft`, `full`, `lora`, `qlora`) on chats, prompts with completions, or texts."""
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from trl import SFTConfig, SFTTrainer
 
-from app.contracts.job import DataSource
 from app.contracts.trainer import TrainingResult
 from app.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
 from worker.training.data import dataset
 from worker.training.data.dataset import Tokens
+from worker.training.data.preferences import Source
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.methods import pipeline, preparation
-from worker.training.model import loader, memory_plan
 from worker.training.plugins import metric_functions
 from worker.training.plugins.metric_functions import Evaluation, Factories
 
 
 class SupervisedTrainer(ServiceTrainerMixin, SFTTrainer):  # type: ignore[misc]
-    """An `SFTTrainer` on tokenized data; the loss, also of `qlora`, is that of TRL."""
+    """A trainer on tokenized data; `SFTTrainer.compute_loss` of TRL computes the loss, also that of `qlora`."""
 
     MEASURES: ClassVar[Mapping[str, str]] = {"mean_token_accuracy": "token_accuracy", "entropy": "entropy"}
 
@@ -53,55 +53,31 @@ class SupervisedTrainer(ServiceTrainerMixin, SFTTrainer):  # type: ignore[misc]
 def train(
     run: TrainingContext, replaced: list[Replacement], trainer_class: type[SupervisedTrainer] = SupervisedTrainer
 ) -> TrainingResult:
-    """Train one run to its end or to a stop, and return the fields of its result record.
+    """Train one run on examples; result and errors are those of `pipeline.train_on_tokens`.
 
     A recipe installed by the operator may pass another trainer class.
-
-    Raises:
-        TrainingFailure: with a stable code.
-        Stopped: a stop was requested before there was anything to save.
     """
     functions = metric_functions.load(run.config.trainer_options.metrics)
-    found, tokenizer = preparation.prepare_start(run)
-    max_length = preparation.max_sequence_length(run, found, tokenizer, replaced)
-    config = run.config
+    setup = preparation.prepare_start(run, replaced)
+    max_length, config = setup.max_length, run.config
     if "chat" in {one.format for one in (run.job.dataset, run.job.eval_dataset) if one}:
-        preparation.chat_template(run, tokenizer)
+        preparation.chat_template(run, setup.tokenizer)
 
-    cache = preparation.token_cache(run)
-
-    def read(source: DataSource, chosen: list[int] | None, purpose: preparation.Purpose) -> Tokens:
+    def read(rows: Source) -> Tokens:
         return dataset.tokenize(
-            str(source.path), source.format, tokenizer, config, max_length=max_length, chosen=chosen,
-            purpose=purpose, progress=preparation.tokenizing(run), sha256=source.sha256, cache=cache,
+            rows.path, rows.format, setup.tokenizer, config, max_length=max_length, chosen=rows.chosen,
+            purpose=rows.purpose, progress=rows.progress, sha256=rows.sha256, cache=rows.cache,
         )  # fmt: skip
 
-    training, held_out = preparation.read_data(run, read)
-    tokenized = preparation.cache_messages(run, training, held_out)
-    total_steps = preparation.total_steps(run, dataset.steps_per_epoch(training.dataset, config))
-    memory_plan.choose_checkpointing(run, replaced, found, training.dataset, max_length)
-    with preparation.base_weights(run, found) as start:
-        network = preparation.load_network(run, start, preparation.highest_id(tokenizer, training, held_out))
-        trainer = pipeline.build(
-            trainer_class,
-            run,
-            metric_functions=functions,
-            model=network,
-            args=SFTConfig(
-                **pipeline.trainer_arguments(run, total_steps),
-                neftune_noise_alpha=config.neftune_noise_alpha,
-                max_length=max_length,
-                packing=config.packing,
-                packing_strategy=config.trainer_options.packing_strategy,
-                dataset_kwargs={"skip_prepare_dataset": True},
-            ),
-            train_dataset=preparation.training_rows(run, training),
-            eval_dataset=held_out.dataset if held_out else None,
-            processing_class=tokenizer,
-            peft_config=loader.lora_config(config, start.revision),
+    def arguments(shared: dict[str, Any]) -> SFTConfig:
+        return SFTConfig(
+            **shared,
+            neftune_noise_alpha=config.neftune_noise_alpha,
+            max_length=max_length,
+            packing=config.packing,
+            packing_strategy=config.trainer_options.packing_strategy,
+            dataset_kwargs={"skip_prepare_dataset": True},
         )
-        facts = pipeline.report_run_info(
-            trainer, found, replaced, training, held_out, max_length=max_length, **tokenized
-        )
-        pipeline.train(trainer)
-        return pipeline.finish(trainer, start, facts)
+
+    make = partial(trainer_class, metric_functions=functions)
+    return pipeline.train_on_tokens(run, replaced, setup, read, make, arguments)

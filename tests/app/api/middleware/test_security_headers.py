@@ -24,24 +24,24 @@ def _every_answer(api: ApiServer) -> dict[tuple[str, str], httpx.Response]:
     return found
 
 
-def test_every_answer_tells_a_browser_to_run_keep_and_guess_nothing(shared_api: ApiServer) -> None:
+def test_every_answer_forbids_a_browser_to_run_keep_and_guess_anything(shared_api: ApiServer) -> None:
     wrong = {}
     for call, answer in _every_answer(shared_api).items():
-        told = {name: answer.headers.get_list(name) for name in REQUIRED_HEADERS | DEFAULT_HEADERS}
+        reported = {name: answer.headers.get_list(name) for name in REQUIRED_HEADERS | DEFAULT_HEADERS}
         wanted = {name: [value] for name, value in (REQUIRED_HEADERS | DEFAULT_HEADERS).items()}
         if call[1] == "/docs":
             wanted["Content-Security-Policy"] = [CONTENT_SECURITY_POLICY]
-        if told != wanted or any(name.startswith("access-control") for name in answer.headers):
-            wrong[call] = told
+        if reported != wanted or any(name.startswith("access-control") for name in answer.headers):
+            wrong[call] = reported
     assert wrong == {}
     assert DEFAULT_HEADERS["Content-Security-Policy"] == "default-src 'none'; frame-ancestors 'none'"
 
 
 def test_refusals_have_the_same_headers(shared_api: ApiServer) -> None:
-    with shared_api.client_with(None) as stranger:
+    with shared_api.client_with(None) as untrusted:
         refusals = [
-            stranger.get("/v1/runs"),
-            stranger.get("/healthz", headers={"Host": "evil.example"}),
+            untrusted.get("/v1/runs"),
+            untrusted.get("/healthz", headers={"Host": "evil.example"}),
             shared_api.client.get("/v1/runs", headers={"Host": "evil.example"}),
             shared_api.client.post("/v1/experiments", json={"name": "x"}, headers={"Origin": "null"}),
             shared_api.client.post("/v1/experiments", content=b"{", headers={"Content-Type": "application/json"}),
@@ -139,7 +139,7 @@ def test_only_a_well_formed_known_host_is_answered(named: ApiServer, headers: li
         ("//evil.example/v1/experiments", "evil.example", 400),
     ],
 )
-def test_an_absolute_target_gets_nobody_past_the_list_of_hosts(
+def test_an_absolute_target_gets_no_one_past_the_list_of_hosts(
     named: ApiServer, target: str, host: str, status: int
 ) -> None:
     """The header decides, whatever host the target names: no browser sends such a target to a server."""

@@ -77,7 +77,7 @@ def test_a_chat_is_source_without_its_docstring_and_the_first_paragraph_of_it(li
     assert read.source == "async def read(book, pages=3):\n    for page in book:\n        await page"
 
 
-def test_what_cannot_be_learnt_from_is_left_out(library: Path) -> None:
+def test_what_cannot_be_learned_from_is_left_out(library: Path) -> None:
     names = {one.name for one in data.documented(library)}
 
     assert names == {

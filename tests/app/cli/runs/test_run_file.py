@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.app.conftest import Anneal, told
+from tests.app.conftest import Anneal, reported
 
 
 class TestRunFile:
@@ -24,7 +24,7 @@ class TestRunFile:
         assert sentence in anneal("runs", "create", "-f", "bad.yaml", code=1).stderr
 
     @pytest.mark.parametrize("value", ["!!int x", "!!float x", "!!timestamp x", "!!binary ="])
-    def test_a_tag_that_does_not_fit_is_told(self, anneal: Anneal, run_file: Path, value: str) -> None:
+    def test_a_tag_that_does_not_fit_is_reported(self, anneal: Anneal, run_file: Path, value: str) -> None:
         done = anneal("runs", "create", "-f", str(run_file), "--set", f"name={value}", code=1)
         assert "is invalid" in done.stderr and "Traceback" not in done.stderr
 
@@ -36,13 +36,13 @@ class TestRunFile:
         changes = ["--set", "config.epochs=2", "--set", "config.extra.steps=7", "--set", "name=null"]
         changes += ["--set", "config.save_steps=1_000", "--set", "config.eval_steps=1e4"]
         changes += ["--set", "config.time_limit_seconds=2h", "--set", "config.eval_split=0.5"]
-        run = told(anneal("runs", "create", "-f", "-", *changes, "--json", input=run_file.read_text()))
+        run = reported(anneal("runs", "create", "-f", "-", *changes, "--json", input=run_file.read_text()))
         assert run["tags"] == ["2026-01-02", "no"]
         assert (run["config"]["learning_rate"], run["config"]["epochs"]) == (1e-4, 2)
         limits = ("save_steps", "eval_steps", "time_limit_seconds")
         assert [run["config"][name] for name in limits] == [1000, 10_000, 7200]
         assert run["config"]["extra"] == {"steps": 7} and run["name"] == "sft of any"
-        assert told(anneal("runs", "validate", "-f", str(run_file), "--json"))["valid"] is True
+        assert reported(anneal("runs", "validate", "-f", str(run_file), "--json"))["valid"] is True
 
     def test_a_merge_may_bring_a_key_again(self, anneal: Anneal, run_file: Path) -> None:
         text = "x: &x {lora_r: 4, epochs: 1}\ny: &y {<<: *x, lora_r: 8}\nconfig: {<<: *y, epochs: 5}\n"

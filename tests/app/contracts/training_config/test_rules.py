@@ -23,9 +23,9 @@ ANSWER = {"type": "exact_match"}
 
 def found(config: dict[str, Any], has_eval_dataset: bool = False) -> dict[str, tuple[str, str]]:
     """Code and sentence of each problem, by field."""
-    told = config_errors({"base_model": "tiny", **config}, has_eval_dataset=has_eval_dataset)
-    assert len({problem.field for problem in told}) == len(told)
-    return {problem.field: (problem.code, problem.message) for problem in told}
+    reported = config_errors({"base_model": "tiny", **config}, has_eval_dataset=has_eval_dataset)
+    assert len({problem.field for problem in reported}) == len(reported)
+    return {problem.field: (problem.code, problem.message) for problem in reported}
 
 
 def rlhf(*rewards: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -93,8 +93,8 @@ class TestDpo:
 
     @pytest.mark.parametrize("loss", ["sigmoid", "ipo", "hinge", "apo_zero", "sigmoid_norm"])
     def test_others_refuse_it_and_say_which_these_are(self, loss: str) -> None:
-        told = found({"method": "dpo", "dpo": {"loss_type": loss, "label_smoothing": 0.1}})
-        assert set(told) == {"dpo.label_smoothing"} and "`robust`" in told["dpo.label_smoothing"][1]
+        reported = found({"method": "dpo", "dpo": {"loss_type": loss, "label_smoothing": 0.1}})
+        assert set(reported) == {"dpo.label_smoothing"} and "`robust`" in reported["dpo.label_smoothing"][1]
         assert found({"method": "dpo", "dpo": {"loss_type": loss}}) == {}
 
     def test_exo_pair_cannot_do_without(self) -> None:
@@ -266,15 +266,15 @@ class TestRewards:
     ) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            ((name, told),) = found(rlhf(ANSWER, reward)).items()
-        assert (name, told[0]) == (f"rlhf.rewards.1{field}", code)
-        assert says in told[1] and told[1].endswith(".")
+            ((name, reported),) = found(rlhf(ANSWER, reward)).items()
+        assert (name, reported[0]) == (f"rlhf.rewards.1{field}", code)
+        assert says in reported[1] and reported[1].endswith(".")
 
-    def test_all_of_them_are_told_at_once(self) -> None:
-        told = found(rlhf({"type": "regex", "pattern": "("}, ANSWER, {"type": "format"}))
-        assert set(told) == {"rlhf.rewards.0.pattern", "rlhf.rewards.2.sections"}
+    def test_all_of_them_are_reported_at_once(self) -> None:
+        reported = found(rlhf({"type": "regex", "pattern": "("}, ANSWER, {"type": "format"}))
+        assert set(reported) == {"rlhf.rewards.0.pattern", "rlhf.rewards.2.sections"}
 
-    def test_together_they_are_short_enough_to_be_judged_soon_and_told_whole(self) -> None:
+    def test_together_they_are_short_enough_to_be_judged_soon_and_reported_whole(self) -> None:
         schemas = [{"type": "json_schema", "schema": {"title": "a" * 19_900, "minimum": at}} for at in range(4)]
         started = time.monotonic()
         assert found(rlhf(*schemas[:3])) == {}
@@ -312,5 +312,5 @@ class TestRewards:
     @given(st.lists(st.builds(lambda kind, rest: {**rest, "type": kind}, KINDS, st.dictionaries(FIELDS, VALUES))))
     @settings(deadline=None, max_examples=100)
     def test_no_reward_however_odd_raises_and_what_is_said_of_it_is_json(self, rewards: list[dict[str, Any]]) -> None:
-        told = config_errors({"base_model": "tiny", **rlhf(*rewards)}, has_eval_dataset=False)
-        json.dumps([problem.model_dump() for problem in told], ensure_ascii=False).encode()
+        reported = config_errors({"base_model": "tiny", **rlhf(*rewards)}, has_eval_dataset=False)
+        json.dumps([problem.model_dump() for problem in reported], ensure_ascii=False).encode()

@@ -251,7 +251,7 @@ class TestConflicts:
         assert codes({"eval_steps": 5, "eval_split": 0.1}) == set()
         assert codes({"eval_steps": 5, "early_stopping_patience": 1}, has_eval_dataset=True) == set()
 
-    def test_what_is_learnt_must_exist_in_the_data(self) -> None:
+    def test_what_is_learned_must_exist_in_the_data(self) -> None:
         assert codes({"loss_on": "assistant"}, dataset_format="text") == {("loss_on", "conflict")}
         assert codes({"loss_on": "assistant"}, dataset_format="prompt_completion") == {("loss_on", "conflict")}
         assert codes({"loss_on": "completion"}, dataset_format="text") == {("loss_on", "conflict")}
@@ -268,7 +268,7 @@ class TestConflicts:
     def test_what_does_not_work_yet_is_refused_by_name(self, fields: dict[str, Any], field: str) -> None:
         assert codes(fields) == {(field, "not_available_yet")}
 
-    def test_a_given_value_that_the_machine_cannot_honour_is_refused(self) -> None:
+    def test_a_given_value_that_the_machine_cannot_honor_is_refused(self) -> None:
         refused = ("not_on_this_machine",)
         assert codes({"optim": "paged_adamw_8bit"}, machine=CPU) == {("optim", *refused)}
         assert codes({"attn_implementation": "flash_attention_2"}, machine=GPU) == {("attn_implementation", *refused)}
@@ -297,14 +297,14 @@ class TestResolve:
             ({"method": "sft", "load_in_4bit": False}, False, 16),
         ],
     )
-    def test_the_base_is_quantised_as_the_method_says(
+    def test_the_base_is_quantized_as_the_method_says(
         self, fields: dict[str, Any], four_bit: bool, rank: int | None
     ) -> None:
         made = effective(**fields)
         assert (made.config.load_in_4bit, made.config.lora_r) == (four_bit, rank)
         assert made.problems == []
 
-    def test_defaults_that_a_cpu_cannot_honour_are_replaced_and_told(self) -> None:
+    def test_defaults_that_a_cpu_cannot_honor_are_replaced_and_reported(self) -> None:
         made = effective(CPU)
         assert {r.field: (r.requested, r.used) for r in made.replaced} == {
             "optim": ("paged_adamw_8bit", "adamw_8bit"),

@@ -70,27 +70,27 @@ def read(kind: type[ArrayReader] | type[TableReader], pieces: list[bytes]) -> An
 
 def in_any_pieces(kind: type[ArrayReader] | type[TableReader], whole: bytes, borders: list[int]) -> Any:
     """The same answer, however the bytes come."""
-    told = read(kind, [whole])
+    reported = read(kind, [whole])
     at = sorted(border % (len(whole) + 1) for border in borders)
-    assert read(kind, [whole[a:b] for a, b in zip([0, *at], [*at, len(whole)], strict=True)]) == told
-    assert read(kind, [whole[n : n + 1] for n in range(len(whole))]) == told
-    return told
+    assert read(kind, [whole[a:b] for a, b in zip([0, *at], [*at, len(whole)], strict=True)]) == reported
+    assert read(kind, [whole[n : n + 1] for n in range(len(whole))]) == reported
+    return reported
 
 
 @given(whole=st.one_of(_DOCUMENT.map(str.encode), st.binary(max_size=60)), borders=_BORDERS)
 @example(whole=b'[{"text": "\\"]"}]', borders=[13])
 @examples(200)
 def test_an_array_is_taken_exactly_when_a_strict_parser_takes_it(whole: bytes, borders: list[int]) -> None:
-    told = in_any_pieces(ArrayReader, whole, borders)
+    reported = in_any_pieces(ArrayReader, whole, borders)
     try:
         document = parse(whole)
     except BadJson as error:
         # A row may be as deep as a line of JSONL; around it there is an array, and perhaps an object.
-        assert "code" in told[0] or error.code == "too_deep"
+        assert "code" in reported[0] or error.code == "too_deep"
         return
     rows = document["data"] if isinstance(document, dict) and list(document) == ["data"] else document
     good = isinstance(rows, list) and rows and all(_trains(row) for row in rows)
-    assert told == rows if good else "code" in told[0]
+    assert reported == rows if good else "code" in reported[0]
 
 
 def _trains(row: Any) -> bool:
@@ -111,8 +111,8 @@ _CELL = st.one_of(st.text(st.characters(exclude_categories=["Cs"], exclude_chara
 def test_a_table_comes_back_as_it_was_written(table: list[tuple[str, str]], end: str, borders: list[int]) -> None:
     file = io.StringIO(newline="")
     csv.writer(file, lineterminator=end, quoting=csv.QUOTE_ALL).writerows([("text", "n"), *table])
-    told = in_any_pieces(TableReader, file.getvalue().encode(), borders)
-    assert told == [{"text": text, "n": n} if n else {"text": text} for text, n in table]
+    reported = in_any_pieces(TableReader, file.getvalue().encode(), borders)
+    assert reported == [{"text": text, "n": n} if n else {"text": text} for text, n in table]
 
 
 @given(
@@ -127,8 +127,8 @@ def test_a_table_comes_back_as_it_was_written(table: list[tuple[str, str]], end:
 )  # fmt: skip
 @examples(200)
 def test_any_table_is_taken_or_refused(header: bytes, body: bytes, borders: list[int]) -> None:
-    told = in_any_pieces(TableReader, header + b"\n" + body, borders)
-    for row in told:
+    reported = in_any_pieces(TableReader, header + b"\n" + body, borders)
+    for row in reported:
         assert "code" in row or row["text"].strip()
 
 
@@ -160,11 +160,11 @@ def test_a_row_of_a_million_cells_is_refused_before_they_are_taken_apart(table: 
 def test_a_thousand_columns_are_not_too_many_whatever_is_in_the_cells(cells: int) -> None:
     header = b"text," + b",".join(b"%x" % n for n in range(1, cells)) + b"\n"
     row = b'"a,""b"",c",' + b'"x,y",' * 3 + b"," * (cells - 5) + b"\n"
-    told = read(TableReader, [header, row])
+    reported = read(TableReader, [header, row])
     if cells > 1000:
-        assert [error["code"] for error in told] == ["too_many_columns"]
+        assert [error["code"] for error in reported] == ["too_many_columns"]
     else:
-        assert told == [{"text": 'a,"b",c', "1": "x,y", "2": "x,y", "3": "x,y"}]
+        assert reported == [{"text": 'a,"b",c', "1": "x,y", "2": "x,y", "3": "x,y"}]
 
 
 _PARQUET = [
@@ -175,22 +175,22 @@ _PARQUET = [
 
 @given(data=st.data())
 @examples(12)
-def test_a_spoilt_parquet_file_is_taken_or_refused_in_few_steps(tmp_path: Path, data: st.DataObject) -> None:
+def test_a_corrupt_parquet_file_is_taken_or_refused_in_few_steps(tmp_path: Path, data: st.DataObject) -> None:
     whole = bytearray(data.draw(st.sampled_from(_PARQUET)))
     for _ in range(data.draw(st.integers(0, 4))):
         # What is read first lies at the end.
         at = data.draw(st.one_of(st.integers(0, len(whole) - 1), st.integers(max(0, len(whole) - 900), len(whole) - 1)))
         whole[at] = data.draw(st.integers(0, 255))
     whole = whole[: data.draw(st.one_of(st.just(len(whole)), st.just(len(whole)), st.integers(0, len(whole))))]
-    told = receive(tmp_path, bytes(whole), "parquet")
-    assert told in (
+    reported = receive(tmp_path, bytes(whole), "parquet")
+    assert reported in (
         "taken",
         "bad_rows",
         "unreadable_parquet",
         "empty_file",
         "unknown_column",
         "not_utf8",
-    ) or re.fullmatch("[a-z_]+", told)
+    ) or re.fullmatch("[a-z_]+", reported)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])

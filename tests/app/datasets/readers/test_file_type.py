@@ -135,7 +135,7 @@ def test_a_record_is_named_by_its_line(small_api: ApiServer, record: bytes, plac
         (b"text,messages", "ambiguous_format"),
     ],
 )  # fmt: skip
-def test_a_bad_header_is_told_once(shared_api: ApiServer, header: bytes, code: str) -> None:
+def test_a_bad_header_is_reported_once(shared_api: ApiServer, header: bytes, code: str) -> None:
     found = errors(shared_api, header + b"\na,b\n" * 30, "a.csv")
     assert [it for _, it in found] == [code]
 

@@ -102,7 +102,7 @@ class TestAnAction:
 
 class TestRefused:
     @pytest.mark.parametrize(
-        ("wish", "field"),
+        ("requested", "field"),
         [
             ({"action": "explode"}, "action"),
             ({}, "action"),
@@ -123,13 +123,13 @@ class TestRefused:
         ids=lambda value: str(value)[:60],
     )
     def test_with_the_field_that_is_wrong(
-        self, shared_api: ApiServer, trainer: Trainer, wish: dict[str, Any], field: str
+        self, shared_api: ApiServer, trainer: Trainer, requested: dict[str, Any], field: str
     ) -> None:
-        answer = shared_api.client.post(f"/v1/runs/{trainer.run_id}/actions", json=wish)
+        answer = shared_api.client.post(f"/v1/runs/{trainer.run_id}/actions", json=requested)
         assert answer.status_code == 422, answer.text
         assert field in answer.json()["errors"][0]["field"]
 
-    def test_without_its_name_the_names_are_told(self, shared_api: ApiServer, trainer: Trainer) -> None:
+    def test_without_its_name_the_names_are_reported(self, shared_api: ApiServer, trainer: Trainer) -> None:
         answer = shared_api.client.post(f"/v1/runs/{trainer.run_id}/actions", json={})
         names = "`checkpoint`, `evaluate`, `sample`, `set_learning_rate`, `extend`"
         assert f"`action`: must be one of {names}" in answer.json()["detail"]
@@ -146,26 +146,28 @@ class TestRefused:
         assert answer.json()["errors"][0]["code"] == "not_for_this_method"
 
     @pytest.mark.parametrize("kind", ["scheduler", "optimizer"])
-    @pytest.mark.parametrize("wish", [("set_learning_rate", {"learning_rate": 1e-5}), ("extend", {"max_steps": 101})])
+    @pytest.mark.parametrize(
+        "requested", [("set_learning_rate", {"learning_rate": 1e-5}), ("extend", {"max_steps": 101})]
+    )
     def test_rates_that_a_plugin_makes_are_not_changed(
-        self, shared_api: ApiServer, engine: Engine, trainer: Trainer, kind: str, wish: tuple[str, dict[str, Any]]
+        self, shared_api: ApiServer, engine: Engine, trainer: Trainer, kind: str, requested: tuple[str, dict[str, Any]]
     ) -> None:
         config = {**run_row(engine, trainer.run_id).config, "extra": {kind: {"type": "stairs"}}}
         mark_run(engine, trainer.run_id, config=config)
-        answer = ask(shared_api, trainer.run_id, wish[0], **wish[1])
+        answer = ask(shared_api, trainer.run_id, requested[0], **requested[1])
         assert answer.status_code == 422, answer.text
         assert answer.json()["errors"][0]["code"] == "not_with_a_plugin"
         assert ask(shared_api, trainer.run_id, "checkpoint").status_code == 202
 
     def test_a_probe_does_nothing_beside(self, shared_api: ApiServer, engine: Engine, trainer: Trainer) -> None:
         mark_run(engine, trainer.run_id, config={**run_row(engine, trainer.run_id).config, "extra": {"probe": True}})
-        for wish in ({"action": "checkpoint"}, {"action": "extend", "max_steps": 500}, {"action": "evaluate"}):
-            answer = shared_api.client.post(f"/v1/runs/{trainer.run_id}/actions", json=wish)
+        for requested in ({"action": "checkpoint"}, {"action": "extend", "max_steps": 500}, {"action": "evaluate"}):
+            answer = shared_api.client.post(f"/v1/runs/{trainer.run_id}/actions", json=requested)
             assert answer.status_code == 422, answer.text
             assert [one["code"] for one in answer.json()["errors"]] == ["not_for_a_probe"]
 
     @pytest.mark.parametrize(
-        ("wish", "stop", "field"),
+        ("requested", "stop", "field"),
         [
             ({"max_steps": 500}, 80, "max_steps"),
             ({"max_steps": 500}, 499, "max_steps"),
@@ -181,13 +183,13 @@ class TestRefused:
         shared_api: ApiServer,
         engine: Engine,
         trainer: Trainer,
-        wish: dict[str, Any],
+        requested: dict[str, Any],
         stop: int,
         field: str | None,
     ) -> None:
         config = {**run_row(engine, trainer.run_id).config, "stop_at_step": stop}
         mark_run(engine, trainer.run_id, config=config, current_step=10)
-        answer = ask(shared_api, trainer.run_id, "extend", **wish)
+        answer = ask(shared_api, trainer.run_id, "extend", **requested)
         if field is None:
             assert answer.status_code == 202, answer.text
             return
@@ -237,11 +239,11 @@ class TestTheEndOfTheRun:
             status = connection.scalar(select(RunAction.status).where(RunAction.id == "act_late"))
         assert (run_row(engine, trainer.run_id).status, status) == ("completed", "refused")
 
-    def test_a_run_that_resumes_it_has_what_was_changed_unless_told_otherwise(
+    def test_a_run_that_resumes_it_has_what_was_changed_unless_overridden(
         self, shared_api: ApiServer, engine: Engine, trainer: Trainer
     ) -> None:
-        for step, wish in ((10, {"learning_rate": 1e-3}), (20, {"learning_rate": 1e-5})):
-            done(engine, ask(shared_api, trainer.run_id, "set_learning_rate", **wish).json()["id"], step)
+        for step, requested in ((10, {"learning_rate": 1e-3}), (20, {"learning_rate": 1e-5})):
+            done(engine, ask(shared_api, trainer.run_id, "set_learning_rate", **requested).json()["id"], step)
         done(engine, ask(shared_api, trainer.run_id, "extend", epochs=5).json()["id"], 30)
         ask(shared_api, trainer.run_id, "set_learning_rate", learning_rate=0.5)  # which nobody comes to do
         trainer.checkpoint(40)

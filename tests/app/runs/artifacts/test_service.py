@@ -74,7 +74,7 @@ def test_all_of_them_come_as_one_archive(shared_api: ApiServer, run: str, tmp_pa
     assert shared_api.client.get(f"/v1/runs/{new_id('run')}/artifacts.tar").status_code == 404
 
 
-def test_an_output_that_is_gone_from_the_storage_is_told(shared_api: ApiServer, run: str) -> None:
+def test_an_output_that_is_gone_from_the_storage_is_reported(shared_api: ApiServer, run: str) -> None:
     shutil.rmtree(Storage(shared_api.settings).run_dir(run))
     for path in ("artifacts", "artifacts.tar"):
         answer = shared_api.client.get(f"/v1/runs/{run}/{path}")
@@ -157,7 +157,7 @@ def test_an_output_that_is_a_link_is_none(shared_api: ApiServer, run: str, tmp_p
         assert answer.status_code == 404 and "secret\n" not in answer.text, path
 
 
-def test_a_pipe_in_the_place_of_a_file_keeps_nobody_waiting(shared_api: ApiServer, run: str) -> None:
+def test_a_pipe_in_the_place_of_a_file_keeps_no_reader_waiting(shared_api: ApiServer, run: str) -> None:
     os.mkfifo(Storage(shared_api.settings).output_dir(run, 1) / "pipe")
     assert shared_api.client.get(f"/v1/runs/{run}/artifacts/pipe").status_code == 404
 

@@ -22,7 +22,7 @@ class TestCheckpoints:
         rest = api.client.get(path, params={"limit": 2, "after": made[1]}).json()
         assert [it["id"] for it in rest["data"]] == [made[0]] and not rest["has_more"]
 
-    def test_tell_what_they_hold(self, api: ApiServer, trainer: Trainer) -> None:
+    def test_report_what_they_hold(self, api: ApiServer, trainer: Trainer) -> None:
         made = trainer.checkpoint(40, kind="best")
         read = api.client.get(f"/v1/runs/{trainer.run_id}/checkpoints/{made}").json()
         assert (read["step"], read["epoch"], read["kind"], read["bytes"]) == (40, 0.4, "best", 10)

@@ -95,7 +95,7 @@ def test_the_answer_names_a_short_run_that_waits_like_any_other(api: ApiServer, 
     assert [(one["status"], one["resource"]) for one in listed if "estimate" in one["route"]] == [(202, run["id"])] * 2
 
 
-def test_what_two_steps_took_is_told_of_the_whole_run(api: ApiServer, engine: Engine) -> None:
+def test_what_two_steps_took_is_reported_of_the_whole_run(api: ApiServer, engine: Engine) -> None:
     experiment = make_experiment(engine)
     asked = body(engine, experiment_id=experiment)
     # How many packed sequences there are only the trainer knows.
@@ -107,11 +107,11 @@ def test_what_two_steps_took_is_told_of_the_whole_run(api: ApiServer, engine: En
     assert run["measured"] == {
         "peak_memory_mb": 900.0, "reserved_memory_mb": 950.0, "tokens_per_second": 1000.0, "step_seconds": 0.5,
     }  # fmt: skip
-    told = run["probe"]
+    reported = run["probe"]
     # Of the 240 that the trainer has counted, a fifth is held out.
-    assert (told["fits"], told["steps"], told["seconds_at_most"]) == (True, 192, 96.0)
-    assert told["seconds"] == pytest.approx(min(found["tokens"] / 1000, 96.0), abs=0.1)
-    assert "fits on EPYC" in told["message"] and "900 MiB" in told["message"]
+    assert (reported["fits"], reported["steps"], reported["seconds_at_most"]) == (True, 192, 96.0)
+    assert reported["seconds"] == pytest.approx(min(found["tokens"] / 1000, 96.0), abs=0.1)
+    assert "fits on EPYC" in reported["message"] and "900 MiB" in reported["message"]
     # Its loss and its speed are those of the longest rows: nothing is to be held against them.
     assert api.client.get(f"/v1/experiments/{experiment}").json()["best_run"] is None
     assert api.client.post("/v1/runs/estimate", json=asked).json()["confidence"]["seconds"] == "assumed"
@@ -134,8 +134,10 @@ def test_out_of_memory_is_an_answer_and_any_other_failure_is_none(api: ApiServer
         trainer.fail(code, "Because of this.")
         with engine.begin() as connection:
             connection.execute(update(Attempt).where(Attempt.run_id == trainer.run_id).values(report=report))
-        told = api.client.get(f"/v1/runs/{found['probe_run_id']}").json()["probe"]
-        assert told["fits"] is fits and says in told["message"] and "Because of this." in told["message"], told
+        reported = api.client.get(f"/v1/runs/{found['probe_run_id']}").json()["probe"]
+        assert reported["fits"] is fits and says in reported["message"] and "Because of this." in reported["message"], (
+            reported
+        )
 
 
 # Each with the least that it needs to be accepted.

@@ -75,11 +75,13 @@ def test_a_run_is_counted_without_being_made(api: ApiServer, engine: Engine) -> 
     assert (found["steps"], found["device"]["name"]) == (100, "NVIDIA H100")
     assert found["confidence"] == {"memory": "formula", "seconds": "assumed"}
     assert found["seconds"] > 0 and found["cost"] is None
-    assert any("4 bytes of the data set's file" in sentence for sentence in found["assumptions"])
+    assert any("4 bytes of the dataset's file" in sentence for sentence in found["assumptions"])
     assert api.client.get("/v1/runs").json()["data"] == []
 
 
-def test_each_kind_of_device_is_told_whether_it_fits_and_what_to_change(api: ApiServer, engine: Engine) -> None:
+def test_for_each_kind_of_device_the_estimate_says_whether_it_fits_and_what_to_change(
+    api: ApiServer, engine: Engine
+) -> None:
     gpu(engine, 81_559)
     gpu(engine, 24_000, "NVIDIA A10")
     gpu(engine, 6_000, "NVIDIA T4")
@@ -132,7 +134,7 @@ def test_a_hub_model_that_is_not_here_is_not_guessed(api: ApiServer, engine: Eng
     assert "never the network" in found["unknown"][0]["reason"]
 
 
-def test_steps_and_tokens_are_told_without_the_model(api: ApiServer, engine: Engine) -> None:
+def test_steps_and_tokens_are_reported_without_the_model(api: ApiServer, engine: Engine) -> None:
     dataset = make_dataset(engine)  # 8 rows of, by its bytes, 25 tokens
     there, away = (estimated(api, dataset, base_model=name, max_steps=20) for name in ("qwen", "nobody/has-this"))
     assert (away["steps"], away["tokens"]) == (there["steps"], there["tokens"]) == (20, 20 * 8 * 25)
@@ -293,7 +295,7 @@ def test_the_command_shows_it_as_tables_and_as_json(anneal: Any, run_file: Any, 
     assert as_json["parameters"]["total"] == 8_190_735_360
 
 
-def test_of_a_backend_that_loads_no_model_there_is_nothing_to_tell(api: ApiServer, engine: Engine) -> None:
+def test_of_a_backend_that_loads_no_model_there_is_nothing_to_report(api: ApiServer, engine: Engine) -> None:
     config = {"base_model": "any", "extra": {"steps": 3, "step_seconds": 0}}
     body = {"backend": "fake", "dataset_id": make_dataset(engine), "config": config}
     answer = api.client.post("/v1/runs/estimate", json=body)

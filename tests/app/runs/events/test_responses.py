@@ -58,7 +58,7 @@ async def test_a_client_that_takes_nothing_is_disconnected(form: str, monkeypatc
 
 
 @pytest.mark.parametrize("reads", [True, False])
-async def test_a_key_that_is_no_longer_valid_ends_its_streams_also_those_that_nobody_reads(
+async def test_a_key_that_is_no_longer_valid_ends_its_streams_also_those_that_no_one_reads(
     reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream, "RECHECK_SECONDS", 0.1)

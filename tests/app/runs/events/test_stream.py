@@ -112,7 +112,7 @@ async def test_a_reader_continues_behind_its_cursor_without_seam(lab: Lab) -> No
     assert first + await asyncio.wait_for(rest, 30) == lab.whole
 
 
-async def test_a_slow_reader_holds_a_bounded_buffer_and_delays_nobody(
+async def test_a_slow_reader_holds_a_bounded_buffer_and_delays_no_other(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream, "_KEPT_BYTES", 20_000)

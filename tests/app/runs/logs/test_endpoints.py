@@ -39,7 +39,7 @@ def lines(api: ApiServer, trainer: Trainer, **query: object) -> list[str]:
 
 
 class TestPlain:
-    def test_tells_every_line_in_order_and_nothing_else(self, api: ApiServer, trainer: Trainer) -> None:
+    def test_reports_every_line_in_order_and_nothing_else(self, api: ApiServer, trainer: Trainer) -> None:
         trainer.log("one", "zwei ä 🦙", "")
         trainer.metric(1, loss=1.0)
         trainer.log("<b>four</b>")
@@ -57,7 +57,7 @@ class TestPlain:
         assert lines(api, trainer, tail=100) == [f"line {number}" for number in range(10)]
         assert lines(api, trainer, tail=0) == []
 
-    def test_searches_that_look_at_every_line_take_turns_and_hold_nobody_else_up(
+    def test_searches_that_look_at_every_line_take_turns_and_hold_no_one_else_up(
         self, api: ApiServer, trainer: Trainer
     ) -> None:
         trainer.log("one")
@@ -87,7 +87,7 @@ class TestPlain:
 
 
 class TestFollow:
-    def test_tells_lines_as_they_come_until_the_run_ends(self, api: ApiServer, trainer: Trainer) -> None:
+    def test_reports_lines_as_they_come_until_the_run_ends(self, api: ApiServer, trainer: Trainer) -> None:
         trainer.log("before")
         seen: list[str] = []
 

@@ -168,17 +168,17 @@ class TestTruth:
         def named(*names: str) -> str:
             return ", ".join(f'"{name}": {number()}' for name in chance.sample(names, len(names)))
 
-        told = []
+        reported = []
         for step in range(200):
             extra = f"{{{named('a', 'b')}}}" if chance.random() < 0.9 else chance.choice(["null", "7", "{}"])
             gaps = ', "non_finite": ["loss", "extra.a"]' if chance.random() < 0.1 else ""
             data = f'{{"step": {step}, {named("loss", "grad_norm")}, "extra": {extra}{gaps}}}'
-            told.append(NewEvent("metric", datetime.now(UTC), data))
+            reported.append(NewEvent("metric", datetime.now(UTC), data))
         trainer = new_trainer(shared_api, engine)
-        while told:
+        while reported:
             count = chance.randrange(1, 60)
-            trainer.store(told[:count])
-            told = told[count:]
+            trainer.store(reported[:count])
+            reported = reported[count:]
         stored = truth(shared_api, trainer.run_id)
         with engine.begin() as connection:
             connection.execute(delete(RunEvent).where(RunEvent.run_id == trainer.run_id))

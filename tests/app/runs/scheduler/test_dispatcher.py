@@ -195,23 +195,23 @@ async def test_a_hint_that_the_broker_could_not_take_is_sent_once_it_can(
     """Marked as sent in the database, it would else come again only half a minute later."""
 
     class Away(Broker):
-        told: list[int]
+        reported: list[int]
 
         async def hint(self, count: int = 1) -> bool:
-            self.told.append(count)
-            return len(self.told) > 2
+            self.reported.append(count)
+            return len(self.reported) > 2
 
     queue = Away(settings)
-    queue.told = []
+    queue.reported = []
     dispatcher = Dispatcher(own, queue, settings)
     add_run(engine)
     await dispatcher.start()
     try:
 
         async def was_sent() -> bool:
-            return len(queue.told) >= 3
+            return len(queue.reported) >= 3
 
         await eventually_async(was_sent, timeout=20)
     finally:
         await dispatcher.stop()
-    assert len(set(queue.told)) == 1, "as many as waited at first, each time"
+    assert len(set(queue.reported)) == 1, "as many as waited at first, each time"

@@ -54,33 +54,34 @@ class TestTimeOfAStep:
 
 class TestRemaining:
     def test_a_run_on_its_way_goes_by_its_own_speed_and_ends_as_like_runs_do(self) -> None:
-        told = durations.estimate(WORK, HALFWAY, typical(*[DONE] * 3))
+        reported = durations.estimate(WORK, HALFWAY, typical(*[DONE] * 3))
         # 500 steps of 3 s, evaluations at 600, 700, 800, 900, saves at 600 and 800, then the end.
-        assert told is not None and told.seconds == pytest.approx(500 * 3 + 4 * 10 + 2 * 3 + 30)
+        assert reported is not None and reported.seconds == pytest.approx(500 * 3 + 4 * 10 + 2 * 3 + 30)
         assert (
-            told.confidence == "high" and "500 of 1,000 steps left, based on its own speed, 3 s per step" in told.basis
+            reported.confidence == "high"
+            and "500 of 1,000 steps left, based on its own speed, 3 s per step" in reported.basis
         )
 
     @pytest.mark.parametrize(("step", "seconds_a_step"), [(0, 2.0), (50, 2.0), (100, 3.0), (400, 3.0)])
     def test_twins_give_the_speed_until_a_tenth_is_done(self, step: int, seconds_a_step: float) -> None:
         plain = replace(WORK, evaluate_every=None, save_every=None)
         so_far = Timings(total_steps=1000, step=step, training=step * 3.0, step_seconds=3.0 if step else None)
-        told = durations.estimate(plain, so_far, typical(DONE))
-        assert told is not None and told.seconds == pytest.approx((1000 - step) * seconds_a_step + 30)
-        assert told.confidence == ("high" if step >= 100 else "medium")
+        reported = durations.estimate(plain, so_far, typical(DONE))
+        assert reported is not None and reported.seconds == pytest.approx((1000 - step) * seconds_a_step + 30)
+        assert reported.confidence == ("high" if step >= 100 else "medium")
 
     def test_runs_with_other_steps_give_the_speed_until_it_has_its_own(self) -> None:
         plain = replace(WORK, evaluate_every=None, save_every=None)
         others = typical(replace(DONE, twin="other", training=90_000.0, finishing=0.0))
         for step, seconds_a_step in ((0, 90.0), (10, 3.0)):
             so_far = Timings(total_steps=1000, step=step, training=step * 3.0, step_seconds=3.0 if step else None)
-            told = durations.estimate(plain, so_far, others)
-            assert told is not None and told.seconds == pytest.approx((1000 - step) * seconds_a_step)
-            assert told.confidence == "low"
+            reported = durations.estimate(plain, so_far, others)
+            assert reported is not None and reported.seconds == pytest.approx((1000 - step) * seconds_a_step)
+            assert reported.confidence == "low"
 
     def test_without_any_like_run_its_own_speed_has_to_do(self) -> None:
-        told = durations.estimate(WORK, HALFWAY, typical())
-        assert told is not None and told.confidence == "medium"
+        reported = durations.estimate(WORK, HALFWAY, typical())
+        assert reported is not None and reported.confidence == "medium"
         assert durations.estimate(WORK, Timings(total_steps=1000), typical()) is None
 
     @pytest.mark.parametrize(
@@ -90,32 +91,32 @@ class TestRemaining:
     def test_limits_end_it_sooner(self, change: dict[str, float], seconds: float) -> None:
         plain = replace(WORK, evaluate_every=None, save_every=None)
         wanted = replace(plain, **change)  # type: ignore[arg-type]
-        told = durations.estimate(wanted, replace(HALFWAY, saves=0, saving=0.0), typical())
-        assert told is not None and told.seconds == pytest.approx(seconds)
+        reported = durations.estimate(wanted, replace(HALFWAY, saves=0, saving=0.0), typical())
+        assert reported is not None and reported.seconds == pytest.approx(seconds)
 
     def test_a_repaired_attempt_that_goes_back_has_the_rest_to_do(self) -> None:
         plain = replace(WORK, evaluate_every=None, save_every=None, next_step=600)
         again = Timings(total_steps=1000, start_step=200, step=250, training=50.0, step_seconds=1.0)
-        told = durations.estimate(plain, again, typical())
-        assert told is not None and told.seconds == pytest.approx(750)
+        reported = durations.estimate(plain, again, typical())
+        assert reported is not None and reported.seconds == pytest.approx(750)
 
-    def test_what_may_stop_early_is_told_with_less_confidence(self) -> None:
-        told = durations.estimate(replace(WORK, may_end_early=True), HALFWAY, typical())
-        assert told is not None and told.confidence == "low" and "early stopping" in told.basis
+    def test_what_may_stop_early_is_reported_with_less_confidence(self) -> None:
+        reported = durations.estimate(replace(WORK, may_end_early=True), HALFWAY, typical())
+        assert reported is not None and reported.confidence == "low" and "early stopping" in reported.basis
 
 
 class TestWhole:
     def test_twins_make_it_more_than_a_guess(self) -> None:
-        told = durations.estimate(WORK, None, typical(DONE, DONE, replace(DONE, training=2100.0)))
+        reported = durations.estimate(WORK, None, typical(DONE, DONE, replace(DONE, training=2100.0)))
         seconds = 20 + 2000 + 9 * 10 + 4 * 3 + 30
-        assert told is not None and (told.seconds, told.confidence) == (pytest.approx(seconds), "medium")
-        assert told.basis == "1,000 of 1,000 steps left, based on 3 earlier runs with this configuration"
+        assert reported is not None and (reported.seconds, reported.confidence) == (pytest.approx(seconds), "medium")
+        assert reported.basis == "1,000 of 1,000 steps left, based on 3 earlier runs with this configuration"
         others = durations.estimate(WORK, None, typical(replace(DONE, twin="other")))
         assert others is not None and (others.seconds, others.confidence) == (pytest.approx(seconds), "low")
 
     def test_runs_with_other_steps_are_scaled_by_the_size_of_a_step(self) -> None:
-        told = typical(replace(DONE, twin="other", work=32.0))
-        assert (told.step_seconds, told.same_config) == (1.0, False)
+        reported = typical(replace(DONE, twin="other", work=32.0))
+        assert (reported.step_seconds, reported.same_config) == (1.0, False)
 
     def test_a_twin_on_this_device_says_more_than_others_elsewhere(self) -> None:
         past = [*like(replace(DONE, training=9000.0), device="T4"), *like(DONE), *like(replace(DONE, twin="other"))]
@@ -131,11 +132,11 @@ class TestWhole:
 
     def test_a_run_that_goes_on_has_used_up_a_part_of_its_time(self) -> None:
         limited = replace(WORK, time_limit=1000.0, next_step=400, evaluate_every=None, save_every=None)
-        told = durations.estimate(limited, None, typical(DONE))
-        assert told is not None and told.seconds == pytest.approx(20 + (1000 - 400 * 2.0) + 30)
+        reported = durations.estimate(limited, None, typical(DONE))
+        assert reported is not None and reported.seconds == pytest.approx(20 + (1000 - 400 * 2.0) + 30)
         # What it trained as another run counts for that one.
-        told = durations.estimate(replace(limited, first_step=400), None, typical(DONE))
-        assert told is not None and told.seconds == pytest.approx(20 + 1000 + 30)
+        reported = durations.estimate(replace(limited, first_step=400), None, typical(DONE))
+        assert reported is not None and reported.seconds == pytest.approx(20 + 1000 + 30)
 
     def test_nothing_is_made_up(self) -> None:
         assert durations.estimate(WORK, None, typical()) is None
@@ -159,7 +160,7 @@ class TestWorkload:
     def steps(self, backend: str = "celery", rows: int | None = 100, **config: object) -> int | None:
         return self.work(config, backend=backend, rows=rows).total_steps
 
-    def test_steps_are_known_before_they_are_counted_where_rows_tell_them(self) -> None:
+    def test_steps_are_known_before_they_are_counted_where_rows_give_them(self) -> None:
         assert self.steps() == 39  # three times thirteen steps of eight
         assert self.steps(max_steps=7) == 7
         assert self.steps(eval_split=0.5) == 21
@@ -184,7 +185,7 @@ class TestWorkload:
     @pytest.mark.parametrize(
         ("step", "epoch", "end"), [(3, 0.24, 12), (12, 12 / 13, 13), (13, 1.0, 26), (30, 30 / 13, 39), (10, 0.8, 12)]
     )
-    def test_an_epoch_ends_at_a_step_that_progress_tells(self, step: int, epoch: float, end: int) -> None:
+    def test_an_epoch_ends_at_a_step_that_progress_reports(self, step: int, epoch: float, end: int) -> None:
         """Thirteen steps an epoch, or twelve and a half."""
         stopping = {"stop_mode": "epoch_end", "total_steps": 1000, "current_step": step, "current_epoch": epoch}
         assert self.work({}, **stopping).total_steps == end
@@ -203,9 +204,9 @@ class TestWords:
         now = datetime.now(UTC)
         seconds = {"in about 40 s": 40.4, "any moment": -20.0}
         for words, left in seconds.items():
-            told = Prediction(start_at=None, finish_at=now + timedelta(seconds=left), confidence="high", basis="")
-            seen = WatchState("run_1", "counting", "running", 0, 10, prediction=told)
+            reported = Prediction(start_at=None, finish_at=now + timedelta(seconds=left), confidence="high", basis="")
+            seen = WatchState("run_1", "counting", "running", 0, 10, prediction=reported)
             assert seen.outlook == f"finishes {words}"
-            assert refresh_interval(told) < 15 < refresh_interval(None)
+            assert refresh_interval(reported) < 15 < refresh_interval(None)
         seen.status = "completed"
         assert seen.outlook == ""

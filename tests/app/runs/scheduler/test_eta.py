@@ -54,12 +54,12 @@ def ask(settings: Settings, times: int = 1) -> list[dict[str, Prediction | None]
     async def made() -> list[dict[str, Prediction | None]]:
         engine = async_engine(settings.database_url or "")
         sessions = session_maker(engine)
-        forecasts, found = EtaService(settings, ["fake"], sessions), []
+        eta, found = EtaService(settings, ["fake"], sessions), []
         for _ in range(times):
             async with sessions() as session:
                 runs = (await session.execute(select(Run.id, Run.status))).all()
-            forecasts._made_at = float("-inf")
-            predictions = await forecasts.of({run.id: run.status for run in runs})
+            eta._made_at = float("-inf")
+            predictions = await eta.of({run.id: run.status for run in runs})
             found.append({run.id: predictions.get(run.id) for run in runs})
         await engine.dispose()
         return found
@@ -76,10 +76,10 @@ def test_a_run_counts_once_in_the_history_of_others_and_not_in_its_own(settings:
     mark_run(engine, waits.id, dataset_id=ended.dataset_id)
     timed(engine, lost, step=15, total_steps=20)
     found = ask(settings)[0]
-    told = found[waits.id]
-    assert told is not None and told.start_at is not None and told.finish_at is not None
-    assert (told.finish_at - told.start_at).total_seconds() == pytest.approx(20, abs=0.1)
-    assert "20 of 20 steps left, based on 1 earlier run with this configuration" in told.basis
+    reported = found[waits.id]
+    assert reported is not None and reported.start_at is not None and reported.finish_at is not None
+    assert (reported.finish_at - reported.start_at).total_seconds() == pytest.approx(20, abs=0.1)
+    assert "20 of 20 steps left, based on 1 earlier run with this configuration" in reported.basis
     own = found[lost.id]
     assert own is not None and own.finish_at is None
 
@@ -94,18 +94,18 @@ def test_a_run_counts_once_in_the_history_of_others_and_not_in_its_own(settings:
         ({"total_steps": 100, "stop_mode": "epoch_end"}, {}, None),
     ],
 )  # fmt: skip
-def test_a_run_that_trains_has_left_what_the_trainer_tells_up_to_its_stop(
+def test_a_run_that_trains_has_left_what_the_trainer_reports_up_to_its_stop(
     settings: Settings, engine: Engine, columns: dict[str, Any], extra: dict[str, Any], left: str | None
 ) -> None:
     run = add_run(engine, config={**CONFIG, "extra": {"steps": 20}, **extra})
     claim(engine, add_worker(engine))
     timed(engine, run, step=50, total_steps=20)
     mark_run(engine, run.id, **columns)
-    told = ask(settings)[0][run.id]
+    reported = ask(settings)[0][run.id]
     if left is None:
-        assert told is None
+        assert reported is None
     else:
-        assert told is not None and told.basis.startswith(left)
+        assert reported is not None and reported.basis.startswith(left)
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,9 @@ def test_a_run_that_is_to_stop_makes_room_for_those_that_wait(
     waits = add_run(engine).id
     (found,) = ask(settings)
     assert (found[run.id] is None) is (stop.get("stop_mode") != "epoch_end"), "when it ends itself is for nobody to ask"
-    told = found[waits]
-    assert told is not None and told.start_at is not None
-    assert (told.start_at - datetime.now(UTC)).total_seconds() == pytest.approx(seconds, abs=2)
+    reported = found[waits]
+    assert reported is not None and reported.start_at is not None
+    assert (reported.start_at - datetime.now(UTC)).total_seconds() == pytest.approx(seconds, abs=2)
 
 
 def test_only_those_are_before_a_run_that_could_take_its_place(settings: Settings, engine: Engine) -> None:
@@ -138,7 +138,7 @@ def test_only_those_are_before_a_run_that_could_take_its_place(settings: Setting
         add_run(engine, requirements={"kind": "cuda"})
     first, second = (add_run(engine).id for _ in range(2))
     (found,) = ask(settings)
-    bases = [told.basis for told in (found[first], found[second]) if told]
+    bases = [reported.basis for reported in (found[first], found[second]) if reported]
     assert [basis.partition(",")[0].partition(";")[0] for basis in bases] == ["It is next", "1 run is before it"]
 
 
@@ -147,10 +147,10 @@ def test_a_forecast_that_goes_wrong_fails_no_answer_and_the_next_is_made_as_ever
 ) -> None:
     run_id = add_run(engine).id
     add_worker(engine)
-    forecasts = api.application.state.forecasts
+    eta = api.application.state.eta
 
     def predictions() -> list[Any]:
-        forecasts._made_at = float("-inf")
+        eta._made_at = float("-inf")
         listed = api.client.get("/v1/runs").json()["data"][0]["prediction"]
         answers = [api.client.get(f"/v1/runs/{run_id}"), api.client.patch(f"/v1/runs/{run_id}", json={"pinned": True})]
         return [listed, *(answer.raise_for_status().json()["prediction"] for answer in answers)]
@@ -171,7 +171,7 @@ def test_a_forecast_that_goes_wrong_fails_no_answer_and_the_next_is_made_as_ever
     assert None not in predictions()
 
 
-def test_an_edit_keeps_nobody_from_the_run_while_a_forecast_is_made(api: ApiServer, engine: Engine) -> None:
+def test_an_edit_keeps_no_one_from_the_run_while_a_forecast_is_made(api: ApiServer, engine: Engine) -> None:
     run_id = add_run(engine).id
     add_worker(engine)
     with ThreadPoolExecutor() as editor:
@@ -185,7 +185,7 @@ def test_an_edit_keeps_nobody_from_the_run_while_a_forecast_is_made(api: ApiServ
     assert shown["name"] == "another" and shown["prediction"] is not None
 
 
-async def test_nobody_waits_for_a_forecast_and_there_is_at_most_one_a_second(
+async def test_no_one_waits_for_a_forecast_and_there_is_at_most_one_a_second(
     settings: Settings, engine: Engine
 ) -> None:
     run_id = add_run(engine).id
@@ -198,24 +198,24 @@ async def test_nobody_waits_for_a_forecast_and_there_is_at_most_one_a_second(
             made.append(time.monotonic())
 
     event.listen(database.sync_engine, "before_cursor_execute", note)
-    forecasts = EtaService(settings, ["fake"], session_maker(database))
+    eta = EtaService(settings, ["fake"], session_maker(database))
 
-    async def told(*run_ids: str) -> dict[str, Prediction]:
-        return await forecasts.of(dict.fromkeys(run_ids, "pending"))
+    async def reported(*run_ids: str) -> dict[str, Prediction]:
+        return await eta.of(dict.fromkeys(run_ids, "pending"))
 
     with engine.begin() as connection:
         connection.execute(text("LOCK TABLE run_timings IN ACCESS EXCLUSIVE MODE"))
-        slow = asyncio.create_task(told(run_id))
+        slow = asyncio.create_task(reported(run_id))
         await eventually_async(lambda: asyncio.to_thread(waiting_for_locks, engine))
-        assert await asyncio.wait_for(told(run_id), 5) == {}
+        assert await asyncio.wait_for(reported(run_id), 5) == {}
     assert (await slow)[run_id] is not None
     # As one behind the thousandth of the queue: no forecast has it, and asking again makes none.
     for _ in range(12):
-        assert (await told(run_id, "run_unknown")).keys() == {run_id}
+        assert (await reported(run_id, "run_unknown")).keys() == {run_id}
         await asyncio.sleep(0.05)
 
     async def is_made_again() -> bool:
-        await told(run_id, "run_unknown")
+        await reported(run_id, "run_unknown")
         return len(made) > 1
 
     await eventually_async(is_made_again)

@@ -48,7 +48,7 @@ def test_a_worker_passes_over_what_does_not_fit_it() -> None:
 @pytest.mark.parametrize(
     "change", [{"kind": "cpu"}, {"backend": "fake"}, {"memory_mb": 90_000}, {"devices": 2}], ids=str
 )
-def test_what_no_worker_could_take_has_no_worker_and_is_in_nobodys_way(change: dict[str, object]) -> None:
+def test_what_no_worker_could_take_has_no_worker_and_delays_no_other_run(change: dict[str, object]) -> None:
     found = simulate_queue([slots(0.0)], [waiting("never", **change), waiting("b")], lambda *_: 1.0)
     assert found["never"].worker is None and found["b"].start == 0.0
 
@@ -68,7 +68,7 @@ def test_before_a_run_are_those_that_start_first_where_it_could_itself() -> None
     assert [unknown[id].before for id in "ab"] == [0, 1]
 
 
-def test_a_pause_is_waited_out_by_who_has_it_alone_and_what_nobody_knows_is_not_guessed() -> None:
+def test_a_pause_is_waited_out_by_who_has_it_alone_and_what_no_one_knows_is_not_guessed() -> None:
     assert starts([slots(0.0)], [waiting("a", not_before=20.0), waiting("b")]) == {"a": 20.0, "b": 0.0}
     found = simulate_queue([slots(math.inf)], [waiting()], lambda *_: 1.0)["a"]
     assert found.worker is not None and math.isinf(found.start)

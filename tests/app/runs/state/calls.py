@@ -74,7 +74,7 @@ def _moved(rows: Any) -> list[tuple[Any, ...]]:
     return sorted((row.id, row.from_status, row.status, row.lease_epoch, row.attempt, row.event_seq) for row in rows)
 
 
-def _lifecycle(statement: Callable[["Call"], Any]) -> Callable[["Call", Connection, dict[str, Any]], Any]:
+def _transition(statement: Callable[["Call"], Any]) -> Callable[["Call", Connection, dict[str, Any]], Any]:
     def make(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
         return _moved(connection.execute(statement(call)).all())
 
@@ -116,8 +116,8 @@ def _checkpoint(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
     event = NewEvent.of("checkpoint", 1_700_000_000.0, {"line": line(call.lease_epoch, call.first)})
     append(connection, call.run, call.lease_epoch, call.first, [event])
     row = {"id": new_id("ckpt"), "run_id": call.run, "attempt": 1, "name": f"checkpoint-{call.step}"}
-    told = {"step": call.step, "epoch": 0.5, "kind": "periodic", "bytes": 1, "manifest_sha256": "0" * 64}
-    connection.execute(insert(Checkpoint).values(**row, **told))
+    reported = {"step": call.step, "epoch": 0.5, "kind": "periodic", "bytes": 1, "manifest_sha256": "0" * 64}
+    connection.execute(insert(Checkpoint).values(**row, **reported))
     connection.execute(
         update(Run)
         .where(Run.id == call.run, Run.lease_epoch == call.lease_epoch, Run.status.in_(LIVE))
@@ -133,16 +133,16 @@ _MAKE: dict[str, Callable[[Call, Connection, dict[str, Any]], Any]] = {
     "hint_due": _hint,
     "append": _append,
     "checkpoint": _checkpoint,
-    "begin": _lifecycle(lambda it: machine.begin(it.run, it.lease_epoch, START_STEP, 0.5, 100, None)),
-    "saving": _lifecycle(lambda it: machine.begin_save(it.run, it.lease_epoch)),
-    "saved": _lifecycle(lambda it: machine.end_save(it.run, it.lease_epoch)),
-    "complete": _lifecycle(lambda it: machine.complete(it.run, it.lease_epoch, 1, "all steps done")),
-    "fail": _lifecycle(lambda it: machine.fail(it.run, it.lease_epoch, "bad_data", "row 3 is empty")),
-    "cancel": _lifecycle(lambda it: machine.cancel(it.run, it.lease_epoch)),
-    "hand_back": _lifecycle(lambda it: machine.release(it.run, it.lease_epoch, "drain")),
-    "retry": _lifecycle(lambda it: machine.retry(it.run, it.lease_epoch, "trainer lost", it.delay)),
-    "reap": _lifecycle(lambda _: machine.reap(REAP_LEASE)),
-    "reap_dead": _lifecycle(lambda it: machine.reap_dead([it.worker.id if it.worker else ""])),
-    "request_stop_at_epoch_end": _lifecycle(lambda it: machine.request_stop_at_epoch_end(it.run)),
-    "request_stop": _lifecycle(lambda it: machine.request_stop(it.run, "checkpoint" if it.save else "discard")),
+    "begin": _transition(lambda it: machine.begin(it.run, it.lease_epoch, START_STEP, 0.5, 100, None)),
+    "saving": _transition(lambda it: machine.begin_save(it.run, it.lease_epoch)),
+    "saved": _transition(lambda it: machine.end_save(it.run, it.lease_epoch)),
+    "complete": _transition(lambda it: machine.complete(it.run, it.lease_epoch, 1, "all steps done")),
+    "fail": _transition(lambda it: machine.fail(it.run, it.lease_epoch, "bad_data", "row 3 is empty")),
+    "cancel": _transition(lambda it: machine.cancel(it.run, it.lease_epoch)),
+    "release": _transition(lambda it: machine.release(it.run, it.lease_epoch, "drain")),
+    "retry": _transition(lambda it: machine.retry(it.run, it.lease_epoch, "trainer lost", it.delay)),
+    "reap": _transition(lambda _: machine.reap(REAP_LEASE)),
+    "reap_dead": _transition(lambda it: machine.reap_dead([it.worker.id if it.worker else ""])),
+    "request_stop_at_epoch_end": _transition(lambda it: machine.request_stop_at_epoch_end(it.run)),
+    "request_stop": _transition(lambda it: machine.request_stop(it.run, "checkpoint" if it.save else "discard")),
 }

@@ -19,7 +19,7 @@ _GUARDED = {  # verb: (from, to, reason)
     "cancel": (LIVE, "cancelled", "stopped on request"),
 }
 _REQUEUES = {  # verb: (reason, outcome, whether it counts as a loss)
-    "hand_back": ("drain", "handed_back", False),
+    "release": ("drain", "handed_back", False),
     "retry": ("trainer lost", "retried", True),
     "reap": ("worker lost: its lease ran out", "lost", True),
     "reap_dead": ("worker lost: its process is gone", "lost", True),
@@ -65,7 +65,7 @@ class ModelRun:
         """Whether a worker owns it."""
         return self.status in LIVE
 
-    def tell(self, kind: str, **data: Any) -> None:
+    def record(self, kind: str, **data: Any) -> None:
         """Add an event."""
         self.events.append((kind, self.attempt, data))
 
@@ -74,11 +74,11 @@ class ModelRun:
         source, self.status = self.status, target
         if target == "failed":
             self.error = error
-            self.tell("error", code=error)
+            self.record("error", code=error)
         if target != source:
-            self.tell("status", **{"from": source, "to": target, "reason": reason, "attempt": self.attempt})
+            self.record("status", **{"from": source, "to": target, "reason": reason, "attempt": self.attempt})
         if target in ENDED:
-            self.tell("end", status=target)
+            self.record("end", status=target)
         if not self.live:
             self.owner, self.expired = None, False
             if self.attempts and self.attempts[-1]["outcome"] is None:
@@ -121,7 +121,7 @@ class Model:
             run = self.runs[call.run] = ModelRun(
                 id=call.run, kind=wants.get("kind"), memory_mb=wants.get("memory_mb", 0), **values
             )
-            run.tell("status", **{"from": None, "to": "pending", "reason": "created", "attempt": 0})
+            run.record("status", **{"from": None, "to": "pending", "reason": "created", "attempt": 0})
             return "pending"
         if call.verb == "claim":
             return self._claim(call, locked)
@@ -202,7 +202,7 @@ class Model:
         last = call.first + call.count - 1
         new = range(run.stored + 1, last + 1)
         for number in new:
-            run.tell(call.verb if call.verb == "checkpoint" else "log", line=line(call.lease_epoch, number))
+            run.record(call.verb if call.verb == "checkpoint" else "log", line=line(call.lease_epoch, number))
         run.stored = max(run.stored, last)
         if call.verb == "checkpoint":
             run.lost_count, run.checkpoint_step = 0, call.step
@@ -219,9 +219,9 @@ class Model:
             row = run.move("cancelled" if run.status == "pending" else run.status, "stopped on request")
         elif call.verb == "request_stop_at_epoch_end":
             run.ends_with_epoch = not run.stop
-            never_begun = run.status == "pending" and run.attempt == 0
-            run.stop = run.stop or never_begun
-            row = run.move("cancelled" if never_begun else run.status, "stopped on request")
+            never_started = run.status == "pending" and run.attempt == 0
+            run.stop = run.stop or never_started
+            row = run.move("cancelled" if never_started else run.status, "stopped on request")
         elif call.verb in _REQUEUES:
             row = self._requeue(call, run)
         else:

@@ -26,7 +26,7 @@ def move(engine: Engine, statement):  # type: ignore[no-untyped-def]
         return connection.execute(statement).mappings().all()
 
 
-def told(engine: Engine, run_id: str) -> list[tuple[str, str]]:
+def reported(engine: Engine, run_id: str) -> list[tuple[str, str]]:
     """(type, what it says) of every event, after checking that seq is 1, 2, 3 …"""
     events = events_of(engine, run_id)
     assert [event.seq for event in events] == list(range(1, len(events) + 1))
@@ -74,7 +74,7 @@ class TestClaim:
         assert taken.id == big.id
         assert sorted(taken.device_indexes) == [0, 1]
 
-    def test_heeds_backend_requirements_and_delay(self, engine: Engine) -> None:
+    def test_respects_backend_requirements_and_delay(self, engine: Engine) -> None:
         add_run(engine, backend="celery")
         add_run(engine, requirements={"kind": "cuda"})
         add_run(engine, requirements={"memory_mb": 2000})
@@ -105,7 +105,7 @@ class TestClaim:
         assert add_run(engine).notified_at is None
         assert claim(engine, add_worker(engine)) is not None
 
-    def test_a_run_that_another_is_just_claiming_is_passed_over(self, engine: Engine) -> None:
+    def test_a_run_that_another_is_just_claiming_is_skipped(self, engine: Engine) -> None:
         run, (one, two) = add_run(engine), (add_worker(engine), add_worker(engine))
         got: list[object] = []
         with engine.connect() as first:
@@ -134,7 +134,7 @@ class TestClaim:
 
 
 class TestTheWholeLife:
-    def test_is_told_in_one_order(self, engine: Engine) -> None:
+    def test_is_reported_in_one_order(self, engine: Engine) -> None:
         run, worker = add_run(engine), add_worker(engine)
         claim(engine, worker)
         for statement in (
@@ -144,7 +144,7 @@ class TestTheWholeLife:
             machine.complete(run.id, 1, 1, "training is complete"),
         ):
             assert len(move(engine, statement)) == 1
-        assert told(engine, run.id) == [
+        assert reported(engine, run.id) == [
             ("status", "pending"),
             ("status", "initializing"),
             ("status", "running"),
@@ -160,12 +160,12 @@ class TestTheWholeLife:
         run, worker = add_run(engine), add_worker(engine)
         claim(engine, worker)
         move(engine, machine.fail(run.id, 1, "bad_data", "row 3 is empty"))
-        assert told(engine, run.id)[-3:] == [("error", "bad_data"), ("status", "failed"), ("end", "failed")]
+        assert reported(engine, run.id)[-3:] == [("error", "bad_data"), ("status", "failed"), ("end", "failed")]
         with engine.connect() as connection:
             assert connection.execute(text("SELECT run_id FROM devices")).scalar() is None
             assert connection.execute(text("SELECT outcome FROM run_attempts")).scalar() == "failed"
 
-    @pytest.mark.parametrize("verb", ["begin", "complete", "fail", "hand_back", "retry"])
+    @pytest.mark.parametrize("verb", ["begin", "complete", "fail", "release", "retry"])
     def test_a_stale_worker_moves_nothing(self, engine: Engine, verb: str) -> None:
         run, worker = add_run(engine), add_worker(engine)
         claim(engine, worker)
@@ -175,7 +175,7 @@ class TestTheWholeLife:
             "begin": machine.begin(run.id, 1, 0, 0.0, 10, None),
             "complete": machine.complete(run.id, 1, 1, "done"),
             "fail": machine.fail(run.id, 1, "internal", "x"),
-            "hand_back": machine.release(run.id, 1, "x"),
+            "release": machine.release(run.id, 1, "x"),
             "retry": machine.retry(run.id, 1, "x", 0),
         }[verb]
         before = events_of(engine, run.id)
@@ -204,7 +204,7 @@ class TestStop:
         run, worker = add_run(engine), add_worker(engine)
         (row,) = move(engine, machine.request_stop(run.id, "checkpoint"))
         assert row["status"] == "cancelled"
-        assert told(engine, run.id)[-2:] == [("status", "cancelled"), ("end", "cancelled")]
+        assert reported(engine, run.id)[-2:] == [("status", "cancelled"), ("end", "cancelled")]
         assert claim(engine, worker) is None
 
     def test_marks_a_live_run_and_reaches_its_worker_with_the_renewal(self, engine: Engine) -> None:
@@ -217,13 +217,13 @@ class TestStop:
         (row,) = move(engine, machine.request_stop(run.id, "discard"))
         assert row["stop_mode"] == "discard"
 
-    @pytest.mark.parametrize("verb", ["hand_back", "retry", "reap_dead"])
+    @pytest.mark.parametrize("verb", ["release", "retry", "reap_dead"])
     def test_is_never_followed_by_another_attempt(self, engine: Engine, verb: str) -> None:
         run, worker = add_run(engine), add_worker(engine)
         claim(engine, worker)
         move(engine, machine.request_stop(run.id, "checkpoint"))
         statement = {
-            "hand_back": machine.release(run.id, 1, "drain"),
+            "release": machine.release(run.id, 1, "drain"),
             "retry": machine.retry(run.id, 1, "lost", 0),
             "reap_dead": machine.reap_dead([worker]),
         }[verb]
@@ -237,7 +237,7 @@ class TestStop:
         move(engine, machine.complete(run.id, 1, 1, "done"))
         assert move(engine, machine.request_stop(run.id, "checkpoint")) == []
 
-    def test_against_a_claim_strands_nobody(self, engine: Engine) -> None:
+    def test_against_a_claim_strands_no_run(self, engine: Engine) -> None:
         worker = add_worker(engine, devices=40)
         for _ in range(20):
             run = add_run(engine)
@@ -273,7 +273,7 @@ class TestLoss:
         assert move(engine, machine.renew(run.id, 1, 60)) == []
         assert move(engine, machine.reap(0.01)) == []
 
-    def test_a_lease_that_expires_while_the_server_stands_still_in_the_reapers_transaction_is_left_alone(
+    def test_a_lease_that_expires_while_the_server_hangs_in_the_reapers_transaction_is_left_alone(
         self, engine: Engine
     ) -> None:
         """The worker's renewal waits for the same server and comes as soon as it moves again."""
@@ -300,9 +300,9 @@ class TestLoss:
         row = run_row(engine, run.id)
         assert (row.status, row.error_code) == ("failed", "worker_lost")
         assert "max_restarts is 1" in row.error_message
-        assert told(engine, run.id)[-3:] == [("error", "worker_lost"), ("status", "failed"), ("end", "failed")]
+        assert reported(engine, run.id)[-3:] == [("error", "worker_lost"), ("status", "failed"), ("end", "failed")]
 
-    def test_being_handed_back_is_no_loss(self, engine: Engine) -> None:
+    def test_being_released_is_no_loss(self, engine: Engine) -> None:
         run, worker = add_run(engine, max_restarts=0), add_worker(engine)
         for _ in range(3):
             claim(engine, worker)

@@ -77,7 +77,7 @@ _CLAIM = _verb("claim", worker=_WORKER)
 _APPEND = _verb("append", **_WHOSE, back=st.integers(-1, 4), count=st.integers(1, 5), step=st.integers(0, 9))
 _ENDS = st.sampled_from(["complete", "fail", "cancel"]).flatmap(lambda name: _verb(name, **_WHOSE))
 _STOP = _verb("request_stop", **_WHOSE, save=st.booleans())
-_WISH = st.one_of(
+_CALL = st.one_of(
     _CLAIM,
     _CLAIM,
     st.sampled_from(["begin", "saving", "saved"]).flatmap(lambda name: _verb(name, **_WHOSE)),
@@ -85,7 +85,7 @@ _WISH = st.one_of(
     _APPEND,
     _verb("checkpoint", **_WHOSE, step=st.integers(1, 99)),
     _ENDS,
-    _verb("hand_back", **_WHOSE),
+    _verb("release", **_WHOSE),
     _verb("retry", **_WHOSE, delay=st.sampled_from([0.0, 10.0])),
     _verb("renew", **_WHOSE),
     _STOP,
@@ -98,7 +98,7 @@ _WISH = st.one_of(
 )
 
 
-class Lifecycle(RuleBasedStateMachine):
+class RunMachine(RuleBasedStateMachine):
     """The rules; `database` is what they work on."""
 
     database: "Database"
@@ -130,10 +130,10 @@ class Lifecycle(RuleBasedStateMachine):
         self._alone(Call("create", run=new_id("run"), values=tuple(values.items())))
 
     @precondition(lambda self: self.model.runs)
-    @rule(wish=_WISH)
-    def do(self, wish: dict[str, Any]) -> None:
+    @rule(drawn=_CALL)
+    def do(self, drawn: dict[str, Any]) -> None:
         """One call, from its start to its commit."""
-        self._alone(self._bind(wish))
+        self._alone(self._bind(drawn))
 
     @precondition(lambda self: self.last)
     @rule()
@@ -143,7 +143,7 @@ class Lifecycle(RuleBasedStateMachine):
         self._alone(self.last)
 
     @precondition(lambda self: self.model.runs)
-    @rule(one=_WISH, other=_WISH, together=st.booleans(), commits=st.booleans(), resent=st.booleans())
+    @rule(one=_CALL, other=_CALL, together=st.booleans(), commits=st.booleans(), resent=st.booleans())
     def do_two_at_once(
         self, one: dict[str, Any], other: dict[str, Any], together: bool, commits: bool, resent: bool
     ) -> None:
@@ -270,20 +270,20 @@ class Lifecycle(RuleBasedStateMachine):
         runs = self.model.runs.values() if hasattr(self, "model") else []
         return [run for run in runs if run.status == "pending" and (run.paused or run.hinted)]
 
-    def _bind(self, wish: dict[str, Any]) -> Call:
+    def _bind(self, drawn: dict[str, Any]) -> Call:
         """The call that a caller makes who knows the run as it is now, or as it was some epochs ago."""
-        wish = dict(wish)
-        if "worker" in wish:
-            wish["worker"] = self.workers[wish["worker"]]
-        if "run" in wish:
+        drawn = dict(drawn)
+        if "worker" in drawn:
+            drawn["worker"] = self.workers[drawn["worker"]]
+        if "run" in drawn:
             # Most calls are about a run that somebody trains.
-            runs = (self._live() if wish["run"] < 3 else []) or list(self.model.runs.values())
-            run = runs[wish["run"] % len(runs)]
-            wish |= {"run": run.id, "lease_epoch": run.lease_epoch - wish.pop("stale")}
-            if wish["verb"] in ("append", "checkpoint"):
-                wish["first"] = max(run.stored + 1 - wish.pop("back", 0), 1)
-                wish.setdefault("count", 1)
-        return Call(**wish)
+            runs = (self._live() if drawn["run"] < 3 else []) or list(self.model.runs.values())
+            run = runs[drawn["run"] % len(runs)]
+            drawn |= {"run": run.id, "lease_epoch": run.lease_epoch - drawn.pop("stale")}
+            if drawn["verb"] in ("append", "checkpoint"):
+                drawn["first"] = max(run.stored + 1 - drawn.pop("back", 0), 1)
+                drawn.setdefault("count", 1)
+        return Call(**drawn)
 
 
 class Database:
@@ -371,5 +371,5 @@ def database(settings: Settings) -> Iterator[Database]:
 
 @pytest.mark.timeout(240 * TIMES)
 def test_every_order_of_calls_does_what_the_model_says(database: Database) -> None:
-    machine = type("OnThisDatabase", (Lifecycle,), {"database": database})
+    machine = type("OnThisDatabase", (RunMachine,), {"database": database})
     run_state_machine_as_test(machine, settings=examples(15, stateful_step_count=40))

@@ -1,4 +1,4 @@
-"""Methods `dpo`, `reward` and `rlhf` over the API: their data sets, and the reward models that runs learn from."""
+"""Methods `dpo`, `reward` and `rlhf` over the API: their datasets, and the reward models that runs learn from."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -141,7 +141,7 @@ class TestWhichModelsScore:
 
 
 class TestTheyAreKept:
-    def test_a_run_tells_which_it_learns_from_and_so_does_one_that_resumes_it(
+    def test_a_run_reports_which_it_learns_from_and_so_does_one_that_resumes_it(
         self, api: ApiServer, engine: Engine
     ) -> None:
         first, second = judge(api, engine), judge(api, engine)

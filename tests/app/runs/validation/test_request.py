@@ -92,7 +92,7 @@ class TestConfiguration(OnSharedApi):
         assert found[:2] == (f"config.{field}", code)
         assert says in found[2]
 
-    def test_all_mistakes_are_told_at_once(self, api: ApiServer, engine: Engine) -> None:
+    def test_all_mistakes_are_reported_at_once(self, api: ApiServer, engine: Engine) -> None:
         body = {
             "backend": "slurm",
             "experiment_id": new_id("exp"),
@@ -156,20 +156,20 @@ class TestRequest(OnSharedApi):
         body = {"dataset_id": dataset, "config": {"base_model": "org/model"}, **change}
         assert refused(api, engine, body)["errors"][0]["field"] == field
 
-    def test_a_missing_data_set_says_how_to_make_one(self, api: ApiServer, engine: Engine) -> None:
+    def test_a_missing_dataset_says_how_to_make_one(self, api: ApiServer, engine: Engine) -> None:
         for missing in (new_id("ds"), "nonsense", "../x"):
             body = {"dataset_id": missing, "config": {"base_model": "org/model"}}
             field, code, says = only_error(refused(api, engine, body))
             assert (field, code) == ("dataset_id", "dataset_not_found")
             assert "POST /v1/datasets" in says
 
-    def test_a_data_set_of_the_wrong_format_names_the_right_ones(self, api: ApiServer, engine: Engine) -> None:
+    def test_a_dataset_of_the_wrong_format_names_the_right_ones(self, api: ApiServer, engine: Engine) -> None:
         body = {"dataset_id": make_dataset(engine, "preference"), "config": {"base_model": "org/model"}}
         field, code, says = only_error(refused(api, engine, body))
         assert (field, code) == ("dataset_id", "wrong_dataset_format")
         assert "`chat`" in says and "`preference`" in says
 
-    def test_a_field_that_does_not_go_with_the_data_set_is_refused(self, api: ApiServer, engine: Engine) -> None:
+    def test_a_field_that_does_not_go_with_the_dataset_is_refused(self, api: ApiServer, engine: Engine) -> None:
         config = {"base_model": "org/model", "loss_on": "assistant"}
         body = {"dataset_id": make_dataset(engine, "text"), "config": config}
         assert only_error(refused(api, engine, body))[:2] == ("config.loss_on", "conflict")
@@ -314,7 +314,7 @@ class TestMachine:
         assert [warning["code"] for warning in found["warnings"]] == ["no_worker_online"]
         assert found["effective_config"]["optim"] == "paged_adamw_8bit"
 
-    def test_a_wish_that_no_online_worker_can_honour_is_refused(
+    def test_an_option_that_no_online_worker_can_honor_is_refused(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         add_worker(engine, backends=["celery"])
@@ -322,7 +322,7 @@ class TestMachine:
         assert not found["valid"] and found["effective_config"] is None
         assert [(it["field"], it["code"]) for it in found["errors"]] == [("config.optim", "not_on_this_machine")]
 
-    def test_a_default_that_the_worker_cannot_honour_is_replaced_and_told(
+    def test_a_default_that_the_worker_cannot_honor_is_replaced_and_reported(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         add_worker(engine, backends=["celery"])

@@ -21,7 +21,7 @@ from worker.checkpoint_files.disk_space import DiskSpace
 from worker.checkpoint_files.manifest import verify
 from worker.training.checkpointing import pinned_memory
 from worker.training.checkpointing.async_writer import AsyncWriter
-from worker.training.checkpointing.disk_space import CheckpointRoom
+from worker.training.checkpointing.disk_full import CheckpointDiskSpace
 from worker.training.checkpointing.pinned_memory import InsufficientHostMemory, PinnedMemory
 from worker.training.checkpointing.saver import CheckpointSaver
 from worker.training.checkpointing.snapshot import Snapshot
@@ -62,9 +62,11 @@ class TestWhileTrainingGoesOn:
         config = CONFIG | method
         done = forks.run(make_job(tmp_path / "1", tiny_model, chats, **config), disk=json.dumps({"slow": 0.5}))
         assert done.result["outcome"] == "completed", (done.result, done.stderr)
-        told = [(line["event"], line.get("step")) for line in read_journal(done.job["journal"])]
-        assert told.index(("save", 2)) > told.index(("step", 3)), "the loop did not wait for the disk"
-        assert told.index(("save", 2)) < told.index(("save", 4)) < told.index(("save", 6)), "one at a time, in order"
+        reported = [(line["event"], line.get("step")) for line in read_journal(done.job["journal"])]
+        assert reported.index(("save", 2)) > reported.index(("step", 3)), "the loop did not wait for the disk"
+        assert reported.index(("save", 2)) < reported.index(("save", 4)) < reported.index(("save", 6)), (
+            "one at a time, in order"
+        )
         for step in (2, 4):
             job = make_job(
                 tmp_path / f"from-{step}", tiny_model, chats, attempt=2, resume_from=done.checkpoint(step), **config
@@ -83,8 +85,10 @@ class TestWhileTrainingGoesOn:
         assert done.steps == undisturbed.steps and weights(done) == weights(undisturbed)
         saved = [(one["step"], one["pinned"], len(one["actions"])) for one in done.of("checkpoint")]
         assert saved == [(2, True, 1), (4, False, 0), (6, False, 0)], "what was asked for is answered by the next one"
-        (told,) = [one for one in done.of("message") if one["level"] == "warning" and "short of memory" in one["line"]]
-        assert "step 1 " in told["line"]
+        (reported,) = [
+            one for one in done.of("message") if one["level"] == "warning" and "short of memory" in one["line"]
+        ]
+        assert "step 1 " in reported["line"]
         # The phase is reported whenever the loop waits for the disk, so its number depends on how fast that is.
         assert "saving" in [record["name"] for record in done.of("phase")], "the loop wrote the later ones itself"
         assert not list(tmp_path.rglob(".checkpoint-*"))
@@ -109,11 +113,11 @@ class TestWhileTrainingGoesOn:
         for folder in killed.folder.glob("checkpoint-*"):
             manifest_sha256 = manifest_hash(folder)
             assert verify(folder, manifest_sha256) == [], "whatever has its name is whole"
-        told = [record["step"] for record in killed.of("checkpoint")]
-        resume = killed.checkpoint(told[-1]) if told else None
+        reported = [record["step"] for record in killed.of("checkpoint")]
+        resume = killed.checkpoint(reported[-1]) if reported else None
         again = forks.run(make_job(tmp_path, tiny_model, chats, attempt=2, resume_from=resume, **CONFIG))
         assert again.result["outcome"] == "completed", (again.result, again.stderr)
-        expected = {n: line for n, line in undisturbed.steps.items() if n > (told[-1] if told else 0)}
+        expected = {n: line for n, line in undisturbed.steps.items() if n > (reported[-1] if reported else 0)}
         assert again.steps == expected and weights(again) == weights(undisturbed)
 
 
@@ -209,19 +213,21 @@ class TestHostMemory:
         first = memory.copy([state])[id(state)].data_ptr()
         assert memory.copy([state])[id(state)].data_ptr() == first
 
-    def test_without_enough_memory_nothing_is_copied_and_training_waits_instead_which_is_told_once(
+    def test_without_enough_memory_nothing_is_copied_and_training_waits_instead_which_is_reported_once(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         monkeypatch.setattr(pinned_memory, "_memory", lambda: (2**30, 2**28))
         with pytest.raises(InsufficientHostMemory):
             PinnedMemory().copy([torch.randn(10)])
-        told: list[tuple[str, str]] = []
-        report = SimpleNamespace(message=lambda *said: told.append(said), phase=lambda name: told.append((name, "")))
+        reported: list[tuple[str, str]] = []
+        report = SimpleNamespace(
+            message=lambda *said: reported.append(said), phase=lambda name: reported.append((name, ""))
+        )
         run: Any = SimpleNamespace(folder=tmp_path, job=make_spec(tmp_path), report=report, is_probe=False)
         saving, snapshot = CheckpointSaver(run), Snapshot([], {"state": torch.randn(10)}, {})
         assert saving.copied(snapshot) is None and saving.copied(snapshot) is None
-        assert [what for what, _ in told if what == "saving"] == ["saving"] * 2
-        ((line, level),) = [said for said in told if said[1]]
+        assert [what for what, _ in reported if what == "saving"] == ["saving"] * 2
+        ((line, level),) = [said for said in reported if said[1]]
         assert level == "warning" and "MiB of host memory" in line
 
 
@@ -316,7 +322,7 @@ class TestRoom:
         assert all(said in why for said in ("93 MiB", "100 MiB free", "20 MiB", str(tmp_path), "save_total_limit"))
 
     def test_it_is_put_off_twice_in_a_row_and_no_more(self, free: list[int], tmp_path: Path) -> None:
-        room, size = CheckpointRoom(tmp_path, 0), 90 * 2**20
+        room, size = CheckpointDiskSpace(tmp_path, 0), 90 * 2**20
         for _ in range(2):  # what fits in between starts the count anew
             free[0] = 10
             for step in (1, 2):
@@ -337,8 +343,8 @@ class TestRoom:
         done = forks.run(job)
         assert done.result["error"]["code"] == "disk_full", done.result
         assert "ANNEAL_DISK_RESERVE_BYTES" in done.result["error"]["message"]
-        told = [r["line"] for r in done.of("message") if r["line"].startswith("The checkpoint")]
+        reported = [r["line"] for r in done.of("message") if r["line"].startswith("The checkpoint")]
         assert [
-            f"step {n} " in line and f"the next is due at step {n + 1}." in line for n, line in enumerate(told, 1)
+            f"step {n} " in line and f"the next is due at step {n + 1}." in line for n, line in enumerate(reported, 1)
         ] == ([True] * warnings)
         assert done.of("checkpoint") == [] and not list(done.folder.glob("*checkpoint*"))

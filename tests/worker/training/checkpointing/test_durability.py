@@ -55,16 +55,18 @@ class TestAWholeRun:
         config = {"base_model": "none", "max_steps": 6, "save_steps": 2, "extra": {"step_seconds": 0}}
         job = {**make_job(tmp_path, "none", "none"), "backend": "fake"}
         job["dataset"]["rows"] = 8
-        told = told_under_watch("worker.fake.trainer", {**job, "config": config, "user_set_fields": list(config)})
-        assert told == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+        reported = reported_under_watch(
+            "worker.fake.trainer", {**job, "config": config, "user_set_fields": list(config)}
+        )
+        assert reported == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
 
     def test_of_the_real_trainer(self, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
         config = {"method": "lora", "max_steps": 3, "save_steps": 1, "max_seq_length": 64, "batch_size": 2}
-        told = told_under_watch("worker.training.__main__", make_job(tmp_path, tiny_model, chats, **config))
-        assert told == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+        reported = reported_under_watch("worker.training.__main__", make_job(tmp_path, tiny_model, chats, **config))
+        assert reported == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
 
 
-def told_under_watch(entry: str, job: dict[str, Any]) -> list[str]:
+def reported_under_watch(entry: str, job: dict[str, Any]) -> list[str]:
     """The checkpoints that a training process tells of; a power cut would have taken none of them, nor its output."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.worker.training.disk", entry, str(write_job(job))],
@@ -77,5 +79,5 @@ def told_under_watch(entry: str, job: dict[str, Any]) -> list[str]:
     assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])
     (seen,) = (record for record in parse_records(done.stdout) if record["type"] == "disk")
     assert (seen["problems"], seen["too_early"], seen["has_output"]) == ([], [], True)
-    told: list[str] = seen["told"]
-    return told
+    reported: list[str] = seen["reported"]
+    return reported

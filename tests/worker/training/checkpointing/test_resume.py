@@ -97,7 +97,7 @@ class TestExact:
     ) -> None:
         again = resumed(forks, undisturbed, step, tmp_path)
         assert again.result["outcome"] == "completed", (again.result, again.stderr)
-        assert again.steps == {n: told for n, told in undisturbed.steps.items() if n > step}
+        assert again.steps == {n: reported for n, reported in undisturbed.steps.items() if n > step}
         assert weights(again) == weights(undisturbed)
         assert figures(again) == figures(undisturbed)
         facts = again.of("config")[0]["facts"]
@@ -107,7 +107,7 @@ class TestExact:
 
 
 class TestFidelity:
-    def test_what_differs_from_the_checkpoint_is_told_and_the_run_calls_itself_approximate(
+    def test_what_differs_from_the_checkpoint_is_reported_and_the_run_calls_itself_approximate(
         self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
         config = {"method": "lora", "max_steps": 2, "save_steps": 1, "max_seq_length": 64}
@@ -121,19 +121,19 @@ class TestFidelity:
         assert facts["fidelity"] == "approximate"
         assert facts["fidelity_reasons"] == [
             "The base model differs from that of the checkpoint.",
-            "The data set differs from that of the checkpoint.",
+            "The dataset differs from that of the checkpoint.",
         ]
 
-    def test_weights_that_give_something_else_than_before_the_save_are_told(
+    def test_weights_that_give_something_else_than_before_the_save_are_reported(
         self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
         config = {"method": "lora", "max_steps": 2, "max_seq_length": 64}
         first = forks.run(make_job(tmp_path / "1", tiny_model, chats, stop_at_step=1, **config))
         checkpoint = first.checkpoint(1)
         path = Path(checkpoint["path"]) / "manifest.json"
-        told = json.loads(path.read_text())
-        told["probe"] = (float.fromhex(told["probe"]) + 0.25).hex()
-        path.write_text(json.dumps(told))
+        reported = json.loads(path.read_text())
+        reported["probe"] = (float.fromhex(reported["probe"]) + 0.25).hex()
+        path.write_text(json.dumps(reported))
         checkpoint["manifest_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
         again = forks.run(make_job(tmp_path / "2", tiny_model, chats, attempt=2, resume_from=checkpoint, **config))
         facts = again.of("config")[0]["facts"]
@@ -183,7 +183,7 @@ class TestChanges:
         same = resumed(forks, first, 3, tmp_path / "3")
         assert {record["learning_rate"] for record in first.of("metric")} == {2e-4}
         assert {record["learning_rate"] for record in again.of("metric")} == {5e-3}
-        assert same.steps == {n: told for n, told in first.steps.items() if n > 3}
+        assert same.steps == {n: reported for n, reported in first.steps.items() if n > 3}
         assert again.steps != same.steps
 
     def test_a_run_stopped_where_an_evaluation_was_due_does_it_on_resume(
@@ -256,18 +256,18 @@ class TestBest:
     ) -> None:
         config = {"method": "full", "max_seq_length": 64, "learning_rate": 1e-2, "max_steps": 7, "eval_split": 0.2}
         done = forks.run(make_job(tmp_path, tiny_model, chats, save_steps=2, eval_steps=3, logging_steps=2, **config))
-        told = {record["step"]: record["metrics"]["eval_loss"] for record in done.of("eval")}
+        reported = {record["step"]: record["metrics"]["eval_loss"] for record in done.of("eval")}
         saved = {record["step"]: (record["kind"], record["metrics"]["eval_loss"]) for record in done.of("checkpoint")}
         assert saved == {
-            2: ("periodic", None), 3: ("best", told[3]), 4: ("periodic", None), 6: ("periodic", told[6]),
-            7: ("final", told.get(7)),
+            2: ("periodic", None), 3: ("best", reported[3]), 4: ("periodic", None), 6: ("periodic", reported[6]),
+            7: ("final", reported.get(7)),
         }  # fmt: skip
         logged = {record["step"]: record["loss"] for record in done.of("metric")}
         for record in done.of("checkpoint"):
             before = [loss for step, loss in logged.items() if step <= record["step"]]
             assert (record["metrics"]["loss"], record["metrics"]["best_loss"]) == (before[-1], min(before))
 
-    def test_an_evaluation_that_is_no_number_ends_the_run_and_is_nobodys_best(self, tmp_path: Path) -> None:
+    def test_a_non_finite_evaluation_ends_the_run_and_is_never_the_best(self, tmp_path: Path) -> None:
         config = TrainingConfig(base_model="tiny")
         nothing: Any = None
         run = TrainingContext(make_spec(tmp_path), config, set(), DeviceCapabilities(), nothing, nothing, nothing)

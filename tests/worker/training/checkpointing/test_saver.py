@@ -33,26 +33,26 @@ class Report:
     """Keeps what is told."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, Any]] = []
+        self.reported: list[tuple[str, Any]] = []
 
     def alive(self) -> None:
-        self.told.append(("alive", None))
+        self.reported.append(("alive", None))
 
     def phase(self, name: str) -> None:
-        self.told.append(("phase", name))
+        self.reported.append(("phase", name))
 
     def message(self, line: str, level: str = "info") -> None:
-        self.told.append((level, line))
+        self.reported.append((level, line))
 
     def checkpoint(self, name: str, **about: Any) -> None:
-        self.told.append(("checkpoint", name) if not about["actions"] else ("checkpoint for actions", name))
+        self.reported.append(("checkpoint", name) if not about["actions"] else ("checkpoint for actions", name))
 
     def action(self, id: str, action: str, **about: Any) -> None:
-        self.told.append((f"action {about['status']}", about.get("message")))
+        self.reported.append((f"action {about['status']}", about.get("message")))
 
     def of(self, kind: str) -> list[Any]:
         """What was told of this kind."""
-        return [what for told, what in self.told if told == kind]
+        return [what for reported, what in self.reported if reported == kind]
 
 
 class Training:
@@ -154,7 +154,7 @@ class TestInFlight:
         training.saving.in_flight._done += 1
         training.saving.in_flight.wait(training.report.alive)
 
-    def test_when_a_step_fails_the_one_on_its_way_gets_whole_for_whoever_goes_on(self, training: Training) -> None:
+    def test_when_a_step_fails_the_one_on_its_way_gets_whole_for_the_next_attempt(self, training: Training) -> None:
         with pytest.raises(TrainingFailure, match="NaN"), training.saving.settled():
             training.save(2)
             threading.Timer(0.1, training.go_on.set).start()
@@ -163,7 +163,7 @@ class TestInFlight:
         folder = training.run.folder / "checkpoint-2"
         assert manifest.verify(folder, hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()) == []
 
-    def test_a_failure_of_the_writing_is_told_though_the_step_failed_first(
+    def test_a_failure_of_the_writing_is_reported_though_the_step_failed_first(
         self, training: Training, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def fail(*_: Any) -> None:

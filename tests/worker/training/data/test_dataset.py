@@ -139,7 +139,7 @@ class TestCutting:
         assert end.dataset[0]["input_ids"] == whole[-6:]
         assert start.remarks and end.remarks
 
-    def test_rows_with_nothing_left_to_learn_are_left_out_and_told(
+    def test_rows_with_nothing_left_to_learn_are_left_out_and_reported(
         self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
     ) -> None:
         rows = [{"prompt": "one two three four five six seven", "completion": "x"}, {"prompt": "", "completion": "y"}]
@@ -236,7 +236,7 @@ class TestHeldOut:
 
 
 class TestRows:
-    def test_columns_that_the_format_does_not_name_are_passed_over(
+    def test_columns_that_the_format_does_not_name_are_skipped(
         self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
     ) -> None:
         ensure_template(tokenizer)
@@ -261,8 +261,12 @@ class TestRows:
             tokens(tokenizer, tmp_path, rows, "text")
         named = [int(line) for line in re.findall(r"line (\d+):", refused.value.message)]
         assert named == list(range(1, 60, 3)) and refused.value.message.endswith("(and 80 more)")
-        for told in ("line 10: not an object", "line 22: field 'text' is missing", "line 4: its text is not a string"):
-            assert told in refused.value.message
+        for reported in (
+            "line 10: not an object",
+            "line 22: field 'text' is missing",
+            "line 4: its text is not a string",
+        ):
+            assert reported in refused.value.message
 
     @pytest.mark.parametrize("loss_on", ["all", "assistant"])
     def test_a_chat_that_cannot_be_tokenised_is_found_among_those_that_are_encoded_with_it(

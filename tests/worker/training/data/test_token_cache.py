@@ -98,7 +98,7 @@ class TestEntries:
 
     @pytest.mark.parametrize("place", [0, 0.3, 0.6, 0.9, 0.99, 0.999, 1])
     @pytest.mark.parametrize("harm", ["changed", "cut off", "longer"])
-    def test_a_damaged_file_is_noticed_and_made_anew(self, place: float, harm: str, folder: Folder) -> None:
+    def test_a_damaged_file_is_noticed_and_rebuilt(self, place: float, harm: str, folder: Folder) -> None:
         folder.cache().entry(PARTS, SCHEMA, numbers)
         (path,) = folder.entries
         whole = bytearray(path.read_bytes())
@@ -108,8 +108,8 @@ class TestEntries:
         else:
             whole[at : None if harm == "cut off" else at] = b"" if harm == "cut off" else b"\0"
         path.write_bytes(whole)
-        anew = folder.cache().entry(PARTS, SCHEMA, numbers)
-        assert not anew.from_cache and values(anew) == list(range(1000))
+        rebuilt = folder.cache().entry(PARTS, SCHEMA, numbers)
+        assert not rebuilt.from_cache and values(rebuilt) == list(range(1000))
         assert len(folder.warnings) == 1 and "corrupt" in folder.warnings[0]
         assert folder.cache().entry(PARTS, SCHEMA, never).from_cache
 
@@ -269,12 +269,12 @@ class TestTokens:
             ("config", "extra", {"packing_strategy": "wrapped"}),
         ],
     )  # fmt: skip
-    def test_a_setting_that_matters_makes_them_anew(self, where: str, name: str, value: Any, lab: Lab) -> None:
+    def test_a_setting_that_matters_rebuilds_them(self, where: str, name: str, value: Any, lab: Lab) -> None:
         lab.tokens()
         getattr(lab, where)[name] = value
         assert not lab.tokens().are_cached and lab.tokens().are_cached
 
-    def test_another_format_makes_them_anew(self, lab: Lab) -> None:
+    def test_another_format_rebuilds_them(self, lab: Lab) -> None:
         lab.tokens()
         for lab.format in ("text", "prompt_completion"):
             assert not lab.tokens().are_cached and lab.tokens().are_cached
@@ -289,7 +289,7 @@ class TestTokens:
         ],
         ids=["template", "vocabulary", "special-tokens-split", "end"],
     )
-    def test_another_tokenizer_makes_them_anew(self, change: Callable[[Any], None], lab: Lab) -> None:
+    def test_another_tokenizer_rebuilds_them(self, change: Callable[[Any], None], lab: Lab) -> None:
         lab.tokens()
         lab.change = change
         assert not lab.tokens().are_cached
@@ -305,7 +305,7 @@ class TestTokens:
         tokenizer(["a", "b b"], padding=True, truncation=True, max_length=3)
         assert tokenizer_digest(tokenizer) == before
 
-    def test_a_template_that_tells_the_day_is_another_one_tomorrow(
+    def test_a_template_that_contains_the_day_is_another_one_tomorrow(
         self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         tokenizer = AutoTokenizer.from_pretrained(tiny_model)
@@ -320,7 +320,7 @@ class TestTokens:
         monkeypatch.setattr(datetime, "date", Tomorrow)
         assert tokenizer_digest(tokenizer) != before
 
-    def test_whoever_changes_what_comes_out_gives_the_code_another_version(self, tmp_path: Path) -> None:
+    def test_a_change_of_what_comes_out_gives_the_code_another_version(self, tmp_path: Path) -> None:
         """Or runs would go on with what was made before. A tokenizer of bytes: no library changes what it says."""
         path = write_rows(tmp_path / "rows.jsonl", ROWS)
         made = []
@@ -335,7 +335,7 @@ class TestTokens:
         found = hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()
         assert (dataset.VERSION, found[:16]) == (2, "1fd7e199eb3642b1")
 
-    def test_rows_left_out_are_told_again(self, lab: Lab) -> None:
+    def test_rows_left_out_are_reported_again(self, lab: Lab) -> None:
         lab.options["max_length"] = 50
         assert lab.tokens().remarks == lab.tokens().remarks != []
 

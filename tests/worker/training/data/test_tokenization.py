@@ -36,7 +36,7 @@ def test_texts_at_once_are_what_the_tokenizer_says_of_each(
     assert [ids.tolist() for ids in found] == expected
 
 
-def test_tokenizers_are_told_apart_and_each_knows_itself_again(tiny_model: Path) -> None:
+def test_tokenizers_are_distinguished_and_each_knows_itself_again(tiny_model: Path) -> None:
     first, second = (
         {kind: tokenizer_digest(tokenizer) for kind, tokenizer in tokenizers(tiny_model).items()} for _ in range(2)
     )

@@ -79,19 +79,19 @@ class TestEachTakesEffectBehindItsStep:
         rates = {one["step"]: one["learning_rate"] for one in metrics}
         assert rates[8] > rates[7] and rates[16] < rates[12] < rates[8]
 
-    def test_the_configuration_in_force_is_told_again(self, whole: Outcome) -> None:
-        told = [(one["effective"]["learning_rate"], one["effective"]["max_steps"]) for one in whole.of("config")]
-        assert told == [(2e-4, 12), (1e-3, 12), (1e-3, 16)]
+    def test_the_configuration_in_force_is_reported_again(self, whole: Outcome) -> None:
+        reported = [(one["effective"]["learning_rate"], one["effective"]["max_steps"]) for one in whole.of("config")]
+        assert reported == [(2e-4, 12), (1e-3, 12), (1e-3, 16)]
 
-    def test_an_evaluation_is_made_and_told(self, whole: Outcome) -> None:
+    def test_an_evaluation_is_made_and_reported(self, whole: Outcome) -> None:
         found = {one["step"]: one["metrics"] for one in whole.of("eval")}
         assert set(found) == {5, 16}
         (answer,) = [one for one in whole.of("action") if one["action"] == "evaluate"]
         assert answer["result"] == {"metrics": found[5]}
 
-    def test_samples_are_told_one_by_one(self, whole: Outcome) -> None:
-        told = [(one["step"], one["prompt"], one["action_id"]) for one in whole.of("sample")]
-        assert told == [(4, prompt, "act_sample") for prompt in SAMPLE["prompts"]]
+    def test_samples_are_reported_one_by_one(self, whole: Outcome) -> None:
+        reported = [(one["step"], one["prompt"], one["action_id"]) for one in whole.of("sample")]
+        assert reported == [(4, prompt, "act_sample") for prompt in SAMPLE["prompts"]]
         (answer,) = [one for one in whole.of("action") if one["action"] == "sample"]
         assert all(one["completion"] for one in answer["result"]["samples"])
 
@@ -155,8 +155,8 @@ def test_what_cannot_be_done_is_refused_and_training_goes_on(
     forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:
     config = QUICK | {"max_steps": 3, "eval_split": 0.0, "eval_steps": None}
-    wishes = [("evaluate", {}), ("extend", {"epochs": 0.01})]
-    actions = [{"id": f"act_{n}", "action": n, "parameters": parameters, "step": 1} for n, parameters in wishes]
+    requests = [("evaluate", {}), ("extend", {"epochs": 0.01})]
+    actions = [{"id": f"act_{n}", "action": n, "parameters": parameters, "step": 1} for n, parameters in requests]
     done = forks.run(make_job(tmp_path, tiny_model, chats, **config) | {"replayed_actions": actions})
     assert [(one["action"], one["status"], one["step"]) for one in done.of("action")] == [
         ("evaluate", "refused", 1), ("extend", "refused", 1),
@@ -167,9 +167,9 @@ def test_what_cannot_be_done_is_refused_and_training_goes_on(
 
 @pytest.mark.parametrize(("first", "stop", "refused"), [(0, 15, True), (0, 20, False), (15, 15, False)])
 def test_more_steps_than_until_its_stop_are_refused(tmp_path: Path, first: int, stop: int, refused: bool) -> None:
-    told: list[dict[str, Any]] = []
+    reported: list[dict[str, Any]] = []
     waiting = [ActionRequest("a", "extend", {"epochs": 2})]
-    report: Any = SimpleNamespace(action=lambda *_, **outcome: told.append(outcome))
+    report: Any = SimpleNamespace(action=lambda *_, **outcome: reported.append(outcome))
     control: Any = SimpleNamespace(take_action=lambda: waiting.pop() if waiting else None)
     nothing: Any = None
     config = TrainingConfig(base_model="tiny", stop_at_step=stop)
@@ -181,8 +181,8 @@ def test_more_steps_than_until_its_stop_are_refused(tmp_path: Path, first: int, 
     trainer: Any = SimpleNamespace(run=run, state=state)
     Actions(trainer).take(TrainerControl())
     # One that is not refused comes further, to what this trainer does not have.
-    assert told[0]["status"] == ("refused" if refused else "failed")
-    assert ("ends at step 15, which is its `stop_at_step`" in told[0]["message"]) is refused
+    assert reported[0]["status"] == ("refused" if refused else "failed")
+    assert ("ends at step 15, which is its `stop_at_step`" in reported[0]["message"]) is refused
 
 
 def test_evaluations_that_were_only_asked_for_neither_end_a_run_nor_save_its_best(
@@ -241,8 +241,8 @@ class TestAChangeThatBreaksOff:
         def create_scheduler(_steps: int, own: torch.optim.Optimizer) -> Any:
             return fail() if where == "the schedule is not made" else SimpleNamespace(lr_lambdas=[fail])
 
-        told: list[dict[str, Any]] = []
-        report: Any = SimpleNamespace(action=lambda *_, **outcome: told.append(outcome), config=fail)
+        reported: list[dict[str, Any]] = []
+        report: Any = SimpleNamespace(action=lambda *_, **outcome: reported.append(outcome), config=fail)
         config = TrainingConfig(base_model="tiny", learning_rate=0.1)
         asked = ActionRequest("a", action, parameters, step=1)
         job = make_spec(tmp_path, replayed_actions=[asked])
@@ -264,6 +264,6 @@ class TestAChangeThatBreaksOff:
 
         before = everything()
         Actions(trainer).repeat_due(TrainerControl())
-        ((answer),) = told
+        ((answer),) = reported
         assert answer["status"] == "failed" and f"LookupError: {where}" in answer["message"]
         assert everything() == before

@@ -87,7 +87,7 @@ class TestRewind:
         step = found_at(first)
         assert first.result["error"]["code"] == "non_finite_loss"
         assert first.result["repair"]["singled_out"] == [ROW]
-        assert f"row {ROW} of the data set" in first.result["error"]["message"]
+        assert f"row {ROW} of the dataset" in first.result["error"]["message"]
         assert first.result["error"]["details"]["singled_out"] == [ROW]
 
         job = again(job, first)
@@ -137,7 +137,7 @@ class TestRewind:
         assert done.result["outcome"] == "completed", done.result
         assert done.steps and all(ROW not in rows for _, rows in done.steps.values())
 
-    def test_goes_past_a_leap_of_the_loss_and_names_its_row(
+    def test_goes_past_a_spike_of_the_loss_and_names_its_row(
         self, forks: Forks, tmp_path: Path, tiny_model: Path, leaping: Path
     ) -> None:
         config = CONFIG | {"on_spike": "rewind", "seed": 5, "max_steps": 40}
@@ -152,7 +152,7 @@ class TestRewind:
         assert all(LATE not in rows for _, rows in second.steps.values())
 
     @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
-    def test_a_round_that_is_passed_over_is_neither_written_nor_learnt_and_a_resume_is_exact(
+    def test_a_round_that_is_skipped_is_neither_written_nor_learned_and_a_resume_is_exact(
         self, forks: Forks, tmp_path: Path, tiny_model: Path, algorithm: str
     ) -> None:
         rows = [{"prompt": f"what is row {row}\n"} for row in range(12)]
@@ -171,7 +171,7 @@ class TestRewind:
         folder = tmp_path / "a2"
         folder.mkdir()
         later = forks.run(job | {"attempt": 2, "attempt_dir": str(folder), "resume_from": whole.checkpoint(4)})
-        assert later.steps == {step: told for step, told in whole.steps.items() if step > 4}
+        assert later.steps == {step: reported for step, reported in whole.steps.items() if step > 4}
 
     def test_no_more_often_than_allowed(
         self, forks: Forks, tmp_path: Path, tainted_model: Path, poisoned: Path
@@ -224,7 +224,7 @@ class TestJudge:
         (0, "Created again with `on_non_finite` set to \"rewind\", a run goes back to its start"),
         (40, "Resumed with `on_non_finite` set to \"rewind\", a run goes back to the checkpoint of step 40"),
     ])  # fmt: skip
-    def test_a_run_that_ends_is_told_what_another_goes_back_to(self, kept: int, says: str) -> None:
+    def test_a_run_that_ends_reports_what_another_goes_back_to(self, kept: int, says: str) -> None:
         trainer: Any = SimpleNamespace(
             state=SimpleNamespace(global_step=41), step_rows=[], sequences_of=lambda _: [],
             saving=SimpleNamespace(kept_step=kept),

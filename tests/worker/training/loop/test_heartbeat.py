@@ -82,7 +82,7 @@ class Watched:
                 return time.monotonic() > deadline
 
         settings = SimpleNamespace(hang_seconds=hang_seconds(), save_after_seconds=1e9, save_grace_seconds=1e9)
-        host: Any = SimpleNamespace(settings=settings, draining=threading.Event(), copies=None)
+        context: Any = SimpleNamespace(settings=settings, draining=threading.Event(), replicator=None)
         writer: Any = SimpleNamespace(put=self.stored.append, check=lambda: None, is_full=False, progress=None)
         run: Any = SimpleNamespace(
             id="run_test",
@@ -94,7 +94,7 @@ class Watched:
             dataset_id="ds",
             eval_dataset_id=None,
         )
-        self.pump = RecordHandler(host, run, writer)
+        self.record_handler = RecordHandler(context, run, writer)
         slow = job.pop("slow")
         path = write_job(job)
         path.with_name("slow.json").write_text(json.dumps(slow))
@@ -102,17 +102,19 @@ class Watched:
         lease: Any = Lease()
         began = time.monotonic()
         try:
-            vitals: Any = SimpleNamespace(look=lambda phase: None)
-            _, self.killed_for = Monitor(host, lease, writer, self.pump, process, vitals).run_until_exit()
+            memory_watch: Any = SimpleNamespace(look=lambda phase: None)
+            _, self.killed_for = Monitor(
+                context, lease, writer, self.record_handler, process, memory_watch
+            ).run_until_exit()
         finally:
             process.close()
         self.seconds = time.monotonic() - began
         self.killed_for: KillReason | None
 
     @property
-    def told(self) -> tuple[KillReason | None, Any]:
+    def reported(self) -> tuple[KillReason | None, Any]:
         """Why it was killed, and how it ended by its own account."""
-        return self.killed_for, (self.pump.result or {}).get("outcome")
+        return self.killed_for, (self.record_handler.result or {}).get("outcome")
 
     @property
     def types(self) -> set[str]:
@@ -129,18 +131,18 @@ class Watched:
         pytest.param({"fsync": 0.35}, {"max_steps": 1}, id="a-checkpoint-on-a-slow-disk"),
     ],
 )
-def test_a_slow_trainer_is_left_alone_however_long_it_has_nothing_to_tell(
+def test_a_slow_trainer_is_left_alone_however_long_it_has_nothing_to_report(
     slow: dict[str, float], config: dict[str, int], launcher: Launcher, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:
     job = make_job(tmp_path, tiny_model, chats, **{**SILENT, **config})
     watched = Watched(launcher, {**job, "slow": {name: seconds * factor() for name, seconds in slow.items()}})
-    assert watched.told == (None, "completed"), watched.pump.tail
+    assert watched.reported == (None, "completed"), watched.record_handler.tail
     assert watched.seconds > hang_seconds()
     assert watched.types <= {"config", "metric", "progress", "checkpoint", "log"}, "a sign of life is no event"
 
 
 @pytest.mark.parametrize("place", ["step", "evaluation"])
-def test_a_trainer_that_stands_still_is_killed(
+def test_a_trainer_that_hangs_is_killed(
     place: str, launcher: Launcher, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:
     config = {**SILENT, "max_steps": 2}
@@ -149,7 +151,7 @@ def test_a_trainer_that_stands_still_is_killed(
         config |= {"eval_split": 0.1, "eval_steps": 1}
         slow = {"eval_batch": 1000}
     watched = Watched(launcher, {**make_job(tmp_path, tiny_model, chats, **config), "slow": slow})
-    assert watched.told == ("hang", None), watched.pump.tail
+    assert watched.reported == ("hang", None), watched.record_handler.tail
 
 
 def hub_job(folder: Path, tiny_model: Path, chats: Path, slow: dict[str, Any]) -> dict[str, Any]:
@@ -165,10 +167,10 @@ def test_a_download_that_takes_long_is_waited_for_as_long_as_it_gets_on(
     watched = Watched(
         launcher, hub_job(tmp_path, tiny_model, chats, {"download": round(14 * factor()), "to": str(coming)})
     )
-    assert watched.told == (None, "completed"), watched.pump.tail
+    assert watched.reported == (None, "completed"), watched.record_handler.tail
     assert watched.seconds > hang_seconds()
 
 
-def test_a_download_that_stands_still_is_not(launcher: Launcher, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
+def test_a_download_that_stalls_is_not(launcher: Launcher, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     watched = Watched(launcher, hub_job(tmp_path, tiny_model, chats, {"download": 1000}))
-    assert watched.told == ("hang", None), watched.pump.tail
+    assert watched.reported == ("hang", None), watched.record_handler.tail

@@ -60,9 +60,9 @@ class TestThroughput:
                 clock.now += 1.0
             speed.stepped(4.0, samples=5)
             clock.now += 100.0  # a checkpoint, an evaluation
-        rate, told = speed.take(1100)
+        rate, reported = speed.take(1100)
         assert rate == 1.0
-        assert told == {"tokens_per_second": 10.0, "tokens": 1100, "step_seconds": 8.0, "data_seconds": 2.0}
+        assert reported == {"tokens_per_second": 10.0, "tokens": 1100, "step_seconds": 8.0, "data_seconds": 2.0}
         assert speed.take(1100)[1]["step_seconds"] == 0.0
 
     def test_mfu_is_what_was_computed_over_what_the_device_can_do_in_that_time(self) -> None:
@@ -153,12 +153,12 @@ class TestGpuMemory:
         assert gpu.take() == (300.0, {"gpu_memory_current_mb": 200.0, "gpu_memory_reserved_mb": 350.0})
         assert gpu.take() == (200.0, {"gpu_memory_current_mb": 200.0, "gpu_memory_reserved_mb": 250.0})
 
-    def test_without_a_gpu_the_process_tells_its_own_peak(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_a_gpu_the_process_reports_its_own_peak(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        peak, told = memory.GpuMemory().take()
+        peak, reported = memory.GpuMemory().take()
         assert peak is None
         now = psutil.Process().memory_info().rss / 2**20
-        assert 0.9 * now < told["host_memory_peak_mb"] < 100 * now
+        assert 0.9 * now < reported["host_memory_peak_mb"] < 100 * now
 
     def test_a_profile_on_a_gpu_has_each_phase_and_every_allocation(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -239,13 +239,13 @@ class TestDistributions:
         numbers = torch.tensor([0.0, 1.0, -1.5, 2.0**-40, 1e9, -1e9, 0.5], dtype=torch.bfloat16)
         found.add(numbers[:3])
         found.add(numbers[3:])
-        told = found.told()
+        reported = found.summary()
         exact = numbers.double()
-        assert (told["count"], told["min"], told["max"]) == (7, float(exact.min()), float(exact.max()))
-        assert told["mean"] == pytest.approx(float(exact.mean()))
-        assert told["std"] == pytest.approx(float(exact.std(correction=0)))
+        assert (reported["count"], reported["min"], reported["max"]) == (7, float(exact.min()), float(exact.max()))
+        assert reported["mean"] == pytest.approx(float(exact.mean()))
+        assert reported["std"] == pytest.approx(float(exact.std(correction=0)))
         ends = [*EDGES[1:], float("inf")]
-        for low, high, held in zip(EDGES, ends, told["bins"], strict=True):
+        for low, high, held in zip(EDGES, ends, reported["bins"], strict=True):
             assert held == int(((exact >= low) & (exact < high)).sum())
 
     @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
@@ -253,18 +253,18 @@ class TestDistributions:
         for numbers in ([1.0, odd, 2.0], [odd]):
             found = Histogram()
             found.add(torch.tensor(numbers))
-            told = json.loads(json.dumps(found.told(), allow_nan=False))
-            assert told["mean"] is None and told["std"] is None
-            assert told["count"] == len(numbers)
+            reported = json.loads(json.dumps(found.summary(), allow_nan=False))
+            assert reported["mean"] is None and reported["std"] is None
+            assert reported["count"] == len(numbers)
 
     @pytest.mark.parametrize("method", METHODS)
-    def test_a_run_with_everything_told_is_the_same_to_the_last_bit_and_resumes_with_it(
+    def test_a_run_with_everything_reported_is_the_same_to_the_last_bit_and_resumes_with_it(
         self, method: str, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
         config = METHODS[method] | COMMON
-        told = config | {"extra": {"distributions_steps": 1, "memory_profile": True}}
+        reported = config | {"extra": {"distributions_steps": 1, "memory_profile": True}}
         plain = completed(forks.run(make_job(tmp_path / "1", tiny_model, chats, **config)))
-        watched = completed(forks.run(make_job(tmp_path / "2", tiny_model, chats, **told)))
+        watched = completed(forks.run(make_job(tmp_path / "2", tiny_model, chats, **reported)))
         assert watched.steps == plain.steps
         assert not (plain.output / "distributions.jsonl").exists()
         assert not (plain.output / "memory_profile.json").exists()

@@ -68,19 +68,19 @@ def test_the_first_facts_come_before_the_first_step(
     done = completed(forks.run(make_job(tmp_path, tiny_model, chats, method="qlora", lora_r=2, max_steps=2)))
     kinds = [record["type"] for record in done.records]
     assert kinds.index("config") < kinds.index("metric")
-    (told,) = done.of("config")
-    assert told["facts"]["parameters_total"] - told["facts"]["parameters_trainable"] == 39_840
-    assert told["facts"]["versions"]["torch"].startswith("2.")
-    assert {one["field"] for one in told["replaced"]} == {
+    (reported,) = done.of("config")
+    assert reported["facts"]["parameters_total"] - reported["facts"]["parameters_trainable"] == 39_840
+    assert reported["facts"]["versions"]["torch"].startswith("2.")
+    assert {one["field"] for one in reported["replaced"]} == {
         "optim", "gradient_checkpointing", "bnb_4bit_compute_dtype", "max_seq_length",
     }  # fmt: skip
-    assert told["effective"]["max_seq_length"] == 256
-    assert told["effective"]["optim"] == "adamw_8bit"
+    assert reported["effective"]["max_seq_length"] == 256
+    assert reported["effective"]["optim"] == "adamw_8bit"
     phases = [record["name"] for record in done.of("phase")]
     assert phases == ["loading", "tokenizing", "loading", "training", "saving", "exporting"]
 
 
-def test_runs_build_on_runs_also_on_adapters_of_quantised_bases(
+def test_runs_build_on_runs_also_on_adapters_of_quantized_bases(
     forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:
     full = completed(forks.run(make_job(tmp_path / "1", tiny_model, chats, method="full", **COMMON)))
@@ -121,14 +121,14 @@ def test_evaluations_change_nothing_in_the_training(
     assert watched.steps == plain.steps
 
 
-def test_an_evaluation_before_the_first_step_tells_where_training_begins(
+def test_an_evaluation_before_the_first_step_reports_where_training_begins(
     forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:
     config = METHODS["lora"] | COMMON | {"eval_split": 0.2, "eval_steps": 4, "extra": {"eval_on_start": True}}
     done = completed(forks.run(make_job(tmp_path / "1", tiny_model, chats, **config)))
-    told = {record["step"]: record["metrics"]["eval_loss"] for record in done.of("eval")}
-    assert list(told) == [0, 4, 8]
-    assert told[0] > told[8]
+    reported = {record["step"]: record["metrics"]["eval_loss"] for record in done.of("eval")}
+    assert list(reported) == [0, 4, 8]
+    assert reported[0] > reported[8]
     assert [record["step"] for record in done.of("checkpoint")] == [4, 8]
     again = make_job(tmp_path / "2", tiny_model, chats, attempt=2, resume_from=done.checkpoint(4), **config)
     assert [record["step"] for record in completed(forks.run(again)).of("eval")] == [8]

@@ -364,14 +364,14 @@ class TestData:
     def test_kto_needs_rows_of_both_labels(
         self, label: bool, only: str, other: str, refused: Callable[..., str]
     ) -> None:
-        told = refused("kto", "rated", [{"prompt": "p", "completion": "c", "label": label}] * 5)
-        assert told.startswith(f"All 5 rows of the training data have the label {only};")
-        assert told.endswith(f"so add rows with the label {other}.")
+        reported = refused("kto", "rated", [{"prompt": "p", "completion": "c", "label": label}] * 5)
+        assert reported.startswith(f"All 5 rows of the training data have the label {only};")
+        assert reported.endswith(f"so add rows with the label {other}.")
 
     def test_a_reward_that_compares_needs_an_answer_in_every_row(self, refused: Callable[..., str]) -> None:
         rows = [{"prompt": "p", "answer": "1"}, {"prompt": "q"}]
-        told = refused("rlhf", "prompt", rows, rlhf=RLHF | {"rewards": [{"type": "exact_match"}]})
-        assert "line 2: it has no `answer`, but a reward compares with it" in told
+        reported = refused("rlhf", "prompt", rows, rlhf=RLHF | {"rewards": [{"type": "exact_match"}]})
+        assert "line 2: it has no `answer`, but a reward compares with it" in reported
 
     def test_tools_that_the_model_would_not_see_are_refused(self, refused: Callable[..., str]) -> None:
         rows = [{"prompt": "p"}] * 3 + [{"prompt": "p", "tools": [{"name": "clock"}]}]
@@ -389,23 +389,25 @@ class TestData:
             tmp_path, model, prompts, data_format="prompt", method="rlhf", **COMMON, rlhf=RLHF | {"rewards": rewards}
         )
         job["reward_models"] = [{"name": "judge", "path": str(judge), "hub": None, "revision": None}]
-        told = forks.run(job).result["error"]["message"]
-        assert told.startswith("The reward model judge takes at most 64 tokens, but prompt and completion may have 128")
+        reported = forks.run(job).result["error"]["message"]
+        assert reported.startswith(
+            "The reward model judge takes at most 64 tokens, but prompt and completion may have 128"
+        )
 
     def test_an_answer_without_a_number_is_named_where_numbers_are_compared(self, refused: Callable[..., str]) -> None:
         rows = [{"prompt": "p", "answer": "about 7"}, {"prompt": "q", "answer": "unknown"}]
-        told = refused("rlhf", "prompt", rows, rlhf=RLHF | {"rewards": [{"type": "numeric_match"}]})
-        assert "line 2: its `answer` 'unknown' does not contain a number" in told and "line 1" not in told
+        reported = refused("rlhf", "prompt", rows, rlhf=RLHF | {"rewards": [{"type": "numeric_match"}]})
+        assert "line 2: its `answer` 'unknown' does not contain a number" in reported and "line 1" not in reported
 
     def test_fewer_prompts_than_a_step_takes_are_refused(self, refused: Callable[..., str]) -> None:
-        told = refused("rlhf", "prompt", [{"prompt": "p"}], rlhf=RLHF)
-        assert told.startswith("A step takes 2 prompts, but there are only 1: lower `batch_size`")
+        reported = refused("rlhf", "prompt", [{"prompt": "p"}], rlhf=RLHF)
+        assert reported.startswith("A step takes 2 prompts, but there are only 1: lower `batch_size`")
 
     def test_prompts_and_completions_have_to_fit_into_the_model(self, refused: Callable[..., str]) -> None:
         rlhf = RLHF | {"max_completion_length": 256}
         assert "lower it" in refused("rlhf", "prompt", [{"prompt": "p"}] * 9, rlhf=rlhf, max_seq_length=None)
 
-    def test_what_is_left_out_is_told(self, forks: Forks, model: Path, tmp_path: Path) -> None:
+    def test_what_is_left_out_is_reported(self, forks: Forks, model: Path, tmp_path: Path) -> None:
         data = make_pairs(tmp_path / "pairs.jsonl", 40)
         config = COMMON | {"max_seq_length": 45, "max_steps": 1}
         job = make_job(tmp_path / "1", model, data, data_format="preference", method="reward", **config)
@@ -435,8 +437,8 @@ class TestData:
             return completed(forks.run(job))
 
         first, second, other = run("1"), run("2"), run("3", max_seq_length=100)
-        told = [one.of("config")[0]["facts"]["tokenized"] for one in (first, second, other)]
-        assert told == ["now", "cached", "now"]
+        reported = [one.of("config")[0]["facts"]["tokenized"] for one in (first, second, other)]
+        assert reported == ["now", "cached", "now"]
         assert second.steps == first.steps
         assert any("its tokens are reused" in record["line"] for record in second.of("message"))
 

@@ -40,7 +40,7 @@ def test_full_starts_from_numbers_drawn_with_the_seed_and_says_so(
     AutoModelForCausalLM.from_pretrained(first.output)
 
 
-def test_a_resumed_run_goes_on_with_what_it_has_learnt_and_not_from_new_numbers(
+def test_a_resumed_run_goes_on_with_what_it_has_learned_and_not_from_new_numbers(
     forks: Forks, architecture: Path, chats: Path, tmp_path: Path
 ) -> None:
     whole = forks.run(make_job(tmp_path / "whole", architecture, chats, **FULL))

@@ -120,7 +120,7 @@ def test_a_token_costs_only_the_experts_that_it_is_sent_to() -> None:
     assert close(counted(model).of(BATCH * LENGTH, BATCH * LENGTH**2), in_all)
 
 
-def test_a_quantised_weight_counts_by_its_true_shape() -> None:
+def test_a_quantized_weight_counts_by_its_true_shape() -> None:
     class Net(nn.Module):
         def __init__(self, linear: Any) -> None:
             super().__init__()

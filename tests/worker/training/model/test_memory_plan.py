@@ -42,7 +42,7 @@ def stepped(checkpointing: str, *, reference: bool = False) -> tuple[float, list
 
 
 @pytest.mark.parametrize("reference", [False, True])
-def test_losses_and_gradients_are_the_same_bits_whatever_is_computed_again(reference: bool) -> None:
+def test_losses_and_gradients_are_the_same_bits_whatever_is_recomputed(reference: bool) -> None:
     loss, gradients, again = stepped("off")
     assert again == [False] * 4
     for checkpointing, layers in (("selective", [True, False, True, False]), ("full", [True] * 4)):
@@ -70,7 +70,7 @@ def decided(monkeypatch: pytest.MonkeyPatch, free: int, repairs: Any = (), **con
     return replaced[0] if replaced else None
 
 
-def test_the_less_room_the_more_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_less_memory_the_more_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
     # 600 MiB of them are the context's.
     for megabytes in (4000, 765, 650):
@@ -110,6 +110,6 @@ def test_the_longest_row_is_known_before_the_weights_are_loaded(columns: Any, me
     assert memory_plan.longest_row(Dataset.from_dict(columns), config, 20) == longest
 
 
-def test_what_a_model_factory_makes_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_model_factory_makes_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     choice = decided(monkeypatch, 4000 * 2**20, extra={"model_factory": {"type": "mine"}})
     assert choice is not None and choice.used is True and "factory" in choice.reason

@@ -128,8 +128,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return found
 
-    def _answer(self, told: Any, status: int = 200) -> None:
-        body = json.dumps(told).encode()
+    def _answer(self, reported: Any, status: int = 200) -> None:
+        body = json.dumps(reported).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

@@ -14,10 +14,10 @@ def weights(outcome: Outcome) -> dict[str, str]:
 
 def figures(outcome: Outcome) -> list[dict[str, Any]]:
     """The metrics of an output without what depends on the clock and the process."""
-    told = []
+    reported = []
     for line in (outcome.output / "metrics.jsonl").read_text().splitlines():
         point = json.loads(line)
         point.update(point.pop("extra", {}))
         clock = ("second", "gpu_memory", "host_memory")
-        told.append({name: value for name, value in point.items() if not any(word in name for word in clock)})
-    return told
+        reported.append({name: value for name, value in point.items() if not any(word in name for word in clock)})
+    return reported

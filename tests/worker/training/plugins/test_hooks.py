@@ -76,8 +76,8 @@ class TestARunMadeOfPlugins:
         self, forks: Forks, tiny_model: Path, chats: Path, extra: Any, tmp_path_factory: pytest.TempPathFactory
     ) -> Outcome:
         folder = tmp_path_factory.mktemp("run_made")
-        wishes = [("set_learning_rate", {"learning_rate": 0.1}), ("extend", {"max_steps": 20})]
-        actions = [{"id": f"act_{name}", "action": name, "parameters": of, "step": 3} for name, of in wishes]
+        requests = [("set_learning_rate", {"learning_rate": 0.1}), ("extend", {"max_steps": 20})]
+        actions = [{"id": f"act_{name}", "action": name, "parameters": of, "step": 3} for name, of in requests]
         job = make_job(folder, tiny_model, chats, run_id=folder.name, extra=extra, **CONFIG)
         return completed(forks.run(job | {"replayed_actions": actions}))
 
@@ -109,7 +109,7 @@ class TestARunMadeOfPlugins:
         shutil.rmtree(point["path"])
         job = make_job(tmp_path, tiny_model, chats, run_id="other", resume_from=point, extra=extra, **CONFIG)
         again = completed(forks.run(job))
-        assert again.steps == {step: told for step, told in done.steps.items() if step > 4}
+        assert again.steps == {step: reported for step, reported in done.steps.items() if step > 4}
         assert rates(again) == rates(done)[4:]
         (config,) = again.of("config")
         assert config["facts"]["fidelity"] == "exact", config["facts"]["fidelity_reasons"]
@@ -141,7 +141,7 @@ def test_a_recipe_trains_in_the_place_of_the_methods_own(
     assert (factored.output / "adapter_model.safetensors").is_file()
 
 
-def test_a_reward_is_learnt_from_and_told_under_its_name(forks: Forks, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_reward_is_learned_from_and_reported_under_its_name(forks: Forks, tiny_model: Path, tmp_path: Path) -> None:
     prompts = make_prompts(tmp_path / "prompts.jsonl", 8)
     rewards = [{"type": "plugin", "name": "brevity", "options": {"best": 5}}]
     rlhf = {"num_generations": 2, "max_completion_length": 8, "rewards": rewards}
@@ -237,7 +237,7 @@ class TestWhatIsNone:
         store_replica(run, tmp_path)
         assert "`second-folder` could not keep" in capfd.readouterr().out
 
-    def test_a_worker_tells_what_there_is(self) -> None:
+    def test_a_worker_reports_what_there_is(self) -> None:
         found = installed()
         assert found["optimizer"] == ["a-dict", "a-number", "forgetful", "gone", "sgd", "slow-sign"]
         assert found.keys() == PLUGINS.keys()

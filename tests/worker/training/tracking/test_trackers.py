@@ -43,7 +43,7 @@ def mlflow_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-def told(outcome: Outcome, above: int = 0) -> Points:
+def reported(outcome: Outcome, above: int = 0) -> Points:
     """What a run told of steps above this one, by the names of its events."""
     found: dict[str, Any] = {}
     for record in outcome.of("metric"):
@@ -90,14 +90,14 @@ class TestTensorBoard:
     ) -> None:
         config = {**CONFIG, "report_to": ["tensorboard"]}
         first = completed(forks.run(make_job(tmp_path, tiny_model, chats, max_steps=6, **config)))
-        points = told(first)
+        points = reported(first)
         assert {"loss", "learning_rate", "grad_norm", "extra.tokens_per_second", "eval_loss"} <= {p[0] for p in points}
         same_in_32_bits(tensorboard_points(first.output / "tensorboard"), points)
 
         job = make_job(tmp_path, tiny_model, chats, attempt=2, resume_from=first.checkpoint(4), max_steps=6, **config)
         second = completed(forks.run(job))
         earlier = {point for point in points if point[1] <= 4}
-        same_in_32_bits(tensorboard_points(second.output / "tensorboard"), earlier | told(second))
+        same_in_32_bits(tensorboard_points(second.output / "tensorboard"), earlier | reported(second))
 
 
 @pytest.mark.full
@@ -122,7 +122,7 @@ class TestMlflow:
     ) -> None:
         done = completed(forks.run(self.job(tmp_path, tiny_model, chats, mlflow_url, run_id="run_one")))
         run, points = self.found(mlflow_url, "run_one")
-        assert points == Counter(told(done))
+        assert points == Counter(reported(done))
         assert run.data.params["learning_rate"] == "0.0002" and run.data.params["dpo.beta"] == "0.1"
         assert run.data.params["facts.total_steps"] == "6"
         tags = {name.removeprefix("anneal."): value for name, value in run.data.tags.items() if "anneal." in name}
@@ -138,7 +138,7 @@ class TestMlflow:
         second = completed(forks.run(again))
         run, points = self.found(mlflow_url, "run_two")
         assert set(points.values()) == {1}
-        assert set(points) == told(first) | told(second)
+        assert set(points) == reported(first) | reported(second)
         exact = {point for point in points if point[0] in ("loss", "eval_loss", "learning_rate", "grad_norm")}
         assert len(exact) == 3 * 6 + 3, "a resumed step has the values that it had, and is there once"
         assert (run.data.tags["anneal.attempt"], run.info.status) == ("2", "FINISHED")
@@ -150,8 +150,8 @@ class TestMlflow:
         resume = parent.checkpoint(4)
         job = self.job(tmp_path / "child", tiny_model, chats, mlflow_url, run_id="run_four", resume_from=resume)
         child = completed(forks.run(job))
-        assert self.found(mlflow_url, "run_three")[1] == Counter(told(parent))
-        assert self.found(mlflow_url, "run_four")[1] == Counter(told(child))
+        assert self.found(mlflow_url, "run_three")[1] == Counter(reported(parent))
+        assert self.found(mlflow_url, "run_four")[1] == Counter(reported(child))
 
     def test_a_run_that_fails_is_failed_there(
         self, mlflow_url: str, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
@@ -180,7 +180,7 @@ class TestWandb:
             for name, value in row.items()
             if not name.startswith("_") and name != "step"
         }
-        assert points == told(done)
+        assert points == reported(done)
         (run, *_) = (record.run for record in records if record.WhichOneof("record_type") == "run")
         assert (run.run_id, run.project, list(run.tags)) == ("run_w", "anneal", ["lora"])
         assert not [path for path in tmp_path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
@@ -275,7 +275,7 @@ class TestTrouble:
         assert "9 points were not sent" in warnings[-1]
         steps = [record["ts"] for record in done.of("metric")]
         assert steps[-1] - steps[0] < 10, "training went on meanwhile"
-        same_in_32_bits(tensorboard_points(done.output / "tensorboard"), told(done))
+        same_in_32_bits(tensorboard_points(done.output / "tensorboard"), reported(done))
 
     def test_without_its_package_a_run_fails_before_training_and_names_what_to_install(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -289,7 +289,7 @@ class TestTrouble:
         with pytest.raises(TrainingFailure, match="ANNEAL_MLFLOW_TRACKING_URI"):
             trackers.open_trackers(*opening(tmp_path, "mlflow"))
 
-    def test_however_many_points_wait_for_a_silent_one_telling_them_costs_no_time_and_the_end_is_bounded(
+    def test_however_many_points_wait_for_a_silent_one_reporting_them_costs_no_time_and_the_end_is_bounded(
         self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -73,12 +73,14 @@ class Worker:
     def __init__(self, settings: Settings, engine: Engine, url: str) -> None:
         self.lab = Lab(settings, engine)
         self.engine = engine
-        self.copies = self.lab.host.copies = Replicator(RemoteStore(url, self.lab.storage), self.lab.storage, engine)
+        self.replicator = self.lab.context.replicator = Replicator(
+            RemoteStore(url, self.lab.storage), self.lab.storage, engine
+        )
 
     def save(self, step: int) -> Path:
         folder = self.lab.save(step)
         (row,) = [row for row in self.rows() if row.step == step]
-        self.copies.add(row)
+        self.replicator.add(row)
         return folder
 
     def rows(self) -> list[Any]:
@@ -97,7 +99,7 @@ class Worker:
 def worker(settings: Settings, engine: Engine, shared: str) -> Iterator[Worker]:
     worker = Worker(settings, engine, shared)
     yield worker
-    worker.copies.close()
+    worker.replicator.close()
 
 
 def files_below(folder: Path) -> list[str]:
@@ -204,18 +206,18 @@ class TestTheNextAttempt:
         worker.save(10)
         newest = worker.save(20)
         written = (newest / "weights").read_bytes()
-        worker.copies.start()
+        worker.replicator.start()
         worker.until_copied(2)
         worker.moves(tmp_path / "the first machine")
-        job, told = worker.lab.next_attempt()
-        assert (told["resume_from"]["path"], job.start_step) == (str(newest), 20)
+        job, reported = worker.lab.next_attempt()
+        assert (reported["resume_from"]["path"], job.start_step) == (str(newest), 20)
         assert (newest / "weights").read_bytes() == written and "was fetched" in job.remarks[0]
         assert set(worker.lab.bad_reasons().values()) == {None}
 
     def test_takes_a_good_copy_rather_than_an_older_checkpoint(self, worker: Worker) -> None:
         worker.save(10)
         newest = worker.save(20)
-        worker.copies.start()
+        worker.replicator.start()
         worker.until_copied(2)
         flip(newest)
         job, _ = worker.lab.next_attempt()
@@ -226,18 +228,18 @@ class TestTheNextAttempt:
     def test_takes_no_copy_that_is_damaged_or_half(self, worker: Worker, tmp_path: Path) -> None:
         worker.save(10)
         worker.save(20)
-        worker.copies.start()
+        worker.replicator.start()
         worker.until_copied(2)
         flip(next((tmp_path / "shared").rglob("checkpoint-20")))
         worker.moves(tmp_path / "the first machine")
         job, _ = worker.lab.next_attempt()
         assert job.start_step == 10 and "the replica is corrupt" in job.remarks[0]
 
-    def test_waits_for_a_store_that_is_away_rather_than_begin_anew(
+    def test_waits_for_a_store_that_is_away_rather_than_start_over(
         self, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         worker.save(10)
-        worker.copies.start()
+        worker.replicator.start()
         worker.until_copied(1)
         worker.moves(tmp_path / "the first machine")
         (tmp_path / "shared").rename(tmp_path / "away")
@@ -247,7 +249,7 @@ class TestTheNextAttempt:
         assert refused.value.is_transient and worker.lab.bad_reasons() == {10: None}
         (tmp_path / "away").rename(tmp_path / "shared")
         trainer = worker.lab.trainer
-        assert prepare(worker.lab.host, run_row(worker.engine, trainer.run_id), CPU, WAITS).start_step == 10
+        assert prepare(worker.lab.context, run_row(worker.engine, trainer.run_id), CPU, WAITS).start_step == 10
 
     def test_calls_what_was_never_copied_and_is_not_here_no_damage(self, worker: Worker, tmp_path: Path) -> None:
         worker.save(10)
@@ -257,13 +259,13 @@ class TestTheNextAttempt:
 
 
 class TestTheThread:
-    def test_a_store_that_is_away_is_told_once_and_waited_for(self, worker: Worker, tmp_path: Path) -> None:
+    def test_a_store_that_is_away_is_reported_once_and_waited_for(self, worker: Worker, tmp_path: Path) -> None:
         (tmp_path / "shared").rename(tmp_path / "away")
         said: list[NewEvent] = []
-        with worker.copies.log_to(worker.lab.trainer.run_id, said.append):
+        with worker.replicator.log_to(worker.lab.trainer.run_id, said.append):
             worker.save(10)
-            worker.copies.start()
-            eventually(lambda: worker.copies._pause > 1, what="a second try")
+            worker.replicator.start()
+            eventually(lambda: worker.replicator._pause > 1, what="a second try")
             worker.save(20)
             (tmp_path / "away").rename(tmp_path / "shared")
             worker.until_copied(2)
@@ -280,34 +282,34 @@ class TestTheThread:
                     "replica_started_at = now() - interval '1 h'"
                 )
             )
-        worker.copies.start()
+        worker.replicator.start()
         worker.until_copied(1)
 
-    def test_copies_go_with_what_retention_lets_go(self, worker: Worker, tmp_path: Path) -> None:
+    def test_copies_go_with_what_retention_removes(self, worker: Worker, tmp_path: Path) -> None:
         for step in (10, 20, 30):
             worker.save(step)
-        worker.copies.start()
+        worker.replicator.start()
         worker.until_copied(3)
         with worker.engine.begin() as connection:
             connection.execute(retention.retire(worker.lab.trainer.run_id, 1))
-        worker.copies.tidy()
+        worker.replicator.tidy()
         # What is being removed cannot be walked through.
         eventually(lambda: [row.replica_started_at is None for row in worker.rows()] == [True, True, False])
         assert [path.name for path in (tmp_path / "shared").rglob("checkpoint-*")] == ["checkpoint-30"]
 
-    def test_one_that_is_let_go_on_its_way_leaves_nothing(
+    def test_one_that_is_retired_on_its_way_leaves_nothing(
         self, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        send = worker.copies.remote.send
+        send = worker.replicator.remote.send
 
         def slowly(*arguments: Any) -> None:
             send(*arguments)
             with worker.engine.begin() as connection:
                 connection.execute(text("UPDATE checkpoints SET deleted_at = now()"))
 
-        monkeypatch.setattr(worker.copies.remote, "send", slowly)
+        monkeypatch.setattr(worker.replicator.remote, "send", slowly)
         worker.save(10)
-        worker.copies.start()
+        worker.replicator.start()
         eventually(lambda: worker.rows()[0].deleted_at and worker.rows()[0].replica_started_at is None)
         assert files_below(tmp_path / "shared") == []
 
@@ -315,9 +317,9 @@ class TestTheThread:
         self, worker: Worker, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         worker.save(10)
-        worker.copies.start()
+        worker.replicator.start()
         worker.until_copied(1)
-        worker.copies.close()
+        worker.replicator.close()
         worker.lab.trainer.complete()
         database = async_engine(settings.database_url or "")
         async with async_sessionmaker(database)() as session, session.begin():
@@ -328,11 +330,11 @@ class TestTheThread:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(worker.copies.remote, "remove", killed)
+            patch.setattr(worker.replicator.remote, "remove", killed)
             with pytest.raises(KeyboardInterrupt):
-                worker.copies.sweep()
+                worker.replicator.sweep()
         assert files_below(tmp_path / "shared")
-        worker.copies.sweep()
+        worker.replicator.sweep()
         assert files_below(tmp_path / "shared") == []
         with worker.engine.connect() as connection:
             assert connection.scalar(text("SELECT count(*) FROM replica_deletions")) == 0
@@ -343,16 +345,16 @@ class TestTheEndOfARun:
 
     def settled(self, worker: Worker, seconds: float) -> list[dict[str, Any]]:
         """What the run is told while it waits for its copies, at most so long."""
-        told: list[NewEvent] = []
+        reported: list[NewEvent] = []
         lease: Any = SimpleNamespace(run_id=worker.lab.trainer.run_id, **self.LEASE)
-        worker.copies.settle(
-            lease.run_id, lambda: lease.fenced or lease.expired, told.append, time.monotonic() + seconds
+        worker.replicator.settle(
+            lease.run_id, lambda: lease.fenced or lease.expired, reported.append, time.monotonic() + seconds
         )
-        return [json.loads(event.data) for event in told]
+        return [json.loads(event.data) for event in reported]
 
     def test_waits_for_the_copies(self, worker: Worker) -> None:
         worker.save(10)
-        worker.copies.start()
+        worker.replicator.start()
         assert [one.get("phase", "nothing was left") for one in self.settled(worker, 30)] in ([], ["copying"])
         assert worker.rows()[0].replicated_at is not None
 
@@ -364,7 +366,7 @@ class TestTheEndOfARun:
     def test_does_not_wait_for_a_store_that_is_away(self, worker: Worker, tmp_path: Path) -> None:
         (tmp_path / "shared").rename(tmp_path / "away")
         worker.save(10)
-        worker.copies.start()
+        worker.replicator.start()
         began = time.monotonic()
         assert "no replica of checkpoint-10" in self.settled(worker, 60)[-1]["line"]
         assert time.monotonic() - began < 20
@@ -380,7 +382,7 @@ class TestTheSetting:
         with pytest.raises(SetupError, match="ANNEAL_CHECKPOINT_URL=nosuch://there cannot be used"):
             RemoteStore("nosuch://there", Storage(settings))
 
-    def test_no_training_process_is_told_of_it_nor_of_its_credentials(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_no_training_process_gets_it_or_its_credentials(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "ANNEAL_CHECKPOINT_URL"):
             monkeypatch.setenv(name, "s3://credential")
         assert "s3://credential" not in Settings().trainer_environment().values()

@@ -1,4 +1,4 @@
-"""Checkpoints that do not fit on the disk: messages and failures."""
+"""Checkpoints that do not fit on the disk: which are skipped, the warnings, and the failure of the run."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from worker.training.failures import TrainingFailure
 _MAX_SKIPPED = 3
 
 
-class CheckpointRoom(DiskSpace):
+class CheckpointDiskSpace(DiskSpace):
     """Disk space for the checkpoints of a run; counts those that were skipped in a row."""
 
     def __init__(self, folder: Path, reserve: int) -> None:

@@ -27,16 +27,12 @@ from app.contracts.rewards import (
     RegexReward,
     Reward,
     names,
-    needs_answer,
 )
+from worker.training.data.answers import last_number
 
 _TIMEOUT_SECONDS = 1.0
 _MAX_TIMEOUTS = 3
 """Timeouts per call: a round has up to thousands of completions, and a second for each of them could be an hour."""
-_NUMBER = re.compile(
-    r"(?:(?<![\w.)])[-+\N{MINUS SIGN}])?[$€£]?((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
-    r"(?:[eE][-+]?[0-9]+)?|\.[0-9]+)"
-)
 # As in CommonMark, with no backtick after the language: a long line of them would be scanned repeatedly.
 _JSON_BLOCK = re.compile(r"```json[^\n`]*\n(.*?)```", re.DOTALL)
 
@@ -125,19 +121,6 @@ def build_reward_functions(
     ]
 
 
-def answer_problem(rewards: Sequence[Reward], answer: str | None) -> str | None:
-    """Return why completions cannot be compared with the `answer` of a row; None if they can or need not be."""
-    if not needs_answer(rewards):
-        return None
-    if not isinstance(answer, str):
-        return "it has no `answer`, but a reward compares with it"
-    if _number(answer) is None and any(isinstance(reward, NumericMatchReward) for reward in rewards):
-        return (
-            f"its `answer` {answer[:100]!r} does not contain a number, but the reward `numeric_match` compares with one"
-        )
-    return None
-
-
 def _scorer(reward: Reward, tokenizer: Any) -> Callable[[_Completion], float | None]:
     match reward:
         case ExactMatchReward():
@@ -181,27 +164,15 @@ def _numeric_match(reward: NumericMatchReward) -> Callable[[_Completion], float 
     extract = _extractor(reward.extract)
 
     def judge(completion: _Completion) -> float | None:
-        wanted = _number(completion.answer or "")
+        wanted = last_number(completion.answer or "")
         if wanted is None:
             return None
-        found = _number(extract(completion.text) or "")
+        found = last_number(extract(completion.text) or "")
         if found is None:
             return 0.0
         return float(math.isclose(found, wanted, rel_tol=reward.relative_tolerance, abs_tol=reward.absolute_tolerance))
 
     return judge
-
-
-def _number(text: str) -> float | None:
-    """Return the last number in a text, such as `1,234.5`, `-$3` or `2e5`; None if there is none that is finite."""
-    found = list(_NUMBER.finditer(text))
-    if not found:
-        return None
-    last = found[-1]
-    number = float(last[1].replace(",", ""))
-    if not math.isfinite(number):
-        return None
-    return -number if last[0][0] in "-\N{MINUS SIGN}" else number
 
 
 def _regex(reward: RegexReward) -> Callable[[_Completion], float]:

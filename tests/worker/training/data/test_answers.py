@@ -1,0 +1,29 @@
+"""Reference answers: rows whose answer no reward could compare with are named before training."""
+
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from app.contracts.rewards import Reward
+from worker.training.data.answers import answer_problem
+
+
+def reward(**fields: Any) -> Reward:
+    made: Reward = TypeAdapter(Reward).validate_python(fields)
+    return made
+
+
+@pytest.mark.parametrize("answer", ["", "seven", "1e999", "x = ?"])
+def test_an_answer_without_a_number_is_named_where_numbers_are_compared(answer: str) -> None:
+    compares = [reward(type="length", max=3), reward(type="numeric_match")]
+    assert "does not contain a number" in (answer_problem(compares, answer) or "")
+    assert answer_problem([reward(type="exact_match")], answer) is None
+    assert answer_problem([reward(type="length", max=3)], answer) is None
+    assert answer_problem(compares, "so #### 1,042") is None
+
+
+def test_no_answer_is_bad_where_one_is_needed() -> None:
+    for kind in ("exact_match", "numeric_match"):
+        assert "no `answer`" in (answer_problem([reward(type=kind)], None) or "")
+    assert answer_problem([reward(type="length", max=3)], None) is None
