@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 _PRELOADED = (
-    "worker.main", "worker.attempts.supervisor", "app.main", "app.server", "uvicorn.__main__", "uvicorn.loops.auto",
+    "worker.main", "worker.attempts.supervisor", "app.main", "app.server", "app.cli.main", "app.standalone.supervisor",
+    "app.tables.migrate", "alembic.command", "uvicorn.__main__", "uvicorn.loops.auto",
     "uvicorn.protocols.http.auto", "uvicorn.lifespan.on", "celery.app.amqp", "celery.app.builtins", "celery.app.trace",
     "celery.backends.redis", "celery.concurrency.thread", "celery.events.state", "celery.fixups.django",
     "celery.loaders.app", "celery.worker.autoscale", "celery.worker.components", "celery.worker.consumer",
     "celery.worker.strategy", "kombu.transport.redis", "psycopg_binary", "sqlalchemy.dialects.postgresql.psycopg",
 )  # fmt: skip
-_PROGRAMS = ("worker.main", "uvicorn.__main__")
+_PROGRAMS = ("worker.main", "app.cli.main", "uvicorn.__main__")
 """Modules that a copy executes anew, as `python -m` does."""
 _START_SECONDS = 60.0
 
@@ -58,14 +59,21 @@ class Process(Protocol):
         """Send SIGTERM."""
 
 
-def start(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path | None = None) -> Process:
-    """Start `python -m module arguments`, with its output appended to `log`."""
+def start(
+    module: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path | None = None,
+    errors: Path | None = None,
+) -> Process:
+    """Start `python -m module arguments`; append its output to `log`, and standard error to `errors` where given."""
+    errors = errors or log
     if _template is not None:
-        return _template.start(module, arguments, environment, log)
+        return _template.start(module, arguments, environment, log, errors)
     with contextlib.ExitStack() as stack:
-        output = None if log is None else stack.enter_context(log.open("ab"))
+        out, err = (None if path is None else stack.enter_context(path.open("ab")) for path in (log, errors))
         command = [sys.executable, "-m", module, *arguments]
-        return subprocess.Popen(command, env=dict(environment), stdout=output, stderr=output)
+        return subprocess.Popen(command, env=dict(environment), stdout=out, stderr=err)
 
 
 class ForkedProcess:
@@ -117,7 +125,12 @@ class Template:
         self._is_closed = False
 
     def start(
-        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path | None
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path | None,
+        errors: Path | None,
     ) -> ForkedProcess:
         """Fork a copy that becomes `python -m module arguments`."""
         request = {
@@ -125,7 +138,7 @@ class Template:
             "arguments": list(arguments),
             "environment": dict(environment),
             "folder": str(Path.cwd()),
-            "log": None if log is None else str(log),
+            "outputs": [None if path is None else str(path) for path in (log, errors)],
         }
         with self._starting:
             if self._process is None:
@@ -240,11 +253,11 @@ def _become(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
-    if request["log"] is not None:
-        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
+    for number, path in enumerate(request["outputs"], start=1):
+        if path is not None:
+            output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            os.dup2(output, number)
+            os.close(output)
     sys.argv = [request["module"], *request["arguments"]]
     runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
 

@@ -2,7 +2,20 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
+from app.config import Settings
 from tests.server import ApiServer
+
+
+@pytest.fixture
+def settings(emptied_api: ApiServer) -> Settings:
+    return emptied_api.settings
+
+
+@pytest.fixture
+def api(emptied_api: ApiServer) -> ApiServer:
+    return emptied_api
 
 
 def _make(api: ApiServer, count: int) -> list[str]:

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import httpx
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from app.cli.main import cli
 from app.config import Settings, get_settings
+from tests import programs
 from tests.conftest import Services
 from tests.waiting import eventually
 
@@ -33,6 +35,15 @@ def process(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
     environment = {**os.environ, "COLUMNS": "200", **variables}
     command = [sys.executable, "-P", "-m", "app.cli.main", *arguments]
     return subprocess.run(command, env=environment, input="", capture_output=True, text=True, timeout=60)
+
+
+def forked(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own, which need not import anything."""
+    environment = {**os.environ, "COLUMNS": "200", **variables}
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        code = programs.start("app.cli.main", arguments, environment, out, err).wait(60)
+        return subprocess.CompletedProcess(arguments, code, out.read_text(), err.read_text())
 
 
 def refused(done: subprocess.CompletedProcess[str]) -> str:
@@ -113,21 +124,20 @@ class TestMigrate:
             first = process("migrate", ANNEAL_DATABASE_URL=url)
             assert first.returncode == 0, first.stderr
             assert first.stdout.startswith("From nothing to ")
-            assert process("migrate", ANNEAL_DATABASE_URL=url).stdout.startswith("Already at revision ")
-            again = json.loads(process("migrate", "--json", ANNEAL_DATABASE_URL=url).stdout)
+            assert forked("migrate", ANNEAL_DATABASE_URL=url).stdout.startswith("Already at revision ")
+            again = json.loads(forked("migrate", "--json", ANNEAL_DATABASE_URL=url).stdout)
             assert again["before"] == again["after"] == first.stdout.split()[-1].rstrip(".")
         finally:
             services.drop_database(url)
 
-    def test_replicas_that_start_at_once_both_succeed(self, services: Services) -> None:
+    def test_replicas_that_start_at_once_both_succeed(self, services: Services, tmp_path: Path) -> None:
         url = services.create_database(template="template1")
         try:
             environment = {**os.environ, "ANNEAL_DATABASE_URL": url}
-            command = [sys.executable, "-P", "-m", "app.cli.main", "migrate"]
-            replicas = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-            said = [replica.communicate(timeout=60)[0] for replica in replicas]
-            assert [replica.returncode for replica in replicas] == [0, 0, 0]
-            assert sum(line.startswith("From nothing to ") for line in said) == 1
+            logs = [tmp_path / f"replica-{number}.log" for number in range(3)]
+            replicas = [programs.start("app.cli.main", ["migrate"], environment, log) for log in logs]
+            assert [replica.wait(60) for replica in replicas] == [0, 0, 0]
+            assert sum("From nothing to " in log.read_text() for log in logs) == 1
         finally:
             services.drop_database(url)
 
@@ -135,18 +145,18 @@ class TestMigrate:
 class TestSentences:
     @pytest.mark.parametrize("command", ["api", "worker", "migrate", "keys list"])
     def test_without_any_server_the_next_step_is_reported(self, command: str, tmp_path: Path) -> None:
-        sentence = refused(process(*command.split(), ANNEAL_HOME=str(tmp_path)))
+        sentence = refused(forked(*command.split(), ANNEAL_HOME=str(tmp_path)))
         assert "start `anneal up` first or set ANNEAL_DATABASE_URL" in sentence
 
     def test_a_database_that_is_down_is_reported_without_its_password(self, tmp_path: Path) -> None:
         url = "postgresql://me:hidden@127.0.0.1:1/x"
-        sentence = refused(process("migrate", ANNEAL_HOME=str(tmp_path), ANNEAL_DATABASE_URL=url))
+        sentence = refused(forked("migrate", ANNEAL_HOME=str(tmp_path), ANNEAL_DATABASE_URL=url))
         assert "The database does not answer" in sentence and "hidden" not in sentence
 
     @pytest.mark.parametrize("name", ["ANNEAL_DATABASE_URL", "ANNEAL_REDIS_URL"])
     @pytest.mark.parametrize("command", ["up", "api"])
     def test_a_url_that_is_none_is_named(self, command: str, name: str, tmp_path: Path) -> None:
-        assert name in refused(process(command, **{"ANNEAL_HOME": str(tmp_path), name: "nonsense"}))
+        assert name in refused(forked(command, **{"ANNEAL_HOME": str(tmp_path), name: "nonsense"}))
 
     def test_a_database_without_tables_is_reported(self, services: Services) -> None:
         url = services.create_database(template="template1")
@@ -157,16 +167,16 @@ class TestSentences:
             services.drop_database(url)
 
     def test_a_setting_that_makes_no_sense_is_named(self, tmp_path: Path) -> None:
-        sentence = refused(process("up", ANNEAL_HOME=str(tmp_path), ANNEAL_PORT="seventy"))
+        sentence = refused(forked("up", ANNEAL_HOME=str(tmp_path), ANNEAL_PORT="seventy"))
         assert "ANNEAL_PORT" in sentence
 
     def test_a_port_in_use_is_reported(self, servers: dict[str, str]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
-            assert f"Port {port} on 127.0.0.1 is in use" in refused(process("api", "--port", str(port), **servers))
+            assert f"Port {port} on 127.0.0.1 is in use" in refused(forked("api", "--port", str(port), **servers))
 
     def test_an_address_of_another_machine_is_reported(self, servers: dict[str, str]) -> None:
-        sentence = refused(process("api", "--port", "0", ANNEAL_HOST="192.0.2.1", **servers))
+        sentence = refused(forked("api", "--port", "0", ANNEAL_HOST="192.0.2.1", **servers))
         assert "set ANNEAL_HOST" in sentence
 
 

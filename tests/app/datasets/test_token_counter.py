@@ -23,6 +23,16 @@ from tests.server import ApiServer, ProcessServer, ThreadServer
 _AT_ONCE = 40
 
 
+@pytest.fixture
+def settings(emptied_api: ApiServer) -> Settings:
+    return emptied_api.settings
+
+
+@pytest.fixture
+def api(emptied_api: ApiServer) -> ApiServer:
+    return emptied_api
+
+
 def _tokenizer(folder: Path) -> Path:
     """One token a word; saved, as trainers do, with a cut at 4 tokens."""
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))

@@ -3,6 +3,7 @@
 import asyncio
 import re
 
+import pytest
 from sqlalchemy import update
 
 from app.config import Settings
@@ -12,6 +13,16 @@ from app.tables.runs import Run
 from tests.factories import Trainer
 from tests.rows import add_run
 from tests.server import ApiServer
+
+
+@pytest.fixture
+def settings(emptied_api: ApiServer) -> Settings:
+    return emptied_api.settings
+
+
+@pytest.fixture
+def api(emptied_api: ApiServer) -> ApiServer:
+    return emptied_api
 
 
 def test_an_experiment_is_made_and_read_back(api: ApiServer) -> None:

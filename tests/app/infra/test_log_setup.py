@@ -18,6 +18,7 @@ from structlog.contextvars import bound_contextvars, get_contextvars
 from app.config import Settings
 from app.infra.ids import new_id
 from app.infra.log_setup import run_context
+from tests import programs
 from tests.nodes import ROOT
 from tests.server import ApiServer
 from tests.waiting import eventually
@@ -32,11 +33,8 @@ class LoggingServer(ApiServer):
         self._variables = variables
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "app.cli.main", "api", "--port", str(self.port)]
-        with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
-                command, env=self.settings.child_environment() | self._variables, stdout=output, stderr=output
-            )
+        environment = self.settings.child_environment() | self._variables
+        self.process = programs.start("app.cli.main", ["api", "--port", str(self.port)], environment, self.log)
 
     def stop(self) -> None:
         self.process.terminate()

@@ -19,6 +19,16 @@ from tests.server import ApiServer, ThreadServer
 
 
 @pytest.fixture
+def settings(emptied_api: ApiServer) -> Settings:
+    return emptied_api.settings
+
+
+@pytest.fixture
+def api(emptied_api: ApiServer) -> ApiServer:
+    return emptied_api
+
+
+@pytest.fixture
 def engine(api: ApiServer) -> Iterator[Engine]:
     engine = sync_engine(api.settings.database_url or "", pool_size=10)
     yield engine

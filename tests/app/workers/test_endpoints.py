@@ -1,11 +1,23 @@
 """Workers and backends over the API."""
 
+import pytest
 from sqlalchemy import Engine
 
+from app.config import Settings
 from app.workers import registry
 from tests.factories import Trainer, make_dataset, make_run
 from tests.rows import add_worker
 from tests.server import ApiServer
+
+
+@pytest.fixture
+def settings(emptied_api: ApiServer) -> Settings:
+    return emptied_api.settings
+
+
+@pytest.fixture
+def api(emptied_api: ApiServer) -> ApiServer:
+    return emptied_api
 
 
 class TestWorkers:

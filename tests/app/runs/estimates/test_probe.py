@@ -10,6 +10,7 @@ import pytest
 from sqlalchemy import Engine, update
 
 from app.client.client import Anneal
+from app.config import Settings
 from app.contracts.training_config.fields import TrainerOptions
 from app.infra.db import sync_engine
 from app.tables.runs import Attempt
@@ -22,6 +23,16 @@ _CONFIG = {
     "num_attention_heads": 2, "max_position_embeddings": 256, "torch_dtype": "float32",
 }  # fmt: skip
 _MEASURED = {"step_seconds": 0.4, "data_seconds": 0.1, "tokens_per_second": 1000.0, "gpu_memory_reserved_mb": 950.0}
+
+
+@pytest.fixture
+def settings(emptied_api: ApiServer) -> Settings:
+    return emptied_api.settings
+
+
+@pytest.fixture
+def api(emptied_api: ApiServer) -> ApiServer:
+    return emptied_api
 
 
 @pytest.fixture

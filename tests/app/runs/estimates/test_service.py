@@ -28,6 +28,16 @@ _CONFIG = {
 
 
 @pytest.fixture
+def settings(emptied_api: ApiServer) -> Settings:
+    return emptied_api.settings
+
+
+@pytest.fixture
+def api(emptied_api: ApiServer) -> ApiServer:
+    return emptied_api
+
+
+@pytest.fixture
 def engine(api: ApiServer) -> Iterator[Engine]:
     engine = sync_engine(api.settings.database_url or "")
     (make_model(api.settings, "qwen") / "config.json").write_text(json.dumps(_CONFIG))
@@ -276,8 +286,8 @@ def test_an_hour_has_its_price(settings: Settings) -> None:
     assert found["cost"] == {"amount": pytest.approx(found["seconds"] / 1000, abs=1e-3), "currency": "CHF"}
 
 
-def test_the_command_shows_it_as_tables_and_as_json(anneal: Any, run_file: Any, shared_api: ApiServer) -> None:
-    (make_model(shared_api.settings, "qwen") / "config.json").write_text(json.dumps(_CONFIG))
+def test_the_command_shows_it_as_tables_and_as_json(anneal: Any, run_file: Any, api: ApiServer) -> None:
+    (make_model(api.settings, "qwen") / "config.json").write_text(json.dumps(_CONFIG))
     sets = ["--set", "backend=celery", "--set", "config.base_model=qwen", "--set", "config.max_steps=5"]
     shown = anneal("runs", "estimate", "-f", str(run_file), *sets)
     assert "43,646,976 of 8,190,735,360 parameters" in shown.stdout and "quantization constants" in shown.stdout

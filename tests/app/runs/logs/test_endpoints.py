@@ -7,10 +7,21 @@ import httpx
 import pytest
 from sqlalchemy import Engine
 
+from app.config import Settings
 from app.infra.ids import new_id
 from tests.factories import Trainer, make_dataset, make_run
 from tests.server import ApiServer, ThreadServer
 from tests.waiting import eventually
+
+
+@pytest.fixture
+def settings(emptied_api: ApiServer) -> Settings:
+    return emptied_api.settings
+
+
+@pytest.fixture
+def api(emptied_api: ApiServer) -> ApiServer:
+    return emptied_api
 
 
 @pytest.fixture
@@ -51,10 +62,14 @@ class TestPlain:
     ) -> None:
         trainer.log("one")
         assert isinstance(api, ThreadServer)
-        api.application.state.log_searches = asyncio.Semaphore(0)
-        with pytest.raises(httpx.ReadTimeout):
-            api.client.get(f"/v1/runs/{trainer.run_id}/logs", params={"tail": 1, "grep": "x"}, timeout=0.5)
-        assert lines(api, trainer, tail=1) == lines(api, trainer, grep="one") == ["one"]
+        state = api.application.state
+        before, state.log_searches = state.log_searches, asyncio.Semaphore(0)
+        try:
+            with pytest.raises(httpx.ReadTimeout):
+                api.client.get(f"/v1/runs/{trainer.run_id}/logs", params={"tail": 1, "grep": "x"}, timeout=0.5)
+            assert lines(api, trainer, tail=1) == lines(api, trainer, grep="one") == ["one"]
+        finally:
+            state.log_searches = before
 
     def test_grep_keeps_lines_with_the_text_and_tail_counts_those(self, api: ApiServer, trainer: Trainer) -> None:
         trainer.log(*(f"step {number} {'odd' if number % 2 else 'even'}" for number in range(10)))

@@ -16,6 +16,16 @@ from tests.server import ApiServer, ThreadServer
 from tests.waiting import eventually
 
 
+@pytest.fixture
+def settings(emptied_api: ApiServer) -> Settings:
+    return emptied_api.settings
+
+
+@pytest.fixture
+def api(emptied_api: ApiServer) -> ApiServer:
+    return emptied_api
+
+
 def config(*models: str, **fields: Any) -> dict[str, Any]:
     """Of method `rlhf`, with these reward models."""
     rewards: list[dict[str, Any]] = [{"type": "length", "max": 20}]

@@ -23,6 +23,16 @@ _LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num
 
 
 @pytest.fixture
+def settings(emptied_api: ApiServer) -> Settings:
+    return emptied_api.settings
+
+
+@pytest.fixture
+def api(emptied_api: ApiServer) -> ApiServer:
+    return emptied_api
+
+
+@pytest.fixture
 def dataset(engine: Engine) -> str:
     return make_dataset(engine)
 
