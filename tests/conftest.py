@@ -43,6 +43,10 @@ _COMPUTE = ("training", "worker", "mutants")
 # A shell without job control starts background jobs with SIGINT ignored, and child processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# The threads of several test processes would wait for each other on the same cores.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Tests must not depend on the settings of the shell that runs them.
 for _name in [name for name in os.environ if name.startswith("ANNEAL_")]:
     del os.environ[_name]

@@ -111,7 +111,8 @@ def run(seed: int, rounds: int, jobs: int = 1, say: Callable[[str], None] = prin
     began = time.monotonic()
     if SLOWNESS > 1:
         say(
-            f"this machine starts processes {SLOWNESS:g} times slower than the reference: leases of {LEASE_SECONDS:g} s"
+            f"other programs use this machine, or it is {SLOWNESS:g} times slower than the reference: "
+            f"leases of {LEASE_SECONDS:g} s"
         )
     segments = range(0, rounds, SEGMENT_ROUNDS)
     parts = [segments[number::jobs] for number in range(min(jobs, len(segments)))]

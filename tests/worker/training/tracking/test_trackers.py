@@ -286,6 +286,7 @@ class TestTrouble:
             trackers.open_trackers(*opening(tmp_path, "wandb"))
         assert refused.value.code == "config_error"
 
+    @pytest.mark.full
     def test_a_worker_that_knows_no_server_says_what_its_operator_sets(self, tmp_path: Path) -> None:
         with pytest.raises(TrainingFailure, match="ANNEAL_MLFLOW_TRACKING_URI"):
             trackers.open_trackers(*opening(tmp_path, "mlflow"))
