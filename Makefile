@@ -87,7 +87,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(SERVICE) $(READY)
 	@echo "Installed."
 
-# One of the readers of streams that the tests try is Node's.
+# Node, for one of the readers of streams that the tests try, is among them.
 $(INTEGRATIONS): $(READY)
 	@echo "Installing the integrations that the tests try: trackers, object stores, Node …"
 	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -e '.[worker,dev,integrations]' -c constraints.txt

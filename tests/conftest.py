@@ -25,7 +25,7 @@ from app.tables import migrate
 from tests import programs
 from tests.databases import SpareDatabases
 from tests.nodes import ROOT
-from tests.scheduling import FIRST, give_way, pytest_xdist_auto_num_workers, pytest_xdist_make_scheduler
+from tests.scheduling import FIRST, pytest_xdist_auto_num_workers, pytest_xdist_make_scheduler
 from tests.server import ApiServer, ThreadServer
 
 __all__ = ["pytest_xdist_auto_num_workers", "pytest_xdist_make_scheduler"]
@@ -65,7 +65,7 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put slow files first, alternating those that wait with those that compute."""
+    """Put the longest test first, then slow files, alternating those that compute with those that wait."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     files = list(dict.fromkeys(item.path for item in items))
@@ -74,8 +74,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     turns = [*first, *itertools.chain.from_iterable(itertools.zip_longest(computes, waits))]
     place = {file: number for number, file in reversed([*enumerate(turns)])}
     items.sort(key=lambda item: place.get(item.path, len(files)))
-    if first:
-        give_way()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -21,8 +21,6 @@ _MOST_PROCESSES = 8
 
 FIRST = "tests/chaos/test_chaos.py"
 """The longest test, which waits for half of its time; started first."""
-_NICENESS = 5
-"""Of the processes beside the one that runs `FIRST`: its leases of 3 s expire if it has to wait for a processor."""
 
 
 class ByFile(LoadScopeScheduling):
@@ -41,12 +39,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     """Create the scheduler of the process that distributes the tests."""
     config.option.loadscopereorder = False
     return ByFile(config, log)
-
-
-def give_way() -> None:
-    """Lower the priority of this process and of all that it starts, unless it is the one that runs `FIRST`."""
-    if os.environ["PYTEST_XDIST_WORKER"] != "gw0":
-        os.nice(_NICENESS)
 
 
 @pytest.hookimpl(optionalhook=True)
