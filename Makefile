@@ -102,5 +102,5 @@ $(INTEGRATIONS): $(READY)
 
 .venv/.bench: $(READY)
 	@echo "Installing what the benchmarks measure against …"
-	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -e '.[worker,trackers,dev,bench]' -c constraints.txt
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -e '.[worker,dev,integrations,bench]' -c constraints.txt
 	@touch .venv/.bench
