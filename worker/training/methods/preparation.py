@@ -63,7 +63,7 @@ Read = Callable[[Source], Some]
 
 
 class Setup(NamedTuple):
-    """Base model and tokenizer of a run."""
+    """Base model, tokenizer and sequence length of a run."""
 
     base: BaseModelSource
     tokenizer: PreTrainedTokenizerBase
@@ -72,9 +72,9 @@ class Setup(NamedTuple):
 
 
 def prepare_start(run: TrainingContext, replaced: list[Replacement]) -> Setup:
-    """Set the seed, verify the checkpoint, locate the base model and load its tokenizer, but no weights.
+    """Set the seed, verify the checkpoint, locate the base model, load its tokenizer, limit the length.
 
-    A maximum sequence length that the model cannot take is added to `replaced`.
+    No weights are loaded. A maximum sequence length that the model cannot take is added to `replaced`.
 
     Raises:
         TrainingFailure: with a stable code; `config_error` if the user set a length above the model's limit.
