@@ -90,6 +90,7 @@ def _empty(spare: Spare) -> bool:
         if _schema(connection) != spare.schema:
             return False
         if full := _with_rows(connection):
+            assert set(full) <= set(_CHILDREN_FIRST), f"_CHILDREN_FIRST lacks {set(full) - set(_CHILDREN_FIRST)}"
             _delete_rows(spare, full)
     except psycopg.Error:  # for instance a test has stopped the server
         return False

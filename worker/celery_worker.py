@@ -70,7 +70,7 @@ def register(app: Celery, context: WorkerContext) -> None:
     """Register `anneal.run_next`, which claims pending runs, the most urgent first, and trains them."""
     reported: str | None = None
 
-    # Not shared: Celery would give the task of this host to every other app in the process.
+    # Not shared: Celery would give the task of this worker to every other app in the process.
     @app.task(name=TASK, ignore_result=True, shared=False)  # type: ignore[untyped-decorator]
     def run_next() -> None:
         if not context.closing.is_set():

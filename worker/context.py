@@ -89,7 +89,7 @@ class WorkerContext:
         """Checkpoint replication, if the operator configured it."""
         if settings.checkpoint_url:
             self.replicator = Replicator(RemoteStore(settings.checkpoint_url, self.storage), self.storage, self.engine)
-        self._notebook = WorkerStatusFile(settings.home, self.id)
+        self._status_file = WorkerStatusFile(settings.home, self.id)
         self._leases: dict[str, HeldLease] = {}
         self._to_wake: set[str] = set()
         self._wake_up = threading.Event()
@@ -106,7 +106,7 @@ class WorkerContext:
         Raises:
             SetupError: The database schema is older than this code.
         """
-        self._notebook.open()
+        self._status_file.open()
         self.launcher.start()
         while not self._try_register():
             if self.closing.wait(_DATABASE_PAUSE):
@@ -124,7 +124,7 @@ class WorkerContext:
     def stop_claiming(self) -> None:
         """Take no more runs; current runs finish."""
         self.closing.set()
-        self._notebook.update(draining=True)
+        self._status_file.update(draining=True)
         self._beat_now.set()
 
     def drain(self) -> None:
@@ -151,7 +151,7 @@ class WorkerContext:
             log.warning("this worker could not be marked as offline, the missing heartbeat will show it: %s", error)
         self.engine.dispose()
         self.lease_engine.dispose()
-        self._notebook.close()
+        self._status_file.close()
 
     def hold(self, lease: HeldLease) -> None:
         """Register a lease that control messages may concern."""
@@ -218,13 +218,13 @@ class WorkerContext:
                 log.info("heartbeat missed: %s", error)
 
     def _note_runs(self) -> None:
-        self._notebook.update(runs={run_id: [None, None] for run_id in list(self._leases)})
+        self._status_file.update(runs={run_id: [None, None] for run_id in list(self._leases)})
 
     def _note_progress(self, connection: Connection) -> None:
         """Record the progress of current runs for a caller that waits for them to finish."""
         steps = select(Run.id, Run.current_step, Run.total_steps).where(Run.id.in_(list(self._leases)))
         found = {row.id: [row.current_step, row.total_steps] for row in connection.execute(steps)}
-        self._notebook.update(runs={run_id: found.get(run_id, [None, None]) for run_id in list(self._leases)})
+        self._status_file.update(runs={run_id: found.get(run_id, [None, None]) for run_id in list(self._leases)})
 
     def _listen(self) -> None:
         """Renew leases on control messages, so that stop requests arrive before the next regular renewal."""

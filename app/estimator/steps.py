@@ -87,7 +87,7 @@ def micro_batch(model: Architecture, config: TrainingConfig, length: int, rows: 
 
 
 def plan(model: Architecture, config: TrainingConfig, data: Data) -> Plan:
-    """Return the step plan of an effective configuration on a dataset."""
+    """Return steps, tokens and the largest micro-batch of an effective configuration on a dataset."""
     step_plan = make_step_plan(config, data, max_sequence_length(model, config))
     batch = micro_batch(model, config, step_plan.largest, step_plan.rows)
     return Plan(**vars(step_plan), batch=batch)

@@ -59,7 +59,8 @@ def run_file(shared_api: ApiServer, tmp_path: Path) -> Path:
 def emptied_api(shared_api: ApiServer) -> Iterator[ApiServer]:
     """The API of the file, whose database and models are emptied behind each test: a start costs a tenth of a second.
 
-    For tests that leave nothing else: no changed schema, no change of the process, no stopped server.
+    API keys, storage, Redis and the server's state in memory survive. For tests that leave nothing else: no changed
+    schema, no change of the process, no stopped server.
     """
     yield shared_api
     with psycopg.connect(shared_api.settings.database_url or "", autocommit=True) as connection:
@@ -67,14 +68,21 @@ def emptied_api(shared_api: ApiServer) -> Iterator[ApiServer]:
     shutil.rmtree(shared_api.settings.models_folder, ignore_errors=True)
 
 
+_WRITTEN_MEANWHILE = (  # by the dispatcher
+    psycopg.errors.ForeignKeyViolation,
+    psycopg.errors.DeadlockDetected,
+    psycopg.errors.SerializationFailure,
+)
+
+
 def _emptied(connection: psycopg.Connection) -> bool:
     try:
         delete_rows(connection)
-    except psycopg.errors.ForeignKeyViolation:  # the dispatcher has written meanwhile
+    except _WRITTEN_MEANWHILE:
         return False
     return True
 
 
-def reported(result: Result) -> Any:
+def json_of(result: Result) -> Any:
     """The one JSON document on standard output."""
     return json.loads(result.stdout)

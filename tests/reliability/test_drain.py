@@ -64,15 +64,15 @@ class TestAnApiThatEnds:
             deaf = [deaf_reader(ours, f"/v1/runs/{talkative}/events") for _ in range(5)]
             at_ours = [Reader([ours, stack.api], run_id) for _ in range(24)]
             at_plain = [Reader([plain, stack.api], run_id) for _ in range(10)]
-            reported, exited, upload = asyncio.run(self._follow(at_ours + at_plain, [ours, plain], stack, run_id))
+            asked_at, exited, upload = asyncio.run(self._follow(at_ours + at_plain, [ours, plain], stack, run_id))
             assert ours.process.wait(5) == 0
         for reader in at_ours + at_plain:
             assert reader.ids == list(range(1, len(reader.ids) + 1))
-            assert reader.ends[0] - reported < 5 * stack.slowness
+            assert reader.ends[0] - asked_at < 5 * stack.slowness
             assert not reader.broken, "streams end with their last chunk"
         assert upload.startswith("HTTP/1.1 201")
-        # Deaf readers do not hold it up for as long as a request may take: what nobody reads is reset.
-        assert exited - reported < REQUEST_GRACE_SECONDS * 0.6
+        # Deaf readers do not hold it up for as long as a request may take: unread streams are reset.
+        assert exited - asked_at < REQUEST_GRACE_SECONDS * 0.6
         shown = stack.run(run_id)
         assert (shown["status"], shown["attempt"], lost_count(stack, run_id)) == ("cancelled", 1, 0)
         assert_trained_once(stack, run_id)
@@ -108,25 +108,25 @@ class TestAnApiThatEnds:
     def test_one_that_is_signaled_before_it_listens_ends_as_well(self, stack: Stack, tmp_path: Path) -> None:
         replica = Replica(stack.settings.model_copy(update={"home": tmp_path}))
         replica.start()
-        reported = tmp_path / "run" / "api.json"
-        eventually(reported.exists, every=0.001)
+        address_file = tmp_path / "run" / "api.json"
+        eventually(address_file.exists, every=0.001)
         replica.process.terminate()
         assert replica.process.wait(10) == 0
-        assert not reported.exists()
+        assert not address_file.exists()
 
 
 class TestAWorkerThatEnds:
     def test_however_it_is_signaled_it_saves_and_releases_and_the_run_ends_as_if_undisturbed(
         self, stack: Stack, undisturbed: dict[int, str]
     ) -> None:
-        reported = {
+        signals_by_step = {
             8: [signal.SIGTERM, signal.SIGTERM],
             16: [signal.SIGINT, signal.SIGINT, signal.SIGINT],
             24: [signal.SIGHUP, signal.SIGTERM],
         }
-        add_workers(stack, len(reported) + 1)
+        add_workers(stack, len(signals_by_step) + 1)
         run_id = stack.create({**STEPS, "step_seconds": 0.1}, {"save_steps": 1000})
-        for step, signals in reported.items():
+        for step, signals in signals_by_step.items():
             stack.until_step(run_id, step)
             worker = owner(stack, run_id)
             began = time.monotonic()
@@ -142,7 +142,7 @@ class TestAWorkerThatEnds:
         reasons = [event["reason"] for event in stack.events(run_id) if event["type"] == "status"]
         assert sum(reason.startswith("released: ") for reason in reasons) == 3
         saved = [event["step"] for event in stack.events(run_id) if event["type"] == "checkpoint"]
-        assert len(saved) >= 3 and all(any(step <= one for one in saved) for step in reported)
+        assert len(saved) >= 3 and all(any(step <= one for one in saved) for step in signals_by_step)
 
     def test_one_that_loads_a_model_does_not_wait_for_it(self, stack: Stack) -> None:
         run_id = stack.create({"load_seconds": 600})

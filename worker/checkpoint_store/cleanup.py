@@ -9,7 +9,7 @@ from sqlalchemy import Connection, select
 from app.runs.checkpoints import retention
 from app.tables.runs import Run
 from app.tables.workers import Worker
-from worker.checkpoint_store.restore import StoreOwner
+from worker.checkpoint_store.restore import StoreContext
 from worker.claimed_run import ClaimedRun
 
 log = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ _LEFTOVERS = (".checkpoint-*", ".deleted-*", ".output.tmp", "base_model")
 _FETCHED = "a*/.checkpoint-*.wrk_*.run_*"
 
 
-def before_attempt(context: StoreOwner, run: ClaimedRun) -> None:
+def before_attempt(context: StoreContext, run: ClaimedRun) -> None:
     """Remove what a kill left half written or half removed; no trainer of an earlier attempt is alive.
 
     A trainer of a later attempt may be: this worker may have been suspended since its claim and have lost the run.
@@ -33,14 +33,14 @@ def before_attempt(context: StoreOwner, run: ClaimedRun) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def after_attempt(context: StoreOwner, run_id: str, attempt: int) -> None:
+def after_attempt(context: StoreContext, run_id: str, attempt: int) -> None:
     """Remove what an ended trainer left half written: a cancelled run has no later attempt that would do it."""
     for pattern in _LEFTOVERS:
         for leftover in context.storage.attempt_dir(run_id, attempt).glob(pattern):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _half_fetched(context: StoreOwner, connection: Connection, run: ClaimedRun) -> list[Path]:
+def _half_fetched(context: StoreContext, connection: Connection, run: ClaimedRun) -> list[Path]:
     """Return what dead workers left half fetched, for any run, in the folders of this run's ancestors."""
     found: list[Path] = []
     parent = run.parent_run_id
@@ -53,7 +53,7 @@ def _half_fetched(context: StoreOwner, connection: Connection, run: ClaimedRun) 
     return [folder for folder in found if folder.name.split(".")[2] not in {*live, context.id}]
 
 
-def remove_folders(context: StoreOwner, run_id: str, retired: list[tuple[int, str]]) -> None:
+def remove_folders(context: StoreContext, run_id: str, retired: list[tuple[int, str]]) -> None:
     """Remove the folders of checkpoints whose rows are marked as deleted."""
     for attempt, name in retired:
         folder = context.storage.named_checkpoint(run_id, attempt, name)

@@ -35,7 +35,7 @@ _PAUSE_SECONDS = 1.0
 _PROGRESS_SECONDS = 5.0
 
 
-class StoreOwner(Protocol):
+class StoreContext(Protocol):
     """The part of a worker that removing and restoring checkpoints uses."""
 
     id: str
@@ -84,7 +84,7 @@ class RestoreControl:
 
 
 def restore_checkpoint(
-    context: StoreOwner,
+    context: StoreContext,
     run: ClaimedRun,
     checkpoint: Any,
     place: Path,
@@ -127,7 +127,7 @@ def restore_checkpoint(
 
 
 def _fetch(
-    context: StoreOwner,
+    context: StoreContext,
     remote: RemoteStore,
     run: ClaimedRun,
     checkpoint: Any,

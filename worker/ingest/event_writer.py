@@ -191,17 +191,17 @@ class EventWriter:
         self._append_or_bisect(batch[:middle])
         self._append_or_bisect(batch[middle:])
 
-    def _apply(self, step: RunUpdate) -> None:
-        if step.event is None:
+    def _apply(self, update: RunUpdate) -> None:
+        if update.event is None:
             with self._context.engine.begin() as connection:
-                step.apply(connection)
+                update.apply(connection)
             return
         try:
-            self._append([step.event, *step.more], step.apply)
+            self._append([update.event, *update.more], update.apply)
         except SQLAlchemyError as error:
             if not (event_log.is_refused_data(error) or isinstance(error, IntegrityError)):
                 raise
-            self._append([_refused(step.event, error)])
+            self._append([_refused(update.event, error)])
 
     def _append(self, batch: list[NewEvent], then: Callable[[Connection], None] | None = None) -> None:
         first = self._stored + 1

@@ -21,7 +21,7 @@ class Plan:
     """Note on the quality of the completions, printed after them."""
 
     @property
-    def probe_options(self) -> dict[str, Any]:
+    def baseline_options(self) -> dict[str, Any]:
         """Configuration with one step that changes nothing, which evaluates the base model as loaded."""
         one_step = {"max_steps": 1, "eval_steps": 1, "logging_steps": 1, "batch_size": 1}
         return {**self.tuning, **one_step, "learning_rate": _NOT_MEASURABLE, "lora_dropout": 0.0}

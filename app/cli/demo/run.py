@@ -207,7 +207,7 @@ class Demo:
 
     def _measure(self, client: Anneal, plan_: Plan, model: str, datasets: dict[str, str]) -> float:
         """Measure the loss of the base model on the held-out rows, quantized as for the adapter."""
-        config = {"base_model": model, **plan_.probe_options}
+        config = {"base_model": model, **plan_.baseline_options}
         run = client.runs.create({"name": "the base model, measured", "config": config, **datasets})
         found = self._follow(client, run.id, "base model")
         _expect(found, "completed")

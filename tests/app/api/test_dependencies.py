@@ -32,7 +32,7 @@ def refuse_commits(settings: Settings) -> None:
         connection.execute(_REFUSED_AT_COMMIT)
 
 
-def reported(monkeypatch: pytest.MonkeyPatch, name: str, look: Any) -> list[Any]:
+def seen_at_calls(monkeypatch: pytest.MonkeyPatch, name: str, look: Any) -> list[Any]:
     """What `look` sees in the database at each call of this method of the queue."""
     seen: list[Any] = []
 
@@ -67,7 +67,7 @@ class TestAHint:
     def test_comes_when_its_run_can_be_claimed(
         self, api: ApiServer, engine: Engine, dataset_id: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        runs_seen = reported(monkeypatch, "hint", lambda *_: count_runs(engine))
+        runs_seen = seen_at_calls(monkeypatch, "hint", lambda *_: count_runs(engine))
         make_run(api.client, dataset_id)
         eventually(lambda: runs_seen, what="a hint")
         assert runs_seen[0] == 1, "a worker that came at once would have found nothing and gone away"
@@ -79,7 +79,7 @@ class TestARequestToStop:
     ) -> None:
         run_id = make_run(api.client, dataset_id)["id"]
         Trainer(engine, run_id).begin()
-        stops_seen = reported(monkeypatch, "call_worker", lambda id: run_row(engine, id).stop_requested_at)
+        stops_seen = seen_at_calls(monkeypatch, "call_worker", lambda id: run_row(engine, id).stop_requested_at)
         assert api.client.post(f"/v1/runs/{run_id}/stop").status_code == 202
         eventually(lambda: stops_seen, what="a message to the worker")
         assert stops_seen[0] is not None, "its renewal at once would have brought no stop"

@@ -30,7 +30,7 @@ from app.infra.db import sync_engine
 from app.infra.storage import Storage
 from tests.app import hub_server
 from tests.app.client.test_client import EMPTY, Failing
-from tests.app.conftest import Anneal, reported
+from tests.app.conftest import Anneal, json_of
 from tests.app.hub_server import Hub
 from tests.factories import Trainer, make_model, mark_run
 from tests.http_server import serving
@@ -116,9 +116,9 @@ class TestNouns:
         assert "5 rows, text" in uploaded.stderr
         listed = anneal("datasets", "list").stdout
         assert listed.splitlines()[0].startswith("ID ") and dataset_id in listed and "five rows" in listed
-        assert reported(anneal("datasets", "list", "--json", "--limit", "1"))["data"][0]["id"] == dataset_id
+        assert json_of(anneal("datasets", "list", "--json", "--limit", "1"))["data"][0]["id"] == dataset_id
         assert "row 0" in anneal("datasets", "show", dataset_id).stdout
-        assert reported(anneal("datasets", "show", dataset_id, "--json"))["rows"] == 5
+        assert json_of(anneal("datasets", "show", dataset_id, "--json"))["rows"] == 5
 
     def test_what_a_file_is_and_calls_its_columns_is_sent_with_it(self, anneal: Anneal, shared_api: ApiServer) -> None:
         words = '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"[UNK]": 0}, "unk_token": "[UNK]"}}'
@@ -139,15 +139,15 @@ class TestNouns:
         imported = anneal("datasets", "import", "ada/words", *options)
         assert "held out: 1 rows, text" in imported.stderr
         assert anneal("datasets", "content", imported.stdout.strip()).stdout == '{"text": "b"}\n'
-        assert reported(anneal("datasets", "import", "ada/words", "--column", "text=t", "--json"))["rows"] == 1
+        assert json_of(anneal("datasets", "import", "ada/words", "--column", "text=t", "--json"))["rows"] == 1
         assert "the hub has no dataset" in anneal("datasets", "import", "ada/none", code=1).stderr
 
     def test_an_experiment_is_made_and_shown(self, anneal: Anneal, run_file: Path) -> None:
         experiment_id = anneal("experiments", "create", "ranks", "--tag", "x", "--description", "why").stdout.strip()
         anneal("runs", "create", "-f", str(run_file), "--set", f"experiment_id={experiment_id}")
         assert "1 pending" in anneal("experiments", "show", experiment_id).stdout
-        assert reported(anneal("experiments", "show", experiment_id, "--json"))["runs"]["pending"] == 1
-        assert reported(anneal("experiments", "list", "--json"))["data"][0]["name"] == "ranks"
+        assert json_of(anneal("experiments", "show", experiment_id, "--json"))["runs"]["pending"] == 1
+        assert json_of(anneal("experiments", "list", "--json"))["data"][0]["name"] == "ranks"
         assert experiment_id in anneal("experiments", "list").stdout
 
     def test_runs_are_filtered_and_paged(self, anneal: Anneal, run_file: Path) -> None:
@@ -156,22 +156,20 @@ class TestNouns:
         first = anneal("runs", "list", "--tag", "paged", "--limit", "2")
         assert [line.split()[0] for line in first.stdout.splitlines()[1:]] == ids[:0:-1]
         assert f"--after {ids[1]}" in first.stderr
-        rest = reported(anneal("runs", "list", "--tag", "paged", "--after", ids[1], "--json"))
+        rest = json_of(anneal("runs", "list", "--tag", "paged", "--after", ids[1], "--json"))
         assert [run["id"] for run in rest["data"]] == ids[:1] and rest["has_more"] is False
         assert anneal("runs", "list", "--tag", "paged", "--status", "failed").stderr == "There are none.\n"
         assert re.search(r"config.learning_rate +0\.0001\n", anneal("runs", "show", ids[0]).stdout)
-        assert reported(anneal("runs", "stop", ids[0], "--json"))["status"] == "cancelled"
+        assert json_of(anneal("runs", "stop", ids[0], "--json"))["status"] == "cancelled"
 
     def test_workers_are_listed(self, anneal: Anneal, trainer: Trainer) -> None:
         assert trainer.worker_id in anneal("workers", "list").stdout
-        assert any(
-            worker["id"] == trainer.worker_id for worker in reported(anneal("workers", "list", "--json"))["data"]
-        )
+        assert any(worker["id"] == trainer.worker_id for worker in json_of(anneal("workers", "list", "--json"))["data"])
 
     def test_checkpoints_are_listed_and_resumed_from(self, anneal: Anneal, trainer: Trainer) -> None:
         checkpoint_id = trainer.checkpoint(40)
         assert checkpoint_id in anneal("runs", "checkpoints", trainer.run_id).stdout
-        assert reported(anneal("runs", "checkpoints", trainer.run_id, "--json"))["data"][0]["step"] == 40
+        assert json_of(anneal("runs", "checkpoints", trainer.run_id, "--json"))["data"][0]["step"] == 40
         assert anneal("runs", "resume", trainer.run_id, code=1).stderr.startswith("anneal: ")
         trainer.checkpoint(50, metrics={"loss": 1.5, "eval_loss": 2.5})
         trainer.checkpoint(60, metrics={"eval_loss": 2.25})
@@ -181,7 +179,7 @@ class TestNouns:
         trainer.cancel()
         resume = ["runs", "resume", trainer.run_id, "--checkpoint", checkpoint_id, "--json"]
         assert "--set config.epochs" in anneal(*resume, "--set", "epochs=5", code=1).stderr
-        child = reported(anneal(*resume, "--set", "config.epochs=5"))
+        child = json_of(anneal(*resume, "--set", "config.epochs=5"))
         assert (child["parent_run_id"], child["resume_checkpoint_id"]) == (trainer.run_id, checkpoint_id)
         assert child["config"]["epochs"] == 5
 
@@ -209,34 +207,34 @@ class TestNouns:
         trainer.complete()
         assert anneal("runs", "download", trainer.run_id).stdout.strip() == trainer.run_id
         assert (Path(trainer.run_id) / "adapter_config.json").read_text() == "{}"
-        files = reported(anneal("runs", "download", trainer.run_id, "-o", "here", "--path", "*.json", "--json"))
+        files = json_of(anneal("runs", "download", trainer.run_id, "-o", "here", "--path", "*.json", "--json"))
         assert files == {"folder": "here", "files": ["adapter_config.json"]}
 
     def test_editing_changes_what_is_named(self, anneal: Anneal, run_file: Path) -> None:
         run_id = anneal("runs", "create", "-f", str(run_file)).stdout.strip()
-        assert reported(anneal("runs", "edit", run_id, "--name", "x", "--json"))["tags"] == ["2026-01-02", "no"]
-        assert reported(anneal("runs", "edit", run_id, "--tag", "a", "--tag", "b", "--json"))["tags"] == ["a", "b"]
+        assert json_of(anneal("runs", "edit", run_id, "--name", "x", "--json"))["tags"] == ["2026-01-02", "no"]
+        assert json_of(anneal("runs", "edit", run_id, "--tag", "a", "--tag", "b", "--json"))["tags"] == ["a", "b"]
         experiment_id = anneal("experiments", "create", "ranks").stdout.strip()
         assert anneal("experiments", "edit", experiment_id, "--name", "x").stderr == f"{experiment_id} is changed.\n"
-        assert reported(anneal("experiments", "show", experiment_id, "--json"))["name"] == "x"
+        assert json_of(anneal("experiments", "show", experiment_id, "--json"))["name"] == "x"
 
     def test_what_is_pinned_cannot_be_deleted(self, anneal: Anneal, trainer: Trainer) -> None:
         checkpoint_id = trainer.checkpoint(40)
         trainer.complete()
         assert anneal("runs", "pin", trainer.run_id).stderr == f"{trainer.run_id} is pinned.\n"
         checkpoint = [trainer.run_id, "--checkpoint", checkpoint_id, "--json"]
-        assert reported(anneal("runs", "pin", *checkpoint))["pinned"] is True
+        assert json_of(anneal("runs", "pin", *checkpoint))["pinned"] is True
         assert "periodic, pinned" in anneal("runs", "checkpoints", trainer.run_id).stdout
         assert "pinned" in anneal("runs", "delete", trainer.run_id, code=1).stderr
-        assert reported(anneal("runs", "unpin", *checkpoint))["pinned"] is False
-        assert reported(anneal("runs", "unpin", trainer.run_id, "--json"))["pinned"] is False
+        assert json_of(anneal("runs", "unpin", *checkpoint))["pinned"] is False
+        assert json_of(anneal("runs", "unpin", trainer.run_id, "--json"))["pinned"] is False
         assert anneal("runs", "delete", trainer.run_id).stderr == f"{trainer.run_id} is deleted.\n"
 
     def test_what_is_deleted_is_reported(self, anneal: Anneal) -> None:
         Path("rows.jsonl").write_text(ROWS)
         for noun, made in (("datasets", ["upload", "rows.jsonl"]), ("experiments", ["create", "short"])):
             id = anneal(noun, *made).stdout.strip()
-            assert reported(anneal(noun, "delete", id, "--json")) == {"id": id, "deleted": True}
+            assert json_of(anneal(noun, "delete", id, "--json")) == {"id": id, "deleted": True}
             assert anneal(noun, "delete", id, code=1).stderr.startswith("anneal: ")
 
     def test_runs_are_compared(self, anneal: Anneal, trainer: Trainer, run_file: Path) -> None:
@@ -249,10 +247,10 @@ class TestNouns:
         rows = [re.split("  +", line) for line in lines]
         assert ["name", "counting", "other"] in rows and ["loss", "2.5", "-"] in rows
         assert any(row[0] == "config.lora_r" and row[2] == "4" for row in rows)
-        compared = reported(anneal("runs", "compare", *ids, "--json"))
+        compared = json_of(anneal("runs", "compare", *ids, "--json"))
         assert compared["differences"]["config.lora_r"][ids[1]] == 4
         assert "2 to 20" in anneal("runs", "compare", ids[0], code=1).stderr
-        assert reported(anneal("runs", "list", "--sort", "best_loss", "--json"))["data"][0]["id"] == trainer.run_id
+        assert json_of(anneal("runs", "list", "--sort", "best_loss", "--json"))["data"][0]["id"] == trainer.run_id
 
     def test_content_is_printed_or_written_whole(self, anneal: Anneal) -> None:
         Path("rows.jsonl").write_text(ROWS)
@@ -308,10 +306,12 @@ class TestFollowing:
             return 'anneal_streams{state="live"} 1.0' in shared_api.client.get("/metrics").text
 
         def finish() -> None:
-            eventually(is_watched)
-            for step in (28, 29, 30):
-                trainer.metric(step, loss=step / 100)
-            trainer.complete()
+            try:
+                eventually(is_watched)
+                for step in (28, 29, 30):
+                    trainer.metric(step, loss=step / 100)
+            finally:
+                trainer.complete()
 
         ending = threading.Thread(target=finish)
         ending.start()
@@ -397,7 +397,7 @@ class TestTerminal:
         eventually(lambda: shows("the run continues"))
         assert process.wait(20) == 130
         assert b"Traceback" not in seen
-        assert reported(anneal("runs", "show", trainer.run_id, "--json"))["status"] == "running"
+        assert json_of(anneal("runs", "show", trainer.run_id, "--json"))["status"] == "running"
 
     def test_a_list_is_a_table(self, start: Any, trainer: Trainer) -> None:
         process, terminal = start("runs", "list", "--limit", "1")

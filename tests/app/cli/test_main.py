@@ -188,8 +188,10 @@ class TestApi:
             [sys.executable, "-P", "-m", "app.cli.main", "api", "--port", "0"], env={**os.environ, **servers}
         )
         try:
-            reported = settings.home / "run" / "api.json"
-            found = eventually(lambda: json.loads(reported.read_text()) if reported.exists() else None, timeout=30)
+            address_file = settings.home / "run" / "api.json"
+            found = eventually(
+                lambda: json.loads(address_file.read_text()) if address_file.exists() else None, timeout=30
+            )
             assert found["pid"] == process.pid
             with httpx.Client(base_url=found["url"], trust_env=False) as client:
                 assert client.get("/healthz").json() == {"status": "ok"}

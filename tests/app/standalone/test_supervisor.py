@@ -106,11 +106,19 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def shared_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """One that is ready, for tests that leave it ready, or end it and start it again on the same home."""
     up = Running(tmp_path_factory.mktemp("up") / "home").until_ready()
     yield up
     up.end()
+
+
+@pytest.fixture
+def running(shared_up: Running) -> Running:
+    """The one of the module, started again if a failed test has left it dead."""
+    if shared_up.process.poll() is not None:
+        shared_up.start().until_ready()
+    return shared_up
 
 
 class TestReady:
@@ -173,11 +181,13 @@ class TestEnd:
         running.until_worker_is_online()
         key, said = running.connection["api_key"], running.said
         family = psutil.Process(running.process.pid).children(recursive=True)
+        log = running.home / "logs" / "worker.log"
+        logged = len(log.read_text())
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(60) == 0
         assert not [process for process in family if process.is_running()]
         assert running.connection["pids"] == {}
-        assert "runs are released" in (running.home / "logs" / "worker.log").read_text()
+        assert "runs are released" in log.read_text()[logged:]
         assert "killed" not in running.said.removeprefix(said)
         assert running.start().until_ready().connection["api_key"] == key
 

@@ -88,11 +88,11 @@ class CheckpointSaver:
     def __init__(self, run: TrainingContext) -> None:
         self.in_flight = AsyncWriter(self._on_too_little_memory)
         self.gatherer = SnapshotBuilder()
-        self.keeper = EngineCopier(run)
+        self.engine_copier = EngineCopier(run)
         self.kept_step = run.job.resume_from.step if run.job.resume_from else 0
         """Step of the last checkpoint that is durably on disk; 0 if there is none."""
         self._run = run
-        self._room = CheckpointDiskSpace(run.folder, run.job.disk_reserve_bytes)
+        self._disk_space = CheckpointDiskSpace(run.folder, run.job.disk_reserve_bytes)
         self._memory = PinnedMemory()
         self._is_prepared = run.is_probe  # a probe saves nothing
         self._wait_reported = self._memory_reported = False
@@ -107,7 +107,7 @@ class CheckpointSaver:
         if self._run.stop_requested is None:  # else the end of training handles it, and may do without the checkpoint
             self.in_flight.check()
             self.requeue_actions(trainer)
-        self.keeper.check()
+        self.engine_copier.check()
         if not self._is_prepared:
             self._is_prepared = True
             config, left = self._run.config, trainer.state.max_steps - trainer.state.global_step
@@ -128,8 +128,8 @@ class CheckpointSaver:
                 if self._run.ended_by in ("stop", "drain"):
                     self._wait_for_last()
         finally:
-            self.keeper.settle()
-        self.keeper.check()
+            self.engine_copier.settle()
+        self.engine_copier.check()
 
     def _wait_for_last(self) -> None:
         """Wait for the checkpoint being written; a full disk must not turn a stop into a failure."""
@@ -166,7 +166,7 @@ class CheckpointSaver:
             TrainingFailure: `disk_full`, if too many in a row did not fit, or if it is the last one of the run.
         """
         run, step = self._run, trainer.state.global_step
-        why = self._room.lacking(expected_bytes(trainer) + self.gatherer.same_bytes)
+        why = self._disk_space.lacking(expected_bytes(trainer) + self.gatherer.same_bytes)
         if why is None:
             return True
         if run.save_kind == "final":
@@ -177,7 +177,7 @@ class CheckpointSaver:
         every = run.config.save_steps
         is_due = run.save_kind == "periodic" and step % every == 0
         next_step = min((step // every + 1) * every, trainer.state.max_steps)
-        line = self._room.skip(step, why, next_step, is_due)
+        line = self._disk_space.skip(step, why, next_step, is_due)
         run.report.message(line, "warning")
         run.state.left_out(step)
         trainer.actions.fail_saves(line)
@@ -277,7 +277,7 @@ def _complete(
     seconds = time.monotonic() - began
     run.report.checkpoint(name, step=about.step, bytes=size, manifest_sha256=sha256, seconds=seconds, **about.record)
     saving.kept_step = about.step
-    saving.keeper.keep(run.folder / name)
+    saving.engine_copier.keep(run.folder / name)
 
 
 def check(path: Path, manifest_sha256: str, alive: HeartbeatCallback = no_heartbeat) -> None:

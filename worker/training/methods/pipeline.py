@@ -46,7 +46,7 @@ def train_on_tokens(
         replaced: defaults that this machine, model or data replaced; extended and reported.
         setup: result of `preparation.prepare_start`.
         read: tokenizes rows; called for the training data, then for the held-out data.
-        make: class of the trainer, which computes the loss.
+        make: creates the trainer, which computes the loss.
         arguments: creates the trainer's configuration from the arguments that all trainers share; called after the
             model is loaded.
 
@@ -139,7 +139,7 @@ def build(make: Callable[..., Trains], run: TrainingContext, **options: Any) -> 
 
 def report_run_info(
     trainer: ServiceTrainerMixin,
-    found: BaseModelSource,
+    base: BaseModelSource,
     replaced: list[Replacement],
     training: Rows,
     held_out: Rows | None,
@@ -152,11 +152,11 @@ def report_run_info(
     facts |= {
         "rows": training.rows, "tokens": training.tokens, "sequences": len(training.dataset),
         "eval_rows": held_out.rows if held_out else 0, "total_steps": trainer.args.max_steps,
-        "weights_dtype": str(loader.weights_dtype(run.config, run.machine)), "base_revision": found.revision, **more,
+        "weights_dtype": str(loader.weights_dtype(run.config, run.machine)), "base_revision": base.revision, **more,
     }  # fmt: skip
     if run.is_probe:
         facts["whole_run_steps"] = preparation.configured_steps(run)
-    run.fingerprint = _fingerprint(run, found, facts)
+    run.fingerprint = _fingerprint(run, base, facts)
     facts |= resume_fidelity.facts(_differences(run))
     trainer.facts, trainer.replaced = facts, replaced
     if run.resume_from is None:
@@ -237,10 +237,10 @@ def _resume(trainer: ServiceTrainerMixin, checkpoint: Path) -> None:
         pass
 
 
-def _fingerprint(run: TrainingContext, found: BaseModelSource, facts: dict[str, Any]) -> dict[str, Any]:
+def _fingerprint(run: TrainingContext, base: BaseModelSource, facts: dict[str, Any]) -> dict[str, Any]:
     held_out = run.job.eval_dataset
     return {
-        "base_model": found.identity,
+        "base_model": base.identity,
         "dataset": run.job.dataset.sha256,
         "eval_dataset": held_out.sha256 if held_out else None,
         "reward_models": facts.get("reward_models"),

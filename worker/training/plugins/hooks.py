@@ -168,22 +168,22 @@ def reapply_rates(trainer: ServiceTrainer, weight_decays: list[float], rates: li
     Raises:
         TrainingFailure: `config_error`: they differ, and the effect on the scheduler is unknown.
     """
-    course = trainer.lr_scheduler
+    scheduler = trainer.lr_scheduler
     for group, decay in zip(trainer.optimizer.param_groups, weight_decays, strict=True):
         group["weight_decay"] = decay
     if initial_rates(trainer) == rates:
         return
-    if not isinstance(course, LambdaLR):
+    if not isinstance(scheduler, LambdaLR):
         raise TrainingFailure(
             "config_error",
             "`learning_rate` cannot change when a run is resumed with this scheduler: only a "
             "torch.optim.lr_scheduler.LambdaLR can be recomputed for another rate.",
         )
-    course.base_lrs = list(rates)
-    for group, rate, factor in zip(trainer.optimizer.param_groups, rates, course.lr_lambdas, strict=True):
+    scheduler.base_lrs = list(rates)
+    for group, rate, factor in zip(trainer.optimizer.param_groups, rates, scheduler.lr_lambdas, strict=True):
         group["initial_lr"] = rate
-        group["lr"] = rate * factor(course.last_epoch)
-    course._last_lr = [group["lr"] for group in trainer.optimizer.param_groups]
+        group["lr"] = rate * factor(scheduler.last_epoch)
+    scheduler._last_lr = [group["lr"] for group in trainer.optimizer.param_groups]
 
 
 class Reward:

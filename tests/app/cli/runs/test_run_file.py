@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.app.conftest import Anneal, reported
+from tests.app.conftest import Anneal, json_of
 
 
 class TestRunFile:
@@ -36,13 +36,13 @@ class TestRunFile:
         changes = ["--set", "config.epochs=2", "--set", "config.extra.steps=7", "--set", "name=null"]
         changes += ["--set", "config.save_steps=1_000", "--set", "config.eval_steps=1e4"]
         changes += ["--set", "config.time_limit_seconds=2h", "--set", "config.eval_split=0.5"]
-        run = reported(anneal("runs", "create", "-f", "-", *changes, "--json", input=run_file.read_text()))
+        run = json_of(anneal("runs", "create", "-f", "-", *changes, "--json", input=run_file.read_text()))
         assert run["tags"] == ["2026-01-02", "no"]
         assert (run["config"]["learning_rate"], run["config"]["epochs"]) == (1e-4, 2)
         limits = ("save_steps", "eval_steps", "time_limit_seconds")
         assert [run["config"][name] for name in limits] == [1000, 10_000, 7200]
         assert run["config"]["extra"] == {"steps": 7} and run["name"] == "sft of any"
-        assert reported(anneal("runs", "validate", "-f", str(run_file), "--json"))["valid"] is True
+        assert json_of(anneal("runs", "validate", "-f", str(run_file), "--json"))["valid"] is True
 
     def test_a_merge_may_bring_a_key_again(self, anneal: Anneal, run_file: Path) -> None:
         text = "x: &x {lora_r: 4, epochs: 1}\ny: &y {<<: *x, lora_r: 8}\nconfig: {<<: *y, epochs: 5}\n"

@@ -131,9 +131,9 @@ class TestFidelity:
         first = forks.run(make_job(tmp_path / "1", tiny_model, chats, stop_at_step=1, **config))
         checkpoint = first.checkpoint(1)
         path = Path(checkpoint["path"]) / "manifest.json"
-        reported = json.loads(path.read_text())
-        reported["probe"] = (float.fromhex(reported["probe"]) + 0.25).hex()
-        path.write_text(json.dumps(reported))
+        manifest = json.loads(path.read_text())
+        manifest["probe"] = (float.fromhex(manifest["probe"]) + 0.25).hex()
+        path.write_text(json.dumps(manifest))
         checkpoint["manifest_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
         again = forks.run(make_job(tmp_path / "2", tiny_model, chats, attempt=2, resume_from=checkpoint, **config))
         facts = again.of("config")[0]["facts"]

@@ -52,7 +52,7 @@ class Report:
 
     def of(self, kind: str) -> list[Any]:
         """What was told of this kind."""
-        return [what for reported, what in self.reported if reported == kind]
+        return [about for what, about in self.reported if what == kind]
 
 
 class Training:
@@ -292,7 +292,7 @@ class TestKeeper:
         folders = [training.run.folder / f"checkpoint-{step}" for step in (2, 4, 6)]
         for folder in folders:
             folder.mkdir()
-            training.saving.keeper.keep(folder)
+            training.saving.engine_copier.keep(folder)
             eventually(lambda: copied == ["checkpoint-2"])
         training.run.stop_requested = object()
         with training.saving.settled():
@@ -305,7 +305,7 @@ class TestKeeper:
         for step in (2, 4, 6):
             folder = training.run.folder / f"checkpoint-{step}"
             folder.mkdir()
-            training.saving.keeper.keep(folder)
+            training.saving.engine_copier.keep(folder)
             eventually(lambda: copied == ["checkpoint-2"])
         (training.run.folder / "checkpoint-4").rmdir()  # cleaned up meanwhile
         threading.Timer(0.1, training.go_on.set).start()
