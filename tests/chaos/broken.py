@@ -161,8 +161,8 @@ def outlived_its_lease() -> Spoil:
 def checkpoint_stored_twice(history: History) -> History:
     again = {**history.checkpoints["plain"][0], "id": "again"}
     reported = {"checkpoint_id": "again", "step": 4, "kind": "periodic", "bytes": 100}
-    spoilt = replace(history, checkpoints={**history.checkpoints, "plain": (*history.checkpoints["plain"], again)})
-    return event_added("plain", saves(4), "checkpoint", **reported)(spoilt)
+    corrupt = replace(history, checkpoints={**history.checkpoints, "plain": (*history.checkpoints["plain"], again)})
+    return event_added("plain", saves(4), "checkpoint", **reported)(corrupt)
 
 
 def gap(history: History) -> History:

@@ -11,7 +11,7 @@ from app.contracts.fake_options import FakeOptions
 from app.contracts.run_status import LIVE, TERMINAL
 from tests.chaos.history import Creation, Event, History, Profile, Row, StopCall, Violation
 
-TOLD_BY_LIFECYCLE = ("status", "error", "end")
+WRITTEN_BY_LIFECYCLE = ("status", "error", "end")
 """Event types that are not written by trainers, but together with a status change."""
 REQUEUES = ("lost", "handed_back", "retried")
 REPAIRED = "repaired"
@@ -129,7 +129,7 @@ class Course:
     def _of_trainers(self) -> dict[int, list[Event]]:
         grouped: dict[int, list[Event]] = {}
         for event in self.events:
-            if event.type not in TOLD_BY_LIFECYCLE:
+            if event.type not in WRITTEN_BY_LIFECYCLE:
                 grouped.setdefault(event.attempt, []).append(event)
         return grouped
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from app.contracts.field_types import timestamp
 from app.contracts.run_status import TERMINAL
-from tests.chaos.course import REPAIRED, REQUEUES, TOLD_BY_LIFECYCLE, Course, first_difference, is_prefix
+from tests.chaos.course import REPAIRED, REQUEUES, WRITTEN_BY_LIFECYCLE, Course, first_difference, is_prefix
 from tests.chaos.history import Event, History, Transcript, Violation
 
 _FOLLOWING: Mapping[str | None, tuple[str, ...]] = {
@@ -73,7 +73,7 @@ def stale_writers_write_nothing(history: History, course: Course) -> Iterator[Vi
 
 
 def _writes_outside_of_attempts(course: Course) -> Iterator[Violation]:
-    for attempt in sorted({event.attempt for event in course.events if event.type not in TOLD_BY_LIFECYCLE}):
+    for attempt in sorted({event.attempt for event in course.events if event.type not in WRITTEN_BY_LIFECYCLE}):
         claim, end = course.claim_of(attempt), course.end_of(attempt)
         if claim is None:
             yield course.broke(4, f"attempt {attempt} wrote events, but was never claimed")

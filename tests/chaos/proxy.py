@@ -78,28 +78,28 @@ class Proxy:
         self._all.ask("cut", self._number)
 
 
-def _run(orders: Connection) -> None:
-    asyncio.run(_obey(orders))
+def _run(commands: Connection) -> None:
+    asyncio.run(_serve(commands))
 
 
-async def _obey(orders: Connection) -> None:
+async def _serve(commands: Connection) -> None:
     """Execute commands until the campaign closes the pipe."""
     ways: list[_Way] = []
     loop = asyncio.get_running_loop()
     while True:
         try:
-            verb, *arguments = await loop.run_in_executor(None, orders.recv)
+            verb, *arguments = await loop.run_in_executor(None, commands.recv)
         except (EOFError, OSError):
             return
         if verb == "add":
             way = _Way(arguments[0])
             await way.start()
             ways.append(way)
-            orders.send((len(ways) - 1, way.port))
+            commands.send((len(ways) - 1, way.port))
             continue
         number, *rest = arguments
         found = getattr(ways[number], verb)
-        orders.send(found(*rest) if callable(found) else found)
+        commands.send(found(*rest) if callable(found) else found)
 
 
 class _Way:

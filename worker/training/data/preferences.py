@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from app.contracts.rewards import Reward
 from worker.training.data import reader, tokenization
 from worker.training.data.answers import answer_problem
-from worker.training.data.reader import Progress
+from worker.training.data.reader import RowSource
 from worker.training.data.remarks import NotedRows, Remark
-from worker.training.data.token_cache import TokenCache, Write
+from worker.training.data.token_cache import Write
 from worker.training.data.tokenization import BadRow, Encoder, Ints, TextTokenizer
 from worker.training.failures import TrainingFailure
 
@@ -29,28 +29,11 @@ IDS = pa.list_(pa.int32())
 
 
 Example = TypeVar("Example")
-Purpose = Literal["training", "evaluation"]
 
 
 def answer_columns(columns: Iterable[str]) -> list[str]:
     """Return the columns of token ids that follow those of the prompt, if that is in a column of its own."""
     return [name for name in columns if name.endswith("_ids") and name not in ("prompt_ids", "input_ids")]
-
-
-@dataclass(frozen=True)
-class Source:
-    """Rows of a file, and how to read them."""
-
-    path: str
-    format: str
-    sha256: str | None
-    """Digest of the file; None: the result is not kept for later runs."""
-    chosen: list[int] | None
-    """Numbers of the rows; None: all."""
-    purpose: Purpose
-    """Name of the data in messages."""
-    progress: Progress
-    cache: TokenCache
 
 
 @dataclass(frozen=True)
@@ -165,7 +148,7 @@ def is_conversational(path: str) -> bool:
 
 
 def read_preferences(
-    source: Source, tokenizer: PreTrainedTokenizerBase, *, max_length: int, truncation_mode: str
+    source: RowSource, tokenizer: PreTrainedTokenizerBase, *, max_length: int, truncation_mode: str
 ) -> Pairs:
     """Read pairs for `dpo`: columns `prompt_ids`, `chosen_ids`, `rejected_ids` and `rows`.
 
@@ -193,7 +176,7 @@ def read_preferences(
     )  # fmt: skip
 
 
-def read_comparisons(source: Source, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> Pairs:
+def read_comparisons(source: RowSource, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> Pairs:
     """Read pairs for `reward`: columns `chosen_ids` and `rejected_ids` (each with its prompt) and `rows`.
 
     A pair that is too long is left out: the reward is read at the end of a text, which truncation would remove.
@@ -214,7 +197,7 @@ def read_comparisons(source: Source, tokenizer: PreTrainedTokenizerBase, *, max_
 
 
 def read_prompts(
-    source: Source, tokenizer: PreTrainedTokenizerBase, *, max_length: int, compared_by: Sequence[Reward]
+    source: RowSource, tokenizer: PreTrainedTokenizerBase, *, max_length: int, compared_by: Sequence[Reward]
 ) -> Pairs:
     """Read prompts for `rlhf`: columns `prompt` (a text or messages), `answer` (a text or None) and `rows`.
 
@@ -249,7 +232,7 @@ def read_prompts(
 
 
 def _pairs(
-    source: Source,
+    source: RowSource,
     tokenizer: PreTrainedTokenizerBase,
     made_from: dict[str, Any],
     columns: list[str],
@@ -280,7 +263,7 @@ def _pairs(
 
 
 def tokenize(
-    source: Source,
+    source: RowSource,
     tokenizer: PreTrainedTokenizerBase,
     encoder: Encoder[Example],
     made_from: dict[str, Any],
@@ -365,7 +348,7 @@ def _common_prefix(some: Ints, other: Ints) -> int:
     return int(apart[0]) if len(apart) else length
 
 
-def _check_not_empty(kept: int, done: int, source: Source, why: str) -> None:
+def _check_not_empty(kept: int, done: int, source: RowSource, why: str) -> None:
     if not kept:
         reason = f"in all {done} rows {why}" if done else "it has no rows"
         raise TrainingFailure("bad_data", f"There is nothing to train on in the {source.purpose} data: {reason}.")

@@ -11,7 +11,8 @@ from datasets.table import InMemoryTable
 from transformers import PreTrainedTokenizerBase
 
 from worker.training.data import preferences
-from worker.training.data.preferences import IDS, AnswerEncoder, Pairs, Source
+from worker.training.data.preferences import IDS, AnswerEncoder, Pairs
+from worker.training.data.reader import RowSource
 from worker.training.data.remarks import NotedRows, Remark
 from worker.training.data.tokenization import BadRow, Ints
 from worker.training.failures import TrainingFailure
@@ -37,7 +38,7 @@ class RatedEncoder:
         return [(label, prompt, answer) for (label, _), (prompt, answer) in zip(prepared, found, strict=True)]
 
 
-def rated_answers(source: Source, tokenizer: PreTrainedTokenizerBase, *, max_length: int, batch_size: int) -> Pairs:
+def rated_answers(source: RowSource, tokenizer: PreTrainedTokenizerBase, *, max_length: int, batch_size: int) -> Pairs:
     """Read rows for `kto`: columns `prompt_ids`, `completion_ids`, `KL_completion_ids`, `label` and `rows`.
 
     The trainer's collator cuts them at the end. A row whose prompt leaves no room for an answer is left out.

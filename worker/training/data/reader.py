@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
+from worker.training.data.token_cache import TokenCache
 from worker.training.data.tokenization import BadRow, Encoder
 from worker.training.failures import TrainingFailure
 
@@ -24,7 +25,25 @@ _UNUSABLE = (BadRow, KeyError, TypeError, IndexError)
 Progress = Callable[[int, int], None]
 """Callback with the rows done and the rows in total; may raise to stop."""
 
+Purpose = Literal["training", "evaluation"]
+
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class RowSource:
+    """Rows of a file, and how to read them."""
+
+    path: str
+    format: str
+    sha256: str | None
+    """Digest of the file; None: the result is not kept for later runs."""
+    chosen: list[int] | None
+    """Numbers of the rows; None: all."""
+    purpose: Purpose
+    """Name of the data in messages."""
+    progress: Progress
+    cache: TokenCache
 
 
 def count_rows(path: str) -> int:

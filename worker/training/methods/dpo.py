@@ -11,7 +11,8 @@ from app.contracts.trainer import TrainingResult
 from app.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
 from worker.training.data import preferences
-from worker.training.data.preferences import Pairs, Source
+from worker.training.data.preferences import Pairs
+from worker.training.data.reader import RowSource
 from worker.training.methods import pipeline, preparation, reference
 from worker.training.methods.reference import ReferenceMixin
 
@@ -45,7 +46,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
     preparation.chat_template_if_needed(run, setup.tokenizer)
     max_length, config = setup.max_length, run.config
 
-    def read(rows: Source) -> Pairs:
+    def read(rows: RowSource) -> Pairs:
         return preferences.read_preferences(
             rows, setup.tokenizer, max_length=max_length, truncation_mode=config.truncation_mode
         )

@@ -10,8 +10,9 @@ from trl.trainer import kto_trainer
 from app.contracts.trainer import TrainingResult
 from app.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
-from worker.training.data.preferences import Pairs, Source
+from worker.training.data.preferences import Pairs
 from worker.training.data.rated_answers import rated_answers
+from worker.training.data.reader import RowSource
 from worker.training.methods import pipeline, preparation, reference
 from worker.training.methods.reference import ReferenceMixin
 
@@ -41,7 +42,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
     preparation.chat_template_if_needed(run, setup.tokenizer)
     max_length, config = setup.max_length, run.config
 
-    def read(rows: Source) -> Pairs:
+    def read(rows: RowSource) -> Pairs:
         return rated_answers(rows, setup.tokenizer, max_length=max_length, batch_size=config.batch_size)
 
     def arguments(shared: dict[str, Any]) -> KTOConfig:

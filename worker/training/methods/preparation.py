@@ -16,8 +16,8 @@ from worker.training.checkpointing import saver
 from worker.training.context import TrainingContext
 from worker.training.data import dataset as data
 from worker.training.data.chat_template import ensure_template
-from worker.training.data.preferences import Purpose, Source, is_conversational
-from worker.training.data.reader import count_rows
+from worker.training.data.preferences import is_conversational
+from worker.training.data.reader import Purpose, RowSource, count_rows
 from worker.training.data.remarks import Remark
 from worker.training.data.token_cache import TokenCache
 from worker.training.failures import TrainingFailure
@@ -58,7 +58,7 @@ class Rows(Protocol):
 
 
 Some = TypeVar("Some", bound=Rows)
-Read = Callable[[Source], Some]
+Read = Callable[[RowSource], Some]
 """Function that prepares rows of a dataset for training."""
 
 
@@ -147,7 +147,7 @@ def read_data(run: TrainingContext, read: Read[Some], cache: TokenCache) -> tupl
 
     def read_rows(file: DataSource, chosen: list[int] | None, purpose: Purpose) -> Some:
         progress = partial(run.progress, "tokenizing")
-        return read(Source(str(file.path), file.format, file.sha256, chosen, purpose, progress, cache))
+        return read(RowSource(str(file.path), file.format, file.sha256, chosen, purpose, progress, cache))
 
     run.report.phase("tokenizing")
     config, source, other = run.config, run.job.dataset, run.job.eval_dataset

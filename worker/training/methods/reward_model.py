@@ -9,7 +9,8 @@ from app.contracts.trainer import TrainingResult
 from app.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
 from worker.training.data import preferences
-from worker.training.data.preferences import Pairs, Source
+from worker.training.data.preferences import Pairs
+from worker.training.data.reader import RowSource
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.methods import pipeline, preparation
 
@@ -35,7 +36,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
     no_dropout = preparation.must_disable_dropout(run, replaced)
     preparation.chat_template_if_needed(run, setup.tokenizer)
 
-    def read(rows: Source) -> Pairs:
+    def read(rows: RowSource) -> Pairs:
         return preferences.read_comparisons(rows, setup.tokenizer, max_length=setup.max_length)
 
     def arguments(shared: dict[str, Any]) -> RewardConfig:

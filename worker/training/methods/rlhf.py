@@ -16,7 +16,8 @@ from app.contracts.trainer import TrainingResult
 from app.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
 from worker.training.data import preferences
-from worker.training.data.preferences import Pairs, PromptEncoder, Source
+from worker.training.data.preferences import Pairs, PromptEncoder
+from worker.training.data.reader import RowSource
 from worker.training.data.token_cache import TokenCache
 from worker.training.failures import TrainingFailure
 from worker.training.loop import probe
@@ -157,7 +158,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
             f"have at most {max_length} tokens: lower it.",
         )
 
-    def read(rows: Source) -> Pairs:
+    def read(rows: RowSource) -> Pairs:
         return preferences.read_prompts(rows, tokenizer, max_length=longest_prompt, compared_by=wanted.rewards)
 
     training, held_out = preparation.read_data(run, read, TokenCache())

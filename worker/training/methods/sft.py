@@ -13,7 +13,7 @@ from app.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
 from worker.training.data import dataset
 from worker.training.data.dataset import Tokens
-from worker.training.data.preferences import Source
+from worker.training.data.reader import RowSource
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.methods import pipeline, preparation
 from worker.training.plugins import metric_functions
@@ -63,7 +63,7 @@ def train(
     if "chat" in {one.format for one in (run.job.dataset, run.job.eval_dataset) if one}:
         preparation.chat_template(run, setup.tokenizer)
 
-    def read(rows: Source) -> Tokens:
+    def read(rows: RowSource) -> Tokens:
         return dataset.tokenize(
             rows.path, rows.format, setup.tokenizer, config, max_length=max_length, chosen=rows.chosen,
             purpose=rows.purpose, progress=rows.progress, sha256=rows.sha256, cache=rows.cache,
