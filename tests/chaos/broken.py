@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from tests.chaos.causes import SLACK
 from tests.chaos.history import Creation, FaultRecord, Growth, History
 from tests.chaos.spoiling import (
     Spoil,
@@ -290,7 +291,7 @@ BROKEN: list[tuple[int, str, Spoil]] = [
     (13, "a disk that was not full", run_added(training().fails("disk_full", NO_SPACE))),
     (13, "a disk that was full long ago",
      together(run_added(training().fails("disk_full", NO_SPACE)),
-              fault_added("disk_full", "storage", LATE - 30, LATE - 20))),
+              fault_added("disk_full", "storage", LATE - 30 - 2 * SLACK, LATE - 20 - 2 * SLACK))),
     (13, "a full disk that is not named",
      together(run_added(training().fails("disk_full", "oops")), disk_is_full())),
     (13, "a full disk that is called something else", run_added(training().fails("internal", "No space left on it"))),
