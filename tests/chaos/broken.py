@@ -82,8 +82,8 @@ def resumed_what_was_deleted() -> Spoil:
 
 
 def completed_early(history: History) -> History:
-    spoilt = run_added(training(6)._ends("completed", "training is complete"))(history)
-    return replace(spoilt, outputs={**spoilt.outputs, "odd": OUTPUT})
+    altered = run_added(training(6)._ends("completed", "training is complete"))(history)
+    return replace(altered, outputs={**altered.outputs, "odd": OUTPUT})
 
 
 def hanging(max_restarts: int = 0) -> Story:
@@ -112,14 +112,14 @@ def lost_while_a_clock_was_wrong() -> Spoil:
 
 def stop_before_its_claim(history: History) -> History:
     stop = replace(history.stops[0], answered=history.events["stopped"][0].ts.timestamp() + 0.05)
-    spoilt = replace(history, stops=(stop, *history.stops[1:]))
-    return row("stopped", stop_requested_at=moment(stop.answered - 0.01))(spoilt)
+    altered = replace(history, stops=(stop, *history.stops[1:]))
+    return row("stopped", stop_requested_at=moment(stop.answered - 0.01))(altered)
 
 
 def twins(history: History) -> History:
     """Add a second run for a key, which was not in any response."""
-    spoilt = together(run_added(training().completes()), row("odd", idempotency_key="key-plain"))(history)
-    return replace(spoilt, creations=history.creations)
+    altered = together(run_added(training().completes()), row("odd", idempotency_key="key-plain"))(history)
+    return replace(altered, creations=history.creations)
 
 
 def unasked(**values: Any) -> Spoil:
@@ -169,8 +169,8 @@ def checkpoint_stored_twice(history: History) -> History:
 def gap(history: History) -> History:
     """Remove an event without renumbering the others."""
     left = tuple(event for event in history.events["plain"] if event.type != "progress")
-    spoilt = replace(history, events={**history.events, "plain": left}, transcripts=())
-    return row("plain", attempt_event_count=lambda count: count - 1)(spoilt)
+    altered = replace(history, events={**history.events, "plain": left}, transcripts=())
+    return row("plain", attempt_event_count=lambda count: count - 1)(altered)
 
 
 def creations(change: Any) -> Spoil:

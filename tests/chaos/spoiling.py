@@ -115,9 +115,9 @@ def events(run_id: str, change: Callable[[list[Event]], list[Event]], uncounted:
         after = tuple(replace(event, seq=seq) for seq, event in enumerate(change(list(before)), 1))
         more = len(after) - len(before)
         readers = tuple(one for one in history.transcripts if one.run_id != run_id)
-        spoilt = replace(history, events={**history.events, run_id: after}, transcripts=readers)
+        altered = replace(history, events={**history.events, run_id: after}, transcripts=readers)
         count = history.runs[run_id]["attempt_event_count"] + more - uncounted
-        return row(run_id, event_seq=len(after), attempt_event_count=count)(spoilt)
+        return row(run_id, event_seq=len(after), attempt_event_count=count)(altered)
 
     return spoil
 
