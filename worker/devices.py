@@ -14,7 +14,7 @@ from typing import Any, Literal
 import psutil
 
 from app.config import Settings, visible_gpus
-from app.contracts.device import AssignedDevice
+from app.contracts.attempt.device import AssignedDevice
 
 
 @dataclass(frozen=True)

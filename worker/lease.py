@@ -6,8 +6,8 @@ import time
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from app.contracts.attempt.messages import ActionRequest, ControlMessage
 from app.contracts.stop import StopRequest
-from app.contracts.trainer import ActionRequest, ControlMessage
 from app.infra.log_setup import with_current_context
 from app.runs.state import machine
 from worker.context import WorkerContext

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from app.config import Settings
-from app.contracts.device import AssignedDevice
+from app.contracts.attempt.device import AssignedDevice
 from worker import devices
 
 

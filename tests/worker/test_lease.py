@@ -8,7 +8,7 @@ from sqlalchemy import Engine, event
 
 import app.infra.clock
 from app.config import Settings
-from app.contracts.trainer import ControlMessage
+from app.contracts.attempt.messages import ControlMessage
 from app.runs.scheduler.dispatcher import Dispatcher
 from tests.rows import add_run, add_worker, claim, run_row
 from worker import lease

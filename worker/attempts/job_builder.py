@@ -11,8 +11,8 @@ from typing import Any
 from sqlalchemy import Connection, Engine, Executable, func, select
 
 from app.base_models import resolver
-from app.contracts.device import AssignedDevice
-from app.contracts.job import (
+from app.contracts.attempt.device import AssignedDevice
+from app.contracts.attempt.job import (
     DataSource,
     JobSpec,
     ModelSource,
@@ -21,9 +21,9 @@ from app.contracts.job import (
     TrackerServers,
     WorkerInfo,
 )
+from app.contracts.attempt.messages import ActionRequest
 from app.contracts.methods import rewards_of
 from app.contracts.plugins import has_replicas
-from app.contracts.trainer import ActionRequest
 from app.runs.actions.replay import done_after
 from app.runs.checkpoints import retention
 from app.secrets import store

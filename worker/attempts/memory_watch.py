@@ -5,7 +5,7 @@ from collections import deque
 
 import psutil
 
-from app.contracts.failure_report import MemoryPoint
+from app.contracts.attempt.failure_report import MemoryPoint
 from app.infra.process_identity import ProcessIdentity
 from worker import devices
 from worker.devices import Device

@@ -3,9 +3,9 @@
 import signal
 import time
 
-from app.contracts.failure_report import KillReason
+from app.contracts.attempt.failure_report import KillReason
+from app.contracts.attempt.messages import ControlMessage
 from app.contracts.stop import StopRequest
-from app.contracts.trainer import ControlMessage
 from app.runs.events.log import LeaseFenced
 from worker.attempts.memory_watch import MemoryWatch
 from worker.context import WorkerContext

@@ -4,8 +4,8 @@ import signal
 
 from sqlalchemy import Executable
 
-from app.contracts.failure_report import KillReason
-from app.contracts.trainer import TrainingResult
+from app.contracts.attempt.failure_report import KillReason
+from app.contracts.attempt.messages import TrainingResult
 from app.runs.state import machine
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext

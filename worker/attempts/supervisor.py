@@ -9,8 +9,8 @@ from functools import cache, partial
 from sqlalchemy import Executable
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.contracts.failure_report import KillReason
-from app.contracts.repair import Repair
+from app.contracts.attempt.failure_report import KillReason
+from app.contracts.attempt.repair import Repair
 from app.infra.db import is_away
 from app.infra.lean_structlog import bound_contextvars
 from app.runs.events.log import LeaseFenced

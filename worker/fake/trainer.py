@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from app.contracts.attempt.job import JobSpec
+from app.contracts.attempt.messages import ErrorInfo, RepairProposal, TrainingResult
 from app.contracts.fake_options import FakeOptions
-from app.contracts.job import JobSpec
-from app.contracts.trainer import ErrorInfo, RepairProposal, TrainingResult
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import drop_unknown_fields
 from worker.checkpoint_files import manifest, resume_fidelity

@@ -10,9 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from sqlalchemy import Connection, Executable, select, update
 
-from app.contracts.events import TRAINER_RECORDS
-from app.contracts.run_status import LIVE
-from app.contracts.trainer import (
+from app.contracts.attempt.messages import (
     ActionRecord,
     CheckpointRecord,
     ConfigRecord,
@@ -21,6 +19,8 @@ from app.contracts.trainer import (
     ResultRecord,
     TrainingResult,
 )
+from app.contracts.events import TRAINER_RECORDS
+from app.contracts.run_status import LIVE
 from app.infra.ids import new_id
 from app.infra.storage import checkpoint_name
 from app.runs.checkpoints import retention

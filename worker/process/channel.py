@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
-from app.contracts.trainer import ControlMessage
+from app.contracts.attempt.messages import ControlMessage
 
 Source = Literal["report", "stdout", "stderr"]
 SOURCES: tuple[Source, ...] = ("report", "stdout", "stderr")

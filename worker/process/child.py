@@ -25,9 +25,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from app.contracts.device import AssignedDevice
+from app.contracts.attempt.device import AssignedDevice
+from app.contracts.attempt.messages import ControlMessage
 from app.contracts.stop import StopRequest
-from app.contracts.trainer import ControlMessage
 from worker.wire.control import Control
 
 _PR_SET_PDEATHSIG = 1

@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from app.config import Settings
-from app.contracts.device import AssignedDevice
+from app.contracts.attempt.device import AssignedDevice
 from worker.process import process_group
 from worker.process.child import TERMINATION_SIGNALS, LaunchSpec
 from worker.process.spawn import (

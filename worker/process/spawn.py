@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from app.contracts.trainer import ControlMessage
+from app.contracts.attempt.messages import ControlMessage
 from app.infra.process_identity import ProcessIdentity, start_time
 from worker.process.channel import Channel
 from worker.process.child import LaunchSpec

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from app.contracts.trainer import ControlMessage
+from app.contracts.attempt.messages import ControlMessage
 from app.infra.process_identity import ProcessIdentity
 from worker.process import process_group
 from worker.process.channel import Channel

@@ -17,9 +17,9 @@ import datasets
 import transformers
 from pydantic import ValidationError
 
-from app.contracts.job import JobSpec
+from app.contracts.attempt.job import JobSpec
+from app.contracts.attempt.messages import ErrorInfo, TrainingResult
 from app.contracts.methods import METHODS, TrainingMethod
-from app.contracts.trainer import ErrorInfo, TrainingResult
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import drop_unknown_fields
 from app.contracts.training_config.resolution import Replacement, resolve

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.contracts.job import JobSpec, ResumePoint
+from app.contracts.attempt.job import JobSpec, ResumePoint
 from app.contracts.methods import METHODS, Method
 from app.contracts.stop import StopRequest
 from app.contracts.training_config.fields import TrainingConfig

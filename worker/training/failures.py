@@ -3,7 +3,7 @@
 import errno
 from collections.abc import Iterator
 
-from app.contracts.trainer import AnomalyDetails, RepairProposal
+from app.contracts.attempt.messages import AnomalyDetails, RepairProposal
 
 OUT_OF_MEMORY = "out_of_memory"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

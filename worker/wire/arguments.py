@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.contracts.job import JobSpec
+from app.contracts.attempt.job import JobSpec
 from worker.wire.reporter import Reporter
 
 

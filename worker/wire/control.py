@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
+from app.contracts.attempt.messages import ActionRequest, ControlMessage
 from app.contracts.stop import StopRequest
-from app.contracts.trainer import ActionRequest, ControlMessage
 
 
 class Control:

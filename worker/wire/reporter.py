@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack, cast
 
-from app.contracts.trainer import (
+from app.contracts.attempt.messages import (
     ActionStatus,
     AnsweredAction,
     ErrorInfo,

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.contracts.failure_report import MemoryPoint
+from app.contracts.attempt.failure_report import MemoryPoint
 from app.contracts.field_types import Timestamp
 from app.contracts.run_status import TrainingStatus
 from app.contracts.schemas.runs import RUN_ID

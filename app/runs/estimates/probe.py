@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.contracts.failure_report import FailureReport
+from app.contracts.attempt.failure_report import FailureReport
 from app.contracts.methods import method_of
 from app.contracts.schemas.estimates import KeptEstimate, Measured, ProbeResult
 from app.contracts.schemas.runs import MOST_TAGS, RunCreate, RunToEstimate, TrainingMetrics

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.contracts.failure_report import FailureReport
+from app.contracts.attempt.failure_report import FailureReport
+from app.contracts.attempt.messages import AnomalyDetails
 from app.contracts.methods import method_of
-from app.contracts.trainer import AnomalyDetails
 from app.contracts.training_config.raw_config import is_probe
 from app.runs.state.machine import WORKER_LOST
 

@@ -7,8 +7,8 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.errors import conflict
+from app.contracts.attempt.failure_report import FailureReport
 from app.contracts.backends import BACKEND_RULES
-from app.contracts.failure_report import FailureReport
 from app.contracts.run_status import TERMINAL
 from app.contracts.schemas.postmortem import AttemptEnd, CorrectedRequest, Correction, PostMortem
 from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME, DEPENDS_ON_METHOD

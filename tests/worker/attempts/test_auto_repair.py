@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import Engine, select, update
 
 from app.config import Settings
-from app.contracts.failure_report import FailureReport
+from app.contracts.attempt.failure_report import FailureReport
 from app.infra.db import sync_engine
 from app.runs.state import machine
 from app.tables.checkpoints import Checkpoint

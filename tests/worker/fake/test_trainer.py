@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from app.contracts.attempt.messages import ControlMessage
 from app.contracts.fake_options import FakeOptions
 from app.contracts.stop import StopRequest
-from app.contracts.trainer import ControlMessage
 from tests.worker.process.launching import CPU, Said, start_launcher
 from tests.worker.trainers import write_job
 from worker.checkpoint_files import manifest

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config import Settings
-from app.contracts.device import AssignedDevice
+from app.contracts.attempt.device import AssignedDevice
 from tests.worker.trainers import write_job
 from worker.process.launcher import Launcher
 from worker.process.training_process import Exit, TrainingProcess

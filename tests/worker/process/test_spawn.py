@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from app.config import Settings
-from app.contracts.trainer import ControlMessage
+from app.contracts.attempt.messages import ControlMessage
 from tests.waiting import eventually
 from tests.worker.process.launching import CPU, Said, launch, start_launcher
 from tests.worker.trainers import write_job

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from app.config import Settings
+from app.contracts.attempt.messages import ControlMessage
 from app.contracts.stop import StopRequest
-from app.contracts.trainer import ControlMessage
 from tests.jobs import make_spec
 from tests.waiting import eventually
 from tests.worker.process.launching import CPU, Said, is_alive, launch, start_launcher

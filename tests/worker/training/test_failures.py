@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from app.contracts.attempt.messages import ControlMessage
 from app.contracts.stop import StopRequest
-from app.contracts.trainer import ControlMessage
 from tests.waiting import eventually
 from tests.worker.training.tiny import (
     Forks,

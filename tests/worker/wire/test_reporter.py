@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from app.contracts.attempt.messages import ControlMessage
 from app.contracts.stop import StopRequest
-from app.contracts.trainer import ControlMessage
 from app.infra.process_identity import boot_id
 from tests.jobs import make_spec
 from worker.wire.arguments import parse_args

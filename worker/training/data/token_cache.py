@@ -28,7 +28,7 @@ from typing import Any
 import pyarrow as pa  # type: ignore[import-untyped]
 import xxhash
 
-from app.contracts.job import JobSpec
+from app.contracts.attempt.job import JobSpec
 from worker.wire.heartbeat import HeartbeatCallback, no_heartbeat
 
 _LAYOUT = 1

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from app.contracts.repair import Repair
-from app.contracts.trainer import AnomalyDetails, RepairProposal
+from app.contracts.attempt.messages import AnomalyDetails, RepairProposal
+from app.contracts.attempt.repair import Repair
 from app.contracts.training_config.fields import TrainingConfig
 from worker.training.failures import TrainingFailure
 from worker.training.trainer_protocol import ServiceTrainer

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from app.contracts.trainer import AnomalyDetails
+from app.contracts.attempt.messages import AnomalyDetails
 from worker.training.context import TrainingContext
 from worker.training.failures import TrainingFailure
 from worker.training.trainer_protocol import ServiceTrainer

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from transformers import TrainingArguments
 
-from app.contracts.trainer import TrainingResult
+from app.contracts.attempt.messages import TrainingResult
 from app.contracts.training_config.resolution import Replacement
 from worker.checkpoint_files import resume_fidelity
 from worker.training.context import TrainingContext

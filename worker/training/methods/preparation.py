@@ -10,7 +10,7 @@ import transformers
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from app.contracts.job import DataSource
+from app.contracts.attempt.job import DataSource
 from app.contracts.training_config.resolution import Replacement
 from worker.training.checkpointing import saver
 from worker.training.context import TrainingContext

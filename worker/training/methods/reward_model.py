@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from trl import RewardConfig, RewardTrainer
 
-from app.contracts.trainer import TrainingResult
+from app.contracts.attempt.messages import TrainingResult
 from app.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
 from worker.training.data import preferences

@@ -11,8 +11,8 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+from app.contracts.attempt.messages import TrainingResult
 from app.contracts.rewards import names
-from app.contracts.trainer import TrainingResult
 from app.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
 from worker.training.data import preferences

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from trl import SFTConfig, SFTTrainer
 
-from app.contracts.trainer import TrainingResult
+from app.contracts.attempt.messages import TrainingResult
 from app.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
 from worker.training.data import dataset

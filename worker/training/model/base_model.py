@@ -15,7 +15,7 @@ from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from app.contracts.job import JobSpec, ModelSource
+from app.contracts.attempt.job import JobSpec, ModelSource
 from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from worker.checkpoint_files import resume_fidelity

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from trl.trainer.reward_trainer import suppress_seqcls_warning
 
-from app.contracts.device import AssignedDevice
+from app.contracts.attempt.device import AssignedDevice
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.rules import DeviceCapabilities
 from worker.training.failures import TrainingFailure

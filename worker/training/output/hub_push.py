@@ -13,7 +13,7 @@ from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, constants, get_token
 
-from app.contracts.trainer import HubPush
+from app.contracts.attempt.messages import HubPush
 from worker.training.context import TrainingContext
 from worker.training.failures import Stopped, TrainingFailure
 

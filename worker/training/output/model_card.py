@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from app.contracts.job import JobSpec
+from app.contracts.attempt.job import JobSpec
 from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from worker.training.run_state import RunState

@@ -12,10 +12,10 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from transformers import PreTrainedModel
 
-from app.contracts.job import DataSource
+from app.contracts.attempt.job import DataSource
+from app.contracts.attempt.messages import TrainingResult
 from app.contracts.plugins import Plugin, named_plugins
 from app.contracts.rewards import PluginReward
-from app.contracts.trainer import TrainingResult
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import psutil
 
-from app.contracts.job import JobSpec
+from app.contracts.attempt.job import JobSpec
 from worker.training.run_state import METRICS
 
 Status = Literal["completed", "failed", "cancelled", "pending"]

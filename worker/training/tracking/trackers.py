@@ -13,8 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from app.contracts.job import JobSpec
-from app.contracts.trainer import TrainingResult
+from app.contracts.attempt.job import JobSpec
+from app.contracts.attempt.messages import TrainingResult
 from app.contracts.training_config.fields import TrainingConfig
 from worker.training.failures import TrainingFailure
 from worker.training.tracking.clients import Mlflow, RunDescription, Status, TensorBoard, TrackedPoint, Tracker, Wandb

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from app.contracts.attempt.messages import ActionRequest
 from app.contracts.methods import METHODS, TrainingMethod
 from app.contracts.stop import StopMode
-from app.contracts.trainer import ActionRequest
 from tests.jobs import make_spec
 from tests.waiting import eventually
 from worker.checkpoint_files import manifest

@@ -12,8 +12,8 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerControl
 
+from app.contracts.attempt.messages import ActionRequest, ControlMessage
 from app.contracts.stop import StopRequest
-from app.contracts.trainer import ActionRequest, ControlMessage
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.rules import DeviceCapabilities
 from tests.jobs import make_spec

@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig
 from trl.models.utils import disable_gradient_checkpointing
 
-from app.contracts.repair import Repair
+from app.contracts.attempt.repair import Repair
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.resolution import Replacement
 from app.contracts.training_config.rules import DeviceCapabilities

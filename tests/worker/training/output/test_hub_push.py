@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from app.contracts.attempt.messages import ControlMessage
 from app.contracts.stop import StopRequest
-from app.contracts.trainer import ControlMessage
 from tests.waiting import eventually
 from tests.worker.training.output.hub_server import COMMIT, Hub
 from tests.worker.training.tiny import Forks, Outcome, make_job

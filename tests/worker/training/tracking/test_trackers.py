@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from app.contracts.job import JobSpec, TrackerServers
+from app.contracts.attempt.job import JobSpec, TrackerServers
 from app.contracts.training_config.fields import TrainingConfig
 from tests.http_server import serving
 from tests.jobs import make_spec

@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.contracts.repair import Repair
-from app.contracts.trainer import ErrorInfo
+from app.contracts.attempt.messages import ErrorInfo
+from app.contracts.attempt.repair import Repair
 
 KillReason = Literal["stop", "drain", "lease", "hang"]
 """Reason for which a worker kills a training process."""

@@ -5,9 +5,9 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.contracts.device import AssignedDevice
-from app.contracts.repair import Repair
-from app.contracts.trainer import ActionRequest
+from app.contracts.attempt.device import AssignedDevice
+from app.contracts.attempt.messages import ActionRequest
+from app.contracts.attempt.repair import Repair
 
 
 class _Part(BaseModel):
