@@ -309,11 +309,6 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         for name, values in self.run.state.averages.items():
             self._metrics["train"][name] = list(values)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        dtypes = saver.trained_dtypes(self.model)
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        saver.restore_dtypes(self.model, dtypes)
-
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         decays = [group["weight_decay"] for group in self.optimizer.param_groups]
         rates = hooks.initial_rates(self)
