@@ -12,7 +12,11 @@ _FULL_WORDS = (
     # The only text that torch's writer gives when the disk is full.
     "iostream error", ". unexpected pos ",
 )  # fmt: skip
-_MEMORY_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")
+_MEMORY_WORDS = (
+    "out of memory", "can't allocate memory", "cannot allocate memory",
+    # CUDA libraries that cannot allocate their workspace, and torch's allocator that cannot even query the device.
+    "cublas_status_alloc_failed", "cublas_status_not_initialized", "cudnn_status_alloc_failed", "nvml_success == r",
+)  # fmt: skip
 
 _LONGEST_LINE = 300
 
