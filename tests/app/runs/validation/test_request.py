@@ -326,9 +326,10 @@ class TestMachine:
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         add_worker(engine, backends=["celery"])
-        found = self.check(api, dataset, {"base_model": "org/model"})
+        found = self.check(api, dataset, {"base_model": "org/model", "method": "full"})
         assert found["valid"]
         assert found["effective_config"]["optim"] == "adamw_8bit"
+        assert found["effective_config"]["learning_rate"] == 2e-5, "that of the method"
         assert ("config.optim", "replaced") in [(it["field"], it["code"]) for it in found["warnings"]]
 
     def test_one_fitting_worker_is_enough(self, api: ApiServer, engine: Engine, dataset: str) -> None:
