@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from peft.utils import save_and_load
+from transformers import AutoModelForCausalLM
 
 from app.contracts.attempt.messages import ActionRequest
 from app.contracts.methods import METHODS, TrainingMethod
@@ -17,7 +20,7 @@ from app.contracts.stop import StopMode
 from tests.jobs import make_spec
 from tests.waiting import eventually
 from worker.checkpoint_files import manifest
-from worker.training.checkpointing import fidelity_check, saver
+from worker.training.checkpointing import fidelity_check, saver, snapshot
 from worker.training.checkpointing.saver import CheckpointSaver
 from worker.training.checkpointing.snapshot import Snapshot
 from worker.training.failures import TrainingFailure
@@ -269,6 +272,18 @@ class TestNoRoom:
         assert not state.evaluate(2.5, 7, False)
         assert state.evaluate(1.5, 9, False)
         assert state.best_objective == 1.0 and state.evals_without_improvement == 3
+
+
+def test_a_checkpoint_of_an_adapter_on_a_hub_model_asks_the_hub_nothing(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(save_and_load, "check_file_exists_on_hf_hub", lambda *about: asked.append(about))
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), LoraConfig(target_modules=["q_proj"]))
+    adapted.peft_config["default"].base_model_name_or_path = "owner/model"
+    snapshot.save_weights(adapted, tmp_path)
+    assert asked == []
+    assert {path.name for path in tmp_path.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
 
 
 class TestKeeper:
