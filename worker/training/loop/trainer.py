@@ -334,6 +334,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         rates = hooks.initial_rates(self)
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
+            saver.restore_paging(getattr(self.optimizer, "optimizer", self.optimizer))  # accelerate wraps it
             if hooks.controls_learning_rate(self.run.config):
                 hooks.reapply_rates(self, decays, rates)
             else:

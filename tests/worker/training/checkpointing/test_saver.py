@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.optim import PagedAdamW8bit
 from peft import LoraConfig, get_peft_model
 from peft.utils import save_and_load
 from transformers import AutoModelForCausalLM
@@ -272,6 +273,33 @@ class TestNoRoom:
         assert not state.evaluate(2.5, 7, False)
         assert state.evaluate(1.5, 9, False)
         assert state.best_objective == 1.0 and state.evals_without_improvement == 3
+
+
+def test_the_state_of_a_paged_optimizer_is_paged_again_after_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paged memory needs a GPU; here a mark stands for it, which new state gets where bitsandbytes would page it."""
+
+    def paged_buffer(_optimizer: Any, parameter: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        made = torch.zeros_like(parameter, dtype=dtype)
+        made.is_paged = True  # type: ignore[attr-defined]
+        return made
+
+    def stepped() -> tuple[torch.Tensor, PagedAdamW8bit]:
+        torch.manual_seed(0)
+        weights = torch.nn.Parameter(torch.randn(64, 128))
+        optimizer = PagedAdamW8bit([weights], lr=1e-3)
+        weights.grad = torch.randn(64, 128)
+        optimizer.step()
+        return weights, optimizer
+
+    weights, trained = stepped()
+    _, loaded = stepped()
+    loaded.load_state_dict(trained.state_dict())
+    monkeypatch.setattr(PagedAdamW8bit, "get_state_buffer", paged_buffer)
+    saver.restore_paging(loaded)
+    (state,) = loaded.state.values()
+    for name in ("state1", "state2"):
+        assert state[name].is_paged
+        assert torch.equal(state[name], trained.state[weights][name])
 
 
 def test_a_checkpoint_of_an_adapter_on_a_hub_model_asks_the_hub_nothing(
