@@ -221,6 +221,11 @@ def hub_endpoint() -> str | None:
     return os.environ.get("HF_ENDPOINT")
 
 
+def wandb_mode() -> str:
+    """Return the mode of Weights & Biases (WANDB_MODE); runs need a key if it is `online`, the default."""
+    return os.environ.get("WANDB_MODE", "online")
+
+
 @lru_cache(maxsize=1)
 def get_settings() -> Settings:
     """Return the settings of this process, read from the environment once."""

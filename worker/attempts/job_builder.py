@@ -11,6 +11,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, Executable, func, select
 
 from app.base_models import resolver
+from app.config import wandb_mode
 from app.contracts.attempt.device import AssignedDevice
 from app.contracts.attempt.job import (
     DataSource,
@@ -41,7 +42,7 @@ from worker.context import WorkerContext
 log = logging.getLogger(__name__)
 
 _TRACKER_SECRETS = {
-    "wandb": {"wandb_api_key": "WANDB_API_KEY"},
+    "wandb": {store.WANDB_API_KEY: "WANDB_API_KEY"},
     "mlflow": {"mlflow_tracking_token": "MLFLOW_TRACKING_TOKEN"},
 }
 """Secrets of each tracker, with the environment variables in which its library expects them."""
@@ -127,7 +128,7 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
             device=device,
             trust_remote_code=context.settings.trust_remote_code,
             hub_allowed=context.settings.allow_hub,
-            trackers=TrackerServers(mlflow_tracking_uri=context.settings.mlflow_tracking_uri),
+            trackers=TrackerServers(mlflow_tracking_uri=context.settings.mlflow_tracking_uri, wandb_mode=wandb_mode()),
             worker=WorkerInfo(id=context.id, host=context.name),
         )
     return Job(
