@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
 
 import app.api.health
@@ -30,6 +30,7 @@ import app.runs.retention
 import app.secrets.endpoints
 import app.workers.endpoints
 from app.api import docs_page, errors, openapi
+from app.api.dependencies import refuse_unknown_parameters
 from app.api.middleware.body_limits import BodyLimitMiddleware
 from app.api.middleware.host_guard import HostGuardMiddleware
 from app.api.middleware.request_ids import RequestIdMiddleware
@@ -107,7 +108,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.secrets.endpoints,
         app.audit.endpoints,
     ):
-        api.include_router(resource.router, prefix="/v1")
+        api.include_router(resource.router, prefix="/v1", dependencies=[Depends(refuse_unknown_parameters)])
     return api
 
 

@@ -23,6 +23,7 @@ _WITH_INPUT = {"422": "The request is invalid; `errors` lists the problems."}
 _WITH_BODY = {
     "408": "The body was not received completely in time.",
     "413": "The body exceeds the size limit.",
+    "415": "The body is not JSON, by its `Content-Type`.",
     "507": "The disk is full; nothing was stored.",
 }
 _METHODS = {"get", "put", "post", "delete", "patch", "head", "options"}
