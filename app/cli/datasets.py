@@ -22,13 +22,12 @@ from app.cli.console import (
     size,
     transfer,
 )
+from app.cli.names import DatasetId
 
 if TYPE_CHECKING:
     from app.contracts.schemas.datasets import DatasetView
 
 commands = command_group("Datasets: files of training rows. Example: `anneal datasets upload chats.jsonl`.")
-
-DatasetId = Annotated[str, typer.Argument(metavar="DATASET", help="Dataset id, as listed by `anneal datasets list`.")]
 
 Format = Annotated[str | None, typer.Option(help="Dataset format. Default: detected from the columns.")]
 Columns = Annotated[

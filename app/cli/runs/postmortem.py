@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from app.cli.console import AsJson, RunId, attempt_path_text, connected, details, document, table
+from app.cli.console import AsJson, attempt_path_text, connected, details, document, table
+from app.cli.names import RunId
 
 if TYPE_CHECKING:
     from app.contracts.schemas.postmortem import CorrectedRequest
@@ -37,7 +38,7 @@ def why(run_id: RunId, as_json: AsJson = False) -> None:
             (one.attempt, one.outcome, one.phase, one.step, (one.repair or {}).get("reason")) for one in found.attempts
         ]
         table(
-            ["attempt", "outcome", "phase", "step", "repaired"],
+            ["ATTEMPT", "OUTCOME", "PHASE", "STEP", "REPAIRED"],
             [[attempt_path_text(value) for value in row] for row in rows],
         )
     if found.last_lines:
