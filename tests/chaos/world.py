@@ -22,6 +22,7 @@ from app.config import Settings
 from app.infra.db import sync_engine
 from app.standalone.servers import EmbeddedServers
 from app.tables import migrate
+from tests import clusters
 from tests.chaos.inject import Orders
 from tests.chaos.machine import SLOWNESS
 from tests.chaos.proxy import Proxies, Proxy
@@ -138,6 +139,7 @@ class World:
         self.storage = home / "storage"
         self.storage.mkdir()
         self.has_small_disk = _mount(self.storage)
+        clusters.copy_to(home)
         self.servers = EmbeddedServers(home)
         self.servers.start()
         self.proxies = Proxies()
