@@ -26,8 +26,8 @@ import httpx
 import psutil
 
 from app.infra.broker import events_channel
-from app.infra.processes import free_port
 from app.runs.events.log import NewEvent, append
+from tests.ports import free_port
 from tests.rows import add_run, add_worker, claim
 from tests.stack import Stack
 from tests.waiting import eventually

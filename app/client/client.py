@@ -48,8 +48,7 @@ class Anneal(_Client[Sync]):
 
         `patience` is the number of seconds after its first failure during which a call is retried.
         """
-        connection = find_connection(ClientSettings(), url, api_key)
-        self._transport = SyncTransport(connection.url, connection.key)
+        self._transport = SyncTransport(find_connection(ClientSettings(), url, api_key))
         super().__init__(self._transport, patience)
 
     def close(self) -> None:
@@ -70,8 +69,7 @@ class AsyncAnneal(_Client[Async]):
 
     def __init__(self, url: str | None = None, api_key: str | None = None, *, patience: float = PATIENCE) -> None:
         """Take the same arguments as `Anneal`."""
-        connection = find_connection(ClientSettings(), url, api_key)
-        self._transport = AsyncTransport(connection.url, connection.key)
+        self._transport = AsyncTransport(find_connection(ClientSettings(), url, api_key))
         super().__init__(self._transport, patience)
 
     async def close(self) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from celery import Celery
 from redis.asyncio import Redis
@@ -70,8 +71,12 @@ def celery_app(redis_url: str) -> Celery:
 
 
 def broker_url(redis_url: str) -> str:
-    """Return the broker's URL with the scheme that Celery expects."""
-    return redis_url.replace("unix://", "redis+socket://", 1) if redis_url.startswith("unix://") else redis_url
+    """Return the URL of Redis as Celery spells it, which differs for a Unix socket and its database."""
+    parts = urlsplit(redis_url)
+    if parts.scheme != "unix":
+        return redis_url
+    options = [("virtual_host" if name == "db" else name, value) for name, value in parse_qsl(parts.query)]
+    return parts._replace(scheme="redis+socket", query=urlencode(options)).geturl()
 
 
 class Broker:

@@ -35,6 +35,27 @@ def test_a_crash_is_classified_and_shows_its_last_lines(stack: Stack, kind: str)
         assert "step 2 loss" in shown["error_message"]
 
 
+def test_a_device_that_fails_pauses_and_its_run_goes_on_on_another(stack: Stack) -> None:
+    broken = {"fail_at_step": 3, "fail_code": "device_error"}
+    first = stack.create({"steps": 6, "step_seconds": 0.01, **broken, "faults_until_attempt": 1})
+    worker = stack.add_worker(slots=2)
+    assert stack.until(first, "failed", "completed")["attempt"] == 2
+    assert stack.run(first)["status"] == "completed"
+    cause = stack.client.get(f"/v1/runs/{first}/postmortem").json()["probable_cause"]
+    assert cause.endswith("Another attempt resumes from the last checkpoint.")
+    second = stack.create({"steps": 3, "step_seconds": 0.0})
+    assert stack.until(second, "failed", "completed")["status"] == "completed"
+    (shown,) = [row for row in stack.client.get("/v1/workers").json()["data"] if row["pid"] == worker.process.pid]
+    paused, other = shown["devices"]
+    assert paused["trouble"] and paused["paused_until"] > shown["heartbeat_at"]
+    assert (other["trouble"], other["paused_until"]) == (None, None)
+    last = stack.create({"steps": 6, "step_seconds": 0.01, **broken}, max_restarts=0)
+    shown = stack.until(last, "failed", "completed")
+    assert (shown["status"], shown["error_code"]) == ("failed", "device_error")
+    # Both devices pause now, so nothing is claimed any more.
+    assert stack.run(stack.create({"steps": 1}))["status"] == "pending"
+
+
 def test_limits_of_the_configuration_end_a_run_with_a_saved_state(stack: Stack) -> None:
     stack.add_worker()
     limited = stack.create({"steps": 100_000, "step_seconds": 0.02}, {"time_limit_seconds": 1})

@@ -13,6 +13,9 @@ from worker.ingest.record_handler import RecordHandler
 from worker.lease import Lease, LeaseLost
 from worker.process.training_process import Exit
 
+DEVICE_ERROR = "device_error"
+"""Code of a failure whose cause is the device, so that another device may train the run."""
+
 _RETRY_SECONDS = 2.0
 
 _SHUTDOWN_NOTICE_SECONDS = 1.0
@@ -63,6 +66,8 @@ def _reported_end(run: ClaimedRun, result: TrainingResult) -> Executable | None:
             return machine.complete(run.id, run.lease_epoch, output(run, result), reason)
         case "failed":
             error = result.get("error") or {"code": "internal", "message": ""}
+            if error["code"] == DEVICE_ERROR:
+                return machine.retry(run.id, run.lease_epoch, error["message"], _RETRY_SECONDS, DEVICE_ERROR)
             return machine.fail(run.id, run.lease_epoch, error["code"], error["message"])
     match why:
         case "time_limit":

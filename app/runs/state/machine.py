@@ -68,7 +68,11 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
     # No SKIP LOCKED: a second thread of this worker waits and then sees the remaining devices, instead of none.
     free = (
         select(devices.c.index)
-        .where(devices.c.worker_id == worker_id, devices.c.run_id.is_(None))
+        .where(
+            devices.c.worker_id == worker_id,
+            devices.c.run_id.is_(None),
+            or_(devices.c.paused_until.is_(None), devices.c.paused_until <= func.clock_timestamp()),
+        )
         .order_by(devices.c.index)
         .with_for_update()
         .cte("free")
@@ -183,9 +187,21 @@ def release(run_id: str, lease_epoch: int, reason: str, delay_seconds: float = 0
     return _requeue(_live(run_id, lease_epoch), reason, "handed_back", counted=False, delay_seconds=delay_seconds)
 
 
-def retry(run_id: str, lease_epoch: int, reason: str, delay_seconds: float) -> Executable:
-    """Requeue a run whose trainer was lost for an external cause, after a delay; `max_restarts` limits this."""
-    return _requeue(_live(run_id, lease_epoch), reason, "retried", counted=True, delay_seconds=delay_seconds)
+def retry(
+    run_id: str, lease_epoch: int, reason: str, delay_seconds: float, error_code: str = "worker_lost"
+) -> Executable:
+    """Requeue a run whose trainer was lost for an external cause, after a delay.
+
+    After `max_restarts` of them in a row the run fails with `error_code`.
+    """
+    return _requeue(
+        _live(run_id, lease_epoch),
+        reason,
+        "retried",
+        counted=True,
+        delay_seconds=delay_seconds,
+        error_code=error_code,
+    )
 
 
 def repair(run_id: str, lease_epoch: int, reason: str) -> Executable:
@@ -316,6 +332,7 @@ def _requeue(
     counted: bool,
     delay_seconds: float,
     skip_locked: bool = False,
+    error_code: str = "worker_lost",
 ) -> Executable:
     # A first loss whose cause is known needs no delay; a repeated one does.
     delay = case((runs.c.lost_count == 0, seconds(delay_seconds)), else_=seconds(max(delay_seconds, _LEAST_PAUSE)))
@@ -336,6 +353,6 @@ def _requeue(
         notified_at=None,
         # The delay doubles with each further loss, so that a run that kills its workers does not do so in a loop.
         not_before=func.clock_timestamp() + delay * func.power(2, func.least(runs.c.lost_count, _MOST_DOUBLINGS)),
-        error_code=case((fails, "worker_lost"), else_=None),
+        error_code=case((fails, error_code), else_=None),
         error_message=case((fails, gave_up), else_=None),
     )
