@@ -84,7 +84,7 @@ class StreamResponse(EventSourceResponse):
     """Long-lived streaming response; disconnected when its client stops reading or loses access."""
 
     def __init__(self, request: Request, body: AsyncIterator[bytes], media_type: str = "text/event-stream") -> None:
-        # EventSourceResponse's pings do not carry the cursor; the keep-alive of `as_sse` does.
+        # A ping of EventSourceResponse is a block of its own; the keep-alive of `as_sse` is not.
         super().__init__(body, headers=HEADERS, media_type=media_type, ping=0)
         self._request = request
         self._sending_since: float | None = None
@@ -149,10 +149,14 @@ async def still_allowed(request: Request) -> bool:
 
 
 async def as_sse(batches: Batches, opening: bytes = b"") -> AsyncIterator[bytes]:
-    """Encode batches as `text/event-stream`."""
-    yield b"retry: 2000\n\n" + opening
-    async for reached, frames in batches:
-        yield frames.sse if frames else b": keep-alive\nid: %d\n\n" % reached
+    """Encode batches as `text/event-stream`.
+
+    Clients disagree on a block without data: some dispatch it as an event. So `retry` is a line of the first event's
+    block, and a keep-alive is a comment line without a block of its own.
+    """
+    yield b"retry: 2000\n" + opening
+    async for _, frames in batches:
+        yield frames.sse if frames else b": keep-alive\n"
 
 
 async def as_ndjson(batches: Batches, opening: bytes = b"") -> AsyncIterator[bytes]:

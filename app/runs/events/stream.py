@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from app.infra import async_tasks
 from app.infra.broker import Broker
 from app.infra.log_setup import run_context
-from app.runs.events.frames import Batch, Frame, truncation_frames
+from app.runs.events.frames import Batch, Frame, cursor_frame, truncation_frames
 from app.runs.events.log import payload, read_after
 from app.tables.runs import Run
 
@@ -235,9 +235,9 @@ class Streams:
     ) -> AsyncIterator[tuple[int, Batch]]:
         """Yield stored events after `after`, then live ones, as (cursor, frames), in order without gaps or duplicates.
 
-        Only frames for which `wanted` is true are included. An empty batch is yielded if none was sent for `keep_alive`
-        seconds, even if unwanted events arrived. Ends after the `end` event, at `until`, when the run is deleted, or
-        when `still_allowed`, called about every 10 s, returns False.
+        Only frames for which `wanted` is true are included. If none was sent for `keep_alive` seconds, a batch with the
+        cursor is yielded, or an empty batch if the cursor has not changed. Ends after the `end` event, at `until`, when
+        the run is deleted, or when `still_allowed`, called about every 10 s, returns False.
         """
         keep_alive = KEEP_ALIVE_SECONDS if keep_alive is None else keep_alive
         reader = Reader(after)
@@ -246,6 +246,7 @@ class Streams:
         try:
             while until is None or reader.position < until:
                 frames = await self._next(run_id, reader)
+        reported = after
                 if frames is None:
                     return
                 now = time.monotonic()
@@ -257,12 +258,14 @@ class Streams:
                     if wanted is not None:
                         frames = Batch(frame for frame in frames if wanted(frame))
                     if frames:
-                        last_sent = now
+                        last_sent, reported = now, reader.position
                         yield reader.position, frames
                     if over:
                         return
                 if not frames and now - last_sent >= keep_alive:
-                    last_sent = now
+                    if reader.position > reported:
+                        frames = Batch([cursor_frame(run_id, reader.position)])
+                    last_sent, reported = now, reader.position
                     yield reader.position, frames
                 if still_allowed and now - last_checked >= RECHECK_SECONDS:
                     last_checked = now
