@@ -17,7 +17,7 @@ from app.infra import async_tasks
 from app.infra.broker import Broker
 from app.infra.log_setup import run_context
 from app.runs.events.frames import Batch, Frame, cursor_frame, truncation_frames
-from app.runs.events.log import payload, read_after
+from app.runs.events.log import READ_AFTER, payload
 from app.tables.runs import Run
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,8 @@ KEEP_ALIVE_SECONDS = 15.0
 RECHECK_SECONDS = 10.0
 """Interval at which the caller's access is checked again."""
 _BATCH = 500
+_BATCH_BYTES = 64 * 1024
+"""Size at which a batch ends. A reader that reads nothing holds a batch and its encoding."""
 _KEPT_BYTES = 512 * 1024
 _READS_AT_A_TIME = 5
 _GATHER_SECONDS = 0.05
@@ -91,7 +93,7 @@ class Tail:
                     self._distribute(frames)
                     if frames[-1].type == "end":
                         return
-                    if len(frames) == _BATCH:
+                    if len(frames) == _BATCH or frames.size >= _BATCH_BYTES:
                         continue  # a full batch: there are probably more
                     # The first event is sent at once. Events that follow shortly after are sent together, because
                     # each read and each send costs far more than one additional event.
@@ -211,7 +213,8 @@ class Streams:
 
     async def _read(self, run_id: str, after: int) -> Batch:
         async with self._reads, self._engine.connect() as connection:
-            rows = (await connection.execute(read_after(run_id, after, _BATCH))).all()
+            place = {"run_id": run_id, "after": after, "limit": _BATCH, "most_bytes": _BATCH_BYTES}
+            rows = (await connection.execute(READ_AFTER, place)).all()
         batch = Batch(Frame(seq, kind, payload(run_id, seq, ts, data).encode()) for seq, kind, ts, data in rows)
         batch.oldest = rows[0][2] if rows else None
         return batch
@@ -243,10 +246,10 @@ class Streams:
         reader = Reader(after)
         self._readers.add((run_id, reader))
         last_sent = last_checked = time.monotonic()
+        reported = after
         try:
             while until is None or reader.position < until:
                 frames = await self._next(run_id, reader)
-        reported = after
                 if frames is None:
                     return
                 now = time.monotonic()
