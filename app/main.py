@@ -48,6 +48,7 @@ from app.infra.server_urls import resolve_urls
 from app.infra.storage import Storage
 from app.prometheus.collector import Metrics
 from app.prometheus.snapshot import Snapshots
+from app.runs.events.responses import OpenStreams
 from app.runs.events.stream import Streams
 from app.runs.scheduler.dispatcher import Dispatcher
 from app.runs.scheduler.eta import EtaService
@@ -130,6 +131,7 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     api.state.backends = {
         name: CeleryBackend(rules, sessions, settings, storage, queue, streams) for name, rules in BACKEND_RULES.items()
     }
+    api.state.open_streams = OpenStreams(settings.streams_per_key)
     api.state.curve_reads = asyncio.Semaphore(app.runs.metrics.curves.READS_AT_A_TIME)
     api.state.log_searches = asyncio.Semaphore(app.runs.logs.endpoints.SEARCHES_AT_A_TIME)
     api.state.eta = EtaService(settings, sorted(BACKEND_RULES), api.state.reading_sessions)

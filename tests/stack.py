@@ -226,8 +226,6 @@ class Follower:
                     connect_sse(client, "GET", self._path, headers=headers) as stream,
                 ):
                     for count, event in enumerate(stream.iter_sse(), 1):
-                        if not event.data:
-                            continue
                         self.ids.append(int(event.id))
                         self.events.append((event.event, event.json()))
                         if event.event == "end":

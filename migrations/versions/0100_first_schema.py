@@ -458,6 +458,8 @@ def upgrade() -> None:
     )
 
     # Rows with ids outside of the monthly partitions (app.tables.events) go here.
+    # Uncompressed, so that a reader knows the size of an event without reading it; few are large enough to compress.
+    op.execute("ALTER TABLE run_events ALTER COLUMN data SET STORAGE EXTERNAL")
     op.execute("CREATE TABLE run_events_default PARTITION OF run_events DEFAULT")
     # A trigger instead of the code that ends runs: replicas of an older version end runs too.
     op.execute(

@@ -244,6 +244,39 @@ def test_a_record_that_makes_no_sense_is_a_line_in_the_log(lab: Lab, record: byt
     assert [kind for kind, _ in lab.events()[2:]] == ["log"]
 
 
+def test_a_record_beyond_the_limit_of_its_size_is_a_line_in_the_log(lab: Lab) -> None:
+    lab.says("sample", step=1, prompt="x" * 60_000, completion="y" * 60_000)
+    lab.says("sample", step=1, prompt="x" * 70_000, completion="y" * 70_000)
+    grown = b'{"type": "progress", "phase": "a", "done": [' + b"1e15," * 9000 + b'1e15], "more": [' + b"1e15," * 9000
+    lab.record_handler.take([("report", grown + b"1e15]}")])
+    lab.writer.drain()
+    (kept, _), (_, too_long), (_, too_large) = lab.events()[2:]
+    assert kept == "sample" and "at most 131,072" in too_long["line"] and "the limit of 131,072" in too_large["line"]
+
+
+def test_names_of_non_finite_values_are_bounded(lab: Lab) -> None:
+    values = ",".join(["NaN"] * 9000)
+    lab.record_handler.take([("report", f'{{"type": "progress", "{"x" * 60_000}": [{values}]}}'.encode())])
+    lab.writer.drain()
+    ((_, data),) = lab.events()[2:]
+    assert len(data["non_finite"]) == 100 and max(map(len, data["non_finite"])) == 200
+
+
+def test_a_process_that_reports_too_much_has_to_wait_and_its_log_says_so(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    handler, record = lab.record_handler, b'{"type": "unknown"' + b" " * 120_000 + b"}"
+    while not handler.is_over_budget:
+        assert not any("report less often" in line for line in handler.tail)
+        handler.take([("report", record)])
+    handler.take([("report", record)])
+    assert len([line for line in handler.tail if "report less often" in line]) == 1
+    now[0] += 0.3
+    assert not handler.is_over_budget
+
+
 def test_an_invalid_detail_of_a_result_does_not_cost_the_run_its_outcome(lab: Lab) -> None:
     lab.says("result", outcome="completed", step="last", hub="nonsense", output="output")
     lab.says("result", outcome="perhaps")
