@@ -14,7 +14,10 @@ _INTRO = """\
 `POST /v1/runs` takes these fields as `config`. Only `base_model` is required, and an unknown field is an error.
 `POST /v1/runs/validate` reports every problem of a configuration, and its resolved values.
 
-Counts may be written as `"10k"`, `"1.5M"`, `"2**15"`, `"1e4"` or `"10_000"`, and durations as `"2h"`; they are stored as
+A value equal to the default counts as not given. So a client may send every field for every method: `validate` warns
+(`equals_default`) about those that the method does not use, and any other value of them is an error.
+
+Counts may be written as `"10k"`, `"1.5M"`, `"8Ki"`, `"2^15"`, `"1e4"` or `"10_000"`, and durations as `"2h"`; they are stored as
 numbers. Each method is described in [Methods](../guides/methods.md), rewards in [Rewards](../guides/rewards.md), and
 plugins in [Plugins](../guides/plugins.md).
 
