@@ -16,7 +16,7 @@ from app.contracts.methods import OPTION_GROUPS
 from app.contracts.plugins import replaced_fields
 from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME, NOT_AVAILABLE
 from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
-from app.contracts.training_config.raw_config import given_fields, normalize_numbers
+from app.contracts.training_config.raw_config import given_fields, named_fields, normalize_numbers
 from app.contracts.training_config.rules import (
     DeviceCapabilities,
     data_conflicts,
@@ -60,14 +60,48 @@ def config_errors(
         found += _from_pydantic(error.errors(include_url=False), TrainerOptions, "extra")
     given = given_fields(config_input)
     found += _not_available_yet(config)
-    together = method_conflicts(config, given)
-    together += eval_conflicts(config, given, has_eval_dataset)
-    together += data_conflicts(config, given, dataset_format)
-    together += [field_error(name, "conflict", why) for name, why in replaced_fields(config_input, given)]
+    together = _conflicts(config, config_input, given, has_eval_dataset, dataset_format)
     if machine is not None:
         together += machine_conflicts(config, given, machine)
     # These checks saw the default of a field that was rejected above: drop their errors for it.
     return found + [one for one in together if one.field.split(".")[0] not in bad]
+
+
+def ignored_defaults(
+    config_input: Mapping[str, Any], *, has_eval_dataset: bool, dataset_format: str | None
+) -> list[FieldError]:
+    """Return a warning for each conflict of a valid configuration that is ignored because a value is the default.
+
+    The arguments are those of `config_errors`.
+    """
+    config = TrainingConfig.model_validate(dict(config_input))
+    facts = (has_eval_dataset, dataset_format)
+    judged = _conflicts(config, config_input, given_fields(config_input), *facts)
+    return [
+        FieldError(
+            field=one.field,
+            code="equals_default",
+            message=f"A value equal to the default counts as not given, so this is no error: {one.message}",
+        )
+        for one in _conflicts(config, config_input, named_fields(config_input), *facts)
+        if one not in judged
+    ]
+
+
+def _conflicts(
+    config: TrainingConfig,
+    config_input: Mapping[str, Any],
+    given: set[str],
+    has_eval_dataset: bool,
+    dataset_format: str | None,
+) -> list[FieldError]:
+    """Return all conflicts that do not depend on the machine."""
+    return [
+        *method_conflicts(config, given),
+        *eval_conflicts(config, given, has_eval_dataset),
+        *data_conflicts(config, given, dataset_format),
+        *(field_error(name, "conflict", why) for name, why in replaced_fields(config_input, given)),
+    ]
 
 
 def resume_problems(parent_config: Mapping[str, Any], overrides: Mapping[str, Any]) -> list[FieldError]:

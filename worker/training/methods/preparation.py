@@ -4,14 +4,14 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import transformers
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from app.contracts.attempt.job import DataSource
-from app.contracts.training_config.resolution import Replacement
+from app.contracts.training_config.resolution import LONGEST_SEQUENCE, Replacement, length_replacement
 from worker.training.checkpointing import saver
 from worker.training.context import TrainingContext
 from worker.training.data import dataset as data
@@ -97,24 +97,30 @@ def prepare_start(run: TrainingContext, replaced: list[Replacement]) -> Setup:
 def _max_sequence_length(
     run: TrainingContext, base: BaseModelSource, tokenizer: PreTrainedTokenizerBase, replaced: list[Replacement]
 ) -> int:
-    """Return the maximum sequence length in tokens: as configured, limited by what the model can take."""
+    """Return the maximum sequence length in tokens, and store it in the configuration in effect.
+
+    It is the configured one, limited by what the model can take.
+    """
     own = getattr(base.architecture.get_text_config(), "max_position_embeddings", None)
-    limit = own or min(tokenizer.model_max_length, 1_000_000)
+    limit = int(own or min(tokenizer.model_max_length, LONGEST_SEQUENCE))
     asked = run.config.max_seq_length
-    if asked is None or asked <= limit:
-        return asked or limit
+    if asked is None:
+        run.config = run.config.model_copy(update={"max_seq_length": limit})
+        return limit
+    if asked <= limit:
+        return asked
     if "max_seq_length" in run.given:
         raise TrainingFailure(
             "config_error", f"`max_seq_length` is {asked}, but this model takes at most {limit} tokens."
         )
-    replace_default(run, replaced, "max_seq_length", limit, f"The model takes at most {limit} tokens.")
-    return int(limit)
+    replace_default(run, replaced, length_replacement(run.config, limit))
+    return limit
 
 
-def replace_default(run: TrainingContext, replaced: list[Replacement], field: str, used: Any, reason: str) -> None:
+def replace_default(run: TrainingContext, replaced: list[Replacement], replacement: Replacement) -> None:
     """Replace a default that cannot be used with another value, and record the replacement to report it."""
-    replaced.append(Replacement(field=field, requested=getattr(run.config, field), used=used, reason=reason))
-    run.config = run.config.model_copy(update={field: used})
+    replaced.append(replacement)
+    run.config = run.config.model_copy(update={replacement.field: replacement.used})
 
 
 def must_disable_dropout(run: TrainingContext, replaced: list[Replacement]) -> bool:
@@ -122,7 +128,9 @@ def must_disable_dropout(run: TrainingContext, replaced: list[Replacement]) -> b
     if run.config.lora_r is None:
         return True
     if "lora_dropout" not in run.given and run.config.lora_dropout > 0:
-        replace_default(run, replaced, "lora_dropout", 0.0, "Dropout would add noise to the comparison of two answers.")
+        why = "Dropout would add noise to the comparison of two answers."
+        rate = run.config.lora_dropout
+        replace_default(run, replaced, Replacement(field="lora_dropout", requested=rate, used=0.0, reason=why))
     return run.config.lora_dropout == 0
 
 
