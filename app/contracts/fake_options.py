@@ -37,7 +37,6 @@ class FakeOptions(BaseModel):
         "bad_data",
         "model_not_found",
         "disk_full",
-        "time_limit",
         "config_error",
         "internal",
     ] = Field("internal", description="Error code of that failure.")
