@@ -5,6 +5,7 @@ Fields, bounds and defaults: `fields.py`; conflicts between fields: `rules.py`.
 """
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from app.contracts.methods import OPTION_GROUPS
 from app.contracts.plugins import replaced_fields
 from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME, NOT_AVAILABLE
 from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
+from app.contracts.training_config.peer_names import hint
 from app.contracts.training_config.raw_config import given_fields, named_fields, normalize_numbers
 from app.contracts.training_config.rules import (
     DeviceCapabilities,
@@ -174,9 +176,7 @@ def _sentence(error: ErrorDetails, parts: list[str], model: type[BaseModel]) -> 
     if error["type"] == "union_tag_invalid":
         return f"must be one of {error['ctx']['expected_tags']}"
     if error["type"] == "extra_forbidden":
-        known = model.model_fields if len(parts) == 1 else {}
-        near = difflib.get_close_matches(parts[-1], known, n=1)
-        return "is not a field of the configuration" + (f"; perhaps `{near[0]}`" if near else "")
+        return f"is not a field of the configuration{_meant(parts, model)}"
     if len(parts) == 1 and parts[0] in _CHOICES:
         return f"must be true, false or {_CHOICES[parts[0]]}"
     if error["type"] == "string_pattern_mismatch":
@@ -185,7 +185,23 @@ def _sentence(error: ErrorDetails, parts: list[str], model: type[BaseModel]) -> 
         return "contains characters that are not allowed in a name"
     got = _shown(error["input"])
     sentence = error["msg"].replace("Input should", "must", 1).removesuffix(".")
-    return _printable(f"{sentence}, not {got}")
+    near = []
+    if error["type"] == "literal_error" and isinstance(error["input"], str):
+        choices = re.findall(r"'([^']+)'", error["ctx"]["expected"])
+        near = difflib.get_close_matches(error["input"].lower(), choices, n=1)
+    return _printable(f"{sentence}, not {got}" + (f"; perhaps `{near[0]}`" if near else ""))
+
+
+def _meant(parts: list[str], model: type[BaseModel]) -> str:
+    """Return a hint at the field that an unknown name probably means."""
+    *group, name = parts
+    if group:
+        options = OPTION_GROUPS.get(group[0]) if len(group) == 1 else None
+        near = difflib.get_close_matches(name, options.model_fields if options else (), n=1)
+        return f"; perhaps `{group[0]}.{near[0]}`" if near else ""
+    if model is TrainerOptions:
+        return "; move it out of `extra`" if name in TrainingConfig.model_fields else hint(name, model.model_fields)
+    return f"; use `extra.{name}`" if name in TrainerOptions.model_fields else hint(name, model.model_fields)
 
 
 def _shown(value: Any) -> str:
