@@ -11,6 +11,8 @@ from app.contracts.plugins import Plugin
 
 Steps = Annotated[int, Field(ge=1, le=100_000_000), COUNT]
 
+LogSteps = Annotated[int, Field(ge=0, le=100_000_000), COUNT]
+
 BatchSize = Annotated[int, Field(ge=1, le=4096), COUNT]
 
 MicroBatches = Annotated[int, Field(ge=1, le=65_536), COUNT]
@@ -267,8 +269,9 @@ class TrainingConfig(Strict):
     save_total_limit: Annotated[int | None, Traits(changeable_on_resume=True)] = Field(
         default=3, ge=1, le=10_000, description="Maximum number of checkpoints to keep; `null` keeps all."
     )
-    logging_steps: Annotated[Steps, Traits(changeable_on_resume=True)] = Field(
-        default=10, description="Steps between two logged metrics."
+    logging_steps: Annotated[LogSteps, Traits(changeable_on_resume=True)] = Field(
+        default=10,
+        description="Steps between two logged metrics; the last step is always logged, and 0 logs only that.",
     )
     eval_steps: Annotated[Steps | None, Traits(changeable_on_resume=True, affects="duration", in_probe=False)] = Field(
         default=None, description="Steps between two evaluations."

@@ -102,6 +102,8 @@ def trainer_arguments(run: TrainingContext, total_steps: int) -> dict[str, Any]:
         "seed": config.seed,
         "remove_unused_columns": False,
         "dataloader_pin_memory": cuda,
+        # Without a strategy, the callback still logs the last step.
+        "logging_strategy": "steps" if run.is_probe or config.logging_steps else "no",
         "logging_steps": 1 if run.is_probe else config.logging_steps,
         "logging_nan_inf_filter": False,
         "eval_strategy": "steps" if config.eval_steps else "no",
