@@ -14,11 +14,11 @@ CRASHES: dict[str, tuple[dict[str, Any], str, str, int]] = {
     "segv": ({"crash_at_step": 3, "crash": "segv"}, "trainer_crashed", "signal 11", 2),
     "kill": ({"crash_at_step": 3, "crash": "kill"}, "trainer_crashed", "signal 9", 2),
     "exit": ({"crash_at_step": 3, "crash": "exit"}, "trainer_crashed", "exit code", 1),
-    "memory": ({"crash_at_step": 3, "crash": "memory"}, "out_of_memory", "", 1),
+    "memory": ({"crash_at_step": 3, "crash": "memory"}, "out_of_memory", "", 4),
     "reported": ({"fail_at_step": 3, "fail_code": "bad_data"}, "bad_data", "", 1),
     "non_finite": ({"non_finite_at_step": 3}, "non_finite_loss", "", 1),
 }
-"""Options, error code, part of the message and number of attempts; a signal is final when it recurs at one step."""
+"""Options, error code, part of the message and number of attempts. A signal is final when it recurs at one step; lack of memory is repaired first."""
 
 
 @pytest.mark.parametrize("kind", CRASHES)
