@@ -7,6 +7,7 @@ from pydantic import BaseModel
 
 from app.contracts.rewards import Reward
 from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
+from app.contracts.training_config.optimizers import OptimizerOptions, SchedulerOptions
 from docs.generator import markdown
 
 _COLUMNS = ("field", "type", "default", "meaning")
@@ -50,6 +51,9 @@ def sections() -> Iterator[tuple[str, list[Row]]]:
     yield "Fields of a run", top
     for name, group in groups.items():
         yield f"`{name}`", list(_fields(group, f"{name}."))
+        if name == "extra":
+            for member, model in (("optim_args", OptimizerOptions), ("lr_scheduler_kwargs", SchedulerOptions)):
+                yield f"`{name}.{member}`", list(_fields(model.model_json_schema(), f"{name}.{member}."))
         if "rewards" in group["properties"]:
             yield from _rewards(f"{name}.rewards[]")
 

@@ -18,7 +18,8 @@ CRASHES: dict[str, tuple[dict[str, Any], str, str, int]] = {
     "reported": ({"fail_at_step": 3, "fail_code": "bad_data"}, "bad_data", "", 1),
     "non_finite": ({"non_finite_at_step": 3}, "non_finite_loss", "", 1),
 }
-"""Options, error code, part of the message and number of attempts. A signal is final when it recurs at one step; lack of memory is repaired first."""
+"""Options, error code, part of the message and number of attempts. A signal is final when it recurs at one step, and a
+lack of memory after all repairs."""
 
 
 @pytest.mark.parametrize("kind", CRASHES)

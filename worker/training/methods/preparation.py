@@ -1,5 +1,6 @@
 """Steps of every training method up to the loaded model, in the order of use; `pipeline.py` has the rest."""
 
+import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from app.contracts.attempt.job import DataSource
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.optimizers import OPTIMIZERS
 from app.contracts.training_config.resolution import LONGEST_SEQUENCE, Replacement, length_replacement
 from worker.training.checkpointing import saver
 from worker.training.context import TrainingContext
@@ -80,6 +83,7 @@ def prepare_start(run: TrainingContext, replaced: list[Replacement]) -> Setup:
         TrainingFailure: with a stable code; `config_error` if the user set a length above the model's limit.
         Stopped: a stop was requested.
     """
+    _check_optimizer(run.config)
     transformers.set_seed(run.config.seed)
     restore_replica(run)
     resume = run.resume_from
@@ -92,6 +96,19 @@ def prepare_start(run: TrainingContext, replaced: list[Replacement]) -> Setup:
     run.raise_if_stopped()
     hooks.write_source_rows(run)
     return Setup(base, tokenizer, _max_sequence_length(run, base, tokenizer, replaced))
+
+
+def _check_optimizer(config: TrainingConfig) -> None:
+    needed = OPTIMIZERS[config.optim].package
+    if needed is None or config.trainer_options.optimizer is not None:
+        return
+    module, package = needed
+    if importlib.util.find_spec(module) is None:
+        raise TrainingFailure(
+            "config_error",
+            f"`optim` is `{config.optim}`, whose package is not installed on this worker: run `pip install {package}` "
+            "there, or use another optimizer.",
+        )
 
 
 def _max_sequence_length(
