@@ -104,9 +104,7 @@ class ProcessServer(ApiServer):
     """Server in a separate process, which can be killed and restarted on the same port."""
 
     def start(self) -> None:
-        arguments = ["--factory", "app.main:create_app", "--host", "127.0.0.1", "--port", str(self.port)]
-        arguments += ["--log-level", "warning", "--timeout-graceful-shutdown", "2"]
-        self.process = programs.start("uvicorn", arguments, self.settings.child_environment())
+        self.process = programs.start("tests.api_program", [str(self.port)], self.settings.child_environment())
 
     def kill(self) -> None:
         """Kill the process with SIGKILL."""

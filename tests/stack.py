@@ -16,7 +16,7 @@ from app.config import Settings
 from app.infra.db import sync_engine
 from app.standalone.servers import EmbeddedServers
 from app.tables import migrate
-from tests import programs
+from tests import clusters, programs
 from tests.server import ProcessServer
 from tests.slowness import slowness
 from tests.waiting import eventually
@@ -60,6 +60,7 @@ class Stack:
         """Start the servers and the API; the lease is `lease_seconds` times the machine's slowness."""
         self.slowness = slowness()
         self.home = home
+        clusters.copy_to(home)
         self.servers = EmbeddedServers(home)
         self.servers.start()
         self.settings = Settings(

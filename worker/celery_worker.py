@@ -40,6 +40,16 @@ class CeleryProgram(Worker):  # type: ignore[misc]  # Celery has no types
         hub.add_reader(self._signals.ending, lambda: None)
         hub.add_reader(self.pool.freed, self.pool.look)
 
+    def _shutdown(self, warm: bool = True) -> None:
+        """Wait for the threads without Celery's default timeout for new sockets, which is the whole process's.
+
+        Draining lasts until the runs have ended: sockets that a supervisor opens meanwhile, to its trainer or to a
+        store, would inherit a timeout of 5 s. Connections to the broker have timeouts of their own.
+        """
+        if self.blueprint is not None:
+            self.blueprint.stop(self, terminate=not warm)
+            self.blueprint.join()
+
 
 class SlotPool(TaskPool):  # type: ignore[misc]  # Celery has no types
     """Celery's thread pool, which signals when one of its threads becomes free.

@@ -4,7 +4,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, PlainSerializer, StringConstraints
+from pydantic import BaseModel, ConfigDict, JsonValue, PlainSerializer, StringConstraints
+
+JsonObject = dict[str, JsonValue]
+"""JSON object with names that its sender chooses."""
 
 
 def timestamp(moment: datetime) -> str:

@@ -22,6 +22,7 @@ from app.config import Settings
 from app.infra.db import sync_engine
 from app.standalone.servers import EmbeddedServers
 from app.tables import migrate
+from tests import clusters
 from tests.chaos.inject import Orders
 from tests.chaos.machine import SLOWNESS
 from tests.chaos.proxy import Proxies, Proxy
@@ -138,6 +139,7 @@ class World:
         self.storage = home / "storage"
         self.storage.mkdir()
         self.has_small_disk = _mount(self.storage)
+        clusters.copy_to(home)
         self.servers = EmbeddedServers(home)
         self.servers.start()
         self.proxies = Proxies()
@@ -188,7 +190,8 @@ class World:
         """Return a client of a replica (default: a random one)."""
         api = api or self.random.choice(self.apis)
         headers = {"Authorization": f"Bearer {self.key}"}
-        return httpx.Client(base_url=self.address(api), headers=headers, timeout=timeout, trust_env=False)
+        # No TLS here, and loading the certificates takes longer than most requests.
+        return httpx.Client(base_url=self.address(api), headers=headers, timeout=timeout, trust_env=False, verify=False)
 
     def wait_until_answers(self, api: Service) -> None:
         """Wait until the replica responds."""

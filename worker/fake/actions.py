@@ -86,14 +86,14 @@ class Actions:
                 training.evaluate(loss, is_due=False)
                 self._answer(asked, "done", result={"metrics": {"eval_loss": loss}})
             case "sample":
-                self._sample(asked, **parameters)
+                self._sample(asked, parameters["prompts"], parameters["max_new_tokens"], parameters["temperature"])
             case "set_learning_rate":
                 before, rate = training.config.learning_rate, parameters["learning_rate"]
                 training.change(learning_rate=rate)
                 self._answer(asked, "done", result={"before": before, "learning_rate": rate, "next": training.rate()})
                 training.report_config()
             case "extend":
-                self._extend(asked, **parameters)
+                self._extend(asked, parameters.get("max_steps"), parameters.get("epochs"))
 
     def _extend(self, asked: ActionRequest, max_steps: int | None = None, epochs: float | None = None) -> None:
         training = self._training

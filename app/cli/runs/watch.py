@@ -150,10 +150,11 @@ class WatchState:
         elif isinstance(event, CheckpointEvent):
             return f"step {event.step}  checkpoint {event.checkpoint_id} ({event.kind})"
         elif isinstance(event, ActionEvent):
-            self.total = (event.result or {}).get("total_steps") or self.total
+            total = (event.result or {}).get("total_steps")
+            self.total = total if isinstance(total, int) else self.total
             return f"step {event.step}  {event.action}: {event.status}{f' ({event.message})' if event.message else ''}"
         elif isinstance(event, ConfigEvent):
-            self.total = event.facts.get("total_steps") or self.total
+            self.total = event.total_steps or self.total
             replaced = [f"{it.get('field')}={it.get('used')} ({it.get('reason')})" for it in event.replaced]
             return f"replaced {'; '.join(replaced)}" if replaced else None
         elif isinstance(event, ProgressEvent):

@@ -24,6 +24,7 @@ from app.infra.server_urls import resolve_urls
 from app.standalone import postgres, valkey
 from app.standalone.home_lock import HomeLock
 from app.standalone.servers import EmbeddedServers
+from tests import clusters
 from tests.waiting import eventually
 
 Make = Callable[[], EmbeddedServers]
@@ -58,6 +59,15 @@ def process_of(server: object) -> subprocess.Popen[bytes]:
     process = getattr(server, "process", None)
     assert isinstance(process, subprocess.Popen)
     return process
+
+
+class WithCluster:
+    """Tests of a home that already has a cluster."""
+
+    @pytest.fixture
+    def home(self, home: Path) -> Path:
+        clusters.copy_to(home)
+        return home
 
 
 class TestFirstStart:
@@ -126,7 +136,7 @@ class TestFirstStart:
         assert ask(servers, "SELECT 1") == 1
 
 
-class TestStartAgain:
+class TestStartAgain(WithCluster):
     def test_data_are_there_after_a_kill_of_both_servers(self, make: Make) -> None:
         servers = make()
         servers.start()
@@ -192,7 +202,7 @@ class TestStartAgain:
         assert list((home / "valkey").glob("appendonlydir.broken-*"))
 
 
-class TestNothingIsLeftBehind:
+class TestNothingIsLeftBehind(WithCluster):
     def test_servers_end_with_an_owner_that_was_killed(self, home: Path) -> None:
         owner = start_owner(home)
         children = psutil.Process(owner.pid).children(recursive=True)

@@ -141,7 +141,7 @@ class Actions:
 
     def _set_learning_rate(self, asked: ActionRequest, _control: TrainerControl) -> None:
         self._refuse_if_a_plugin_sets_rates()
-        before, rate = self._trainer.args.learning_rate, float(asked.parameters["learning_rate"])
+        before, rate = self._trainer.args.learning_rate, asked.parameters["learning_rate"]
         next_rate = self._change(learning_rate=rate)
         self._answer(asked, "done", result={"before": before, "learning_rate": rate, "next": next_rate})
         self._report_config()
@@ -235,15 +235,17 @@ class Actions:
     # Sampling
 
     def _sample(self, asked: ActionRequest, _control: TrainerControl) -> None:
-        step = self._trainer.state.global_step
+        step, prompts = self._trainer.state.global_step, asked.parameters["prompts"]
         try:
-            texts = sampling.generate(self._trainer, **asked.parameters)
+            texts = sampling.generate(
+                self._trainer, prompts, asked.parameters["max_new_tokens"], asked.parameters["temperature"]
+            )
         except Stopped:
             return  # handled after the next step; the request stays pending for the next attempt
         except Exception as error:  # training continues after any failure
             reason = _describe_error(error)
             return self._answer(asked, "failed", message=f"Sampling failed: {reason}. Training continues.")
-        pairs = list(zip(asked.parameters["prompts"], texts, strict=True))
+        pairs = list(zip(prompts, texts, strict=True))
         for prompt, text in pairs:
             self._run.report.sample(step, prompt, text, action_id=asked.id)
         samples = [{"prompt": prompt, "completion": text} for prompt, text in pairs]
