@@ -6,6 +6,7 @@ from typing import Any
 
 from app.base_models.resolver import WEIGHTS_FILE, BaseModelError, read_json
 from app.contracts.methods import method_of
+from app.contracts.training_config.resolution import LONGEST_SEQUENCE
 from app.estimator.architecture import UnknownArchitecture, impossible_size, read
 from app.estimator.parameters import modules
 
@@ -33,7 +34,7 @@ def model_conflicts(
     if needs_weights and not is_adapter and (lacking := _lacking(folder, method.adapter == "forbidden")):
         found.append(BaseModelError("base_model", lacking))
     found += _of_architecture(folder, config)
-    length, longest = config.get("max_seq_length"), _longest(folder)
+    length, longest = config.get("max_seq_length"), longest_sequence(folder)
     if "max_seq_length" in given and isinstance(length, int) and longest is not None and length > longest:
         message = (
             f"The model takes at most {longest} tokens; set `max_seq_length` to that or less, or null for the limit."
@@ -97,9 +98,12 @@ def _is_among(name: str, modules: Set[str]) -> bool:
     return any(module == name or module.endswith(f".{name}") for module in modules)
 
 
-def _longest(folder: Path) -> int | None:
-    """Return the model's maximum number of positions, if its configuration gives it."""
+def longest_sequence(folder: Path) -> int | None:
+    """Return the maximum sequence length of a local model: its number of positions, else that of its tokenizer."""
     model_config = read_json(folder, "config.json")
     model_config = model_config.get("text_config", model_config)
-    longest = model_config.get("max_position_embeddings") if isinstance(model_config, dict) else None
-    return longest if isinstance(longest, int) else None
+    positions = model_config.get("max_position_embeddings") if isinstance(model_config, dict) else None
+    if isinstance(positions, int):
+        return positions
+    longest = read_json(folder, "tokenizer_config.json").get("model_max_length") if model_config else None
+    return min(int(longest), LONGEST_SEQUENCE) if isinstance(longest, int | float) else None

@@ -37,7 +37,6 @@ class FakeOptions(BaseModel):
         "bad_data",
         "model_not_found",
         "disk_full",
-        "time_limit",
         "device_error",
         "config_error",
         "internal",

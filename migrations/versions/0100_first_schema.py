@@ -226,6 +226,7 @@ def upgrade() -> None:
         sa.Column("best_loss", sa.Double(), nullable=True),
         sa.Column("final_loss", sa.Double(), nullable=True),
         sa.Column("checkpoint_step", sa.Integer(), nullable=True),
+        sa.Column("end_reason", sa.Text(), nullable=True),
         sa.Column("error_code", sa.Text(), nullable=True),
         sa.Column("error_message", sa.Text(), nullable=True),
         sa.Column("output_attempt", sa.Integer(), nullable=True),
@@ -233,6 +234,7 @@ def upgrade() -> None:
         sa.Column("finished_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("created_by", sa.Text(), nullable=True),
         sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.CheckConstraint("end_reason IS NULL OR status = 'completed'", name=op.f("ck_runs_end_reason_of_completed")),
         sa.CheckConstraint("(status = 'failed') = (error_code IS NOT NULL)", name=op.f("ck_runs_error_iff_failed")),
         sa.CheckConstraint(
             "(status IN ('completed','failed','cancelled')) = (finished_at IS NOT NULL)",

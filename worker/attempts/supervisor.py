@@ -24,7 +24,9 @@ from worker.attempts.outcome import (
     DEVICE_ERROR,
     conclude,
     could_not_start,
+    ended_here_before,
     ended_on_request,
+    is_signal_death,
     lease_lost,
     needs_failure_report,
 )
@@ -182,7 +184,11 @@ def attempt(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: Event
         writer.put(failure_report.store_failure_report(run, report, time.time()))
     if repair:
         return machine.repair(run.id, run.lease_epoch, repair.reason)
-    transition = conclude(context, run, lease, record_handler, end, killed_for)
+    is_repeated = False
+    if is_signal_death(record_handler, end, killed_for):
+        writer.wait_past_lease()
+        is_repeated = writer.persist(partial(recurs, context, run, record_handler.step))
+    transition = conclude(context, run, lease, record_handler, end, killed_for, is_repeated)
     settle(context, lease, writer)
     return transition
 
@@ -277,6 +283,12 @@ def plan(context: WorkerContext, run: ClaimedRun, repair: Repair) -> Repair:
     """Return the repair, completed with the checkpoint that it goes back to."""
     with context.engine.connect() as connection:
         return auto_repair.resolve_repair(connection, run, repair)
+
+
+def recurs(context: WorkerContext, run: ClaimedRun, step: int | None) -> bool:
+    """Return True if a signal also ended an earlier attempt at this step."""
+    with context.engine.connect() as connection:
+        return ended_here_before(connection, run, step)
 
 
 def finish(context: WorkerContext, writer: EventWriter, ending: Ending) -> None:

@@ -81,7 +81,7 @@ class RecordHandler:
         self.last_output_at = time.monotonic()
         """Monotonic time of the trainer's last output of any kind."""
         self.step: int | None = None
-        """Last step that the trainer reported."""
+        """Last step that the trainer reported; before that, the one from which it starts."""
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         """Last lines of the log."""
         self._context = context
@@ -111,7 +111,7 @@ class RecordHandler:
 
     def start_from(self, start: StartPoint, secrets: Iterable[str], remarks: Iterable[str]) -> None:
         """Start from the job's checkpoint; metrics beyond its step are rolled back."""
-        self._start, self._bests = start, [(start.step, start.best_loss)]
+        self._start, self._bests, self.step = start, [(start.step, start.best_loss)], start.step
         self._redact.hide(secrets)
         for remark in remarks:
             self.say(remark, "warning")

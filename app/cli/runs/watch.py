@@ -90,7 +90,9 @@ def continue_on_interrupt(run_id: str) -> Iterator[None]:
 
 
 def _print_end(run: "RunRead") -> None:
-    typer.echo(f"{run.id} {run.name}: {run.status} at step {run.current_step}{_loss(run.best_loss, ', best loss')}")
+    limited = f" ({run.end_reason})" if run.end_reason not in (None, "finished") else ""
+    loss = _loss(run.best_loss, ", best loss")
+    typer.echo(f"{run.id} {run.name}: {run.status}{limited} at step {run.current_step}{loss}")
     if run.status == "failed":
         typer.echo(f"  {run.error_code}: {run.error_message} (see `anneal runs why {run.id}`)")
     elif run.status == "completed" and run.probe is None:

@@ -9,7 +9,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.base_models import resolver
-from app.base_models.compatibility import is_reward_model, model_conflicts
+from app.base_models.compatibility import is_reward_model, longest_sequence, model_conflicts
 from app.config import Settings
 from app.contracts.methods import method_of, rewards_of
 from app.contracts.training_config.raw_config import given_fields
@@ -45,6 +45,7 @@ async def _check_base_model(
         wrong = await asyncio.to_thread(model_conflicts, folder, config, given, needs_weights=needs_weights)
         for conflict in wrong:
             found.refuse(f"config.{conflict.code}", "conflict", conflict.message)
+        found.longest_sequence = await asyncio.to_thread(longest_sequence, folder)
     if resolver.is_run(name):
         found.base_run_id = name
 

@@ -220,10 +220,10 @@ def open_trackers(job: JobSpec, config: TrainingConfig, report: Reporter) -> Tra
 def status_after(result: TrainingResult) -> Status:
     """Return the status of a run after this result of an attempt; a drained run continues elsewhere."""
     outcome, why = result["outcome"], result.get("why")
-    if outcome == "completed" or why == "stop_at_step":
-        return "completed"
-    if outcome == "failed" or why == "time_limit":
+    if outcome == "failed":
         return "failed"
+    if outcome == "completed" or why in ("time_limit", "stop_at_step"):
+        return "completed"
     return "pending" if why == "drain" else "cancelled"
 
 
