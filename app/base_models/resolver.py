@@ -8,7 +8,8 @@ from typing import Any, TypedDict
 
 from app.config import Settings
 from app.infra.ids import is_id
-from app.infra.storage import OutsideStorage, Storage
+from app.infra.storage import Storage
+from app.infra.untrusted_folder import OutsideStorage
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
 
