@@ -84,9 +84,14 @@ class Storage:
         """Return the folder of tokenized data of one Unix user's runs (None: the worker's user); may be deleted."""
         return self.root / "cache" / ("tokens" if user is None else f"tokens-{user}")
 
+    @property
+    def runs(self) -> Path:
+        """Folder of the folders of all runs."""
+        return self.root / "runs"
+
     def run_dir(self, run_id: str) -> Path:
         """Return the folder of a run."""
-        return self.root / "runs" / _checked(run_id, "run")
+        return self.runs / _checked(run_id, "run")
 
     def remove_run(self, run_id: str) -> None:
         """Remove the folder of a run if it exists; raises `OSError` if something cannot be removed."""
