@@ -13,6 +13,7 @@ import pytest
 from app.infra.storage import Storage
 from tests.stack import Follower, Stack, pids_of_trainers
 from tests.waiting import eventually
+from worker.checkpoint_files.manifest import MANIFEST
 
 LONG = {"steps": 100_000, "step_seconds": 0.02, "log_lines_per_step": 2}
 
@@ -70,6 +71,24 @@ class TestASignalToEverybody:
         shown = stack.run(run_id)
         assert shown["status"] == "pending", shown
         stack.stop(run_id)
+
+
+class TestAPipeInACheckpoint:
+    def test_neither_blocks_the_run_nor_holds_up_its_stop(self, stack: Stack) -> None:
+        """Any process of the trainers' user can put it there."""
+        run_id = stack.create(LONG, {"save_steps": 10})
+        worker = stack.add_worker()
+        stack.until_step(run_id, 25)
+        worker.kill()
+        saved = sorted((Storage(stack.settings).attempt_dir(run_id, 1)).glob("checkpoint-*"))
+        for folder in saved:
+            (folder / MANIFEST).unlink()
+            os.mkfifo(folder / MANIFEST)
+        stack.add_worker()
+        shown = stack.until(run_id, "running", timeout=60)
+        assert saved and shown["attempt"] == 2, "it begins anew"
+        stack.stop(run_id)
+        stack.until(run_id, "cancelled")
 
 
 class TestABusyStart:
