@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 
 from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.optimizers import OPTIMIZERS
 from app.estimator.activations import Activations, Checkpointing, Precision, activations
 from app.estimator.architecture import Architecture
 from app.estimator.forward_pass import Attention, Batch
@@ -81,7 +82,7 @@ def memory(
     base, constants = _base(model, config, precision)
     adapter, gradients = _trained(found, config, precision)
     optim = counted_optimizer(config)
-    optimizer = _optimizer(found, optim, precision)
+    optimizer = _optimizer(found, optim, _moments(config, optim), precision)
     dequantized = _dequantized(model, config, precision)
     optimizer_workspace = _optimizer_workspace(found, optim, precision)
     generation = _generation(model, config, precision)
@@ -154,9 +155,14 @@ def _trained(found: Trained, config: TrainingConfig, precision: Precision) -> tu
     return (adapter if config.lora_r is None else adapter + whole), adapter + whole
 
 
-def _optimizer(found: Trained, optim: str, precision: Precision) -> int:
+def _moments(config: TrainingConfig, optim: str) -> int:
+    """Return the values of the optimizer state per trained weight."""
+    optimizer = OPTIMIZERS[optim]
+    return optimizer.moments + ("momentum" in optimizer.options and bool(config.trainer_options.optim_args.momentum))
+
+
+def _optimizer(found: Trained, optim: str, moments: int, precision: Precision) -> int:
     """Return the bytes of the optimizer state."""
-    moments = 0 if optim == "sgd" else 1 if "lion" in optim or optim == "rmsprop" else 2
     total = 0
     for kind, rows, columns in found.tensors():
         count = rows * columns
@@ -164,7 +170,7 @@ def _optimizer(found: Trained, optim: str, precision: Precision) -> int:
             total += 4 * (rows + columns if columns > 1 else count)
         elif "8bit" in optim and count >= _SMALLEST_8BIT and kind != "embedding":
             total += moments * (count + 4 * -(-count // _BLOCKS))
-        elif "torch" in optim or optim == "rmsprop":
+        elif "torch" in optim or optim in ("rmsprop", "adagrad"):
             # torch optimizers keep state in the type of the weight.
             total += moments * count * (precision.adapter if kind == "adapter" else 4) + 4
         else:
@@ -175,7 +181,7 @@ def _optimizer(found: Trained, optim: str, precision: Precision) -> int:
 def _optimizer_workspace(found: Trained, optim: str, precision: Precision) -> int:
     """Return the bytes of temporary tensors of an optimizer step; on a GPU, torch processes all weights at once."""
     sizes = [rows * columns * 4 for _, rows, columns in found.tensors()]
-    if optim in ("adamw_torch", "rmsprop"):
+    if optim in ("adamw_torch", "rmsprop", "adagrad"):
         return sum(sizes) if precision.device == "cuda" else max(sizes, default=0)
     return 2 * max(sizes, default=0) if optim == "adafactor" else 0
 

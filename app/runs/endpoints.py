@@ -7,7 +7,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.dependencies import CurrentSettings, CurrentStorage, Reading, Session, Snapshot
 from app.api.errors import invalid
-from app.api.pagination import PageQuery
+from app.api.pagination import FindQuery, PageQuery
 from app.audit import log as audit
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES
@@ -120,6 +120,7 @@ async def list_runs(
     tag: Annotated[str | None, Query(max_length=200)] = None,
     parent_run_id: Annotated[str | None, Query(max_length=100)] = None,
     base_model: Annotated[str | None, Query(max_length=300)] = None,
+    find: FindQuery = None,
     sort: Annotated[
         queries.Sort,
         Query(
@@ -129,7 +130,7 @@ async def list_runs(
     ] = "created_at",
 ) -> Response:
     """List runs, newest or best first."""
-    filters = queries.Filters(experiment_id, tuple(status or ()), tag, parent_run_id, base_model)
+    filters = queries.Filters(experiment_id, tuple(status or ()), tag, parent_run_id, base_model, find)
     rows, has_more = await queries.page(session, filters, paging, sort)
     predictions = await _eta(request).of({row.id: row.status for row in rows})
     return Response(serializers.run_page(storage, rows, has_more, predictions), media_type="application/json")

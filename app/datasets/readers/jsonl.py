@@ -2,7 +2,7 @@
 
 from app.datasets.row_writer import RowWriter
 
-_BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
+_BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class LineReader:
@@ -65,7 +65,6 @@ class LineReader:
             self._rows.refuse(f"line {at}", "empty_line", "the line is empty; remove it")
         place = f"line {self._number}"
         if self._number == 1 and line.startswith(_BYTE_ORDER_MARKS):
-            message = "the file starts with a byte order mark; save it as plain UTF-8"
-            self._rows.refuse(place, "byte_order_mark", message)
+            self._rows.refuse(place, "byte_order_mark", "the file is UTF-16; save it as UTF-8")
             return
         self._rows.take_json(place, line, is_line=True)

@@ -16,7 +16,7 @@ from app.contracts.training_config.raw_config import given_fields, normalize_num
 from app.contracts.training_config.resolution import resolve
 from app.contracts.training_config.rules import DeviceCapabilities
 from app.infra.storage import Storage
-from app.runs.validation.config import config_problems
+from app.runs.validation.config import config_problems, default_warnings
 from app.runs.validation.dataset import Place, data_problems
 from app.runs.validation.destinations import destination_problems
 from app.runs.validation.models import _check_base_model, _check_reward_models
@@ -83,6 +83,10 @@ async def validate_request(
             )
         )
     if not found.errors:
+        ignored = await asyncio.to_thread(
+            default_warnings, rules, request.config, request.eval_dataset_id is not None, data_format
+        )
+        found.warnings += [_about_config(problem) for problem in ignored]
         await asyncio.to_thread(_resolve, request.config, machine, found)
     return found
 
@@ -125,7 +129,7 @@ def _resolve(config: Mapping[str, Any], machine: DeviceCapabilities | None, foun
     given = given_fields(config)
     found.config = TrainingConfig.model_validate(dict(config))
     found.given = sorted(given)
-    effective = resolve(found.config, given, machine)
+    effective = resolve(found.config, given, machine, found.longest_sequence)
     found.effective = effective.config
     found.warnings += [
         FieldError(

@@ -70,6 +70,20 @@ MUTANTS = (
         test="tests/app/runs/test_deletion.py::TestDeleteRun::test_one_that_others_build_on_stays_until_they_are_gone",
     ),
     Mutant(
+        name="delete-forgets-pinned-checkpoints",
+        promises=(12,),
+        about="A run can be deleted although one of its checkpoints is pinned.",
+        changes=(
+            Change(
+                "app/runs/deletion.py",
+                "if pinned := await first_few(session, pinned_checkpoints(select(Run.id).where(Run.id == run_id))):",
+                "if pinned := None:",
+            ),
+        ),
+        test="tests/app/runs/test_deletion.py::TestDeleteRun::"
+        "test_one_with_a_pinned_checkpoint_stays_until_it_is_unpinned",
+    ),
+    Mutant(
         name="pruning-forgets-who-learns-from-it",
         promises=(12,),
         about="Retention deletes a run whose reward model another run still uses.",

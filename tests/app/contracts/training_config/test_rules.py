@@ -60,9 +60,9 @@ class TestEveryMethod:
     @pytest.mark.parametrize(
         ("fields", "field"),
         [
-            ({"packing": True}, "packing"), ({"loss_on": "all"}, "loss_on"), ({"loss_on": "assistant"}, "loss_on"),
+            ({"packing": True}, "packing"), ({"loss_on": "assistant"}, "loss_on"),
             ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
-            ({"extra": {"packing_strategy": "bfd"}}, "extra.packing_strategy"),
+            ({"extra": {"packing_strategy": "wrapped"}}, "extra.packing_strategy"),
         ],
     )  # fmt: skip
     def test_what_belongs_to_supervised_methods_is_refused(
