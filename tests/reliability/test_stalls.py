@@ -132,7 +132,7 @@ class TestAnotherUser:
         stopped = stack.create({**LONG, "ignore_stop": True})
         stack.until_step(stopped, 5)
         stack.stop(stopped, save_checkpoint=False)
-        stack.until(stopped, "cancelled")
+        stack.until(stopped, "cancelled", timeout=30 + 2 * stack.settings.save_grace_seconds)
         worker.terminate()
         program = "import sys; from pathlib import Path; import shutil; shutil.rmtree(Path(sys.argv[1]))"
         remove = [*(confined("api") if is_root else ()), sys.executable, "-c", program, str(run_folder)]

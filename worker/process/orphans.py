@@ -31,7 +31,7 @@ def adopt() -> None:
 
 
 class Orphans:
-    """Orphans that this process has adopted, told apart from the children that it started."""
+    """Orphans that this process has adopted: its children without those that it started."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
