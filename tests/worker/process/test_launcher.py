@@ -76,6 +76,26 @@ class TestWorld:
             launcher.stop()
             assert "secret" not in json.dumps(said.record("about")["environment"])
 
+    def test_it_gets_what_compilers_and_downloads_read_and_reports_nothing_unless_the_operator_wants_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        passed = {
+            "CC": "/opt/gcc", "TRITON_CACHE_DIR": "/fast/triton", "XDG_CACHE_HOME": "/fast",
+            "HF_XET_HIGH_PERFORMANCE": "1", "DO_NOT_TRACK": "0",
+        }  # fmt: skip
+        for name, value in passed.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("HF_HUB_DISABLE_TELEMETRY", raising=False)
+        launcher = start_launcher(tmp_path, "cold")
+        said = Said(launch(launcher, tmp_path / "run", "about"))
+        said.to_the_end()
+        launcher.stop()
+        environment = said.record("about")["environment"]
+        assert {name: environment.get(name) for name in passed} == passed
+        assert (environment["HF_HUB_DISABLE_TELEMETRY"], environment["WANDB_ERROR_REPORTING"]) == ("1", "false")
+        monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "0")
+        assert Settings().trainer_environment()["HF_HUB_DISABLE_TELEMETRY"] == "0"
+
     @pytest.mark.parametrize(
         ("device", "visible"),
         [(CPU, ""), ({"kind": "cuda", "index": 1, "id": "GPU-1234"}, "GPU-1234")],
