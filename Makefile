@@ -11,7 +11,7 @@ comma := ,
 # Where this is set, every process would compile PyTorch's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo up test test-all lint bench venv chaos mutants fuzz resume-matrix methods estimates prediction docs reference
+.PHONY: demo up test test-all lint checked bench venv chaos mutants fuzz resume-matrix methods estimates prediction docs reference
 
 demo: $(SERVICE)  ## fine-tune a small model through the service and watch; MODEL=<hub name> for another
 	@$(BIN)/anneal demo $(if $(MODEL),--model '$(MODEL)')
@@ -20,7 +20,7 @@ up: $(SERVICE)  ## run the service until Ctrl-C
 	@exec $(BIN)/anneal up
 
 # All of it in several processes (tests/scheduling.py); a part, often small, in one.
-test: lint  ## every promise, in minutes; ARGS='-k stream' for a part
+test: checked  ## every promise, in minutes; ARGS='-k stream' for a part
 ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
 else
@@ -28,12 +28,21 @@ else
 endif
 
 # Before a release: also every combination of method, adapter and place, every tracker, and all campaigns.
-test-all: lint $(INTEGRATIONS)  ## every test, then resume-matrix, chaos, fuzz and mutants
+test-all: checked $(INTEGRATIONS)  ## every test, then resume-matrix, chaos, fuzz and mutants
 	@$(BIN)/python -m pytest -n auto -m ''
 	@$(MAKE) --no-print-directory resume-matrix chaos fuzz mutants
 
 lint: $(READY)  ## style, types, and who may import whom
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+
+# A new environment has no bytecode. One process compiles what the tests import, beside the linters; four processes at
+# once would each compile the same modules. Tests that cannot be collected are reported by the run that follows.
+checked: $(READY)
+	@$(MAKE) --no-print-directory -j2 lint .venv/.compiled
+
+.venv/.compiled: $(READY)
+	@$(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 || true
+	@touch .venv/.compiled
 
 chaos: $(READY)  ## break everything for ROUNDS=200 rounds; SEED=7 replays a schedule, JOBS=2 halves the time on 4 free cores
 	@$(BIN)/python -m tests.chaos --rounds $(or $(ROUNDS),200) $(if $(SEED),--seed $(SEED)) $(if $(JOBS),--jobs $(JOBS))

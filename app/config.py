@@ -77,6 +77,8 @@ class Settings(_HomeSettings):
     """Maximum size of a JSON request body, in bytes."""
     max_line_bytes: int = Field(default=16 * 1024**2, ge=1024)
     """Maximum size of one row of a dataset, in bytes."""
+    streams_per_key: int = Field(default=500, ge=1)
+    """Maximum number of streams of events and logs that a key may have open at each API process."""
     keep_events_days: float | None = Field(default=None, ge=0, le=36_500)
     """Days for which events are kept after a run ends, deleted by month; unset: forever. Metric curves stay longer."""
     keep_checkpoints_days: float | None = Field(default=None, ge=0, le=36_500)
@@ -223,6 +225,11 @@ def visible_gpus() -> str | None:
 def hub_endpoint() -> str | None:
     """Return the URL of a Hugging Face Hub mirror (HF_ENDPOINT); None means the default endpoint."""
     return os.environ.get("HF_ENDPOINT")
+
+
+def wandb_mode() -> str:
+    """Return the mode of Weights & Biases (WANDB_MODE); runs need a key if it is `online`, the default."""
+    return os.environ.get("WANDB_MODE", "online")
 
 
 @lru_cache(maxsize=1)

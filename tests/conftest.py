@@ -19,10 +19,9 @@ from sqlalchemy.engine import make_url
 
 from app.config import Settings
 from app.infra.db import sync_engine
-from app.standalone.home_lock import HomeLock
+from app.infra.home_lock import HomeLock
 from app.standalone.servers import EmbeddedServers
-from app.tables import migrate
-from tests import programs
+from tests import clusters, programs
 from tests.databases import SpareDatabases
 from tests.nodes import ROOT
 from tests.scheduling import FIRST, pytest_xdist_auto_num_workers, pytest_xdist_make_scheduler
@@ -116,27 +115,31 @@ class Services:
     def fresh_redis(self) -> str:
         """Return the URL of an empty Redis database. Redis shares publish/subscribe between all databases."""
         number = next(self.redis_databases) % (_REDIS_DATABASES - 1) + 1
-        url = self.redis_url.removesuffix("/0") + f"/{number}"
+        url = self.redis_url.removesuffix("db=0") + f"db={number}"
         with redis.Redis.from_url(url) as client:
             client.flushdb()
         return url
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Create one PostgreSQL cluster for all processes of the session."""
+    folder = tmp_path_factory.getbasetemp()
+    with clusters.shared((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "cluster"):
+        yield
 
 
 @pytest.fixture(scope="session")
 def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
     """Embedded PostgreSQL and Valkey, as in the product but without fsync."""
     home = tmp_path_factory.mktemp("anneal")
+    clusters.copy_to(home)
     with HomeLock(home):
         servers = EmbeddedServers(home, durable=False, redis_databases=_REDIS_DATABASES)
         servers.start()
         assert servers.database_url and servers.redis_url
         try:
-            template = _with_database(servers.database_url, "anneal_template")
-            with psycopg.connect(servers.database_url, autocommit=True) as connection:
-                connection.execute("CREATE DATABASE anneal_template")
-            for url in (template, servers.database_url):
-                migrate.upgrade(Settings(home=home, database_url=url, redis_url=servers.redis_url))
-            yield Services(home, servers.database_url, servers.redis_url, "anneal_template", count())
+            yield Services(home, servers.database_url, servers.redis_url, clusters.TEMPLATE, count())
         finally:
             servers.stop()
 

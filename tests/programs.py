@@ -26,13 +26,13 @@ from typing import Any, Protocol
 
 _PRELOADED = (
     "worker.main", "worker.attempts.supervisor", "app.main", "app.server", "app.cli.main", "app.standalone.supervisor",
-    "app.tables.migrate", "alembic.command", "uvicorn.__main__", "uvicorn.loops.auto",
+    "app.tables.migrate", "alembic.command", "tests.api_program", "uvicorn.__main__", "uvicorn.loops.auto",
     "uvicorn.protocols.http.auto", "uvicorn.lifespan.on", "celery.app.amqp", "celery.app.builtins", "celery.app.trace",
     "celery.backends.redis", "celery.concurrency.thread", "celery.events.state", "celery.fixups.django",
     "celery.loaders.app", "celery.worker.autoscale", "celery.worker.components", "celery.worker.consumer",
     "celery.worker.strategy", "kombu.transport.redis", "psycopg_binary", "sqlalchemy.dialects.postgresql.psycopg",
 )  # fmt: skip
-_PROGRAMS = ("worker.main", "app.cli.main", "uvicorn.__main__")
+_PROGRAMS = ("worker.main", "app.cli.main", "tests.api_program", "uvicorn.__main__")
 """Modules that a copy executes anew, as `python -m` does."""
 _START_SECONDS = 60.0
 

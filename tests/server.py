@@ -13,9 +13,9 @@ import uvicorn
 from app.api.uvicorn_protocol import Protocol
 from app.api_keys.service import create_key_sync
 from app.config import Settings
-from app.infra.processes import free_port
 from app.main import create_app
 from tests import programs
+from tests.ports import free_port
 from tests.waiting import eventually
 
 
@@ -24,7 +24,7 @@ class ApiServer(ABC):
 
     def __init__(self, settings: Settings, port: int | None = None) -> None:
         self.settings = settings
-        self.port = port or _free_port()
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.key = create_key_sync(settings, "test", ["admin"])
         self.client = self.client_with(self.key)
@@ -104,9 +104,7 @@ class ProcessServer(ApiServer):
     """Server in a separate process, which can be killed and restarted on the same port."""
 
     def start(self) -> None:
-        arguments = ["--factory", "app.main:create_app", "--host", "127.0.0.1", "--port", str(self.port)]
-        arguments += ["--log-level", "warning", "--timeout-graceful-shutdown", "2"]
-        self.process = programs.start("uvicorn", arguments, self.settings.child_environment())
+        self.process = programs.start("tests.api_program", [str(self.port)], self.settings.child_environment())
 
     def kill(self) -> None:
         """Kill the process with SIGKILL."""
@@ -119,8 +117,3 @@ class ProcessServer(ApiServer):
             self.process.wait(timeout=15)
         except subprocess.TimeoutExpired:
             self.kill()
-
-
-def _free_port() -> int:
-    """Return a port outside the ephemeral range, so that a restarted server can bind it again."""
-    return free_port()

@@ -7,17 +7,23 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+_REST = 4.0
+_MAX_PAUSE = 0.2
+"""The pause between two polls is `_REST` times as long as a poll took, at most this many seconds: a test that waits
+would otherwise keep the service, and so half a core, busy with its questions."""
+
 
 def eventually(probe: Callable[[], T | None], timeout: float = 30.0, every: float = 0.02, what: str = "") -> T:
     """Call `probe` until it returns something truthy; fail after `timeout` seconds with its last value."""
     deadline = time.monotonic() + timeout
     while True:
+        began = time.monotonic()
         value = probe()
         if value:
             return value
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout} s: {what or probe}; last value: {value!r}")
-        _pause(every)
+        _pause(rest(began, every))
 
 
 async def eventually_async(
@@ -26,12 +32,18 @@ async def eventually_async(
     """Do the same as `eventually` for a coroutine function."""
     deadline = time.monotonic() + timeout
     while True:
+        began = time.monotonic()
         value = await probe()
         if value:
             return value
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout} s: {what or probe}; last value: {value!r}")
-        await asyncio.sleep(every)
+        await asyncio.sleep(rest(began, every))
+
+
+def rest(began: float, every: float) -> float:
+    """Return the seconds until the next poll, at least `every`, after one that began at `began`."""
+    return max(every, min(_REST * (time.monotonic() - began), _MAX_PAUSE))
 
 
 def _pause(seconds: float) -> None:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
-from app.contracts.field_types import Timestamp
+from app.contracts.field_types import JsonObject, Timestamp
 from app.contracts.run_status import TrainingStatus
 from app.contracts.schemas.runs import RUN_ID, TrainingMetrics
 
@@ -105,7 +105,7 @@ class EvalEvent(TrainerEvent):
     type: Literal["eval"]
     step: int = Field(description="Optimizer steps before the evaluation.")
     epoch: float | None = Field(default=None, description="Passes over the data before the evaluation.")
-    metrics: dict[str, Any] = Field(
+    metrics: JsonObject = Field(
         default_factory=dict, description="Metrics by name, such as `eval_loss` in nats per token."
     )
 
@@ -141,15 +141,21 @@ class ConfigEvent(TrainerEvent):
     )
 
     type: Literal["config"]
-    effective: dict[str, Any] = Field(default_factory=dict, description="Configuration fields with the values in use.")
-    replaced: list[dict[str, Any]] = Field(
+    effective: JsonObject = Field(default_factory=dict, description="Configuration fields with the values in use.")
+    replaced: list[JsonObject] = Field(
         default_factory=list,
         description="Defaults that the device cannot honor: `field`, `requested`, `used` and `reason`.",
     )
-    facts: dict[str, Any] = Field(
+    facts: JsonObject = Field(
         default_factory=dict,
         description="Parameter counts, device, library versions, `total_steps`, FLOPs per token and further facts.",
     )
+
+    @property
+    def total_steps(self) -> int | None:
+        """Planned number of optimizer steps, if known."""
+        total = self.facts.get("total_steps")
+        return total if isinstance(total, int) else None
 
 
 class ProgressEvent(TrainerEvent):
@@ -229,7 +235,7 @@ class ActionEvent(Event):
     action: str = Field(description="`checkpoint`, `evaluate`, `sample`, `set_learning_rate` or `extend`.")
     step: int = Field(description="Optimizer step after which the action took effect.")
     status: str = Field(description="`done`, `refused` (not attempted) or `failed` (attempted without success).")
-    result: dict[str, Any] | None = Field(default=None, description="Result; its fields depend on the action.")
+    result: JsonObject | None = Field(default=None, description="Result; its fields depend on the action.")
     message: str | None = Field(default=None, description="Reason of a refusal or failure.")
 
 
@@ -252,10 +258,10 @@ class RepairEvent(Event):
     singled_out: list[int] = Field(
         default_factory=list, description="Those of the rows that fail alone: no later step contains one."
     )
-    changes: dict[str, Any] = Field(
+    changes: JsonObject = Field(
         default_factory=dict, description="Changed configuration fields (`extra.…` within that group) and their values."
     )
-    instead_of: dict[str, Any] = Field(default_factory=dict, description="Previous values of the changed fields.")
+    instead_of: JsonObject = Field(default_factory=dict, description="Previous values of the changed fields.")
     back_to: str | None = Field(
         default=None, description="Checkpoint to which the run goes back; null: its newest one, or the start."
     )
@@ -294,18 +300,26 @@ class TruncatedEvent(Event):
     first_seq: int = Field(description="`seq` of the oldest stored event.")
 
 
+class CursorEvent(Event):
+    """Position of a reader that chose types, when none of them came for 15 seconds; it is sent, but not stored."""
+
+    model_config = ConfigDict(json_schema_extra=_example("cursor"))
+
+    type: Literal["cursor"]
+
+
 EVENTS: Mapping[str, type[Event]] = MappingProxyType(
     {
         get_args(model.model_fields["type"].annotation)[0]: model
         for model in (
             StatusEvent, LogEvent, MetricEvent, EvalEvent, CheckpointEvent, ConfigEvent, ProgressEvent, SampleEvent,
-            SkippedRowsEvent, ActionEvent, RepairEvent, ErrorEvent, EndEvent, TruncatedEvent,
+            SkippedRowsEvent, ActionEvent, RepairEvent, ErrorEvent, EndEvent, TruncatedEvent, CursorEvent,
         )
     }
 )  # fmt: skip
 """Model of each event type."""
 
-EVENT_TYPES = tuple(kind for kind, model in EVENTS.items() if model is not TruncatedEvent)
+EVENT_TYPES = tuple(kind for kind, model in EVENTS.items() if model not in (TruncatedEvent, CursorEvent))
 """Types of stored events, of which a reader can choose."""
 
 TRAINER_RECORDS = frozenset(kind for kind, model in EVENTS.items() if model.is_trainer_record)

@@ -4,7 +4,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, PlainSerializer, StringConstraints
+from pydantic import BaseModel, ConfigDict, JsonValue, PlainSerializer, StringConstraints
+
+JsonObject = dict[str, JsonValue]
+"""JSON object with names that its sender chooses."""
 
 
 def timestamp(moment: datetime) -> str:
@@ -18,7 +21,8 @@ ModelName = Annotated[
     StringConstraints(
         min_length=1,
         max_length=300,
-        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@=+-]*(/[A-Za-z0-9_][A-Za-z0-9_.@=+-]*)*$",
+        # Spaces inside a name are allowed, at its end they are not.
+        pattern=r"^[A-Za-z0-9_]( *[A-Za-z0-9_.@=+-])*(/[A-Za-z0-9_]( *[A-Za-z0-9_.@=+-])*)*$",
     ),
 ]
 """A folder below the models root, a hub name, or the id of a run."""

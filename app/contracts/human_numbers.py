@@ -1,4 +1,4 @@
-"""Human-readable numbers: `"10k"`, `"1.5M"`, `"2**15"`, `"1e4"`, `"10_000"`, `"2h"`.
+"""Human-readable numbers: `"10k"`, `"1.5M"`, `"8Ki"`, `"2^15"`, `"2**15"`, `"1e4"`, `"10_000"`, `"2h"`.
 
 They are converted before any other check, so that only plain numbers are stored and compared.
 """
@@ -15,12 +15,14 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 # Each pattern is bounded, so that parsing is fast and numbers stay small.
 _WHOLE = r"[0-9]{1,15}|[0-9]{1,3}(?:_[0-9]{3}){1,4}"
-_SCALED = r"[0-9]{1,12}(?:\.[0-9]{1,9})?(?:[kKM]|[eE]\+?[0-9]{1,2})"
-_POWER = r"[0-9]{1,4}\*\*[0-9]{1,2}"
+_SCALED = r"[0-9]{1,12}(?:\.[0-9]{1,9})?(?:[kKmMbBtT]|[kKmMgGtT][iI]|[eE]\+?[0-9]{1,2})"
+_POWER = r"[0-9]{1,4}(?:\*\*|\^)[0-9]{1,2}"
 _DURATION = r"(?:[0-9]{1,9}(?:\.[0-9]{1,9})?[dhms]){1,4}"
 _COUNT_PATTERN = f"^(?:{_WHOLE}|{_SCALED}|{_POWER})$"
 _SECONDS_PATTERN = f"^(?:{_WHOLE}|{_SCALED}|{_POWER}|{_DURATION})$"
-_FACTORS = {"k": 1_000, "K": 1_000, "M": 1_000_000}
+_FACTORS = {
+    "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40,
+}  # fmt: skip
 _UNITS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
 
 
@@ -54,16 +56,19 @@ class HumanNumber:
 def read_count(text: str) -> int:
     """Parse a count; raise `PydanticCustomError` if the text is not one."""
     if not re.fullmatch(_COUNT_PATTERN, text):
-        raise _unreadable(text, 'is not a count; write 10000, "10k", "1.5M" or "2**15"')
-    base, power, exponent = text.partition("**")
+        raise _unreadable(text, 'is not a count; write 10000, "10k", "1.5M", "8Ki" or "2^15"')
+    base, power, exponent = text.replace("**", "^").partition("^")
     if power:
         return int(int(base) ** int(exponent))
-    factor = _FACTORS.get(text[-1], 1)
-    return _whole(text, Decimal(text.rstrip("kKM").replace("_", "")) * factor)
+    number = text.lower().rstrip("kmbgti")
+    return _whole(text, Decimal(number.replace("_", "")) * _FACTORS.get(text.lower()[len(number) :], 1))
 
 
 def read_seconds(text: str) -> int:
-    """Parse seconds, given as a count or as `"1d"`, `"2h"`, `"1h30m"`; raise like `read_count`."""
+    """Parse seconds, given as a count or as `"1d"`, `"2h"`, `"1h30m"`; raise like `read_count`.
+
+    `m` is a minute, whereas `M` is a million.
+    """
     if re.fullmatch(_DURATION, text):
         return _whole(text, sum(Decimal(part[:-1]) * _UNITS[part[-1]] for part in re.findall(r"[0-9.]+[dhms]", text)))
     if not re.fullmatch(_SECONDS_PATTERN, text):
@@ -82,5 +87,5 @@ def _unreadable(text: str, why: str) -> PydanticCustomError:
     return PydanticCustomError("bad_count", "{reason}", {"reason": reason})
 
 
-COUNT = HumanNumber(read_count, _COUNT_PATTERN, ["1k", "1.5M", "2**15"])
+COUNT = HumanNumber(read_count, _COUNT_PATTERN, ["1k", "1.5M", "8Ki", "2^15"])
 SECONDS = HumanNumber(read_seconds, _SECONDS_PATTERN, ["2h", "30m", "1d"])

@@ -25,9 +25,12 @@ PLUGINS = {
 }
 """Entry point groups by kind; except for rewards, a kind is also the field of `extra` that names a plugin."""
 _REPLACES = {
-    "optimizer": ("optim", "extra.adam_beta1", "extra.adam_beta2", "extra.adam_epsilon"),
-    "scheduler": ("lr_scheduler_type",),
-}
+    "optimizer": (
+        "optim", "extra.adam_beta1", "extra.adam_beta2", "extra.adam_epsilon", "extra.optim_args",
+        "extra.optim_target_modules",
+    ),
+    "scheduler": ("lr_scheduler_type", "extra.lr_scheduler_kwargs"),
+}  # fmt: skip
 _MOST_CHARACTERS = 8_000
 
 

@@ -1,6 +1,7 @@
 """Statuses of a run."""
 
 from enum import StrEnum
+from typing import Literal
 
 LIVE = ("initializing", "running", "checkpointing")
 
@@ -18,5 +19,8 @@ class TrainingStatus(StrEnum):
     failed = "failed"
     cancelled = "cancelled"
 
+
+EndReason = Literal["finished", "early_stopping", "time_limit", "stop_at_step"]
+"""Reason for which a completed run ended: its last step, or a limit of its configuration."""
 
 STATUSES = ("pending", *LIVE, *TERMINAL)

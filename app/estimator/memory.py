@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 
 from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.optimizers import OPTIMIZERS
 from app.estimator.activations import Activations, Checkpointing, Precision, activations
 from app.estimator.architecture import Architecture
 from app.estimator.forward_pass import Attention, Batch
@@ -82,7 +83,7 @@ def memory(
     gradients = found.count * 4
     adapter = 0 if config.lora_r is None else gradients
     optim = counted_optimizer(config)
-    optimizer = _optimizer(found, optim)
+    optimizer = _optimizer(found, optim, _moments(config, optim))
     dequantized = _dequantized(model, config, precision)
     optimizer_workspace = _optimizer_workspace(found, optim, precision)
     generation = _generation(model, config, precision)
@@ -148,9 +149,14 @@ def _is_quantized(one: Weight, config: TrainingConfig) -> bool:
     return asked and one.kind == "linear" and one.name not in ("lm_head", SCORE)
 
 
-def _optimizer(found: Trained, optim: str) -> int:
+def _moments(config: TrainingConfig, optim: str) -> int:
+    """Return the values of the optimizer state per trained weight."""
+    optimizer = OPTIMIZERS[optim]
+    return optimizer.moments + ("momentum" in optimizer.options and bool(config.trainer_options.optim_args.momentum))
+
+
+def _optimizer(found: Trained, optim: str, moments: int) -> int:
     """Return the bytes of the optimizer state."""
-    moments = 0 if optim == "sgd" else 1 if "lion" in optim or optim == "rmsprop" else 2
     total = 0
     for kind, rows, columns in found.tensors():
         count = rows * columns
@@ -158,7 +164,7 @@ def _optimizer(found: Trained, optim: str) -> int:
             total += 4 * (rows + columns if columns > 1 else count)
         elif "8bit" in optim and count >= _SMALLEST_8BIT and kind != "embedding":
             total += moments * (count + 4 * -(-count // _BLOCKS))
-        elif "torch" in optim or optim == "rmsprop":
+        elif "torch" in optim or optim in ("rmsprop", "adagrad"):
             total += moments * count * 4 + 4
         else:
             total += moments * count * 4
@@ -168,7 +174,7 @@ def _optimizer(found: Trained, optim: str) -> int:
 def _optimizer_workspace(found: Trained, optim: str, precision: Precision) -> int:
     """Return the bytes of temporary tensors of an optimizer step; on a GPU, torch processes all weights at once."""
     sizes = [rows * columns * 4 for _, rows, columns in found.tensors()]
-    if optim in ("adamw_torch", "rmsprop"):
+    if optim in ("adamw_torch", "rmsprop", "adagrad"):
         return sum(sizes) if precision.device == "cuda" else max(sizes, default=0)
     return 2 * max(sizes, default=0) if optim == "adafactor" else 0
 

@@ -8,7 +8,7 @@ from sqlalchemy import ColumnElement, Select, Text, literal_column, select, tupl
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.errors import invalid
-from app.api.pagination import Paging, newest_first
+from app.api.pagination import Paging, found_by, newest_first
 from app.contracts.errors import FieldError
 from app.contracts.run_status import TERMINAL, TrainingStatus
 from app.runs.checkpoints.service import preferred_place
@@ -76,6 +76,7 @@ class Filters:
     tag: str | None = None
     parent_run_id: str | None = None
     base_model: str | None = None
+    find: str | None = None
 
     def conditions(self) -> list[ColumnElement[bool]]:
         """Return all conditions except the one on the status."""
@@ -88,6 +89,8 @@ class Filters:
             found.append(Run.parent_run_id == self.parent_run_id)
         if self.base_model is not None:
             found.append(Run.config["base_model"].astext == self.base_model)
+        if self.find is not None:
+            found.append(found_by(self.find, "run", Run.id, Run.name))
         return found
 
     def on_status(self) -> list[ColumnElement[bool]]:

@@ -14,7 +14,7 @@ from app.contracts.errors import FieldError
 from app.contracts.run_status import TERMINAL
 from app.contracts.schemas.runs import RunResume
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.raw_config import GROUPS, drop_unknown_fields, given_fields
+from app.contracts.training_config.raw_config import GROUPS, drop_unknown_fields, given_fields, named_fields
 from app.contracts.training_config.validation import resume_problems
 from app.infra.ids import new_id
 from app.runs import service
@@ -96,7 +96,7 @@ def _configuration(
     """
     refused = resume_problems(parent.config, request.config) + sent
     merged: dict[str, Any] = {**parent.config, **changed, **request.config}
-    given = set(parent.user_set_fields) | given_fields(changed) | given_fields(request.config)
+    given = set(parent.user_set_fields) | named_fields(changed) | given_fields(request.config)
     asked = without_defaults(merged, given)
     wrong, _ = config_problems(BACKEND_RULES.get(parent.backend), asked, parent.eval_dataset_id is not None)
     reported = {problem.field for problem in refused}

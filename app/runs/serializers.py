@@ -24,7 +24,7 @@ MOMENTS = ("created_at", "started_at", "finished_at", "stop_requested_at")
 PLAIN = (
     "experiment_id", "name", "backend", "dataset_id", "eval_dataset_id", "status", "priority", "max_restarts",
     "pinned", "parent_run_id", "resume_checkpoint_id", "base_run_id", "attempt", "worker_id", "current_step",
-    "total_steps", "stop_mode", "error_code", "error_message", "created_by",
+    "total_steps", "stop_mode", "end_reason", "error_code", "error_message", "created_by",
 )  # fmt: skip
 _SAME = (*PLAIN, *NUMBERS, *MOMENTS, *DOCUMENTS)
 _HISTORY = 100

@@ -6,7 +6,7 @@ from typing import Any
 from sqlalchemy import JSON, BigInteger, CheckConstraint, ForeignKey, Index, Text, UniqueConstraint, func, text
 from sqlalchemy.orm import Mapped, mapped_column
 
-from app.contracts.run_status import LIVE, STATUSES, TERMINAL
+from app.contracts.run_status import LIVE, STATUSES, TERMINAL, EndReason
 from app.contracts.stop import StopMode
 from app.tables.base import Base, Owned, sql_list
 
@@ -30,6 +30,7 @@ class Run(Owned, Base):
         CheckConstraint(f"(status IN {sql_list(LIVE)}) = (lease_owner IS NOT NULL)", name="leased_iff_live"),
         CheckConstraint("(lease_owner IS NULL) = (lease_expires_at IS NULL)", name="lease_whole"),
         CheckConstraint("(status = 'failed') = (error_code IS NOT NULL)", name="error_iff_failed"),
+        CheckConstraint("end_reason IS NULL OR status = 'completed'", name="end_reason_of_completed"),
         CheckConstraint("status <> 'pending' OR stop_requested_at IS NULL", name="stopped_never_waits"),
         CheckConstraint("status <> 'cancelled' OR stop_requested_at IS NOT NULL", name="cancelled_by_stop"),
         CheckConstraint("lease_epoch >= attempt AND attempt >= 0", name="lease_epoch_covers_attempts"),
@@ -138,6 +139,7 @@ class Run(Owned, Base):
     """`best_loss` of a run that has ended; a trigger sets it, so that it is set by writers of every version."""
     checkpoint_step: Mapped[int | None]
     """Step of the newest checkpoint."""
+    end_reason: Mapped[EndReason | None] = mapped_column(Text)
     error_code: Mapped[str | None]
     error_message: Mapped[str | None]
     output_attempt: Mapped[int | None]

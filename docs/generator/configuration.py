@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from app.contracts.methods import DEFAULT_METHOD, METHODS
 from app.contracts.rewards import Reward
 from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
+from app.contracts.training_config.optimizers import OptimizerOptions, SchedulerOptions
 from docs.generator import markdown
 
 _COLUMNS = ("field", "type", "default", "meaning")
@@ -15,7 +16,10 @@ _INTRO = """\
 `POST /v1/runs` takes these fields as `config`. Only `base_model` is required, and an unknown field is an error.
 `POST /v1/runs/validate` reports every problem of a configuration, and its resolved values.
 
-Counts may be written as `"10k"`, `"1.5M"`, `"2**15"`, `"1e4"` or `"10_000"`, and durations as `"2h"`; they are stored as
+A value equal to the default counts as not given. So a client may send every field for every method: `validate` warns
+(`equals_default`) about those that the method does not use, and any other value of them is an error.
+
+Counts may be written as `"10k"`, `"1.5M"`, `"8Ki"`, `"2^15"`, `"1e4"` or `"10_000"`, and durations as `"2h"`; they are stored as
 numbers. Each method is described in [Methods](../guides/methods.md), rewards in [Rewards](../guides/rewards.md), and
 plugins in [Plugins](../guides/plugins.md).
 
@@ -59,6 +63,9 @@ def sections() -> Iterator[tuple[str, list[Row]]]:
     yield _FIELDS, top
     for name, group in groups.items():
         yield f"`{name}`", list(_fields(group, f"{name}."))
+        if name == "extra":
+            for member, model in (("optim_args", OptimizerOptions), ("lr_scheduler_kwargs", SchedulerOptions)):
+                yield f"`{name}.{member}`", list(_fields(model.model_json_schema(), f"{name}.{member}."))
         if "rewards" in group["properties"]:
             yield from _rewards(f"{name}.rewards[]")
 

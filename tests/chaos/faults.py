@@ -34,7 +34,7 @@ from tests.chaos.scene import Scene
 FAULTS: dict[Callable[[Scene], None], tuple[str, ...]] = {
     kill_worker: ("worker killed with a run", "stop while the worker is lost"),
     kill_zygote: ("zygote killed with a run", "retry committed, answer lost"),
-    kill_trainer: ("trainer killed", "fail committed, answer lost"),
+    kill_trainer: ("trainer killed", "retry committed, answer lost"),
     kill_api: ("API killed with clients connected",),
     kill_postgres: ("Postgres killed with runs",),
     kill_valkey: ("trained while Valkey was away",),

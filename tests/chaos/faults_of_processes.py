@@ -54,12 +54,12 @@ def _has_trainer(scene: Scene, worker: Service) -> bool:
 
 
 def kill_trainer(scene: Scene) -> None:
-    """Kill only a training process: the run fails, with its last lines as message."""
+    """Kill only a training process: another attempt continues the run, unless it ends at the same step again."""
     found = scene.a_training_run("plain")
     trainer = scene.world.trainer(found[0]) if found else None
     if trainer is None:
         return
-    with scene.fault(str(trainer.pid), requeues=False), scene.lying("fail"):
+    with scene.fault(str(trainer.pid), requeues=False), scene.lying("retry"):
         scene.killed_trainers.add(trainer.pid)
         trainer.kill()
         scene.hits["trainer killed"] += 1

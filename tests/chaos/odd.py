@@ -59,6 +59,15 @@ def killed_before_its_first_line() -> Spoil:
     return together(run_added(story), lambda h: replace(h, killed_trainers=h.killed_trainers | {1}))
 
 
+def killed_and_continued() -> Spoil:
+    story = training().requeued("retried", "it was killed")
+    killed = story.pid(1)
+    return together(
+        run_added(story.claimed().begins().completes()),
+        lambda h: replace(h, killed_trainers=h.killed_trainers | {killed}),
+    )
+
+
 def killed_before_the_last_words_were_stored() -> Spoil:
     story = training(7)
     story.events, story.attempt_event_count = story.events[:-2], story.attempt_event_count - 2
@@ -114,6 +123,7 @@ RIGHT: list[tuple[str, Spoil]] = [
      together(forked_twice(), fault_added("kill_zygote", "worker-1", LATE, LATE + 1))),
     ("hanging, and found", run_added(hanging(3).requeued("retried", "it hangs").stop_accepted())),
     ("killed before its first line", killed_before_its_first_line()),
+    ("killed, and continued by another attempt", killed_and_continued()),
     ("resumed from a checkpoint that broke later", unnoticed_until_later()),
     ("resumed from before the damaged checkpoint of another run", child_of_a_damaged_checkpoint()),
     ("left without its newest whole checkpoint by later damage", newest_was_deleted_beside_a_bad_one()),

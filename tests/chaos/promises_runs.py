@@ -7,8 +7,8 @@ from tests.chaos.course import COUNTED, Course, ancestors
 from tests.chaos.history import History, Violation
 
 CODES = {
-    "out_of_memory", "non_finite_loss", "bad_data", "model_not_found", "disk_full", "time_limit", "worker_lost",
-    "trainer_crashed", "config_error", "internal",
+    "out_of_memory", "non_finite_loss", "bad_data", "model_not_found", "disk_full", "worker_lost",
+    "device_error", "trainer_crashed", "config_error", "internal",
 }  # fmt: skip
 _SAYS_DISK = ("space", "room", "disk")
 _NO_SPACE = "No space left"
@@ -82,14 +82,14 @@ def failures_are_classified(history: History, course: Course) -> Iterator[Violat
         if not any(count >= course.row["max_restarts"] for count in before):
             yield course.broke(14, f"failed as lost after {before} earlier losses of {course.row['max_restarts']}")
     elif code == "trainer_crashed":
-        if not _trainer_was_killed(history, course):
+        if not _trainer_was_killed(history, course, course.row["attempt"]):
             yield course.broke(14, f"the suite did not kill its trainer: {course.row['error_message']}")
     elif made_to and code != "disk_full":
         yield course.broke(14, f"failed with {code} instead of {made_to}: {course.row['error_message']}")
 
 
-def _trainer_was_killed(history: History, course: Course) -> bool:
-    pid = course.pid_of(course.row["attempt"])
+def _trainer_was_killed(history: History, course: Course, attempt: int) -> bool:
+    pid = course.pid_of(attempt)
     if pid is not None:
         return pid in history.killed_trainers
     # It died before its first journal line, so it must be a killed trainer that is in no journal.
@@ -131,12 +131,15 @@ def requeues_are_explained(history: History, course: Course) -> Iterator[Violati
     """Check promises 18, 19, 20: a run is requeued only because of a fault that may cause it, not by a clock jump.
 
     Sound: the suite records each fault with its target; it affects runs of that worker (of every worker for PostgreSQL
-    or the network) within the leases that have to expire, plus one of grace after an outage of PostgreSQL. A hanging
-    trainer is a separate cause. Released runs count for 18, lost and retried ones for 19, and all of them for 20 while
-    a clock was wrong. The database's own clock never goes back.
+    or the network) within the leases that have to expire, plus one of grace after an outage of PostgreSQL. A trainer
+    that hangs, was killed or crashes on purpose is a separate cause. Released runs count for 18, lost and retried ones
+    for 19, and all of them for 20 while a clock was wrong. The database's own clock never goes back.
     """
     for loss in course.losses:
         if course.hung_in(loss.move.attempt) or is_explained(history, course, loss):
+            continue
+        crashes = course.profile is not None and course.profile.must_fail_with == "trainer_crashed"
+        if loss.how == "retried" and (crashes or _trainer_was_killed(history, course, loss.move.attempt)):
             continue
         worker = worker_of(history, course, loss.move.attempt)
         how = f"attempt {loss.move.attempt} on {worker} was {loss.how} without a cause: {loss.move.reason}"

@@ -14,7 +14,7 @@ from tests.chaos.causes import over_at
 from tests.chaos.clients import Clients
 from tests.chaos.history import FaultRecord
 from tests.chaos.world import LEASE_SECONDS, Service, World
-from tests.waiting import _pause
+from tests.waiting import _pause, rest
 
 T = TypeVar("T")
 
@@ -99,11 +99,12 @@ def wait_for(probe: Callable[[], T | None], seconds: float, every: float = 0.03)
     """Return the first truthy result of `probe`, or None after `seconds`: the fault then missed."""
     deadline = time.monotonic() + seconds
     while True:
+        began = time.monotonic()
         if value := probe():
             return value
         if time.monotonic() > deadline:
             return None
-        _pause(every)
+        _pause(rest(began, every))
 
 
 def is_alive(process: psutil.Process) -> bool:

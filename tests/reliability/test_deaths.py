@@ -176,14 +176,19 @@ class TestDeathOfAProcess:
         assert ids == list(range(1, len(ids) + 1))
         assert stack.run(run_id)["attempt"] == 1
 
-    def test_of_the_trainer_is_a_failure_with_its_last_lines(self, stack: Stack) -> None:
-        run_id = stack.create(SLOW)
+    def test_of_the_trainer_again_and_again_while_its_checkpoints_advance(
+        self, stack: Stack, undisturbed: dict[int, str]
+    ) -> None:
+        run_id = stack.create(SLOW, {"save_steps": 10}, max_restarts=1)
         stack.add_worker()
-        stack.until_step(run_id, 10)
-        signal_process(pids_of_trainers(stack.journal(run_id))[0], signal.SIGKILL)
-        shown = stack.until(run_id, "failed")
-        assert shown["error_code"] == "trainer_crashed"
-        assert "signal 9" in shown["error_message"] and "step 10 loss" in shown["error_message"]
+        for attempt, step in enumerate((12, 24, 36)):
+            stack.until_step(run_id, step)
+            signal_process(pids_of_trainers(stack.journal(run_id))[attempt], signal.SIGKILL)
+        assert_as_if_nothing_had_happened(stack, run_id, undisturbed)
+        shown = stack.run(run_id)
+        assert (shown["attempt"], shown["end_reason"]) == (4, "finished")
+        reasons = [event["reason"] for event in stack.events(run_id) if event["type"] == "status"]
+        assert sum("ended with signal 9" in reason for reason in reasons) == 3
 
 
 class TestAFrozenSupervisor:

@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 import pytest
 from celery import Celery
+from celery.worker.worker import SHUTDOWN_SOCKET_TIMEOUT
+from sqlalchemy import text
 
 from app.config import Settings
 from app.infra.broker import QUEUE, TASK, celery_app
@@ -222,6 +224,19 @@ class TestDrain:
         assert said == f"No worker runs on this machine with ANNEAL_HOME={stack.home}; nothing to drain.\n"
         stack.add_worker()
         stack.until(waiting, "completed")
+
+    def test_a_run_that_is_still_being_prepared_trains_to_its_end(self, stack: Stack) -> None:
+        # Silent for longer than the timeout that Celery sets, while it ends, for new sockets of its process.
+        run_id = stack.create({"steps": 3, "load_seconds": SHUTDOWN_SOCKET_TIMEOUT + 1})
+        with stack.engine.begin() as holding:
+            holding.execute(text("LOCK TABLE datasets IN ACCESS EXCLUSIVE MODE"))
+            worker = stack.add_worker()
+            eventually(lambda: f"{run_id}: attempt 1 starts" in worker.log.read_text())
+            worker.process.send_signal(status_files.DRAIN_SIGNAL)
+            eventually(lambda: states(stack)[worker.process.pid] == "draining")
+        assert worker.process.wait(60) == 0, worker.log.read_text()
+        shown = stack.run(run_id)
+        assert (shown["status"], shown["attempt"]) == ("completed", 1), shown["error_message"]
 
     def test_what_still_runs_after_the_timeout_is_saved_and_released(self, stack: Stack) -> None:
         worker = stack.add_worker()

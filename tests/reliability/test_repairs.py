@@ -154,8 +154,8 @@ class TestPostmortem:
         assert (answer.status_code, answer.json()["code"]) == (409, "nothing_went_wrong")
 
     @pytest.mark.parametrize("code", [
-        "out_of_memory", "non_finite_loss", "loss_spike", "bad_data", "model_not_found", "disk_full", "time_limit",
-        "worker_lost", "trainer_crashed", "config_error", "internal",
+        "out_of_memory", "non_finite_loss", "loss_spike", "bad_data", "model_not_found", "disk_full",
+        "device_error", "worker_lost", "trainer_crashed", "config_error", "internal",
     ])  # fmt: skip
     def test_every_code_has_a_sentence(self, code: str) -> None:
         config = {"batch_size": 4, "gradient_accumulation_steps": 1, "learning_rate": 1e-4, "time_limit_seconds": 60.0}
@@ -256,7 +256,7 @@ class TestPostmortem:
         assert cause.sentence.startswith(says) and "another attempt" not in cause.sentence
         assert cause.advice is not None and "resume" in cause.advice
 
-    @pytest.mark.parametrize("code", ["out_of_memory", "non_finite_loss", "loss_spike", "disk_full", "time_limit"])
+    @pytest.mark.parametrize("code", ["out_of_memory", "non_finite_loss", "loss_spike", "disk_full"])
     def test_a_probe_is_not_changed_but_the_run_that_it_measures(self, code: str) -> None:
         config: dict[str, Any] = {
             "batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-4, "time_limit_seconds": 60.0,

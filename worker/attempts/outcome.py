@@ -1,23 +1,37 @@
 """Outcomes of an attempt and the transitions that end it."""
 
 import signal
+from collections.abc import Mapping
 
-from sqlalchemy import Executable
+from sqlalchemy import Connection, Executable, Integer, cast, exists, select
 
 from app.contracts.attempt.failure_report import KillReason
 from app.contracts.attempt.messages import TrainingResult
+from app.contracts.run_status import EndReason
 from app.runs.state import machine
+from app.tables.runs import Attempt
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 from worker.ingest.record_handler import RecordHandler
 from worker.lease import Lease, LeaseLost
 from worker.process.training_process import Exit
 
+DEVICE_ERROR = "device_error"
+"""Code of a failure whose cause is the device, so that another device may train the run."""
+
 _RETRY_SECONDS = 2.0
 
 _SHUTDOWN_NOTICE_SECONDS = 1.0
 
 _TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+_LIMITS: Mapping[str | None, tuple[EndReason, str]] = {
+    None: ("finished", "training is complete"),
+    "early_stopping": ("early_stopping", "early_stopping"),
+    "time_limit": ("time_limit", "time_limit_seconds was reached; resume the run to continue"),
+    "stop_at_step": ("stop_at_step", "stop_at_step was reached; resume the run to continue"),
+}
+"""End reason and text of the `status` event, by the trainer's reason."""
 
 
 def needs_failure_report(record_handler: RecordHandler, killed_for: KillReason | None) -> bool:
@@ -33,8 +47,11 @@ def conclude(
     record_handler: RecordHandler,
     end: Exit,
     killed_for: KillReason | None,
+    is_repeated: bool = False,
 ) -> Executable:
     """Return the transition that follows from the trainer's result and the exit of its process.
+
+    `is_repeated`: a signal also ended an earlier attempt at this step.
 
     Raises:
         LeaseLost: The lease expired first.
@@ -48,32 +65,26 @@ def conclude(
         return hung(context, run, record_handler)
     if result is not None or killed_for or end.signal in _TERMINATION_SIGNALS:
         return ended_on_request(context, run, lease)
-    return crashed(run, record_handler, end)
+    return crashed(run, record_handler, end, is_repeated)
 
 
 def _reported_end(run: ClaimedRun, result: TrainingResult) -> Executable | None:
     """Return the transition that the trainer's result determines; None if the run was stopped on request."""
-    why = result.get("why")
-    match result["outcome"]:
-        case "completed":
-            reason = why or "training is complete"
-            hub = result.get("hub")
-            if hub and hub.get("url"):
-                reason += f"; pushed to {hub['url'][:300]}"
-            return machine.complete(run.id, run.lease_epoch, output(run, result), reason)
-        case "failed":
-            error = result.get("error") or {"code": "internal", "message": ""}
-            return machine.fail(run.id, run.lease_epoch, error["code"], error["message"])
-    match why:
-        case "time_limit":
-            step = result.get("step")
-            message = f"the time limit of the configuration was reached at step {step}; resume the run to continue"
-            return machine.fail(run.id, run.lease_epoch, "time_limit", message, output(run, result))
-        case "stop_at_step":
-            return machine.complete(run.id, run.lease_epoch, output(run, result), "stop_at_step was reached")
-        case "epoch_end":
-            return machine.cancel(run.id, run.lease_epoch)
-    return None
+    outcome, why = result["outcome"], result.get("why")
+    if outcome == "failed":
+        error = result.get("error") or {"code": "internal", "message": ""}
+        if error["code"] == DEVICE_ERROR:
+            return machine.retry(run.id, run.lease_epoch, error["message"], _RETRY_SECONDS, DEVICE_ERROR)
+        return machine.fail(run.id, run.lease_epoch, error["code"], error["message"])
+    if why == "epoch_end":
+        return machine.cancel(run.id, run.lease_epoch)
+    if outcome != "completed" and why not in ("time_limit", "stop_at_step"):
+        return None
+    end_reason, text = _LIMITS.get(why, _LIMITS[None])
+    hub = result.get("hub")
+    if hub and hub.get("url"):
+        text += f"; pushed to {hub['url'][:300]}"
+    return machine.complete(run.id, run.lease_epoch, output(run, result), text, end_reason)
 
 
 def ended_on_request(context: WorkerContext, run: ClaimedRun, lease: Lease) -> Executable:
@@ -123,16 +134,42 @@ def output(run: ClaimedRun, result: TrainingResult) -> int | None:
     return run.attempt if result.get("output") else None
 
 
-def crashed(run: ClaimedRun, record_handler: RecordHandler, end: Exit) -> Executable:
-    """Return the transition of a run whose trainer ended without a result, by its exit and with its last lines."""
+def is_signal_death(record_handler: RecordHandler, end: Exit, killed_for: KillReason | None) -> bool:
+    """Return True if a signal from outside the service, or a crash in native code, ended the trainer."""
+    expected = (*_TERMINATION_SIGNALS, signal.SIGALRM)
+    unexplained = record_handler.result is None and killed_for is None and not (end.launcher_lost or end.out_of_memory)
+    return unexplained and end.signal is not None and end.signal not in expected
+
+
+def ended_here_before(connection: Connection, run: ClaimedRun, step: int | None) -> bool:
+    """Return True if a signal also ended an earlier attempt at this step."""
+    earlier = exists().where(
+        Attempt.run_id == run.id,
+        Attempt.attempt < run.attempt,
+        Attempt.outcome == "retried",
+        Attempt.report["exit_signal"].astext.is_not(None),
+        Attempt.report["killed_for"].astext.is_(None),
+        cast(Attempt.report["step"].astext, Integer) == step,
+    )
+    return bool(connection.scalar(select(earlier)))
+
+
+def crashed(run: ClaimedRun, record_handler: RecordHandler, end: Exit, is_repeated: bool) -> Executable:
+    """Return the transition of a run whose trainer ended without a result.
+
+    A run whose trainer was ended by a signal is tried again until that is repeated at one step.
+    """
     if end.launcher_lost:
         reason = "the process that training processes are forked from was lost"
         return machine.retry(run.id, run.lease_epoch, reason, _RETRY_SECONDS)
-    last = "\n".join(record_handler.tail) or "(it printed nothing)"
+    see = f"`anneal runs why {run.id}` shows its last lines"
     if end.out_of_memory:
-        code, what = "out_of_memory", "the kernel killed the training process because the machine ran out of memory"
-    else:
-        code = "trainer_crashed"
-        how = f"signal {end.signal}" if end.signal else f"exit code {end.code}"
-        what = f"the training process ended with {how} during {record_handler.phase} without reporting why"
-    return machine.fail(run.id, run.lease_epoch, code, f"{what}. Its last lines:\n{last}")
+        what = "the kernel killed the training process because the machine ran out of memory"
+        return machine.fail(run.id, run.lease_epoch, "out_of_memory", f"{what}; {see}")
+    how = f"signal {end.signal}" if end.signal else f"exit code {end.code}"
+    what = f"the training process ended with {how} during {record_handler.phase} without reporting why"
+    if end.signal and not is_repeated:
+        return machine.retry(run.id, run.lease_epoch, what, _RETRY_SECONDS, code="trainer_crashed")
+    if is_repeated:
+        what += f", at step {record_handler.step}, where an earlier attempt ended too"
+    return machine.fail(run.id, run.lease_epoch, "trainer_crashed", f"{what}; {see}")

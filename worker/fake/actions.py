@@ -60,8 +60,11 @@ class Actions:
 
     def take(self) -> None:
         """Do newly requested actions; called only where training continues."""
-        while not self._replayed and (asked := self._training.control.take_action()) is not None:
-            self._take(asked)
+        requests = self._training.control
+        while not self._replayed and (asked := requests.next_action) is not None:
+            if self._saves and asked.action != "checkpoint":
+                break  # it would take effect before the checkpoint, which follows the actions of a step
+            self._take(requests.take_action())
 
     @property
     def wants_checkpoint(self) -> bool:
@@ -86,14 +89,14 @@ class Actions:
                 training.evaluate(loss, is_due=False)
                 self._answer(asked, "done", result={"metrics": {"eval_loss": loss}})
             case "sample":
-                self._sample(asked, **parameters)
+                self._sample(asked, parameters["prompts"], parameters["max_new_tokens"], parameters["temperature"])
             case "set_learning_rate":
                 before, rate = training.config.learning_rate, parameters["learning_rate"]
                 training.change(learning_rate=rate)
                 self._answer(asked, "done", result={"before": before, "learning_rate": rate, "next": training.rate()})
                 training.report_config()
             case "extend":
-                self._extend(asked, **parameters)
+                self._extend(asked, parameters.get("max_steps"), parameters.get("epochs"))
 
     def _extend(self, asked: ActionRequest, max_steps: int | None = None, epochs: float | None = None) -> None:
         training = self._training

@@ -248,7 +248,8 @@ class FakeTrainer:
         line = self.options.log_line.replace("{step}", str(step)).replace("{loss}", f"{loss:.4f}")
         for _ in range(self.options.log_lines_per_step):
             print(line)  # noqa: T201
-        if step % self.config.logging_steps == 0 or step == self.total or not math.isfinite(loss):
+        every = self.config.logging_steps
+        if (every and step % every == 0) or step == self.total or not math.isfinite(loss):
             self._measure(loss, time.monotonic() - began)
         if not math.isfinite(loss):
             raise Failure("non_finite_loss", f"the loss of step {step} is {loss}", self._rewind(step, samples))

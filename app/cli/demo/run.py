@@ -287,10 +287,11 @@ def _take(found: Followed, event: Event, bar: Bar) -> None:
             found.losses.append(event.loss)
         bar.step(found.step, found.total, event.loss)
     elif isinstance(event, EvalEvent):
-        found.held_out.append(event.metrics["eval_loss"])
+        if isinstance(loss := event.metrics["eval_loss"], int | float):
+            found.held_out.append(loss)
         bar.evaluated(found.held_out[-1])
     elif isinstance(event, ConfigEvent):
-        found.total = event.facts.get("total_steps")
+        found.total = event.total_steps
     elif isinstance(event, ProgressEvent):
         bar.phase(event.phase)
     elif isinstance(event, LogEvent) and event.stream == "anneal":

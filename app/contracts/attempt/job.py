@@ -1,13 +1,14 @@
 """Job that a worker hands to a training process: the file `job.json` in the attempt's folder."""
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.contracts.attempt.device import AssignedDevice
 from app.contracts.attempt.messages import ActionRequest
 from app.contracts.attempt.repair import Repair
+from app.contracts.field_types import JsonObject
 
 
 class _Part(BaseModel):
@@ -55,6 +56,8 @@ class TrackerServers(_Part):
     """Servers of experiment trackers."""
 
     mlflow_tracking_uri: str | None = None
+    wandb_mode: str = "online"
+    """Nothing is sent unless it is `online`."""
 
 
 class WorkerInfo(_Part):
@@ -70,7 +73,7 @@ class JobSpec(_Part):
     run_id: str
     attempt: int
     backend: Literal["celery", "fake"]
-    config: dict[str, Any]
+    config: JsonObject
     """Configuration of the run with repairs applied; the training process validates and resolves it."""
     user_set_fields: frozenset[str]
     """Fields of the configuration that the user or a repair has set."""

@@ -9,13 +9,30 @@ samples and skipped rows.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NotRequired
+from typing import Literal, NotRequired
 
+from pydantic import JsonValue
 from typing_extensions import TypedDict  # pydantic reads no TypedDict of `typing` before Python 3.12
 
+from app.contracts.field_types import JsonObject
 from app.contracts.stop import StopRequest
 
+MAX_RECORD_BYTES = 128 * 1024
+"""Size limit of a record, which is one datagram and must fit into the socket's send buffer, and of its event."""
+
 # Control messages
+
+
+class ActionParameters(TypedDict, total=False):
+    """Parameters of a live action; `app.contracts.schemas.actions` says which action has which."""
+
+    pin: bool
+    prompts: list[str]
+    max_new_tokens: int
+    temperature: float
+    learning_rate: float
+    max_steps: int | None
+    epochs: float | None
 
 
 @dataclass(frozen=True)
@@ -24,7 +41,7 @@ class ActionRequest:
 
     id: str
     action: str
-    parameters: dict[str, Any]
+    parameters: ActionParameters
     step: int | None = None
     """Step after which an earlier attempt did the action, and after which it is repeated; None for a new request."""
 
@@ -77,10 +94,10 @@ class ConfigRecord(_Record):
     """Configuration in effect, the defaults that it replaced, and run info."""
 
     type: Literal["config"]
-    effective: dict[str, Any]
-    replaced: Sequence[Mapping[str, Any]]
+    effective: JsonObject
+    replaced: Sequence[Mapping[str, JsonValue]]
     """Replaced values: field, requested, used, reason."""
-    facts: Mapping[str, Any]
+    facts: Mapping[str, JsonValue]
 
 
 class MetricRecord(_Record):
@@ -95,7 +112,7 @@ class MetricRecord(_Record):
     gpu_memory_mb: float | None
     samples_per_second: float | None
     total_steps: int | None
-    extra: Mapping[str, Any]
+    extra: Mapping[str, JsonValue]
 
 
 class EvalRecord(_Record):
@@ -104,7 +121,7 @@ class EvalRecord(_Record):
     type: Literal["eval"]
     step: int
     epoch: float | None
-    metrics: Mapping[str, Any]
+    metrics: Mapping[str, JsonValue]
 
 
 class PhaseRecord(_Record):
@@ -177,7 +194,7 @@ class CheckpointRecord(_Record):
     """Time that it took to save."""
     actions: NotRequired[list[AnsweredAction]]
     pinned: NotRequired[bool]
-    metrics: NotRequired[Mapping[str, Any] | None]
+    metrics: NotRequired[Mapping[str, JsonValue] | None]
 
 
 ActionStatus = Literal["done", "refused", "failed"]
@@ -192,7 +209,7 @@ class ActionRecord(_Record):
     step: int
     epoch: NotRequired[float | None]
     status: ActionStatus
-    result: NotRequired[dict[str, Any] | None]
+    result: NotRequired[JsonObject | None]
     message: NotRequired[str | None]
     total_steps: NotRequired[int | None]
 
@@ -248,7 +265,7 @@ class TrainingResult(TypedDict):
     output: NotRequired[str | None]
     """Folder of the output below the attempt's own."""
     hub: NotRequired[HubPush | None]
-    metrics: NotRequired[Mapping[str, Any] | None]
+    metrics: NotRequired[Mapping[str, JsonValue] | None]
     repair: NotRequired[RepairProposal | None]
 
 

@@ -1,8 +1,8 @@
 """Automatic repair of a failed run: the changes with which its next attempt continues."""
 
-from typing import Any
-
 from pydantic import BaseModel, ConfigDict, Field
+
+from app.contracts.field_types import JsonObject
 
 
 class Repair(BaseModel):
@@ -20,9 +20,9 @@ class Repair(BaseModel):
     """Rows of the dataset that make up that step, from 0."""
     singled_out: list[int] = Field(default_factory=list)
     """Those of the rows that fail on their own: no later step may contain one."""
-    changes: dict[str, Any] = Field(default_factory=dict)
+    changes: JsonObject = Field(default_factory=dict)
     """Configuration fields and their new values; `extra.…` for fields of that group."""
-    instead_of: dict[str, Any] = Field(default_factory=dict)
+    instead_of: JsonObject = Field(default_factory=dict)
     """Previous values of these fields."""
     back_to: str | None = None
     """Checkpoint from which the run continues; None for the start."""

@@ -9,7 +9,7 @@ from pydantic_core import CoreSchema
 
 from app.contracts.errors import FieldError
 from app.contracts.field_types import Timestamp
-from app.contracts.run_status import TrainingStatus
+from app.contracts.run_status import EndReason, TrainingStatus
 from app.contracts.schemas.estimates import EXAMPLE, Measured, ProbeResult, RunEstimate
 from app.contracts.stop import StopMode
 from app.contracts.training_config.fields import TrainingConfig
@@ -228,7 +228,7 @@ _RUN: JsonDict = {
     "max_restarts": 3, "parent_run_id": None, "resume_checkpoint_id": None, "base_run_id": None,
     "reward_run_ids": [], "attempt": 1, "worker_id": "wrk_01k3x9m6q2v8s4t0w7y5z1a3c0", "current_step": 40,
     "total_steps": 200, "current_epoch": 0.2, "best_loss": 2.31,
-    "checkpoint_path": f"/srv/anneal/runs/{RUN_ID}/a1/checkpoint-40", "error_code": None,
+    "checkpoint_path": f"/srv/anneal/runs/{RUN_ID}/a1/checkpoint-40", "end_reason": None, "error_code": None,
     "pinned": False, "error_message": None, "fine_tuned_model": None, "last_seq": 57, "created_by": None,
     "created_at": "2026-01-02T03:04:05.678Z", "started_at": "2026-01-02T03:04:06.001Z",
     "finished_at": None, "stop_requested_at": None, "stop_mode": None,
@@ -260,6 +260,10 @@ class RunSummary(TrainingRun):
     reward_run_ids: list[str] = Field(description="Runs whose outputs are its reward models, oldest first.")
     attempt: int = Field(description="Number of attempts so far; a lost worker costs one.")
     worker_id: str | None = Field(description="Worker that has the run, or had it last.")
+    end_reason: EndReason | None = Field(
+        description="Reason for which a completed run ended: `finished` (its last step), `early_stopping`, "
+        "`time_limit` (`time_limit_seconds`) or `stop_at_step`; null for other runs."
+    )
     error_code: str | None
     fine_tuned_model: str | None = Field(
         description="Folder of the adapter or model, on the storage shared by API and workers. "

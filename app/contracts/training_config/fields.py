@@ -17,8 +17,11 @@ from app.contracts.methods import (
     method_of,
 )
 from app.contracts.plugins import Plugin
+from app.contracts.training_config.optimizers import OptimizerOptions, SchedulerOptions
 
 Steps = Annotated[int, Field(ge=1, le=100_000_000), COUNT]
+
+LogSteps = Annotated[int, Field(ge=0, le=100_000_000), COUNT]
 
 BatchSize = Annotated[int, Field(ge=1, le=4096), COUNT]
 
@@ -37,9 +40,11 @@ MetricName = Annotated[str, StringConstraints(min_length=1, max_length=100, patt
 DType = Literal["bfloat16", "float16", "float32"]
 
 Optimizer = Literal[
-    "paged_adamw_8bit", "paged_adamw_32bit", "paged_lion_8bit", "paged_lion_32bit",
-    "adamw_torch", "adamw_torch_fused", "adamw_8bit", "lion_8bit", "lion_32bit",
-    "adafactor", "sgd", "rmsprop",
+    "paged_adamw_8bit", "paged_adamw_32bit", "paged_lion_8bit", "paged_lion_32bit", "paged_ademamix_8bit",
+    "paged_ademamix_32bit", "adamw_torch", "adamw_torch_fused", "adamw_torch_4bit", "adamw_torch_8bit", "adamw_8bit",
+    "adamw_bnb_8bit", "ademamix", "ademamix_8bit", "lion_8bit", "lion_32bit", "adafactor", "adagrad", "sgd", "rmsprop",
+    "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "grokadamw", "stable_adamw", "galore_adamw",
+    "galore_adamw_8bit", "galore_adafactor", "apollo_adamw",
 ]  # fmt: skip
 
 Scheduler = Literal[
@@ -48,6 +53,9 @@ Scheduler = Literal[
     "constant",
     "constant_with_warmup",
     "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
     "polynomial",
     "inverse_sqrt",
 ]
@@ -69,6 +77,18 @@ class TrainerOptions(Strict):
     )
     adam_epsilon: Annotated[float, Traits()] = Field(
         default=1e-8, gt=0, le=1, description="Epsilon of Adam optimizers, for numerical stability."
+    )
+    optim_args: Annotated[OptimizerOptions, Traits()] = Field(
+        default_factory=OptimizerOptions, description="Options of the optimizer `optim`."
+    )
+    optim_target_modules: Annotated[list[ModuleName] | None, Traits()] = Field(
+        default=None,
+        min_length=1,
+        max_length=200,
+        description="Modules whose gradients GaLore and APOLLO optimizers project; these need it.",
+    )
+    lr_scheduler_kwargs: Annotated[SchedulerOptions, Traits()] = Field(
+        default_factory=SchedulerOptions, description="Options of the schedule `lr_scheduler_type`."
     )
     packing_strategy: Annotated[Literal["bfd", "wrapped"], Traits(supervised_only=True)] = Field(
         default="bfd",
@@ -214,10 +234,13 @@ class TrainingConfig(Strict):
         default=0.01, ge=0, le=10, description="Weight decay; not applied to biases and norms."
     )
     optim: Annotated[Optimizer, Traits()] = Field(
-        default="adamw_torch_fused",
-        description="Optimizer; by default `adamw_torch_fused` for an adapter, `paged_adamw_8bit` for all weights.",
+        default="paged_adamw_8bit",
+        description="Optimizer, by its name in transformers; by default `adamw_torch_fused` for an adapter, and "
+        "`paged_adamw_8bit` for all weights.",
     )
-    lr_scheduler_type: Annotated[Scheduler, Traits()] = Field(default="cosine", description="Learning-rate schedule.")
+    lr_scheduler_type: Annotated[Scheduler, Traits()] = Field(
+        default="cosine", description="Learning-rate schedule, by its name in transformers."
+    )
     neftune_noise_alpha: Annotated[float | None, Traits(supervised_only=True)] = Field(
         default=None, gt=0, le=1000, description="NEFTune noise on embeddings; `null` disables it."
     )
@@ -279,8 +302,9 @@ class TrainingConfig(Strict):
     save_total_limit: Annotated[int | None, Traits(changeable_on_resume=True)] = Field(
         default=3, ge=1, le=10_000, description="Maximum number of checkpoints to keep; `null` keeps all."
     )
-    logging_steps: Annotated[Steps, Traits(changeable_on_resume=True)] = Field(
-        default=10, description="Steps between two logged metrics."
+    logging_steps: Annotated[LogSteps, Traits(changeable_on_resume=True)] = Field(
+        default=10,
+        description="Steps between two logged metrics; the last step is always logged, and 0 logs only that.",
     )
     eval_steps: Annotated[Steps | None, Traits(changeable_on_resume=True, affects="duration", in_probe=False)] = Field(
         default=None, description="Steps between two evaluations."
@@ -346,6 +370,7 @@ class TrainingConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _fill_defaults_of_method(cls, fields: Any) -> Any:
+        """Replace the declared defaults by those of the method."""
         if not isinstance(fields, Mapping):
             return fields
         rank = fields.get("lora_r", cls.model_fields["lora_r"].default)

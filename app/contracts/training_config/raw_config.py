@@ -1,11 +1,13 @@
-"""A configuration as the user wrote it: given fields, numbers, unknown fields."""
+"""A configuration as the user wrote it: named and given fields, numbers, unknown fields."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args
+
+from pydantic import BaseModel
 
 from app.contracts.human_numbers import HumanNumber
 from app.contracts.methods import OPTION_GROUPS
-from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
 
 GROUPS = (*OPTION_GROUPS, "extra")
 """Fields that contain fields."""
@@ -14,16 +16,17 @@ PROBE_STEPS = 2
 """Steps of a probe (`extra.probe`)."""
 
 
+def named_fields(config_input: Mapping[str, Any]) -> set[str]:
+    """Return the names of the fields in a configuration, dotted within a group (`dpo.beta`)."""
+    return {name for name, _ in _flat(config_input)}
+
+
 def given_fields(config_input: Mapping[str, Any]) -> set[str]:
-    """Return the names of the fields that the user set, dotted within a group (`dpo.beta`)."""
-    names = {name for name in config_input if name not in GROUPS}
-    for group in GROUPS:
-        members = config_input.get(group)
-        if isinstance(members, Mapping):
-            names |= {f"{group}.{member}" for member in members}
-        elif group in config_input:
-            names.add(group)
-    return names
+    """Return the names of the fields that the user set; a value equal to the default counts as not set.
+
+    So a client may send every field of a configuration, with those that its method does not use at their defaults.
+    """
+    return {name for name, value in _flat(normalize_numbers(config_input)) if not _is_default(name, value)}
 
 
 def drop_unknown_fields(stored: Mapping[str, Any], given: Iterable[str]) -> dict[str, Any]:
@@ -43,6 +46,37 @@ def drop_unknown_fields(stored: Mapping[str, Any], given: Iterable[str]) -> dict
 def normalize_numbers(config_input: Mapping[str, Any]) -> dict[str, Any]:
     """Convert text such as `"10k"` to numbers where a field accepts it; what cannot be parsed stays unchanged."""
     return {name: _FRIENDLY[name].number(value) if name in _FRIENDLY else value for name, value in config_input.items()}
+
+
+def _flat(config_input: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in config_input.items():
+        if name in GROUPS and isinstance(value, Mapping):
+            yield from ((f"{name}.{member}", item) for member, item in value.items())
+        else:
+            yield name, value
+
+
+def _is_default(name: str, value: Any) -> bool:
+    default = _DEFAULTS.get(name, _NO_DEFAULT)
+    # In Python, true equals 1.
+    return isinstance(value, bool) == isinstance(default, bool) and bool(value == default)
+
+
+def _defaults(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+    return {
+        f"{prefix}{name}": field.get_default(call_default_factory=True)
+        for name, field in model.model_fields.items()
+        if not field.is_required()
+    }
+
+
+_NO_DEFAULT = object()
+
+_DEFAULTS: Mapping[str, Any] = {
+    **{name: value for name, value in _defaults(TrainingConfig).items() if name not in GROUPS},
+    **{name: value for group, model in OPTION_GROUPS.items() for name, value in _defaults(model, f"{group}.").items()},
+    **_defaults(TrainerOptions, "extra."),
+}
 
 
 def _friendly(annotations: Iterable[Any]) -> HumanNumber | None:

@@ -11,6 +11,9 @@ from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.rules import DeviceCapabilities, machine_conflicts, method_conflicts, wants_adapter
 
+LONGEST_SEQUENCE = 1_000_000
+"""Maximum sequence length of a model whose tokenizer sets none, or a larger one."""
+
 
 class Replacement(BaseModel):
     """A default that this machine does not support, and the value used instead."""
@@ -30,11 +33,17 @@ class Effective:
     problems: list[FieldError]
 
 
-def resolve(config: TrainingConfig, given: Iterable[str], machine: DeviceCapabilities | None) -> Effective:
+def resolve(
+    config: TrainingConfig,
+    given: Iterable[str],
+    machine: DeviceCapabilities | None,
+    longest_sequence: int | None = None,
+) -> Effective:
     """Resolve all defaults; a value that was *given* and is not supported is an error.
 
-    Defaults that follow from the method are resolved silently, as documented with the fields. A default that
-    the machine does not support is replaced by the nearest that works, and reported; `machine` None keeps those.
+    Defaults that follow from the method are resolved silently, as documented with the fields. A default that machine
+    or model do not support is replaced by the nearest that works, and reported; `machine` and `longest_sequence`, the
+    model's limit in tokens, may be None: those defaults stay.
     """
     given = set(given)
     update: dict[str, Any] = {}
@@ -53,8 +62,19 @@ def resolve(config: TrainingConfig, given: Iterable[str], machine: DeviceCapabil
         found += machine_conflicts(config, given, machine)
         quantized = update.get("load_in_4bit", config.load_in_4bit)
         replaced = _replacements(config, given, machine, quantized)
-        update |= {replacement.field: replacement.used for replacement in replaced}
+    if longest_sequence is not None:
+        if config.max_seq_length is None:
+            update["max_seq_length"] = longest_sequence
+        elif config.max_seq_length > longest_sequence:
+            replaced.append(length_replacement(config, longest_sequence))
+    update |= {replacement.field: replacement.used for replacement in replaced}
     return Effective(config.model_copy(update=update), replaced, found)
+
+
+def length_replacement(config: TrainingConfig, longest_sequence: int) -> Replacement:
+    """Return the replacement of a default sequence length that is above the model's limit."""
+    reason = f"The model takes at most {longest_sequence} tokens."
+    return Replacement(field="max_seq_length", requested=config.max_seq_length, used=longest_sequence, reason=reason)
 
 
 def _replacements(

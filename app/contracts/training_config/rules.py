@@ -4,6 +4,7 @@ Bounds of single fields: `fields.py`. All checks together: `validation.py`.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
@@ -12,6 +13,13 @@ from app.contracts.errors import FieldError
 from app.contracts.methods import METHODS, OPTION_GROUPS, DpoOptions, KtoOptions, RlhfOptions
 from app.contracts.training_config.field_traits import ADAPTER_ONLY, FOUR_BIT_ONLY, NEEDS_EVAL_DATA, SUPERVISED_ONLY
 from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.optimizers import (
+    ADAM_OPTIONS,
+    OPTIMIZERS,
+    SCHEDULERS,
+    OptimizerOptions,
+    SchedulerOptions,
+)
 
 _SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
 """Losses of `dpo` that allow for reversed pairs."""
@@ -92,19 +100,8 @@ def method_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError
         found.append(
             field_error("warmup_ratio", "conflict", "has no effect with `constant`; use `constant_with_warmup`")
         )
-    # The polynomial schedule decays to 1e-7, so it must start above that.
-    if config.lr_scheduler_type == "polynomial" and config.learning_rate <= 1e-7:
-        found.append(
-            field_error("learning_rate", "conflict", "must be above 1e-7 with `polynomial`, which decays to that")
-        )
-    # Lion has betas but no epsilon; the other optimizers have neither.
-    known = {"adamw": ("adam_beta1", "adam_beta2", "adam_epsilon"), "lion": ("adam_beta1", "adam_beta2")}
-    used = next((names for family, names in known.items() if family in config.optim), ())
-    found += [
-        field_error(f"extra.{name}", "conflict", f"has no effect with `{config.optim}`; leave it out")
-        for name in known["adamw"]
-        if f"extra.{name}" in given and name not in used
-    ]
+    found += _optimizer_conflicts(config, given)
+    found += _scheduler_conflicts(config)
     if config.max_steps is not None and config.min_steps is not None and config.min_steps > config.max_steps:
         found.append(field_error("min_steps", "conflict", "cannot be above `max_steps`"))
     if config.extra.get("probe") is True and config.extra.get("recipe") is not None:
@@ -115,6 +112,62 @@ def method_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError
             field_error("revision", "conflict", "applies only to hub models, and `base_model` is a run; leave it out")
         )
     return found
+
+
+def _optimizer_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError]:
+    """Return options that the optimizer does not read, and those that it lacks."""
+    optimizer = OPTIMIZERS[config.optim]
+    unread = [f"extra.{name}" for name in ADAM_OPTIONS if name not in optimizer.adam_options]
+    if not optimizer.projects_gradients:
+        unread.append("extra.optim_target_modules")
+    else:
+        unread.append("weight_decay")
+    options = _set_options(config, "optim_args", OptimizerOptions)
+    found = [
+        field_error(name, "conflict", f"has no effect with `{config.optim}`; leave it out")
+        for name in (*unread, *(f"extra.optim_args.{name}" for name in options if name not in optimizer.options))
+        if name in given or name.startswith("extra.optim_args.")
+    ]
+    if not optimizer.projects_gradients:
+        return found
+    if config.extra.get("optim_target_modules") is None:
+        message = f"must be set with `{config.optim}`: the modules whose gradients it projects"
+        found.append(field_error("extra.optim_target_modules", "missing", message))
+    if wants_adapter(config):
+        message = f"is `{config.optim}`, which trains all weights; use method `full`, or `sft` with `lora_r` null"
+        found.append(field_error("optim", "conflict", message))
+    return found
+
+
+def _scheduler_conflicts(config: TrainingConfig) -> list[FieldError]:
+    """Return options that the learning-rate schedule does not read, and those that it lacks."""
+    name, group = config.lr_scheduler_type, "extra.lr_scheduler_kwargs"
+    options = _set_options(config, "lr_scheduler_kwargs", SchedulerOptions)
+    read = SCHEDULERS[name]
+    found = [
+        field_error(f"{group}.{option}", "conflict", f"has no effect with `{name}`; leave it out")
+        for option in options
+        if option not in read
+    ]
+    if "min_lr" in read and ("min_lr" in options) == ("min_lr_rate" in options):
+        found.append(field_error(group, "missing", f"must have either `min_lr` or `min_lr_rate` with `{name}`"))
+    if "num_decay_steps" in read and "num_decay_steps" not in options:
+        found.append(field_error(group, "missing", f"must have `num_decay_steps` with `{name}`"))
+    # A rate that is not above the final one would rise; by default, the polynomial schedule decays to 1e-7.
+    last = {"min_lr": 0.0, "lr_end": 1e-7}
+    for option, default in last.items():
+        end = options.get(option, default)
+        if option in read and isinstance(end, int | float) and config.learning_rate <= end:
+            message = f"must be above {end:g} with `{name}`, which decays to that"
+            found.append(field_error("learning_rate", "conflict", message))
+    return found
+
+
+def _set_options(config: TrainingConfig, group: str, model: type[BaseModel]) -> dict[str, Any]:
+    """Return the known options of a group of `extra` that are set; the group may be malformed."""
+    options = config.extra.get(group)
+    known = options.items() if isinstance(options, Mapping) else ()
+    return {name: value for name, value in known if name in model.model_fields and value is not None}
 
 
 def _objective_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError]:

@@ -5,6 +5,7 @@ Fields, bounds and defaults: `fields.py`; conflicts between fields: `rules.py`.
 """
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,9 @@ from app.contracts.methods import OPTION_GROUPS
 from app.contracts.plugins import replaced_fields
 from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME, NOT_AVAILABLE
 from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
-from app.contracts.training_config.raw_config import given_fields, normalize_numbers
+from app.contracts.training_config.optimizers import NOT_SUPPORTED
+from app.contracts.training_config.peer_names import hint
+from app.contracts.training_config.raw_config import given_fields, named_fields, normalize_numbers
 from app.contracts.training_config.rules import (
     DeviceCapabilities,
     data_conflicts,
@@ -60,14 +63,48 @@ def config_errors(
         found += _from_pydantic(error.errors(include_url=False), TrainerOptions, "extra")
     given = given_fields(config_input)
     found += _not_available_yet(config)
-    together = method_conflicts(config, given)
-    together += eval_conflicts(config, given, has_eval_dataset)
-    together += data_conflicts(config, given, dataset_format)
-    together += [field_error(name, "conflict", why) for name, why in replaced_fields(config_input, given)]
+    together = _conflicts(config, config_input, given, has_eval_dataset, dataset_format)
     if machine is not None:
         together += machine_conflicts(config, given, machine)
     # These checks saw the default of a field that was rejected above: drop their errors for it.
     return found + [one for one in together if one.field.split(".")[0] not in bad]
+
+
+def ignored_defaults(
+    config_input: Mapping[str, Any], *, has_eval_dataset: bool, dataset_format: str | None
+) -> list[FieldError]:
+    """Return a warning for each conflict of a valid configuration that is ignored because a value is the default.
+
+    The arguments are those of `config_errors`.
+    """
+    config = TrainingConfig.model_validate(dict(config_input))
+    facts = (has_eval_dataset, dataset_format)
+    judged = _conflicts(config, config_input, given_fields(config_input), *facts)
+    return [
+        FieldError(
+            field=one.field,
+            code="equals_default",
+            message=f"A value equal to the default counts as not given, so this is no error: {one.message}",
+        )
+        for one in _conflicts(config, config_input, named_fields(config_input), *facts)
+        if one not in judged
+    ]
+
+
+def _conflicts(
+    config: TrainingConfig,
+    config_input: Mapping[str, Any],
+    given: set[str],
+    has_eval_dataset: bool,
+    dataset_format: str | None,
+) -> list[FieldError]:
+    """Return all conflicts that do not depend on the machine."""
+    return [
+        *method_conflicts(config, given),
+        *eval_conflicts(config, given, has_eval_dataset),
+        *data_conflicts(config, given, dataset_format),
+        *(field_error(name, "conflict", why) for name, why in replaced_fields(config_input, given)),
+    ]
 
 
 def resume_problems(parent_config: Mapping[str, Any], overrides: Mapping[str, Any]) -> list[FieldError]:
@@ -140,9 +177,7 @@ def _sentence(error: ErrorDetails, parts: list[str], model: type[BaseModel]) -> 
     if error["type"] == "union_tag_invalid":
         return f"must be one of {error['ctx']['expected_tags']}"
     if error["type"] == "extra_forbidden":
-        known = model.model_fields if len(parts) == 1 else {}
-        near = difflib.get_close_matches(parts[-1], known, n=1)
-        return "is not a field of the configuration" + (f"; perhaps `{near[0]}`" if near else "")
+        return f"is not a field of the configuration{_meant(parts, model)}"
     if len(parts) == 1 and parts[0] in _CHOICES:
         return f"must be true, false or {_CHOICES[parts[0]]}"
     if error["type"] == "string_pattern_mismatch":
@@ -151,7 +186,25 @@ def _sentence(error: ErrorDetails, parts: list[str], model: type[BaseModel]) -> 
         return "contains characters that are not allowed in a name"
     got = _shown(error["input"])
     sentence = error["msg"].replace("Input should", "must", 1).removesuffix(".")
-    return _printable(f"{sentence}, not {got}")
+    near = []
+    if error["type"] == "literal_error" and isinstance(error["input"], str):
+        if error["input"] in NOT_SUPPORTED:
+            return f"cannot be {got}: {NOT_SUPPORTED[error['input']]}; use another one"
+        choices = re.findall(r"'([^']+)'", error["ctx"]["expected"])
+        near = difflib.get_close_matches(error["input"].lower(), choices, n=1)
+    return _printable(f"{sentence}, not {got}" + (f"; perhaps `{near[0]}`" if near else ""))
+
+
+def _meant(parts: list[str], model: type[BaseModel]) -> str:
+    """Return a hint at the field that an unknown name probably means."""
+    *group, name = parts
+    if group:
+        options = OPTION_GROUPS.get(group[0]) if len(group) == 1 else None
+        near = difflib.get_close_matches(name, options.model_fields if options else (), n=1)
+        return f"; perhaps `{group[0]}.{near[0]}`" if near else ""
+    if model is TrainerOptions:
+        return "; move it out of `extra`" if name in TrainingConfig.model_fields else hint(name, model.model_fields)
+    return f"; use `extra.{name}`" if name in TrainerOptions.model_fields else hint(name, model.model_fields)
 
 
 def _shown(value: Any) -> str:

@@ -11,7 +11,6 @@ from app.contracts.methods import method_of
 from app.contracts.training_config.raw_config import is_probe
 from app.runs.state.machine import WORKER_LOST
 
-_LONGEST_LIMIT = 365 * 86_400.0
 _NATIVE = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 _REQUESTS_TO_END = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _DIVERGED_RATIO = 1.5
@@ -70,12 +69,9 @@ def probable_cause(
             return _bad_step(code, _anomaly(message, report), config, before)
         case "disk_full":
             return _disk_full(message or "", config)
-        case "time_limit":
-            limit = config.get("time_limit_seconds")
-            changes = {"time_limit_seconds": min(2 * limit, _LONGEST_LIMIT)} if limit else {}
-            return Cause(
-                "The run reached its `time_limit_seconds`.", changes, "The new limit allows the same time again."
-            )
+        case "device_error":
+            advice = "Check the devices that `anneal workers list` shows as paused, then resume the run."
+            return Cause(message or "The device failed.", advice=advice)
         case "trainer_crashed":
             return _crash(seen, resume="Resume the run")
         case "worker_lost":
@@ -236,6 +232,8 @@ def _after_a_restart(report: FailureReport | None, outcome: str | None) -> Cause
             "The attempt was abandoned and the run continues by itself; see its `status` event for the reason."
         )
     number = report.exit_signal
+    if report.error and report.error["code"] == "device_error":
+        return Cause(f"{report.error['message']} {_NEXT_ATTEMPT.capitalize()}.")
     if report.repair:
         return Cause(f"The run repaired itself after this attempt: {report.repair.reason}.")
     if report.killed_for == "hang":

@@ -33,7 +33,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import aggregate_order_by, insert
 from sqlalchemy.sql.selectable import CTE
 
-from app.contracts.run_status import LIVE, TERMINAL
+from app.contracts.run_status import LIVE, TERMINAL, EndReason
 from app.contracts.stop import StopMode
 from app.infra.db import seconds
 from app.runs.state.transitions import EVENT_COLUMNS, actions, as_json, attempts, devices, events, move, runs, statement
@@ -68,7 +68,11 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
     # No SKIP LOCKED: a second thread of this worker waits and then sees the remaining devices, instead of none.
     free = (
         select(devices.c.index)
-        .where(devices.c.worker_id == worker_id, devices.c.run_id.is_(None))
+        .where(
+            devices.c.worker_id == worker_id,
+            devices.c.run_id.is_(None),
+            or_(devices.c.paused_until.is_(None), devices.c.paused_until <= func.clock_timestamp()),
+        )
         .order_by(devices.c.index)
         .with_for_update()
         .cte("free")
@@ -156,15 +160,17 @@ def end_save(run_id: str, lease_epoch: int) -> Executable:
     return _guarded(run_id, lease_epoch, ("checkpointing",), "running", "training")
 
 
-def complete(run_id: str, lease_epoch: int, output_attempt: int | None, reason: str) -> Executable:
+def complete(
+    run_id: str, lease_epoch: int, output_attempt: int | None, reason: str, end_reason: EndReason = "finished"
+) -> Executable:
     """Complete the run; its output is in the folder of `output_attempt`."""
-    return _guarded(run_id, lease_epoch, LIVE, "completed", reason, output_attempt=output_attempt)
+    values = {"output_attempt": output_attempt, "end_reason": end_reason}
+    return _guarded(run_id, lease_epoch, LIVE, "completed", reason, **values)
 
 
-def fail(run_id: str, lease_epoch: int, code: str, message: str, output_attempt: int | None = None) -> Executable:
-    """Fail the run with a classified error; a run that reached its time limit still has an output."""
-    error = {"error_code": code, "error_message": message}
-    return _guarded(run_id, lease_epoch, LIVE, "failed", code, output_attempt=output_attempt, **error)
+def fail(run_id: str, lease_epoch: int, code: str, message: str) -> Executable:
+    """Fail the run with a classified error."""
+    return _guarded(run_id, lease_epoch, LIVE, "failed", code, error_code=code, error_message=message)
 
 
 def cancel(run_id: str, lease_epoch: int) -> Executable:
@@ -183,9 +189,13 @@ def release(run_id: str, lease_epoch: int, reason: str, delay_seconds: float = 0
     return _requeue(_live(run_id, lease_epoch), reason, "handed_back", counted=False, delay_seconds=delay_seconds)
 
 
-def retry(run_id: str, lease_epoch: int, reason: str, delay_seconds: float) -> Executable:
-    """Requeue a run whose trainer was lost for an external cause, after a delay; `max_restarts` limits this."""
-    return _requeue(_live(run_id, lease_epoch), reason, "retried", counted=True, delay_seconds=delay_seconds)
+def retry(run_id: str, lease_epoch: int, reason: str, delay_seconds: float, code: str = "worker_lost") -> Executable:
+    """Requeue a run whose trainer was lost for an external cause, after a delay.
+
+    At the limit, `max_restarts`, the run fails with `code` instead.
+    """
+    live = _live(run_id, lease_epoch)
+    return _requeue(live, reason, "retried", counted=True, delay_seconds=delay_seconds, code=code)
 
 
 def repair(run_id: str, lease_epoch: int, reason: str) -> Executable:
@@ -316,6 +326,7 @@ def _requeue(
     counted: bool,
     delay_seconds: float,
     skip_locked: bool = False,
+    code: str = "worker_lost",
 ) -> Executable:
     # A first loss whose cause is known needs no delay; a repeated one does.
     delay = case((runs.c.lost_count == 0, seconds(delay_seconds)), else_=seconds(max(delay_seconds, _LEAST_PAUSE)))
@@ -336,6 +347,6 @@ def _requeue(
         notified_at=None,
         # The delay doubles with each further loss, so that a run that kills its workers does not do so in a loop.
         not_before=func.clock_timestamp() + delay * func.power(2, func.least(runs.c.lost_count, _MOST_DOUBLINGS)),
-        error_code=case((fails, "worker_lost"), else_=None),
+        error_code=case((fails, code), else_=None),
         error_message=case((fails, gave_up), else_=None),
     )

@@ -9,7 +9,7 @@ from app.contracts.backends import BackendRules
 from app.contracts.errors import FieldError
 from app.contracts.methods import DEFAULT_METHOD, METHODS
 from app.contracts.training_config.rules import DeviceCapabilities
-from app.contracts.training_config.validation import config_errors
+from app.contracts.training_config.validation import config_errors, ignored_defaults
 
 
 def config_problems(
@@ -24,8 +24,7 @@ def config_problems(
     def judge(machine: DeviceCapabilities | None) -> list[FieldError]:
         return config_errors(plain, has_eval_dataset=has_eval_dataset, dataset_format=dataset_format, machine=machine)
 
-    options = rules.options if rules else None
-    plain = config if options is None else {name: value for name, value in config.items() if name != "extra"}
+    options, plain = rules.options if rules else None, _without_options(rules, config)
     found = judge(None)
     fitting = None
     refused: list[FieldError] = []
@@ -41,6 +40,21 @@ def config_problems(
     if rules is not None and all(problem.field != "method" for problem in found):
         found += _capability_problems(rules, config)
     return found, fitting
+
+
+def default_warnings(
+    rules: BackendRules | None, config: Mapping[str, Any], has_eval_dataset: bool, dataset_format: str | None
+) -> list[FieldError]:
+    """Return a warning for each conflict of a valid configuration that is ignored because a value is the default."""
+    plain = _without_options(rules, config)
+    return ignored_defaults(plain, has_eval_dataset=has_eval_dataset, dataset_format=dataset_format)
+
+
+def _without_options(rules: BackendRules | None, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration without the options of a backend that has its own."""
+    if rules is None or rules.options is None:
+        return config
+    return {name: value for name, value in config.items() if name != "extra"}
 
 
 def _option_problems(options: Any, extra: Any) -> list[FieldError]:

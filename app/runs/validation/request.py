@@ -1,7 +1,7 @@
 """Validation of a request for a run: reports all errors at once, before anything is written."""
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import select
@@ -16,7 +16,7 @@ from app.contracts.training_config.raw_config import given_fields, normalize_num
 from app.contracts.training_config.resolution import resolve
 from app.contracts.training_config.rules import DeviceCapabilities
 from app.infra.storage import Storage
-from app.runs.validation.config import config_problems
+from app.runs.validation.config import config_problems, default_warnings
 from app.runs.validation.dataset import Place, data_problems
 from app.runs.validation.destinations import destination_problems
 from app.runs.validation.models import _check_base_model, _check_reward_models
@@ -32,12 +32,14 @@ async def validate_request(
     settings: Settings,
     storage: Storage,
     request: RunCreate,
+    wrong_rewards: Sequence[FieldError],
     *,
     needs_weights: bool = True,
 ) -> ValidationResult:
     """Validate a whole request; the rows that it refers to stay locked against deletion until the commit.
 
-    Without `needs_weights`, the weights of the base model may be missing.
+    `wrong_rewards` is the result of `reward_problems`. Without `needs_weights`, the weights of the base model may be
+    missing.
     """
     found = ValidationResult()
     rules = BACKEND_RULES.get(request.backend)
@@ -55,10 +57,11 @@ async def validate_request(
         found.errors += data_problems(request.config, name, item, splits=rules is None or rules.loads_model)
     machines = await online_machines(session, settings, request.backend, rules)
     data_format = dataset.format if dataset else None
-    # In a thread, here and below: a long schema takes a second, which must not block other requests.
+    # In a thread, here and below: a configuration of a megabyte takes a while, which must not block other requests.
     wrong, machine = await asyncio.to_thread(
         config_problems, rules, request.config, request.eval_dataset_id is not None, data_format, machines
     )
+    wrong += wrong_rewards
     reported = {problem.field for problem in wrong}
     wrong += [one for one in await destination_problems(session, settings, request.config) if one.field not in reported]
     if rules is not None and rules.options is None:
@@ -80,6 +83,10 @@ async def validate_request(
             )
         )
     if not found.errors:
+        ignored = await asyncio.to_thread(
+            default_warnings, rules, request.config, request.eval_dataset_id is not None, data_format
+        )
+        found.warnings += [_about_config(problem) for problem in ignored]
         await asyncio.to_thread(_resolve, request.config, machine, found)
     return found
 
@@ -122,7 +129,7 @@ def _resolve(config: Mapping[str, Any], machine: DeviceCapabilities | None, foun
     given = given_fields(config)
     found.config = TrainingConfig.model_validate(dict(config))
     found.given = sorted(given)
-    effective = resolve(found.config, given, machine)
+    effective = resolve(found.config, given, machine, found.longest_sequence)
     found.effective = effective.config
     found.warnings += [
         FieldError(

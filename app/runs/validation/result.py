@@ -16,6 +16,8 @@ class ValidationResult:
     config: TrainingConfig | None = None
     given: list[str] = field(default_factory=list)
     effective: TrainingConfig | None = None
+    longest_sequence: int | None = None
+    """Maximum sequence length of the base model; None if its files are not here or do not say."""
     base_run_id: str | None = None
     reward_run_ids: list[str] = field(default_factory=list)
 

@@ -15,6 +15,8 @@ from tests.server import ApiServer, ProcessServer, ThreadServer
 from tests.waiting import eventually
 
 _MEGABYTE = b"x" * 2**20
+_CHUNKED = b"POST /v1/experiments HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+_TRAILERS = b"A: xxxxxxx\r\n" * (2**20 // 12)
 
 
 @pytest.fixture
@@ -22,6 +24,7 @@ def hasty(shared_api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ap
     """A server that waits for no client longer than a moment."""
     monkeypatch.setattr(uvicorn_protocol, "HEAD_SECONDS", 0.5)
     monkeypatch.setattr(uvicorn_protocol, "UNREAD_BODY_SECONDS", 0.5)
+    monkeypatch.setattr(uvicorn_protocol, "UNREAD_RESPONSE_SECONDS", 0.5)
     yield shared_api
 
 
@@ -70,6 +73,32 @@ def test_a_refused_body_is_not_taken_for_ever(hasty: ApiServer) -> None:
         assert 0.3 < _seconds_until_closed(connection, b"x") < 15
 
 
+def test_a_download_that_is_not_read_is_ended(hasty: ApiServer) -> None:
+    row = b'{"text": "' + _MEGABYTE + b'"}\n'
+    made = hasty.client.post("/v1/datasets", files={"file": ("rows.jsonl", row * 20)}).json()
+    head = f"Host: localhost\r\nAuthorization: Bearer {hasty.key}\r\n\r\n"
+
+    def is_open(own_port: int) -> bool:
+        """Return True while the server, which is a thread of this process, has its end of a connection."""
+        connections = psutil.Process().net_connections("tcp")
+        return any(one.laddr.port == hasty.port and one.raddr and one.raddr.port == own_port for one in connections)
+
+    with _connect(hasty) as connection:
+        connection.sendall(f"GET /v1/datasets/{made['id']}/content HTTP/1.1\r\n{head}".encode())
+        eventually(lambda: connection.recv(1) == b"H")
+        assert is_open(connection.getsockname()[1])
+        eventually(lambda: not is_open(connection.getsockname()[1]), timeout=15)
+
+
+@pytest.mark.parametrize("begin", [b"", b"POST /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\nbody"])
+def test_empty_lines_between_requests_do_not_keep_a_connection_open(hasty: ApiServer, begin: bytes) -> None:
+    with _connect(hasty) as connection:
+        connection.sendall(begin or b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 4" if begin else b"HTTP/1.1 200")
+        connection.sendall(b"\r\n")
+        assert 0.3 < _seconds_until_closed(connection, b"") < 4  # uvicorn itself waits for five seconds or for ever
+
+
 def test_a_long_stream_is_not_ended_by_these_bounds(hasty: ApiServer) -> None:
     """A whole request has no bound of time: an answer may take as long as a run does."""
     body = b'{"name": "slow"}'
@@ -97,8 +126,68 @@ def test_headers_without_an_end_cost_no_memory(shared_api: ApiServer, begin: byt
         assert sent < 64
 
 
+@pytest.mark.parametrize(
+    ("begin", "drip"),
+    [
+        (b"1\r\n{\r\n0\r\nX-", _MEGABYTE),
+        (b"1\r\n{\r\n0\r\n", _TRAILERS),
+        (b"1;", _MEGABYTE),
+        (b"0;", _MEGABYTE),
+        (b"0\r\n\r\n", b"\r\n" * 2**19),
+    ],
+    ids=["a name", "fields", "an extension of a chunk", "of the last chunk", "empty lines"],
+)
+@pytest.mark.parametrize("has_key", [False, True], ids=["without a key", "with a key"])
+def test_trailers_without_an_end_cost_no_memory(
+    shared_api: ApiServer, has_key: bool, begin: bytes, drip: bytes
+) -> None:
+    key = f"Authorization: Bearer {shared_api.key}\r\n".encode() if has_key else b""
+    sent = 0
+    with _connect(shared_api) as connection:
+        try:
+            connection.sendall(_CHUNKED.replace(b"\r\n\r\n", b"\r\n" + key + b"\r\n") + begin)
+            for _ in range(64):
+                connection.sendall(drip)
+                sent += 1
+        except OSError:
+            pass
+        assert sent < 64
+
+
+class TestFieldsOfTrailers:
+    """Everything arrives at once, so a trailer is read before the request is answered."""
+
+    @pytest.fixture
+    def key(self, shared_api: ApiServer) -> bytes:
+        return f"Authorization: Bearer {shared_api.key}\r\n".encode()
+
+    def _answer(self, api: ApiServer, head: bytes, trailers: bytes, following: bytes = b"", *, until: bytes) -> bytes:
+        begin = b"POST /v1/experiments HTTP/1.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
+        body = b'10\r\n{"name": "later"\r\n1\r\n}\r\n0\r\n'
+        answer = b""
+        with _connect(api) as connection:
+            connection.sendall(begin + head + b"\r\n" + body + trailers + b"\r\n" + following)
+            while until not in answer and (piece := connection.recv(65536)):
+                answer += piece
+        return answer
+
+    def test_a_key_is_none(self, shared_api: ApiServer, key: bytes) -> None:
+        answer = self._answer(shared_api, b"Host: localhost\r\n", key, until=b"missing_key")
+        assert answer.startswith(b"HTTP/1.1 401")
+
+    def test_a_host_is_none(self, shared_api: ApiServer, key: bytes) -> None:
+        answer = self._answer(shared_api, key, b"Host: localhost\r\n", until=b"host_not_allowed")
+        assert answer.startswith(b"HTTP/1.1 400")
+
+    def test_they_harm_neither_their_own_request_nor_the_next(self, shared_api: ApiServer, key: bytes) -> None:
+        trailers = b"Host: evil.example\r\nAuthorization: Basic x\r\nExpect: 100-continue\r\nX:\r\n"
+        following = b"GET /v1/experiments HTTP/1.1\r\nHost: localhost\r\n" + key + b"\r\n"
+        answer = self._answer(shared_api, b"Host: localhost\r\n" + key, trailers, following, until=b"HTTP/1.1 200")
+        assert answer.startswith(b"HTTP/1.1 201")
+
+
 def test_two_hundred_megabytes_without_a_key_leave_no_byte(settings: Settings) -> None:
-    """All of them are sent, over a connection that was refused with its first kilobyte."""
+    """All of them are sent, over a connection that was refused with its first kilobyte; and thirty of trailers."""
     with ProcessServer(settings) as api:
         process = psutil.Process(api.process.pid)
         before = process.memory_info().rss
@@ -116,6 +205,15 @@ def test_two_hundred_megabytes_without_a_key_leave_no_byte(settings: Settings) -
                 pass  # cut off: fine too
             else:
                 assert connection.recv(4096).startswith(b"HTTP/1.1 401")
+        with _connect(api) as connection:
+            connection.sendall(_CHUNKED + b"0\r\n")
+            try:
+                for _ in range(30):
+                    connection.sendall(_TRAILERS)
+                    peak = max(peak, process.memory_info().rss)
+            except OSError:
+                pass
+        assert api.client.get("/healthz").elapsed.total_seconds() < 5
         files = [path for path in Path(settings.storage_root).rglob("*") if path.is_file()]
         assert files == []
         assert peak - before < 32 * 2**20, f"{(peak - before) / 2**20:.1f} MiB"
@@ -127,5 +225,6 @@ def test_the_bounds_hold_where_the_service_is_served() -> None:
     assert (
         issubclass(ThreadServer, ApiServer)
         and uvicorn_protocol.HEAD_SECONDS <= 30
+        and uvicorn_protocol.UNREAD_RESPONSE_SECONDS <= 600
         and uvicorn_protocol.MAX_HEADER_BYTES <= 2**17
     )

@@ -15,7 +15,7 @@ class TestCeleryBackend(Conformance):
     async def test_asks_the_workers_that_are_online_what_they_can_honor(
         self, backend: CeleryBackend, engine: Engine
     ) -> None:
-        requested = {**self.config, "optim": "paged_adamw_8bit"}
+        requested = {**self.config, "optim": "paged_adamw_32bit"}
         assert await backend.validate_config(requested) == []
         add_worker(engine, backends=["celery"])
         (problem,) = await backend.validate_config(requested)

@@ -14,4 +14,4 @@ class TestFakeBackend(Conformance):
 
     async def test_does_not_care_about_devices(self, backend: CeleryBackend, engine: Engine) -> None:
         add_worker(engine, backends=["fake"])
-        assert await backend.validate_config({**self.config, "optim": "paged_adamw_8bit"}) == []
+        assert await backend.validate_config({**self.config, "optim": "paged_adamw_32bit"}) == []

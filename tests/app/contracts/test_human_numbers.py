@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.contracts.human_numbers import read_count
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import normalize_numbers
 from app.contracts.training_config.validation import config_errors
@@ -37,6 +38,9 @@ def form(name: str) -> str:
     [
         ("10k", 10_000), ("10K", 10_000), ("1.5M", 1_500_000), ("2**15", 32_768), ("1e4", 10_000), ("1.5e3", 1_500),
         ("10_000", 10_000), ("2_000_000", 2_000_000), ("12", 12), ("2.0k", 2_000), (1e4, 10_000), (4.0, 4),
+        ("2^10", 1024), ("1.5m", 1_500_000), ("0.05B", 50_000_000), ("0.01b", 10_000_000), ("0.00001T", 10_000_000),
+        ("8ki", 8192), ("8Ki", 8192), ("8KI", 8192), ("1Mi", 2**20), ("1mi", 2**20), ("0.0625Gi", 2**26),
+        ("0.5ki", 512),
     ],
 )  # fmt: skip
 def test_a_count_is_stored_as_the_number_that_it_says(text: Any, number: int) -> None:
@@ -46,7 +50,18 @@ def test_a_count_is_stored_as_the_number_that_it_says(text: Any, number: int) ->
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("2h", 7200), ("30m", 1800), ("1d", 86_400), ("1h30m", 5400), ("0.5h", 1800), ("10k", 10_000)]
+    ("text", "seconds"),
+    [
+        ("2h", 7200),
+        ("30m", 1800),
+        ("1d", 86_400),
+        ("1h30m", 5400),
+        ("0.5h", 1800),
+        ("10k", 10_000),
+        ("1.5m", 90),
+        ("1M", 1_000_000),
+        ("2^10", 1024),
+    ],
 )
 def test_a_time_limit_may_be_hours(text: str, seconds: int) -> None:
     assert TrainingConfig(base_model="tiny", time_limit_seconds=text).time_limit_seconds == seconds  # type: ignore[arg-type]
@@ -60,10 +75,17 @@ def test_every_count_takes_both_forms_and_its_description_says_so(name: str) -> 
     assert refused[:2] == (name, "bad_count")
 
 
+@pytest.mark.parametrize(("text", "number"), [
+    ("1B", 10**9), ("1T", 10**12), ("1t", 10**12), ("1Gi", 2**30), ("1Ti", 2**40), ("9999^2", 9999**2),
+])  # fmt: skip
+def test_large_units_are_read(text: str, number: int) -> None:
+    assert read_count(text) == number
+
+
 def test_a_bad_count_is_one_clear_problem() -> None:
     assert sentences(max_steps="10kk") == [
-        ("max_steps", "bad_count", '`max_steps` cannot be parsed: "10kk" is not a count; write 10000, "10k", "1.5M" or '
-         '"2**15".')
+        ("max_steps", "bad_count", '`max_steps` cannot be parsed: "10kk" is not a count; write 10000, "10k", "1.5M", '
+         '"8Ki" or "2^15".')
     ]  # fmt: skip
     assert sentences(max_steps="1.2345k")[0][2] == '`max_steps` cannot be parsed: "1.2345k" is not a whole number.'
     assert sentences(max_steps="1M", batch_size="1M")[0][:2] == ("batch_size", "out_of_range")
@@ -71,7 +93,32 @@ def test_a_bad_count_is_one_clear_problem() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "1.5", "k", "-1", "+1", " 1", "1k\n", "1__0", "_1", "1_0", "0x10", "2**", "2***3", "1e", "٣", "2h", "\ud800"],
+    [
+        "",
+        "1.5",
+        "k",
+        "-1",
+        "+1",
+        " 1",
+        "1k\n",
+        "1__0",
+        "_1",
+        "1_0",
+        "0x10",
+        "2**",
+        "2***3",
+        "1e",
+        "٣",
+        "2h",
+        "\ud800",
+        "2^",
+        "2^^3",
+        "1g",
+        "1bi",
+        "1i",
+        "1e4k",
+        "1_000k",
+    ],
 )
 def test_what_is_no_count_is_none(text: str) -> None:
     assert [refused[:2] for refused in sentences(max_steps=text)] == [("max_steps", "bad_count")]

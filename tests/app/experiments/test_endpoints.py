@@ -40,6 +40,8 @@ def test_an_experiment_is_made_and_read_back(api: ApiServer) -> None:
 def test_an_empty_experiment_has_all_counts_at_zero_and_no_best_run(api: ApiServer) -> None:
     body = api.client.post("/v1/experiments", json={"name": "x"}).json()
     assert set(body["runs"].values()) == {0} and len(body["runs"]) == 7
+    assert body["checkpoints"] == body["models"] == 0
+    assert api.client.delete(f"/v1/experiments/{body['id']}").status_code == 204
     assert body["best_run"] is None
 
 
@@ -61,7 +63,7 @@ def test_runs_are_counted_by_status_and_the_best_is_named(api: ApiServer, settin
     add_run(engine, experiment_id=id)
     body = api.client.get(f"/v1/experiments/{id}").json()
     counts = {status: count for status, count in body["runs"].items() if count}
-    assert counts == {"pending": 1, "completed": 2, "failed": 1}
+    assert counts == {"pending": 1, "completed": 2, "failed": 1} and body["models"] == 2
     assert body["best_run"] == {"run_id": best, "name": "a run", "best_loss": 1.5}
 
 

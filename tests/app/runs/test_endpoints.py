@@ -88,7 +88,7 @@ class TestCreate:
     ) -> None:
         plain = make_run(api.client, dataset, backend="celery", config={"base_model": "org/model"})
         paged = make_run(
-            api.client, dataset, backend="celery", config={"base_model": "org/model", "optim": "paged_adamw_8bit"}
+            api.client, dataset, backend="celery", config={"base_model": "org/model", "optim": "paged_adamw_32bit"}
         )
         assert run_row(engine, plain["id"]).requirements == {}
         assert run_row(engine, paged["id"]).requirements == {"kind": "cuda"}

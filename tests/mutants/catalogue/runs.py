@@ -204,4 +204,18 @@ MUTANTS = (
         ),
         test=f"{_STATES}::TestLoss::test_postgres_that_has_only_just_come_up_gives_a_lease_of_grace",
     ),
+    Mutant(
+        name="leases-compared-after-a-freeze",
+        promises=(19,),
+        about="A reaper whose server freezes in the middle of a round takes leases that nobody could renew meanwhile.",
+        changes=(
+            Change(
+                _LIFECYCLE,
+                "runs.c.lease_expires_at < func.now(), up_long_enough)",
+                "runs.c.lease_expires_at < func.clock_timestamp(), up_long_enough)",
+            ),
+        ),
+        test="tests/app/runs/scheduler/test_dispatcher.py"
+        "::test_a_server_that_freezes_in_the_middle_of_a_round_gives_leases_one_of_grace_as_well",
+    ),
 )

@@ -4,20 +4,22 @@ import json
 import threading
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, func, text, update
 
 from app.config import Settings
+from app.contracts.attempt.failure_report import FailureReport
 from app.contracts.stop import StopRequest
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.runs.state import machine
-from tests.rows import add_run, add_worker, claim, events_of
+from app.tables.runs import Attempt, Run
+from tests.rows import add_run, add_worker, claim, events_of, run_row
 from tests.waiting import eventually
 from worker.attempts import supervisor
-from worker.attempts.outcome import conclude, lease_lost
+from worker.attempts.outcome import conclude, ended_here_before, is_signal_death, lease_lost
 from worker.context import WorkerContext
 from worker.ingest.event_writer import EventWriter
 from worker.ingest.record_handler import RecordHandler
@@ -96,6 +98,59 @@ def test_a_completed_run_reports_where_its_output_was_pushed(hub: Any, reported:
         connection.execute(conclude(nothing, run, nothing, record_handler, Exit(code=0), None))
     last_status = [event.data for event in events_of(engine, run.id) if event.type == "status"][-1]
     assert (last_status["to"], last_status["reason"]) == ("completed", f"training is complete{reported}")
+
+
+@pytest.mark.parametrize(
+    ("why", "end_reason"),
+    [(None, "finished"), ("early_stopping", "early_stopping"), ("time_limit", "time_limit"),
+     ("stop_at_step", "stop_at_step")],
+)  # fmt: skip
+def test_a_limit_that_the_user_set_completes_the_run_and_names_itself(
+    why: str | None, end_reason: str, engine: Engine
+) -> None:
+    add_run(engine)
+    run = claim(engine, add_worker(engine))
+    outcome = "completed" if why in (None, "early_stopping") else "stopped"
+    record_handler: Any = SimpleNamespace(result={"outcome": outcome, "why": why, "output": "output"})
+    nothing: Any = None
+    with engine.begin() as connection:
+        connection.execute(conclude(nothing, run, nothing, record_handler, Exit(code=0), None))
+    row = run_row(engine, run.id)
+    assert (row.status, row.end_reason, row.output_attempt, row.error_code) == ("completed", end_reason, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("steps", "ends", "last"),
+    [
+        ([5, 5], [9, 9], "at step 5, where an earlier attempt ended too"),
+        ([0, 0], [11, 11], "at step 0, where an earlier attempt ended too"),
+        ([5, 6, 5], [9, 9, 9], "at step 5, where"),
+        ([5, 6, 7, 8], [9, 9, 9, 9], "4 times without a new checkpoint"),
+        ([5], [None], "exit code 3"),
+    ],
+)
+def test_a_trainer_killed_by_a_signal_is_retried_until_that_recurs_at_one_step(
+    steps: list[int], ends: list[int | None], last: str, engine: Engine
+) -> None:
+    add_run(engine, max_restarts=3)
+    worker, nothing = add_worker(engine), cast(Any, None)
+    for step, number in zip(steps, ends, strict=True):
+        with engine.begin() as connection:
+            connection.execute(update(Run).values(not_before=func.now()))
+        run = claim(engine, worker)
+        handler: Any = SimpleNamespace(result=None, phase="training", step=step)
+        end = Exit(signal=number) if number else Exit(code=3)
+        report = FailureReport(exit_signal=number, step=step)
+        with engine.begin() as connection:
+            is_repeated = is_signal_death(handler, end, None) and ended_here_before(connection, run, step)
+            connection.execute(conclude(nothing, run, nothing, handler, end, None, is_repeated))
+            connection.execute(
+                update(Attempt).where(Attempt.attempt == run.attempt).values(report=report.model_dump(mode="json"))
+            )
+        status = run_row(engine, run.id).status
+        assert status == ("failed" if run.attempt == len(steps) else "pending")
+    row = run_row(engine, run.id)
+    assert row.error_code == "trainer_crashed" and last in row.error_message
 
 
 @pytest.mark.parametrize(

@@ -134,8 +134,9 @@ class TestCompletion:
         assert samples[:10] != samples[10:]
 
     def test_metrics_come_every_logging_steps_and_at_the_end(self, launcher: Launcher, tmp_path: Path) -> None:
-        said, _ = Run(launcher, tmp_path, max_steps=7, logging_steps=3).finish()
-        assert [record["step"] for record in said.records if record["type"] == "metric"] == [3, 6, 7]
+        for every, steps in ((3, [3, 6, 7]), (0, [7])):
+            said, _ = Run(launcher, tmp_path / str(every), max_steps=7, logging_steps=every).finish()
+            assert [record["step"] for record in said.records if record["type"] == "metric"] == steps
 
 
 class TestCheckpoints:

@@ -213,6 +213,38 @@ class TestDeath:
         process.close()
 
 
+class TestDaemons:
+    """Children in sessions of their own end with the process that started them, however it ends."""
+
+    @pytest.mark.parametrize(
+        ("how", "disowns"), [("ends", False), ("dies", False), ("is killed", False), ("is killed", True)]
+    )
+    def test_are_gone_when_the_zygote_reports_its_exit(self, tmp_path: Path, how: str, disowns: bool) -> None:
+        launcher = start_launcher(tmp_path / "home", "zygote")
+        said = Said(process := launch(launcher, tmp_path, "daemons", how=how, disowns=disowns))
+        other = Said(launch(launcher, tmp_path / "other", "daemons", how="waits"))
+        for one in (said, other):
+            one.until(lambda one: one.has("daemons"))
+        if how == "is killed":
+            process.kill()
+        said.to_the_end()
+        assert [pid for pid in said.record("daemons")["pids"] if is_alive(pid)] == []
+        others = other.record("daemons")["pids"]
+        assert all(is_alive(pid) for pid in others), "those of another run go on"
+        other.process.close()
+        assert not any(is_alive(pid) for pid in others)
+        launcher.stop()
+
+    @pytest.mark.parametrize("mode", ["zygote", "cold"])
+    def test_are_gone_when_the_worker_has_closed_it(self, tmp_path: Path, mode: str) -> None:
+        """Of a process that a fork of the zygote has orphaned, or that was started cold."""
+        program = subprocess.run(
+            [sys.executable, "-c", _ADOPTING, str(tmp_path), mode], stdout=subprocess.PIPE, check=True, timeout=60
+        )
+        for reported in map(json.loads, program.stdout.splitlines()):
+            assert len(reported["pids"]) == 6 and reported["left"] == [], reported
+
+
 class TestLocks:
     def test_a_lock_is_held_for_life(self, launcher: Launcher, tmp_path: Path) -> None:
         path = tmp_path / "device.lock"
@@ -382,6 +414,29 @@ said = Said(launch(launcher, home / "job", "hang", children=2)).until(lambda sai
 reported = {"trainer": said.process.pid, "zygote": launcher.zygote_pid, **said.record("hanging")}
 print(json.dumps(reported), flush=True)
 sys.stdin.read()
+"""
+
+
+_ADOPTING = """
+import json, os, signal, subprocess, sys
+from pathlib import Path
+from tests.worker.process.launching import Said, is_alive, launch, start_launcher
+home = Path(sys.argv[1])
+launcher = start_launcher(home, sys.argv[2])
+launcher.adopt_orphans()
+bystander = subprocess.Popen(["sleep", "60"])
+for how in ("ends", "dies", "waits"):
+    said = Said(launch(launcher, home / how, "daemons", how=how)).until(lambda said: said.has("daemons"))
+    if how == "waits" and launcher.zygote_pid:
+        os.kill(launcher.zygote_pid, signal.SIGKILL)
+    elif how == "waits":
+        said.process.kill()
+    said.to_the_end()
+    pids = said.record("daemons")["pids"]
+    print(json.dumps({"how": how, "pids": pids, "left": [pid for pid in pids if is_alive(pid)]}), flush=True)
+assert bystander.poll() is None
+bystander.kill()
+launcher.stop()
 """
 
 

@@ -299,10 +299,10 @@ def restore_paging(optimizer: torch.optim.Optimizer) -> None:
     """Move loaded state of a paged optimizer to memory that the driver pages, as bitsandbytes allocates new state."""
     if not isinstance(optimizer, BnbOptimizer) or not optimizer.is_paged:
         return
-    for parameter, state in optimizer.state.items():
+    for state in optimizer.state.values():
         for name in _BNB_STATES & state.keys():
             loaded = state[name]
-            state[name] = optimizer.get_state_buffer(parameter, dtype=loaded.dtype)
+            state[name] = optimizer.get_state_buffer(loaded, dtype=loaded.dtype)
             state[name].copy_(loaded)
 
 

@@ -1,17 +1,20 @@
 """Steps of every training method up to the loaded model, in the order of use; `pipeline.py` has the rest."""
 
+import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import transformers
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from app.contracts.attempt.job import DataSource
-from app.contracts.training_config.resolution import Replacement
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.optimizers import OPTIMIZERS
+from app.contracts.training_config.resolution import LONGEST_SEQUENCE, Replacement, length_replacement
 from worker.training.checkpointing import saver
 from worker.training.context import TrainingContext
 from worker.training.data import dataset as data
@@ -80,6 +83,7 @@ def prepare_start(run: TrainingContext, replaced: list[Replacement]) -> Setup:
         TrainingFailure: with a stable code; `config_error` if the user set a length above the model's limit.
         Stopped: a stop was requested.
     """
+    _check_optimizer(run.config)
     transformers.set_seed(run.config.seed)
     restore_replica(run)
     resume = run.resume_from
@@ -94,27 +98,46 @@ def prepare_start(run: TrainingContext, replaced: list[Replacement]) -> Setup:
     return Setup(base, tokenizer, _max_sequence_length(run, base, tokenizer, replaced))
 
 
+def _check_optimizer(config: TrainingConfig) -> None:
+    needed = OPTIMIZERS[config.optim].package
+    if needed is None or config.trainer_options.optimizer is not None:
+        return
+    module, package = needed
+    if importlib.util.find_spec(module) is None:
+        raise TrainingFailure(
+            "config_error",
+            f"`optim` is `{config.optim}`, whose package is not installed on this worker: run `pip install {package}` "
+            "there, or use another optimizer.",
+        )
+
+
 def _max_sequence_length(
     run: TrainingContext, base: BaseModelSource, tokenizer: PreTrainedTokenizerBase, replaced: list[Replacement]
 ) -> int:
-    """Return the maximum sequence length in tokens: as configured, limited by what the model can take."""
+    """Return the maximum sequence length in tokens, and store it in the configuration in effect.
+
+    It is the configured one, limited by what the model can take.
+    """
     own = getattr(base.architecture.get_text_config(), "max_position_embeddings", None)
-    limit = own or min(tokenizer.model_max_length, 1_000_000)
+    limit = int(own or min(tokenizer.model_max_length, LONGEST_SEQUENCE))
     asked = run.config.max_seq_length
-    if asked is None or asked <= limit:
-        return asked or limit
+    if asked is None:
+        run.config = run.config.model_copy(update={"max_seq_length": limit})
+        return limit
+    if asked <= limit:
+        return asked
     if "max_seq_length" in run.given:
         raise TrainingFailure(
             "config_error", f"`max_seq_length` is {asked}, but this model takes at most {limit} tokens."
         )
-    replace_default(run, replaced, "max_seq_length", limit, f"The model takes at most {limit} tokens.")
-    return int(limit)
+    replace_default(run, replaced, length_replacement(run.config, limit))
+    return limit
 
 
-def replace_default(run: TrainingContext, replaced: list[Replacement], field: str, used: Any, reason: str) -> None:
+def replace_default(run: TrainingContext, replaced: list[Replacement], replacement: Replacement) -> None:
     """Replace a default that cannot be used with another value, and record the replacement to report it."""
-    replaced.append(Replacement(field=field, requested=getattr(run.config, field), used=used, reason=reason))
-    run.config = run.config.model_copy(update={field: used})
+    replaced.append(replacement)
+    run.config = run.config.model_copy(update={replacement.field: replacement.used})
 
 
 def must_disable_dropout(run: TrainingContext, replaced: list[Replacement]) -> bool:
@@ -122,7 +145,9 @@ def must_disable_dropout(run: TrainingContext, replaced: list[Replacement]) -> b
     if run.config.lora_r is None:
         return True
     if "lora_dropout" not in run.given and run.config.lora_dropout > 0:
-        replace_default(run, replaced, "lora_dropout", 0.0, "Dropout would add noise to the comparison of two answers.")
+        why = "Dropout would add noise to the comparison of two answers."
+        rate = run.config.lora_dropout
+        replace_default(run, replaced, Replacement(field="lora_dropout", requested=rate, used=0.0, reason=why))
     return run.config.lora_dropout == 0
 
 

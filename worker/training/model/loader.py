@@ -23,7 +23,7 @@ from trl.trainer.reward_trainer import suppress_seqcls_warning
 from app.contracts.attempt.device import AssignedDevice
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.rules import DeviceCapabilities
-from worker.training.failures import TrainingFailure
+from worker.training.failures import TrainingFailure, device_failure
 from worker.training.model.base_model import BaseModelSource, load_failure
 
 Head = Literal["causal", "reward"]
@@ -38,8 +38,11 @@ def machine_of(device: AssignedDevice | None) -> DeviceCapabilities:
     kind = device.kind if device else ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cpu":
         return DeviceCapabilities(kind="cpu", bf16=True)
-    if not torch.cuda.is_available():
-        raise TrainingFailure("config_error", "The run was assigned a GPU, but torch finds none on this machine.")
+    try:
+        # A sick GPU is found by its driver, and fails only when it is used.
+        torch.zeros(1, device="cuda").item()
+    except (RuntimeError, AssertionError) as error:
+        raise device_failure(error) from error
     return DeviceCapabilities(
         kind="cuda",
         bf16=torch.cuda.is_bf16_supported(including_emulation=False),

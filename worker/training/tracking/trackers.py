@@ -207,24 +207,23 @@ def open_trackers(job: JobSpec, config: TrainingConfig, report: Reporter) -> Tra
             f"`report_to` names {', '.join(missing)}, which is not installed on this worker: "
             "run `pip install 'anneal[trackers]'` there, or leave it out.",
         )
-    uri = job.trackers.mlflow_tracking_uri
-    if "mlflow" in names and not uri:
+    if "mlflow" in names and not job.trackers.mlflow_tracking_uri:
         raise TrainingFailure(
             "config_error",
             "`report_to` names mlflow, but this worker has no MLflow server configured: its operator sets "
             "ANNEAL_MLFLOW_TRACKING_URI.",
         )
-    about = RunDescription.of(job, config.method, uri)
+    about = RunDescription.of(job, config.method)
     return Trackers([TrackerQueue(name, _KINDS[name](about), report) for name in names], about.folder)
 
 
 def status_after(result: TrainingResult) -> Status:
     """Return the status of a run after this result of an attempt; a drained run continues elsewhere."""
     outcome, why = result["outcome"], result.get("why")
-    if outcome == "completed" or why == "stop_at_step":
-        return "completed"
-    if outcome == "failed" or why == "time_limit":
+    if outcome == "failed":
         return "failed"
+    if outcome == "completed" or why in ("time_limit", "stop_at_step"):
+        return "completed"
     return "pending" if why == "drain" else "cancelled"
 
 

@@ -127,6 +127,7 @@ class TestEachFieldIsChecked:
             ({"learning_rate": "1e-4"}, "learning_rate", "wrong_type"),
             ({"batch_size": True}, "batch_size", "wrong_type"),
             ({"batch_size": 0}, "batch_size", "out_of_range"),
+            ({"logging_steps": -1}, "logging_steps", "out_of_range"),
             ({"batch_size": 10**30}, "batch_size", "out_of_range"),
             ({"batch_size": "4 "}, "batch_size", "bad_count"),
             ({"lora_r": "4"}, "lora_r", "wrong_type"),
@@ -165,12 +166,30 @@ class TestEachFieldIsChecked:
         assert codes(fields) == {(field, code)}
 
     @pytest.mark.parametrize(
-        "name", ["../secret", "a/../../b", "/etc", "a//b", "~/m", "a\\b", "a\0b", "a/.", ".hidden", "a\n", "%2e%2e/x"]
+        "name",
+        [
+            "../secret",
+            "a/../../b",
+            "/etc",
+            "a//b",
+            "~/m",
+            "a\\b",
+            "a\0b",
+            "a/.",
+            ".hidden",
+            "a\n",
+            "%2e%2e/x",
+            " a",
+            "a ",
+            "a /b",
+        ],
     )
     def test_a_base_model_cannot_leave_the_models_root(self, name: str) -> None:
         assert codes({"base_model": name}) == {("base_model", "invalid_name")}
 
-    @pytest.mark.parametrize("name", ["tiny", "owner/model-1.5B", "run_01k0000000000000000000000a", "a/b/c", "a..b"])
+    @pytest.mark.parametrize(
+        "name", ["tiny", "owner/model-1.5B", "run_01k0000000000000000000000a", "a/b/c", "a..b", "my model/v 2"]
+    )
     def test_folders_hub_names_and_runs_are_names(self, name: str) -> None:
         assert codes({"base_model": name}) == set()
 
@@ -201,11 +220,11 @@ class TestEachFieldIsChecked:
         assert "`learning_rate`" in problem.message
 
     def test_all_problems_come_at_once_conflicts_included(self) -> None:
-        config = {"method": "full", "load_in_4bit": True, "batch_size": -1, "nonsense": 1, "extra": {"no": 1},
+        config = {"method": "full", "load_in_8bit": True, "batch_size": -1, "nonsense": 1, "extra": {"no": 1},
                   "torch_compile": True, "eval_steps": 5}  # fmt: skip
         assert codes(config) == {
             ("batch_size", "out_of_range"), ("nonsense", "unknown_field"), ("extra.no", "unknown_field"),
-            ("load_in_4bit", "conflict"), ("torch_compile", "not_available_yet"), ("eval_steps", "needs_eval_data"),
+            ("load_in_8bit", "conflict"), ("torch_compile", "not_available_yet"), ("eval_steps", "needs_eval_data"),
         }  # fmt: skip
 
 
@@ -213,18 +232,16 @@ class TestConflicts:
     @pytest.mark.parametrize(
         ("fields", "field"),
         [
-            ({"method": "full", "load_in_4bit": True}, "load_in_4bit"),
             ({"method": "full", "load_in_8bit": True}, "load_in_8bit"),
             ({"method": "full", "lora_r": 8}, "lora_r"),
             ({"method": "full", "use_dora": True}, "use_dora"),
             ({"method": "full", "bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type"),
-            ({"method": "lora", "load_in_4bit": True}, "load_in_4bit"),
+            ({"method": "lora", "load_in_8bit": True}, "load_in_8bit"),
             ({"method": "lora", "lora_r": None}, "lora_r"),
             ({"method": "qlora", "load_in_4bit": False}, "load_in_4bit"),
-            ({"method": "qlora", "load_in_4bit": True, "load_in_8bit": True}, "load_in_8bit"),
-            ({"method": "sft", "lora_r": None, "load_in_4bit": True}, "load_in_4bit"),
+            ({"method": "sft", "lora_r": None, "load_in_8bit": True}, "load_in_8bit"),
             ({"method": "sft", "lora_r": None, "lora_dropout": 0.1}, "lora_dropout"),
-            ({"load_in_8bit": True, "bnb_4bit_quant_type": "nf4"}, "bnb_4bit_quant_type"),
+            ({"load_in_8bit": True, "bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type"),
             ({"target_modules": ["lm_head"]}, "target_modules"),
             ({"dpo": {"beta": 0.2}}, "dpo"),
             ({"method": "dpo", "eval_split": 0.1, "eval_steps": 1, "extra": {"metrics": ["a"]}}, "extra.metrics"),
@@ -236,7 +253,25 @@ class TestConflicts:
             ({"packing": True, "max_seq_length": None}, "packing"),
             ({"optim": "sgd", "extra": {"adam_beta1": 0.5}}, "extra.adam_beta1"),
             ({"optim": "lion_8bit", "extra": {"adam_epsilon": 1e-6}}, "extra.adam_epsilon"),
-            ({"extra": {"packing_strategy": "bfd"}}, "extra.packing_strategy"),
+            ({"optim": "grokadamw", "extra": {"adam_beta1": 0.5}}, "extra.adam_beta1"),
+            ({"extra": {"optim_args": {"momentum": 0.5}}}, "extra.optim_args.momentum"),
+            ({"extra": {"optim_target_modules": ["q_proj"]}}, "extra.optim_target_modules"),
+            ({"optim": "galore_adamw", "extra": {"optim_target_modules": ["q_proj"]}}, "optim"),
+            (
+                {
+                    "method": "full",
+                    "optim": "apollo_adamw",
+                    "weight_decay": 0.1,
+                    "extra": {"optim_target_modules": ["q_proj"]},
+                },
+                "weight_decay",
+            ),
+            ({"extra": {"lr_scheduler_kwargs": {"min_lr": 1e-6}}}, "extra.lr_scheduler_kwargs.min_lr"),
+            (
+                {"lr_scheduler_type": "cosine_with_min_lr", "extra": {"lr_scheduler_kwargs": {"min_lr": 1e-3}}},
+                "learning_rate",
+            ),
+            ({"extra": {"packing_strategy": "wrapped"}}, "extra.packing_strategy"),
             (
                 {"packing": True, "extra": {"packing_strategy": "wrapped"}, "truncation_mode": "keep_end"},
                 "truncation_mode",
@@ -254,10 +289,43 @@ class TestConflicts:
             {"method": "qlora", "load_in_8bit": True}, {"method": "qlora", "load_in_4bit": False, "load_in_8bit": True},
             {"extra": {"max_grad_norm": 0.5}}, {"packing": True, "extra": {"packing_strategy": "wrapped"}},
             {"lr_scheduler_type": "constant"},
+            {"optim": "sgd", "extra": {"optim_args": {"momentum": 0.9, "nesterov": True}}},
+            {"method": "full", "optim": "galore_adamw", "extra": {"optim_target_modules": ["q_proj"]}},
+            {"lr_scheduler_type": "cosine_with_min_lr", "extra": {"lr_scheduler_kwargs": {"min_lr_rate": 0.1}}},
+            {"lr_scheduler_type": "warmup_stable_decay", "extra": {"lr_scheduler_kwargs": {"num_decay_steps": "1k"}}},
         ],
     )  # fmt: skip
     def test_fields_that_go_together_are_accepted(self, fields: dict[str, Any]) -> None:
         assert codes(fields) == set()
+
+    def test_what_an_optimizer_or_a_schedule_needs_must_be_there(self) -> None:
+        missing = {("extra.lr_scheduler_kwargs", "missing")}
+        assert codes({"lr_scheduler_type": "warmup_stable_decay"}) == missing
+        assert codes({"lr_scheduler_type": "cosine_with_min_lr"}) == missing
+        both = {"lr_scheduler_kwargs": {"min_lr": 1e-6, "min_lr_rate": 0.1}}
+        assert codes({"lr_scheduler_type": "cosine_with_min_lr", "extra": both}) == missing
+        assert codes({"method": "full", "optim": "galore_adamw"}) == {("extra.optim_target_modules", "missing")}
+
+    @pytest.mark.parametrize(
+        ("fields", "says"),
+        [({"optim": "lomo"}, "backward pass"), ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "a resumed run")],
+    )
+    def test_a_name_of_transformers_that_is_not_supported_says_why(self, fields: dict[str, Any], says: str) -> None:
+        (problem,) = config_errors({"base_model": "tiny", **fields}, has_eval_dataset=False)
+        assert problem.code == "unknown_value" and says in problem.message
+
+    @pytest.mark.parametrize(
+        ("extra", "field", "code"),
+        [
+            ({"optim_args": {"momentum": 2}}, "extra.optim_args.momentum", "out_of_range"),
+            ({"optim_args": "momentum=0.9"}, "extra.optim_args", "wrong_type"),
+            ({"lr_scheduler_kwargs": {"speed": 1}}, "extra.lr_scheduler_kwargs.speed", "unknown_field"),
+            ({"lr_scheduler_kwargs": [1]}, "extra.lr_scheduler_kwargs", "wrong_type"),
+            ({"optim_target_modules": []}, "extra.optim_target_modules", "out_of_range"),
+        ],
+    )
+    def test_bad_options_of_both_are_refused_by_name(self, extra: dict[str, Any], field: str, code: str) -> None:
+        assert (field, code) in codes({"extra": extra})
 
     def test_evaluation_needs_both_data_and_an_interval(self) -> None:
         assert codes({"eval_steps": 5}) == {("eval_steps", "needs_eval_data")}
@@ -291,17 +359,16 @@ class TestConflicts:
 
     def test_a_given_value_that_the_machine_cannot_honor_is_refused(self) -> None:
         refused = ("not_on_this_machine",)
-        assert codes({"optim": "paged_adamw_8bit"}, machine=CPU) == {("optim", *refused)}
+        assert codes({"optim": "paged_adamw_32bit"}, machine=CPU) == {("optim", *refused)}
         assert codes({"attn_implementation": "flash_attention_2"}, machine=GPU) == {("attn_implementation", *refused)}
         second = DeviceCapabilities(kind="cuda", bf16=True, flash_attention=True)
         assert codes({"attn_implementation": "flash_attention_2"}, machine=second) == set()
         assert codes({"attn_implementation": "flash_attention_3"}, machine=second) == {
             ("attn_implementation", *refused)
         }
-        assert codes({"bnb_4bit_compute_dtype": "bfloat16"}, machine=OLD_GPU) == {("bnb_4bit_compute_dtype", *refused)}
         assert codes({"bnb_4bit_compute_dtype": "float16"}, machine=CPU) == {("bnb_4bit_compute_dtype", *refused)}
         assert codes({"use_dora": True, "load_in_8bit": True}, machine=CPU) == {("use_dora", *refused)}
-        assert codes({"optim": "paged_adamw_8bit"}, machine=GPU) == set()
+        assert codes({"optim": "paged_adamw_32bit"}, machine=GPU) == set()
         assert codes({}, machine=CPU) == set()
 
 
@@ -341,10 +408,17 @@ class TestResolve:
         assert "optim" not in {one.field for one in made.replaced}
 
     def test_what_the_user_gave_is_never_replaced(self) -> None:
-        made = effective(CPU, gradient_checkpointing=True, bnb_4bit_compute_dtype="bfloat16", optim="adamw_torch")
+        made = effective(CPU, gradient_checkpointing=True, bnb_4bit_compute_dtype="float32", optim="adamw_torch")
         assert made.replaced == []
         assert made.config.gradient_checkpointing is True
-        assert [p.code for p in effective(CPU, optim="paged_adamw_8bit").problems] == ["not_on_this_machine"]
+        assert [p.code for p in effective(CPU, optim="paged_adamw_32bit").problems] == ["not_on_this_machine"]
+
+    def test_the_models_limit_is_the_effective_length(self) -> None:
+        config = TrainingConfig(base_model="tiny", max_seq_length=None)
+        made = resolve(config, {"base_model"}, None, 256)
+        assert (made.config.max_seq_length, made.replaced) == (256, [])
+        (lowered,) = resolve(TrainingConfig(base_model="tiny"), {"base_model"}, None, 256).replaced
+        assert (lowered.requested, lowered.used) == (2048, 256)
 
     def test_a_gpu_keeps_the_defaults_unless_it_lacks_bfloat16(self) -> None:
         assert effective(GPU).replaced == []
@@ -371,8 +445,14 @@ class TestResume:
         assert [p.code for p in resume_problems(parent, {"lora_r": 8})] == ["not_changeable_on_resume"]
 
     def test_given_fields_are_dotted_in_groups(self) -> None:
-        config = {"seed": 1, "extra": {"max_grad_norm": 1}, "dpo": {"beta": 1}, "rlhf": {}}
+        config = {"seed": 1, "extra": {"max_grad_norm": 2}, "dpo": {"beta": 1}, "rlhf": {}}
         assert given_fields(config) == {"seed", "extra.max_grad_norm", "dpo.beta"}
+
+    def test_a_value_equal_to_the_default_is_not_given(self) -> None:
+        defaults = TrainingConfig(base_model="tiny").model_dump(mode="json")
+        assert given_fields(defaults) == {"base_model"}
+        assert given_fields({"batch_size": "2**2", "packing": 0, "extra": {"max_rewinds": 3}}) == {"packing"}
+        assert given_fields({"extra": 3, "dpo": None, "unheard_of": None}) == {"extra", "dpo", "unheard_of"}
 
 
 def test_a_worker_of_the_version_before_passes_over_defaults_that_it_does_not_know() -> None:

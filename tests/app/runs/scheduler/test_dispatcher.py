@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import psutil
 import pytest
 from sqlalchemy import Engine, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -119,30 +120,32 @@ async def test_after_a_time_without_answers_leases_have_one_of_grace(
     assert time.monotonic() - answered >= silence + settings.lease_seconds
 
 
-async def test_a_server_that_hangs_in_the_middle_of_a_round_gives_leases_one_of_grace_as_well(
+async def test_a_server_that_freezes_in_the_middle_of_a_round_gives_leases_one_of_grace_as_well(
     dispatcher: Dispatcher, engine: Engine, own: AsyncEngine, settings: Settings
 ) -> None:
     """Behind the lock, with a run whose worker could not renew meanwhile: neither this round nor the next takes it."""
     run_id = add_run(engine).id
     silence = settings.lease_seconds / 2 + 0.1
 
-    def hang(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        if "lease_expires_at" in statement and not hung:
-            hung.append(time.monotonic())
+    def freeze(connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if "lease_expires_at" in statement and not frozen:
+            frozen.append(time.monotonic())
             claim(engine, worker, lease=silence / 2)
-            threading.Event().wait(silence)
+            backend = psutil.Process(connection.connection.driver_connection.info.backend_pid)
+            backend.suspend()
+            threading.Timer(silence, backend.resume).start()
 
-    hung: list[float] = []
+    frozen: list[float] = []
     worker = add_worker(engine)
-    event.listen(own.sync_engine, "before_cursor_execute", hang)
-    assert (await dispatcher.round())[1] == [] and hung
+    event.listen(own.sync_engine, "before_cursor_execute", freeze)
+    assert (await dispatcher.round())[1] == [] and frozen
     assert (await dispatcher.round())[1] == []
 
     async def moved() -> list[str]:
         return (await dispatcher.round())[1]
 
     assert await eventually_async(moved) == [run_id]
-    assert time.monotonic() - hung[0] >= silence + settings.lease_seconds
+    assert time.monotonic() - frozen[0] >= silence + settings.lease_seconds
 
 
 async def test_after_a_time_without_writes_leases_have_one_of_grace_too(dispatcher: Dispatcher, engine: Engine) -> None:

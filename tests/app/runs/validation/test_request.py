@@ -8,6 +8,8 @@ import pytest
 from sqlalchemy import Engine, update
 
 from app.config import Settings
+from app.contracts.methods import METHODS, TrainingMethod
+from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.validation import config_errors
 from app.infra.db import sync_engine
 from app.infra.ids import new_id
@@ -18,6 +20,7 @@ from tests.app.on_shared_api import OnSharedApi
 from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run
 from tests.rows import add_worker, run_row
 from tests.server import ApiServer, ThreadServer
+from tests.specified_config import SpecifiedConfig
 
 _LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -74,9 +77,8 @@ CONFIGS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"base_model": "tiny/../../x"}, "base_model", "invalid_name", "not a path outside the models root"),
     ({"base_model": ""}, "base_model", "out_of_range", "at least 1 character"),
     ({"base_model": None}, "base_model", "wrong_type", "string"),
-    ({"method": "full", "load_in_4bit": True}, "load_in_4bit", "conflict", "trains all weights"),
+    ({"method": "full", "load_in_8bit": True}, "load_in_8bit", "conflict", "trains all weights"),
     ({"method": "lora", "load_in_8bit": True}, "load_in_8bit", "conflict", "use method `qlora`"),
-    ({"load_in_4bit": True, "load_in_8bit": True}, "load_in_8bit", "conflict", "choose one"),
     ({"eval_steps": 5}, "eval_steps", "needs_eval_data", "eval_split"),
     ({"extra": {"momentum": 1}}, "extra.momentum", "unknown_field", "is not a field"),
 ]
@@ -300,7 +302,7 @@ class TestBaseRun:
 
 
 class TestMachine:
-    WANTS_GPU = {"base_model": "org/model", "optim": "paged_adamw_8bit"}
+    WANTS_GPU = {"base_model": "org/model", "optim": "paged_adamw_32bit"}
 
     def check(self, api: ApiServer, dataset: str, config: dict[str, Any]) -> dict[str, Any]:
         answer = api.client.post("/v1/runs/validate", json={"dataset_id": dataset, "config": config})
@@ -312,7 +314,7 @@ class TestMachine:
         found = self.check(api, dataset, self.WANTS_GPU)
         assert found["valid"] and found["errors"] == []
         assert [warning["code"] for warning in found["warnings"]] == ["no_worker_online"]
-        assert found["effective_config"]["optim"] == "paged_adamw_8bit"
+        assert found["effective_config"]["optim"] == "paged_adamw_32bit"
 
     def test_an_option_that_no_online_worker_can_honor_is_refused(
         self, api: ApiServer, engine: Engine, dataset: str
@@ -347,7 +349,77 @@ class TestMachine:
         assert self.check(api, dataset, self.WANTS_GPU)["valid"]
 
 
+class TestDefaultValues:
+    """A value equal to the default counts as not given, so a client may send every field for every method."""
+
+    IGNORED = {
+        "full": {
+            "lora_r", "lora_alpha", "lora_dropout", "load_in_4bit", "bnb_4bit_compute_dtype", "bnb_4bit_quant_type",
+        },
+        "lora": {"load_in_4bit", "bnb_4bit_compute_dtype", "bnb_4bit_quant_type"},
+    }  # fmt: skip
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_the_specified_dictionary_is_accepted_for_every_method(
+        self, api: ApiServer, engine: Engine, method: TrainingMethod
+    ) -> None:
+        add_worker(engine, backends=["celery"])
+        (make_model(api.settings) / "config.json").write_text(json.dumps({**_LLAMA, "max_position_embeddings": 256}))
+        config = SpecifiedConfig("tiny", method).to_dict()
+        if METHODS[method].generates:
+            config[method] = {"rewards": [{"type": "length", "max": 20}]}
+        body = {"dataset_id": make_dataset(engine, METHODS[method].formats[0]), "config": config}
+        found = api.client.post("/v1/runs/validate", json=body).json()
+        assert found["errors"] == []
+        ignored = {it["field"].removeprefix("config.") for it in found["warnings"] if it["code"] == "equals_default"}
+        assert ignored == self.IGNORED.get(method, set())
+        made = api.client.post("/v1/runs", json=body)
+        assert made.status_code == 202, made.text
+        effective = found["effective_config"]
+        assert (effective["optim"], effective["max_seq_length"]) == ("adamw_8bit", 256)
+        plain = {"base_model": "tiny", "method": method, "gradient_checkpointing": True}
+        plain |= {name: config[name] for name in ("rlhf",) if name in config}
+        assert made.json()["config"] == TrainingConfig.model_validate(plain).model_dump(mode="json")
+        assert "optim" not in run_row(engine, made.json()["id"]).user_set_fields
+
+    def test_a_warning_names_the_conflict_that_any_other_value_would_be(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        config = {"base_model": "org/model", "load_in_4bit": True, "load_in_8bit": True, "dpo": {"beta": 0.1}}
+        found = api.client.post("/v1/runs/validate", json={"dataset_id": dataset, "config": config}).json()
+        ignored = {it["field"]: it["message"] for it in found["warnings"] if it["code"] == "equals_default"}
+        assert set(ignored) == {"config.load_in_8bit", "config.dpo"}
+        assert "equal to the default" in ignored["config.dpo"] and "only to method `dpo`" in ignored["config.dpo"]
+        assert found["effective_config"]["load_in_4bit"] is False
+
+
 class TestValidate(OnSharedApi):
+    @pytest.mark.parametrize(
+        ("files", "asked", "used"),
+        [
+            ({"config.json": {"max_position_embeddings": 256}}, {}, 256),
+            ({"config.json": {"max_position_embeddings": 256}}, {"max_seq_length": None}, 256),
+            ({"config.json": {"max_position_embeddings": 256}}, {"max_seq_length": 128}, 128),
+            ({"config.json": {"max_position_embeddings": 8192}}, {}, 2048),
+            ({"config.json": _LLAMA, "tokenizer_config.json": {"model_max_length": 512}}, {}, 512),
+            ({"config.json": _LLAMA, "tokenizer_config.json": {"model_max_length": 1e30}}, {"max_seq_length": None},
+             1_000_000),
+            ({"config.json": _LLAMA}, {"max_seq_length": None}, None),
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_the_effective_length_is_the_one_that_the_model_takes(
+        self, api: ApiServer, dataset: str, files: Any, asked: dict[str, Any], used: int | None
+    ) -> None:
+        folder = make_model(api.settings)
+        for name, content in files.items():
+            (folder / name).write_text(json.dumps(content))
+        body = {"dataset_id": dataset, "config": {"base_model": "tiny", **asked}}
+        found = api.client.post("/v1/runs/validate", json=body).json()
+        assert found["effective_config"]["max_seq_length"] == used
+        lowered = [it for it in found["warnings"] if it["field"] == "config.max_seq_length"]
+        assert bool(lowered) == (asked == {} and used != 2048)
+
     def test_says_what_create_would_say_and_makes_nothing(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         body = {"dataset_id": dataset, "config": {"base_model": "nowhere", "epochs": 0}}
         answer = api.client.post("/v1/runs/validate", json=body)

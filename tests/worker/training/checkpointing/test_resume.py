@@ -1,8 +1,10 @@
 """A resumed run goes on exactly: losses, rows and weights are those of a run that was never interrupted."""
 
+import functools
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,24 +45,31 @@ COMMON: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=METHODS)
-def undisturbed(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    forks: Forks,
-    tiny_model: Path,
-    chats: Path,
-) -> Outcome:
-    """An uninterrupted run of each method, with a checkpoint after every step."""
-    config = METHODS[request.param] | COMMON
-    outcome = forks.run(make_job(tmp_path_factory.mktemp(request.param), tiny_model, chats, **config))
-    assert outcome.result["outcome"] == "completed", outcome.result
-    assert len(outcome.steps) == STEPS
-    (facts,) = (record["facts"] for record in outcome.of("config"))
-    batches = math.ceil(facts["sequences"] / 2)
-    assert facts["sequences"] < facts["rows"], "rows are packed"
-    assert 6 < batches < 9, "an epoch has three steps, and the last of them a remainder of one or two batches"
-    return outcome
+@pytest.fixture(scope="module")
+def undisturbed_run(
+    tmp_path_factory: pytest.TempPathFactory, forks: Forks, tiny_model: Path, chats: Path
+) -> Callable[[str], Outcome]:
+    """Trains a method once without interruption, with a checkpoint after every step."""
+
+    @functools.cache
+    def train(method: str) -> Outcome:
+        config = METHODS[method] | COMMON
+        outcome = forks.run(make_job(tmp_path_factory.mktemp(method), tiny_model, chats, **config))
+        assert outcome.result["outcome"] == "completed", outcome.result
+        assert len(outcome.steps) == STEPS
+        (facts,) = (record["facts"] for record in outcome.of("config"))
+        batches = math.ceil(facts["sequences"] / 2)
+        assert facts["sequences"] < facts["rows"], "rows are packed"
+        assert 6 < batches < 9, "an epoch has three steps, and the last of them a remainder of one or two batches"
+        return outcome
+
+    return train
+
+
+@pytest.fixture(params=METHODS)
+def undisturbed(request: pytest.FixtureRequest, undisturbed_run: Callable[[str], Outcome]) -> Outcome:
+    """An uninterrupted run of each method."""
+    return undisturbed_run(request.param)
 
 
 def resumed(

@@ -55,3 +55,13 @@ def test_a_checkpoint_that_is_asked_for_is_saved_once_and_training_goes_on(
     assert saved["kind"] == "periodic"
     assert len(done.of("checkpoint")) == 1
     assert list(done.steps) == list(range(1, done.result["step"] + 1))
+
+
+def test_without_logging_steps_only_the_last_step_is_logged(
+    forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    done = forks.run(make_job(tmp_path, tiny_model, chats, max_steps=3, logging_steps=0, **QUICK))
+    assert done.result["outcome"] == "completed"
+    (logged,) = done.of("metric")
+    losses = [float.fromhex(loss) for loss, _ in done.steps.values()]
+    assert logged["step"] == 3 and logged["loss"] == pytest.approx(sum(losses) / 3)

@@ -9,12 +9,17 @@ import pytest
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from app.contracts.methods import METHODS as TRAINING_METHODS
+from app.contracts.methods import TrainingMethod
+from app.contracts.training_config.raw_config import given_fields
+from tests.specified_config import SpecifiedConfig
 from tests.worker.training.tiny import (
     Forks,
     Outcome,
     make_chat_dataset,
     make_job,
     make_pairs,
+    make_prompts,
     make_rated,
     make_tiny_model,
 )
@@ -68,6 +73,35 @@ def test_a_method_learns_and_its_output_loads_with_plain_libraries_and_generates
     points = [json.loads(line) for line in (done.output / "metrics.jsonl").read_text().splitlines()]
     assert [point["loss"] for point in points] == losses
     assert [path.name for path in done.folder.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("method", TRAINING_METHODS)
+def test_the_specified_dictionary_trains_with_every_method(
+    method: str, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    row = TRAINING_METHODS[TrainingMethod(method)]
+    make_data = {"preference": make_pairs, "rated": make_rated, "prompt": make_prompts}.get(row.formats[0])
+    data = make_data(tmp_path / "data.jsonl", 16) if make_data else chats
+    config = SpecifiedConfig("tiny", method, max_steps=1, batch_size=2, gradient_accumulation_steps=2).to_dict()
+    if row.generates:
+        options = {"num_generations": 4, "max_completion_length": 8, "rewards": [{"type": "length", "max": 20}]}
+        config[method] = options
+    job = make_job(
+        tmp_path, tiny_model, data, data_format=row.formats[0], **{k: v for k, v in config.items() if k != "base_model"}
+    )
+    done = completed(forks.run({**job, "user_set_fields": sorted(given_fields(config))}))
+    (reported,) = done.of("config")
+    assert reported["effective"]["max_seq_length"] == 256
+    assert reported["effective"]["gradient_checkpointing"] is True
+
+
+@pytest.mark.parametrize("asked", [None, 100])
+def test_the_effective_length_is_the_one_in_use(
+    asked: int | None, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    done = forks.run(make_job(tmp_path, tiny_model, chats, method="full", max_steps=1, max_seq_length=asked))
+    (reported,) = completed(done).of("config")
+    assert reported["effective"]["max_seq_length"] == reported["facts"]["max_length"] == (asked or 256)
 
 
 def test_the_first_facts_come_before_the_first_step(

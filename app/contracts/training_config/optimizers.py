@@ -1,0 +1,173 @@
+"""Optimizers and learning-rate schedules of transformers, and the options that each of them reads.
+
+A test compares the names and options with the installed transformers, which the API must not import.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from app.contracts.field_types import Strict
+from app.contracts.human_numbers import COUNT
+
+_Positive = Annotated[float, Field(gt=0, le=1e6)]
+_Fraction = Annotated[float, Field(ge=0, le=1)]
+_Steps = Annotated[int, Field(ge=1, le=100_000_000), COUNT]
+
+
+class OptimizerOptions(Strict):
+    """Options of single optimizers; transformers calls them `optim_args`."""
+
+    momentum: _Fraction | None = Field(default=None, description="Momentum; for `sgd` and `rmsprop`.")
+    dampening: _Fraction | None = Field(default=None, description="Dampening of the momentum; for `sgd`.")
+    nesterov: bool | None = Field(default=None, description="Nesterov momentum; for `sgd`.")
+    lr_decay: _Fraction | None = Field(default=None, description="Decay of the learning rate; for `adagrad`.")
+    eps: _Positive | None = Field(default=None, description="Numerical stability; for `adagrad` and `rmsprop`.")
+    alpha: _Positive | None = Field(
+        default=None, description="Smoothing of `rmsprop`, or weight of the slow moment of AdEMAMix."
+    )
+    centered: bool | None = Field(default=None, description="Normalize by the variance of gradients; for `rmsprop`.")
+    beta3: _Fraction | None = Field(default=None, description="Decay of the slow moment; for AdEMAMix.")
+    t_alpha: _Steps | None = Field(default=None, description="Steps until `alpha` is reached; for AdEMAMix.")
+    t_beta3: _Steps | None = Field(default=None, description="Steps until `beta3` is reached; for AdEMAMix.")
+    rank: Annotated[int, Field(ge=1, le=65_536)] | None = Field(
+        default=None, description="Rank of projected gradients; for GaLore and APOLLO."
+    )
+    update_proj_gap: _Steps | None = Field(
+        default=None, description="Steps between two updates of the projection; for GaLore and APOLLO."
+    )
+    scale: _Positive | None = Field(default=None, description="Scale of projected gradients; for GaLore and APOLLO.")
+    max_lr: _Positive | None = Field(default=None, description="Maximum learning rate; for `stable_adamw`.")
+
+
+class SchedulerOptions(Strict):
+    """Options of single learning-rate schedules; transformers calls them `lr_scheduler_kwargs`."""
+
+    num_cycles: _Positive | None = Field(
+        default=None, description="Waves of a cosine schedule; restarts of `cosine_with_restarts`."
+    )
+    min_lr: _Positive | None = Field(default=None, description="Final learning rate; for `cosine_…with_min_lr`.")
+    min_lr_rate: _Fraction | None = Field(
+        default=None, description="Final learning rate as a fraction of `learning_rate`; instead of `min_lr`."
+    )
+    warmup_lr_rate: _Fraction | None = Field(
+        default=None,
+        description="First learning rate as a fraction of `learning_rate`; for `cosine_warmup_with_min_lr`.",
+    )
+    lr_end: _Positive | None = Field(default=None, description="Final learning rate; for `polynomial`.")
+    power: _Positive | None = Field(default=None, description="Exponent; for `polynomial`.")
+    timescale: _Steps | None = Field(default=None, description="Time scale in steps; for `inverse_sqrt`.")
+    num_decay_steps: _Steps | None = Field(
+        default=None, description="Last steps with a falling rate; `warmup_stable_decay` needs it."
+    )
+    warmup_type: Literal["linear", "cosine", "1-sqrt"] | None = Field(
+        default=None, description="Form of the warmup; for `warmup_stable_decay`."
+    )
+    decay_type: Literal["linear", "cosine", "1-sqrt"] | None = Field(
+        default=None, description="Form of the decay; for `warmup_stable_decay`."
+    )
+    min_lr_ratio: _Fraction | None = Field(
+        default=None, description="Final learning rate as a fraction; for `warmup_stable_decay`."
+    )
+
+
+_BETAS = ("adam_beta1", "adam_beta2")
+ADAM_OPTIONS = (*_BETAS, "adam_epsilon")
+"""Fields of `extra` that only some optimizers read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerTraits:
+    """Properties of an optimizer."""
+
+    adam_options: tuple[str, ...] = ()
+    """Those of `ADAM_OPTIONS` that it reads."""
+    options: tuple[str, ...] = ()
+    """Fields of `OptimizerOptions` that it reads."""
+    moments: int = 2
+    """Values of its state per trained weight."""
+    package: tuple[str, str] | None = None
+    """Module that it needs, and the package to install."""
+    projects_gradients: bool = False
+    """True if it projects the gradients of chosen modules; it then trains all weights, without decay."""
+
+
+_ADAM = OptimizerTraits(adam_options=ADAM_OPTIONS)
+_LION = OptimizerTraits(adam_options=_BETAS, moments=1)
+_ADEMAMIX = OptimizerTraits(adam_options=ADAM_OPTIONS, options=("beta3", "alpha", "t_alpha", "t_beta3"), moments=3)
+_RMSPROP_BNB = OptimizerTraits(moments=1)
+_GALORE = OptimizerTraits(
+    options=("rank", "update_proj_gap", "scale"), package=("galore_torch", "galore-torch"), projects_gradients=True
+)
+_APOLLO = OptimizerTraits(
+    adam_options=ADAM_OPTIONS,
+    options=("rank", "update_proj_gap", "scale"),
+    package=("apollo_torch", "apollo-torch"),
+    projects_gradients=True,
+)
+_TORCHAO = OptimizerTraits(adam_options=ADAM_OPTIONS, package=("torchao", "torchao"))
+
+OPTIMIZERS: Mapping[str, OptimizerTraits] = {
+    "paged_adamw_8bit": _ADAM,
+    "paged_adamw_32bit": _ADAM,
+    "paged_lion_8bit": _LION,
+    "paged_lion_32bit": _LION,
+    "paged_ademamix_8bit": _ADEMAMIX,
+    "paged_ademamix_32bit": _ADEMAMIX,
+    "adamw_torch": _ADAM,
+    "adamw_torch_fused": _ADAM,
+    "adamw_torch_4bit": _TORCHAO,
+    "adamw_torch_8bit": _TORCHAO,
+    "adamw_8bit": _ADAM,
+    "adamw_bnb_8bit": _ADAM,
+    "ademamix": _ADEMAMIX,
+    "ademamix_8bit": _ADEMAMIX,
+    "lion_8bit": _LION,
+    "lion_32bit": _LION,
+    "adafactor": OptimizerTraits(),
+    "adagrad": OptimizerTraits(options=("lr_decay", "eps"), moments=1),
+    "sgd": OptimizerTraits(options=("momentum", "dampening", "nesterov"), moments=0),
+    "rmsprop": OptimizerTraits(options=("momentum", "alpha", "eps", "centered"), moments=1),
+    "rmsprop_bnb": _RMSPROP_BNB,
+    "rmsprop_bnb_8bit": _RMSPROP_BNB,
+    "rmsprop_bnb_32bit": _RMSPROP_BNB,
+    "grokadamw": OptimizerTraits(package=("grokadamw", "grokadamw")),
+    "stable_adamw": OptimizerTraits(adam_options=ADAM_OPTIONS, options=("max_lr",), package=("optimi", "torch-optimi")),
+    "galore_adamw": _GALORE,
+    "galore_adamw_8bit": _GALORE,
+    "galore_adafactor": _GALORE,
+    "apollo_adamw": _APOLLO,
+}
+
+SCHEDULERS: Mapping[str, tuple[str, ...]] = {
+    "cosine": ("num_cycles",),
+    "linear": (),
+    "constant": (),
+    "constant_with_warmup": (),
+    "cosine_with_restarts": ("num_cycles",),
+    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
+    "cosine_warmup_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate", "warmup_lr_rate"),
+    "polynomial": ("lr_end", "power"),
+    "inverse_sqrt": ("timescale",),
+    "warmup_stable_decay": ("num_decay_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"),
+}
+"""Fields of `SchedulerOptions` that each schedule reads."""
+
+_IN_BACKWARD = "it takes its step during the backward pass, so gradients can be neither accumulated nor checked"
+_TWO_WEIGHTS = "it evaluates other weights than it trains, and a checkpoint has one set"
+_OF_METRICS = "its rates depend on metrics, so those of a resumed run would differ"
+
+NOT_SUPPORTED: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise",
+         "apollo_adamw_layerwise", "lomo", "adalomo"),
+        _IN_BACKWARD,
+    ),
+    **dict.fromkeys(("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"), _TWO_WEIGHTS),
+    **dict.fromkeys(("adamw_torch_xla", "adamw_torch_npu_fused"), "it needs another kind of device"),
+    "adamw_anyprecision": "its package, torchdistx, is not maintained",
+    **dict.fromkeys(("reduce_lr_on_plateau", "greedy"), _OF_METRICS),
+}  # fmt: skip
+"""Names of transformers that are refused, with the reason."""

@@ -1,0 +1,123 @@
+"""Names of other trainers for fields of the configuration: transformers and TRL, Axolotl, LLaMA-Factory.
+
+An unknown field with such a name is answered with ours. `FIELDS` has those with the same meaning, `ADVICE` a remedy for
+the others.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+_OURS = {
+    "base_model": "model model_name model_id model_name_or_path pretrained_model_name_or_path base_model_name",
+    "revision": "model_revision",
+    "method": "finetuning_type train_type training_method rl",
+    "lora_r": "r rank lora_rank lora_dim peft_lora_r",
+    "lora_alpha": "alpha peft_lora_alpha",
+    "lora_dropout": "dropout peft_lora_dropout",
+    "target_modules": "lora_target lora_target_modules lora_modules peft_target_modules",
+    "modules_to_save": "lora_modules_to_save additional_target",
+    "use_rslora": "peft_use_rslora rslora",
+    "use_dora": "peft_use_dora dora",
+    "learning_rate": "lr max_lr peak_lr",
+    "batch_size": "micro_batch_size per_device_batch_size per_device_train_batch_size train_batch_size "
+    "train_micro_batch_size_per_gpu mbs",
+    "gradient_accumulation_steps": "gradient_accumulation grad_accum grad_accum_steps accumulate_grad_batches",
+    "epochs": "epoch n_epochs num_epochs num_train_epochs max_epochs train_epochs",
+    "max_steps": "num_steps train_steps num_train_steps total_steps max_train_steps training_steps",
+    "optim": "optimizer optimizer_type optimizer_name",
+    "lr_scheduler_type": "lr_scheduler scheduler scheduler_type lr_schedule",
+    "neftune_noise_alpha": "neftune_alpha neftune_noise noisy_embedding_alpha",
+    "load_in_4bit": "use_4bit quantize_4bit",
+    "load_in_8bit": "use_8bit quantize_8bit",
+    "bnb_4bit_compute_dtype": "bnb_compute_dtype compute_dtype",
+    "bnb_4bit_quant_type": "quant_type quantization_type",
+    "gradient_checkpointing": "use_gradient_checkpointing activation_checkpointing disable_gradient_checkpointing",
+    "activation_offload": "activation_offloading offload_activations",
+    "attn_implementation": "flash_attn flash_attention flash_attention_2 use_flash_attention attention sdp_attention",
+    "torch_compile": "compile use_compile torch_compile_backend torch_compile_mode",
+    "max_seq_length": "max_length max_seq_len seq_len seq_length sequence_len sequence_length max_sequence_length "
+    "cutoff_len block_size model_max_length context_length max_tokens",
+    "packing": "sample_packing pack_sequences neat_packing use_packing",
+    "truncation_mode": "truncation_side",
+    "loss_on": "train_on_inputs train_on_prompt train_on_input completion_only_loss assistant_only_loss mask_prompt "
+    "mask_history only_train_on_completion",
+    "seed": "random_seed random_state data_seed",
+    "save_steps": "save_strategy saves_per_epoch checkpoint_steps checkpointing_steps",
+    "save_total_limit": "max_checkpoints keep_checkpoints",
+    "logging_steps": "log_steps logging_strategy log_every log_every_n_steps",
+    "eval_steps": "eval_strategy evaluation_strategy evals_per_epoch evaluation_steps eval_every",
+    "eval_split": "val_size val_set_size test_size validation_split validation_size eval_size",
+    "max_eval_rows": "max_eval_samples eval_max_samples eval_sample_limit",
+    "early_stopping_patience": "early_stopping early_stopping_steps patience",
+    "report_to": "loggers log_with use_wandb use_mlflow use_tensorboard tracker trackers",
+    "push_to_hub": "hub_model_id hub_repo_id hub_repo push_to_hub_model_id",
+    "extra.max_grad_norm": "max_grad_norm gradient_clipping gradient_clip clip_grad grad_clip max_norm",
+    "extra.adam_beta1": "adam_beta1 beta1",
+    "extra.adam_beta2": "adam_beta2 beta2",
+    "extra.adam_epsilon": "adam_epsilon adam_eps eps",
+    "extra.optim_args": "optim_args optimizer_args optimizer_kwargs",
+    "extra.optim_target_modules": "optim_target_modules galore_target apollo_target",
+    "extra.lr_scheduler_kwargs": "lr_scheduler_kwargs scheduler_kwargs lr_scheduler_args",
+    "extra.packing_strategy": "packing_strategy",
+    "extra.eval_on_start": "eval_on_start",
+    "extra.eval_batch_size": "eval_batch_size per_device_eval_batch_size",
+    "extra.double_quant": "double_quant double_quantization bnb_4bit_use_double_quant use_double_quant",
+    "dpo.loss_type": "pref_loss dpo_loss dpo_loss_type loss_type",
+    "dpo.beta": "pref_beta dpo_beta rl_beta beta",
+    "dpo.label_smoothing": "dpo_label_smoothing label_smoothing",
+    "kto.desirable_weight": "desirable_weight kto_chosen_weight kto_desirable_weight",
+    "kto.undesirable_weight": "undesirable_weight kto_rejected_weight kto_undesirable_weight",
+    "rlhf.rewards": "rewards reward_funcs reward_functions reward_model reward_models reward_weights",
+    "rlhf.num_generations": "num_generations group_size n_generations",
+    "rlhf.max_completion_length": "max_completion_length max_new_tokens max_response_length",
+    "rlhf.temperature": "temperature",
+}
+
+FIELDS: Mapping[str, str] = {theirs: ours for ours, names in _OURS.items() for theirs in names.split()}
+"""Our dotted field by the name that others use."""
+
+_REMEDIES = {
+    "a run trains on one device, so leave it out": "deepspeed deepspeed_config fsdp fsdp_config accelerator_config ddp "
+    "ddp_backend ddp_find_unused_parameters ddp_timeout local_rank num_gpus tensor_parallel_size "
+    "tensor_parallel_degree sequence_parallel_degree context_parallel_size",
+    "the precision follows from the device: bfloat16 where it can; leave it out": "bf16 fp16 tf32 dtype torch_dtype "
+    "precision mixed_precision pure_bf16 bf16_full_eval fp16_full_eval",
+    "the service chooses where a run writes; leave it out, and download the result": "output_dir logging_dir run_dir "
+    "checkpoint_dir save_dir overwrite_output_dir",
+    "name the dataset as `dataset_id`, beside `config`": "dataset datasets dataset_id dataset_name dataset_dir "
+    "train_file data",
+    "name the dataset as `eval_dataset_id`, beside `config`, or set `eval_split`": "eval_dataset eval_dataset_id "
+    "test_datasets validation_file",
+    "use `warmup_ratio`, the fraction of steps with a rising rate": "warmup_steps warmup num_warmup_steps",
+    "use `method`, and `lora_r` null to train all weights": "adapter stage trainer trainer_type task",
+    "use `load_in_4bit` or `load_in_8bit`": "quantization quantization_bit quantization_config",
+    "the best checkpoint is always kept; leave it out": "load_best_model_at_end metric_for_best_model "
+    "greater_is_better",
+    "resume a run with POST /v1/runs/{id}/resume": "resume_from_checkpoint auto_resume_from_checkpoints",
+    "use `name`, beside `config`": "run_name wandb_name experiment_name project_name",
+    "store it with `anneal secrets set`": "hub_token hf_token use_auth_token token wandb_api_key api_key",
+    "the service decides this itself; leave it out": "do_train do_eval do_predict remove_unused_columns disable_tqdm "
+    "dataloader_num_workers dataloader_pin_memory dataset_num_proc preprocessing_num_workers group_by_length use_cpu "
+    "no_cuda",
+    "use `max_seq_length`, which includes the prompt": "max_prompt_length",
+    "the operator of the worker decides this; leave it out": "trust_remote_code",
+}
+
+ADVICE: Mapping[str, str] = {theirs: remedy for remedy, names in _REMEDIES.items() for theirs in names.split()}
+"""Advice by names that have no counterpart here, or another meaning."""
+
+_SIMILAR = 0.75
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """Return the rest of a sentence that names the field which was probably meant; empty if there is none.
+
+    `known` are the fields that are valid at that place.
+    """
+    if name in ADVICE:
+        return f": {ADVICE[name]}"
+    if name in FIELDS:
+        return f"; use `{FIELDS[name]}`"
+    spelled = name.lower().replace("-", "_")
+    near = difflib.get_close_matches(spelled, known, n=1, cutoff=_SIMILAR)
+    return f"; perhaps `{near[0]}`" if near else ""

@@ -1,0 +1,80 @@
+"""Optimizers and schedules are those of the installed transformers, and their options reach them."""
+
+import inspect
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+from transformers.trainer_utils import SchedulerType
+from transformers.training_args import OptimizerNames
+
+from app.contracts.training_config.fields import Optimizer, Scheduler
+from app.contracts.training_config.optimizers import (
+    NOT_SUPPORTED,
+    OPTIMIZERS,
+    SCHEDULERS,
+    OptimizerOptions,
+    SchedulerOptions,
+)
+from tests.worker.training.tiny import Forks, make_job
+
+QUICK: dict[str, Any] = {
+    "method": "full", "max_seq_length": 64, "batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 4,
+    "logging_steps": 1, "learning_rate": 1e-3, "warmup_ratio": 0.0,
+}  # fmt: skip
+
+
+def test_every_name_of_transformers_is_accepted_or_refused_with_a_reason() -> None:
+    assert set(get_args(Optimizer)) == set(OPTIMIZERS) and set(get_args(Scheduler)) == set(SCHEDULERS)
+    ours = {*OPTIMIZERS, *SCHEDULERS}
+    assert not ours & set(NOT_SUPPORTED)
+    theirs = {*(one.value for one in OptimizerNames), *(one.value for one in SchedulerType)}
+    assert ours | set(NOT_SUPPORTED) == theirs
+
+
+def test_options_are_those_that_a_schedule_takes_and_each_has_a_user() -> None:
+    given = {"optimizer", "num_warmup_steps", "num_training_steps", "num_stable_steps", "last_epoch"}
+    for name, options in SCHEDULERS.items():
+        taken = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]).parameters
+        assert set(options) == set(taken) - given, name
+    assert {one for options in SCHEDULERS.values() for one in options} == set(SchedulerOptions.model_fields)
+    assert {one for row in OPTIMIZERS.values() for one in row.options} == set(OptimizerOptions.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("optim", "options", "schedule", "settings", "last_rate"),
+    [
+        ("adamw_bnb_8bit", {}, "cosine_with_min_lr", {"min_lr_rate": 0.5}, 5.7e-4),
+        ("ademamix_8bit", {"alpha": 4.0, "t_alpha": 10}, "warmup_stable_decay", {"num_decay_steps": 2}, 5e-4),
+        ("adagrad", {"lr_decay": 0.1}, "cosine_warmup_with_min_lr", {"min_lr": 5e-4}, 5e-4),
+        ("sgd", {"momentum": 0.9, "nesterov": True}, "polynomial", {"lr_end": 5e-4, "power": 1.0}, 6.25e-4),
+        ("rmsprop_bnb", {}, "constant", {}, 1e-3),
+    ],
+)
+def test_they_train(
+    optim: str,
+    options: dict[str, Any],
+    schedule: str,
+    settings: dict[str, Any],
+    last_rate: float,
+    forks: Forks,
+    tiny_model: Path,
+    chats: Path,
+    tmp_path: Path,
+) -> None:
+    extra = {"optim_args": options, "lr_scheduler_kwargs": settings}
+    config = {**QUICK, "optim": optim, "lr_scheduler_type": schedule, "extra": extra}
+    done = forks.run(make_job(tmp_path, tiny_model, chats, **config))
+    assert done.result["outcome"] == "completed", (done.result, done.stderr[-2000:])
+    rates = [record["learning_rate"] for record in done.of("metric")]
+    assert rates[-1] == pytest.approx(last_rate, rel=0.02), rates
+
+
+def test_an_optimizer_whose_package_is_missing_names_it(
+    forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    config = {**QUICK, "optim": "galore_adamw", "extra": {"optim_target_modules": ["q_proj"]}}
+    done = forks.run(make_job(tmp_path, tiny_model, chats, **config))
+    assert done.result["error"]["code"] == "config_error"
+    assert "pip install galore-torch" in done.result["error"]["message"]
