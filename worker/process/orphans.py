@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from app.infra.process_identity import process_stat
+from app.infra.process.identity import process_stat
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from app.contracts.attempt.messages import ControlMessage
-from app.infra.process_identity import ProcessIdentity
+from app.infra.process.identity import ProcessIdentity
 from worker.process import process_group
 from worker.process.channel import Channel
 from worker.process.orphans import Orphans

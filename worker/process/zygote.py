@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from app.infra.process_identity import start_time
+from app.infra.process.identity import start_time
 from worker import devices
 from worker.process import child
 from worker.process.orphans import Orphans

@@ -11,7 +11,7 @@ import sys
 from typing import Any, NoReturn
 
 from app.contracts.reward_patterns import pattern_error, schema_error
-from app.infra.sandbox import run_confined
+from app.infra.process.sandbox import run_confined
 
 
 class _OutOfTime(BaseException):

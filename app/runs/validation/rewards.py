@@ -14,7 +14,7 @@ from app.contracts.errors import FieldError
 from app.contracts.methods import rewards_of
 from app.contracts.rewards import Rewards
 from app.contracts.training_config.rules import field_error
-from app.infra.sandbox import ChildFailed, SandboxProcess
+from app.infra.process.sandbox import ChildFailed, SandboxProcess
 
 _PROGRAM = "app.runs.validation.reward_process"
 _PROCESSOR_SECONDS = 5.0

@@ -20,7 +20,7 @@ import pytest
 from app.config import Settings
 from app.contracts.attempt.messages import ControlMessage
 from app.contracts.stop import StopRequest
-from app.infra.process_identity import ProcessIdentity, start_time
+from app.infra.process.identity import ProcessIdentity, start_time
 from tests.waiting import eventually
 from tests.worker.process.launching import CPU, Said, is_alive, launch, session_members, start_launcher
 from tests.worker.trainers import write_job
