@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
+import pyarrow as pa  # type: ignore[import-untyped]
 import torch
 from datasets import Dataset, concatenate_datasets
 from datasets.table import InMemoryTable
@@ -91,4 +91,4 @@ def _to_bytes(table: pa.Table, digest: str) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
-    return sink.getvalue().to_pybytes()
+    return bytes(sink.getvalue())
