@@ -59,5 +59,5 @@ async def _view(session: Session, experiment_id: str) -> ExperimentView:
     return ExperimentView(
         **ExperimentSummary.model_validate(experiment).model_dump(),
         runs=await service.count_runs(session, experiment_id),
-        best_run=await service.best_run(session, experiment_id),
+        best_runs=await service.best_runs(session, experiment_id),
     )
