@@ -77,6 +77,8 @@ class Settings(_HomeSettings):
     """Maximum size of a JSON request body, in bytes."""
     max_line_bytes: int = Field(default=16 * 1024**2, ge=1024)
     """Maximum size of one row of a dataset, in bytes."""
+    streams_per_key: int = Field(default=500, ge=1)
+    """Maximum number of streams of events and logs that a key may have open at each API process."""
     keep_events_days: float | None = Field(default=None, ge=0, le=36_500)
     """Days for which events are kept after a run ends, deleted by month; unset: forever. Metric curves stay longer."""
     keep_checkpoints_days: float | None = Field(default=None, ge=0, le=36_500)
@@ -180,6 +182,9 @@ class Settings(_HomeSettings):
         environment.setdefault("OMP_NUM_THREADS", "1")
         environment.setdefault("TOKENIZERS_PARALLELISM", "false")
         environment["PYTHONUNBUFFERED"] = "1"
+        # By default, TRL reports every run to the hub (architecture, GPU, trainer), and W&B its errors to its vendor.
+        environment.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+        environment.setdefault("WANDB_ERROR_REPORTING", "false")
         if not self.allow_hub:
             # With `local_files_only`, transformers still queries the hub for adapters and waits for the response.
             environment["HF_HUB_OFFLINE"] = "1"
@@ -197,12 +202,13 @@ _TRAINER_VARIABLES = {
     "PYTORCH_ALLOC_CONF", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "TRANSFORMERS_OFFLINE",
     "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy",
     "https_proxy", "no_proxy", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "PYTHONPATH", "PYTHONHASHSEED",
-    "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE", "WANDB_PROJECT",
+    "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_ERROR_REPORTING", "WANDB_MODE", "WANDB_PROJECT",
+    "HF_HUB_DISABLE_TELEMETRY", "DISABLE_TELEMETRY", "DO_NOT_TRACK", "CC", "TRITON_CACHE_DIR", "XDG_CACHE_HOME",
 }  # fmt: skip
 
 
 def _is_trainer_variable(name: str) -> bool:
-    return name in _TRAINER_VARIABLES or name.startswith(("LC_", "NCCL_", "NVIDIA_"))
+    return name in _TRAINER_VARIABLES or name.startswith(("LC_", "NCCL_", "NVIDIA_", "HF_XET_"))
 
 
 def postgres_environment() -> dict[str, str]:
@@ -219,6 +225,11 @@ def visible_gpus() -> str | None:
 def hub_endpoint() -> str | None:
     """Return the URL of a Hugging Face Hub mirror (HF_ENDPOINT); None means the default endpoint."""
     return os.environ.get("HF_ENDPOINT")
+
+
+def wandb_mode() -> str:
+    """Return the mode of Weights & Biases (WANDB_MODE); runs need a key if it is `online`, the default."""
+    return os.environ.get("WANDB_MODE", "online")
 
 
 @lru_cache(maxsize=1)

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
 
 import app.api.health
@@ -30,6 +30,7 @@ import app.runs.retention
 import app.secrets.endpoints
 import app.workers.endpoints
 from app.api import docs_page, errors, openapi
+from app.api.dependencies import refuse_unknown_parameters
 from app.api.middleware.body_limits import BodyLimitMiddleware
 from app.api.middleware.host_guard import HostGuardMiddleware
 from app.api.middleware.request_ids import RequestIdMiddleware
@@ -47,6 +48,7 @@ from app.infra.server_urls import resolve_urls
 from app.infra.storage import Storage
 from app.prometheus.collector import Metrics
 from app.prometheus.snapshot import Snapshots
+from app.runs.events.responses import OpenStreams
 from app.runs.events.stream import Streams
 from app.runs.scheduler.dispatcher import Dispatcher
 from app.runs.scheduler.eta import EtaService
@@ -107,7 +109,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.secrets.endpoints,
         app.audit.endpoints,
     ):
-        api.include_router(resource.router, prefix="/v1")
+        api.include_router(resource.router, prefix="/v1", dependencies=[Depends(refuse_unknown_parameters)])
     return api
 
 
@@ -129,6 +131,7 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     api.state.backends = {
         name: CeleryBackend(rules, sessions, settings, storage, queue, streams) for name, rules in BACKEND_RULES.items()
     }
+    api.state.open_streams = OpenStreams(settings.streams_per_key)
     api.state.curve_reads = asyncio.Semaphore(app.runs.metrics.curves.READS_AT_A_TIME)
     api.state.log_searches = asyncio.Semaphore(app.runs.logs.endpoints.SEARCHES_AT_A_TIME)
     api.state.eta = EtaService(settings, sorted(BACKEND_RULES), api.state.reading_sessions)

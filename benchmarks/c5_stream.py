@@ -26,8 +26,8 @@ import httpx
 import psutil
 
 from app.infra.broker import events_channel
-from app.infra.processes import free_port
 from app.runs.events.log import NewEvent, append
+from tests.ports import free_port
 from tests.rows import add_run, add_worker, claim
 from tests.stack import Stack
 from tests.waiting import eventually
@@ -73,7 +73,7 @@ def main() -> bool:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with tempfile.TemporaryDirectory(prefix="anneal-bench-") as folder, ExitStack() as stack:
-        service = Stack(Path(folder), lease_seconds=3600)
+        service = Stack(Path(folder), lease_seconds=3600, streams_per_key=2000)
         stack.callback(service.close)
         peer = stack.enter_context(_peer(service))
         ours: dict[Load, list[Figures]] = {LIGHT: [], HEAVY: [], FULL: []}

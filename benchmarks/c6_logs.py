@@ -199,7 +199,7 @@ def _ray(lines: int, stack: ExitStack) -> str:
     import ray
     from ray.job_submission import JobStatus, JobSubmissionClient
 
-    from app.infra.processes import free_port
+    from tests.ports import free_port
 
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # Ray's sockets need a short path
     stack.callback(shutil.rmtree, folder, ignore_errors=True)

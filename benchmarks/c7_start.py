@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from app.infra.processes import free_port
+from tests.ports import free_port
 from tests.stack import Stack
 from tests.waiting import eventually
 

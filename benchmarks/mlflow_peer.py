@@ -13,7 +13,7 @@ import httpx
 import psycopg
 from sqlalchemy.engine import make_url
 
-from app.infra.processes import free_port
+from tests.ports import free_port
 from tests.stack import Stack
 from tests.waiting import eventually
 

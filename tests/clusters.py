@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
+from sqlalchemy.engine import make_url
 
 from app.config import Settings
 from app.infra.private_files import make_private_folder
@@ -59,7 +60,7 @@ def _create(home: Path) -> None:
         url = servers.database_url or ""
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute(f"CREATE DATABASE {TEMPLATE}")
-        for database in (url, url.removesuffix("/anneal") + f"/{TEMPLATE}"):
+        for database in (url, make_url(url).set(database=TEMPLATE).render_as_string(hide_password=False)):
             migrate.upgrade(Settings(home=home, database_url=database))
     finally:
         servers.stop()

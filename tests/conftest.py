@@ -19,7 +19,7 @@ from sqlalchemy.engine import make_url
 
 from app.config import Settings
 from app.infra.db import sync_engine
-from app.standalone.home_lock import HomeLock
+from app.infra.home_lock import HomeLock
 from app.standalone.servers import EmbeddedServers
 from tests import clusters, programs
 from tests.databases import SpareDatabases
@@ -115,7 +115,7 @@ class Services:
     def fresh_redis(self) -> str:
         """Return the URL of an empty Redis database. Redis shares publish/subscribe between all databases."""
         number = next(self.redis_databases) % (_REDIS_DATABASES - 1) + 1
-        url = self.redis_url.removesuffix("/0") + f"/{number}"
+        url = self.redis_url.removesuffix("db=0") + f"db={number}"
         with redis.Redis.from_url(url) as client:
             client.flushdb()
         return url

@@ -13,9 +13,9 @@ import uvicorn
 from app.api.uvicorn_protocol import Protocol
 from app.api_keys.service import create_key_sync
 from app.config import Settings
-from app.infra.processes import free_port
 from app.main import create_app
 from tests import programs
+from tests.ports import free_port
 from tests.waiting import eventually
 
 
@@ -24,7 +24,7 @@ class ApiServer(ABC):
 
     def __init__(self, settings: Settings, port: int | None = None) -> None:
         self.settings = settings
-        self.port = port or _free_port()
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.key = create_key_sync(settings, "test", ["admin"])
         self.client = self.client_with(self.key)
@@ -117,8 +117,3 @@ class ProcessServer(ApiServer):
             self.process.wait(timeout=15)
         except subprocess.TimeoutExpired:
             self.kill()
-
-
-def _free_port() -> int:
-    """Return a port outside the ephemeral range, so that a restarted server can bind it again."""
-    return free_port()

@@ -9,6 +9,8 @@ from worker.checkpoint_files.disk_space import free_bytes
 ROOM_BYTES = 16 * 2**20
 _FIRST_PAUSE_SECONDS = 5.0
 _LONGEST_PAUSE_SECONDS = 30.0
+_FIRST_DEVICE_PAUSE_SECONDS = 60.0
+_LONGEST_DEVICE_PAUSE_SECONDS = 3600.0
 
 
 class WorkerHealth:
@@ -19,6 +21,7 @@ class WorkerHealth:
         self._pause = 0.0
         self._paused_until = 0.0
         self._why = ""
+        self._device_pauses: dict[int, float] = {}
 
     def trouble(self) -> str | None:
         """Return the reason why no run should be taken now; None if the worker is healthy."""
@@ -49,3 +52,17 @@ class WorkerHealth:
     def started(self) -> None:
         """Record that a trainer was started, which resets the pause."""
         self._pause = 0.0
+
+    def device_failed(self, index: int) -> float:
+        """Record that a device failed; return the seconds for which it should take no run.
+
+        A device with an error fails each run at once, so it would take all that are pending. Each further failure
+        doubles the pause, up to an hour, until a run has trained on the device.
+        """
+        pause = min(self._device_pauses.get(index, _FIRST_DEVICE_PAUSE_SECONDS / 2) * 2, _LONGEST_DEVICE_PAUSE_SECONDS)
+        self._device_pauses[index] = pause
+        return pause
+
+    def device_worked(self, index: int) -> bool:
+        """Record that a run has trained on a device; return True if the device had failed before."""
+        return self._device_pauses.pop(index, None) is not None

@@ -1,12 +1,15 @@
 """FastAPI dependencies shared by the endpoints."""
 
+import difflib
 from collections.abc import AsyncIterator
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, Header, Request, Response
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.api.errors import invalid
 from app.config import Settings
+from app.contracts.errors import FieldError
 from app.infra.storage import Storage
 
 
@@ -31,6 +34,26 @@ async def get_session(request: Request, response: Response) -> AsyncIterator[Asy
             recorder.record(request, response, session)
     if recorder is not None:
         recorder.is_written = True
+
+
+async def refuse_unknown_parameters(request: Request) -> None:
+    """Refuse query parameters that the call does not have, rather than answer as if they had been applied."""
+    if not request.url.query:
+        return
+    known = sorted(_query_parameters(request.scope["route"].dependant))
+    supported = f"the parameters are {', '.join(f'`{name}`' for name in known)}" if known else "it has none"
+    errors = []
+    for name in sorted(set(request.query_params) - set(known)):
+        near = difflib.get_close_matches(name, known, n=1)
+        message = f"is not a parameter of this call; {f'perhaps `{near[0]}`' if near else supported}"
+        errors.append(FieldError(field=name, code="unknown_parameter", message=message))
+    if errors:
+        raise invalid(errors)
+
+
+def _query_parameters(dependant: Any) -> set[str]:
+    names = {field.alias for field in dependant.query_params}
+    return names.union(*map(_query_parameters, dependant.dependencies))
 
 
 async def get_reading(request: Request) -> AsyncIterator[AsyncSession]:

@@ -1,11 +1,12 @@
 """API errors: a stable code, a message that says what to do next, and one wire format."""
 
+import difflib
 import errno
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import psycopg
 import sqlalchemy.exc
@@ -14,9 +15,11 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match
 from starlette.types import Scope
 
 from app.contracts.errors import FieldError
+from app.contracts.training_config.fields import TrainingConfig
 from app.infra.db import is_away
 from app.infra.ids import new_id
 
@@ -166,14 +169,14 @@ def _summary(errors: Sequence[FieldError]) -> str:
     return f"{printable(first, 500).rstrip('.')}{more}. Correct it and send the request again."
 
 
-def from_validation(problems: Sequence[Any]) -> list[FieldError]:
-    """Convert pydantic's errors to field errors, without the input values."""
+def from_validation(problems: Sequence[Any], known: Collection[str] = ()) -> list[FieldError]:
+    """Convert pydantic's errors to field errors, without the input values; `known` are the fields of the body."""
     found = []
     for item in problems[:_MAX_ERRORS]:
         location = [str(part) for part in item["loc"]]
         if location and location[0] in ("body", "query", "path", "header", "cookie"):
             location = location[1:]
-        message = str(item["msg"]).removeprefix("Value error, ")
+        message = _sentence(item, known)
         if named := item.get("ctx", {}).get("field"):
             location.append(str(named))  # the discriminator field
         if item["type"] == "json_invalid":
@@ -186,6 +189,30 @@ def from_validation(problems: Sequence[Any]) -> list[FieldError]:
             )
         )
     return found
+
+
+def _sentence(item: Any, known: Collection[str]) -> str:
+    """Return what is wrong with a value, in the words of the other messages."""
+    kind, message = str(item["type"]), str(item["msg"]).removeprefix("Value error, ")
+    if kind in ("missing", "union_tag_not_found"):
+        return "is required"
+    if kind in ("model_attributes_type", "model_type", "dict_type"):
+        return "must be a JSON object with fields and values"
+    if kind == "extra_forbidden":
+        name = str(item["loc"][-1])
+        near = difflib.get_close_matches(name, known, n=1) if len(item["loc"]) == 2 else []
+        if not near and "config" in known and name in TrainingConfig.model_fields:
+            near = [f"config.{name}"]
+        return "is not a field of this request" + (f"; perhaps `{near[0]}`" if near else "; leave it out")
+    return re.sub(r"^[A-Z]\w+ should ", "must ", message)
+
+
+def _fields_of(request: Request) -> Collection[str]:
+    """Return the names of the fields that the body of this request may have."""
+    body = getattr(request.scope.get("route"), "body_field", None)
+    annotation = body.field_info.annotation if body is not None else None
+    models = [annotation, *get_args(annotation)]
+    return {name for model in models for name in getattr(model, "model_fields", ())}
 
 
 _HTTP_DETAILS = {
@@ -201,21 +228,33 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
-    return problem_response(request.scope, invalid(from_validation(cast(RequestValidationError, error).errors())))
+    problems = cast(RequestValidationError, error).errors()
+    return problem_response(request.scope, invalid(from_validation(problems, _fields_of(request))))
 
 
 async def _http_error(request: Request, raised: Exception) -> Response:
     error = cast(HTTPException, raised)
     if error.status_code < 400:
         return Response(status_code=error.status_code, headers=error.headers)
-    return problem_response(request.scope, _status_error(error.status_code, str(error.detail), error.headers))
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        headers["Allow"] = ", ".join(_supported_methods(request))
+    return problem_response(request.scope, _status_error(error.status_code, str(error.detail), headers))
+
+
+def _supported_methods(request: Request) -> list[str]:
+    """Return the methods of this path; the framework names only those of the first route that has it."""
+    asked = {name: request.scope.get(name, "") for name in ("type", "path", "root_path")} | {"headers": []}
+    return [
+        method
+        for method in ("DELETE", "GET", "PATCH", "POST", "PUT")
+        if any(route.matches({**asked, "method": method})[0] is Match.FULL for route in request.app.routes)
+    ]
 
 
 def _status_error(status: int, detail: str, headers: Mapping[str, str] | None) -> ApiError:
     """Create the error for a status code that the framework set."""
     detail = _HTTP_DETAILS.get(status, detail)
-    if status == 405:
-        status = 404  # endpoints that a later version adds do not exist yet, even if their path supports other methods
     code = re.sub(r"[^a-z]+", "_", HTTPStatus(status).phrase.lower()).strip("_")
     return ApiError(status, code, detail, headers=headers)
 

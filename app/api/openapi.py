@@ -15,7 +15,7 @@ _ALWAYS = {
     "400": "The request could not be read.",
     "401": "No key, or one that is unknown, expired or revoked.",
     "403": "The key lacks the scope, or the request came from a page of another origin.",
-    "429": "Too many wrong keys from this address.",
+    "429": "Too many wrong keys from this address, or too many open streams of this key.",
     "500": "Internal server error; the server's log has the details under `request_id`.",
     "503": "The database does not answer; try again after the time in `Retry-After`.",
 }
@@ -23,6 +23,7 @@ _WITH_INPUT = {"422": "The request is invalid; `errors` lists the problems."}
 _WITH_BODY = {
     "408": "The body was not received completely in time.",
     "413": "The body exceeds the size limit.",
+    "415": "The body is not JSON, by its `Content-Type`.",
     "507": "The disk is full; nothing was stored.",
 }
 _METHODS = {"get", "put", "post", "delete", "patch", "head", "options"}

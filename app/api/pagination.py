@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Query
-from sqlalchemy import ColumnElement, Select
+from sqlalchemy import ColumnElement, Select, or_
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
 
@@ -36,6 +36,23 @@ async def _paging(
 
 
 PageQuery = Annotated[Paging, Depends(_paging)]
+
+FindQuery = Annotated[
+    str | None,
+    Query(
+        min_length=1,
+        max_length=200,
+        description="Only items whose id starts with this text (with or without `run_`, …), or whose name it is.",
+    ),
+]
+
+
+def found_by(
+    text: str, prefix: str, id: InstrumentedAttribute[str], name: InstrumentedAttribute[str]
+) -> ColumnElement[bool]:
+    """Return the condition of `FindQuery` for ids with this prefix."""
+    starts = [id.startswith(start, autoescape=True) for start in (text, f"{prefix}_{text}")]
+    return or_(name == text, *starts)
 
 
 async def fetch(

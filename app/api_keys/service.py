@@ -24,12 +24,11 @@ def create_key_sync(settings: Settings, name: str, scopes: Iterable[str], expire
     wanted = sorted(set(scopes))
     if not wanted or not set(wanted) <= set(SCOPES):
         raise ValueError(f"scopes must be one or more of {', '.join(SCOPES)}, not {', '.join(wanted) or 'none'}")
-    key = "anneal_" + secrets.token_urlsafe(32)
+    key, stored = _new_value()
     row = ApiKey(
         id=new_id("key"),
         name=name,
-        prefix=key[:_PREFIX_LENGTH],
-        digest=_digest(key),
+        **stored,
         scopes=wanted,
         expires_at=None if expires_in is None else func.now() + expires_in,
     )
@@ -37,6 +36,23 @@ def create_key_sync(settings: Settings, name: str, scopes: Iterable[str], expire
         session.add(row)
         session.execute(command_entry("keys create", row.id))
     return key
+
+
+def renew_admin_key_sync(settings: Settings, key_id: str, name: str) -> tuple[str, str]:
+    """Give the key `key_id` a new value, or create one with scope `admin` if there is no such key or it was revoked.
+
+    Returns:
+        The id of the key and its value; the previous value is valid no more.
+    """
+    key, stored = _new_value()
+    valid = update(ApiKey).where(ApiKey.id == key_id, ApiKey.revoked_at.is_(None)).values(**stored)
+    with _sync_session(settings) as session, session.begin():
+        found = session.scalar(valid.returning(ApiKey.id))
+        if found is None:
+            found = new_id("key")
+            session.add(ApiKey(id=found, name=name, **stored, scopes=["admin"]))
+        session.execute(command_entry("keys create", found))
+    return found, key
 
 
 def list_keys_sync(settings: Settings) -> list[KeyView]:
@@ -59,6 +75,12 @@ def revoke_key_sync(settings: Settings, key_id: str) -> bool:
         if found:
             session.execute(command_entry("keys revoke", key_id))
         return found
+
+
+def _new_value() -> tuple[str, dict[str, str]]:
+    """Return a new key, and what is stored of it."""
+    key = "anneal_" + secrets.token_urlsafe(32)
+    return key, {"prefix": key[:_PREFIX_LENGTH], "digest": _digest(key)}
 
 
 def _sync_session(settings: Settings) -> Session:

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from app.cli.console import After, AsJson, Limit, command_group, connected, details, document, fail, listing, note, page
+from app.cli.console import After, AsJson, Limit, command_group, connected, details, document, listing, note, page, say
+from app.cli.names import RunId, id_within
 
 if TYPE_CHECKING:
     from app.client.actions import Name
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
 
 commands = command_group("Actions on a running run. Example: `anneal actions checkpoint --wait run_…`.")
 
-RunId = Annotated[str, typer.Argument(metavar="RUN", help="Run id, as listed by `anneal runs list`.")]
 Wait = Annotated[
     bool, typer.Option("--wait", help="Wait until the action is done. Exits with code 1 if it was refused or failed.")
 ]
@@ -29,7 +29,7 @@ def _request(run_id: str, action: "Name", wait: bool, as_json: bool, **parameter
             document(asked)
         elif asked.status == "waiting":
             note(f"The run performs it at the end of a step. Check with `anneal actions show {run_id} {asked.id}`.")
-            typer.echo(asked.id)
+            say(asked.id)
         else:
             _print_action(asked)
         if asked.status in ("refused", "failed"):
@@ -54,7 +54,7 @@ def _print_action(action: "ActionRead") -> None:
         } | {"prompts": None if samples else action.parameters.get("prompts")}
     )  # fmt: skip
     for sample in samples:
-        typer.echo(f"\n> {sample['prompt']}\n{sample['completion']}")
+        say(f"\n> {sample['prompt']}\n{sample['completion']}")
 
 
 @commands.command()
@@ -129,7 +129,7 @@ def extend(
     Example: `anneal actions extend --epochs 5 run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """
     if (max_steps is None) == (epochs is None):
-        fail("Give the new total length of the run: either --max-steps or --epochs.")
+        raise typer.BadParameter("Give the new total length of the run: either --max-steps or --epochs.")
     _request(run_id, "extend", wait, as_json, max_steps=max_steps, epochs=epochs)
 
 
@@ -148,7 +148,9 @@ def list_actions(run_id: RunId, limit: Limit = 50, after: After = None, as_json:
 @commands.command()
 def show(
     run_id: RunId,
-    action_id: Annotated[str, typer.Argument(metavar="ACTION", help="Action id, as listed by `anneal actions list`.")],
+    action_id: Annotated[
+        str, typer.Argument(metavar="ACTION", help="Action: its id or the beginning of it, or `last` for the newest.")
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Show an action and its result.
@@ -156,7 +158,7 @@ def show(
     Example: `anneal actions show run_01k3x9m6q2v8s4t0w7y5z1a3b6 act_01k3x9m6q2v8s4t0w7y5z1a3d0`
     """
     with connected() as client:
-        found = client.actions.get(run_id, action_id)
+        found = client.actions.get(run_id, id_within("action", action_id, client.actions.list(run_id)))
         if as_json:
             document(found)
         else:

@@ -5,16 +5,18 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
+
+from app.cli import error_text
+from app.infra.terminal_text import plain_json, plain_line, plain_text
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from app.client.client import Anneal
 
-RunId = Annotated[str, typer.Argument(metavar="RUN", help="Run id, as listed by `anneal runs list`.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: one document, or one line per event.")]
 Limit = Annotated[int, typer.Option(min=1, help="Maximum number of items to print.")]
 After = Annotated[str | None, typer.Option(help="Start after this id, the last one of the previous page.")]
@@ -22,6 +24,8 @@ After = Annotated[str | None, typer.Option(help="Start after this id, the last o
 # Short, because a user waits at the prompt, but long enough for one retry when the service sends Retry-After: 5.
 _PATIENCE = 8.0
 _WIDEST_CELL = 80
+_NARROWEST_CELL = 12
+_GAP = 2
 
 
 def command_group(help: str) -> typer.Typer:
@@ -49,7 +53,7 @@ def plain_errors() -> Iterator[None]:
     try:
         yield
     except AnnealError as error:
-        fail(error.detail, *(f"  {item.field}: {item.message}" for item in error.errors))
+        fail(*error_text.lines(error))
     except RunFileError as error:
         fail(str(error))
     except ValidationError as error:
@@ -73,20 +77,37 @@ def option_hint(code: str, sentence: str) -> Iterator[None]:
         yield
     except AnnealError as error:
         if error.code == code:
-            fail(f"{error.detail} {sentence}")
+            fail(f"{error_text.in_commands(error.detail)} {sentence}")
         raise
+
+
+def say(text: object, *, err: bool = False) -> None:
+    """Print text; a name or a log line in it, which anyone may have chosen, controls no terminal."""
+    typer.echo(plain_text(str(text)), err=err)
 
 
 def fail(sentence: str, *details: str) -> NoReturn:
     """Print the error on standard error and exit with code 1."""
     for line in (f"anneal: {sentence}", *details):
-        typer.echo(line, err=True)
+        say(line, err=True)
     raise typer.Exit(1)
+
+
+def confirm(consequence: str) -> None:
+    """Print the consequence and ask; exit with code 1 unless the answer is yes."""
+    note(consequence)
+    try:
+        agreed = typer.confirm("Continue?", err=True)
+    except typer.Abort:  # Ctrl-C, or standard input has no answer
+        note("")
+        agreed = False
+    if not agreed:
+        fail("Nothing is deleted. In a script, use --yes.")
 
 
 def note(text: str) -> None:
     """Print a message for people on standard error; scripts read standard output."""
-    typer.echo(text, err=True)
+    say(text, err=True)
 
 
 def deleted(id: str, as_json: bool) -> None:
@@ -99,12 +120,12 @@ def deleted(id: str, as_json: bool) -> None:
 
 def document(value: "BaseModel | Mapping[str, Any]") -> None:
     """Print one JSON document."""
-    typer.echo(json.dumps(_plain(value), indent=2, ensure_ascii=False))
+    typer.echo(plain_json(json.dumps(_plain(value), indent=2, ensure_ascii=False)))
 
 
 def json_line(value: "BaseModel | Mapping[str, Any]") -> None:
     """Print one line of JSON and flush it."""
-    typer.echo(json.dumps(_plain(value), ensure_ascii=False, separators=(",", ":")))
+    typer.echo(plain_json(json.dumps(_plain(value), ensure_ascii=False, separators=(",", ":"))))
     sys.stdout.flush()
 
 
@@ -121,7 +142,8 @@ def listing(
     if as_json:
         document({"data": [_plain(item) for item in items], "has_more": has_more})
         return
-    table(columns, [[_cut(attempt_path_text(cell)) for cell in row] for row in rows])
+    shown = [[_cut(attempt_path_text(cell)) for cell in row] for row in rows]
+    table([column.upper() for column in columns], shown, fits=True)
     if has_more:
         note(f"There are more. Use --after {getattr(items[-1], 'id', '')} for the next page, or a higher --limit.")
 
@@ -130,25 +152,49 @@ def _cut(text: str) -> str:
     return text if len(text) <= _WIDEST_CELL else f"{text[: _WIDEST_CELL - 1]}…"
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows under column headers; on a terminal, fit them to its width."""
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, fits: bool = False) -> None:
+    """Print rows under column headers; on a terminal, long cells continue on the next line.
+
+    With `fits`, each row takes one line of a terminal: its last columns are left out, and long cells cut, as needed.
+    """
     if not rows:
         note("There are none.")
         return
+    rows = [[plain_line(cell) for cell in row] for row in rows]
+    widths = [max(len(row[n]) for row in [columns, *rows]) for n in range(len(columns))]
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.table import Table
 
-        grid = Table(box=None, header_style="bold", pad_edge=False)
-        for number, column in enumerate(columns):
-            grid.add_column(column.upper(), no_wrap=number == 0, overflow="fold")
+        console = Console(highlight=False)
+        grid = Table(box=None, header_style="bold", pad_edge=False, padding=(0, _GAP, 0, 0))
+        shown: Sequence[int | None] = _fitting(widths, console.width) if fits else [None] * len(columns)
+        for number, (column, width) in enumerate(zip(columns, shown, strict=False)):
+            overflow: Literal["ellipsis", "fold"] = "ellipsis" if fits else "fold"
+            grid.add_column(column, no_wrap=fits or number == 0, overflow=overflow, width=width)
         for row in rows:
-            grid.add_row(*(_unmarked(cell) for cell in row))
-        Console(highlight=False).print(grid)
+            grid.add_row(*(_unmarked(cell) for cell in row[: len(shown)]))
+        console.print(grid)
         return
-    widths = [max(len(row[n]) for row in [columns, *rows]) for n in range(len(columns))]
-    for row in [[column.upper() for column in columns], *rows]:
+    for row in [columns, *rows]:
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _fitting(widths: Sequence[int], line: int) -> list[int]:
+    """Return the widths of the columns that fit on a line of so many characters, of which only the first is whole."""
+
+    def cut(most: int) -> list[int]:
+        return [widths[0], *(min(width, most) for width in widths[1:shown])]
+
+    def fits(columns: Sequence[int]) -> bool:
+        return sum(columns) + _GAP * (len(columns) - 1) <= line
+
+    shown = len(widths)
+    while shown > 1 and not fits(cut(_NARROWEST_CELL)):
+        shown -= 1
+    return next(
+        (cut(most) for most in range(max(widths), _NARROWEST_CELL, -1) if fits(cut(most))), cut(_NARROWEST_CELL)
+    )
 
 
 def details(pairs: Mapping[str, Any]) -> None:
@@ -156,7 +202,7 @@ def details(pairs: Mapping[str, Any]) -> None:
     width = max(len(name) for name in pairs)
     for name, value in pairs.items():
         if value is not None and value != "" and value != []:
-            typer.echo(f"{name.ljust(width)}  {attempt_path_text(value)}")
+            say(f"{name.ljust(width)}  {attempt_path_text(value)}")
 
 
 def attempt_path_text(value: Any) -> str:
@@ -205,7 +251,7 @@ def transfer(label: str, total: int) -> "Iterator[Any]":
 def _unmarked(text: str) -> str:
     from rich.markup import escape
 
-    return escape(text)
+    return escape(plain_line(text))
 
 
 def _plain(value: "BaseModel | Mapping[str, Any]") -> Any:

@@ -19,16 +19,16 @@ from app.cli.console import (
     listing,
     note,
     page,
+    say,
     size,
     transfer,
 )
+from app.cli.names import DatasetId
 
 if TYPE_CHECKING:
     from app.contracts.schemas.datasets import DatasetView
 
 commands = command_group("Datasets: files of training rows. Example: `anneal datasets upload chats.jsonl`.")
-
-DatasetId = Annotated[str, typer.Argument(metavar="DATASET", help="Dataset id, as listed by `anneal datasets list`.")]
 
 Format = Annotated[str | None, typer.Option(help="Dataset format. Default: detected from the columns.")]
 Columns = Annotated[
@@ -114,7 +114,7 @@ def _print_created(dataset: "DatasetView", as_json: bool) -> None:
         return
     tokens = f", {dataset.token_statistics.total:,} tokens" if dataset.token_statistics else ""
     note(f"{dataset.name}: {dataset.rows:,} rows, {dataset.format}, {size(dataset.bytes)}{tokens}")
-    typer.echo(dataset.id)
+    say(dataset.id)
 
 
 @commands.command("list")

@@ -9,6 +9,7 @@ from app.cli.console import (
     AsJson,
     Limit,
     command_group,
+    confirm,
     connected,
     deleted,
     details,
@@ -16,13 +17,12 @@ from app.cli.console import (
     listing,
     note,
     page,
+    say,
 )
+from app.cli.names import ExperimentId
 
 commands = command_group("Experiments: groups of runs. Example: `anneal experiments create docstrings`.")
 
-ExperimentId = Annotated[
-    str, typer.Argument(metavar="EXPERIMENT", help="Experiment id, as listed by `anneal experiments list`.")
-]
 Description = Annotated[str | None, typer.Option(help="Purpose of the experiment.")]
 Tags = Annotated[list[str] | None, typer.Option("--tag", help="Tag; repeatable.")]
 
@@ -43,7 +43,7 @@ def create(
         if as_json:
             document(made)
         else:
-            typer.echo(made.id)
+            say(made.id)
 
 
 @commands.command("list")
@@ -102,11 +102,26 @@ def edit(
 
 
 @commands.command()
-def delete(experiment_id: ExperimentId, as_json: AsJson = False) -> None:
-    """Delete an experiment; refused while one of its runs is pending or running.
+def delete(
+    experiment_id: ExperimentId,
+    with_runs: Annotated[
+        bool,
+        typer.Option("--with-runs", help="Also delete its runs with their checkpoints and models; asks first."),
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete an experiment. One that has runs is refused, unless --with-runs is given.
 
-    Example: `anneal experiments delete exp_01k3x9m6q2v8s4t0w7y5z1a3b9`
+    With --with-runs the command prints how many runs, checkpoints and models are deleted, and asks. Runs that have not
+    ended, pinned runs and runs with pinned checkpoints are never deleted.
+
+    Example: `anneal experiments delete --with-runs exp_01k3x9m6q2v8s4t0w7y5z1a3b9`
     """
     with connected() as client:
-        client.experiments.delete(experiment_id)
+        if with_runs and not yes:
+            found = client.experiments.get(experiment_id)
+            if not found.is_empty:
+                confirm(f"This deletes {found.name!r} with {found.summary()}.")
+        client.experiments.delete(experiment_id, cascade=with_runs)
     deleted(experiment_id, as_json)

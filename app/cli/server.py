@@ -21,7 +21,7 @@ def up() -> None:
     from app.standalone.supervisor import Up
 
     with plain_errors():
-        raise typer.Exit(Up(environment_settings(), typer.echo).run())
+        raise typer.Exit(Up(environment_settings(), typer.echo, sys.stdout.isatty()).run())
 
 
 def api(

@@ -1,6 +1,11 @@
 """Commands of `anneal workers`."""
 
+from typing import TYPE_CHECKING
+
 from app.cli.console import After, AsJson, Limit, command_group, connected, listing, page
+
+if TYPE_CHECKING:
+    from app.contracts.schemas.workers import DeviceRead
 
 commands = command_group("Workers: the processes that execute runs. Example: `anneal workers list`.")
 
@@ -19,6 +24,11 @@ def list_workers(limit: Limit = 50, after: After = None, as_json: AsJson = False
     with connected() as client:
         found, has_more = page(client.workers.list(limit=limit + 1, after=after), limit)
         rows = [
-            (it.id, it.state, it.host, [device.name for device in it.devices], it.runs, it.heartbeat_at) for it in found
+            (it.id, it.state, it.host, [_device(device) for device in it.devices], it.runs, it.heartbeat_at)
+            for it in found
         ]
         listing(found, has_more, as_json, ("id", "state", "host", "devices", "runs", "last heartbeat"), rows)
+
+
+def _device(device: "DeviceRead") -> str:
+    return f"{device.name} (paused: {device.trouble})" if device.trouble else device.name

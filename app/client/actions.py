@@ -1,9 +1,9 @@
 """`client.actions`: requests to a run while it trains."""
 
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Literal
+from typing import Any, Literal
 
 from app.client.api_resource import ApiResource, without_none
 from app.client.sync_async import M, call, stream
@@ -19,7 +19,7 @@ class Actions(ApiResource[M]):
     async def create(
         self,
         run_id: str,
-        action: Name,
+        action: Name | Mapping[str, Any],
         *,
         pin: bool | None = None,
         prompts: Sequence[str] | None = None,
@@ -30,7 +30,7 @@ class Actions(ApiResource[M]):
         epochs: float | None = None,
         idempotency_key: str | None = None,
     ) -> ActionRead:
-        """Request an action of a run.
+        """Request an action of a run: its name and parameters, or both in one mapping, as in the HTTP API.
 
         Actions and their parameters: `checkpoint` (pin), `evaluate`, `sample` (prompts, max_new_tokens, temperature),
         `set_learning_rate` (learning_rate) and `extend` (max_steps or epochs). The run performs the action at the end
@@ -41,7 +41,8 @@ class Actions(ApiResource[M]):
             learning_rate=learning_rate, max_steps=max_steps, epochs=epochs,
         )  # fmt: skip
         key = idempotency_key or str(uuid.uuid4())
-        return await self._session.post(ActionRead, f"/runs/{run_id}/actions", {"action": action, **asked}, key=key)
+        named = {"action": action} if isinstance(action, str) else action
+        return await self._session.post(ActionRead, f"/runs/{run_id}/actions", {**named, **asked}, key=key)
 
     @stream
     async def list(

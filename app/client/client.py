@@ -43,13 +43,12 @@ class _Client(Generic[M]):
 class Anneal(_Client[Sync]):
     """Synchronous client: calls block until they are done, streams are iterators."""
 
-    def __init__(self, url: str | None = None, key: str | None = None, *, patience: float = PATIENCE) -> None:
-        """Connect to `url` with `key`; the defaults are ANNEAL_URL and ANNEAL_API_KEY, then the local service.
+    def __init__(self, url: str | None = None, api_key: str | None = None, *, patience: float = PATIENCE) -> None:
+        """Connect to `url` with `api_key`; the defaults are ANNEAL_URL and ANNEAL_API_KEY, then the local service.
 
         `patience` is the number of seconds after its first failure during which a call is retried.
         """
-        connection = find_connection(ClientSettings(), url, key)
-        self._transport = SyncTransport(connection.url, connection.key)
+        self._transport = SyncTransport(find_connection(ClientSettings(), url, api_key))
         super().__init__(self._transport, patience)
 
     def close(self) -> None:
@@ -68,10 +67,9 @@ class Anneal(_Client[Sync]):
 class AsyncAnneal(_Client[Async]):
     """Asynchronous client: calls are awaited, streams are asynchronous iterators."""
 
-    def __init__(self, url: str | None = None, key: str | None = None, *, patience: float = PATIENCE) -> None:
+    def __init__(self, url: str | None = None, api_key: str | None = None, *, patience: float = PATIENCE) -> None:
         """Take the same arguments as `Anneal`."""
-        connection = find_connection(ClientSettings(), url, key)
-        self._transport = AsyncTransport(connection.url, connection.key)
+        self._transport = AsyncTransport(find_connection(ClientSettings(), url, api_key))
         super().__init__(self._transport, patience)
 
     async def close(self) -> None:

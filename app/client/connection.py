@@ -1,19 +1,52 @@
 """URL and API key of the service: from arguments, else ANNEAL_URL and ANNEAL_API_KEY, else the local service."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+import httpx
+
 from app.client.errors import AnnealError
 from app.config import ClientSettings
+from app.infra import home_lock
 from app.infra.private_files import read_json
 
 
 @dataclass(frozen=True)
 class Connection:
-    """URL and API key of a service."""
+    """URL of a service, and the source of the API key for it."""
 
     url: str
-    key: str = field(repr=False)
+    key: Callable[[], str] = field(repr=False)
+
+    def authorize(self, request: httpx.Request) -> httpx.Request:
+        """Add the key to a request."""
+        request.headers["Authorization"] = f"Bearer {self.key()}"
+        return request
+
+
+class LocalKey:
+    """Key of the service of this machine, which has a new one at each start; read for each request.
+
+    While the service does not run, any user of the machine may listen on its port. So the key is sent only while
+    `anneal up` holds the lock of the home: it then holds the port as well.
+    """
+
+    def __init__(self, settings: ClientSettings, url: str) -> None:
+        self._settings = settings
+        self._url = url
+
+    def __call__(self) -> str:
+        """Return the key; raise AnnealError `unreachable` while the service does not run or has not started."""
+        if home_lock.is_held(self._settings.home):
+            local = read_json(self._settings.connection_file) or {}
+            if local.get("api_key") and _plain(local.get("url")) == self._url:
+                return str(local["api_key"])
+        raise AnnealError(
+            "unreachable",
+            f"The service at {self._url} does not run or is still starting: start it with `anneal up`, or set "
+            "ANNEAL_URL and ANNEAL_API_KEY to another service.",
+        )
 
 
 def find_connection(settings: ClientSettings, url: str | None = None, key: str | None = None) -> Connection:
@@ -23,9 +56,8 @@ def find_connection(settings: ClientSettings, url: str | None = None, key: str |
         AnnealError: `no_connection`: the URL or the key is missing or invalid.
     """
     url, key = url or settings.url, key or settings.api_key
-    local = read_json(settings.connection_file) or {}
-    local_url, local_key = _plain(local.get("url")), local.get("api_key")
-    if url is None and local_url:
+    local_url = _plain((read_json(settings.connection_file) or {}).get("url"))
+    if url is None and local_url and home_lock.is_held(settings.home):
         url = local_url
     if url is None:
         raise AnnealError(
@@ -38,8 +70,8 @@ def find_connection(settings: ClientSettings, url: str | None = None, key: str |
         raise AnnealError(
             "no_connection", f"{url} is not a valid URL of a service: set ANNEAL_URL to a URL such as http://host:8700."
         )
-    # The local key must not be sent to any other service.
-    key = key or (local_key if url == local_url else None)
+    if not key and url == local_url:
+        return Connection(url, LocalKey(settings, url))
     if not key:
         raise AnnealError(
             "no_connection",
@@ -49,7 +81,7 @@ def find_connection(settings: ClientSettings, url: str | None = None, key: str |
         raise AnnealError(
             "no_connection", "ANNEAL_API_KEY is not a valid key: copy it again from `anneal keys create`."
         )
-    return Connection(url, key)
+    return Connection(url, lambda: key)
 
 
 def _is_address(url: str) -> bool:

@@ -81,9 +81,14 @@ class Datasets(ApiResource[M]):
         return parse_response(DatasetView, answer)
 
     @stream
-    async def list(self, *, limit: int | None = None, after: str | None = None) -> AsyncGenerator[DatasetSummary]:
-        """Iterate over datasets, newest first; pages are fetched on demand."""
-        async with aclosing(self._items("/datasets", DatasetSummary, {}, limit, after)) as items:
+    async def list(
+        self, *, find: str | None = None, limit: int | None = None, after: str | None = None
+    ) -> AsyncGenerator[DatasetSummary]:
+        """Iterate over datasets, newest first; pages are fetched on demand.
+
+        `find` selects datasets whose id starts with this text, or whose name is it.
+        """
+        async with aclosing(self._items("/datasets", DatasetSummary, {"find": find}, limit, after)) as items:
             async for item in items:
                 yield item
 

@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 
 
 # The service sends a keep-alive every 15 s; a connection without one for 45 s is dead.
-_TIMEOUT = httpx.Timeout(10.0, read=45.0)
+_KEEP_ALIVE_SECONDS = 15.0
+_TIMEOUT = httpx.Timeout(10.0, read=3 * _KEEP_ALIVE_SECONDS)
 
 
 class Follower:
@@ -32,8 +33,10 @@ class Follower:
         self._whole = whole
         self._last = after or 0
         self._cursor: int | None = None
-        """Event id sent as `Last-Event-ID` on reconnect; None before the first event or keep-alive."""
+        """Event id sent as `Last-Event-ID` on reconnect; None before the first event."""
         self._progressed = False
+        self._opened_at: float | None = None
+        """Monotonic time at which the current connection was opened; None if it was refused."""
 
     async def follow(self, patience: float, until: int | None = None) -> AsyncGenerator[Event]:
         """Yield events until the run ends; with `until`, yield the stored events, at least up to that id.
@@ -45,7 +48,7 @@ class Follower:
         backoff = Backoff()
         heard, warned = time.monotonic(), False
         while until is None or self._last < until:
-            self._progressed = False
+            self._progressed, self._opened_at = False, None
             asked_for = None
             try:
                 async with aclosing(self._connection()) as events:
@@ -58,19 +61,25 @@ class Follower:
                 if until is not None and not self._progressed:
                     return  # the server closed the stream and sent nothing new: end of the stored events
             except AnnealError as error:
-                if self._progressed:
+                if self._was_alive:
                     heard = time.monotonic()
                 if not error.is_transient or time.monotonic() - heard > patience:
                     raise
-                if not self._progressed and not warned:
+                if not self._was_alive and not warned:
                     # Once per outage; without a logging configuration, Python prints warnings on standard error.
                     log.warning("%s Retrying for up to %.0f s.", error.detail, patience)
                     warned = True
                 asked_for = error.retry_after
-            if self._progressed:
+            if self._was_alive:
                 heard, warned = time.monotonic(), False
                 backoff.reset()
             await self._session.transport.pause(backoff.next(asked_for))
+
+    @property
+    def _was_alive(self) -> bool:
+        """True if the last connection carried an event, or was open for so long that it carried a keep-alive."""
+        opened_at = self._opened_at
+        return self._progressed or (opened_at is not None and time.monotonic() - opened_at > _KEEP_ALIVE_SECONDS)
 
     async def _connection(self) -> AsyncGenerator[Event | None]:
         """Yield the events of one connection; yield None if no further event will come (status 204)."""
@@ -89,13 +98,12 @@ class Follower:
                     "unexpected_answer",
                     f"{transport.url} returned no event stream: check that ANNEAL_URL is the URL of an Anneal service.",
                 )
+            self._opened_at = time.monotonic()
             async with aclosing(transport.sse(response)) as sent:
                 async for one in sent:
-                    if one.data:
-                        yield self._take(one)
-                    elif one.id.isdigit():  # a keep-alive, whose id may be far after the last event of a requested type
-                        self._cursor = max(int(one.id), self._cursor or 0)
-                        self._progressed = True
+                    event = self._take(one)
+                    if event.type != "cursor":
+                        yield event
         finally:
             await transport.release(response)
 
@@ -106,6 +114,9 @@ class Follower:
             raise AnnealError(
                 "stream_broken", f"The stream of {self._path} contains an invalid event: {error}"
             ) from None
+        if event.type == "cursor":  # far after the last event of a requested type
+            self._cursor, self._progressed = event.seq, True
+            return event
         expected = self._last + 1
         # `truncated` may skip ids, and may repeat the last id if the reader has missed nothing.
         is_next = event.seq >= self._last if event.type == "truncated" else event.seq == expected

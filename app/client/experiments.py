@@ -20,9 +20,14 @@ class Experiments(ApiResource[M]):
         return await self._session.post(ExperimentView, "/experiments", body)
 
     @stream
-    async def list(self, *, limit: int | None = None, after: str | None = None) -> AsyncGenerator[ExperimentSummary]:
-        """Iterate over experiments, newest first; pages are fetched on demand."""
-        async with aclosing(self._items("/experiments", ExperimentSummary, {}, limit, after)) as items:
+    async def list(
+        self, *, find: str | None = None, limit: int | None = None, after: str | None = None
+    ) -> AsyncGenerator[ExperimentSummary]:
+        """Iterate over experiments, newest first; pages are fetched on demand.
+
+        `find` selects experiments whose id starts with this text, or whose name is it.
+        """
+        async with aclosing(self._items("/experiments", ExperimentSummary, {"find": find}, limit, after)) as items:
             async for item in items:
                 yield item
 
@@ -45,6 +50,10 @@ class Experiments(ApiResource[M]):
         return await self._patch(ExperimentView, f"/experiments/{experiment_id}", body)
 
     @call
-    async def delete(self, experiment_id: str) -> None:
-        """Delete an experiment that has no pending or running runs."""
-        await self._session.request("DELETE", f"/experiments/{experiment_id}")
+    async def delete(self, experiment_id: str, *, cascade: bool = False) -> None:
+        """Delete an experiment; `cascade` also deletes its runs, with their checkpoints and models.
+
+        Raises `AnnealError` `experiment_not_empty` if it has runs and `cascade` is false.
+        """
+        params = {"cascade": "true"} if cascade else {}
+        await self._session.request("DELETE", f"/experiments/{experiment_id}", params=params)

@@ -72,14 +72,18 @@ class Runs(ApiResource[M]):
         parent_run_id: str | None = None,
         base_model: str | None = None,
         method: str | None = None,
+        find: str | None = None,
         sort: Literal["created_at", "best"] | None = None,
         limit: int | None = None,
         after: str | None = None,
     ) -> AsyncGenerator[RunSummary]:
-        """Iterate over runs, newest first unless `sort` is given; pages are fetched on demand."""
+        """Iterate over runs, newest first unless `sort` is given; pages are fetched on demand.
+
+        `find` selects runs whose id starts with this text, or whose name is it.
+        """
         filters = {
             "experiment_id": experiment_id, "status": status, "tag": tag, "parent_run_id": parent_run_id,
-            "base_model": base_model, "method": method, "sort": sort,
+            "base_model": base_model, "method": method, "find": find, "sort": sort,
         }  # fmt: skip
         async with aclosing(self._items("/runs", RunSummary, filters, limit, after)) as items:
             async for item in items:

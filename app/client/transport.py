@@ -11,6 +11,7 @@ import httpx
 from httpx_sse import EventSource, ServerSentEvent
 from pydantic import BaseModel, ValidationError
 
+from app.client.connection import Connection
 from app.client.errors import AnnealError, describe, from_response
 
 T = TypeVar("T", bound=BaseModel)
@@ -55,9 +56,9 @@ class Transport(Protocol):
 class SyncTransport:
     """Blocking transport: its coroutines never suspend, so no event loop is needed."""
 
-    def __init__(self, url: str, key: str) -> None:
-        self.url = url
-        self.http = httpx.Client(**_options(url, key))
+    def __init__(self, connection: Connection) -> None:
+        self.url = connection.url
+        self.http = httpx.Client(**_options(connection))
 
     def build(self, method: str, path: str, **options: Any) -> httpx.Request:
         return self.http.build_request(method, path, **options)
@@ -90,9 +91,9 @@ class SyncTransport:
 class AsyncTransport:
     """Transport for an event loop."""
 
-    def __init__(self, url: str, key: str) -> None:
-        self.url = url
-        self.http = httpx.AsyncClient(**_options(url, key))
+    def __init__(self, connection: Connection) -> None:
+        self.url = connection.url
+        self.http = httpx.AsyncClient(**_options(connection))
 
     def build(self, method: str, path: str, **options: Any) -> httpx.Request:
         return self.http.build_request(method, path, **options)
@@ -213,11 +214,12 @@ def _given(params: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in params.items() if value is not None and value != ()}
 
 
-def _options(url: str, key: str) -> dict[str, Any]:
+def _options(connection: Connection) -> dict[str, Any]:
+    url = connection.url
     host = httpx.URL(url).host
     return {
         "base_url": f"{url}/v1",
-        "headers": {"Authorization": f"Bearer {key}"},
+        "auth": connection.authorize,
         "timeout": _TIMEOUT,
         # No proxy for this machine. Without TLS, skip loading certificates: it takes longer than most calls.
         "trust_env": host not in ("127.0.0.1", "localhost", "::1"),

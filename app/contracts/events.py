@@ -300,18 +300,26 @@ class TruncatedEvent(Event):
     first_seq: int = Field(description="`seq` of the oldest stored event.")
 
 
+class CursorEvent(Event):
+    """Position of a reader that chose types, when none of them came for 15 seconds; it is sent, but not stored."""
+
+    model_config = ConfigDict(json_schema_extra=_example("cursor"))
+
+    type: Literal["cursor"]
+
+
 EVENTS: Mapping[str, type[Event]] = MappingProxyType(
     {
         get_args(model.model_fields["type"].annotation)[0]: model
         for model in (
             StatusEvent, LogEvent, MetricEvent, EvalEvent, CheckpointEvent, ConfigEvent, ProgressEvent, SampleEvent,
-            SkippedRowsEvent, ActionEvent, RepairEvent, ErrorEvent, EndEvent, TruncatedEvent,
+            SkippedRowsEvent, ActionEvent, RepairEvent, ErrorEvent, EndEvent, TruncatedEvent, CursorEvent,
         )
     }
 )  # fmt: skip
 """Model of each event type."""
 
-EVENT_TYPES = tuple(kind for kind, model in EVENTS.items() if model is not TruncatedEvent)
+EVENT_TYPES = tuple(kind for kind, model in EVENTS.items() if model not in (TruncatedEvent, CursorEvent))
 """Types of stored events, of which a reader can choose."""
 
 TRAINER_RECORDS = frozenset(kind for kind, model in EVENTS.items() if model.is_trainer_record)

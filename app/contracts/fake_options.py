@@ -37,6 +37,7 @@ class FakeOptions(BaseModel):
         "bad_data",
         "model_not_found",
         "disk_full",
+        "device_error",
         "config_error",
         "internal",
     ] = Field("internal", description="Error code of that failure.")

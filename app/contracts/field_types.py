@@ -21,7 +21,8 @@ ModelName = Annotated[
     StringConstraints(
         min_length=1,
         max_length=300,
-        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@=+-]*(/[A-Za-z0-9_][A-Za-z0-9_.@=+-]*)*$",
+        # Spaces inside a name are allowed, at its end they are not.
+        pattern=r"^[A-Za-z0-9_]( *[A-Za-z0-9_.@=+-])*(/[A-Za-z0-9_]( *[A-Za-z0-9_.@=+-])*)*$",
     ),
 ]
 """A folder below the models root, a hub name, or the id of a run."""

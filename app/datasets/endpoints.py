@@ -9,7 +9,7 @@ from starlette.responses import FileResponse
 from app.api.authorization import CurrentCaller
 from app.api.dependencies import CurrentSettings, CurrentStorage, Session
 from app.api.idempotency import Idempotency
-from app.api.pagination import PageQuery
+from app.api.pagination import FindQuery, PageQuery
 from app.audit.log import call_of
 from app.contracts.field_types import DatasetFormat
 from app.contracts.schemas.datasets import UPLOAD_BODY, DatasetSummary, DatasetView
@@ -66,9 +66,10 @@ async def list_datasets(
     paging: PageQuery,
     name: Annotated[str | None, Query(max_length=200, description="Part of the name, case-insensitive.")] = None,
     format: DatasetFormat | None = None,
+    find: FindQuery = None,
 ) -> Page[DatasetSummary]:
     """List datasets, newest first."""
-    rows, has_more = await service.page(session, service.Filters(name, format), paging)
+    rows, has_more = await service.page(session, service.Filters(name, format, find), paging)
     return Page(data=[DatasetSummary.model_validate(row) for row in rows], has_more=has_more)
 
 

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import os
 import time
+from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -20,9 +21,9 @@ from app.datasets.readers.file_type import HEAD_BYTES, FileType, Reader, kind_of
 from app.datasets.readers.json_array import ArrayReader
 from app.datasets.readers.jsonl import LineReader
 from app.datasets.readers.parquet import ParquetReader
-from app.datasets.row_writer import RowWriter, TooManyBadRows
-from app.datasets.sandbox import SandboxBusy
+from app.datasets.row_writer import MOST_BAD_ROWS, RowWriter, TooManyBadRows
 from app.datasets.token_counter import TokenCounter
+from app.infra.process.sandbox import SandboxBusy
 
 _WRITE_BYTES = 256 * 1024
 # A separate pool: imports that wait for a reader process must not block other users of the default pool.
@@ -135,7 +136,7 @@ class DatasetImporter:
                 return
             self._head += data
             if len(self._head) >= HEAD_BYTES:
-                self._create_reader().feed(bytes(self._head))
+                self._read_head()
         except TooManyBadRows:
             raise self._bad_rows_error() from None
 
@@ -143,7 +144,7 @@ class DatasetImporter:
         """Handle the end of the file."""
         try:
             if self._reader is None:
-                self._create_reader().feed(bytes(self._head))
+                self._read_head()
             if self._reader is not None:
                 self._reader.end()
         except TooManyBadRows:
@@ -183,8 +184,13 @@ class DatasetImporter:
         self._drop_reader()
         self._stored.close()
 
-    def _create_reader(self) -> Reader:
-        kind = self._reading.file_format or kind_of(self._name, bytes(self._head))
+    def _read_head(self) -> None:
+        # Spreadsheets and some editors write a byte order mark into UTF-8 files.
+        head = bytes(self._head).removeprefix(BOM_UTF8)
+        self._create_reader(head).feed(head)
+
+    def _create_reader(self, head: bytes) -> Reader:
+        kind = self._reading.file_format or kind_of(self._name, head)
         most = self._settings.max_line_bytes
         if kind is None:
             message = "the file type cannot be detected: name the file .jsonl, .json, .csv or .parquet, or send "
@@ -211,13 +217,13 @@ class DatasetImporter:
         if len(whole) == len(errors):
             return invalid([error.model_copy(update={"field": "file"}) for error in errors])
         errors = [error if error.field else error.model_copy(update={"field": "file"}) for error in errors]
-        more = "; these are the first" if len(errors) > 1 else ""
-        count = "1 row is" if len(errors) == 1 else f"{len(errors)} rows are"
-        detail = (
-            f"Nothing was stored: {count} not valid for training{more} ({errors[0].field}: "
-            f"{errors[0].message}). Correct the file and upload it again."
-        )
-        return invalid(errors, detail, code="bad_rows")
+        if len(errors) == 1:
+            found = f"1 row is not valid for training ({errors[0].field}: {errors[0].message})"
+        elif len(errors) < MOST_BAD_ROWS:
+            found = f"{len(errors)} rows are not valid for training"
+        else:  # reading stops there
+            found = f"at least {len(errors)} rows are not valid for training; these are the first"
+        return invalid(errors, f"Nothing was stored: {found}. Correct the file and upload it again.", code="bad_rows")
 
 
 class _StoredFile:

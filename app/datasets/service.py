@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from app.api.errors import ApiError, as_api_error, conflict, not_found
 from app.api.idempotency import Idempotency
-from app.api.pagination import Paging, fetch
+from app.api.pagination import Paging, fetch, found_by
 from app.audit.log import AuditedCall
 from app.datasets.importer import ImportedFile
 from app.infra.db import is_away
@@ -149,6 +149,7 @@ class Filters:
 
     name: str | None = None
     format: str | None = None
+    find: str | None = None
 
 
 async def page(session: AsyncSession, filters: Filters, paging: Paging) -> tuple[list[Dataset], bool]:
@@ -158,6 +159,8 @@ async def page(session: AsyncSession, filters: Filters, paging: Paging) -> tuple
         query = query.where(Dataset.name.icontains(filters.name, autoescape=True))
     if filters.format is not None:
         query = query.where(Dataset.format == filters.format)
+    if filters.find is not None:
+        query = query.where(found_by(filters.find, "ds", Dataset.id, Dataset.name))
     return await fetch(session, query, Dataset.id, paging)
 
 

@@ -26,6 +26,8 @@ _MAX_PARTS = 10
 _FIELDS = ("name", "format", "file_format", "columns", "tokenizer")
 _BEFORE_THE_FILE = ("file_format", "columns", "tokenizer")
 """Fields that must precede the file, because the file is parsed while it is received."""
+_MAX_SKIPPED_BYTES = 8 * 1024 * 1024
+"""Bytes of an invalid file that are skipped to find a field behind it; a longer file is refused at once."""
 
 LoadTokenizer = Callable[[str], Awaitable[TokenCounter]]
 """Function that loads a tokenizer by model name; raises `ApiError` if there is none."""
@@ -102,6 +104,9 @@ class _Upload:
         self.tokens: TokenCounter | None = None
         self._wanted_tokenizer: str | None = None
         self._deferred: list[Callable[[], None]] = []
+        self._refusal: ApiError | None = None
+        """What is wrong with the file, until the parts behind it are known."""
+        self._skipped_bytes = 0
         self._fields: dict[str, bytearray] = {}
         self._file_name: str | None = None
         self._parts = 0
@@ -124,16 +129,28 @@ class _Upload:
         self._wanted_tokenizer = None
         deferred, self._deferred = self._deferred, []
         for step in deferred:
-            step()
+            self._run(step)
+
+    def _run(self, step: Callable[[], None]) -> None:
+        """Run a step, unless the file is invalid. A field behind the file may be the cause, which is reported then."""
+        if self._refusal is None:
+            try:
+                step()
+            except ApiError as error:
+                if error.status != 422:
+                    raise
+                self._refusal = error
 
     def _run_or_defer(self, step: Callable[[], None]) -> None:
         """Run a step that processes the file, or queue it while a requested tokenizer is being loaded."""
         if self._wanted_tokenizer is None:
-            step()
+            self._run(step)
         else:
             self._deferred.append(step)
 
     def end(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal
         if not self._ended:
             raise _broken("it ends before its final boundary")
 
@@ -179,14 +196,16 @@ class _Upload:
             self._run_or_defer(self._begin_file)
             return
         if self._part in _BEFORE_THE_FILE and self._file_name is not None:
-            raise _wrong(
-                self._part, "after_file", "determines how the file is read, so it must come before the part `file`"
-            )
+            message = f"must come before the part `file`: curl -F {self._part}=… -F file=@…; the file is read with it"
+            raise _wrong(self._part, "after_file", message)
         self._fields[self._part] = bytearray()
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
         piece = data[start:end]
         if self._part == "file":
+            self._skipped_bytes += len(piece) if self._refusal is not None else 0
+            if self._refusal is not None and self._skipped_bytes > _MAX_SKIPPED_BYTES:
+                raise self._refusal
             self._run_or_defer(lambda: self._file.feed(piece))
             return
         field = self._fields[self._part]

@@ -1,10 +1,12 @@
 """Endpoints `/v1/experiments`."""
 
-from fastapi import APIRouter, BackgroundTasks, Request, Response
+from typing import Annotated
+
+from fastapi import APIRouter, BackgroundTasks, Query, Request, Response
 
 from app.api.authorization import CurrentCaller
 from app.api.dependencies import Session
-from app.api.pagination import PageQuery
+from app.api.pagination import FindQuery, PageQuery
 from app.contracts.schemas.experiments import ExperimentCreate, ExperimentEdit, ExperimentSummary, ExperimentView
 from app.contracts.schemas.page import Page
 from app.experiments import service
@@ -24,9 +26,9 @@ async def create_experiment(
 
 
 @router.get("")
-async def list_experiments(session: Session, paging: PageQuery) -> Page[ExperimentSummary]:
+async def list_experiments(session: Session, paging: PageQuery, find: FindQuery = None) -> Page[ExperimentSummary]:
     """List experiments, newest first."""
-    rows, has_more = await service.page(session, paging)
+    rows, has_more = await service.page(session, paging, find)
     return Page(data=[ExperimentSummary.model_validate(row) for row in rows], has_more=has_more)
 
 
@@ -44,13 +46,21 @@ async def edit_experiment(experiment_id: str, body: ExperimentEdit, session: Ses
 
 
 @router.delete(
-    "/{experiment_id}", status_code=204, responses={409: {"description": "One of its runs cannot be deleted."}}
+    "/{experiment_id}",
+    status_code=204,
+    responses={409: {"description": "It has runs and `cascade` is not set, or one of its runs cannot be deleted."}},
 )
 async def delete_experiment(
-    experiment_id: str, request: Request, session: Session, after_commit: BackgroundTasks
+    experiment_id: str,
+    request: Request,
+    session: Session,
+    after_commit: BackgroundTasks,
+    cascade: Annotated[
+        bool, Query(description="Also delete its runs with their events, checkpoints and models.")
+    ] = False,
 ) -> None:
-    """Delete an experiment and all its runs with their events, checkpoints and outputs."""
-    await service.remove(session, experiment_id)
+    """Delete an experiment. One that has runs is refused, unless `cascade` is set."""
+    await service.remove(session, experiment_id, cascade=cascade)
     after_commit.add_task(deletion.delete_remaining_data, request.app.state.sessions, request.app.state.storage)
 
 
@@ -58,6 +68,6 @@ async def _view(session: Session, experiment_id: str) -> ExperimentView:
     experiment = await service.get(session, experiment_id)
     return ExperimentView(
         **ExperimentSummary.model_validate(experiment).model_dump(),
-        runs=await service.count_runs(session, experiment_id),
+        **dict(await service.contents(session, experiment_id)),
         best_runs=await service.best_runs(session, experiment_id),
     )

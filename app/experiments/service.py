@@ -2,21 +2,20 @@
 
 from typing import Any
 
-from sqlalchemy import Select, func, select
+from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.errors import conflict, not_found
-from app.api.pagination import Paging, fetch
+from app.api.pagination import Paging, fetch, found_by
 from app.contracts.methods import METHODS, TrainingMethod
 from app.contracts.run_status import TERMINAL, TrainingStatus
-from app.contracts.schemas.experiments import BestRun, ExperimentCreate, ExperimentEdit
+from app.contracts.schemas.experiments import BestRun, ExperimentContents, ExperimentCreate, ExperimentEdit
 from app.infra.ids import new_id
 from app.runs import deletion
 from app.runs.queries import best_of
+from app.tables.checkpoints import Checkpoint
 from app.tables.experiments import Experiment
 from app.tables.runs import Run
-
-_NAMED = 3
 
 
 async def create(session: AsyncSession, body: ExperimentCreate, created_by: str | None) -> Experiment:
@@ -36,16 +35,25 @@ async def get(session: AsyncSession, experiment_id: str) -> Experiment:
     return experiment
 
 
-async def page(session: AsyncSession, paging: Paging) -> tuple[list[Experiment], bool]:
-    """Return a page of experiments, newest first."""
-    return await fetch(session, select(Experiment), Experiment.id, paging)
+async def page(session: AsyncSession, paging: Paging, find: str | None = None) -> tuple[list[Experiment], bool]:
+    """Return a page of experiments, newest first; `find` selects by the beginning of the id or the name."""
+    query = select(Experiment)
+    if find is not None:
+        query = query.where(found_by(find, "exp", Experiment.id, Experiment.name))
+    return await fetch(session, query, Experiment.id, paging)
 
 
-async def count_runs(session: AsyncSession, experiment_id: str) -> dict[TrainingStatus, int]:
-    """Count the runs of an experiment by status, including zeros."""
-    query = select(Run.status, func.count()).where(Run.experiment_id == experiment_id).group_by(Run.status)
-    found = {row[0]: row[1] for row in (await session.execute(query)).all()}
-    return {status: found.get(status.value, 0) for status in TrainingStatus}
+async def contents(session: AsyncSession, experiment_id: str) -> ExperimentContents:
+    """Count the runs of an experiment by status, including zeros, their checkpoints and their models."""
+    inside = Run.experiment_id == experiment_id
+    query = select(Run.status, func.count(), func.count(Run.output_attempt)).where(inside).group_by(Run.status)
+    found = {status: (runs, models) for status, runs, models in (await session.execute(query)).tuples()}
+    saved = select(func.count(Checkpoint.id)).join(Run, Run.id == Checkpoint.run_id)
+    return ExperimentContents(
+        runs={status: found.get(status.value, (0, 0))[0] for status in TrainingStatus},
+        checkpoints=await session.scalar(saved.where(inside, Checkpoint.deleted_at.is_(None))) or 0,
+        models=sum(models for _, models in found.values()),
+    )
 
 
 async def best_runs(session: AsyncSession, experiment_id: str) -> list[BestRun]:
@@ -69,21 +77,36 @@ async def edit(session: AsyncSession, experiment_id: str, body: ExperimentEdit) 
     return experiment
 
 
-async def remove(session: AsyncSession, experiment_id: str) -> None:
-    """Delete an experiment and its runs; raise 409 if one is live, pinned, or needed by a run outside it."""
+async def remove(session: AsyncSession, experiment_id: str, *, cascade: bool) -> None:
+    """Delete an experiment, and its runs with `cascade`.
+
+    Raises 409 if it has runs and `cascade` is false, or if one of them is live, needed by a run outside it, pinned, or
+    has a pinned checkpoint.
+    """
     runs = select(Run.id).where(Run.experiment_id == experiment_id)
     # Same lock order as a resume, which locks the run and then the experiment.
     await session.execute(runs.order_by(Run.id).with_for_update())
     experiment = await _locked(session, experiment_id)
-    if live := await _some(session, runs.where(Run.status.not_in(TERMINAL))):
+    held = await contents(session, experiment_id)
+    if not held.is_empty and not cascade:
+        raise conflict(
+            "experiment_not_empty",
+            f"Experiment {experiment_id} contains {held.summary()}. To delete all of that too, use `?cascade=true`.",
+        )
+    if live := await deletion.first_few(session, runs.where(Run.status.not_in(TERMINAL))):
         raise conflict(
             "experiment_is_live", f"Experiment {experiment_id} has runs that have not ended: {live}. Stop them first."
         )
-    if pinned := await _some(session, runs.where(Run.pinned)):
+    if pinned := await deletion.first_few(session, runs.where(Run.pinned)):
         raise conflict(
             "run_is_pinned", f"Experiment {experiment_id} has pinned runs: {pinned}. Unpin them, or keep it."
         )
-    if needing := await _some(session, deletion.dependents(runs)):
+    if pinned := await deletion.first_few(session, deletion.pinned_checkpoints(runs)):
+        raise conflict(
+            "checkpoint_is_pinned",
+            f"Runs of experiment {experiment_id} have pinned checkpoints: {pinned}. Unpin them, or keep it.",
+        )
+    if needing := await deletion.first_few(session, deletion.dependents(runs)):
         raise conflict(
             "run_is_needed",
             f"Runs of other experiments were resumed from runs of {experiment_id}, or use their output: {needing}. "
@@ -99,8 +122,3 @@ async def _locked(session: AsyncSession, experiment_id: str) -> Experiment:
     if experiment is None:
         raise not_found("experiment", experiment_id)
     return experiment
-
-
-async def _some(session: AsyncSession, ids: Select[str]) -> str:
-    """Return the first few ids as text for a message."""
-    return ", ".join((await session.scalars(ids.limit(_NAMED))).all())

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from celery import Celery
 from redis.asyncio import Redis
@@ -55,6 +56,8 @@ def celery_app(redis_url: str) -> Celery:
         worker_cancel_long_running_tasks_on_connection_loss=False,
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,
+        # An error response, as of a server that is read-only for a moment, must not end a worker.
+        broker_channel_error_retry=True,
         broker_connection_timeout=2,
         broker_heartbeat=0,
         broker_transport_options={
@@ -70,8 +73,12 @@ def celery_app(redis_url: str) -> Celery:
 
 
 def broker_url(redis_url: str) -> str:
-    """Return the broker's URL with the scheme that Celery expects."""
-    return redis_url.replace("unix://", "redis+socket://", 1) if redis_url.startswith("unix://") else redis_url
+    """Return the URL of Redis as Celery spells it, which differs for a Unix socket and its database."""
+    parts = urlsplit(redis_url)
+    if parts.scheme != "unix":
+        return redis_url
+    options = [("virtual_host" if name == "db" else name, value) for name, value in parse_qsl(parts.query)]
+    return parts._replace(scheme="redis+socket", query=urlencode(options)).geturl()
 
 
 class Broker:
@@ -84,7 +91,12 @@ class Broker:
         self._celery.conf.broker_transport_options["socket_timeout"] = _SEND_SECONDS
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="hints")
         self._redis: Redis = Redis.from_url(
-            url, socket_connect_timeout=2, socket_timeout=5, health_check_interval=15, decode_responses=True
+            url,
+            socket_connect_timeout=2,
+            socket_timeout=5,
+            health_check_interval=15,
+            decode_responses=True,
+            encoding_errors="replace",  # of whatever others publish
         )
         self._listeners: dict[str, Callable[[], None]] = {}
         self._pubsub: PubSub | None = None

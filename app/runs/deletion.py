@@ -12,6 +12,7 @@ from app.api.errors import conflict, not_found
 from app.contracts.run_status import TERMINAL
 from app.infra.storage import Storage
 from app.runs.checkpoints import replicas
+from app.tables.checkpoints import Checkpoint
 from app.tables.events import RunEvent
 from app.tables.runs import MetricRollup, Run, RunDeletion, RunRewardModel
 
@@ -23,7 +24,7 @@ _NAMED = 3
 
 
 async def delete_run(session: AsyncSession, run_id: str) -> None:
-    """Delete a run that has ended; 409 while it is live, pinned, or needed by another run."""
+    """Delete a run that has ended; 409 while it is live, needed by another run, or it or a checkpoint is pinned."""
     # A concurrent request that resumes this run or builds on it holds its lock: wait, and then see the new run.
     run = await session.scalar(select(Run).where(Run.id == run_id).with_for_update())
     if run is None:
@@ -34,11 +35,16 @@ async def delete_run(session: AsyncSession, run_id: str) -> None:
         raise conflict(
             "run_is_pinned", f'Run {run_id} is {run.status} and pinned; PATCH it with {{"pinned": false}} first.'
         )
-    needed_by = (await session.scalars(dependents(select(Run.id).where(Run.id == run_id)).limit(_NAMED))).all()
+    if pinned := await first_few(session, pinned_checkpoints(select(Run.id).where(Run.id == run_id))):
+        raise conflict(
+            "checkpoint_is_pinned",
+            f"Run {run_id} is {run.status} and has pinned checkpoints: {pinned}. Unpin them first, or keep the run.",
+        )
+    needed_by = await first_few(session, dependents(select(Run.id).where(Run.id == run_id)))
     if needed_by:
         raise conflict(
             "run_is_needed",
-            f"Run {run_id} is {run.status}, and {', '.join(needed_by)} resumed it, or uses its output as base model or "
+            f"Run {run_id} is {run.status}, and {needed_by} resumed it, or uses its output as base model or "
             "reward model: delete these first.",
         )
     await delete_rows(session, select(Run.id).where(Run.id == run_id))
@@ -52,6 +58,16 @@ def dependents(runs: Select[str]) -> Select[str]:
         other.parent_run_id.in_(runs) | other.base_run_id.in_(runs) | other.id.in_(judged),
         other.id.not_in(runs),
     )
+
+
+def pinned_checkpoints(runs: Select[str]) -> Select[str]:
+    """Select ids of pinned checkpoints of `runs` whose files exist."""
+    return select(Checkpoint.id).where(Checkpoint.run_id.in_(runs), Checkpoint.pinned, Checkpoint.deleted_at.is_(None))
+
+
+async def first_few(session: AsyncSession, ids: Select[str]) -> str:
+    """Return the first few ids as text for a message; empty if there are none."""
+    return ", ".join((await session.scalars(ids.limit(_NAMED))).all())
 
 
 async def delete_rows(session: AsyncSession, runs: Select[str]) -> None:

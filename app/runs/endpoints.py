@@ -7,7 +7,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.dependencies import CurrentSettings, CurrentStorage, Reading, Session, Snapshot
 from app.api.errors import invalid
-from app.api.pagination import PageQuery
+from app.api.pagination import FindQuery, PageQuery
 from app.audit import log as audit
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES
@@ -41,6 +41,7 @@ from app.runs.metrics.dependencies import curve_read_slot
 from app.runs.scheduler.eta import EtaService
 from app.runs.validation.request import validate_request
 from app.runs.validation.result import validation_failed
+from app.runs.validation.rewards import reward_problems
 
 router = APIRouter(prefix="/runs", tags=["runs"])
 
@@ -82,7 +83,8 @@ async def _subject(
     session: AsyncSession, settings: Settings, storage: Storage, body: RunToEstimate
 ) -> estimates.Subject:
     # An estimate must work before the weights are downloaded; a probe loads them.
-    found = await validate_request(session, settings, storage, body, needs_weights=body.probe)
+    wrong_rewards = await reward_problems(settings, body.config)
+    found = await validate_request(session, settings, storage, body, wrong_rewards, needs_weights=body.probe)
     if found.errors or found.config is None:
         raise validation_failed(found.errors)
     rules = BACKEND_RULES[body.backend]
@@ -120,6 +122,7 @@ async def list_runs(
     parent_run_id: Annotated[str | None, Query(max_length=100)] = None,
     base_model: Annotated[str | None, Query(max_length=300)] = None,
     method: Annotated[TrainingMethod | None, Query(description="Only runs of this method.")] = None,
+    find: FindQuery = None,
     sort: Annotated[
         queries.Sort,
         Query(
@@ -130,7 +133,7 @@ async def list_runs(
     ] = "created_at",
 ) -> Response:
     """List runs, newest or best first."""
-    filters = queries.Filters(experiment_id, tuple(status or ()), tag, parent_run_id, base_model, method)
+    filters = queries.Filters(experiment_id, tuple(status or ()), tag, parent_run_id, base_model, method, find)
     rows, has_more = await queries.page(session, filters, paging, sort)
     predictions = await _eta(request).of({row.id: row.status for row in rows})
     return Response(serializers.run_page(storage, rows, has_more, predictions), media_type="application/json")

@@ -8,7 +8,7 @@ from sqlalchemy import ColumnElement, Select, Text, literal_column, select, tupl
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.errors import invalid
-from app.api.pagination import Paging, newest_first
+from app.api.pagination import Paging, found_by, newest_first
 from app.contracts.errors import FieldError
 from app.contracts.methods import METHODS, TrainingMethod
 from app.contracts.run_status import TERMINAL, TrainingStatus
@@ -82,6 +82,7 @@ class Filters:
     parent_run_id: str | None = None
     base_model: str | None = None
     method: TrainingMethod | None = None
+    find: str | None = None
 
     def conditions(self) -> list[ColumnElement[bool]]:
         """Return all conditions except the one on the status."""
@@ -96,6 +97,8 @@ class Filters:
             found.append(Run.config["base_model"].astext == self.base_model)
         if self.method is not None:
             found.append(_is_of(self.method))
+        if self.find is not None:
+            found.append(found_by(self.find, "run", Run.id, Run.name))
         return found
 
     def on_status(self) -> list[ColumnElement[bool]]:

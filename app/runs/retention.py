@@ -133,8 +133,11 @@ class Pruning:
                 needed = needed.where(other.id != deleted)
                 reward_users = select(RunRewardModel.run_id).where(RunRewardModel.reward_run_id == Run.id)
                 reward_users = reward_users.where(RunRewardModel.run_id != deleted)
+                pinned = select(Checkpoint.id).where(
+                    Checkpoint.run_id == Run.id, Checkpoint.pinned, Checkpoint.deleted_at.is_(None)
+                )
                 free = [~Run.pinned, ~needed.exists(), ~reward_users.exists()]
-                query = select(Run.id).where(*_ended(before), *free, Run.id != deleted)
+                query = select(Run.id).where(*_ended(before), *free, ~pinned.exists(), Run.id != deleted)
                 found = (await session.scalars(query.limit(_RUNS_AT_ONCE).with_for_update(skip_locked=True))).all()
                 if not found:
                     break

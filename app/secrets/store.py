@@ -13,7 +13,9 @@ from app.contracts.schemas.secrets import VALUE
 from app.secrets.keyring import Keyring
 from app.tables.secrets import Secret
 
-HF_TOKEN = "hf_token"  # the name of a secret, not a value
+# Names of secrets, not values.
+HF_TOKEN = "hf_token"
+WANDB_API_KEY = "wandb_api_key"
 
 NAME = r"[a-z][a-z0-9_]{0,62}"
 

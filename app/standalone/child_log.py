@@ -11,17 +11,26 @@ _IMPORTANT = re.compile(r'\b(ERROR|CRITICAL|FATAL|PANIC)\b|"level": "(error|crit
 _EXPECTED = re.compile(r"the database system is|unexpected postmaster exit|due to administrator command")
 _MAX_BYTES = 10 * 1024**2
 _MAX_LINES_PER_CALL = 5
+_KEPT_FILES = 5
 
 
 class ChildLog:
-    """Log file that a child process appends to; the previous one is kept next to it as `<name>.log.1`."""
+    """Log file that a child process appends to; the five before it are `<name>.log.1` (the newest) to `.5`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.name = path.stem
         self._offset = 0
         if path.exists() and path.stat().st_size:
-            path.replace(path.with_name(path.name + ".1"))
+            path.replace(self._make_room())
+
+    def _make_room(self) -> Path:
+        """Move each earlier file one number up, and return the path of the first."""
+        numbered = [self.path.with_name(f"{self.path.name}.{number}") for number in range(1, _KEPT_FILES + 1)]
+        for older, newer in zip(reversed(numbered[1:]), reversed(numbered[:-1]), strict=True):
+            if newer.exists():
+                newer.replace(older)
+        return numbered[0]
 
     def important_lines(self) -> Iterator[str]:
         """Yield new error lines, at most five per call; the file contains all of them."""
@@ -40,7 +49,7 @@ class ChildLog:
             yield from (_readable(line)[:400] for line in found[:_MAX_LINES_PER_CALL])
         if size > _MAX_BYTES and self._offset == size:
             # Truncate in place: the child writes with O_APPEND and continues at the new end.
-            shutil.copyfile(self.path, self.path.with_name(self.path.name + ".1"))
+            shutil.copyfile(self.path, self._make_room())
             with self.path.open("r+b") as file:
                 file.truncate(0)
             self._offset = 0

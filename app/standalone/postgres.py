@@ -10,15 +10,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 import psycopg
 from psycopg import sql
 
 from app.config import postgres_environment
-from app.infra.errors import PortInUse, SetupError
+from app.infra.errors import SetupError
 from app.infra.private_files import make_private_folder, write_private
-from app.infra.processes import free_port, kill_leftovers, last_lines, start_child, stop_child
+from app.infra.process.children import kill_leftovers, last_lines, start_child, stop_child
 
+PORT = 5432
+"""Part of the socket's name; the server listens on no port of the network."""
+SOCKET = f".s.PGSQL.{PORT}"
 _READY_SECONDS = 120.0  # crash recovery of a large database takes long; a server that exited is detected at once
 
 
@@ -32,16 +36,21 @@ class _Account:
 
 
 class Postgres:
-    """Database cluster in `folder`; `start` and `stop` may be called any number of times."""
+    """Database cluster in `folder`; `start` and `stop` may be called any number of times.
+
+    The server listens on a socket in the folder `sockets`, which no other user may enter.
+    """
 
     name = "postgres"
 
-    def __init__(self, folder: Path, log: Path, *, admin_password: str, password: str, durable: bool = True) -> None:
+    def __init__(
+        self, folder: Path, sockets: Path, log: Path, *, admin_password: str, password: str, durable: bool = True
+    ) -> None:
         self.folder = folder
         self.log = log
-        self.port: int | None = None
         self.process: subprocess.Popen[bytes] | None = None
         self._data = folder / "data"
+        self._sockets = sockets
         self._admin_password = admin_password
         self._password = password
         self._durable = durable
@@ -50,25 +59,28 @@ class Postgres:
     @property
     def url(self) -> str:
         """URL of the service's database, with a role that owns it and is not a superuser."""
-        return f"postgresql://anneal:{self._password}@127.0.0.1:{self.port}/anneal"
+        folder = quote(str(self._sockets), safe="")
+        # A server must prove that it knows the password, and is never sent it.
+        return f"postgresql://anneal:{self._password}@/anneal?host={folder}&port={PORT}&require_auth=scram-sha-256"
 
     def start(self) -> None:
         """Start the server process and return without waiting for it; `wait_ready` does the rest."""
         make_private_folder(self.folder)
         kill_leftovers(self._data, "postgres")
         # Left by a killed server. If its process id was reused, PostgreSQL would take that process for a server.
-        (self._data / "postmaster.pid").unlink(missing_ok=True)
+        for left in (self._data / "postmaster.pid", self._sockets / SOCKET, self._sockets / f"{SOCKET}.lock"):
+            left.unlink(missing_ok=True)
         if self._account is None:
             self._account = _account(self.folder)
         if not (self._data / "PG_VERSION").exists():
             self._create_cluster()
         self._check_version()
         _change_owner(self.folder, self._account.owner)
-        self.port = free_port(self.port)
         options = {
-            "listen_addresses": "127.0.0.1",
-            "port": str(self.port),
-            "unix_socket_directories": "",
+            "listen_addresses": "",
+            "port": str(PORT),
+            "unix_socket_directories": '"{}"'.format(str(self._sockets).replace('"', '""')),
+            "unix_socket_permissions": "0700",
             "max_connections": "200",
             "jit": "off",
             "log_min_messages": "warning",
@@ -94,8 +106,9 @@ class Postgres:
         while True:
             try:
                 connection = psycopg.connect(
-                    host="127.0.0.1",
-                    port=self.port,
+                    host=str(self._sockets),
+                    port=PORT,
+                    require_auth="scram-sha-256",
                     user="anneal_admin",
                     password=self._admin_password,
                     dbname="postgres",
@@ -165,8 +178,6 @@ class Postgres:
         code = None if self.process is None else self.process.poll()
         said = last_lines(self.log)
         if self.process is None or code is not None:
-            if "could not bind" in said or "Address already in use" in said:
-                raise PortInUse(f"Port {self.port} for PostgreSQL was taken by another program; start again.")
             raise SetupError(f"PostgreSQL exited with code {code} while starting. Last lines of {self.log}:\n{said}")
         if "password authentication failed" in str(error):
             raise SetupError(

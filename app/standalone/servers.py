@@ -1,20 +1,18 @@
 """Embedded PostgreSQL and Valkey below ANNEAL_HOME, used when no external servers are configured."""
 
-import logging
+import os
 import secrets
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from app.infra.errors import PortInUse, SetupError
+from app.infra.errors import SetupError
 from app.infra.private_files import make_private_folder, read_json, write_private_json
-from app.standalone.postgres import Postgres
+from app.standalone.postgres import SOCKET, Postgres
 from app.standalone.valkey import Valkey
 
-log = logging.getLogger(__name__)
-
-
-_MAX_PORTS = 3
-"""Number of ports to try when another program takes the chosen one first."""
+_LONGEST_SOCKET = 107
+"""Bytes that the kernel takes for the path of a socket."""
 
 
 class EmbeddedServers:
@@ -35,10 +33,11 @@ class EmbeddedServers:
         self.home = make_private_folder(home)
         logs = make_private_folder(home / "logs")
         passwords = _load_passwords(home)
-        ports = read_json(home / "embedded.json") or {}
+        sockets = _socket_folder(home)
         self.postgres = (
             Postgres(
                 home / "postgres",
+                sockets,
                 logs / "postgres.log",
                 admin_password=passwords["postgres_admin"],
                 password=passwords["postgres"],
@@ -48,12 +47,12 @@ class EmbeddedServers:
             else None
         )
         self.valkey = (
-            Valkey(home / "valkey", logs / "valkey.log", password=passwords["valkey"], databases=redis_databases)
+            Valkey(
+                home / "valkey", sockets, logs / "valkey.log", password=passwords["valkey"], databases=redis_databases
+            )
             if valkey
             else None
         )
-        for server in self.servers:
-            server.port = ports.get(f"{server.name}_port")
 
     @property
     def servers(self) -> list[Postgres | Valkey]:
@@ -79,20 +78,12 @@ class EmbeddedServers:
             for server in self.servers:
                 server.start()
             for server in self.servers:
-                _wait_ready(server, check)
+                server.wait_ready(check)
         except BaseException:
             self.stop()
             raise
-        self.publish()
-
-    def publish(self) -> None:
-        """Write `embedded.json`, which `resolve_urls` reads."""
-        found: dict[str, object] = {}
-        if self.postgres:
-            found |= {"database_url": self.postgres.url, "postgres_port": self.postgres.port}
-        if self.valkey:
-            found |= {"redis_url": self.valkey.url, "valkey_port": self.valkey.port}
-        write_private_json(self.home / "embedded.json", found)
+        urls = {"database_url": self.database_url, "redis_url": self.redis_url}
+        write_private_json(self.home / "embedded.json", {name: url for name, url in urls.items() if url})
 
     def stop(self) -> None:
         """Stop both servers, the database last."""
@@ -100,16 +91,21 @@ class EmbeddedServers:
             server.stop()
 
 
-def _wait_ready(server: Postgres | Valkey, check: Callable[[], None]) -> None:
-    """Wait for a started server; restart it on another port if another program took its port."""
-    for _ in range(_MAX_PORTS - 1):
-        try:
-            return server.wait_ready(check)
-        except PortInUse as error:
-            log.warning("%s; trying another port", str(error).partition(";")[0])
-        server.stop()
-        server.start()
-    server.wait_ready(check)
+def _socket_folder(home: Path) -> Path:
+    """Return the folder of the servers' sockets, which no other user may enter."""
+    folder = make_private_folder(home / "sockets")
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise SetupError(f"{folder} is not a folder of this user: remove it, or set ANNEAL_HOME to another folder.")
+    folder.chmod(0o700)
+    length = len(os.fsencode(folder / SOCKET))
+    if length > _LONGEST_SOCKET or "," in str(folder):
+        raise SetupError(
+            f"{folder} cannot hold the socket of a server, whose path has {length} bytes: set ANNEAL_HOME to a folder "
+            f"whose path has at most {_LONGEST_SOCKET - length + len(os.fsencode(home))} bytes and no comma, or "
+            "ANNEAL_DATABASE_URL and ANNEAL_REDIS_URL to your own servers."
+        )
+    return folder
 
 
 def _load_passwords(home: Path) -> dict[str, str]:

@@ -18,15 +18,15 @@ from urllib.parse import urlsplit
 from sqlalchemy import select as select_rows
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.api_keys.service import create_key_sync
+from app.api_keys.service import renew_admin_key_sync
 from app.config import Settings
 from app.infra.db import sync_engine
+from app.infra.home_lock import HomeLock
 from app.infra.private_files import make_private_folder, read_json, write_private_json
-from app.infra.processes import start_child, stop_child
+from app.infra.process.children import start_child, stop_child
 from app.infra.server_urls import check_urls
 from app.server import REQUEST_GRACE_SECONDS, base_url, listen
 from app.standalone.child_log import ChildLog
-from app.standalone.home_lock import HomeLock
 from app.standalone.servers import EmbeddedServers
 from app.tables import migrate
 from app.tables.workers import Worker
@@ -136,13 +136,16 @@ class _StoppedEarly(Exception):
 class Up:
     """One `anneal up`; `run` returns the exit code, or raises `SetupError` before anything was started."""
 
-    def __init__(self, settings: Settings, say: Say) -> None:
+    def __init__(self, settings: Settings, say: Say, shows_key: bool) -> None:
+        """Initialize; `shows_key` is False if what is said may be stored where others read it."""
         self.settings = settings
         self._say = say
+        self._shows_key = shows_key
         self._home = settings.home
         self._stopping = False
         self._ready = False
         self._key = ""
+        self._key_id = ""
         self._url = ""
         self._reported_at = time.monotonic()
         self._supervised: list[SupervisedProcess] = []
@@ -152,6 +155,8 @@ class Up:
         check_urls(self.settings)
         with HomeLock(self._home), self._signals() as wake, closing(listen(self.settings)) as listener:
             self._url = base_url(listener)
+            self._key_id = str((read_json(self.settings.connection_file) or {}).get("api_key_id") or "")
+            self._publish()
             logs = make_private_folder(self._home / "logs")
             self._logs = [ChildLog(logs / f"{name}.log") for name in ("postgres", "valkey", "api", "worker")]
             self._servers = EmbeddedServers(
@@ -186,9 +191,8 @@ class Up:
         before, after = migrate.upgrade(settings, self._say)
         if before != after:
             self._say(f"Database migrated to revision {after}.")
-        self._key = str((read_json(self.settings.connection_file) or {}).get("api_key") or "")
-        if not self._key:
-            self._make_key()
+        # A new one at each start: another user may have listened on the port meanwhile, and been sent the last one.
+        self._renew_key()
         self._check()
         self._say("Starting the API and a worker …")
         self._api.start()
@@ -206,13 +210,7 @@ class Up:
             raise _StoppedEarly
 
     def _poll(self) -> None:
-        ports = [server.port for server in self._servers.servers]
         changed = [supervised for supervised in self._supervised if supervised.tend()]
-        if [server.port for server in self._servers.servers] != ports:
-            # The server's old port was taken while it was down: restart its clients with the new port.
-            self._servers.publish()
-            self._api.stop(_API_GRACE_SECONDS)
-            self._worker.stop(self._worker_grace)
         if changed:
             self._publish()
         for log in self._logs:
@@ -225,8 +223,8 @@ class Up:
     def _is_ready(self) -> bool:
         status, missing = _get(self._url + "/readyz", self._key)
         if status == 401:
-            # The stored key belongs to another database, or was revoked.
-            self._make_key()
+            # It was revoked meanwhile.
+            self._renew_key()
             self._publish()
         if status == 200:
             if self._worker_registered():
@@ -252,24 +250,29 @@ class Up:
             return False
 
     def _announce(self) -> None:
+        file = self.settings.connection_file
+        key = self._key if self._shows_key else f"in {file}: shown on a terminal only"
+        curl = f'  curl -H "Authorization: Bearer {self._key}" {self._url}/v1/workers\n\n' if self._shows_key else ""
         self._say(
             "\nAnneal is ready.\n\n"
             f"  URL  {self._url}\n"
-            f"  key  {self._key}\n\n"
-            f'  curl -H "Authorization: Bearer {self._key}" {self._url}/v1/workers\n\n'
-            f"The same is in {self.settings.connection_file}.\n"
+            f"  key  {key}\n\n"
+            f"{curl}"
+            f"`anneal` on this machine finds both in {file}.\n"
+            "This key is valid until the next start; `anneal keys create` makes a lasting one.\n"
             "Ctrl-C stops it; active runs save a checkpoint and resume at the next start."
         )
 
-    def _make_key(self) -> None:
-        self._key = create_key_sync(self._resolved(), "anneal up", ["admin"])
+    def _renew_key(self) -> None:
+        self._key_id, self._key = renew_admin_key_sync(self._resolved(), self._key_id, "anneal up")
 
     def _publish(self) -> None:
         pids = {supervised.target.name: supervised.pid for supervised in self._supervised if supervised.pid}
-        write_private_json(
-            self.settings.connection_file,
-            {"url": self._url, "api_key": self._key, "pids": {"up": os.getpid(), **pids}},
-        )
+        self._write_connection(self._key, {"up": os.getpid(), **pids})
+
+    def _write_connection(self, key: str, pids: dict[str, int]) -> None:
+        found = {"url": self._url, "api_key": key, "api_key_id": self._key_id, "pids": pids}
+        write_private_json(self.settings.connection_file, {name: value for name, value in found.items() if value != ""})
 
     def _resolved(self) -> Settings:
         return self.settings.model_copy(
@@ -297,9 +300,9 @@ class Up:
         for program in (self._worker, self._api):
             program.stop(0)
         self._servers.stop()
+        self._write_connection("", {})
         if self._supervised:
             self._supervised = []
-            write_private_json(self.settings.connection_file, {"url": self._url, "api_key": self._key, "pids": {}})
             self._say("Stopped.")
 
     @contextmanager

@@ -7,45 +7,49 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from urllib.parse import quote
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from app.infra.errors import PortInUse, SetupError
+from app.infra.errors import SetupError
 from app.infra.private_files import make_private_folder, write_private
-from app.infra.processes import free_port, kill_leftovers, last_lines, start_child, stop_child
+from app.infra.process.children import kill_leftovers, last_lines, start_child, stop_child
 
 _READY_SECONDS = 60.0
 
 
 class Valkey:
-    """Valkey server in `folder`; `start` and `stop` may be called any number of times."""
+    """Valkey server in `folder`; `start` and `stop` may be called any number of times.
+
+    The server listens on a socket in the folder `sockets`, which no other user may enter.
+    """
 
     name = "valkey"
 
-    def __init__(self, folder: Path, log: Path, *, password: str, databases: int = 16) -> None:
+    def __init__(self, folder: Path, sockets: Path, log: Path, *, password: str, databases: int = 16) -> None:
         self.folder = folder
         self.log = log
-        self.port: int | None = None
         self.process: subprocess.Popen[bytes] | None = None
+        self._socket = sockets / "valkey"
         self._password = password
         self._databases = databases
 
     @property
     def url(self) -> str:
         """URL of database 0 of the server."""
-        return f"redis://:{self._password}@127.0.0.1:{self.port}/0"
+        return f"unix://:{self._password}@{quote(str(self._socket))}?db=0"
 
     def start(self) -> None:
         """Start the server process and return without waiting for it; `wait_ready` does the rest."""
         make_private_folder(self.folder)
         kill_leftovers(self.folder, "valkey")
-        self.port = free_port(self.port)
         configuration = self.folder / "valkey.conf"  # a file, because every user can read the arguments of a process
         lines = [
-            "bind 127.0.0.1",
-            f"port {self.port}",
+            "port 0",
+            f'unixsocket "{self._socket}"',
+            "unixsocketperm 700",
             f"requirepass {self._password}",
             f"databases {self._databases}",
             f'dir "{self.folder}"',
@@ -96,8 +100,6 @@ class Valkey:
 
     def _raise_failure(self) -> None:
         said = last_lines(self.log)
-        if "already in use" in said:
-            raise PortInUse(f"Port {self.port} for Valkey was taken by another program; start again.")
         code = None if self.process is None else self.process.poll()
         raise SetupError(f"Valkey exited with code {code} while starting. Last lines of {self.log}:\n{said}")
 

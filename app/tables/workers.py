@@ -56,3 +56,7 @@ class Device(Base):
     memory_mb: Mapped[int | None]
     run_id: Mapped[str | None]
     lease_epoch: Mapped[int | None]
+    trouble: Mapped[str | None]
+    """Error of the device, until a run has trained on it again."""
+    paused_until: Mapped[datetime | None]
+    """Time until which the device takes no run because of that error."""

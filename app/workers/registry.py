@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from sqlalchemy import Executable, delete, func, select, update
+from sqlalchemy import Executable, Update, delete, func, select, update
 from sqlalchemy.dialects.postgresql import insert
 
+from app.infra.db import seconds
 from app.tables.workers import Device, Worker
 
 
@@ -20,6 +21,21 @@ def register(values: dict[str, Any]) -> Executable:
 def register_devices(devices: list[dict[str, Any]]) -> Executable:
     """Insert the devices of a worker; existing rows keep their run."""
     return insert(Device).values(devices).on_conflict_do_nothing()
+
+
+def pause_device(worker_id: str, index: int, trouble: str, pause_seconds: float) -> Executable:
+    """Let a device take no run for a while."""
+    until = func.clock_timestamp() + seconds(pause_seconds)
+    return _device(worker_id, index).values(trouble=trouble, paused_until=until)
+
+
+def resume_device(worker_id: str, index: int) -> Executable:
+    """Record that a device works again."""
+    return _device(worker_id, index).values(trouble=None, paused_until=None)
+
+
+def _device(worker_id: str, index: int) -> Update:
+    return update(Device).where(Device.worker_id == worker_id, Device.index == index)
 
 
 def heartbeat(worker_id: str, state: str, launch_mode: str, launch_reason: str) -> Executable:

@@ -175,6 +175,8 @@ def upgrade() -> None:
         sa.Column("memory_mb", sa.Integer(), nullable=True),
         sa.Column("run_id", sa.Text(), nullable=True),
         sa.Column("lease_epoch", sa.Integer(), nullable=True),
+        sa.Column("trouble", sa.Text(), nullable=True),
+        sa.Column("paused_until", sa.DateTime(timezone=True), nullable=True),
         sa.CheckConstraint("kind IN ('cpu','cuda')", name=op.f("ck_devices_kind_known")),
         sa.CheckConstraint("(run_id IS NULL) = (lease_epoch IS NULL)", name=op.f("ck_devices_run_with_lease_epoch")),
         sa.ForeignKeyConstraint(["worker_id"], ["workers.id"], name=op.f("fk_devices_worker_id"), ondelete="CASCADE"),
@@ -478,6 +480,8 @@ def upgrade() -> None:
     )
 
     # Rows with ids outside of the monthly partitions (app.tables.events) go here.
+    # Uncompressed, so that a reader knows the size of an event without reading it; few are large enough to compress.
+    op.execute("ALTER TABLE run_events ALTER COLUMN data SET STORAGE EXTERNAL")
     op.execute("CREATE TABLE run_events_default PARTITION OF run_events DEFAULT")
     # A trigger instead of the code that ends runs: replicas of an older version end runs too.
     op.execute(

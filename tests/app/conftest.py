@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from app.cli.main import cli
+from app.infra.home_lock import HomeLock
 from app.infra.private_files import write_private_json
 from tests.databases import delete_rows
 from tests.server import ApiServer
@@ -31,7 +32,7 @@ config:
 
 
 @pytest.fixture
-def anneal(shared_api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Anneal:
+def anneal(shared_api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Anneal]:
     """Runs a command in an empty folder, with a service to be found by `connection.json`."""
     home = tmp_path / "home"
     home.mkdir()
@@ -43,7 +44,8 @@ def anneal(shared_api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert result.exit_code == code, (result.output, result.exception)
         return result
 
-    return run
+    with HomeLock(home):  # as `anneal up` does
+        yield run
 
 
 @pytest.fixture

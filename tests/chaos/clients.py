@@ -294,8 +294,6 @@ class _Stream:
             for count, event in enumerate(stream.iter_sse(), 1):
                 if self.over.is_set():
                     return
-                if not event.data:
-                    continue
                 self.received.append((int(event.id), event.event, json.loads(event.data)))
                 if event.event == "end":
                     self.ended = True

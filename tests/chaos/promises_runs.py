@@ -7,8 +7,8 @@ from tests.chaos.course import COUNTED, Course, ancestors
 from tests.chaos.history import History, Violation
 
 CODES = {
-    "out_of_memory", "non_finite_loss", "bad_data", "model_not_found", "disk_full", "worker_lost", "trainer_crashed",
-    "config_error", "internal",
+    "out_of_memory", "non_finite_loss", "bad_data", "model_not_found", "disk_full", "worker_lost",
+    "device_error", "trainer_crashed", "config_error", "internal",
 }  # fmt: skip
 _SAYS_DISK = ("space", "room", "disk")
 _NO_SPACE = "No space left"

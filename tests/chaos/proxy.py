@@ -1,4 +1,4 @@
-"""TCP proxies between a process and a server, which can reset, delay and hold back traffic."""
+"""TCP proxies between a process and an embedded server, which can reset, delay and hold back traffic."""
 
 import asyncio
 import contextlib
@@ -8,6 +8,11 @@ import struct
 import threading
 from multiprocessing.connection import Connection
 from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from sqlalchemy.engine import make_url
+
+from app.standalone.postgres import SOCKET
 
 _CHUNK = 64 * 1024
 
@@ -26,10 +31,15 @@ class Proxies:
         theirs.close()
         self._lock = threading.Lock()
 
-    def to(self, port: int) -> "Proxy":
-        """Create a proxy to a local port."""
-        number, own = self.ask("add", port)
-        return Proxy(self, number, own)
+    def to(self, url: str) -> "Proxy":
+        """Create a proxy to an embedded server."""
+        parts = urlsplit(url)
+        path = unquote(parts.path) if parts.scheme == "unix" else f"{parse_qs(parts.query)['host'][0]}/{SOCKET}"
+        number, port = self.ask("add", path)
+        if parts.scheme == "unix":
+            return Proxy(self, number, f"redis://:{parts.password}@127.0.0.1:{port}/0")
+        changed = make_url(url).difference_update_query(["host", "port"]).set(host="127.0.0.1", port=port)
+        return Proxy(self, number, changed.render_as_string(hide_password=False))
 
     def close(self) -> None:
         """Stop all proxies."""
@@ -44,10 +54,10 @@ class Proxies:
 
 
 class Proxy:
-    """Proxy to one server. Its methods are thread-safe."""
+    """Proxy to one server, which is reached by `url`. Its methods are thread-safe."""
 
-    def __init__(self, all_of_them: Proxies, number: int, port: int) -> None:
-        self.port = port
+    def __init__(self, all_of_them: Proxies, number: int, url: str) -> None:
+        self.url = url
         self._all = all_of_them
         self._number = number
 
@@ -105,7 +115,7 @@ async def _serve(commands: Connection) -> None:
 class _Way:
     """Proxy implementation, in the proxy process."""
 
-    def __init__(self, target: int) -> None:
+    def __init__(self, target: str) -> None:
         self.port = 0
         self.swallowed = 0
         self.delayed = 0
@@ -141,7 +151,7 @@ class _Way:
         self._writers.add(writer)
         try:
             await self._open.wait()
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
+            far_reader, far_writer = await asyncio.open_unix_connection(self._target)
             self._writers.add(far_writer)
             try:
                 await asyncio.gather(self._pass(reader, far_writer), self._pass(far_reader, writer))

@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import psutil
@@ -26,7 +25,7 @@ from tests import clusters
 from tests.chaos.inject import Orders
 from tests.chaos.machine import SLOWNESS
 from tests.chaos.proxy import Proxies, Proxy
-from tests.server import _free_port
+from tests.ports import free_port
 from tests.waiting import eventually
 from tests.worker.training.tiny import make_chat_dataset, make_tiny_model
 from worker.wire.journal import read_journal
@@ -55,8 +54,8 @@ class Service:
         self.postgres, self.valkey = world.ways()
         settings = world.settings.model_copy(
             update={
-                "database_url": _with_port(world.settings.database_url, self.postgres.port),
-                "redis_url": _with_port(world.settings.redis_url, self.valkey.port),
+                "database_url": self.postgres.url,
+                "redis_url": self.valkey.url,
                 **values,
             }
         )
@@ -179,8 +178,7 @@ class World:
     def ways(self) -> tuple[Proxy, Proxy]:
         """Create proxies to PostgreSQL and Valkey."""
         assert self.servers.postgres is not None and self.servers.valkey is not None
-        assert self.servers.postgres.port is not None and self.servers.valkey.port is not None
-        return self.proxies.to(self.servers.postgres.port), self.proxies.to(self.servers.valkey.port)
+        return self.proxies.to(self.servers.postgres.url), self.proxies.to(self.servers.valkey.url)
 
     def address(self, api: Service) -> str:
         """Return the base URL of a replica."""
@@ -297,7 +295,7 @@ class World:
 
     def _api(self, name: str) -> Service:
         self._ports = getattr(self, "_ports", {})
-        self._ports[name] = _free_port()
+        self._ports[name] = free_port()
         arguments = ["--factory", "app.main:create_app", "--host", "127.0.0.1", "--port", str(self._ports[name])]
         return Service(
             self, name, "uvicorn", [*arguments, "--log-level", "warning", "--timeout-graceful-shutdown", "5"]
@@ -314,12 +312,6 @@ class World:
                 assert answer.status_code == 201, answer.text
                 ids[backend] = answer.json()["id"]
         return ids
-
-
-def _with_port(url: str | None, port: int) -> str:
-    assert url is not None
-    parts = urlsplit(url)
-    return parts._replace(netloc=f"{parts.netloc.rpartition(':')[0]}:{port}").geturl()
 
 
 def _mount(folder: Path) -> bool:

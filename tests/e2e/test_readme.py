@@ -32,11 +32,8 @@ def _script(text: str) -> str:
     return "\n".join(parts)
 
 
-def _run(text: str, stack: TrainingStack, folder: Path) -> str:
-    # A folder below the models root takes precedence over the hub, so this name needs no network here.
-    if not (model := stack.settings.models_folder / "Qwen" / "Qwen3-0.6B").exists():
-        make_tiny_model(model, hidden=64)
-    done = subprocess.run(
+def _bash(text: str, stack: TrainingStack, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         ["bash", "-eu", "-c", _script(text)],
         env={**os.environ, "ANNEAL_URL": stack.api.url, "ANNEAL_API_KEY": stack.api.key},
         cwd=folder,
@@ -44,6 +41,13 @@ def _run(text: str, stack: TrainingStack, folder: Path) -> str:
         text=True,
         timeout=200,
     )
+
+
+def _run(text: str, stack: TrainingStack, folder: Path) -> str:
+    # A folder below the models root takes precedence over the hub, so this name needs no network here.
+    if not (model := stack.settings.models_folder / "Qwen" / "Qwen3-0.6B").exists():
+        make_tiny_model(model, hidden=64)
+    done = _bash(text, stack, folder)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -56,9 +60,20 @@ def test_readme_runs(stack: TrainingStack, tmp_path: Path) -> None:
         assert (folder / "adapter_model.safetensors").stat().st_size > 1000
 
 
+def test_what_starts_a_run_can_be_pasted_twice_and_shows_an_error_of_the_service(
+    stack: TrainingStack, tmp_path: Path
+) -> None:
+    start = README[: README.index("Watch it, stop it")]
+    stop = '```bash\napi --json \'{"mode": "discard"}\' "$ANNEAL_URL/v1/runs/$RUN/stop" | field id\n```\n'
+    twice = (start + "<!-- tested -->\n" + stop) * 2
+    assert len(set(re.findall(r"run_\w{26}", _run(twice, stack, tmp_path)))) == 2
+    wrong = start.replace('"method"', '"mehtod"') + "<!-- tested -->\n" + stop
+    done = _bash(wrong, stack, tmp_path)
+    assert done.returncode != 0 and "mehtod" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_quickstart_runs(stack: TrainingStack, tmp_path: Path) -> None:
-    # Idempotency keys are unique per key, and the README uses the same one.
-    output = _run(QUICKSTART.replace("counting-1", "counting-2"), stack, tmp_path)
+    output = _run(QUICKSTART, stack, tmp_path)
     assert '"valid":true' in output
     # The event streams first, then the comparison.
     ends = re.findall(r'"status" ?: ?"(cancelled|completed)"', output)

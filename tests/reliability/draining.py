@@ -58,8 +58,7 @@ class Reader:
                     aconnect_sse(client, "GET", self._path) as source,
                 ):
                     async for event in source.aiter_sse():
-                        if event.data:
-                            self.ids.append(int(event.id))
+                        self.ids.append(int(event.id))
                         if event.event == "end":
                             return
             except httpx.RemoteProtocolError:

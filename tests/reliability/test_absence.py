@@ -7,7 +7,6 @@ from typing import Any
 
 import psutil
 import pytest
-from sqlalchemy import make_url
 
 from tests.chaos.proxy import Proxies, Proxy
 from tests.rows import events_of
@@ -58,14 +57,7 @@ def proxies() -> Iterator[Proxies]:
 @pytest.fixture
 def way(stack: Stack, proxies: Proxies) -> Proxy:
     """A way to the database that can be cut."""
-    port = make_url(stack.settings.database_url or "").port
-    assert port is not None
-    return proxies.to(port)
-
-
-def through(stack: Stack, way: Proxy) -> str:
-    url = make_url(stack.settings.database_url or "").set(host="127.0.0.1", port=way.port)
-    return url.render_as_string(hide_password=False)
+    return proxies.to(stack.settings.database_url or "")
 
 
 def last_step(stack: Stack, run_id: str) -> int:
@@ -156,7 +148,7 @@ class TestOfOneWorkerOnly:
         self, stack: Stack, undisturbed: dict[int, str], way: Proxy
     ) -> None:
         run_id = stack.create(slow(stack), {"save_steps": 10})
-        cut_off = stack.add_worker(database_url=through(stack, way))
+        cut_off = stack.add_worker(database_url=way.url)
         stack.until_step(run_id, 15)
         way.fall_silent()
         stack.add_worker()
@@ -172,7 +164,7 @@ class TestOfOneWorkerOnly:
     def test_a_stop_that_was_asked_for_meanwhile_wins(self, stack: Stack, way: Proxy) -> None:
         run_id = stack.create({**slow(stack), "steps": 100_000}, WITHOUT_OWN_CHECKPOINTS)
         # The trainer dies at two thirds of the lease, and a third is left until the run could be taken back.
-        stack.add_worker(database_url=through(stack, way), lease_seconds=9 * stack.slowness)
+        stack.add_worker(database_url=way.url, lease_seconds=9 * stack.slowness)
         stack.until_step(run_id, 10)
         (trainer,) = pids_of_trainers(stack.journal(run_id))
         way.fall_silent()
@@ -188,7 +180,7 @@ class TestOfOneWorkerOnly:
 
     def test_a_worker_that_is_to_end_meanwhile_does_not_wait_for_ever(self, stack: Stack, way: Proxy) -> None:
         run_id = stack.create(slow(stack), WITHOUT_OWN_CHECKPOINTS)
-        worker = stack.add_worker(database_url=through(stack, way))
+        worker = stack.add_worker(database_url=way.url)
         stack.until_step(run_id, 10)
         (trainer,) = pids_of_trainers(stack.journal(run_id))
         way.fall_silent()

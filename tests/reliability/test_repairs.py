@@ -155,7 +155,7 @@ class TestPostmortem:
 
     @pytest.mark.parametrize("code", [
         "out_of_memory", "non_finite_loss", "loss_spike", "bad_data", "model_not_found", "disk_full",
-        "worker_lost", "trainer_crashed", "config_error", "internal",
+        "device_error", "worker_lost", "trainer_crashed", "config_error", "internal",
     ])  # fmt: skip
     def test_every_code_has_a_sentence(self, code: str) -> None:
         config = {"batch_size": 4, "gradient_accumulation_steps": 1, "learning_rate": 1e-4, "time_limit_seconds": 60.0}

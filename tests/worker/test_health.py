@@ -40,6 +40,14 @@ def test_a_storage_that_is_not_there_or_not_mounted_is_named(tmp_path: Path) -> 
     assert f"{tmp_path} holds no datasets" in (WorkerHealth(tmp_path).trouble() or "")
 
 
+def test_a_device_pauses_for_longer_each_time_it_fails_until_a_run_has_trained_on_it(storage: Path) -> None:
+    worker = WorkerHealth(storage)
+    assert [worker.device_failed(0) for _ in range(8)] == [60, 120, 240, 480, 960, 1920, 3600, 3600]
+    assert worker.device_failed(1) == 60
+    assert worker.device_worked(0) and not worker.device_worked(0)
+    assert worker.device_failed(0) == 60
+
+
 def test_it_pauses_for_longer_each_time_a_run_cannot_be_started(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)

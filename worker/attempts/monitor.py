@@ -21,10 +21,10 @@ _POLL_SECONDS = 0.05
 class Monitor:
     """Monitor of one training process, from its start to its exit; used by the supervisor of the attempt alone.
 
-    Every 50 ms at the latest it passes output to the record handler, unless the writer's queue is full, samples memory,
-    checks lease and events for problems, and forwards stop requests and actions of the lease. It kills the process if
-    the lease expires, if nothing arrives for `hang_seconds`, or if a stop outlasts its grace period:
-    `save_grace_seconds`, 5 s if no checkpoint is wanted, and none before training has started.
+    Every 50 ms at the latest it passes output to the record handler, unless the writer's queue is full or the process
+    reports too much, samples memory, checks lease and events for problems, and forwards stop requests and actions of
+    the lease. It kills the process if the lease expires, if nothing arrives for `hang_seconds`, or if a stop outlasts
+    its grace period: `save_grace_seconds`, 5 s if no checkpoint is wanted, and none before training has started.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Monitor:
         return ended or self._process.poll() or Exit(signal=signal.SIGKILL), killed_for
 
     def _take(self) -> None:
-        if self._writer.is_full:
+        if self._writer.is_full or self._record_handler.is_over_budget:
             time.sleep(_POLL_SECONDS)  # unread output makes the trainer wait, so memory stays bounded
             self._backpressure_at = time.monotonic()
         else:

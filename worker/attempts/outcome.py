@@ -16,6 +16,9 @@ from worker.ingest.record_handler import RecordHandler
 from worker.lease import Lease, LeaseLost
 from worker.process.training_process import Exit
 
+DEVICE_ERROR = "device_error"
+"""Code of a failure whose cause is the device, so that another device may train the run."""
+
 _RETRY_SECONDS = 2.0
 
 _SHUTDOWN_NOTICE_SECONDS = 1.0
@@ -70,6 +73,8 @@ def _reported_end(run: ClaimedRun, result: TrainingResult) -> Executable | None:
     outcome, why = result["outcome"], result.get("why")
     if outcome == "failed":
         error = result.get("error") or {"code": "internal", "message": ""}
+        if error["code"] == DEVICE_ERROR:
+            return machine.retry(run.id, run.lease_epoch, error["message"], _RETRY_SECONDS, DEVICE_ERROR)
         return machine.fail(run.id, run.lease_epoch, error["code"], error["message"])
     if why == "epoch_end":
         return machine.cancel(run.id, run.lease_epoch)

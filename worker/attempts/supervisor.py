@@ -15,11 +15,13 @@ from app.infra.db import is_away
 from app.infra.lean_structlog import bound_contextvars
 from app.runs.events.log import LeaseFenced
 from app.runs.state import machine
+from app.workers import registry
 from worker.attempts import auto_repair, failure_report
 from worker.attempts.job_builder import Job, JobError, prepare
 from worker.attempts.memory_watch import MemoryWatch
 from worker.attempts.monitor import Monitor
 from worker.attempts.outcome import (
+    DEVICE_ERROR,
     conclude,
     could_not_start,
     ended_here_before,
@@ -133,7 +135,9 @@ def run_attempt_to_outcome(context: WorkerContext, run: ClaimedRun, lease: Lease
         # A bug in the worker must neither look like a lost worker nor be repeated attempt after attempt.
         log.exception("%s: attempt %d", run.id, run.attempt)
         writer.wait_past_lease()
-        return partial(machine.fail, run.id, run.lease_epoch, "internal", f"{error!r}; see the worker's log")
+        # Not its text, which may be that of the database, with the values of a statement.
+        what = f"an internal error of the worker ({type(error).__name__}); an operator finds the cause in its log"
+        return partial(machine.fail, run.id, run.lease_epoch, "internal", what)
 
 
 def attempt(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: EventWriter) -> Executable:
@@ -171,6 +175,7 @@ def attempt(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: Event
     finally:
         process.close()
     cleanup.after_attempt(context, run.id, run.attempt)
+    judge_device(context, writer, device, record_handler)
     repair = repair_of(job, device, record_handler, end, killed_for)
     if repair:
         writer.wait_past_lease()
@@ -188,6 +193,32 @@ def attempt(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: Event
     transition = conclude(context, run, lease, record_handler, end, killed_for, is_repeated)
     settle(context, lease, writer)
     return transition
+
+
+def judge_device(context: WorkerContext, writer: EventWriter, device: Device, record_handler: RecordHandler) -> None:
+    """Pause the device if the trainer reported its failure; let it take runs again if the trainer ended well."""
+    result = record_handler.result
+    if result is None:
+        return
+    error = result.get("error")
+    statement: Executable
+    if result["outcome"] != "failed":
+        if not context.health.device_worked(device.index):
+            return
+        statement = registry.resume_device(context.id, device.index)
+    elif error and error["code"] == DEVICE_ERROR:
+        pause = context.health.device_failed(device.index)
+        log.error("device %d takes no run for %.0f s: %s", device.index, pause, error["message"])
+        statement = registry.pause_device(context.id, device.index, error["message"], pause)
+    else:
+        return
+
+    def write() -> None:
+        with context.engine.begin() as connection:
+            connection.execute(statement)
+
+    writer.wait_past_lease()
+    writer.persist(write)
 
 
 def settle(context: WorkerContext, lease: Lease, writer: EventWriter) -> None:

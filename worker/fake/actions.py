@@ -60,8 +60,11 @@ class Actions:
 
     def take(self) -> None:
         """Do newly requested actions; called only where training continues."""
-        while not self._replayed and (asked := self._training.control.take_action()) is not None:
-            self._take(asked)
+        requests = self._training.control
+        while not self._replayed and (asked := requests.next_action) is not None:
+            if self._saves and asked.action != "checkpoint":
+                break  # it would take effect before the checkpoint, which follows the actions of a step
+            self._take(requests.take_action())
 
     @property
     def wants_checkpoint(self) -> bool:

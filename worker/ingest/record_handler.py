@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from sqlalchemy import Connection, Executable, select, update
 
 from app.contracts.attempt.messages import (
+    MAX_RECORD_BYTES,
     ActionRecord,
     CheckpointRecord,
     ConfigRecord,
@@ -26,6 +27,7 @@ from app.contracts.methods import method_of
 from app.contracts.run_status import LIVE
 from app.infra.ids import new_id
 from app.infra.storage import checkpoint_name
+from app.infra.terminal_text import plain_text
 from app.runs.checkpoints import retention
 from app.runs.events.log import LeaseFenced, NewEvent, Progress
 from app.runs.state import machine
@@ -38,6 +40,7 @@ from worker.ingest.action_results import action_result
 from worker.ingest.event_writer import EventWriter
 from worker.ingest.log_lines import LogLines
 from worker.ingest.pace import AttemptTimer
+from worker.ingest.record_budget import BURST_BYTES, BYTES_PER_SECOND, RecordBudget
 from worker.ingest.record_parser import invalid_fields, parse_record, validated
 from worker.ingest.redaction import Redactor
 from worker.ingest.spool import RunUpdate
@@ -45,6 +48,10 @@ from worker.process.channel import Source
 from worker.wire.heartbeat import HEARTBEAT
 
 _TAIL_LINES = 50
+_TOO_FAST = (
+    f"the training process reports more than {BURST_BYTES // 2**20} MiB at once and {BYTES_PER_SECOND // 2**20} MiB "
+    "per second after that, and has to wait: report less often, or less text at a time"
+)
 _MAX_STEPS = 2**31 - 1
 _MESSAGE = TypeAdapter(MessageRecord)
 _CONFIG = TypeAdapter(ConfigRecord)
@@ -89,6 +96,9 @@ class RecordHandler:
         """Steps at which the loss reached a new minimum, as far back as a checkpoint may still refer to."""
         self._best_score: float | None = None
         self._total_steps: int | None = None
+        self._budget = RecordBudget()
+        self._has_waited = False
+        """True once a line of the log has said that the trainer waits because of its budget."""
         self._redact = Redactor()
         self._lines = LogLines(redact=self._redact)
         self._status = "initializing"
@@ -120,13 +130,22 @@ class RecordHandler:
             self.last_output_at = time.monotonic()
         for source, data in pieces:
             if source == "report":
+                self._budget.spend(len(data), time.monotonic())
                 self._handle_record(data, now)
             else:
                 self._add_lines(self._lines.feed(source, data, time.monotonic()), now)
+        if self.is_over_budget and not self._has_waited:
+            self._has_waited = True
+            self.say(_TOO_FAST, "warning")
+
+    @property
+    def is_over_budget(self) -> bool:
+        """True if the trainer has sent so many bytes of records that it has to wait before more are read."""
+        return self._budget.is_spent(time.monotonic())
 
     def say(self, line: str, level: str = "info") -> None:
         """Add a line from the service itself to the run's log."""
-        self._add_lines([{"line": line, "stream": "anneal", "level": level}], time.time())
+        self._add_lines([{"line": plain_text(line), "stream": "anneal", "level": level}], time.time())
 
     def flush_output(self) -> None:
         """Handle the end of the output: what is left of a line becomes a line."""
@@ -140,8 +159,10 @@ class RecordHandler:
     def _handle_record(self, data: bytes, now: float) -> None:
         if data == HEARTBEAT:
             return  # a heartbeat: receiving it was enough
-        record = parse_record(data, self._redact)
         try:
+            if len(data) > MAX_RECORD_BYTES:
+                raise ValueError(f"it has {len(data):,} bytes, and at most {MAX_RECORD_BYTES:,} are allowed")
+            record = parse_record(data, self._redact)
             if record is None:
                 raise ValueError("it is not an object with a `type`")
             ts = record.pop("ts", None) or now
@@ -154,7 +175,7 @@ class RecordHandler:
 
     def _handle_message(self, record: dict[str, Any], ts: float) -> None:
         message = validated(_MESSAGE, record)
-        line = {"line": message["line"], "stream": "anneal", "level": message.get("level", "info")}
+        line = {"line": plain_text(message["line"]), "stream": "anneal", "level": message.get("level", "info")}
         self._writer.put(NewEvent.of("log", ts, line))
 
     def _handle_plain(self, record: dict[str, Any], ts: float) -> None:

@@ -14,6 +14,9 @@ _MAX_ITEMS = 10_000
 
 _MAX_TEXT = 64 * 1024
 
+_MAX_NAMES = 100
+_MAX_NAME = 200
+
 _LARGEST_INT = 2**63 - 1
 
 
@@ -57,8 +60,8 @@ def invalid_fields(type_of: TypeAdapter[Any], record: dict[str, Any]) -> set[str
 def clean_record(record: Any, redact: Redactor) -> Any:
     """Return `record` in a form that PostgreSQL and JSON can hold.
 
-    Non-finite numbers become None, and the object lists their names (dotted) in `non_finite`. NULs and lone surrogates
-    are replaced; texts, lists and nesting are bounded.
+    Non-finite numbers become None, and the object lists the names (dotted) of the first hundred in `non_finite`. NULs
+    and lone surrogates are replaced; texts, lists and nesting are bounded.
     """
     non_finite: list[str] = []
     cleaned = _Sanitizer(redact, non_finite, isinstance(record, dict) and record.get("truncated") is True).value(
@@ -86,7 +89,8 @@ class _Sanitizer:
         if isinstance(value, float):
             if math.isfinite(value):
                 return value
-            self._non_finite.append(name)
+            if len(self._non_finite) < _MAX_NAMES:
+                self._non_finite.append(name[:_MAX_NAME])
             return None
         if depth >= _MAX_DEPTH and isinstance(value, dict | list | tuple):
             return "…"

@@ -23,6 +23,7 @@ SOURCES: tuple[Source, ...] = ("report", "stdout", "stderr")
 
 _WANTED_BUFFER = 4 * 1024 * 1024
 _MAX_BATCH = 512
+_MAX_BATCH_BYTES = 4 * 1024 * 1024
 
 
 class Channel:
@@ -98,11 +99,13 @@ class Channel:
 
     def _read(self) -> list[tuple[Source, bytes]]:
         pieces: list[tuple[Source, bytes]] = []
-        while len(pieces) < _MAX_BATCH:
+        received = 0
+        while len(pieces) < _MAX_BATCH and received < _MAX_BATCH_BYTES:
             try:
                 size, address = self._receiver.recvfrom_into(self._buffer, 0, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 break
+            received += size
             source = self._source_of.get(address)
             if source is not None and size:
                 pieces.append((source, bytes(memoryview(self._buffer)[:size])))

@@ -12,6 +12,12 @@ _FULL_WORDS = (
     # The only text that torch's writer gives when the disk is full.
     "iostream error", ". unexpected pos ",
 )  # fmt: skip
+_DEVICE_WORDS = (
+    "uncorrectable ecc error", "illegal memory access", "unspecified launch failure", "hardware stack error",
+    "illegal instruction was encountered", "launch timed out", "no cuda-capable device is detected",
+    "device(s) is/are busy or unavailable", "cuda driver initialization failed", "cuda unknown error",
+    "no cuda gpus are available", "torch not compiled with cuda enabled",
+)  # fmt: skip
 _MEMORY_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
 _LONGEST_LINE = 300
@@ -42,6 +48,15 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE - 1]}…"
 
 
+def device_failure(error: BaseException) -> TrainingFailure:
+    """Return the failure of the device itself, which another device may not have."""
+    return TrainingFailure(
+        "device_error",
+        f"The GPU of this run failed ({one_line(error)}): check it with `nvidia-smi`, and the kernel's log for Xid "
+        "errors.",
+    )
+
+
 def classify(error: BaseException) -> TrainingFailure:
     """Return the failure that an exception means; anything unforeseen is `internal`."""
     for cause in _chain(error):
@@ -60,6 +75,8 @@ def classify(error: BaseException) -> TrainingFailure:
                 "`gradient_accumulation_steps`) or `max_seq_length`. Method `rlhf` generates all completions of a step "
                 "at once: lower both `batch_size` and `gradient_accumulation_steps`, or `rlhf.max_completion_length`.",
             )
+        if any(word in text for word in _DEVICE_WORDS):
+            return device_failure(cause)
     return TrainingFailure("internal", f"{type(error).__name__}: {str(error)[:2000]}")
 
 

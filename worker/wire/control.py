@@ -62,9 +62,14 @@ class Control:
         self._wants_checkpoint.clear()
         return wanted
 
-    def take_action(self) -> ActionRequest | None:
-        """Return the next requested action; None if there is none."""
-        return self._actions.popleft() if self._actions else None
+    @property
+    def next_action(self) -> ActionRequest | None:
+        """The next requested action; None if there is none."""
+        return self._actions[0] if self._actions else None
+
+    def take_action(self) -> ActionRequest:
+        """Remove the next requested action and return it."""
+        return self._actions.popleft()
 
     def on_stop(self, callback: Callable[[StopRequest], None]) -> None:
         """Call `callback` (from another thread or a signal handler) when an immediate stop is requested or changes."""

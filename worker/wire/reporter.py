@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack, cast
 
 from app.contracts.attempt.messages import (
+    MAX_RECORD_BYTES,
     ActionStatus,
     AnsweredAction,
     ErrorInfo,
@@ -20,9 +21,6 @@ from app.contracts.attempt.messages import (
     TrainerRecord,
 )
 from worker.wire.heartbeat import Heartbeat
-
-MAX_RECORD_BYTES = 128 * 1024
-"""A record is one datagram, and a datagram must fit into the socket's send buffer."""
 
 
 class Reporter:

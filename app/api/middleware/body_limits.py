@@ -1,12 +1,13 @@
 """Checks of every request before an endpoint sees it: body size, valid text, well-formed JSON."""
 
 import asyncio
+import re
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.authorization import is_public
-from app.api.errors import ApiError, invalid, problem_response, too_large
+from app.api.errors import ApiError, invalid, printable, problem_response, too_large
 from app.config import Settings
 from app.contracts.errors import FieldError
 from app.infra import strict_json
@@ -56,7 +57,8 @@ class BodyLimitMiddleware:
         body = await _read(receive, limit)
         if body is None:
             return None
-        if "json" in headers.get("content-type", "").lower():
+        if body and scope["method"] in ("POST", "PUT", "PATCH"):
+            _check_media_type(headers.get("content-type", ""))
             await _check_json(body)
         return _replay(body, receive)
 
@@ -91,11 +93,18 @@ async def _receive_next(receive: Receive) -> Message:
         raise ApiError(408, "body_timeout", detail) from None
 
 
+def _check_media_type(content_type: str) -> None:
+    if not re.fullmatch(r"application/([\w.-]+\+)?json", content_type.partition(";")[0].strip().lower()):
+        given = f"not {printable(content_type, 60)}" if content_type else "which is missing"
+        detail = f"Send JSON with the header `Content-Type: application/json`, {given}: curl --json '…' sets it."
+        raise ApiError(415, "unsupported_media_type", detail)
+
+
 async def _check_json(body: bytes) -> None:
     try:
         if len(body) > _PARSE_IN_THREAD:
             await asyncio.to_thread(strict_json.parse, body)
-        elif body:
+        else:
             strict_json.parse(body)
     except strict_json.BadJson as error:
         raise _invalid_text(error.code, error.message) from None

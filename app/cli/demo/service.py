@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 
 from app.cli.demo.errors import DemoError
 from app.config import Settings
+from app.infra import home_lock
 from app.infra.private_files import make_private_folder, read_json
-from app.infra.processes import last_lines, start_child, stop_child
+from app.infra.process.children import last_lines, start_child, stop_child
 
 _SECONDS_TO_START = 90.0
 _SECONDS_TO_END = 60.0
@@ -115,7 +115,7 @@ def service(settings: Settings, keep: bool, ending: Callable[[], None]) -> Itera
 
 def _running(settings: Settings) -> Connection | None:
     connection = _connection(settings)
-    if connection is None or not Path(f"/proc/{connection.pids.get('up', 0)}").exists():
+    if connection is None or not home_lock.is_held(settings.home):
         return None
     return connection if _is_ready(connection) else None
 

@@ -9,7 +9,6 @@ from app.cli.console import (
     After,
     AsJson,
     Limit,
-    RunId,
     attempt_path_text,
     command_group,
     connected,
@@ -22,9 +21,11 @@ from app.cli.console import (
     note,
     option_hint,
     page,
+    say,
     size,
     transfer,
 )
+from app.cli.names import OfExperiment, ParentId, RunId, id_within
 from app.cli.runs.compare import compare
 from app.cli.runs.eta_text import eta_text
 from app.cli.runs.postmortem import why
@@ -43,7 +44,13 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="PATH=VALUE", help="Override a field, e.g. config.learning_rate=1e-4; repeatable."),
 ]
-OfCheckpoint = Annotated[str | None, typer.Option("--checkpoint", help="Apply to this checkpoint instead of the run.")]
+OfCheckpoint = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoint",
+        help="Apply to this checkpoint instead of the run: its id or the beginning of it, or `last` for the newest.",
+    ),
+]
 Watch = Annotated[bool, typer.Option("--watch", help="Watch the run to its end; the exit code gives the result.")]
 
 
@@ -70,7 +77,7 @@ def _print_or_watch(client: "Anneal", run: "RunRead", watch: bool, as_json: bool
         document(run)
         return
     note(f"{run.name} is {run.status}. Watch it with `anneal runs watch {run.id}`.")
-    typer.echo(run.id)
+    say(run.id)
 
 
 @commands.command()
@@ -90,7 +97,7 @@ def validate(file: File, sets: Set = None, as_json: AsJson = False) -> None:
             note(f"  {warning.field}: {warning.message}")
         if not check.valid:
             fail("This run would be refused.", *(f"  {item.field}: {item.message}" for item in check.errors))
-        typer.echo("This run can be created.")
+        say("This run can be created.")
 
 
 @commands.command()
@@ -125,10 +132,10 @@ def estimate(
 
 @commands.command("list")
 def list_runs(
-    experiment: Annotated[str | None, typer.Option(help="Only runs of this experiment.")] = None,
+    experiment: OfExperiment = None,
     status: Annotated[list[str] | None, typer.Option(help="Only runs with this status; repeatable.")] = None,
     tag: Annotated[str | None, typer.Option(help="Only runs with this tag.")] = None,
-    parent: Annotated[str | None, typer.Option(help="Only runs resumed from this one.")] = None,
+    parent: ParentId = None,
     base_model: Annotated[str | None, typer.Option(help="Only runs of this base model.")] = None,
     method: Annotated[str | None, typer.Option(help="Only runs of this method.")] = None,
     sort: Annotated[
@@ -149,11 +156,11 @@ def list_runs(
         )  # fmt: skip
         found, has_more = page(runs, limit)
         rows = [
-            (it.id, it.status, f"{it.current_step}/{it.total_steps or '?'}", it.best_loss, it.name, it.created_at,
-             eta_text(it.prediction) or None)
+            (it.id, it.status, f"{it.current_step}/{it.total_steps or '?'}", it.best_loss, it.name,
+             eta_text(it.prediction) or None, it.created_at)
             for it in found
         ]  # fmt: skip
-        listing(found, has_more, as_json, ("id", "status", "step", "best loss", "name", "created", "eta"), rows)
+        listing(found, has_more, as_json, ("id", "status", "step", "best loss", "name", "eta", "created"), rows)
 
 
 @commands.command()
@@ -221,6 +228,7 @@ def _pin(run_id: str, checkpoint: str | None, pinned: bool, as_json: bool) -> No
         if checkpoint is None:
             changed: Any = client.runs.update(run_id, pinned=pinned)
         else:
+            checkpoint = id_within("checkpoint", checkpoint, client.runs.checkpoints(run_id))
             changed = client.runs.update_checkpoint(run_id, checkpoint, pinned=pinned)
         if as_json:
             document(changed)
@@ -264,7 +272,7 @@ def logs(
             if as_json:
                 json_line(event)
             elif event.type == "log":
-                typer.echo(getattr(event, "line", ""))
+                say(getattr(event, "line", ""))
         if follow:
             raise typer.Exit(exit_code(client.runs.get(run_id).status))
 
@@ -300,7 +308,7 @@ def stop(
     Example: `anneal runs stop --mode epoch_end --wait run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """
     if no_save and mode not in ("checkpoint", "discard"):
-        fail(f"--no-save contradicts --mode {mode}; use only one of them.")
+        raise typer.BadParameter(f"--no-save contradicts --mode {mode}; use only one of them.")
     with connected() as client:
         stopping = client.runs.stop(run_id, mode="discard" if no_save else mode)
         run: RunRead = stopping
@@ -311,15 +319,17 @@ def stop(
         if as_json:
             document(run)
         elif run.finished_at is None:
-            typer.echo(f"{run_id} was asked to stop; it is {run.status}. {stopping.stop.message}")
+            say(f"{run_id} was asked to stop; it is {run.status}. {stopping.stop.message}")
         else:
-            typer.echo(f"{run_id} is {run.status} at step {run.current_step}.")
+            say(f"{run_id} is {run.status} at step {run.current_step}.")
 
 
 @commands.command()
 def resume(
     run_id: RunId,
-    checkpoint: Annotated[str | None, typer.Option(help="Checkpoint to resume from. Default: the newest.")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Checkpoint to resume from: its id or the beginning of it. Default: the newest.")
+    ] = None,
     from_start: Annotated[
         bool, typer.Option("--from-start", help="Restart from the first step, without a checkpoint.")
     ] = False,
@@ -339,7 +349,10 @@ def resume(
         changes = run_file.change({}, sets or [])
         config = changes.pop("config", {})
         if changes:
-            fail(f"Only the configuration can be changed: write --set config.{next(iter(changes))}=….")
+            name = next(iter(changes))
+            raise typer.BadParameter(f"Only the configuration can be changed: write --set config.{name}=….")
+        if checkpoint is not None:
+            checkpoint = id_within("checkpoint", checkpoint, client.runs.checkpoints(run_id))
         with option_hint("no_checkpoint", "On the command line, use --from-start."):
             run = client.runs.resume(run_id, checkpoint_id=checkpoint, from_start=from_start, config=config)
         _print_or_watch(client, run, watch, as_json)
@@ -400,7 +413,7 @@ def download(
             files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
             document({"folder": str(folder), "files": files})
         else:
-            typer.echo(folder)
+            say(folder)
 
 
 @commands.command()

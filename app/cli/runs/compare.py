@@ -1,14 +1,13 @@
 """Command `anneal runs compare`."""
 
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from app.cli.console import AsJson, attempt_path_text, connected, document, table
+from app.cli.names import RunIds
 
 
 def compare(
-    run_ids: Annotated[list[str], typer.Argument(metavar="RUN RUN…", help="Ids of 2 to 20 runs.")],
+    run_ids: RunIds,
     as_json: AsJson = False,
 ) -> None:
     """Compare the configuration and the metrics of runs.

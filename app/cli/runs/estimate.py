@@ -2,9 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-import typer
-
-from app.cli.console import details, note, table
+from app.cli.console import details, note, say, table
 from app.cli.runs.watch import exit_code, watch_run
 
 if TYPE_CHECKING:
@@ -35,11 +33,11 @@ def show(estimate: "RunEstimate") -> None:
             for name, value in estimate.memory_mb.items()
             if value or name == "total"
         ]
-        table(("memory", "MiB"), rows)
+        table(("MEMORY", "MiB"), rows)
     if estimate.fits:
         answers = {True: "yes", False: "no", None: "?"}
         table(
-            ("device", "fits", "MiB", "notes"),
+            ("DEVICE", "FITS", "MiB", "NOTES"),
             [
                 (
                     _named(fit.device),
@@ -82,8 +80,8 @@ def _compare(estimate: "RunEstimate", measured: "Measured | None", probe: "Probe
         ("time", _time(estimate.seconds) or "-", _time(probe.seconds) or "-"),
         ("maximum time", "-", _time(probe.seconds_at_most) or "-"),
     ]
-    table(("whole run", "estimated", "measured"), [row for row in rows if row[1:] != ("-", "-")])
-    typer.echo(probe.message)
+    table(("WHOLE RUN", "ESTIMATED", "MEASURED"), [row for row in rows if row[1:] != ("-", "-")])
+    say(probe.message)
 
 
 def _figure(value: float | None) -> str:

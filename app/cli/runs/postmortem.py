@@ -4,9 +4,8 @@ import json
 import shlex
 from typing import TYPE_CHECKING
 
-import typer
-
-from app.cli.console import AsJson, RunId, attempt_path_text, connected, details, document, table
+from app.cli.console import AsJson, attempt_path_text, connected, details, document, say, table
+from app.cli.names import RunId
 
 if TYPE_CHECKING:
     from app.contracts.schemas.postmortem import CorrectedRequest
@@ -37,15 +36,15 @@ def why(run_id: RunId, as_json: AsJson = False) -> None:
             (one.attempt, one.outcome, one.phase, one.step, (one.repair or {}).get("reason")) for one in found.attempts
         ]
         table(
-            ["attempt", "outcome", "phase", "step", "repaired"],
+            ["ATTEMPT", "OUTCOME", "PHASE", "STEP", "REPAIRED"],
             [[attempt_path_text(value) for value in row] for row in rows],
         )
     if found.last_lines:
-        typer.echo("\n  ".join(["Last log lines:", *found.last_lines[-_LINES_SHOWN:]]))
+        say("\n  ".join(["Last log lines:", *found.last_lines[-_LINES_SHOWN:]]))
     if found.correction:
         request = found.correction.request
         body = json.dumps(request.body, ensure_ascii=False)
-        typer.echo(
+        say(
             f"This request may help: {request.method} {request.path} with\n  {body}\n"
             f"As a command:\n{typed(run_id, request)}"
         )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import typer
 import yaml
 
 from app.cli.console import RunFileError
@@ -31,18 +32,19 @@ def change(body: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
         path, equals, text = setting.partition("=")
         names = path.strip().split(".")
         if not equals or not all(names):
-            raise RunFileError(
+            raise typer.BadParameter(
                 f"--set {setting} is invalid: write PATH=VALUE, for example --set config.learning_rate=1e-4."
             )
         try:
             value = _from_yaml(text)
         except (yaml.YAMLError, ValueError) as error:
-            raise RunFileError(f"--set {setting} is invalid: {_reason(error)}.") from None
+            raise typer.BadParameter(f"--set {setting} is invalid: {_reason(error)}.") from None
         place = body
         for depth, name in enumerate(names[:-1], 1):
             below = place.setdefault(name, {})
             if not isinstance(below, dict):
-                raise RunFileError(f"--set {setting} cannot be applied: {'.'.join(names[:depth])} is not a mapping.")
+                where = ".".join(names[:depth])
+                raise typer.BadParameter(f"--set {setting} cannot be applied: {where} is not a mapping.")
             place = below
         place[names[-1]] = value
     return body

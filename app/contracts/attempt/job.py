@@ -56,6 +56,8 @@ class TrackerServers(_Part):
     """Servers of experiment trackers."""
 
     mlflow_tracking_uri: str | None = None
+    wandb_mode: str = "online"
+    """Nothing is sent unless it is `online`."""
 
 
 class WorkerInfo(_Part):

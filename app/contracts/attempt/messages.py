@@ -17,6 +17,9 @@ from typing_extensions import TypedDict  # pydantic reads no TypedDict of `typin
 from app.contracts.field_types import JsonObject
 from app.contracts.stop import StopRequest
 
+MAX_RECORD_BYTES = 128 * 1024
+"""Size limit of a record, which is one datagram and must fit into the socket's send buffer, and of its event."""
+
 # Control messages
 
 

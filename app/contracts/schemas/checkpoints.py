@@ -12,7 +12,7 @@ class CheckpointEdit(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra={"example": {"pinned": True}})
 
-    pinned: bool = Field(description="True protects the checkpoint from retention (`save_total_limit`).")
+    pinned: bool = Field(description="True protects the checkpoint from retention, and its run from deletion.")
 
 
 class CheckpointRead(BaseModel):

@@ -80,7 +80,33 @@ class BestRun(BaseModel):
     value: float
 
 
-class ExperimentView(ExperimentSummary):
+class ExperimentContents(BaseModel):
+    """Everything that is deleted with an experiment."""
+
+    runs: dict[TrainingStatus, int] = Field(description="Number of its runs in each status.")
+    checkpoints: int = Field(default=0, description="Number of checkpoints of its runs.")
+    models: int = Field(default=0, description="Number of fine-tuned models of its runs.")
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the experiment has no runs."""
+        return not any(self.runs.values())
+
+    def summary(self) -> str:
+        """Return the counts, such as `2 runs (1 completed, 1 failed), 3 checkpoints and 1 model`."""
+        statuses = ", ".join(f"{count} {status}" for status, count in self.runs.items() if count)
+        runs, checkpoints, models = (
+            f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+            for count, noun in (
+                (sum(self.runs.values()), "run"),
+                (self.checkpoints, "checkpoint"),
+                (self.models, "model"),
+            )
+        )
+        return f"{runs} ({statuses}), {checkpoints} and {models}"
+
+
+class ExperimentView(ExperimentSummary, ExperimentContents):
     """Experiment with a summary of its runs."""
 
     model_config = ConfigDict(
@@ -101,6 +127,8 @@ class ExperimentView(ExperimentSummary):
                     "failed": 0,
                     "cancelled": 1,
                 },
+                "checkpoints": 12,
+                "models": 4,
                 "best_runs": [
                     {
                         "run_id": "run_01k3x9m6q2v8s4t0w7y5z1a3b7",
@@ -114,8 +142,6 @@ class ExperimentView(ExperimentSummary):
         }
     )
 
-    runs: dict[TrainingStatus, int]
-    """Number of its runs in each status."""
     best_runs: list[BestRun] = Field(
         description="Best run of each method, since results of different methods cannot be compared."
     )

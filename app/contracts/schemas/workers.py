@@ -19,6 +19,8 @@ class DeviceRead(BaseModel):
     name: str
     memory_mb: int | None
     run_id: str | None = Field(description="Run that currently uses it.")
+    trouble: str | None = Field(description="Error of the device; null once a run has trained on it again.")
+    paused_until: Timestamp | None = Field(description="Time until which it takes no run because of that error.")
 
 
 class WorkerRead(BaseModel):
@@ -48,6 +50,8 @@ class WorkerRead(BaseModel):
                         "name": "NVIDIA H100",
                         "memory_mb": 81559,
                         "run_id": RUN_ID,
+                        "trouble": None,
+                        "paused_until": None,
                     }
                 ],
                 "runs": [RUN_ID],

@@ -8,10 +8,9 @@ from app.datasets.row_writer import MOST_COLUMNS, MOST_KEY_CHARACTERS, RowWriter
 
 # Disables the csv module's limit of 128 KiB per cell: the size of the whole record is checked before parsing.
 csv.field_size_limit(2**31 - 1)
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # One cell and its terminator. Possessive quantifiers prevent backtracking.
 _CELL = re.compile(rb'(?:"[^"]*+(?:""[^"]*+)*+"[^,]*+|[^",][^,]*+|)(?:,|\Z)')
-_OTHER_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class TableReader:
@@ -92,12 +91,9 @@ class TableReader:
 
     def _cells(self, record: bytes) -> list[str] | None:
         """Return the cells of a record, or None after reporting an error if it is invalid."""
-        if self._began == 1:
-            # Spreadsheets write a byte order mark into UTF-8 CSV files.
-            record = record.removeprefix(_BYTE_ORDER_MARK)
-            if record.startswith(_OTHER_MARKS):
-                self._refuse("byte_order_mark", "the file is UTF-16; save it as CSV in UTF-8")
-                return None
+        if self._began == 1 and record.startswith(_BYTE_ORDER_MARKS):
+            self._refuse("byte_order_mark", "the file is UTF-16; save it as CSV in UTF-8")
+            return None
         if _has_many_cells(record):
             self._refuse_cells(f"more than {MOST_COLUMNS:,}")
             return None

@@ -2,7 +2,7 @@
 
 from app.datasets.row_writer import RowWriter
 
-_BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
+_BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class LineReader:
@@ -48,13 +48,15 @@ class LineReader:
 
     def _end_line(self) -> None:
         if not self._skipping:
-            self._row(bytes(self._line))
+            self._line += b"\n"
+            line = bytes(self._line)
             self._line.clear()
+            self._row(line)
         self._skipping = False
         self._number += 1
 
     def _row(self, line: bytes) -> None:
-        if not line.strip():
+        if line.isspace():
             self._blank_since = self._blank_since or self._number
             return
         if self._blank_since is not None:
@@ -63,7 +65,6 @@ class LineReader:
             self._rows.refuse(f"line {at}", "empty_line", "the line is empty; remove it")
         place = f"line {self._number}"
         if self._number == 1 and line.startswith(_BYTE_ORDER_MARKS):
-            message = "the file starts with a byte order mark; save it as plain UTF-8"
-            self._rows.refuse(place, "byte_order_mark", message)
+            self._rows.refuse(place, "byte_order_mark", "the file is UTF-16; save it as UTF-8")
             return
-        self._rows.take_json(place, line + b"\n", is_line=True)
+        self._rows.take_json(place, line, is_line=True)

@@ -39,7 +39,8 @@ async def create_action(
 ) -> ActionRead:
     """Request an action between two steps of a run: save, evaluate, sample, change the learning rate, or extend.
 
-    Actions run after the current step, in request order. A pending run executes them once it trains.
+    Actions run after the current step, in request order; those after an evaluation or a checkpoint run one step later.
+    A pending run executes them once it trains.
     """
     call = f"/v1/runs/{run_id}/actions"
     idempotency = Idempotency.of(idempotency_key, call, await request.body())

@@ -10,6 +10,7 @@ from app.api.errors import ApiError
 from app.api.pagination import Paging, fetch
 from app.infra.ids import is_id
 from app.runs.checkpoints.retention import eval_score
+from app.runs.service import lock
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
 
@@ -41,8 +42,9 @@ async def get(session: AsyncSession, run_id: str, checkpoint_id: str) -> Checkpo
 
 
 async def pin(session: AsyncSession, run_id: str, checkpoint_id: str, pinned: bool) -> Checkpoint:
-    """Set or clear a checkpoint's pin, which protects it from retention."""
-    # Lock the row: retention may be marking it now, and a deleted checkpoint cannot be pinned.
+    """Set or clear a checkpoint's pin, which protects it from retention, and its run from deletion."""
+    # Lock the run, which a concurrent request may be deleting, and the row: retention may be marking it now.
+    await lock(session, run_id, for_child=True)
     query = select(Checkpoint).where(Checkpoint.id == checkpoint_id).execution_options(populate_existing=True)
     await session.execute(query.with_for_update())
     found = await get(session, run_id, checkpoint_id)

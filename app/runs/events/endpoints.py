@@ -18,7 +18,7 @@ from app.tables.runs import Run
 router = APIRouter(tags=["events"])
 
 _EXAMPLE = (
-    "retry: 2000\n\nid: 41\nevent: metric\n"
+    "retry: 2000\nid: 41\nevent: metric\n"
     'data: {"run_id":"run_01k3x9m6q2v8s4t0w7y5z1a3b6","seq":41,"ts":"2026-01-02T03:04:05.678Z","step":10,'
     '"epoch":0.5,"loss":2.31,"learning_rate":0.0002,"grad_norm":0.9,"gpu_memory_mb":null,'
     '"samples_per_second":12.5,"extra":{}}\n\n'

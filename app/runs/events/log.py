@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Connection, Select, Text, cast, select, text
+from sqlalchemy import Connection, text
 from sqlalchemy.exc import DataError
 
+from app.contracts.attempt.messages import MAX_RECORD_BYTES
 from app.contracts.field_types import timestamp
 from app.infra.db import column
-from app.tables.events import RunEvent
 
 MEASURED = ("metric", "eval")
 """Event types that are shown as curves."""
@@ -39,8 +39,14 @@ class NewEvent:
 
     @classmethod
     def of(cls, kind: str, ts: float, payload: dict[str, Any]) -> "NewEvent":
-        """Create an event from a payload of plain values, not modified later, and a Unix time in seconds."""
+        """Create an event from a payload of plain values, not modified later, and a Unix time in seconds.
+
+        Raises:
+            ValueError: The payload is larger than a record may be.
+        """
         body = _as_json(payload)
+        if len(body) > MAX_RECORD_BYTES:
+            raise ValueError(f"an event of {len(body):,} characters is larger than the limit of {MAX_RECORD_BYTES:,}")
         return cls(kind, datetime.fromtimestamp(ts, UTC), body, payload if kind in MEASURED else None)
 
 
@@ -91,6 +97,24 @@ _WHERE_STORED = text(
     "SELECT attempt_event_count FROM runs WHERE id = :id AND lease_epoch = :lease_epoch "
     "AND status IN ('initializing', 'running', 'checkpointing') FOR NO KEY UPDATE"
 )
+READ_AFTER = text(
+    """
+    SELECT seq, type, ts, data::text FROM (
+        SELECT *, coalesce(sum(pg_column_size(data)) OVER before, 0) AS bytes_before
+        FROM (
+            SELECT seq, type, ts, data FROM run_events WHERE run_id = :run_id AND seq > :after
+            ORDER BY seq LIMIT :limit
+        ) AS next
+        WINDOW before AS (ORDER BY seq ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING)
+    ) AS sized
+    WHERE bytes_before < :most_bytes ORDER BY seq
+    """
+)
+"""Select at most `limit` events of a run after a cursor: rows of seq, type, ts, data (text).
+
+The last row is the one with which the data reaches `most_bytes`, so there is at least one row if there is any. The
+column is stored uncompressed, so its size is known without reading the value.
+"""
 # Valid unescaped in JSON, but line ends to many clients, such as httpx's `iter_lines`.
 _LINE_ENDS = (("\x85", "\\u0085"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029"))
 
@@ -158,16 +182,6 @@ def _store(
 def is_refused_data(error: Exception) -> bool:
     """Return True if Postgres rejected the content of an event (not the connection or the fence)."""
     return isinstance(error, DataError)
-
-
-def read_after(run_id: str, after: int, limit: int) -> Select[int, str, datetime, str]:
-    """Select at most `limit` events after the cursor `after`: rows of seq, type, ts, data (text)."""
-    return (
-        select(RunEvent.seq, RunEvent.type, RunEvent.ts, cast(RunEvent.data, Text))
-        .where(RunEvent.run_id == run_id, RunEvent.seq > after)
-        .order_by(RunEvent.seq)
-        .limit(limit)
-    )
 
 
 def payload(run_id: str, seq: int, ts: datetime, data: str) -> str:

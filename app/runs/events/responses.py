@@ -3,15 +3,16 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 from fastapi import Header, Request, Response
 from sse_starlette import EventSourceResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from app.api.errors import ApiError
+from app.api.errors import RETRY_SECONDS, ApiError
 from app.contracts.errors import FieldError
 from app.contracts.events import EVENTS
 from app.contracts.run_status import TERMINAL
@@ -80,16 +81,51 @@ def ended_response(status: str, event_seq: int, after: int) -> Response | None:
     return None
 
 
+class OpenStreams:
+    """Number of open streams of each key in this process, within a limit."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._open: Counter[str] = Counter()
+
+    @contextmanager
+    def counted(self, key_id: str) -> Iterator[None]:
+        """Count a stream of this key during the block; raise ApiError 429 if the key has too many."""
+        if self._open[key_id] >= self._limit:
+            raise ApiError(
+                429,
+                "too_many_streams",
+                f"This key has {self._limit:,} open streams, which is the limit (ANNEAL_STREAMS_PER_KEY); close some, "
+                "or use another key.",
+                headers={"Retry-After": str(RETRY_SECONDS)},
+            )
+        self._open[key_id] += 1
+        try:
+            yield
+        finally:
+            self._open[key_id] -= 1
+            if not self._open[key_id]:
+                del self._open[key_id]
+
+
 class StreamResponse(EventSourceResponse):
-    """Long-lived streaming response; disconnected when its client stops reading or loses access."""
+    """Long-lived streaming response; disconnected when its client stops reading or loses access.
+
+    Counts as one of its key's open streams; called when there are too many, it raises ApiError 429.
+    """
 
     def __init__(self, request: Request, body: AsyncIterator[bytes], media_type: str = "text/event-stream") -> None:
-        # EventSourceResponse's pings do not carry the cursor; the keep-alive of `as_sse` does.
+        # A ping of EventSourceResponse is a block of its own; the keep-alive of `as_sse` is not.
         super().__init__(body, headers=HEADERS, media_type=media_type, ping=0)
         self._request = request
         self._sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        open_streams: OpenStreams = self._request.app.state.open_streams
+        with open_streams.counted(self._request.state.caller.key_id):
+            await self._serve(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = False
 
         async def send_timed(message: Message) -> None:
@@ -149,10 +185,14 @@ async def still_allowed(request: Request) -> bool:
 
 
 async def as_sse(batches: Batches, opening: bytes = b"") -> AsyncIterator[bytes]:
-    """Encode batches as `text/event-stream`."""
-    yield b"retry: 2000\n\n" + opening
-    async for reached, frames in batches:
-        yield frames.sse if frames else b": keep-alive\nid: %d\n\n" % reached
+    """Encode batches as `text/event-stream`.
+
+    Clients disagree on a block without data: some dispatch it as an event. So `retry` is a line of the first event's
+    block, and a keep-alive is a comment line without a block of its own.
+    """
+    yield b"retry: 2000\n" + opening
+    async for _, frames in batches:
+        yield frames.sse if frames else b": keep-alive\n"
 
 
 async def as_ndjson(batches: Batches, opening: bytes = b"") -> AsyncIterator[bytes]:

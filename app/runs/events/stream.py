@@ -16,8 +16,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from app.infra import async_tasks
 from app.infra.broker import Broker
 from app.infra.log_setup import run_context
-from app.runs.events.frames import Batch, Frame, truncation_frames
-from app.runs.events.log import payload, read_after
+from app.runs.events.frames import Batch, Frame, cursor_frame, truncation_frames
+from app.runs.events.log import READ_AFTER, payload
 from app.tables.runs import Run
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,8 @@ KEEP_ALIVE_SECONDS = 15.0
 RECHECK_SECONDS = 10.0
 """Interval at which the caller's access is checked again."""
 _BATCH = 500
+_BATCH_BYTES = 64 * 1024
+"""Size at which a batch ends. A reader that reads nothing holds a batch and its encoding."""
 _KEPT_BYTES = 512 * 1024
 _READS_AT_A_TIME = 5
 _GATHER_SECONDS = 0.05
@@ -91,7 +93,7 @@ class Tail:
                     self._distribute(frames)
                     if frames[-1].type == "end":
                         return
-                    if len(frames) == _BATCH:
+                    if len(frames) == _BATCH or frames.size >= _BATCH_BYTES:
                         continue  # a full batch: there are probably more
                     # The first event is sent at once. Events that follow shortly after are sent together, because
                     # each read and each send costs far more than one additional event.
@@ -211,7 +213,8 @@ class Streams:
 
     async def _read(self, run_id: str, after: int) -> Batch:
         async with self._reads, self._engine.connect() as connection:
-            rows = (await connection.execute(read_after(run_id, after, _BATCH))).all()
+            place = {"run_id": run_id, "after": after, "limit": _BATCH, "most_bytes": _BATCH_BYTES}
+            rows = (await connection.execute(READ_AFTER, place)).all()
         batch = Batch(Frame(seq, kind, payload(run_id, seq, ts, data).encode()) for seq, kind, ts, data in rows)
         batch.oldest = rows[0][2] if rows else None
         return batch
@@ -235,14 +238,15 @@ class Streams:
     ) -> AsyncIterator[tuple[int, Batch]]:
         """Yield stored events after `after`, then live ones, as (cursor, frames), in order without gaps or duplicates.
 
-        Only frames for which `wanted` is true are included. An empty batch is yielded if none was sent for `keep_alive`
-        seconds, even if unwanted events arrived. Ends after the `end` event, at `until`, when the run is deleted, or
-        when `still_allowed`, called about every 10 s, returns False.
+        Only frames for which `wanted` is true are included. If none was sent for `keep_alive` seconds, a batch with the
+        cursor is yielded, or an empty batch if the cursor has not changed. Ends after the `end` event, at `until`, when
+        the run is deleted, or when `still_allowed`, called about every 10 s, returns False.
         """
         keep_alive = KEEP_ALIVE_SECONDS if keep_alive is None else keep_alive
         reader = Reader(after)
         self._readers.add((run_id, reader))
         last_sent = last_checked = time.monotonic()
+        reported = after
         try:
             while until is None or reader.position < until:
                 frames = await self._next(run_id, reader)
@@ -257,12 +261,14 @@ class Streams:
                     if wanted is not None:
                         frames = Batch(frame for frame in frames if wanted(frame))
                     if frames:
-                        last_sent = now
+                        last_sent, reported = now, reader.position
                         yield reader.position, frames
                     if over:
                         return
                 if not frames and now - last_sent >= keep_alive:
-                    last_sent = now
+                    if reader.position > reported:
+                        frames = Batch([cursor_frame(run_id, reader.position)])
+                    last_sent, reported = now, reader.position
                     yield reader.position, frames
                 if still_allowed and now - last_checked >= RECHECK_SECONDS:
                     last_checked = now

@@ -69,6 +69,9 @@ def probable_cause(
             return _bad_step(code, _anomaly(message, report), config, before)
         case "disk_full":
             return _disk_full(message or "", config)
+        case "device_error":
+            advice = "Check the devices that `anneal workers list` shows as paused, then resume the run."
+            return Cause(message or "The device failed.", advice=advice)
         case "trainer_crashed":
             return _crash(seen, resume="Resume the run")
         case "worker_lost":
@@ -229,6 +232,8 @@ def _after_a_restart(report: FailureReport | None, outcome: str | None) -> Cause
             "The attempt was abandoned and the run continues by itself; see its `status` event for the reason."
         )
     number = report.exit_signal
+    if report.error and report.error["code"] == "device_error":
+        return Cause(f"{report.error['message']} {_NEXT_ATTEMPT.capitalize()}.")
     if report.repair:
         return Cause(f"The run repaired itself after this attempt: {report.repair.reason}.")
     if report.killed_for == "hang":

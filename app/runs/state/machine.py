@@ -68,7 +68,11 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
     # No SKIP LOCKED: a second thread of this worker waits and then sees the remaining devices, instead of none.
     free = (
         select(devices.c.index)
-        .where(devices.c.worker_id == worker_id, devices.c.run_id.is_(None))
+        .where(
+            devices.c.worker_id == worker_id,
+            devices.c.run_id.is_(None),
+            or_(devices.c.paused_until.is_(None), devices.c.paused_until <= func.clock_timestamp()),
+        )
         .order_by(devices.c.index)
         .with_for_update()
         .cte("free")

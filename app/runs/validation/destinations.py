@@ -6,7 +6,7 @@ from typing import Any
 from sqlalchemy import exists, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.config import Settings
+from app.config import Settings, wandb_mode
 from app.contracts.errors import FieldError
 from app.contracts.training_config.rules import field_error
 from app.secrets import store
@@ -24,6 +24,10 @@ async def destination_problems(
             "contains `mlflow`, and no tracking server is configured; ask the operator to set "
             "ANNEAL_MLFLOW_TRACKING_URI for API and workers"
         )
+        found.append(field_error("report_to", "tracker_not_set_up", message))
+    needs_key = isinstance(trackers, list) and "wandb" in trackers and wandb_mode() == "online"
+    if needs_key and not await session.scalar(select(exists().where(Secret.name == store.WANDB_API_KEY))):
+        message = "contains `wandb`, and no key is set; ask an admin to set it with `anneal secrets set wandb_api_key`"
         found.append(field_error("report_to", "tracker_not_set_up", message))
     if config.get("push_to_hub") is None:
         return found

@@ -38,9 +38,15 @@ def test_an_unknown_path_is_a_problem(shared_api: ApiServer) -> None:
 
 
 def test_a_wrong_method_says_which_are_right(shared_api: ApiServer) -> None:
-    answer = shared_api.client.put("/v1/experiments", json={})
-    _check(answer, 404, "not_found")
-    assert answer.headers["allow"]
+    for method, path, right in (
+        ("PUT", "/v1/runs", "GET, POST"),
+        ("PUT", "/v1/runs/run_1", "DELETE, GET, PATCH"),
+        ("DELETE", "/v1/workers", "GET"),
+    ):
+        answer = shared_api.client.request(method, path)
+        _check(answer, 405, "method_not_allowed")
+        assert answer.headers["allow"] == right
+    _check(shared_api.client.put("/v1/nothing"), 404, "not_found")
 
 
 def test_an_unknown_id_is_named_with_a_way_on(shared_api: ApiServer) -> None:
@@ -54,6 +60,34 @@ def test_every_wrong_field_is_named_at_once(shared_api: ApiServer) -> None:
     body = _check(answer, 422, "invalid_request")
     assert {item["field"] for item in body["errors"]} == {"name", "tags.1", "surprise"}
     assert all(item["code"] and item["message"] for item in body["errors"])
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"nmae": "x", "dataset_id": "ds_1", "config": {}}, "is not a field of this request; perhaps `name`"),
+        ({"lora_r": 8, "dataset_id": "ds_1", "config": {}}, "is not a field of this request; perhaps `config.lora_r`"),
+        ({"zzz": 8, "dataset_id": "ds_1", "config": {}}, "is not a field of this request; leave it out"),
+        ({"dataset_id": 1, "config": {}}, "must be a valid string"),
+        ({"config": {}}, "is required"),
+        ([], "must be a JSON object with fields and values"),
+    ],
+)
+def test_what_is_wrong_with_a_field_is_a_sentence_of_ours(shared_api: ApiServer, body: Any, message: str) -> None:
+    errors = _check(shared_api.client.post("/v1/runs", json=body), 422, "invalid_request")["errors"]
+    assert [item["message"] for item in errors] == [message]
+
+
+def test_a_parameter_that_a_call_does_not_have_is_refused(shared_api: ApiServer) -> None:
+    for query, near in (("stauts=failed", "perhaps `status`"), ("zzz=1&limit=1", "the parameters are `after`, ")):
+        body = _check(shared_api.client.get(f"/v1/runs?{query}"), 422, "invalid_request")
+        (error,) = body["errors"]
+        assert (error["field"], error["code"]) == (query.partition("=")[0], "unknown_parameter")
+        assert near in error["message"]
+    id = shared_api.client.post("/v1/experiments", json={"name": "x"}).json()["id"]
+    refused = shared_api.client.delete(f"/v1/experiments/{id}?cascade=true&dry_run=true")
+    assert _check(refused, 422, "invalid_request")["errors"][0]["field"] == "dry_run"
+    assert shared_api.client.get(f"/v1/experiments/{id}").status_code == 200
 
 
 def test_a_wrong_query_is_named(shared_api: ApiServer) -> None:
@@ -124,9 +158,10 @@ def test_an_odd_id_is_404(shared_api: ApiServer, path: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/octet-stream", ""])
-def test_a_body_of_another_kind_is_422(shared_api: ApiServer, kind: str) -> None:
-    answer = shared_api.client.post("/v1/experiments", content=b"name=x", headers={"Content-Type": kind})
-    _check(answer, 422, "invalid_request")
+def test_a_body_of_another_kind_is_415_with_the_header_to_send(shared_api: ApiServer, kind: str) -> None:
+    answer = shared_api.client.post("/v1/experiments", content=b'{"name": "x"}', headers={"Content-Type": kind})
+    body = _check(answer, 415, "unsupported_media_type")
+    assert "`Content-Type: application/json`" in body["detail"] and (kind or "missing") in body["detail"]
 
 
 def test_a_body_over_the_cap_is_413(settings: Settings) -> None:

@@ -45,7 +45,7 @@ def test_a_change_is_listed_with_who_what_and_when_and_without_what_was_sent(
 ) -> None:
     key_id = list_keys_sync(settings)[0].id
     before = datetime.now(UTC) - timedelta(seconds=5)
-    experiment = api.client.post("/v1/experiments?x=private", json={"name": "private"}).json()["id"]
+    experiment = api.client.post("/v1/experiments", json={"name": "private"}).json()["id"]
     dataset = upload(api).json()["id"]
     run = make_run(api.client, make_dataset(engine))["id"]
     stopped = api.client.post(f"/v1/runs/{run}/stop", json={})
@@ -70,7 +70,7 @@ def test_a_change_is_listed_with_who_what_and_when_and_without_what_was_sent(
 def test_refused_calls_are_listed_and_those_that_change_nothing_are_not(api: ApiServer) -> None:
     nowhere = "run_" + "0" * 26
     assert api.client.delete(f"/v1/runs/{nowhere}").status_code == 404
-    assert api.client.post("/v1/experiments", json={"nam": 1}).status_code == 422
+    assert api.client.post("/v1/experiments?x=private", json={"nam": 1}).status_code == 422
     assert api.client.patch("/v1/nothing", json={}).status_code == 404
     assert api.client.post("/v1/runs/validate", json={"dataset_id": "x", "config": {}}).status_code == 200
     api.client.get("/v1/experiments")
@@ -86,6 +86,7 @@ def test_refused_calls_are_listed_and_those_that_change_nothing_are_not(api: Api
         ("PATCH", "unmatched", None, 404),
         ("DELETE", "/v1/secrets/{name}", "hf_token", 403),
     ]
+    assert "private" not in json.dumps(listed(api))
 
 
 def test_every_call_that_changes_something_writes_it_in_its_own_transaction(settings: Settings) -> None:

@@ -32,7 +32,11 @@ def code_of(settings: Settings, storage: Storage, name: str, output_attempt: int
 
 class TestLocate:
     def test_finds_a_folder_below_the_models_root(self, settings: Settings, storage: Storage) -> None:
-        for name, file in (("tiny", "config.json"), ("org/adapter", "adapter_config.json")):
+        for name, file in (
+            ("tiny", "config.json"),
+            ("org/adapter", "adapter_config.json"),
+            ("my model", "config.json"),
+        ):
             folder = make_model(settings, name, file)
             assert locate(settings, storage, name, None) == {
                 "name": name,

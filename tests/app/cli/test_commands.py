@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, update
 from typer.testing import CliRunner
 
 from app.api.errors import RETRY_SECONDS
+from app.cli.console import listing
+from app.cli.error_text import in_commands
 from app.cli.main import cli
 from app.cli.runs.postmortem import typed
 from app.cli.runs.watch import WatchState
@@ -27,13 +29,16 @@ from app.client.transport import SyncTransport
 from app.contracts.events import EvalEvent
 from app.contracts.schemas.postmortem import CorrectedRequest
 from app.infra.db import sync_engine
+from app.infra.ids import new_id
 from app.infra.storage import Storage
+from app.tables.runs import Run
 from tests.app import hub_server
 from tests.app.client.test_client import EMPTY, Failing
 from tests.app.conftest import Anneal, json_of
 from tests.app.hub_server import Hub
-from tests.factories import Trainer, make_model, mark_run
+from tests.factories import Trainer, make_experiment, make_model, mark_run
 from tests.http_server import serving
+from tests.nodes import ROOT
 from tests.server import ApiServer
 from tests.waiting import eventually
 
@@ -95,6 +100,18 @@ class TestSentences:
         changes = ["--set", "config.lora_r=-1", "--set", "config.epochs=0"]
         stderr = anneal("runs", "create", "-f", str(run_file), *changes, code=1).stderr
         assert "  config.lora_r: " in stderr and "  config.epochs: " in stderr
+        assert stderr.startswith("anneal: 2 values are invalid.") and stderr.count("lora_r` must") == 1
+        single = anneal("runs", "create", "-f", str(run_file), *changes[:2], code=1).stderr
+        assert len(single.splitlines()) == 1 and single.count("must be") == 1 and "try again" in single
+
+    def test_sentences_name_commands_and_no_calls_of_http(self, anneal: Anneal) -> None:
+        assert "`anneal runs list`" in anneal("runs", "show", new_id("run"), code=1).stderr
+        reference = (ROOT / "docs" / "reference" / "errors.md").read_text()
+        cells = [cell for line in reference.splitlines() if line.startswith("| `") for cell in line.split("|")[2:]]
+        said = [in_commands(cell) for cell in cells if "curl" not in cell]
+        assert len(said) > 100
+        left = [cell for cell in said if re.search(r"\b(GET|POST|PUT|PATCH|DELETE) |/v1/|`\?\w+=", cell)]
+        assert left == []
 
     def test_a_file_that_is_not_there_is_reported(self, anneal: Anneal) -> None:
         assert (
@@ -166,6 +183,37 @@ class TestNouns:
         assert trainer.worker_id in anneal("workers", "list").stdout
         assert any(worker["id"] == trainer.worker_id for worker in json_of(anneal("workers", "list", "--json"))["data"])
 
+    def test_things_are_found_by_the_beginning_of_an_id_by_name_and_as_the_last(
+        self, anneal: Anneal, run_file: Path
+    ) -> None:
+        def shown(noun: str, text: str) -> str:
+            return str(json_of(anneal(noun, "show", text, "--json"))["id"])
+
+        group = anneal("experiments", "create", "by name").stdout.strip()
+        create = ["runs", "create", "-f", str(run_file), "--set", f"experiment_id={group}", "--set"]
+        first, second = (anneal(*create, f"name={name}").stdout.strip() for name in ("sought", "sought_too"))
+        for text in (second, second[:-4], second.removeprefix("run_")[:-4], "sought_too", "last"):
+            assert shown("runs", text) == second
+        assert shown("experiments", "by name") == shown("experiments", "last") == group
+        listed = json_of(anneal("runs", "list", "--experiment", "by name", "--json"))["data"]
+        assert [run["id"] for run in listed] == [second, first]
+        compared = json_of(anneal("runs", "compare", "sought", "last", "--json"))["runs"]
+        assert [run["run_id"] for run in compared] == [first, second]
+        Path("rows.jsonl").write_text(ROWS)
+        dataset = anneal("datasets", "upload", "rows.jsonl", "--name", "five rows").stdout.strip()
+        assert shown("datasets", dataset[:-4]) == shown("datasets", "last") == dataset
+        anneal("runs", "edit", second, "--name", "sought")
+        for text in ("sought", "run_", first[:8]):
+            several = anneal("runs", "delete", text, code=1).stderr
+            assert "is not unique" in several and f"  {second}  sought" in several
+        missing = anneal("runs", "show", "not there", code=1).stderr
+        assert missing == (
+            "anneal: There is no run 'not there'. Use an id, the beginning of one, or `last`; `anneal runs list` lists "
+            "them.\n"
+        )
+        for run_id in (first, second):
+            anneal("runs", "stop", run_id)
+
     def test_checkpoints_are_listed_and_resumed_from(self, anneal: Anneal, trainer: Trainer) -> None:
         checkpoint_id = trainer.checkpoint(40)
         assert checkpoint_id in anneal("runs", "checkpoints", trainer.run_id).stdout
@@ -177,8 +225,9 @@ class TestNouns:
         assert "eval_loss 2.25 (best)" in listed and "eval_loss 2.5 " in listed and listed.count("(best)") == 1
         anneal("runs", "stop", trainer.run_id)
         trainer.cancel()
-        resume = ["runs", "resume", trainer.run_id, "--checkpoint", checkpoint_id, "--json"]
-        assert "--set config.epochs" in anneal(*resume, "--set", "epochs=5", code=1).stderr
+        assert "no checkpoint" in anneal("runs", "resume", "last", "--checkpoint", "ckpt_zz", code=1).stderr
+        resume = ["runs", "resume", trainer.run_id, "--checkpoint", checkpoint_id[:-4], "--json"]
+        assert "--set config.epochs" in anneal(*resume, "--set", "epochs=5", code=2).stderr
         child = json_of(anneal(*resume, "--set", "config.epochs=5"))
         assert (child["parent_run_id"], child["resume_checkpoint_id"]) == (trainer.run_id, checkpoint_id)
         assert child["config"]["epochs"] == 5
@@ -237,13 +286,31 @@ class TestNouns:
             assert json_of(anneal(noun, "delete", id, "--json")) == {"id": id, "deleted": True}
             assert anneal(noun, "delete", id, code=1).stderr.startswith("anneal: ")
 
+    def test_an_experiment_goes_with_its_runs_only_on_request(self, anneal: Anneal, trainer: Trainer) -> None:
+        trainer.checkpoint(40)
+        trainer.complete()
+        alone = make_experiment(trainer.engine)
+        mark_run(trainer.engine, trainer.run_id, experiment_id=alone)
+        held = "1 run (1 completed), 1 checkpoint and 1 model"
+        refused = anneal("experiments", "delete", alone, code=1).stderr
+        assert held in refused and "--with-runs" in refused and "cascade" not in refused
+        delete = ["experiments", "delete", alone, "--with-runs"]
+        for answer in ("", "n\n"):
+            asked = anneal(*delete, input=answer, code=1).stderr
+            assert held in asked and "Nothing is deleted" in asked and "--yes" in asked
+        assert anneal("runs", "show", trainer.run_id).exit_code == 0
+        assert f"{alone} is deleted." in anneal(*delete, input="y\n").stderr
+        assert "There is no run" in anneal("runs", "show", trainer.run_id, code=1).stderr
+        other = anneal("experiments", "create", "scripted").stdout.strip()
+        assert json_of(anneal("experiments", "delete", other, "--with-runs", "--yes", "--json"))["deleted"] is True
+
     def test_runs_are_compared(self, anneal: Anneal, trainer: Trainer, run_file: Path) -> None:
         trainer.metric(10, loss=2.5)
         mark_run(trainer.engine, trainer.run_id, best_loss=2.5)
         create = ["runs", "create", "-f", str(run_file), "--set", "name=other", "--set", "config.lora_r=4"]
         ids = [trainer.run_id, anneal(*create).stdout.strip()]
         header, *lines = anneal("runs", "compare", *ids).stdout.splitlines()
-        assert header.split() == [id.upper() for id in ids]
+        assert header.split() == ids
         rows = [re.split("  +", line) for line in lines]
         assert ["name", "counting", "other"] in rows and ["loss", "2.5", "-"] in rows
         assert any(row[0] == "config.lora_r" and row[2] == "4" for row in rows)
@@ -271,6 +338,29 @@ def end(trainer: Trainer, how: str) -> None:
 
 
 ENDS = pytest.mark.parametrize(("how", "code"), [("completed", 0), ("failed", 3), ("cancelled", 4)])
+
+
+class TestCompletion:
+    def test_the_shell_is_offered_ids_and_names(
+        self, anneal: Anneal, shared_api: ApiServer, run_file: Path, tmp_path: Path
+    ) -> None:
+        run_id = anneal("runs", "create", "-f", str(run_file), "--set", "name=completed-by-tab").stdout.strip()
+        anneal("runs", "stop", run_id)
+        script = "import sys; sys.argv[0] = 'anneal'; from app.cli.main import main; main()"
+
+        def offered(words: str, url: str) -> list[str]:
+            asked = {"_ANNEAL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+            there = {"ANNEAL_HOME": str(tmp_path), "ANNEAL_URL": url, "ANNEAL_API_KEY": shared_api.key}
+            done = subprocess.run(
+                [sys.executable, "-c", script], env={**os.environ, **there, **asked}, capture_output=True, text=True,
+                timeout=60,
+            )  # fmt: skip
+            assert done.stderr == "", done.stderr
+            return done.stdout.split()
+
+        assert run_id in offered(f"anneal runs show {run_id[:-3]}", shared_api.url)
+        assert offered("anneal runs delete completed-by", shared_api.url) == ["completed-by-tab"]
+        assert offered("anneal runs show run_", "http://127.0.0.1:1") == []
 
 
 class TestFollowing:
@@ -375,6 +465,31 @@ class TestTerminal:
             process.wait()
             os.close(ours)
 
+    def test_no_name_and_no_line_of_others_controls_it(
+        self, start: Any, trainer: Trainer, anneal: Anneal, run_file: Path
+    ) -> None:
+        """Names come from anyone who may write, messages from code that trains."""
+        hostile = "\x1b]0;owned\x07\x1b[2Jname\u202e\x9b2J\x7f"
+        anneal("runs", "create", "-f", str(run_file), "--set", f"name={json.dumps(hostile)}")
+        with trainer.engine.begin() as connection:
+            connection.execute(update(Run).where(Run.id == trainer.run_id).values(name=hostile))
+        trainer.log(hostile)
+        trainer.events("progress", {"phase": hostile, "done": None, "total": None, "message": hostile})
+        trainer.fail(message=hostile)
+        run_id = trainer.run_id
+        commands = [["show", run_id], ["logs", run_id], ["why", run_id], ["list"], ["show", run_id, "--json"]]
+        printed = [anneal("runs", *command).stdout for command in commands]
+        assert json.loads(printed[-1])["name"] == hostile, "as JSON it has the same value"
+        assert all("name" in text and not set(text) & set("\x1b\x07\x7f\x9b\u202e") for text in printed)
+        for command in (["watch", run_id], ["list"]):
+            process, terminal = start("runs", *command)
+            seen = bytearray()
+            with suppress(OSError):  # the process has ended
+                while piece := os.read(terminal, 65536):
+                    seen += piece
+            assert b"name" in seen and b"owned" not in seen and "\u202e".encode() not in seen
+            process.wait(30)
+
     def test_watch_draws_the_loss_and_ctrl_c_leaves_the_run_alone(
         self, start: Any, trainer: Trainer, anneal: Anneal
     ) -> None:
@@ -405,3 +520,25 @@ class TestTerminal:
         while b"counting" not in shown:
             shown += os.read(terminal, 65536)
         assert trainer.run_id.encode() in shown and process.wait(20) == 0
+
+    @pytest.mark.parametrize("columns", [80, 200])
+    def test_each_row_of_a_list_takes_one_line(
+        self, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+        row = [
+            "run_" + "0" * 26,
+            "initializing",
+            "120/1000",
+            "0.1234",
+            "a name of many words " * 3,
+            "soon",
+            "2026-01-02",
+        ]
+        names = ("id", "status", "step", "best loss", "name", "eta", "created")
+        listing([], False, False, names, [row, row])
+        header, *lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+        assert len(lines) == 2 and all(len(line) <= columns and row[0] in line for line in lines)
+        assert header.split()[:2] == ["ID", "STATUS"] and "a name of" in lines[0]
+        assert ("CREATED" in header) is (columns == 200)

@@ -81,7 +81,7 @@ class TestFromAShell:
         worker.join()
         assert "refused" in shown and "It has 400 steps already." in shown
         assert "no evaluation data" in anneal("actions", "evaluate", trainer.run_id, code=1).stderr
-        assert "--epochs" in anneal("actions", "extend", trainer.run_id, code=1).stderr
+        assert "--epochs" in anneal("actions", "extend", trainer.run_id, code=2).stderr
 
     def test_without_waiting_its_id_is_printed(self, anneal: Anneal, trainer: Trainer) -> None:
         for words in (["checkpoint", "--pin", trainer.run_id], ["set-learning-rate", trainer.run_id, "1e-4"]):
@@ -93,16 +93,16 @@ class TestFromAShell:
 
     def test_a_stop_reports_its_mode_and_what_to_expect(self, anneal: Anneal, trainer: Trainer) -> None:
         assert "end of its epoch" in anneal("runs", "stop", "--mode", "epoch_end", trainer.run_id).stdout
-        assert "contradicts" in anneal("runs", "stop", "--mode", "best", "--no-save", trainer.run_id, code=1).stderr
+        assert "contradicts" in anneal("runs", "stop", "--mode", "best", "--no-save", trainer.run_id, code=2).stderr
         assert "saves nothing" in anneal("runs", "stop", "--no-save", trainer.run_id).stdout
 
 
 class TestFromPython:
     def test_actions_are_created_listed_and_followed(self, shared_api: ApiServer, trainer: Trainer) -> None:
-        with client.Anneal(shared_api.url, shared_api.key) as anneal:
+        with client.Anneal(url=shared_api.url, api_key=shared_api.key) as anneal:
             first = anneal.actions.create(trainer.run_id, "checkpoint", pin=True, idempotency_key="once")
             assert anneal.actions.create(trainer.run_id, "checkpoint", pin=True, idempotency_key="once") == first
-            second = anneal.actions.create(trainer.run_id, "extend", max_steps=500)
+            second = anneal.actions.create(trainer.run_id, {"action": "extend", "max_steps": 500})
             assert [it.id for it in anneal.actions.list(trainer.run_id)] == [second.id, first.id]
             assert anneal.actions.get(trainer.run_id, second.id).parameters == {"max_steps": 500}
             about = {"action_id": first.id, "action": "checkpoint", "step": 7, "status": "done", "message": None}

@@ -19,6 +19,7 @@ from app.client.errors import AnnealError
 from app.config import ClientSettings
 from app.contracts.schemas.datasets import DatasetView
 from app.infra.db import sync_engine
+from app.infra.home_lock import HomeLock
 from app.infra.private_files import write_private_json
 from app.infra.storage import Storage
 from tests.factories import Trainer, make_dataset, mark_run
@@ -202,17 +203,44 @@ class TestConnection:
     def test_what_is_given_wins_over_the_environment_and_that_over_the_local_service(self, tmp_path: Path) -> None:
         local = {"url": "http://127.0.0.1:1", "api_key": "anneal_local", "pids": {}}
         write_private_json(tmp_path / "connection.json", local)
-        assert find_connection(self.settings(tmp_path)).key == "anneal_local"
+        with HomeLock(tmp_path):
+            assert find_connection(self.settings(tmp_path)).key() == "anneal_local"
         there = self.settings(tmp_path, url="http://there:2/", api_key="anneal_there")
         found = find_connection(there)
-        assert (found.url, found.key) == ("http://there:2", "anneal_there")
+        assert (found.url, found.key()) == ("http://there:2", "anneal_there")
         assert find_connection(there, "http://else:3", "anneal_else").url == "http://else:3"
 
     def test_the_local_key_is_sent_nowhere_else(self, tmp_path: Path) -> None:
         write_private_json(tmp_path / "connection.json", {"url": "http://127.0.0.1:1", "api_key": "anneal_local"})
         with pytest.raises(AnnealError, match="set ANNEAL_API_KEY"):
             find_connection(self.settings(tmp_path, url="http://there:2"))
-        assert find_connection(self.settings(tmp_path, url="http://127.0.0.1:1/")).key == "anneal_local"
+        with HomeLock(tmp_path):
+            assert find_connection(self.settings(tmp_path, url="http://127.0.0.1:1/")).key() == "anneal_local"
+
+    def test_the_local_key_is_sent_only_while_the_service_runs_and_is_that_of_its_last_start(
+        self, failing: Anneal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        local = {"url": failing.url, "api_key": "anneal_first"}
+        write_private_json(tmp_path / "connection.json", local)
+        monkeypatch.setenv("ANNEAL_HOME", str(tmp_path))
+        with pytest.raises(AnnealError, match="Start one with `anneal up`"):
+            Anneal()
+        Failing.answers = [(404, {}, b""), (404, {}, b"")]
+        with HomeLock(tmp_path), Anneal(patience=0) as client:
+            with pytest.raises(AnnealError, match="404"):
+                client.runs.get("run_x")
+            write_private_json(tmp_path / "connection.json", {**local, "api_key": "anneal_second"})
+            with pytest.raises(AnnealError, match="404"):
+                client.runs.get("run_x")
+        assert Failing.keys == ["Bearer anneal_first", "Bearer anneal_second"]
+        # Another user of the machine listens on the port of a service that was killed, or was started on another port.
+        with Anneal(failing.url, patience=0) as client:
+            with pytest.raises(AnnealError, match="does not run or is still starting"):
+                client.runs.get("run_x")
+            write_private_json(tmp_path / "connection.json", {**local, "url": "http://127.0.0.1:1"})
+            with HomeLock(tmp_path), pytest.raises(AnnealError, match="does not run or is still starting"):
+                client.runs.get("run_x")
+        assert len(Failing.keys) == 2
 
     @pytest.mark.parametrize(
         "url", ["there:8700", "ftp://there", "http://", "http://there:87x0", "http://[::1", "http://x:99999"]
@@ -230,11 +258,13 @@ class Failing(BaseHTTPRequestHandler):
 
     answers: list[tuple[int, dict[str, str], bytes]] = []
     asked: list[tuple[str, str, str | None]] = []
+    keys: list[str | None] = []
     bodies: list[bytes] = []
 
     def do_GET(self) -> None:
         Failing.bodies.append(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
         Failing.asked.append((self.command, self.path, self.headers.get("Idempotency-Key")))
+        Failing.keys.append(self.headers.get("Authorization"))
         status, headers, content = Failing.answers.pop(0)
         if status == 0:
             return  # the connection breaks, and nobody knows what happened
@@ -253,7 +283,7 @@ class Failing(BaseHTTPRequestHandler):
 @pytest.fixture
 def failing() -> Iterator[Anneal]:
     """A client of a service that is not well."""
-    Failing.answers, Failing.asked, Failing.bodies = [], [], []
+    Failing.answers, Failing.asked, Failing.bodies, Failing.keys = [], [], [], []
     with serving(Failing) as url, Anneal(url, "key", patience=5) as client:
         yield client
 

@@ -10,6 +10,7 @@ import pytest
 from sqlalchemy import Engine
 
 from app.api_keys.service import list_keys_sync, revoke_key_sync
+from app.client import event_stream
 from app.client.client import Anneal, AsyncAnneal
 from app.client.errors import AnnealError
 from app.config import Settings
@@ -48,12 +49,15 @@ class Streams(BaseHTTPRequestHandler):
         elif "run_again" in self.path:
             self._answer(200, "text/event-stream", _frames(1, 2, 2))
         elif "run_kept" in self.path:
-            # Nothing that is wanted, but a sign of life with the place reached; then half an event.
+            # Nothing that is wanted, but the position; then half an event.
             torn = b"event: metric\ndata: {"
-            self._answer(200, "text/event-stream", b": keep-alive\nid: %d\n\n" % (after + 3) + torn, missing=99)
+            position = b'id: %d\nevent: cursor\ndata: {"run_id": "run_kept", "seq": %d}\n\n' % (after + 3, after + 3)
+            self._answer(200, "text/event-stream", b": keep-alive\n" + position + torn, missing=99)
+        elif "run_quiet" in self.path and len(self.cursors) < 3:
+            self._answer(200, "text/event-stream", b"retry: 2000\n: keep-alive\n", missing=99)
         else:
             # A length that is not reached: the connection breaks in mid-stream.
-            self._answer(200, "text/event-stream", b"retry: 2000\n\n" + _frames(after + 1, after + 2), missing=99)
+            self._answer(200, "text/event-stream", b"retry: 2000\n" + _frames(after + 1, after + 2), missing=99)
 
     def _answer(self, status: int, kind: str, body: bytes, missing: int = 0) -> None:
         self.send_response(status)
@@ -106,7 +110,15 @@ class TestConnections:
         with pytest.raises(AnnealError, match="from event 2 to 2"):
             seen.extend(event.seq for event in client.runs.events("run_again", types=["metric"]))
 
-    def test_a_filtered_reader_resumes_where_the_keep_alive_was(self, client: Anneal) -> None:
+    def test_a_connection_that_carried_keep_alives_is_no_outage(
+        self, client: Anneal, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(event_stream, "_KEEP_ALIVE_SECONDS", 0.0)
+        seen = [event.seq for event in client.runs.events("run_quiet", patience=0.05)]
+        assert seen == list(range(1, LAST + 1))
+        assert Streams.cursors == [None, None, None, "2", "4", "6"]
+
+    def test_a_filtered_reader_resumes_at_its_cursor(self, client: Anneal) -> None:
         assert list(client.runs.events("run_kept", types=["end"])) == []
         assert Streams.cursors == [None, "3", "6"]
 

@@ -41,6 +41,12 @@ def test_the_client_needs_no_dependency_of_the_server(module: str) -> None:
     assert json.loads(done.stdout) == "loaded"
 
 
+def test_its_types_are_there_for_those_who_use_it() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    for package in ("anneal", "app"):
+        assert (ROOT / package / "py.typed").is_file() and "py.typed" in declared[package]
+
+
 def test_a_command_of_the_server_says_what_to_install() -> None:
     done = run_without_server("sys.argv = ['anneal', 'api']\nfrom app.cli.main import main\nmain()")
     assert done.returncode == 1

@@ -196,3 +196,15 @@ def test_what_says_how_to_read_a_file_must_come_before_it(shared_api: ApiServer,
     parts = [("file", ("a.jsonl", lines(PAIR))), (field, (None, "x"))]
     answer = shared_api.client.post("/v1/datasets", files=parts)
     assert [(it["field"], it["code"]) for it in answer.json()["errors"]] == [(field, "after_file")]
+
+
+@pytest.mark.parametrize("rows", [1, 50])
+def test_columns_behind_the_file_that_needs_them_are_not_asked_for_again(shared_api: ApiServer, rows: int) -> None:
+    mapping = json.dumps({"prompt": "question", "completion": "reply"})
+    file = ("a.jsonl", lines(*[{"question": "q", "reply": "a"}] * rows))
+    answer = shared_api.client.post("/v1/datasets", files=[("file", file), ("columns", (None, mapping))])
+    (error,) = answer.json()["errors"]
+    assert (answer.status_code, error["field"], error["code"]) == (422, "columns", "after_file")
+    assert "before the part `file`" in error["message"]
+    first = shared_api.client.post("/v1/datasets", files=[("columns", (None, mapping)), ("file", file)])
+    assert first.status_code == 201, first.text

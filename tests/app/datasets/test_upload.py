@@ -249,6 +249,23 @@ async def upload(folder: Path, pieces: list[bytes], content_type: str = "multipa
         return error.status, [(one.field, one.code, one.message) for one in errors]
 
 
+async def test_a_long_file_of_no_use_is_refused_long_before_its_end(tmp_path: Path) -> None:
+    """A field behind it may be what it lacks, but no more than a few megabytes are skipped to look for one."""
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        yield b'--x\r\nContent-Disposition: form-data; name="file"; filename="d.jsonl"\r\n\r\n'
+        while True:
+            piece = b'{"question": "q"}\n' * 4096
+            sent += len(piece)
+            yield piece
+
+    with pytest.raises(ApiError) as refused:
+        await receive("multipart/form-data; boundary=x", endless(), tmp_path, Settings(home=tmp_path), no_tokenizer)
+    assert refused.value.code == "bad_rows" and sent < 12 * 1024 * 1024
+
+
 @pytest.mark.parametrize("row", [b"x" * 100, b'{"text": "' + b"a" * 60 + b'"}\n', b"\n", b'{"text": "a", "k%d": 1}\n'])
 def test_a_file_of_any_size_costs_bounded_memory(row: bytes) -> None:
     reader = LineReader(RowWriter(None, len), 64 * 1024)

@@ -41,6 +41,8 @@ def test_an_empty_experiment_has_all_counts_at_zero_and_no_best_run(api: ApiServ
     body = api.client.post("/v1/experiments", json={"name": "x"}).json()
     assert set(body["runs"].values()) == {0} and len(body["runs"]) == 7
     assert body["best_runs"] == []
+    assert body["checkpoints"] == body["models"] == 0
+    assert api.client.delete(f"/v1/experiments/{body['id']}").status_code == 204
 
 
 def test_runs_are_counted_by_status_and_the_best_is_named(api: ApiServer, settings: Settings) -> None:
@@ -68,7 +70,7 @@ def test_runs_are_counted_by_status_and_the_best_is_named(api: ApiServer, settin
     add_run(engine, experiment_id=id)
     body = api.client.get(f"/v1/experiments/{id}").json()
     counts = {status: count for status, count in body["runs"].items() if count}
-    assert counts == {"pending": 1, "running": 1, "completed": 6, "failed": 1}
+    assert counts == {"pending": 1, "running": 1, "completed": 6, "failed": 1} and body["models"] == 6
     assert body["best_runs"] == [
         {"run_id": best, "name": "a run", "method": "lora", "metric": "loss", "value": 1.5},
         {"run_id": evaluated, "name": "a run", "method": "dpo", "metric": "eval_loss", "value": 2.0},

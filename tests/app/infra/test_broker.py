@@ -10,7 +10,7 @@ from app.infra.broker import Broker
 
 def commands_of_listeners(settings: Settings) -> list[int]:
     """How many commands each connection that listens on this Redis database has sent so far."""
-    number = (settings.redis_url or "").rpartition("/")[2]
+    number = (settings.redis_url or "").rpartition("=")[2]
     with redis.Redis.from_url(settings.redis_url or "") as client:
         return [
             int(listed["tot-cmds"])

@@ -61,9 +61,9 @@ def api(settings: Settings, tmp_path: Path) -> Iterator[LoggingServer]:
 def test_every_request_has_one_line_with_its_ids_and_without_what_it_asked_for(api: LoggingServer) -> None:
     run = new_id("run")
     leaked = "anneal_" + secrets.token_urlsafe(32)
-    found = api.client.get(f"/v1/runs/{run}", params={"key": leaked})
+    found = api.client.get(f"/v1/runs/{run}/logs", params={"grep": leaked})
     one = api.record_of(found)
-    assert one["method"] == "GET" and one["route"] == "/v1/runs/{run_id}" and one["status"] == 404
+    assert one["method"] == "GET" and one["route"] == "/v1/runs/{run_id}/logs" and one["status"] == 404
     assert one["run_id"] == run and one["level"] == "info" and 0 < one["ms"] < 30_000
     assert re.fullmatch(r"key_[0-9a-z]{26}", one["key_id"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", one["timestamp"])
@@ -73,7 +73,7 @@ def test_every_request_has_one_line_with_its_ids_and_without_what_it_asked_for(a
     public = api.record_of(api.client_with(None).get("/healthz"))
     assert (public["status"], public["route"]) == (200, "/healthz")
     said = api.log.read_text()
-    assert leaked not in said and api.key not in said and "key=" not in said
+    assert leaked not in said and api.key not in said and "grep=" not in said
     assert list(one)[:4] == ["timestamp", "level", "logger", "event"]
 
 

@@ -103,6 +103,23 @@ class TestDeleteRun:
         mark_run(engine, run_id, pinned=True)
         assert shared_api.client.delete(f"/v1/runs/{run_id}").json()["code"] == "run_is_pinned"
 
+    def test_one_with_a_pinned_checkpoint_stays_until_it_is_unpinned(
+        self, shared_api: ApiServer, engine: Engine
+    ) -> None:
+        experiment = make_experiment(engine)
+        run_id = trained(shared_api, engine, experiment_id=experiment)
+        run, group = f"/v1/runs/{run_id}", f"/v1/experiments/{experiment}?cascade=true"
+        (saved,) = shared_api.client.get(f"{run}/checkpoints").json()["data"]
+        checkpoint = f"{run}/checkpoints/{saved['id']}"
+        assert shared_api.client.patch(checkpoint, json={"pinned": True}).status_code == 200
+        for path in (run, group):
+            refused = shared_api.client.delete(path)
+            assert (refused.status_code, refused.json()["code"]) == (409, "checkpoint_is_pinned")
+            assert saved["id"] in refused.json()["detail"]
+        assert shared_api.client.get(checkpoint).json() == saved | {"pinned": True}
+        assert shared_api.client.patch(checkpoint, json={"pinned": False}).status_code == 200
+        assert shared_api.client.delete(run).status_code == 204
+
     def test_one_that_others_build_on_stays_until_they_are_gone(self, shared_api: ApiServer, engine: Engine) -> None:
         run_id = trained(shared_api, engine)
         resumed = shared_api.client.post(f"/v1/runs/{run_id}/resume", json={"from": "start"}).json()["id"]
@@ -128,11 +145,17 @@ class TestDeleteExperiment:
         learn_from(engine, run_id, judge)
         learn_from(engine, trained(shared_api, engine, experiment_id=experiment), run_id)
         child = shared_api.client.post(f"/v1/runs/{run_id}/resume", json={"from": "start"}).json()["id"]
-        refused = shared_api.client.delete(f"/v1/experiments/{experiment}")
+        refused = shared_api.client.delete(f"/v1/experiments/{experiment}?cascade=true")
         assert (refused.status_code, refused.json()["code"]) == (409, "experiment_is_live")
         assert child in refused.json()["detail"]
         shared_api.client.post(f"/v1/runs/{child}/stop")
-        assert shared_api.client.delete(f"/v1/experiments/{experiment}").status_code == 204
+        for kept in ("", "?cascade=false"):
+            refused = shared_api.client.delete(f"/v1/experiments/{experiment}{kept}")
+            assert (refused.status_code, refused.json()["code"]) == (409, "experiment_not_empty")
+            counts = "4 runs (3 completed, 1 cancelled), 3 checkpoints and 3 models"
+            assert counts in refused.json()["detail"] and "?cascade=true" in refused.json()["detail"]
+        assert shared_api.client.get(f"/v1/runs/{run_id}").status_code == 200
+        assert shared_api.client.delete(f"/v1/experiments/{experiment}?cascade=true").status_code == 204
         for gone in (f"/v1/experiments/{experiment}", f"/v1/runs/{run_id}", f"/v1/runs/{child}"):
             assert shared_api.client.get(gone).status_code == 404
         eventually(lambda: not any(left_of(engine, run_id).values()))
@@ -141,10 +164,11 @@ class TestDeleteExperiment:
         experiment = make_experiment(engine)
         run_id = trained(shared_api, engine, experiment_id=experiment)
         mark_run(engine, run_id, pinned=True)
-        assert shared_api.client.delete(f"/v1/experiments/{experiment}").json()["code"] == "run_is_pinned"
+        path = f"/v1/experiments/{experiment}?cascade=true"
+        assert shared_api.client.delete(path).json()["code"] == "run_is_pinned"
         mark_run(engine, run_id, pinned=False)
         elsewhere = add_run(engine, base_run_id=run_id).id
-        refused = shared_api.client.delete(f"/v1/experiments/{experiment}").json()
+        refused = shared_api.client.delete(path).json()
         assert refused["code"] == "run_is_needed" and elsewhere in refused["detail"]
         shared_api.client.post(f"/v1/runs/{elsewhere}/stop")
 
@@ -155,8 +179,10 @@ class TestAtOnce:
     def test_what_goes_meanwhile_is_not_there(self, shared_api: ApiServer, engine: Engine) -> None:
         run_id = trained(shared_api, engine)
         path = f"/v1/runs/{run_id}"
+        (saved,) = shared_api.client.get(f"{path}/checkpoints").json()["data"]
         calls: list[tuple[str, str, dict[str, object]]] = [
             ("PATCH", path, {"name": "x"}), ("POST", f"{path}/resume", {"from": "start"}), ("DELETE", path, {}),
+            ("PATCH", f"{path}/checkpoints/{saved['id']}", {"pinned": True}),
         ]  # fmt: skip
         self.all_not_found(shared_api, engine, f"DELETE FROM runs WHERE id = '{run_id}'", calls)
 

@@ -273,11 +273,13 @@ class TestRuns:
         old_judge = made.run(JANUARY)
         learn_from(engine, child.run_id, old_judge.run_id)
         pinned = made.run(JANUARY, pinned=True)
+        holder = made.run(JANUARY)
+        holder.checkpoint(1, pinned=True)
         young = made.run(datetime.now(UTC) - timedelta(days=1))
         would = prune(settings, Policy(runs_days=30), dry_run=True)
         assert would == PruneResult(runs=3) and base.run_id in runs(engine)
         assert prune(settings, Policy(runs_days=30), dry_run=False) == PruneResult(runs=3)
-        assert runs(engine) == {needed.run_id, judge.run_id, waiting, pinned.run_id, young.run_id}
+        assert runs(engine) == {needed.run_id, judge.run_id, waiting, pinned.run_id, holder.run_id, young.run_id}
         assert events(engine, child.run_id) == 0
 
     def test_the_settings_are_the_policy_of_a_running_service(self, made: Made, settings: Settings) -> None:

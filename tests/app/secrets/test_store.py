@@ -53,7 +53,7 @@ def test_a_secret_is_kept_listed_replaced_and_deleted_and_never_shown(api: ApiSe
     listed = api.client.get("/v1/secrets")
     assert [item["name"] for item in listed.json()["data"]] == ["another", "hf_token"]
     assert TOKEN not in listed.text and OTHER not in listed.text
-    assert api.client.get("/v1/secrets/hf_token").status_code == 404
+    assert api.client.get("/v1/secrets/hf_token").status_code == 405
     assert _values(settings, "hf_token", "another", "unset") == {"hf_token": OTHER, "another": TOKEN}
     assert api.client.delete("/v1/secrets/hf_token").status_code == 204
     assert api.client.delete("/v1/secrets/hf_token").json()["code"] == "secret_not_found"

@@ -17,11 +17,15 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "api.log"
 
 
-def test_the_log_of_the_last_start_is_kept_beside_the_new_one(path: Path) -> None:
-    path.write_text("before\n")
-    ChildLog(path)
-    assert not path.exists()
-    assert path.with_name("api.log.1").read_text() == "before\n"
+def test_the_logs_of_the_last_five_starts_are_kept_beside_the_new_one(path: Path) -> None:
+    for start in range(1, 8):
+        path.write_text(f"start {start}\n")
+        ChildLog(path)
+        ChildLog(path)  # a start without a line keeps nothing
+        assert not path.exists()
+    kept = {number: path.with_name(f"api.log.{number}").read_text() for number in range(1, 6)}
+    assert kept == {number: f"start {8 - number}\n" for number in range(1, 6)}
+    assert len(list(path.parent.iterdir())) == 5
 
 
 def test_lines_that_speak_of_an_error_are_shown_once_and_others_never(path: Path) -> None:

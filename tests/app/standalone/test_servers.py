@@ -6,9 +6,10 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from urllib.parse import urlsplit
 
 import psutil
 import psycopg
@@ -16,13 +17,16 @@ import pytest
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from sqlalchemy import text
 from sqlalchemy.engine import make_url
 
 from app.config import Settings
+from app.infra.broker import QUEUE, TASK, celery_app
+from app.infra.db import sync_engine
 from app.infra.errors import SetupError
+from app.infra.home_lock import HomeLock
+from app.infra.private_files import make_private_folder, write_private_json
 from app.infra.server_urls import resolve_urls
-from app.standalone import postgres, valkey
-from app.standalone.home_lock import HomeLock
 from app.standalone.servers import EmbeddedServers
 from tests import clusters
 from tests.waiting import eventually
@@ -79,20 +83,6 @@ class TestFirstStart:
         with redis.Redis.from_url(servers.redis_url or "") as client:
             assert client.info("server")["valkey_version"].startswith("9.")
 
-    @pytest.mark.parametrize("module", [postgres, valkey])
-    def test_a_port_that_another_process_has_taken_meanwhile_is_left_to_it(
-        self, make: Make, module: ModuleType, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        choose = module.free_port
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            ports = iter([taken.getsockname()[1]])
-            monkeypatch.setattr(module, "free_port", lambda preferred=None: next(ports, None) or choose(preferred))
-            servers = make()
-            servers.start()
-        assert ask(servers, "SELECT 1") == 1
-        with redis.Redis.from_url(servers.redis_url or "") as client:
-            assert client.ping()
-
     def test_the_role_of_the_service_is_no_superuser(self, make: Make) -> None:
         servers = make()
         servers.start()
@@ -105,17 +95,59 @@ class TestFirstStart:
             url = make_url(servers.database_url or "").set(password=wrong)
             with pytest.raises(psycopg.OperationalError, match="password"):
                 psycopg.connect(url.render_as_string(hide_password=False))
-        port = make_url(servers.redis_url or "").port or 0
-        unrelated = redis.Redis(port=port, retry=Retry(NoBackoff(), 0))
+        unrelated = redis.Redis(unix_socket_path=urlsplit(servers.redis_url or "").path, retry=Retry(NoBackoff(), 0))
         with unrelated, pytest.raises(redis.AuthenticationError):
             unrelated.ping()
 
-    def test_both_listen_on_loopback_only(self, make: Make) -> None:
+    def test_both_listen_on_sockets_that_no_other_user_reaches_and_on_no_port(self, make: Make, home: Path) -> None:
+        (home / "sockets").mkdir(parents=True, mode=0o755)
         servers = make()
         servers.start()
+        sockets = {path.name: path.stat() for path in (home / "sockets").iterdir() if path.is_socket()}
+        assert set(sockets) == {".s.PGSQL.5432", "valkey"}
+        for found in (*sockets.values(), (home / "sockets").stat()):
+            assert stat.S_IMODE(found.st_mode) == 0o700
         for server in servers.servers:
-            listening = [c for c in psutil.Process(process_of(server).pid).net_connections() if c.status == "LISTEN"]
-            assert {connection.laddr.ip for connection in listening} == {"127.0.0.1"}
+            connections = psutil.Process(process_of(server).pid).net_connections()
+            assert not [connection for connection in connections if connection.status == "LISTEN"]
+
+    def test_a_server_in_its_place_that_asks_for_the_password_is_not_sent_it(self, make: Make, tmp_path: Path) -> None:
+        received: list[bytes] = []
+
+        def ask_for_password(listener: socket.socket) -> None:
+            connection, _ = listener.accept()
+            with connection:
+                received.append(connection.recv(4096))
+                connection.sendall(b"R\x00\x00\x00\x08\x00\x00\x00\x03")  # AuthenticationCleartextPassword
+                received.append(connection.recv(4096))
+
+        url = make_url(make().database_url or "").update_query_dict({"host": str(tmp_path)})
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(tmp_path / ".s.PGSQL.5432"))
+            listener.listen()
+            thread = threading.Thread(target=ask_for_password, args=[listener])
+            thread.start()
+            with pytest.raises(psycopg.OperationalError, match="server requested a cleartext password"):
+                psycopg.connect(url.render_as_string(hide_password=False))
+            thread.join(30)
+        assert b"anneal" in received[0] and received[1] == b""
+
+    def test_a_home_whose_name_has_any_characters_is_as_good(self, tmp_path: Path) -> None:
+        home = tmp_path / "it's 100%:\u00fc"
+        servers = EmbeddedServers(home, durable=False)
+        try:
+            servers.start()
+            found = resolve_urls(Settings(home=home))
+            engine = sync_engine(found.database_url or "", pool_size=0)
+            with engine.connect() as connection:
+                assert connection.scalar(text("SELECT 1")) == 1
+            app = celery_app(found.redis_url or "")
+            app.send_task(TASK, ignore_result=True)
+            app.close()
+            with redis.Redis.from_url(found.redis_url or "") as client:
+                assert client.llen(QUEUE) == 1
+        finally:
+            servers.stop()
 
     def test_what_holds_a_password_is_for_its_owner_only(self, make: Make, home: Path) -> None:
         servers = make()
@@ -148,7 +180,7 @@ class TestStartAgain(WithCluster):
         servers.start()
         assert ask(servers, "SELECT answer FROM kept") == 42
 
-    def test_urls_stay_the_same_when_no_one_took_the_ports(self, make: Make) -> None:
+    def test_urls_stay_the_same(self, make: Make) -> None:
         first = make()
         first.start()
         urls = first.database_url, first.redis_url
@@ -157,28 +189,17 @@ class TestStartAgain(WithCluster):
         second.start()
         assert (second.database_url, second.redis_url) == urls
 
-    def test_a_port_that_was_taken_meanwhile_is_replaced_and_reported(self, make: Make, home: Path) -> None:
-        first = make()
-        first.start()
-        first.stop()
-        assert first.postgres and first.valkey
-        with socket.create_server(("127.0.0.1", first.postgres.port or 0)):
-            second = make()
-            second.start()
-            assert second.postgres and second.postgres.port != first.postgres.port
-            found = resolve_urls(Settings(home=home))
-            assert found.database_url == second.database_url
-
     def test_a_stale_pid_file_that_names_an_unrelated_process_is_no_hindrance(self, make: Make, home: Path) -> None:
         first = make()
         first.start()
         process_of(first.postgres).kill()
         process_of(first.postgres).wait()
         first.stop()
-        pid_file = home / "postgres" / "data" / "postmaster.pid"
+        pid_files = (home / "postgres" / "data" / "postmaster.pid", home / "sockets" / ".s.PGSQL.5432.lock")
         unrelated = subprocess.Popen(["sleep", "60"])
         try:
-            pid_file.write_text(pid_file.read_text().replace(pid_file.read_text().split()[0], str(unrelated.pid), 1))
+            for file in pid_files:
+                file.write_text(file.read_text().replace(file.read_text().split()[0], str(unrelated.pid), 1))
             second = make()
             second.start()
             assert ask(second, "SELECT 1") == 1
@@ -296,14 +317,26 @@ class TestSentences:
         with pytest.raises(SetupError, match="set ANNEAL_HOME"):
             EmbeddedServers(tmp_path / "file" / "home")
 
+    def test_a_home_too_deep_for_a_socket_is_reported_with_the_length_that_is_not(self, tmp_path: Path) -> None:
+        with pytest.raises(SetupError, match="set ANNEAL_HOME to a folder whose path has at most 85 bytes"):
+            EmbeddedServers(tmp_path / ("x" * 86))
+
+    def test_a_link_in_the_place_of_the_sockets_is_reported(self, tmp_path: Path) -> None:
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "home").mkdir()
+        (tmp_path / "home" / "sockets").symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(SetupError, match="is not a folder of this user"):
+            EmbeddedServers(tmp_path / "home")
+
 
 class TestResolvingUrls:
     def test_without_servers_the_next_step_is_reported(self, home: Path) -> None:
         with pytest.raises(SetupError, match="start `anneal up` first or set ANNEAL_DATABASE_URL"):
             resolve_urls(Settings(home=home))
 
-    def test_urls_of_the_user_win(self, make: Make, home: Path) -> None:
-        make().publish()
+    def test_urls_of_the_user_win(self, home: Path) -> None:
+        make_private_folder(home)
+        write_private_json(home / "embedded.json", {"database_url": "postgresql://own/one", "redis_url": "redis://own"})
         own = Settings(home=home, database_url="postgresql://mine/one")
         assert resolve_urls(own).database_url == "postgresql://mine/one"
         assert resolve_urls(own).redis_url

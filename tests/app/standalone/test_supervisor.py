@@ -2,15 +2,20 @@
 
 import json
 import os
+import pty
 import re
+import select
 import signal
 import socket
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
@@ -28,8 +33,9 @@ class Running:
 
     process: subprocess.Popen[bytes]
 
-    def __init__(self, home: Path, **variables: str) -> None:
+    def __init__(self, home: Path, terminal: bool = False, **variables: str) -> None:
         self.home = home
+        self.terminal = terminal
         home.mkdir(parents=True, exist_ok=True)
         self.output = home.parent / f"{home.name}.out"
         # Cold: a warm training process takes seconds to start, and these tests do not train.
@@ -40,8 +46,21 @@ class Running:
     def start(self) -> "Running":
         """Start it, after its previous process has ended."""
         with self.output.open("wb") as output:
-            self.process = subprocess.Popen(command("up"), env=self.environment, stdout=output, stderr=output)
+            if not self.terminal:
+                self.process = subprocess.Popen(command("up"), env=self.environment, stdout=output, stderr=output)
+                return self
+        screen, terminal = pty.openpty()
+        self.process = subprocess.Popen(command("up"), env=self.environment, stdout=terminal, stderr=terminal)
+        os.close(terminal)
+        threading.Thread(target=self._copy, args=[screen], daemon=True).start()
         return self
+
+    def _copy(self, screen: int) -> None:
+        """Write what appears on the terminal to the file, until nothing has it open any more."""
+        with self.output.open("ab", buffering=0) as output, suppress(OSError):
+            while piece := os.read(screen, 4096):
+                output.write(piece.replace(b"\r\n", b"\n"))
+        os.close(screen)
 
     @property
     def said(self) -> str:
@@ -107,7 +126,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    up = Running(tmp_path_factory.mktemp("up") / "home").until_ready()
+    up = Running(tmp_path_factory.mktemp("up") / "home", terminal=True).until_ready()
     yield up
     up.end()
 
@@ -128,7 +147,7 @@ class TestReady:
         header, url = re.findall(r'"(.*?)" (\S+)', line[0])[0]
         name, value = header.split(": ", 1)
         answer = httpx.get(url, headers={name: value}, trust_env=False)
-        assert answer.status_code != 401
+        assert answer.status_code == 200
 
     def test_connection_json_is_private_and_names_every_process(self, running: Running) -> None:
         assert stat.S_IMODE((running.home / "connection.json").stat().st_mode) == 0o600
@@ -176,19 +195,24 @@ class TestReady:
 
 
 class TestEnd:
-    def test_sigterm_ends_everything_cleanly_and_the_key_stays_for_the_next_start(self, running: Running) -> None:
+    def test_sigterm_ends_everything_cleanly_and_the_next_start_gives_the_key_another_value(
+        self, running: Running
+    ) -> None:
         running.until_worker_is_online()
-        key, said = running.connection["api_key"], running.said
+        before, said = running.connection, running.said
         log = running.home / "logs" / "worker.log"
         logged = log.read_text()
         family = psutil.Process(running.process.pid).children(recursive=True)
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(60) == 0
         assert not [process for process in family if process.is_running()]
-        assert running.connection["pids"] == {}
+        assert running.connection == {"url": before["url"], "api_key_id": before["api_key_id"], "pids": {}}
         assert "runs are released" in log.read_text().removeprefix(logged)
         assert "killed" not in running.said.removeprefix(said)
-        assert running.start().until_ready().connection["api_key"] == key
+        after = running.start().until_ready().connection
+        assert after["api_key_id"] == before["api_key_id"] and after["api_key"] != before["api_key"]
+        headers = {"Authorization": f"Bearer {before['api_key']}"}
+        assert httpx.get(f"{after['url']}/v1/workers", headers=headers, trust_env=False).status_code == 401
 
     @pytest.mark.parametrize("moment", ["Starting ", "Starting the API"])
     def test_sigterm_ends_it_while_it_starts_too_and_the_next_start_finds_nothing_amiss(
@@ -207,7 +231,7 @@ class TestEnd:
 
     def test_the_worker_has_longer_to_end_than_its_trainers_have_to_save(self, tmp_path: Path) -> None:
         settings = Settings(home=tmp_path, lease_seconds=3)
-        assert Up(settings, print)._worker_grace >= settings.save_grace_seconds + 10
+        assert Up(settings, print, False)._worker_grace >= settings.save_grace_seconds + 10
 
     def test_sigkill_leaves_nothing_behind_and_hinders_no_new_start(self, running: Running) -> None:
         family = psutil.Process(running.process.pid).children(recursive=True)
@@ -216,7 +240,14 @@ class TestEnd:
         running.process.wait()
         _, alive = psutil.wait_procs(family, timeout=10)
         assert not alive
-        running.start().until_ready()
+        before = running.connection
+        # Now any user may listen on its port, and is sent nothing.
+        with socket.create_server(("127.0.0.1", urlsplit(before["url"]).port or 0)) as listener:
+            asked = subprocess.run(command("runs", "list"), env=running.environment, capture_output=True, text=True)
+            assert asked.returncode == 1 and "No service found" in asked.stderr
+            assert not select.select([listener], [], [], 0)[0]
+        after = running.start().until_ready().connection
+        assert after["api_key_id"] == before["api_key_id"] and after["api_key"] != before["api_key"]
 
     def test_a_key_that_was_revoked_is_replaced_at_the_next_start(self, running: Running) -> None:
         key = running.connection["api_key"]
@@ -234,6 +265,7 @@ class TestOwnServers:
         assert settings.database_url and settings.redis_url
         up = start(ANNEAL_DATABASE_URL=settings.database_url, ANNEAL_REDIS_URL=settings.redis_url).until_ready()
         assert set(up.connection["pids"]) == {"up", "api", "worker"}
+        assert up.connection["api_key"] not in up.said and str(up.home / "connection.json") in up.said
         assert not (up.home / "postgres").exists()
         assert up.answers()
 

@@ -15,14 +15,12 @@ _SYNC_FILES = """    for path in _files(staging):
     for folder in {staging, *(path.parent for path in _files(staging))}:
         _sync(folder)
 """
-_RENAME = """    if final.exists():
-        old = final.with_name(f".{final.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
-        staging.rename(final)
-        shutil.rmtree(old)
-    else:
-        staging.rename(final)
+_RENAME = """    aside = aside or final.with_name(f".{final.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    if os.path.lexists(final):
+        final.rename(aside)
+    staging.rename(final)
+    shutil.rmtree(aside, ignore_errors=True)
 """
 
 MUTANTS = (
@@ -68,6 +66,20 @@ MUTANTS = (
             ),
         ),
         test="tests/app/runs/test_deletion.py::TestDeleteRun::test_one_that_others_build_on_stays_until_they_are_gone",
+    ),
+    Mutant(
+        name="delete-forgets-pinned-checkpoints",
+        promises=(12,),
+        about="A run can be deleted although one of its checkpoints is pinned.",
+        changes=(
+            Change(
+                "app/runs/deletion.py",
+                "if pinned := await first_few(session, pinned_checkpoints(select(Run.id).where(Run.id == run_id))):",
+                "if pinned := None:",
+            ),
+        ),
+        test="tests/app/runs/test_deletion.py::TestDeleteRun::"
+        "test_one_with_a_pinned_checkpoint_stays_until_it_is_unpinned",
     ),
     Mutant(
         name="pruning-forgets-who-learns-from-it",

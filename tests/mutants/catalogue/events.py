@@ -76,7 +76,14 @@ MUTANTS = (
         name="order-by-time",
         promises=(5,),
         about="A reader gets events in the order of their timestamps, which differ between machines.",
-        changes=(Change(_LOG, ".order_by(RunEvent.seq)", ".order_by(RunEvent.ts)"),),
+        changes=(
+            Change(_LOG, "            ORDER BY seq LIMIT :limit\n", "            ORDER BY ts LIMIT :limit\n"),
+            Change(
+                _LOG,
+                "WHERE bytes_before < :most_bytes ORDER BY seq\n",
+                "WHERE bytes_before < :most_bytes ORDER BY ts\n",
+            ),
+        ),
         test="tests/app/runs/events/test_stream.py::test_a_reader_continues_behind_its_cursor_without_seam",
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""A request to stop that becomes less while it is followed: each has its own time."""
+"""Stop requests that become less while they are followed have their own time; too much output is not read."""
 
 import threading
 import time
@@ -53,3 +53,22 @@ def test_to_ask_for_the_same_once_more_gives_no_more_time(now: list[float]) -> N
     assert monitor._reason_to_kill() is None
     now[0] = 1121.0
     assert monitor._reason_to_kill() == "stop"
+
+
+@pytest.mark.parametrize(("is_full", "is_over_budget"), [(True, False), (False, True)])
+def test_output_is_not_read_while_too_much_waits_or_is_reported_and_the_process_does_not_count_as_hung(
+    now: list[float], is_full: bool, is_over_budget: bool
+) -> None:
+    settings = SimpleNamespace(hang_seconds=10.0, save_after_seconds=1e9)
+    context: Any = SimpleNamespace(settings=settings, draining=threading.Event())
+    lease: Any = SimpleNamespace(expired=False, stop=None, silent_seconds=0.0, requested_stop=None, actions=[])
+    writer: Any = SimpleNamespace(is_full=is_full)
+    record_handler: Any = SimpleNamespace(
+        last_output_at=now[0], training_started=True, is_over_budget=is_over_budget, take=pytest.fail
+    )
+    nothing: Any = None
+    monitor = Monitor(context, lease, writer, record_handler, nothing, nothing)
+    for _ in range(3):
+        now[0] += 8.0
+        monitor._take()
+        assert monitor._reason_to_kill() is None

@@ -1,8 +1,10 @@
 """Actions of the fake trainer, and what a drain makes of them, at the very step at which it comes."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+from app.contracts.attempt.messages import ActionRequest
 from app.contracts.stop import StopRequest
 from tests.jobs import make_spec
 from worker.fake.trainer import FakeTrainer
@@ -36,13 +38,15 @@ class Attempts:
                        "gradient_accumulation_steps": 1, "extra": {"step_seconds": 0, "steps": 20}, **config},
         }  # fmt: skip
         self.number = 0
+        self.control = Control()
         self.records: list[dict[str, Any]] = []
 
     def run(
         self, actions: list[dict[str, Any]], drain_at: int | None = None, stop_at_epoch_end: bool = False
     ) -> tuple[FakeTrainer, dict[str, Any]]:
         self.number += 1
-        folder, control = self._folder / f"a{self.number}", Control()
+        folder, control = self._folder / f"a{self.number}", self.control
+        self.control = Control()
         control.stop_at_epoch_end = stop_at_epoch_end
         saved = [one for one in self.records if one["type"] == "checkpoint"]
         resume = saved and {
@@ -67,6 +71,23 @@ class Kept(Reporter):
 
     def send(self, record: Any) -> None:
         self.records.append(record)
+
+
+def test_requests_take_effect_in_their_order(tmp_path: Path) -> None:
+    """Those behind a checkpoint wait for the next step, so that it is saved before they change anything."""
+    requests: list[tuple[str, dict[str, Any]]] = [
+        ("sample", {"prompts": ["why"], "max_new_tokens": 4, "temperature": 1.0}), ("evaluate", {}),
+        ("checkpoint", {"pin": True}), ("set_learning_rate", {"learning_rate": 0.5}), ("extend", {"max_steps": 24}),
+    ]  # fmt: skip
+    attempts = Attempts(tmp_path)
+    attempts.control._actions.extend(ActionRequest(f"act_{name}", name, of) for name, of in requests)
+    _, ended = attempts.run([])
+    done = [(one["action"], one["step"]) for one in attempts.records if one["type"] == "action"]
+    assert done == [("sample", 1), ("evaluate", 1), ("set_learning_rate", 2), ("extend", 2)]
+    saved = next(one for one in attempts.records if one["type"] == "checkpoint")
+    assert (saved["step"], saved["actions"]) == (1, [{"id": "act_checkpoint", "action": "checkpoint"}])
+    assert json.loads((tmp_path / "a1" / "checkpoint-1" / "state.json").read_text())["changed"] == {}
+    assert ended["step"] == 24
 
 
 class TestWhatADrainMeets:

@@ -241,7 +241,7 @@ def test_what_was_stored_of_a_refused_batch_is_not_stored_again_after_an_outage(
     event.remove(lab.engine, "begin", fail_once)
     reported = [data["line"] for kind, data in lab.events() if kind == "log"]
     assert reported[:6] == [f"line {number}" for number in range(6)] and reported[7] == "line 7" and len(reported) == 8
-    assert "could not be stored" in reported[6]
+    assert reported[6] == "an event of type log could not be stored; an operator finds the cause in the worker's log"
 
 
 def test_one_event_that_is_refused_costs_only_itself(lab: Lab) -> None:
@@ -259,7 +259,7 @@ def test_a_checkpoint_that_the_database_refuses_is_reported_and_training_goes_on
     lab.writer.drain()
     (log, refused), (kind, _) = lab.events()[2:]
     assert (log, kind) == ("log", "eval")
-    assert "kind_known" in refused["line"]
+    assert "of type checkpoint could not be stored" in refused["line"] and "kind_known" not in refused["line"]
 
 
 @pytest.mark.parametrize("record", [b"{", b"[]", b'{"type": "metric"}', b'{"type": "eval", "ts": 1e300}', b"\xff"])
@@ -267,6 +267,39 @@ def test_a_record_that_makes_no_sense_is_a_line_in_the_log(lab: Lab, record: byt
     lab.record_handler.take([("report", record)])
     lab.writer.drain()
     assert [kind for kind, _ in lab.events()[2:]] == ["log"]
+
+
+def test_a_record_beyond_the_limit_of_its_size_is_a_line_in_the_log(lab: Lab) -> None:
+    lab.says("sample", step=1, prompt="x" * 60_000, completion="y" * 60_000)
+    lab.says("sample", step=1, prompt="x" * 70_000, completion="y" * 70_000)
+    grown = b'{"type": "progress", "phase": "a", "done": [' + b"1e15," * 9000 + b'1e15], "more": [' + b"1e15," * 9000
+    lab.record_handler.take([("report", grown + b"1e15]}")])
+    lab.writer.drain()
+    (kept, _), (_, too_long), (_, too_large) = lab.events()[2:]
+    assert kept == "sample" and "at most 131,072" in too_long["line"] and "the limit of 131,072" in too_large["line"]
+
+
+def test_names_of_non_finite_values_are_bounded(lab: Lab) -> None:
+    values = ",".join(["NaN"] * 9000)
+    lab.record_handler.take([("report", f'{{"type": "progress", "{"x" * 60_000}": [{values}]}}'.encode())])
+    lab.writer.drain()
+    ((_, data),) = lab.events()[2:]
+    assert len(data["non_finite"]) == 100 and max(map(len, data["non_finite"])) == 200
+
+
+def test_a_process_that_reports_too_much_has_to_wait_and_its_log_says_so(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    handler, record = lab.record_handler, b'{"type": "unknown"' + b" " * 120_000 + b"}"
+    while not handler.is_over_budget:
+        assert not any("report less often" in line for line in handler.tail)
+        handler.take([("report", record)])
+    handler.take([("report", record)])
+    assert len([line for line in handler.tail if "report less often" in line]) == 1
+    now[0] += 0.3
+    assert not handler.is_over_budget
 
 
 def test_an_invalid_detail_of_a_result_does_not_cost_the_run_its_outcome(lab: Lab) -> None:
@@ -298,6 +331,12 @@ def test_a_record_with_a_field_of_another_type_is_a_line_in_the_log(
     lab.says(type, **fields)
     lab.writer.drain()
     assert [kind for kind, _ in lab.events()[2:]] == ["log"]
+
+
+def test_no_message_of_a_trainer_controls_a_terminal(lab: Lab) -> None:
+    lab.says("message", line="\x1b]0;owned\x07\x1b[2Jfirst\rline\nsecond\u202e \x9b2J\ttab")
+    lab.writer.drain()
+    assert lab.events()[-1][1]["line"] == "first␍line\nsecond\\u202e \\x9b2J\ttab"
 
 
 def test_an_error_that_trying_again_does_not_cure_is_raised_at_once(lab: Lab) -> None:

@@ -296,6 +296,11 @@ class TestClassify:
             ),
             (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "out_of_memory"),
             (OSError(errno.ENOSPC, "No space left on device"), "disk_full"),
+            (RuntimeError("CUDA error: uncorrectable ECC error encountered"), "device_error"),
+            (RuntimeError("CUDA error: an illegal memory access was encountered"), "device_error"),
+            (RuntimeError("No CUDA GPUs are available"), "device_error"),
+            # An index out of range, in the data or the model.
+            (RuntimeError("CUDA error: device-side assert triggered"), "internal"),
             (OSError(errno.ENOENT, "No such file"), "internal"),
             (TrainingFailure("bad_data", "rows"), "bad_data"),
             (ValueError("surprise"), "internal"),

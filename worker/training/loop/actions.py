@@ -27,6 +27,9 @@ class Actions:
 
     An action that an earlier attempt did after a step is repeated when this attempt reaches that step again, so that
     both train the same way. New requests wait until the earlier ones are repeated.
+
+    New requests take effect in their order. A step ends with its evaluation and then its checkpoint, so a request that
+    would overtake one of these waits for the next step.
     """
 
     def __init__(self, trainer: ServiceTrainer) -> None:
@@ -57,8 +60,17 @@ class Actions:
 
     def take(self, control: TrainerControl) -> None:
         """Do newly requested actions, if training continues; `control` evaluates and saves."""
-        while not self._to_repeat and (asked := self._run.control.take_action()) is not None:
-            self._take(asked, control)
+        requests = self._run.control
+        if self._saves:  # the checkpoint that they requested could not be written; others wait behind it
+            self._save_now(control)
+        while not self._to_repeat and (asked := requests.next_action) is not None and not self._overtakes(asked):
+            self._take(requests.take_action(), control)
+
+    def _overtakes(self, asked: ActionRequest) -> bool:
+        """Return True if the action, done now, would take effect before one that was requested earlier."""
+        if asked.action == "checkpoint":
+            return False
+        return bool(self._saves) or (bool(self._evaluations) and asked.action != "evaluate")
 
     def epoch_is_over(self) -> str | None:
         """Return `epoch_end` if the run is to end with an epoch that is now over."""
@@ -84,10 +96,13 @@ class Actions:
     # Evaluating and saving, which follow the step in this order
 
     def _checkpoint(self, asked: ActionRequest, control: TrainerControl) -> None:
+        self._save_now(control)
+        self._saves.append(asked)
+
+    def _save_now(self, control: TrainerControl) -> None:
         if not control.should_save:
             control.should_save = True
             self._run.save_kind = "periodic"
-        self._saves.append(asked)
 
     def saved(self) -> dict[str, Any]:
         """Return the requests that a reported checkpoint answers, as fields of its record."""

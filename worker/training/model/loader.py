@@ -23,7 +23,7 @@ from trl.trainer.reward_trainer import suppress_seqcls_warning
 from app.contracts.attempt.device import AssignedDevice
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.rules import DeviceCapabilities
-from worker.training.failures import TrainingFailure
+from worker.training.failures import TrainingFailure, device_failure
 from worker.training.model.base_model import BaseModelSource, load_failure
 
 Head = Literal["causal", "reward"]
@@ -38,8 +38,11 @@ def machine_of(device: AssignedDevice | None) -> DeviceCapabilities:
     kind = device.kind if device else ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cpu":
         return DeviceCapabilities(kind="cpu", bf16=True)
-    if not torch.cuda.is_available():
-        raise TrainingFailure("config_error", "The run was assigned a GPU, but torch finds none on this machine.")
+    try:
+        # A sick GPU is found by its driver, and fails only when it is used.
+        torch.zeros(1, device="cuda").item()
+    except (RuntimeError, AssertionError) as error:
+        raise device_failure(error) from error
     return DeviceCapabilities(
         kind="cuda",
         bf16=torch.cuda.is_bf16_supported(including_emulation=False),
@@ -179,15 +182,13 @@ def check_modules(model: torch.nn.Module, config: TrainingConfig) -> None:
             )
 
 
-def keep_full_precision(model: torch.nn.Module, machine: DeviceCapabilities) -> None:
-    """Convert trained parameters to 32 bits where 16 lose small updates, or where a gradient scaler rejects them.
+def keep_full_precision(model: torch.nn.Module) -> None:
+    """Convert every trained parameter to 32 bits, since 16 bits round small updates to nothing.
 
-    This applies to fully trained modules on every device, and to adapters, which TRL casts to bfloat16 on a quantized
-    base, on a GPU that computes in float16.
+    TRL casts adapters on a quantized base to bfloat16, and a copy of a frozen module has that module's type.
     """
-    half_gpu = machine.kind == "cuda" and not machine.bf16
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and (half_gpu or ".modules_to_save." in name):
+    for parameter in model.parameters():
+        if parameter.requires_grad:
             parameter.data = parameter.data.float()
 
 

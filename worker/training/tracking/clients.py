@@ -63,9 +63,10 @@ class RunDescription:
     first_step: int
     """Step of the checkpoint; later points may have been sent by an earlier attempt."""
     mlflow_uri: str
+    wandb_mode: str
 
     @classmethod
-    def of(cls, job: JobSpec, method: str, mlflow_uri: str | None) -> "RunDescription":
+    def of(cls, job: JobSpec, method: str) -> "RunDescription":
         """Create a description from the job."""
         resume = job.resume_from
         return cls(
@@ -75,7 +76,8 @@ class RunDescription:
             folder=job.attempt_dir,
             checkpoint=resume.path if resume else None,
             first_step=resume.step if resume else 0,
-            mlflow_uri=mlflow_uri or "",
+            mlflow_uri=job.trackers.mlflow_tracking_uri or "",
+            wandb_mode=job.trackers.wandb_mode,
         )
 
 
@@ -250,6 +252,8 @@ class Wandb:
         self._key = os.environ.pop("WANDB_API_KEY", None)
 
     def connect(self) -> None:
+        if self._key is None and self._about.wandb_mode == "online":
+            raise LookupError("no key is set; an admin sets it with `anneal secrets set wandb_api_key`")
         os.environ["WANDB_ERROR_REPORTING"] = "false"  # reports go to the vendor
         import wandb
         from wandb.env import get_project

@@ -207,14 +207,13 @@ def open_trackers(job: JobSpec, config: TrainingConfig, report: Reporter) -> Tra
             f"`report_to` names {', '.join(missing)}, which is not installed on this worker: "
             "run `pip install 'anneal[trackers]'` there, or leave it out.",
         )
-    uri = job.trackers.mlflow_tracking_uri
-    if "mlflow" in names and not uri:
+    if "mlflow" in names and not job.trackers.mlflow_tracking_uri:
         raise TrainingFailure(
             "config_error",
             "`report_to` names mlflow, but this worker has no MLflow server configured: its operator sets "
             "ANNEAL_MLFLOW_TRACKING_URI.",
         )
-    about = RunDescription.of(job, config.method, uri)
+    about = RunDescription.of(job, config.method)
     return Trackers([TrackerQueue(name, _KINDS[name](about), report) for name in names], about.folder)
 
 

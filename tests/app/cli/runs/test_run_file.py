@@ -25,7 +25,7 @@ class TestRunFile:
 
     @pytest.mark.parametrize("value", ["!!int x", "!!float x", "!!timestamp x", "!!binary ="])
     def test_a_tag_that_does_not_fit_is_reported(self, anneal: Anneal, run_file: Path, value: str) -> None:
-        done = anneal("runs", "create", "-f", str(run_file), "--set", f"name={value}", code=1)
+        done = anneal("runs", "create", "-f", str(run_file), "--set", f"name={value}", code=2)
         assert "is invalid" in done.stderr and "Traceback" not in done.stderr
 
     def test_a_duplicate_key_of_json_is_refused_by_name(self, anneal: Anneal) -> None:
@@ -53,4 +53,4 @@ class TestRunFile:
 
     @pytest.mark.parametrize("change", ["config", "config.=1", "name.first=1", "config.a=[1"])
     def test_a_change_that_cannot_be_meant_is_refused(self, anneal: Anneal, run_file: Path, change: str) -> None:
-        assert f"--set {change}" in anneal("runs", "create", "-f", str(run_file), "--set", change, code=1).stderr
+        assert f"--set {change}" in anneal("runs", "create", "-f", str(run_file), "--set", change, code=2).stderr

@@ -145,12 +145,30 @@ class TestEachFieldIsChecked:
         assert codes(fields) == {(field, code)}
 
     @pytest.mark.parametrize(
-        "name", ["../secret", "a/../../b", "/etc", "a//b", "~/m", "a\\b", "a\0b", "a/.", ".hidden", "a\n", "%2e%2e/x"]
+        "name",
+        [
+            "../secret",
+            "a/../../b",
+            "/etc",
+            "a//b",
+            "~/m",
+            "a\\b",
+            "a\0b",
+            "a/.",
+            ".hidden",
+            "a\n",
+            "%2e%2e/x",
+            " a",
+            "a ",
+            "a /b",
+        ],
     )
     def test_a_base_model_cannot_leave_the_models_root(self, name: str) -> None:
         assert codes({"base_model": name}) == {("base_model", "invalid_name")}
 
-    @pytest.mark.parametrize("name", ["tiny", "owner/model-1.5B", "run_01k0000000000000000000000a", "a/b/c", "a..b"])
+    @pytest.mark.parametrize(
+        "name", ["tiny", "owner/model-1.5B", "run_01k0000000000000000000000a", "a/b/c", "a..b", "my model/v 2"]
+    )
     def test_folders_hub_names_and_runs_are_names(self, name: str) -> None:
         assert codes({"base_model": name}) == set()
 

@@ -4,6 +4,7 @@ import datetime
 import decimal
 import io
 import json
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,10 @@ CSV = 'prompt,completion,n\r\nhäh?,"so, ""that""\nis it",1\r\nb,c,\r\n'.encode(
         ("a.json", b" \n" + json.dumps(ROWS, indent=4).encode() + b"\n"),
         ("a.json", lines(*ROWS)),
         ("a.csv", CSV),
-        ("A.CSV", b"\xef\xbb\xbf" + CSV.replace(b"\r\n", b"\n") + b"\n\n"),
+        ("A.CSV", BOM_UTF8 + CSV.replace(b"\r\n", b"\n") + b"\n\n"),
+        ("a.jsonl", BOM_UTF8 + lines(*ROWS)),
+        ("a.json", BOM_UTF8 + json.dumps({"data": ROWS}).encode()),
+        ("nothing", BOM_UTF8 + json.dumps(ROWS).encode()),
         ("a.parquet", parquet(ROWS)),
         ("a.pq", parquet(ROWS, compression="zstd", row_group_size=1)),
         ("nothing", json.dumps(ROWS).encode()),

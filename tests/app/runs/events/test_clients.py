@@ -62,7 +62,7 @@ def _httpx_sse(url: str, key: str) -> list[int]:
         httpx.Client(headers={"Authorization": f"Bearer {key}"}, timeout=SECONDS) as client,
         connect_sse(client, "GET", url) as source,
     ):
-        return [int(event.id) for event in source.iter_sse() if event.data and json.loads(event.data)]
+        return [int(event.id) for event in source.iter_sse() if event.json()]
 
 
 def _sseclient(url: str, key: str) -> list[int]:

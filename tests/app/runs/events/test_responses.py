@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
+from app.api.errors import ApiError
 from app.runs.events import responses, stream
-from app.runs.events.responses import StreamResponse
+from app.runs.events.responses import OpenStreams, StreamResponse
 
 FORMS = ["text/event-stream", "application/x-ndjson", "text/plain; charset=utf-8"]
 
@@ -20,7 +21,8 @@ class Client:
     def __init__(self, reads: bool, allowed: bool) -> None:
         self.body_was_closed = False
         self._reads = reads
-        app = SimpleNamespace(state=SimpleNamespace(auth=SimpleNamespace(still_valid=self._still_valid)))
+        auth = SimpleNamespace(still_valid=self._still_valid)
+        app = SimpleNamespace(state=SimpleNamespace(auth=auth, open_streams=OpenStreams(1)))
         caller = SimpleNamespace(key_id="key_1")
         self.scope: Any = {"type": "http", "method": "GET", "headers": [], "app": app, "state": {"caller": caller}}
         self._allowed = allowed
@@ -55,6 +57,16 @@ async def test_a_client_that_takes_nothing_is_disconnected(form: str, monkeypatc
     client = Client(reads=False, allowed=True)
     await client.serve(form)
     assert client.body_was_closed
+
+
+def test_streams_are_counted_by_key() -> None:
+    streams = OpenStreams(2)
+    with streams.counted("key_1"):
+        with streams.counted("key_1"), pytest.raises(ApiError, match="2 open streams") as refused:
+            streams.counted("key_1").__enter__()
+        assert (refused.value.status, refused.value.code) == (429, "too_many_streams")
+        with streams.counted("key_1"), streams.counted("key_2"):
+            pass
 
 
 @pytest.mark.parametrize("reads", [True, False])

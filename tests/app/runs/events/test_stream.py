@@ -168,6 +168,19 @@ async def test_one_tail_serves_all_readers_and_ends_with_the_last(lab: Lab) -> N
     await eventually_async(lambda: _nothing_left(lab))
 
 
+async def test_a_batch_ends_at_its_size_in_bytes_and_has_at_least_one_event(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "_BATCH_BYTES", 20_000)
+    await lab.write(30, width=6000)
+    batches = [frames async for _, frames in lab.streams.batches(lab.run_id, 0, until=32)]
+    assert [frame.seq for frames in batches for frame in frames] == list(range(1, 33))
+    assert all(frames.size < 20_000 + 6200 for frames in batches) and len(batches) < 10
+    await lab.write(1, width=30_000)
+    (alone,) = await lab.streams.read(lab.run_id, 32)
+    assert alone.seq == 33
+
+
 async def test_silence_is_answered_with_the_cursor(lab: Lab) -> None:
     batches = lab.streams.batches(lab.run_id, 0, keep_alive=0.1)
     _, first = await anext(batches)
@@ -186,12 +199,13 @@ async def test_a_reader_who_wants_little_hears_the_cursor_while_much_else_flows(
     flowing = asyncio.create_task(flow())
     heard = [await asyncio.wait_for(anext(batches), 10) for _ in range(3)]
     flowing.cancel()
-    assert [frames for _, frames in heard] == [[], [], []]
     cursors = [reached for reached, _ in heard]
     assert cursors == sorted(set(cursors)) and cursors[0] > 2
+    sent = b'id: %d\nevent: cursor\ndata: {"run_id":"%s","seq":%d}\n\n'
+    assert [frames.sse for _, frames in heard] == [sent % (seq, lab.run_id.encode(), seq) for seq in cursors]
     await lab.end()
-    rest = [frames async for _, frames in batches if frames]
-    assert [frame.type for frames in rest for frame in frames] == ["end"]
+    rest = [frame.type async for _, frames in batches for frame in frames]
+    assert [kind for kind in rest if kind != "cursor"] == ["end"]
 
 
 async def test_a_caller_who_may_no_longer_read_is_cut_off(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

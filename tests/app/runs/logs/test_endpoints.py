@@ -1,6 +1,7 @@
 """Log lines for people: all, the last ones, those with a text, and those still to come."""
 
 import asyncio
+import re
 import threading
 
 import httpx
@@ -9,6 +10,7 @@ from sqlalchemy import Engine
 
 from app.config import Settings
 from app.infra.ids import new_id
+from app.runs.events.responses import OpenStreams
 from tests.factories import Trainer, make_dataset, make_run
 from tests.server import ApiServer, ThreadServer
 from tests.waiting import eventually
@@ -128,9 +130,8 @@ class TestFollow:
             headers={"Accept": "text/event-stream"},
         )
         assert answer.headers["content-type"].startswith("text/event-stream")
-        frames = [frame for frame in answer.text.split("\n\n") if "event:" in frame]
-        assert [frame.split("\n")[1] for frame in frames] == ["event: log", "event: end"]
-        assert '"line":"two"' in frames[0]
+        assert re.findall(r"^event: (.*)$", answer.text, flags=re.MULTILINE) == ["log", "end"]
+        assert answer.text.count('"line":') == answer.text.count('"line":"two"') == 1
 
     def test_as_events_it_continues_behind_the_last_event_id(self, api: ApiServer, trainer: Trainer) -> None:
         trainer.log("one", "two")
@@ -146,6 +147,26 @@ class TestFollow:
         assert api.client.get(path, headers={**events, "Last-Event-ID": ids[-1]}).status_code == 204
         assert api.client.get(path, headers={**events, "Last-Event-ID": "123456789"}).status_code == 204
         assert api.client.get(path, headers={**events, "Last-Event-ID": "x"}).status_code == 422
+
+    def test_a_key_has_a_limit_of_open_streams(self, api: ApiServer, trainer: Trainer) -> None:
+        assert isinstance(api, ThreadServer)
+        state = api.application.state
+        path, follow = f"/v1/runs/{trainer.run_id}/logs", {"follow": True}
+        before, state.open_streams = state.open_streams, OpenStreams(1)
+        try:
+            with api.client_with(api.key) as client, client.stream("GET", path, params=follow):
+                refused = api.client.get(path, params=follow)
+                assert (refused.status_code, refused.json()["code"]) == (429, "too_many_streams")
+                assert "ANNEAL_STREAMS_PER_KEY" in refused.json()["detail"] and refused.headers["retry-after"]
+                with (
+                    api.client_with(api.key_with(["read"])) as other,
+                    other.stream("GET", path, params=follow) as stream,
+                ):
+                    assert stream.status_code == 200
+            trainer.complete()
+            eventually(lambda: api.client.get(path, params=follow).status_code == 200)
+        finally:
+            state.open_streams = before
 
     def test_a_reader_that_leaves_holds_nothing(self, api: ApiServer, engine: Engine, trainer: Trainer) -> None:
         for _ in range(15):

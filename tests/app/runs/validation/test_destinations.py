@@ -51,7 +51,20 @@ def test_mlflow_needs_a_server_that_the_operator_names(served: Callable[..., Api
     code, message = refused(ask(served(), report_to=["mlflow"]))
     assert code == "tracker_not_set_up" and "ANNEAL_MLFLOW_TRACKING_URI" in message
     api = served(mlflow_tracking_uri="http://tracking.internal:5000")
-    assert ask(api, report_to=["mlflow", "tensorboard", "wandb"]).status_code == 202
+    assert ask(api, report_to=["mlflow", "tensorboard"]).status_code == 202
+
+
+def test_weights_and_biases_need_a_key_unless_nothing_is_sent(
+    served: Callable[..., ApiServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = served()
+    code, message = refused(ask(api, report_to=["wandb"]))
+    assert code == "tracker_not_set_up" and "`anneal secrets set wandb_api_key`" in message
+    with monkeypatch.context() as offline:
+        offline.setenv("WANDB_MODE", "offline")
+        assert ask(api, report_to=["wandb"]).status_code == 202
+    api.client.put("/v1/secrets/wandb_api_key", json={"value": "w" * 40})
+    assert ask(api, report_to=["wandb"]).status_code == 202
 
 
 def test_a_push_needs_the_hub_and_a_token(served: Callable[..., ApiServer]) -> None:
@@ -76,7 +89,9 @@ def test_a_resumed_run_may_ask_for_both_and_is_held_against_the_same(served: Cal
     changes = {"report_to": ["mlflow"], "push_to_hub": "ada/tuned"}
     answer = api.client.post(f"/v1/runs/{run_id}/resume", json={"from": "start", "config": changes})
     assert {error["code"] for error in answer.json()["errors"]} == {"tracker_not_set_up", "hub_token_missing"}
-    answer = api.client.post(f"/v1/runs/{run_id}/resume", json={"from": "start", "config": {"report_to": ["wandb"]}})
+    answer = api.client.post(
+        f"/v1/runs/{run_id}/resume", json={"from": "start", "config": {"report_to": ["tensorboard"]}}
+    )
     assert answer.status_code == 202, answer.text
 
 

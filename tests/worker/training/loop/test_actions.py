@@ -96,6 +96,40 @@ class TestEachTakesEffectBehindItsStep:
         assert all(one["completion"] for one in answer["result"]["samples"])
 
 
+class TestOrder:
+    """Requests that wait while a run is pending: all of them reach it before its first step."""
+
+    def test_requests_take_effect_in_their_order(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        requests: list[tuple[str, dict[str, Any]]] = [
+            ("sample", SAMPLE), ("evaluate", {}), ("checkpoint", {"pin": True}),
+            ("set_learning_rate", {"learning_rate": 1e-3}), ("extend", {"max_steps": 5}), ("evaluate", {}),
+            ("sample", SAMPLE), ("checkpoint", {}), ("evaluate", {}),
+        ]  # fmt: skip
+        config = QUICK | {"max_steps": 4, "save_steps": 100}
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+            listening.bind(str(tmp_path / "control"))
+            listening.listen()
+            forks.start(make_job(tmp_path, tiny_model, chats, **config), control=tmp_path / "control")
+            control, _ = listening.accept()
+        with control:
+            for number, (name, parameters) in enumerate(requests):
+                control.send(ControlMessage(action=ActionRequest(f"act_{number}", name, parameters)).to_json())
+            done = forks.wait()
+        answers = {record["id"]: (record["step"], record["status"]) for record in done.of("action")}
+        for saved in done.of("checkpoint"):
+            answers |= {one["id"]: (saved["step"], "done") for one in saved["actions"]}
+        assert [answers[f"act_{number}"] for number in range(len(requests))] == [
+            (step, "done") for step in (1, 1, 1, 2, 2, 2, 3, 3, 4)
+        ]
+        order = [record["id"] for record in done.of("action")]
+        assert order == [f"act_{number}" for number in (0, 1, 3, 4, 5, 6, 8)]
+        state = json.loads((done.folder / "checkpoint-1" / "anneal_state.json").read_text())
+        assert state["changed"] == {}, "it is saved before the learning rate changes"
+        assert done.result["step"] == 5
+
+
 class TestExactness:
     @pytest.mark.parametrize("step", [2, 5, 6, 10])
     def test_an_attempt_from_a_checkpoint_trains_the_same(
@@ -170,7 +204,8 @@ def test_more_steps_than_until_its_stop_are_refused(tmp_path: Path, first: int, 
     reported: list[dict[str, Any]] = []
     waiting = [ActionRequest("a", "extend", {"epochs": 2})]
     report: Any = SimpleNamespace(action=lambda *_, **outcome: reported.append(outcome))
-    control: Any = SimpleNamespace(take_action=lambda: waiting.pop() if waiting else None)
+    control = Control()
+    control._actions.extend(waiting)
     nothing: Any = None
     config = TrainingConfig(base_model="tiny", stop_at_step=stop)
     run = TrainingContext(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from app.infra.processes import free_port
+from tests.ports import free_port
 from tests.waiting import eventually
 
 

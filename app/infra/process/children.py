@@ -1,10 +1,8 @@
-"""Child processes that cannot outlive their parent, free ports, and log tails."""
+"""Child processes that cannot outlive their parent, and log tails."""
 
 import ctypes
 import os
-import random
 import signal
-import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,8 +11,6 @@ import psutil
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
-# Below the kernel's ephemeral range: an outgoing connection must not occupy the port of a server that restarts.
-_PORTS = range(20000, 32000)
 
 
 def start_child(
@@ -92,30 +88,6 @@ def _runs_in(process: psutil.Process, folder: Path, program: str) -> bool:
         return process.name().startswith(program) and Path(process.cwd()) == folder
     except (psutil.Error, OSError):
         return False
-
-
-def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Return True if a server can listen on this port now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As servers do: ignore connections of a previous server that are still closing.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
-
-
-def free_port(preferred: int | None = None) -> int:
-    """Return a free loopback port: the preferred one if it is free."""
-    if preferred is not None and port_is_free(preferred):
-        return preferred
-    # Use the system's generator: two processes with the same Python seed would pick the same ports.
-    for port in random.SystemRandom().sample(_PORTS, 200):
-        if port_is_free(port):
-            return port
-    raise OSError("no free port on the loopback interface")
 
 
 def last_lines(log: Path, count: int = 5) -> str:

@@ -1,12 +1,16 @@
-"""Lock that allows one `anneal up` per ANNEAL_HOME."""
+"""Lock that allows one `anneal up` per ANNEAL_HOME, and by which clients see that it runs."""
 
 import fcntl
 import os
+import time
 from pathlib import Path
 from types import TracebackType
 
 from app.infra.errors import SetupError
 from app.infra.private_files import make_private_folder
+
+_PATIENCE_SECONDS = 1.0
+"""Seconds of tries for the lock, which `is_held` takes for a moment."""
 
 
 class HomeLock:
@@ -19,15 +23,16 @@ class HomeLock:
     def __enter__(self) -> "HomeLock":
         make_private_folder(self.path.parent)
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not (is_ours := _try_lock(descriptor, fcntl.LOCK_EX)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if not is_ours:
             holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
             os.close(descriptor)
             raise SetupError(
                 f"`anneal up` is already running on {self.path.parent} (process {holder}): use it, stop it, "
                 "or set ANNEAL_HOME to another folder."
-            ) from None
+            )
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()}\n".encode())
         self._descriptor = descriptor
@@ -39,3 +44,24 @@ class HomeLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def is_held(home: Path) -> bool:
+    """Return True while an `anneal up` of this home runs: only its owner can open the lock."""
+    try:
+        descriptor = os.open(home / "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        return not _try_lock(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int, kind: int) -> bool:
+    """Take a lock if it is free; return True if it was."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

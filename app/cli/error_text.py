@@ -1,0 +1,40 @@
+"""Errors of the service as lines for a terminal: each problem once, and commands in place of HTTP calls."""
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from app.client.errors import AnnealError
+
+_COMMANDS = (
+    (r"GET /v1/runs/([^/\s]+)/actions", r"`anneal actions list \1`"),
+    (r"GET (?:/v1/runs/([^/\s]+)|…)/checkpoints", r"`anneal runs checkpoints \1`"),
+    (r"GET /v1/runs\?status=(\w+)", r"`anneal runs list --status \1`"),
+    (r"GET /v1/(actions|datasets|experiments|runs|secrets|workers)\b", r"`anneal \1 list`"),
+    (r"GET /v1/backends\b", "`anneal runs create --help`"),
+    (r"POST /v1/datasets\b", "`anneal datasets upload`"),
+    (r"POST /v1/experiments\b", "`anneal experiments create`"),
+    (r"`POST /v1/runs/estimate`", "`anneal runs estimate`"),
+    (r'PATCH it with \{"pinned": false\} first', "unpin it first with `anneal runs unpin`"),
+    (r"`\?cascade=true`", "`--with-runs`"),
+    (r"[Cc]orrect it and send the request again", "Correct it and try again"),
+    (r"send the request again", "try again"),
+)
+"""Patterns of what the service's sentences say to callers of its HTTP API, and what a user of the commands does."""
+
+
+def in_commands(text: str) -> str:
+    """Return a sentence of the service with the matching commands in place of HTTP calls."""
+    for pattern, command in _COMMANDS:
+        text = re.sub(pattern, command, text)
+    return text
+
+
+def lines(error: "AnnealError") -> list[str]:
+    """Return the sentence of an error, and a line for each further problem."""
+    detail, items = error.detail, error.errors
+    if len(items) > 1 and items[0].message.rstrip(".") in detail:  # it quotes the first one only
+        detail = f"{len(items)} values are invalid. Correct them and try again."
+    named = [f"  {item.field}: {item.message}" if item.field else f"  {item.message}" for item in items]
+    others = [line for line, item in zip(named, items, strict=True) if item.message.rstrip(".") not in detail]
+    return [in_commands(line) for line in (detail, *others)]

@@ -1,0 +1,129 @@
+"""Arguments that name a run, dataset or experiment: by id, the beginning of one, a name, or `last`; with completion."""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from app.cli.console import connected, fail
+from app.infra.ids import is_id
+
+if TYPE_CHECKING:
+    from app.client.client import Anneal
+
+Noun = Literal["run", "dataset", "experiment"]
+_PREFIXES: dict[Noun, str] = {"run": "run", "dataset": "ds", "experiment": "exp"}
+_LAST = "last"
+_MOST_CANDIDATES = 5
+_MOST_OFFERED = 100
+
+
+def _all(client: "Anneal", noun: Noun, **options: Any) -> "Iterable[Any]":
+    resources: dict[Noun, Any] = {"run": client.runs, "dataset": client.datasets, "experiment": client.experiments}
+    found: Iterable[Any] = resources[noun].list(**options)
+    return found
+
+
+def _resolve(noun: Noun) -> "Callable[[typer.Context, Any], Any]":
+    """Return a callback of an argument or option, which replaces what the user typed by an id."""
+
+    def resolve(context: typer.Context, value: Any) -> Any:
+        if value is None or context.resilient_parsing:
+            return value
+        return _id_of(noun, value) if isinstance(value, str) else [_id_of(noun, one) for one in value]
+
+    return resolve
+
+
+def _id_of(noun: Noun, text: str) -> str:
+    if is_id(text, _PREFIXES[noun]):
+        return text
+    with connected() as client:
+        options = {"limit": 1} if text == _LAST else {"find": text, "limit": _MOST_CANDIDATES}
+        return _only(noun, text, _all(client, noun, **options), f"`anneal {noun}s list` lists them")
+
+
+def id_within(noun: str, text: str, items: "Iterable[Any]") -> str:
+    """Return the id of the item of a run that `text` names: an id, the beginning of one, or `last` for the newest."""
+    if is_id(text, text.partition("_")[0]):
+        return text
+    if text == _LAST:
+        return _only(noun, text, islice(items, 1), "list those of the run")
+    found = (it for it in items if it.id.startswith((text, f"{it.id.partition('_')[0]}_{text}")))
+    return _only(noun, text, islice(found, _MOST_CANDIDATES), "list those of the run")
+
+
+def _only(noun: str, text: str, items: "Iterable[Any]", listing: str) -> str:
+    found = list(items)
+    if not found:
+        fail(f"There is no {noun} {text!r}. Use an id, the beginning of one, or `last`; {listing}.")
+    if len(found) > 1:
+        candidates = (f"  {it.id}  {getattr(it, 'name', '')}".rstrip() for it in found)
+        fail(f"{text!r} is not unique. Use more of the id:", *candidates)
+    return str(found[0].id)
+
+
+def _complete(noun: Noun) -> "Callable[[str], Iterator[tuple[str, str]]]":
+    """Return a function that offers ids and names to the shell, and nothing if the service is not there."""
+
+    def offer(incomplete: str) -> Iterator[tuple[str, str]]:
+        from pydantic import ValidationError
+
+        from app.client.client import Anneal
+        from app.client.errors import AnnealError
+
+        try:
+            with Anneal(patience=0) as client:
+                for it in _all(client, noun, limit=_MOST_OFFERED):
+                    if it.id.startswith(incomplete):
+                        yield it.id, it.name
+                    elif it.name.startswith(incomplete) and not any(map(str.isspace, it.name)):
+                        yield it.name, it.id
+        except (AnnealError, ValidationError, OSError):
+            return
+
+    return offer
+
+
+def _help(noun: str) -> str:
+    return f"{noun.capitalize()}: its id or the beginning of it, its name, or `last` for the newest."
+
+
+RunId = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help=_help("run"), callback=_resolve("run"), autocompletion=_complete("run")),
+]
+RunIds = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUN RUN…", help="2 to 20 runs, by id or name.", callback=_resolve("run"),
+        autocompletion=_complete("run"),
+    ),
+]  # fmt: skip
+ParentId = Annotated[
+    str | None,
+    typer.Option(
+        "--parent", help="Only runs resumed from this one.", callback=_resolve("run"), autocompletion=_complete("run")
+    ),
+]
+DatasetId = Annotated[
+    str,
+    typer.Argument(
+        metavar="DATASET", help=_help("dataset"), callback=_resolve("dataset"), autocompletion=_complete("dataset")
+    ),
+]
+ExperimentId = Annotated[
+    str,
+    typer.Argument(
+        metavar="EXPERIMENT", help=_help("experiment"), callback=_resolve("experiment"),
+        autocompletion=_complete("experiment"),
+    ),
+]  # fmt: skip
+OfExperiment = Annotated[
+    str | None,
+    typer.Option(
+        "--experiment", help="Only runs of this experiment.", callback=_resolve("experiment"),
+        autocompletion=_complete("experiment"),
+    ),
+]  # fmt: skip
