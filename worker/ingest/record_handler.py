@@ -22,7 +22,6 @@ from app.contracts.attempt.messages import (
     TrainingResult,
 )
 from app.contracts.events import TRAINER_RECORDS
-from app.contracts.field_types import JsonObject
 from app.contracts.methods import method_of
 from app.contracts.run_status import LIVE
 from app.infra.ids import new_id
@@ -352,7 +351,7 @@ class RecordHandler:
         data = {"checkpoint_id": checkpoint_id, "step": row["step"], "kind": row["kind"], "bytes": row["bytes"]}
         event = NewEvent.of("checkpoint", ts, data)
         # One transaction: an action is done when its checkpoint exists, and the checkpoint does not exist without it.
-        found: JsonObject = {"checkpoint_id": checkpoint_id, "pinned": bool(row["pinned"])}
+        found: dict[str, object] = {"checkpoint_id": checkpoint_id, "pinned": row["pinned"]}
         answered = [
             action_result(
                 run,

@@ -165,8 +165,10 @@ class TestDeath:
         said = Said(process := launch(launcher, tmp_path, "hang", children=3))
         said.until(lambda said: said.has("hanging"))
         family = {process.pid, *said.record("hanging")["children"]}
-        assert set(process.kill()) >= family
+        # The zygote may be quicker to kill what the leader leaves.
+        assert process.pid in process.kill()
         assert session_members(process.pid) == []
+        eventually(lambda: not any(is_alive(pid) for pid in family), timeout=10)
         assert said.to_the_end().signal == signal.SIGKILL
 
     def test_without_a_renewal_the_kernel_ends_it_though_the_interpreter_is_stuck(

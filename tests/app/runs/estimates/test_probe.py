@@ -113,7 +113,7 @@ def test_what_two_steps_took_is_reported_of_the_whole_run(api: ApiServer, engine
     assert reported["seconds"] == pytest.approx(min(found["tokens"] / 1000, 96.0), abs=0.1)
     assert "fits on EPYC" in reported["message"] and "900 MiB" in reported["message"]
     # Its loss and its speed are those of the longest rows: nothing is to be held against them.
-    assert api.client.get(f"/v1/experiments/{experiment}").json()["best_runs"] == []
+    assert api.client.get(f"/v1/experiments/{experiment}").json()["best_run"] is None
     assert api.client.post("/v1/runs/estimate", json=asked).json()["confidence"]["seconds"] == "assumed"
 
 
@@ -154,12 +154,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "adam_beta2": {"optim": "adamw_torch", "extra": {"adam_beta2": 0.99}},
     "adam_epsilon": {"optim": "adamw_torch", "extra": {"adam_epsilon": 1e-7}},
     "optim_args": {"optim": "sgd", "extra": {"optim_args": {"momentum": 0.9}}},
-    "optim_target_modules": {
-        "method": "full",
-        "optim": "galore_adamw",
-        "extra": {"optim_target_modules": ["q_proj"]},
+    "optim_target_modules": {"method": "full", "optim": "galore_adamw", "extra": {"optim_target_modules": ["q_proj"]}},
+    "lr_scheduler_kwargs": {
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "extra": {"lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
     },
-    "lr_scheduler_kwargs": {"lr_scheduler_type": "polynomial", "extra": {"lr_scheduler_kwargs": {"power": 2.0}}},
     "max_grad_norm": {"extra": {"max_grad_norm": 2.0}},
     "peak_tflops": {"extra": {"peak_tflops": 100.0}},
     "distributions_steps": {"extra": {"distributions_steps": 10}},
@@ -174,16 +173,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 def test_what_a_run_may_ask_for_its_probe_may_too(api: ApiServer, engine: Engine) -> None:
     assert _OPTIONS.keys() | {"recipe"} == TrainerOptions.model_fields.keys()
     dataset = make_dataset(engine)
-    # Each of these contradicts another one.
     replaced = (
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "optim_args",
-        "optim_target_modules",
+        "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args", "optim_target_modules", "lr_scheduler_kwargs",
         "optimizer",
-        "lr_scheduler_kwargs",
-    )
+    )  # fmt: skip
     together: dict[str, Any] = {"extra": {}}
     for name, config in _OPTIONS.items():
         asked = {"dataset_id": dataset, "config": {"base_model": "tiny", **config}}
