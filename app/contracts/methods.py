@@ -180,6 +180,10 @@ class Method:
         """True if a higher `eval_metric` is better."""
         return self.eval_metric == "eval_reward"
 
+    def score(self, metric: float) -> float:
+        """Return an `eval_metric` as a score of which less is better, or a score as its metric."""
+        return -metric if self.higher_is_better else metric
+
 
 _SUPERVISED_FORMATS: tuple[DatasetFormat, ...] = ("chat", "prompt_completion", "text")
 
