@@ -26,6 +26,7 @@ from app.contracts.training_config.resolution import Replacement, resolve
 from app.contracts.training_config.validation import config_errors
 from worker.training.context import TrainingContext
 from worker.training.failures import Stopped, TrainingFailure, classify
+from worker.training.methods.checkpoint_export import export_checkpoint
 from worker.training.model.loader import machine_of
 from worker.training.output import hub_push
 from worker.training.plugins import hooks
@@ -87,7 +88,9 @@ def _train(job: JobSpec, report: Reporter, control: Control, journal: Journal) -
     run.trackers = trackers.open_trackers(job, run.config, report)
     try:
         recipe = run.config.trainer_options.recipe
-        if recipe is None:
+        if run.config.trainer_options.export_checkpoint:
+            result = export_checkpoint(run)
+        elif recipe is None:
             result = _RECIPES[asked.method](run, list(effective.replaced))
         else:
             result = hooks.train(run, list(effective.replaced), recipe)

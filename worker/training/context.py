@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.contracts.attempt.job import JobSpec, ResumePoint
+from app.contracts.attempt.job import EvaluatedCheckpoint, JobSpec, ResumePoint
 from app.contracts.methods import METHODS, Method
 from app.contracts.stop import StopRequest
 from app.contracts.training_config.fields import TrainingConfig
@@ -46,9 +46,12 @@ class TrainingContext:
     """Everything apart from the configuration that the numeric results of this run depend on."""
     steps_per_epoch: int = 0
     """Optimizer steps per epoch."""
+    best_checkpoint: EvaluatedCheckpoint | None = field(init=False)
+    """Checkpoint with the best evaluation so far, also of earlier attempts."""
     _progress_sent_at: float = 0.0
 
     def __post_init__(self) -> None:
+        self.best_checkpoint = self.job.best_checkpoint
         self.history = History(self.folder)
         self.distributions = History(self.folder, DISTRIBUTIONS)
         self.memory = History(self.folder, MEMORY)
@@ -74,6 +77,12 @@ class TrainingContext:
         options = self.config.trainer_options
         asked = ((self.distributions, options.distributions_steps), (self.memory, options.memory_profile))
         return [self.history, *(history for history, wanted in asked if wanted)]
+
+    def saved(self, checkpoint: EvaluatedCheckpoint) -> None:
+        """Handle a checkpoint whose weights were evaluated: it may be the best one."""
+        best, score = self.best_checkpoint, self.method.score
+        if best is None or score(checkpoint.metric) < score(best.metric):
+            self.best_checkpoint = checkpoint
 
     @property
     def resume_from(self) -> ResumePoint | None:

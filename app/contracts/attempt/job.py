@@ -10,6 +10,9 @@ from app.contracts.attempt.messages import ActionRequest
 from app.contracts.attempt.repair import Repair
 from app.contracts.field_types import JsonObject
 
+MERGED_BASE = "base_model"
+"""Folder in an output, and name in its adapter's configuration, of a base model that exists only there."""
+
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -35,6 +38,13 @@ class ModelSource(_Part):
     hub: str | None
     revision: str | None
     """Commit, branch or tag of a hub model."""
+    base: "ModelSource | None" = None
+    """Base of an adapter that is the output of a run, which names it as a user does."""
+
+    @property
+    def portable_name(self) -> str:
+        """Name that means the same on other machines."""
+        return self.hub or self.name
 
 
 class ResumePoint(_Part):
@@ -43,6 +53,13 @@ class ResumePoint(_Part):
     path: Path
     step: int
     manifest_sha256: str
+
+
+class EvaluatedCheckpoint(ResumePoint):
+    """Checkpoint whose weights were evaluated."""
+
+    metric: float
+    """Evaluation metric of the method."""
 
 
 class TokenCacheLocation(_Part):
@@ -93,6 +110,8 @@ class JobSpec(_Part):
     disk_reserve_bytes: int = 0
     """Free space that a checkpoint must leave on the disk."""
     resume_from: ResumePoint | None = None
+    best_checkpoint: EvaluatedCheckpoint | None = None
+    """Checkpoint with the best evaluation so far, for the output."""
     replayed_actions: list[ActionRequest] = Field(default_factory=list)
     """Actions that earlier attempts did after the step of `resume_from`, in order."""
     device: AssignedDevice | None = None

@@ -140,6 +140,11 @@ class TrainerOptions(Strict):
         description="Only measure: train two steps on the longest rows and save nothing. "
         "`POST /v1/runs/estimate` with `probe` creates such runs.",
     )
+    export_checkpoint: Annotated[bool, Traits(in_probe=False)] = Field(
+        default=False,
+        description="Only write the output, from the checkpoint to resume. "
+        "`POST /v1/runs/{id}/checkpoints/{id}/export` creates such runs.",
+    )
     recipe: Annotated[Plugin | None, Traits()] = Field(
         default=None,
         description='`{"type": name, …}`: installed recipe that replaces that of the method (docs/guides/plugins.md).',
@@ -301,6 +306,18 @@ class TrainingConfig(Strict):
     )
     save_total_limit: Annotated[int | None, Traits(changeable_on_resume=True)] = Field(
         default=3, ge=1, le=10_000, description="Maximum number of checkpoints to keep; `null` keeps all."
+    )
+    export: Annotated[Literal["best", "last"], Traits(changeable_on_resume=True, in_probe=False)] = Field(
+        default="best",
+        description="Weights of the output: those of the checkpoint with the `best` evaluation (without one, the last "
+        "ones), or always the `last` ones.",
+    )
+    output: Annotated[
+        Literal["adapter", "merged"], Traits(changeable_on_resume=True, in_probe=False, adapter_only=True)
+    ] = Field(
+        default="adapter",
+        description="Form of the output of an adapter: the `adapter` alone, or `merged` into its base model, which "
+        "transformers loads without peft.",
     )
     logging_steps: Annotated[LogSteps, Traits(changeable_on_resume=True)] = Field(
         default=10,

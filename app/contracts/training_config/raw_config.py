@@ -98,6 +98,12 @@ _FRIENDLY: dict[str, HumanNumber] = {
 }
 
 
+def is_export(config: Mapping[str, Any]) -> bool:
+    """Return True for a run that only exports a checkpoint."""
+    extra = config.get("extra")
+    return isinstance(extra, Mapping) and extra.get("export_checkpoint") is True
+
+
 def is_probe(config: Mapping[str, Any]) -> bool:
     """Return True if a run is a probe, which only measures."""
     return (config.get("extra") or {}).get("probe") is True

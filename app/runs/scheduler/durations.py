@@ -16,7 +16,7 @@ from typing import Any, Self
 from app.contracts.methods import DEFAULT_METHOD, method_of
 from app.contracts.schemas.runs import Confidence
 from app.contracts.training_config.field_traits import STEP_TIME
-from app.contracts.training_config.raw_config import PROBE_STEPS, is_probe
+from app.contracts.training_config.raw_config import PROBE_STEPS, is_export, is_probe
 
 OWN_PART = 0.1
 """Once this fraction of its steps is done, only a run's own speed counts."""
@@ -151,8 +151,8 @@ class Estimate:
 
 def similarity_key(backend: str, config: Mapping[str, Any]) -> str:
     """Return the key shared by runs that are used to predict each other."""
-    # A probe trains only on the longest rows: it is no basis for other runs.
-    which = "probe of " if is_probe(config) else ""
+    # A probe trains only on the longest rows, and an export not at all: they are no basis for other runs.
+    which = "probe of " if is_probe(config) else "export of " if is_export(config) else ""
     return f"{which}{backend} {config.get('method', DEFAULT_METHOD)} {config.get('base_model')}"[:500]
 
 

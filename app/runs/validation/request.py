@@ -12,7 +12,7 @@ from app.contracts.backends import BACKEND_RULES, BackendRules
 from app.contracts.errors import FieldError
 from app.contracts.schemas.runs import RunCreate
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.raw_config import given_fields, normalize_numbers
+from app.contracts.training_config.raw_config import given_fields, is_export, normalize_numbers
 from app.contracts.training_config.resolution import resolve
 from app.contracts.training_config.rules import DeviceCapabilities
 from app.infra.storage import Storage
@@ -46,6 +46,9 @@ async def validate_request(
     if rules is None:
         names = ", ".join(f"`{name}`" for name in sorted(BACKEND_RULES))
         found.refuse("backend", "unknown_backend", f"unknown backend; choose one of {names}")
+    if is_export(request.config):
+        message = "is set by POST /v1/runs/{id}/checkpoints/{id}/export, which creates such a run; leave it out"
+        found.refuse("config.extra.export_checkpoint", "conflict", message)
     if request.experiment_id is not None:
         await _check_experiment(session, request.experiment_id, found)
     dataset = await _dataset(session, "dataset_id", request.dataset_id, found)

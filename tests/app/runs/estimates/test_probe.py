@@ -163,6 +163,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "peak_tflops": {"extra": {"peak_tflops": 100.0}},
     "distributions_steps": {"extra": {"distributions_steps": 10}},
     "probe": {"extra": {"probe": False}},
+    "export_checkpoint": {"extra": {"export_checkpoint": False}},
     **{
         kind: {"extra": {kind: {"type": "mine"}}}
         for kind in ("data_source", "model_factory", "optimizer", "scheduler", "checkpoint_engine")
