@@ -110,7 +110,7 @@ def trainer_arguments(run: TrainingContext, total_steps: int) -> dict[str, Any]:
         "logging_steps": 1 if run.is_probe else config.logging_steps,
         "logging_nan_inf_filter": False,
         "eval_strategy": "steps" if config.eval_steps else "no",
-        "eval_steps": config.eval_steps,
+        "eval_steps": run.eval_every,
         # A resumed run was evaluated when it first started.
         "eval_on_start": options.eval_on_start and run.resume_from is None,
         # Our callback decides after each step whether to save: the Trainer's own saving is not atomic.

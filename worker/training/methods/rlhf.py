@@ -79,6 +79,15 @@ class RewardTrainerMixin(ServiceTrainerMixin):
                 description = "the model's output became non-finite while it generated completions"
                 raise self.guard.failure(self, Anomaly("non_finite", description)) from error
 
+    def _calculate_rewards(self, inputs: Any, prompts: list[Any], completions: list[Any], *more: Any) -> Any:
+        rewards = super()._calculate_rewards(inputs, prompts, completions, *more)
+        if not self.model.training:
+            self.own_metrics.update_completions(prompts, completions, rewards)
+        return rewards
+
+    def update_own_metrics(self, model: Any, inputs: Any) -> None:
+        """Do nothing: the metric functions got the completions when they were generated."""
+
     def collate_with_rows(self, collate: Any) -> Any:
         return collate  # a batch is the list of its rows
 

@@ -35,7 +35,7 @@ def check(config: TrainingConfig) -> None:
         TrainingFailure: `config_error` that names what is not installed, cannot be imported or cannot be called.
     """
     for _, kind, name in named_plugins(config.model_dump(mode="json")):
-        if kind != "metrics":  # loaded by the recipes that use them
+        if kind != "metrics":  # they are loaded for the method
             registry.load(kind, name)
 
 
