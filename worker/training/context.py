@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from app.contracts.attempt.job import JobSpec, ResumePoint
 from app.contracts.methods import METHODS, Method
+from app.contracts.run_task import RunTask
 from app.contracts.stop import StopRequest
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.rules import DeviceCapabilities
@@ -65,6 +66,11 @@ class TrainingContext:
     def method(self) -> Method:
         """Properties of the training method."""
         return METHODS[self.config.method]
+
+    @property
+    def only_evaluates(self) -> bool:
+        """True for a run that evaluates given weights and does not train."""
+        return self.job.task is RunTask.evaluate
 
     @property
     def save_every(self) -> int:

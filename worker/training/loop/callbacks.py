@@ -86,7 +86,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         run, name = self.run, self.run.method.eval_metric
         found = metrics.get(name)
-        if found is None:
+        if found is None or run.only_evaluates:
             return
         if not self.trainer.evaluation_is_due():  # only requested: training does not depend on it
             if math.isfinite(found):

@@ -11,6 +11,7 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 
+from app.contracts.attempt.job import TrainedWeights
 from app.contracts.stop import StopMode, StopRequest
 from app.contracts.training_config.resolution import Replacement
 from worker.training.checkpointing import fidelity_check, saver
@@ -239,7 +240,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         run.state.eval_pending = False
         run.evaluation(self.state.global_step, self.state.epoch, found)
         self.actions.evaluated(found)
-        if not self.control.should_training_stop:
+        if not self.control.should_training_stop and not run.only_evaluates:
             run.report.phase("training")
         return dict(metrics)
 
@@ -383,6 +384,12 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
     def _report_loaded(self, checkpoint: Path) -> None:
         self.facts |= fidelity_check.compare_fidelity(self, checkpoint)
         self.report_run_info()
+
+    def load_weights(self, weights: TrainedWeights) -> None:
+        """Load weights to evaluate, and the position at which they were saved."""
+        self.run.report.progress("loading", 1, 2, "weights to evaluate")
+        self._load_from_checkpoint(str(weights.path))
+        self.state.global_step, self.state.epoch = weights.step, weights.epoch
 
     def restore_finished(self, folder: Path) -> None:
         """Restore weights and position from a checkpoint after which no step is left."""

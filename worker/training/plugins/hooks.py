@@ -60,7 +60,8 @@ def write_source_rows(run: TrainingContext) -> None:
     if plugin is None:
         return
     job = run.job
-    changes = {"dataset": _write_rows(run, plugin, job.dataset, "training")}
+    purpose = "evaluation" if run.only_evaluates else "training"
+    changes = {"dataset": _write_rows(run, plugin, job.dataset, purpose)}
     if job.eval_dataset is not None:
         changes["eval_dataset"] = _write_rows(run, plugin, job.eval_dataset, "evaluation")
     run.job = job.model_copy(update=changes)
