@@ -192,7 +192,9 @@ class SampleEvent(TrainerEvent):
     step: int = Field(description="Optimizer steps before the text was generated.")
     prompt: str = Field(description="Prompt as text.")
     completion: str = Field(description="Generated text.")
-    action_id: str | None = Field(default=None, description="Action that requested it; null for samples of `rlhf`.")
+    action_id: str | None = Field(
+        default=None, description="Action that requested it; null for samples of `rlhf` and of `sample_prompts`."
+    )
     rewards: dict[str, float | None] | None = Field(
         default=None, description="Value of each reward function by name; null outside `rlhf`."
     )
