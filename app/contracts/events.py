@@ -36,6 +36,11 @@ class Event(BaseModel):
     seq: int = Field(
         description="Position in the run's log, from 1 without gaps; the `id` and cursor of server-sent events."
     )
+    cursor: int | None = Field(
+        default=None,
+        exclude_if=lambda cursor: cursor is None,
+        description="Position in the stream of all runs, `GET /v1/events`; absent in the stream of one run.",
+    )
     ts: Timestamp | None = Field(
         default=None, description="Time of the event in UTC, in milliseconds; null for placeholders of pruned events."
     )
@@ -301,7 +306,10 @@ class TruncatedEvent(Event):
 
 
 class CursorEvent(Event):
-    """Position of a reader that chose types, when none of them came for 15 seconds; it is sent, but not stored."""
+    """Position of a reader that chose types, when none of them came for 15 seconds; it is sent, but not stored.
+
+    In the stream of all runs it has only `cursor`, and is also the first event of a reader that starts now.
+    """
 
     model_config = ConfigDict(json_schema_extra=_example("cursor"))
 
@@ -321,6 +329,9 @@ EVENTS: Mapping[str, type[Event]] = MappingProxyType(
 
 EVENT_TYPES = tuple(kind for kind, model in EVENTS.items() if model not in (TruncatedEvent, CursorEvent))
 """Types of stored events, of which a reader can choose."""
+
+FEED_TYPES = ("status", "progress", "end")
+"""Types of the events in the stream of all runs; a trigger of the table queues them."""
 
 TRAINER_RECORDS = frozenset(kind for kind, model in EVENTS.items() if model.is_trainer_record)
 """Types of which the trainer's record is stored as the event."""

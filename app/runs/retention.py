@@ -27,7 +27,7 @@ from app.runs import deletion
 from app.runs.checkpoints import retention
 from app.tables.audit import AuditEntry
 from app.tables.checkpoints import Checkpoint
-from app.tables.events import month_after
+from app.tables.events import FeedEvent, QueuedFeedEvent, month_after
 from app.tables.runs import Run, RunRewardModel
 
 log = logging.getLogger(__name__)
@@ -250,6 +250,9 @@ class Pruning:
                 await _exchange(session, name, kept, low, high)
                 truncated = update(Run).where(*inside, Run.id.not_in(kept), Run.first_seq <= Run.event_seq)
                 await session.execute(truncated.values(first_seq=Run.event_seq + 1))
+                for table in (QueuedFeedEvent, FeedEvent):
+                    in_feed = (table.run_id >= low, table.run_id < high, table.run_id.not_in(kept))
+                    await session.execute(delete(table).where(*in_feed))
         return True
 
 

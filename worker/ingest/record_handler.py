@@ -45,6 +45,8 @@ from worker.process.channel import Source
 from worker.wire.heartbeat import HEARTBEAT
 
 _TAIL_LINES = 50
+_ENVELOPE = ("run_id", "seq", "cursor")
+"""Fields that the service adds to an event: with one of them, a run could speak for another run."""
 _TOO_FAST = (
     f"the training process reports more than {BURST_BYTES // 2**20} MiB at once and {BYTES_PER_SECOND // 2**20} MiB "
     "per second after that, and has to wait: report less often, or less text at a time"
@@ -159,6 +161,8 @@ class RecordHandler:
             if record is None:
                 raise ValueError("it is not an object with a `type`")
             ts = record.pop("ts", None) or now
+            for name in _ENVELOPE:
+                record.pop(name, None)
             if (handle := self._handlers.get(record["type"])) is None:
                 raise ValueError(f"unknown type {record['type']!r}")
             handle(record, ts)

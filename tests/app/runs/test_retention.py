@@ -22,6 +22,7 @@ from app.infra.storage import Storage
 from app.runs import retention
 from app.runs.events import stream
 from app.runs.events.frames import Frame
+from app.runs.events.sources import RunSource
 from app.runs.events.stream import Streams
 from app.runs.retention import Policy, PruneResult, prune
 from app.tables.checkpoints import Checkpoint
@@ -82,6 +83,12 @@ def events(engine: Engine, run_id: str) -> int:
         return connection.scalar(select(func.count()).where(RunEvent.run_id == run_id)) or 0
 
 
+def queued(engine: Engine) -> set[str]:
+    """Runs of which the feed of all runs has events."""
+    with engine.connect() as connection:
+        return set(connection.scalars(text("SELECT run_id FROM event_feed UNION SELECT run_id FROM event_feed_queue")))
+
+
 def partitions(engine: Engine) -> set[str]:
     query = text("SELECT relname FROM pg_class WHERE relname LIKE 'run_events_2025%' AND relkind = 'r'")
     with engine.connect() as connection:
@@ -124,6 +131,7 @@ class TestEvents:
         before = events(engine, pinned.run_id)
         assert prune(settings, Policy(events_days=30), dry_run=False).months == ["2025-01"]
         assert (events(engine, pinned.run_id), events(engine, other.run_id)) == (before, 0)
+        assert queued(engine) == {pinned.run_id}
         assert run_row(engine, pinned.run_id).first_seq == 1
         assert "run_events_2025_01" in partitions(engine)
         assert prune(settings, Policy(events_days=30), dry_run=False) == PruneResult()
@@ -200,7 +208,7 @@ class TestReaders:
         """What comes behind the first of several batches, and the `seq` of the end."""
         trainer = made.run(JANUARY)
         last = run_row(made.engine, trainer.run_id).event_seq
-        batches = streams.batches(trainer.run_id, 0, until=last if had_ended else None)
+        batches = streams.batches(RunSource(trainer.run_id), 0, until=last if had_ended else None)
         _, first = await anext(batches)
         assert len(first) == 20
         await asyncio.to_thread(prune, settings, policy, False)

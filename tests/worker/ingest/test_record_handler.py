@@ -254,6 +254,12 @@ def test_a_record_beyond_the_limit_of_its_size_is_a_line_in_the_log(lab: Lab) ->
     assert kept == "sample" and "at most 131,072" in too_long["line"] and "the limit of 131,072" in too_large["line"]
 
 
+def test_a_record_cannot_speak_for_another_run(lab: Lab) -> None:
+    lab.says("progress", phase="loading", done=1, run_id="run_other", seq=9, cursor=9)
+    lab.writer.drain()
+    assert lab.events()[2:] == [("progress", {"phase": "loading", "done": 1})]
+
+
 def test_names_of_non_finite_values_are_bounded(lab: Lab) -> None:
     values = ",".join(["NaN"] * 9000)
     lab.record_handler.take([("report", f'{{"type": "progress", "{"x" * 60_000}": [{values}]}}'.encode())])
