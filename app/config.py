@@ -182,6 +182,9 @@ class Settings(_HomeSettings):
         environment.setdefault("OMP_NUM_THREADS", "1")
         environment.setdefault("TOKENIZERS_PARALLELISM", "false")
         environment["PYTHONUNBUFFERED"] = "1"
+        # By default, TRL reports every run to the hub (architecture, GPU, trainer), and W&B its errors to its vendor.
+        environment.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+        environment.setdefault("WANDB_ERROR_REPORTING", "false")
         if not self.allow_hub:
             # With `local_files_only`, transformers still queries the hub for adapters and waits for the response.
             environment["HF_HUB_OFFLINE"] = "1"
@@ -199,12 +202,13 @@ _TRAINER_VARIABLES = {
     "PYTORCH_ALLOC_CONF", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "TRANSFORMERS_OFFLINE",
     "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy",
     "https_proxy", "no_proxy", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "PYTHONPATH", "PYTHONHASHSEED",
-    "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE", "WANDB_PROJECT",
+    "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_ERROR_REPORTING", "WANDB_MODE", "WANDB_PROJECT",
+    "HF_HUB_DISABLE_TELEMETRY", "DISABLE_TELEMETRY", "DO_NOT_TRACK", "CC", "TRITON_CACHE_DIR", "XDG_CACHE_HOME",
 }  # fmt: skip
 
 
 def _is_trainer_variable(name: str) -> bool:
-    return name in _TRAINER_VARIABLES or name.startswith(("LC_", "NCCL_", "NVIDIA_"))
+    return name in _TRAINER_VARIABLES or name.startswith(("LC_", "NCCL_", "NVIDIA_", "HF_XET_"))
 
 
 def postgres_environment() -> dict[str, str]:

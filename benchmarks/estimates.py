@@ -66,7 +66,7 @@ class Cell:
         config = self.config
         if not self.mixed:
             return Precision.of(config, "cpu")
-        return Precision("cpu", autocast=True, base=4 if config.lora_r is None else 2, adapter=4)
+        return Precision("cpu", autocast=True, base=4 if config.lora_r is None else 2)
 
 
 def grid() -> Iterator[Cell]:
@@ -102,9 +102,7 @@ def built(cell: Cell) -> tuple[Any, Architecture]:
     adapter = lora_config(config)
     if adapter is not None:
         model = get_peft_model(model, adapter)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and config.load_in_4bit and "magnitude" not in name:
-            parameter.data = parameter.data.to(torch.bfloat16)  # as TRL does
+    for parameter in model.parameters():
         if cell.mixed and not parameter.requires_grad:
             parameter.data = parameter.data.to(torch.bfloat16)
     add_fused_lm_head(network, outputs=("log_probs", "entropy", "is_top1"))

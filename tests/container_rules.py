@@ -22,10 +22,17 @@ from app.server import REQUEST_GRACE_SECONDS
 from tests.dockerfile import Stage, read
 
 ROOT = Path(__file__).parents[1]
-FILES = ("docker-compose.yml", "Dockerfile.gpu", ".env.example", ".dockerignore", ".gitignore")
+FILES = (
+    "docker-compose.yml", "docker-compose.trainer.yml", "Dockerfile.gpu", ".env.example", ".dockerignore", ".gitignore",
+)  # fmt: skip
 _VARIABLE = re.compile(r"(?<!\$)\$\{(\w+)(?:(:[-?])([^}]*))?\}")
 _PINNED = re.compile(r"[\w./-]+:\d+(\.\d+)*(-[\w.]+)*")
 _SECRET = re.compile(r"PASSWORD|SECRET|TOKEN|API_KEY", re.IGNORECASE)
+_TRAINER_CAPABILITIES = {
+    "api": {"DAC_OVERRIDE"},
+    "worker": {"CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID"},
+}
+"""Capabilities with which `tests/reliability/test_stalls.py` shows that training as another user works."""
 _WORKER_MORE_SECONDS = 10  # same margin beyond the trainers' grace period as in app.standalone.supervisor
 _API_MORE_SECONDS = 5
 
@@ -93,7 +100,7 @@ class Files:
 def problems(files: Files) -> list[str]:
     """Return all violations."""
     rules = (_commands, _copies, _users, _ports, _settings, _variables, _images, _volumes, _health, _graces, _order,
-             _hardened, _secrets)  # fmt: skip
+             _hardened, _secrets, _trainer_user)  # fmt: skip
     return [problem for rule in rules for problem in rule(files)]
 
 
@@ -335,6 +342,32 @@ def _hardened(files: Files) -> Iterator[str]:
     for name in ("postgres", "redis"):
         if files.services[name]["networks"] != ["data"]:
             yield f"{name} is in more than the internal network"
+
+
+def _trainer_user(files: Files) -> Iterator[str]:
+    document = yaml.safe_load(files.texts["docker-compose.trainer.yml"])
+    worker, stage = document["services"]["worker"], files.stage_of("worker")
+    user, made = worker["environment"].get("ANNEAL_TRAINER_USER"), ""
+    if stage:
+        made = " ".join(argument for kind, argument in stage.instructions if kind == "RUN")
+    if not re.search(rf"useradd --uid (?!10001\b)\d+ [^&]*\b{user}\b", made):
+        yield f"the image has no user {user} to train as"
+    for volume in worker["volumes"]:
+        if not re.search(rf"install -d -o {user} -g {user} -m 0700 {volume.partition(':')[2]}\b", made):
+            yield f"{volume} does not belong to {user} alone"
+    if not worker["environment"].get("HF_HOME", "").startswith(tuple(it.partition(":")[2] for it in worker["volumes"])):
+        yield f"{user} cannot write downloads"
+    for path in ("/storage", "/models"):
+        if not re.search(rf"-m 07[0-7][1357] {path}\b", made):
+            yield f"{user} cannot enter {path}"
+    for path in ("/keys", "/var/lib/anneal"):
+        if not re.search(rf"-m 0700 [^&]*{path}\b", made):
+            yield f"{user} can enter {path}"
+    for name, service in document["services"].items():
+        if set(service.get("cap_add", [])) != _TRAINER_CAPABILITIES.get(name, set()):
+            yield f"{name} has other capabilities than training as another user needs"
+        if set(service) - {"user", "cap_add", "environment", "volumes"}:
+            yield f"{name} changes more than the user that trains"
 
 
 def _secrets(files: Files) -> Iterator[str]:

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,18 @@ from worker.wire.journal import read_journal
 class WorkerProcess:
     """Worker process: `python -m worker.main`."""
 
-    def __init__(self, settings: Settings, log: Path) -> None:
+    def __init__(self, settings: Settings, log: Path, under: Sequence[str] = ()) -> None:
+        """Start it; `under` is a command that executes it, with its arguments."""
         self.log = log
-        self.process = programs.start("worker.main", [], settings.child_environment(), log)
+        self.process: programs.Process
+        if under:
+            with log.open("ab") as output:
+                self.process = subprocess.Popen(
+                    [*under, sys.executable, "-m", "worker.main"],
+                    env=settings.child_environment(), stdout=output, stderr=output,
+                )  # fmt: skip
+        else:
+            self.process = programs.start("worker.main", [], settings.child_environment(), log)
 
     def kill(self) -> None:
         """Kill the process with SIGKILL."""
@@ -87,9 +98,10 @@ class Stack:
         """HTTP client with an admin key."""
         return self.api.client
 
-    def add_worker(self, **values: Any) -> WorkerProcess:
-        """Start another worker and wait until it is registered."""
-        worker = WorkerProcess(self.settings.model_copy(update=values), self.home / f"worker-{len(self.workers)}.log")
+    def add_worker(self, under: Sequence[str] = (), **values: Any) -> WorkerProcess:
+        """Start another worker, if wanted by the command `under`, and wait until it is registered."""
+        settings = self.settings.model_copy(update=values)
+        worker = WorkerProcess(settings, self.home / f"worker-{len(self.workers)}.log", under)
         self.workers.append(worker)
         eventually(lambda: self._is_registered(worker), timeout=60, what=f"worker registered, see {worker.log}")
         return worker

@@ -11,8 +11,9 @@ from app.workers.status_files import WorkerStatusFile
 from tests.container_rules import Files, problems
 from tests.server import ApiServer
 
-COMPOSE, DOCKERFILE, EXAMPLE, IGNORE, GIT = (
+COMPOSE, TRAINER, DOCKERFILE, EXAMPLE, IGNORE, GIT = (
     "docker-compose.yml",
+    "docker-compose.trainer.yml",
     "Dockerfile.gpu",
     ".env.example",
     ".dockerignore",
@@ -55,7 +56,7 @@ SPOILED = [
     (COMPOSE, "storage:/storage", "storage:/data", "ANNEAL_STORAGE is not the volume"),
     (COMPOSE, "worker-home:/var/lib/anneal", "worker-home:/home/anneal", "cannot write to ANNEAL_HOME"),
     (COMPOSE, '"worker-home:/var/lib/anneal", ', "", "does not survive"),
-    (DOCKERFILE, "/storage /models /cache", "/storage /models", "/cache belongs to root"),
+    (DOCKERFILE, "/keys /cache", "/keys", "/cache belongs to root"),
     (DOCKERFILE, "HF_HOME=/cache/huggingface", "HF_HOME=/hub", "have no volume"),
     (DOCKERFILE, "'/healthz'", "'/readyz'", "does not request its public path"),
     (DOCKERFILE, "'127.0.0.1', 8700", "'127.0.0.1', 80", "does not request its public path"),
@@ -83,6 +84,13 @@ SPOILED = [
     (DOCKERFILE, "PYTHONUNBUFFERED=1", "HF_TOKEN=abc", "a secret in a layer"),
     (COMPOSE, '"$$REDIS_PASSWORD" >', '"${REDIS_PASSWORD:?Set it there, in .env, please.}" >', "among the arguments"),
     (GIT, ".env", "", ".env can be committed"),
+    (TRAINER, "ANNEAL_TRAINER_USER: trainer", "ANNEAL_TRAINER_USER: nobody", "no user nobody"),
+    (TRAINER, "trainer:/trainer", "trainer:/home", "does not belong to trainer alone"),
+    (TRAINER, "HF_HOME: /trainer", "HF_HOME: /cache", "cannot write downloads"),
+    (TRAINER, "KILL, ", "SYS_ADMIN, ", "other capabilities"),
+    (TRAINER, "    user: root\n    cap_add: [CHOWN", "    privileged: true\n    cap_add: [CHOWN", "changes more"),
+    (DOCKERFILE, "-m 0711 /storage", "-m 0700 /storage", "cannot enter /storage"),
+    (DOCKERFILE, "-m 0700 /var/lib/anneal /keys", "-m 0755 /var/lib/anneal /keys", "can enter /keys"),
 ]  # fmt: skip
 
 

@@ -2,11 +2,17 @@
 
 import logging
 import os
+from collections.abc import Callable
+from functools import partial
+from queue import Empty
 from typing import Any
 
 from celery import Celery
 from celery.apps.worker import Worker
 from celery.concurrency.thread import TaskPool
+from celery.worker import state
+from celery.worker.consumer import Consumer
+from redis.exceptions import DataError, RedisError
 
 from app.infra.broker import TASK
 from worker.attempts import supervisor
@@ -49,6 +55,51 @@ class CeleryProgram(Worker):  # type: ignore[misc]  # Celery has no types
         if self.blueprint is not None:
             self.blueprint.stop(self, terminate=not warm)
             self.blueprint.join()
+
+
+class HintConsumer(Consumer):  # type: ignore[misc]  # Celery has no types
+    """Celery's consumer, which drops a malformed message instead of ending the worker.
+
+    Anything that can write to Redis may put something else into the queue.
+    """
+
+    def register_with_event_loop(self, hub: Any) -> None:
+        """Drop what cannot be parsed as a message; called again after each reconnection."""
+        super().register_with_event_loop(hub)
+        handlers = self.task_consumer.channel.handlers
+        handlers["BRPOP"] = partial(self._receive, handlers["BRPOP"])
+
+    def create_task_handler(self, *args: Any) -> Callable[[Any], None]:
+        """Acknowledge and release what cannot be handled: it would occupy a slot for ever."""
+        handle = super().create_task_handler(*args)
+
+        def handle_hint(message: Any) -> None:
+            before = set(state.reserved_requests)
+            try:
+                handle(message)
+            except Exception as error:
+                if _is_of_the_server(error):
+                    raise
+                log.warning("a message that is no hint is dropped: %r", error)
+                message.ack_log_error(log, self.connection_errors)
+                for request in set(state.reserved_requests) - before:
+                    state.task_ready(request)
+
+        return handle_hint
+
+    def _receive(self, receive: Callable[[], bool]) -> bool:
+        try:
+            return receive()
+        except Exception as error:
+            if isinstance(error, Empty) or _is_of_the_server(error):
+                raise
+            log.warning("a malformed message is dropped: %r", error)
+            return True
+
+
+def _is_of_the_server(error: Exception) -> bool:
+    """Return True if Redis or the connection to it failed. Celery counts more as that, such as a missing field."""
+    return isinstance(error, OSError | RedisError) and not isinstance(error, DataError)
 
 
 class SlotPool(TaskPool):  # type: ignore[misc]  # Celery has no types

@@ -77,7 +77,11 @@ class WorkerContext:
             statement_seconds=max(settings.renew_seconds, 0.5),
         )
         self.redis: Redis = Redis.from_url(
-            settings.redis_url, socket_connect_timeout=1, socket_timeout=1, decode_responses=True
+            settings.redis_url,
+            socket_connect_timeout=1,
+            socket_timeout=1,
+            decode_responses=True,
+            encoding_errors="replace",  # of whatever others publish
         )
         self.closing = threading.Event()
         """No further run is taken; current runs finish."""

@@ -10,7 +10,7 @@ from app.infra.broker import QUEUE, celery_app
 from app.infra.errors import SetupError
 from app.infra.server_urls import resolve_urls
 from worker import celery_worker
-from worker.celery_worker import CeleryProgram, SlotPool
+from worker.celery_worker import CeleryProgram, HintConsumer, SlotPool
 from worker.context import WorkerContext
 from worker.signals import SignalHandler
 
@@ -37,6 +37,7 @@ def run(settings: Settings, signals: SignalHandler) -> int:
     # Celery's warning about root concerns pickled messages; the messages here are JSON without arguments.
     warnings.filterwarnings("ignore", message=".*superuser privileges")
     signals.start(context)
+    context.launcher.adopt_orphans()
     try:
         if not context.start():
             return 0
@@ -45,6 +46,7 @@ def run(settings: Settings, signals: SignalHandler) -> int:
             app=app,
             quiet=True,
             pool=SlotPool,
+            consumer_cls=HintConsumer,
             concurrency=context.machine.slots,
             queues=[QUEUE],
             hostname=f"{context.id}@{context.name}",

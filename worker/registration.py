@@ -6,7 +6,7 @@ from importlib.metadata import entry_points, version
 from sqlalchemy import Connection
 
 from app.contracts.plugins import PLUGINS
-from app.infra.process_identity import ProcessIdentity
+from app.infra.process.identity import ProcessIdentity
 from app.runs.state import machine as state_machine
 from app.workers import registry
 from worker.devices import Machine

@@ -8,6 +8,8 @@ HEAD_SECONDS = 20.0
 """Seconds from the connection, or the first byte of a further request, to the end of its headers."""
 UNREAD_BODY_SECONDS = 30.0
 """Seconds a client may continue to send a body that was already answered, such as a rejected upload."""
+UNREAD_RESPONSE_SECONDS = 300.0
+"""Seconds a client may take to read enough of a response that more can be sent."""
 MAX_HEADER_BYTES = 64 * 1024
 """Bytes without a byte of a body: a request's headers, the extensions of its chunks, its trailers."""
 
@@ -16,6 +18,7 @@ class Protocol(HttpToolsProtocol):
     """One connection. Bodies are limited in `app.api.middleware.body_limits`, idle connections by uvicorn."""
 
     _timer: asyncio.TimerHandle | None = None
+    _unread_timer: asyncio.TimerHandle | None = None
     _in_head = True
     _bytes_without_body = 0
 
@@ -25,6 +28,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
+        self._cancel_unread_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -64,8 +68,25 @@ class Protocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle is not None and self.cycle.more_body and self._timer is None:
+        if self._timer is not None:
+            return
+        if self.cycle is not None and self.cycle.more_body:
             self._abort_after(UNREAD_BODY_SECONDS)
+        elif self.transport.is_closing():
+            self._abort_after(UNREAD_RESPONSE_SECONDS)
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        if self._timer is None:
+            self._abort_after(UNREAD_RESPONSE_SECONDS)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread_timer = self.loop.call_later(UNREAD_RESPONSE_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._cancel_unread_timer()
+        super().resume_writing()
 
     def _refuse_endless_headers(self) -> None:
         if not self._in_head and self.cycle.response_started:
@@ -76,6 +97,11 @@ class Protocol(HttpToolsProtocol):
 
     def _abort_after(self, seconds: float) -> None:
         self._timer = self.loop.call_later(seconds, self.transport.abort)
+
+    def _cancel_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:

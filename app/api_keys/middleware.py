@@ -45,13 +45,14 @@ async def _authenticate(scope: Scope) -> Caller:
     if not sent:
         raise _unauthorized("missing_key", "Send your key as `Authorization: Bearer <key>`")
     kind, _, key = sent[0].partition(" ")
-    caller = auth.remembered(key)
-    if caller is None:
-        # A malformed key never reaches the database. A valid key is accepted even if its address has no attempts left.
-        if len(sent) == 1 and kind.lower() == "bearer" and _KEY.fullmatch(key):
+    caller = None
+    # A malformed key never reaches the database. A valid key is accepted even if its address has no attempts left.
+    if len(sent) == 1 and kind.lower() == "bearer":
+        caller = auth.remembered(key)
+        if caller is None and _KEY.fullmatch(key):
             caller = await _verified(auth, key, scope["path"])
-        if caller is None:
-            raise _wrong_key(auth.failures, _address(scope))
+    if caller is None:
+        raise _wrong_key(auth.failures, _address(scope))
     needed = "read" if scope["method"] in ("GET", "HEAD", "OPTIONS") else "write"
     if not caller.may(needed):
         raise _scope_missing(caller, needed)

@@ -32,6 +32,7 @@ from app.runs.logs import lines
 from app.runs.resume import resume
 from app.runs.validation.config import config_problems
 from app.runs.validation.result import validation_failed
+from app.runs.validation.rewards import reward_problems
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
 from app.workers.queries import online_machines
@@ -62,10 +63,11 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
     async def validate_config(self, config: Mapping[str, Any]) -> list[FieldError]:
         """Return the problems of the configuration, also with regard to the devices of online workers."""
         name = self.capabilities.name
+        wrong_rewards = await reward_problems(self._settings, config)
         async with self._sessions() as session:
             machines = await online_machines(session, self._settings, name, self.rules)
         problems, _ = await asyncio.to_thread(config_problems, self.rules, config, machines=machines)
-        return problems
+        return problems + wrong_rewards
 
     async def estimate_resources(self, config: Mapping[str, Any], dataset_size: int) -> RunEstimate:
         """Estimate by formula and from earlier runs, for the devices of online workers."""

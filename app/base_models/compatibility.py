@@ -1,10 +1,10 @@
 """Checks that a base model fits a training configuration."""
 
 from collections.abc import Mapping, Set
-from pathlib import Path
 from typing import Any
 
-from app.base_models.resolver import WEIGHTS_FILE, BaseModelError, read_json
+from app.base_models.model_folder import ModelFolder
+from app.base_models.resolver import WEIGHTS_FILE, BaseModelError
 from app.contracts.methods import method_of
 from app.contracts.training_config.resolution import LONGEST_SEQUENCE
 from app.estimator.architecture import UnknownArchitecture, impossible_size, read
@@ -12,7 +12,7 @@ from app.estimator.parameters import modules
 
 
 def model_conflicts(
-    folder: Path, config: Mapping[str, Any], given: Set[str], *, needs_weights: bool = True
+    folder: ModelFolder, config: Mapping[str, Any], given: Set[str], *, needs_weights: bool = True
 ) -> list[BaseModelError]:
     """Return settings that a local model does not support, judged by its files before anything is started.
 
@@ -25,7 +25,7 @@ def model_conflicts(
                 "revision", "A local folder or a run has no revisions; leave `revision` out, or name a hub model."
             )
         )
-    is_adapter = (folder / "adapter_config.json").is_file()
+    is_adapter = folder.has("adapter_config.json")
     method = method_of(config)
     if is_reward_model(folder) and (is_adapter or not method.has_reward_head):
         what = "an adapter of a reward model" if is_adapter else "a reward model"
@@ -43,32 +43,32 @@ def model_conflicts(
     return found
 
 
-def _lacking(folder: Path, from_scratch: bool) -> str | None:
+def _lacking(folder: ModelFolder, from_scratch: bool) -> str | None:
     """Return what is wrong with the weights in a model's folder, as far as can be seen without reading them."""
-    if not any(folder.glob("*.safetensors")):
+    if not any(folder.path.glob("*.safetensors")):
         message = "The folder contains no safetensors weights; add them, or train from scratch with method `full`."
         return None if from_scratch else message
-    whole = folder / WEIGHTS_FILE
+    whole = folder.path / WEIGHTS_FILE
     if whole.is_file() and whole.stat().st_size == 0:
         return f"{WEIGHTS_FILE} in the folder is empty; replace it with the model's weights."
     return None
 
 
-def is_reward_model(folder: Path) -> bool | None:
+def is_reward_model(folder: ModelFolder) -> bool | None:
     """Return True if a local model outputs one score instead of tokens; None if its files do not say."""
-    if (folder / "adapter_config.json").is_file():
-        task = read_json(folder, "adapter_config.json").get("task_type")
+    if folder.has("adapter_config.json"):
+        task = folder.read_json("adapter_config.json").get("task_type")
         return task == "SEQ_CLS" if isinstance(task, str) else None
-    names = read_json(folder, "config.json").get("architectures")
+    names = folder.read_json("config.json").get("architectures")
     if not isinstance(names, list) or not names:
         return None
     return any(isinstance(name, str) and name.endswith("ForSequenceClassification") for name in names)
 
 
-def _of_architecture(folder: Path, config: Mapping[str, Any]) -> list[BaseModelError]:
+def _of_architecture(folder: ModelFolder, config: Mapping[str, Any]) -> list[BaseModelError]:
     """Return settings that are impossible for a model of a known family; nothing if a plugin creates the model."""
-    model_config, extra = read_json(folder, "config.json"), config.get("extra")
-    is_adapter = (folder / "adapter_config.json").is_file()
+    model_config, extra = folder.read_json("config.json"), config.get("extra")
+    is_adapter = folder.has("adapter_config.json")
     if is_adapter or (isinstance(extra, Mapping) and (extra.get("model_factory") or extra.get("recipe"))):
         return []
     if wrong := impossible_size(model_config):
@@ -98,12 +98,12 @@ def _is_among(name: str, modules: Set[str]) -> bool:
     return any(module == name or module.endswith(f".{name}") for module in modules)
 
 
-def longest_sequence(folder: Path) -> int | None:
+def longest_sequence(folder: ModelFolder) -> int | None:
     """Return the maximum sequence length of a local model: its number of positions, else that of its tokenizer."""
-    model_config = read_json(folder, "config.json")
+    model_config = folder.read_json("config.json")
     model_config = model_config.get("text_config", model_config)
     positions = model_config.get("max_position_embeddings") if isinstance(model_config, dict) else None
     if isinstance(positions, int):
         return positions
-    longest = read_json(folder, "tokenizer_config.json").get("model_max_length") if model_config else None
+    longest = folder.read_json("tokenizer_config.json").get("model_max_length") if model_config else None
     return min(int(longest), LONGEST_SEQUENCE) if isinstance(longest, int | float) else None

@@ -1,20 +1,19 @@
 """Resolution of base model names. Free of FastAPI: the API validates names with it, the worker locates the files."""
 
-import json
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
+from app.base_models.model_folder import ModelFolder
 from app.config import Settings
 from app.infra.ids import is_id
-from app.infra.storage import OutsideStorage, Storage
+from app.infra.storage import Storage
+from app.infra.untrusted_folder import OutsideStorage
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
 
 WEIGHTS_FILE = "model.safetensors"
-_MAX_CONFIG_BYTES = 2**20
-
 _MODEL_FILES = ("config.json", "adapter_config.json")
 
 
@@ -64,7 +63,7 @@ def locate(
                 "base_run_without_output", f"Run {name} has no output to use as a model; wait until it is completed."
             )
         folder = storage.output_dir(name, output_attempt_of_base_run)
-        if folder.is_symlink() or not _holds_model(folder):
+        if not _holds_model(ModelFolder(storage, folder)):
             raise BaseModelError(
                 "model_not_found",
                 f"The output of run {name} is missing from the storage; resume that run to create it again.",
@@ -73,7 +72,7 @@ def locate(
     _check_allowed(settings, name)
     folder = _below(settings.models_folder, name)
     if folder.is_dir():
-        if not _holds_model(folder):
+        if not _holds_model(ModelFolder(storage, folder)):
             raise BaseModelError(
                 "not_a_model",
                 f"The folder {name!r} below the models root contains neither config.json nor "
@@ -81,18 +80,6 @@ def locate(
             )
         return ModelLocation(name=name, path=str(folder), hub=None, revision=None)
     return ModelLocation(name=name, path=None, hub=_hub_name(settings, name), revision=revision)
-
-
-def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Read a JSON object from a file of the model; return an empty one if that fails."""
-    try:
-        file = folder / name
-        if not file.is_file() or file.stat().st_size > _MAX_CONFIG_BYTES:
-            return {}
-        content = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _check_allowed(settings: Settings, name: str) -> None:
@@ -135,5 +122,5 @@ def _hub_name(settings: Settings, name: str) -> str:
     return name
 
 
-def _holds_model(folder: Path) -> bool:
-    return any((folder / file).is_file() for file in _MODEL_FILES)
+def _holds_model(folder: ModelFolder) -> bool:
+    return any(folder.has(file) for file in _MODEL_FILES)

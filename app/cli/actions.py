@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from app.cli.console import After, AsJson, Limit, command_group, connected, details, document, listing, note, page
+from app.cli.console import After, AsJson, Limit, command_group, connected, details, document, listing, note, page, say
 from app.cli.names import RunId, id_within
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def _request(run_id: str, action: "Name", wait: bool, as_json: bool, **parameter
             document(asked)
         elif asked.status == "waiting":
             note(f"The run performs it at the end of a step. Check with `anneal actions show {run_id} {asked.id}`.")
-            typer.echo(asked.id)
+            say(asked.id)
         else:
             _print_action(asked)
         if asked.status in ("refused", "failed"):
@@ -54,7 +54,7 @@ def _print_action(action: "ActionRead") -> None:
         } | {"prompts": None if samples else action.parameters.get("prompts")}
     )  # fmt: skip
     for sample in samples:
-        typer.echo(f"\n> {sample['prompt']}\n{sample['completion']}")
+        say(f"\n> {sample['prompt']}\n{sample['completion']}")
 
 
 @commands.command()

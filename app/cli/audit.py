@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from app.cli.console import AsJson, document
+from app.cli.console import AsJson, document, say
 from app.cli.errors import plain_errors, settings_with_urls
 
 
@@ -42,6 +42,4 @@ def audit(
             for call in calls[:limit]:
                 what = f"{call.method} {call.route}"
                 who = f"{call.key_name} ({call.key_id or 'on the server'})"
-                typer.echo(
-                    f"{call.ts:%Y-%m-%d %H:%M:%S}  {call.status or '   '}  {what}  {call.resource or '-'}  {who}"
-                )
+                say(f"{call.ts:%Y-%m-%d %H:%M:%S}  {call.status or '   '}  {what}  {call.resource or '-'}  {who}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 
 from app.cli import error_text
+from app.infra.terminal_text import plain_json, plain_line, plain_text
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -80,10 +81,15 @@ def option_hint(code: str, sentence: str) -> Iterator[None]:
         raise
 
 
+def say(text: object, *, err: bool = False) -> None:
+    """Print text; a name or a log line in it, which anyone may have chosen, controls no terminal."""
+    typer.echo(plain_text(str(text)), err=err)
+
+
 def fail(sentence: str, *details: str) -> NoReturn:
     """Print the error on standard error and exit with code 1."""
     for line in (f"anneal: {sentence}", *details):
-        typer.echo(line, err=True)
+        say(line, err=True)
     raise typer.Exit(1)
 
 
@@ -101,7 +107,7 @@ def confirm(consequence: str) -> None:
 
 def note(text: str) -> None:
     """Print a message for people on standard error; scripts read standard output."""
-    typer.echo(text, err=True)
+    say(text, err=True)
 
 
 def deleted(id: str, as_json: bool) -> None:
@@ -114,12 +120,12 @@ def deleted(id: str, as_json: bool) -> None:
 
 def document(value: "BaseModel | Mapping[str, Any]") -> None:
     """Print one JSON document."""
-    typer.echo(json.dumps(_plain(value), indent=2, ensure_ascii=False))
+    typer.echo(plain_json(json.dumps(_plain(value), indent=2, ensure_ascii=False)))
 
 
 def json_line(value: "BaseModel | Mapping[str, Any]") -> None:
     """Print one line of JSON and flush it."""
-    typer.echo(json.dumps(_plain(value), ensure_ascii=False, separators=(",", ":")))
+    typer.echo(plain_json(json.dumps(_plain(value), ensure_ascii=False, separators=(",", ":"))))
     sys.stdout.flush()
 
 
@@ -154,6 +160,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, fits: bool =
     if not rows:
         note("There are none.")
         return
+    rows = [[plain_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[n]) for row in [columns, *rows]) for n in range(len(columns))]
     if sys.stdout.isatty():
         from rich.console import Console
@@ -195,7 +202,7 @@ def details(pairs: Mapping[str, Any]) -> None:
     width = max(len(name) for name in pairs)
     for name, value in pairs.items():
         if value is not None and value != "" and value != []:
-            typer.echo(f"{name.ljust(width)}  {attempt_path_text(value)}")
+            say(f"{name.ljust(width)}  {attempt_path_text(value)}")
 
 
 def attempt_path_text(value: Any) -> str:
@@ -244,7 +251,7 @@ def transfer(label: str, total: int) -> "Iterator[Any]":
 def _unmarked(text: str) -> str:
     from rich.markup import escape
 
-    return escape(text)
+    return escape(plain_line(text))
 
 
 def _plain(value: "BaseModel | Mapping[str, Any]") -> Any:

@@ -19,6 +19,7 @@ from app.cli.console import (
     listing,
     note,
     page,
+    say,
     size,
     transfer,
 )
@@ -113,7 +114,7 @@ def _print_created(dataset: "DatasetView", as_json: bool) -> None:
         return
     tokens = f", {dataset.token_statistics.total:,} tokens" if dataset.token_statistics else ""
     note(f"{dataset.name}: {dataset.rows:,} rows, {dataset.format}, {size(dataset.bytes)}{tokens}")
-    typer.echo(dataset.id)
+    say(dataset.id)
 
 
 @commands.command("list")

@@ -17,6 +17,7 @@ from app.cli.console import (
     listing,
     note,
     page,
+    say,
 )
 from app.cli.names import ExperimentId
 
@@ -42,7 +43,7 @@ def create(
         if as_json:
             document(made)
         else:
-            typer.echo(made.id)
+            say(made.id)
 
 
 @commands.command("list")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from app.cli.console import AsJson, document
+from app.cli.console import AsJson, document, say
 from app.cli.errors import plain_errors, settings_with_urls
 from app.infra.errors import SetupError
 
@@ -40,7 +40,7 @@ def create_key(
             view = next(one for one in list_keys_sync(settings) if key.startswith(one.prefix))
             document({"id": view.id, "name": view.name, "scopes": view.scopes, "key": key})
         else:
-            typer.echo(key)
+            say(key)
 
 
 @keys.command("list")
@@ -65,7 +65,7 @@ def list_keys(as_json: AsJson = False) -> None:
                 state = f"expires {key.expires_at:%Y-%m-%d}"
             else:
                 state = f"last used {key.last_used_at:%Y-%m-%d}" if key.last_used_at else "never used"
-            typer.echo(f"{key.id}  {key.prefix}…  {','.join(key.scopes):<16}  {state:<20}  {key.name}")
+            say(f"{key.id}  {key.prefix}…  {','.join(key.scopes):<16}  {state:<20}  {key.name}")
 
 
 @keys.command("revoke")
@@ -84,4 +84,4 @@ def revoke_key(
     if as_json:
         document({"id": key_id, "revoked": True})
     else:
-        typer.echo(f"{key_id} is revoked.")
+        say(f"{key_id} is revoked.")

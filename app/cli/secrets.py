@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from app.cli.console import AsJson, document
+from app.cli.console import AsJson, document, say
 from app.cli.errors import plain_errors, settings_with_urls
 from app.infra.errors import SetupError
 
@@ -63,7 +63,7 @@ def list_secrets(as_json: AsJson = False) -> None:
                 document(SecretList(data=[SecretView.model_validate(row) for row in rows]))
                 return
             for row in rows:
-                typer.echo(f"{row.name:<32}  set {row.updated_at:%Y-%m-%d %H:%M}  key {row.key_id}")
+                say(f"{row.name:<32}  set {row.updated_at:%Y-%m-%d %H:%M}  key {row.key_id}")
 
 
 @secrets.command("delete")
@@ -117,4 +117,4 @@ def _print_result(sentence: str, found: dict[str, Any], as_json: bool) -> None:
     if as_json:
         document(found)
     else:
-        typer.echo(sentence)
+        say(sentence)

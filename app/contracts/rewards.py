@@ -1,24 +1,19 @@
 """Rewards of method `rlhf`: their types, parameters and bounds.
 
-Pure pydantic, no torch: the API validates with it; `worker/training/methods/rewards.py` computes the rewards.
+Pure pydantic, no torch: the API validates with it; `worker/training/methods/rewards.py` computes the rewards. Patterns
+and schemas are only measured here, because to compile them may take long: `reward_patterns` checks them.
 """
 
 import json
-import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
-from urllib.parse import unquote
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
 from app.contracts.field_types import ModelName, PluginName, Strict
-
-_MOST_CHARACTERS = 1000
-
-_MOST_UNROLLED = 100_000
+from app.contracts.reward_patterns import MOST_PATTERN_CHARACTERS
 
 _MOST_SCHEMA_CHARACTERS = 20_000
 
@@ -28,131 +23,24 @@ _MOST_BYTES = 64 * 1024
 _LONG = ("schema", "pattern", "extract", "sections", "model", "name", "options")
 """Fields of a reward with unlimited length, which are the same after defaults are filled in."""
 
-_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?P<least>[0-9]{0,9})(?:,(?P<most>[0-9]{0,9}))?\}|.", re.DOTALL)
-"""An escape, a character class, a repetition, or one character."""
-
-_LITERAL_BRACE = re.compile(r"(?<!\\)\{(?!\d*,?\d*\})")
-
-_POSIX_CLASS = re.compile(r"\[:\^?\w+:\]")
-
-_REFERENCE = re.compile(r"#(/(\$defs|properties)/[^/]+)*")
-
-_DRAFT = "https://json-schema.org/draft/2020-12/schema"
-
-
-def _checked_pattern(pattern: str) -> str:
-    """Return the pattern if it is valid for Python's `re` and means the same in `regex`, which supports timeouts."""
-    if reason := _wrong_with(pattern):
-        raise PydanticCustomError("bad_pattern", "{reason}", {"reason": reason})
-    return pattern
-
-
-def _wrong_with(pattern: str) -> str | None:
-    if posix := _POSIX_CLASS.search(pattern):
-        return f"has a class `{posix[0]}`, which Python's `re` does not support; list the characters instead"
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        return f"is not a valid regular expression of Python's `re`: {error}"
-    # A literal brace in `re`, but not in `regex`.
-    if _LITERAL_BRACE.search(pattern):
-        return r"has a `{` that is not a repetition; write it as `\{`"
-    if len(pattern) > _MOST_CHARACTERS or _unrolled(pattern) > _MOST_UNROLLED:
-        return "is too long, or its counted repetitions are too large; use `*` or `+` instead"
-    return None
-
-
-def _unrolled(pattern: str) -> int:
-    """Estimate the number of nodes of the pattern in `regex`, which unrolls counted repetitions.
-
-    A few nested repetitions would exhaust the memory.
-    """
-    sizes, last = [0], 0
-    for token in _TOKEN.finditer(pattern):
-        if token[0] == "(":
-            sizes.append(0)
-            continue
-        if token[0] == ")" and len(sizes) > 1:
-            last = sizes.pop() + 1
-        elif token["least"] is not None:
-            times = max(1, int(token["least"] or 0), int(token["most"] or 0))
-            sizes[-1] -= last
-            last *= times
-        else:
-            last = 1
-        sizes[-1] += last
-    return sum(sizes)
-
-
-Pattern = Annotated[str, StringConstraints(min_length=1, max_length=_MOST_CHARACTERS), AfterValidator(_checked_pattern)]
+Pattern = Annotated[str, StringConstraints(min_length=1, max_length=MOST_PATTERN_CHARACTERS)]
+"""Regular expression of Python's `re`, of bounded length: `reward_patterns` compiles it, in a process."""
 
 
 class _Weighted(Strict):
     weight: float = Field(default=1.0, ge=-1000, le=1000, description="Weight in the sum of all rewards.")
 
 
-def _checked_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema if it can validate completions in bounded time and without external references."""
+def _not_too_long_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema unchanged, if it is short enough to be checked by `reward_patterns`, in a process."""
     try:
-        text = json.dumps(schema, ensure_ascii=False)
+        length = len(json.dumps(schema, ensure_ascii=False))
     except (RecursionError, TypeError, ValueError) as error:
-        reason: str | None = f"is not a JSON Schema: {error}"
-    else:
-        too_long = f"is too long: a schema has at most {_MOST_SCHEMA_CHARACTERS:,} characters"
-        reason = too_long if len(text) > _MOST_SCHEMA_CHARACTERS else _wrong_with_schema(text)
-    if reason:
-        raise PydanticCustomError("bad_schema", "{reason}", {"reason": reason})
+        raise PydanticCustomError("bad_schema", "is not a JSON Schema: {why}", {"why": str(error)}) from None
+    if length > _MOST_SCHEMA_CHARACTERS:
+        message = "is too long: a schema has at most {most} characters"
+        raise PydanticCustomError("bad_schema", message, {"most": f"{_MOST_SCHEMA_CHARACTERS:,}"})
     return schema
-
-
-# A configuration is validated several times, and a long schema takes some tenths of a second.
-@lru_cache(maxsize=64)
-def _wrong_with_schema(text: str) -> str | None:
-    from jsonschema import Draft202012Validator
-    from jsonschema.exceptions import SchemaError
-
-    try:
-        schema = json.loads(text)
-        if schema.get("$schema", _DRAFT) != _DRAFT:
-            return f"must be a schema of draft 2020-12: leave `$schema` out, or write {_DRAFT}"
-        Draft202012Validator.check_schema(schema)
-    except SchemaError as error:
-        return f"is not a JSON Schema, at {error.json_path}: {error.message[:200]}"
-    except (RecursionError, ArithmeticError, ValueError) as error:
-        return f"is not a JSON Schema: {error}"
-    for keyword, value in _keywords({name: value for name, value in schema.items() if name != "$schema"}):
-        if keyword in ("$schema", "$id", "$dynamicRef", "unevaluatedItems", "unevaluatedProperties"):
-            # These change the meaning of references; the last two run beyond the reach of any time limit.
-            return f"cannot contain `{keyword}`"
-        if keyword == "$ref" and isinstance(value, str) and not _is_in(schema, value):
-            return f"has a `$ref` to {value[:100]!r}; it must refer to `#` or to a schema below `#/$defs/`"
-        # Within `default` or `enum` these words may mean anything.
-        properties = value if isinstance(value, dict) else ()
-        patterns = {"pattern": [value], "patternProperties": properties}.get(keyword, ())
-        for pattern in patterns:
-            if isinstance(pattern, str) and (reason := _wrong_with(pattern)):
-                return f"has a pattern {pattern[:100]!r} that {reason}"
-    return None
-
-
-def _is_in(schema: Any, reference: str) -> bool:
-    """Return True if a reference resolves to a schema that is part of this one."""
-    if _REFERENCE.fullmatch(reference) is None:
-        return False
-    for part in reference.split("/")[1:]:
-        name = unquote(part).replace("~1", "/").replace("~0", "~")
-        if not isinstance(schema, dict) or name not in schema:
-            return False
-        schema = schema[name]
-    return True
-
-
-def _keywords(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every key of every object with its value; some are names of properties, not keywords."""
-    if isinstance(schema, dict):
-        yield from schema.items()
-    for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
-        yield from _keywords(inner)
 
 
 class ExactMatchReward(_Weighted):
@@ -199,7 +87,7 @@ class JsonSchemaReward(_Weighted):
 
     type: Literal["json_schema"]
     # The underscore avoids the name of a method of pydantic.
-    schema_: Annotated[dict[str, Any], AfterValidator(_checked_schema)] = Field(
+    schema_: Annotated[dict[str, Any], AfterValidator(_not_too_long_schema)] = Field(
         alias="schema", description="JSON Schema of draft 2020-12; `$ref` only within itself, `format` is not checked."
     )
 

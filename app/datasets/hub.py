@@ -30,6 +30,10 @@ _SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv")
 """Supported file types, in order of preference."""
 
 
+_COMPRESSIONS = {"gzip", "deflate", "br", "zstd"}
+"""Encodings that httpx decodes without a limit."""
+
+
 @dataclass(frozen=True)
 class HubFile:
     """File at one commit of a dataset."""
@@ -46,7 +50,8 @@ class _GuardedTransport(httpx.AsyncBaseTransport):
     """HTTP transport that connects only to the hub, to a proxy from the environment, or to public addresses.
 
     It resolves a name once, checks the address and connects to that address, because a second lookup could return
-    a different one (DNS rebinding).
+    a different one (DNS rebinding). Compressed responses are rejected and bodies of redirects not read: httpx would
+    expand or read them whole, and a few bytes can expand to gigabytes.
     """
 
     def __init__(self, hub: str) -> None:
@@ -55,6 +60,16 @@ class _GuardedTransport(httpx.AsyncBaseTransport):
         self._transports: dict[str, httpx.AsyncHTTPTransport] = {}
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        response = await self._send(request)
+        codings = {coding.strip().lower() for coding in response.headers.get("content-encoding", "").split(",")}
+        if not (response.has_redirect_location or codings & _COMPRESSIONS):
+            return response
+        await response.aclose()
+        if response.has_redirect_location:
+            return httpx.Response(response.status_code, headers={"Location": response.headers["location"]})
+        raise _Unusable(f"{request.url.host} compressed its response, which was not requested")
+
+    async def _send(self, request: httpx.Request) -> httpx.Response:
         host = request.url.host
         if proxy := _proxy_of(request.url):
             # The proxy decides which hosts are reachable.
@@ -116,7 +131,7 @@ async def client(token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
     endpoint = httpx.URL(hub_endpoint() or _default_endpoint())
     async with httpx.AsyncClient(
         base_url=endpoint,
-        headers={} if token is None else {"Authorization": f"Bearer {token}"},
+        headers={"Accept-Encoding": "identity"} | ({} if token is None else {"Authorization": f"Bearer {token}"}),
         transport=_GuardedTransport(endpoint.host),
         timeout=httpx.Timeout(30.0),
         follow_redirects=True,
@@ -262,4 +277,6 @@ def is_public(address: str) -> bool:
             inside = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
         if inside is not None:
             return is_public(str(inside))
+        if ip.is_site_local:  # deprecated, but networks still route it
+            return False
     return ip.is_global and not ip.is_multicast and not ip.is_reserved and ip not in _PROTOCOLS

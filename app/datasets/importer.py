@@ -22,8 +22,8 @@ from app.datasets.readers.json_array import ArrayReader
 from app.datasets.readers.jsonl import LineReader
 from app.datasets.readers.parquet import ParquetReader
 from app.datasets.row_writer import MOST_BAD_ROWS, RowWriter, TooManyBadRows
-from app.datasets.sandbox import SandboxBusy
 from app.datasets.token_counter import TokenCounter
+from app.infra.process.sandbox import SandboxBusy
 
 _WRITE_BYTES = 256 * 1024
 # A separate pool: imports that wait for a reader process must not block other users of the default pool.

@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from app.api.errors import ApiError, from_validation, invalid, too_large
 from app.base_models import resolver
+from app.base_models.model_folder import ModelFolder
 from app.config import Settings
 from app.contracts.errors import FieldError
 from app.contracts.schemas.datasets import HubImport
@@ -21,6 +22,7 @@ from app.datasets.importer import DatasetImporter, ImportedFile, ImportOptions, 
 from app.datasets.token_counter import MOST_TOKENIZER_BYTES, TokenCounter
 from app.infra.storage import Storage
 from app.infra.strict_json import BadJson, parse
+from app.infra.untrusted_folder import OutsideStorage
 from app.secrets import service as secrets
 from app.secrets.store import HF_TOKEN
 from app.tables.runs import Run
@@ -109,17 +111,22 @@ async def _tokenizer_file(around: ImportContext, name: str) -> Path:
         async with around.sessions() as session:
             attempt = await session.scalar(select(Run.output_attempt).where(Run.id == name))
     located = await asyncio.to_thread(resolver.locate, around.settings, around.storage, name, attempt)
+    file = around.folder / "tokenizer.json"
     if located["path"] is None:
         from app.datasets import hub
 
-        file = around.folder / "tokenizer.json"
         async with hub.client(await _token(around)) as client:
             await hub.fetch_tokenizer(client, located["hub"] or name, file, MOST_TOKENIZER_BYTES)
         return file
-    file = Path(located["path"]) / "tokenizer.json"
-    if not file.is_file():
+    folder = ModelFolder(around.storage, Path(located["path"]))
+    try:
+        content = await asyncio.to_thread(folder.read, file.name, MOST_TOKENIZER_BYTES)
+    except OutsideStorage as error:
+        raise _no_tokenizer("bad_tokenizer", f"the tokenizer of {name!r} cannot be used: {error}") from None
+    except OSError:
         message = f"the model {name!r} has no tokenizer.json; save a fast tokenizer in its folder"
-        raise _no_tokenizer("tokenizer_not_found", message)
+        raise _no_tokenizer("tokenizer_not_found", message) from None
+    await asyncio.to_thread(file.write_bytes, content)
     return file
 
 

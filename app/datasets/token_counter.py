@@ -10,7 +10,7 @@ from typing import Any
 from app.api.errors import ApiError, invalid, printable
 from app.config import Settings
 from app.contracts.errors import FieldError
-from app.datasets.sandbox import ChildFailed, SandboxProcess
+from app.infra.process.sandbox import ChildFailed, SandboxProcess
 
 MOST_TOKENIZER_BYTES = 64 * 1024**2
 _PROGRAM = "app.datasets.token_counter_process"

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from app.datasets.sandbox import run_confined
+from app.infra.process.sandbox import run_confined
 
 MOST_MEMORY = 3 * 1024**3 // 2
 """Memory limit in bytes; loading a vocabulary of half a million tokens, larger than most, takes about 550 MB."""

@@ -27,20 +27,16 @@ class Precision:
     autocast: bool
     """True if products are computed in 16 bits regardless of the weight type."""
     base: int
-    """Bytes of weights that are neither quantized nor trained with an adapter."""
-    adapter: int
+    """Bytes of weights that are neither quantized nor trained; trained weights and adapters have 4."""
 
     @classmethod
-    def of(cls, config: TrainingConfig, device: Device, *, bf16: bool = True) -> "Precision":
+    def of(cls, config: TrainingConfig, device: Device) -> "Precision":
         """Return the precision that a worker uses on that kind of device for an effective configuration."""
         gpu = device == "cuda"
-        quantised = config.load_in_4bit or config.load_in_8bit
         return cls(
             device=device,
             autocast=gpu,
             base=2 if gpu and config.lora_r is not None else 4,
-            # TRL casts adapters on a quantized base to bfloat16; float16 GPUs need 32-bit trainable weights.
-            adapter=2 if quantised and not (gpu and not bf16) else 4,
         )
 
 
@@ -177,7 +173,6 @@ class _Loaded:
             if is_quantized
             else None,
             rank=self._rank if short in self._adapted else 0,
-            adapter_bytes=precision.adapter,
             dropout=config.lora_dropout > 0,
             dora=self._dora,
         )

@@ -80,9 +80,10 @@ def memory(
     found = trained(model, config)
     held = activations(model, config, precision, batch, checkpointing, attention)
     base, constants = _base(model, config, precision)
-    adapter, gradients = _trained(found, config, precision)
+    gradients = found.count * 4
+    adapter = 0 if config.lora_r is None else gradients
     optim = counted_optimizer(config)
-    optimizer = _optimizer(found, optim, _moments(config, optim), precision)
+    optimizer = _optimizer(found, optim, _moments(config, optim))
     dequantized = _dequantized(model, config, precision)
     optimizer_workspace = _optimizer_workspace(found, optim, precision)
     generation = _generation(model, config, precision)
@@ -148,20 +149,13 @@ def _is_quantized(one: Weight, config: TrainingConfig) -> bool:
     return asked and one.kind == "linear" and one.name not in ("lm_head", SCORE)
 
 
-def _trained(found: Trained, config: TrainingConfig, precision: Precision) -> tuple[int, int]:
-    """Return the bytes of trainable weights in addition to the base, and of all gradients."""
-    whole = sum(one.count for one in found.whole) * 4
-    adapter = (found.adapter - found.magnitudes) * precision.adapter + found.magnitudes * 4
-    return (adapter if config.lora_r is None else adapter + whole), adapter + whole
-
-
 def _moments(config: TrainingConfig, optim: str) -> int:
     """Return the values of the optimizer state per trained weight."""
     optimizer = OPTIMIZERS[optim]
     return optimizer.moments + ("momentum" in optimizer.options and bool(config.trainer_options.optim_args.momentum))
 
 
-def _optimizer(found: Trained, optim: str, moments: int, precision: Precision) -> int:
+def _optimizer(found: Trained, optim: str, moments: int) -> int:
     """Return the bytes of the optimizer state."""
     total = 0
     for kind, rows, columns in found.tensors():
@@ -171,8 +165,7 @@ def _optimizer(found: Trained, optim: str, moments: int, precision: Precision) -
         elif "8bit" in optim and count >= _SMALLEST_8BIT and kind != "embedding":
             total += moments * (count + 4 * -(-count // _BLOCKS))
         elif "torch" in optim or optim in ("rmsprop", "adagrad"):
-            # torch optimizers keep state in the type of the weight.
-            total += moments * count * (precision.adapter if kind == "adapter" else 4) + 4
+            total += moments * count * 4 + 4
         else:
             total += moments * count * 4
     return total

@@ -95,11 +95,6 @@ class Trained:
         return sum(self.adapter_of(one) for one in self.adapted)
 
     @property
-    def magnitudes(self) -> int:
-        """Number of adapter parameters in DoRA magnitude vectors."""
-        return sum(one.rows for one in self.adapted) if self.dora else 0
-
-    @property
     def count(self) -> int:
         """Total number of trainable parameters."""
         return self.adapter + sum(one.count for one in self.whole)

@@ -49,7 +49,6 @@ class Layer:
     quantised: Literal["4bit", "8bit"] | None = None
     rank: int = 0
     """Rank of its adapter; 0 if it has none."""
-    adapter_bytes: int = 4
     dropout: bool = False
     dora: bool = False
 
@@ -103,7 +102,7 @@ class Tape:
             return result
         # An adapter on a 4-bit or 8-bit base relies on autocast for the cast, if autocast is on.
         cast = not (layer.quantised and self.autocast)
-        narrow = self.cast(value, layer.adapter_bytes) if cast else value
+        narrow = self.cast(value, 4) if cast else value
         dropped = self.dropout(narrow) if layer.dropout else narrow
         if layer.dora:
             return self._dora(result, layer, dropped, rows)
@@ -138,11 +137,10 @@ class Tape:
         return self.made(rows, value.bytes, value)
 
     def _adapter(self, value: Value, layer: Layer, rows: int) -> Value:
-        size, rank = layer.adapter_bytes, layer.rank
-        narrow = value.elements // layer.columns * rank
-        columns = layer.columns
-        down = self.product(value, narrow, size, inner=columns, trains=True, weights=rank * columns)
-        return self.product(down, rows, size, inner=rank, trains=True, weights=rank * layer.rows)
+        rank, columns = layer.rank, layer.columns
+        narrow = value.elements // columns * rank
+        down = self.product(value, narrow, 4, inner=columns, trains=True, weights=rank * columns)
+        return self.product(down, rows, 4, inner=rank, trains=True, weights=rank * layer.rows)
 
     def _dora(self, result: Value, layer: Layer, dropped: Value, rows: int) -> Value:
         up = self._adapter(dropped, layer, rows)

@@ -58,6 +58,8 @@ def celery_app(redis_url: str) -> Celery:
         worker_cancel_long_running_tasks_on_connection_loss=False,
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,
+        # An error response, as of a server that is read-only for a moment, must not end a worker.
+        broker_channel_error_retry=True,
         broker_connection_timeout=2,
         broker_heartbeat=0,
         broker_transport_options={
@@ -91,7 +93,12 @@ class Broker:
         self._celery.conf.broker_transport_options["socket_timeout"] = _SEND_SECONDS
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="hints")
         self._redis: Redis = Redis.from_url(
-            url, socket_connect_timeout=2, socket_timeout=5, health_check_interval=15, decode_responses=True
+            url,
+            socket_connect_timeout=2,
+            socket_timeout=5,
+            health_check_interval=15,
+            decode_responses=True,
+            encoding_errors="replace",  # of whatever others publish
         )
         self._listeners: dict[str, Callable[[], None]] = {}
         self._pubsub: PubSub | None = None

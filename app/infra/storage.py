@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,12 +11,9 @@ from uuid import uuid4
 
 from app.config import Settings
 from app.infra.ids import is_id
+from app.infra.untrusted_folder import OutsideStorage, refuse_outside
 
 _CHECKPOINT = re.compile(r"checkpoint-[0-9]+")
-
-
-class OutsideStorage(ValueError):
-    """Path that leaves its root folder or contains a symbolic link."""
 
 
 class Storage:
@@ -88,9 +84,14 @@ class Storage:
         """Return the folder of tokenized data of one Unix user's runs (None: the worker's user); may be deleted."""
         return self.root / "cache" / ("tokens" if user is None else f"tokens-{user}")
 
+    @property
+    def runs(self) -> Path:
+        """Folder of the folders of all runs."""
+        return self.root / "runs"
+
     def run_dir(self, run_id: str) -> Path:
         """Return the folder of a run."""
-        return self.root / "runs" / _checked(run_id, "run")
+        return self.runs / _checked(run_id, "run")
 
     def remove_run(self, run_id: str) -> None:
         """Remove the folder of a run if it exists; raises `OSError` if something cannot be removed."""
@@ -124,6 +125,14 @@ class Storage:
         with suppress(FileNotFoundError):
             shutil.rmtree(self.named_checkpoint(run_id, attempt, name))
 
+    def fetch_dir(self, checkpoint: Path, own_name: str) -> Path:
+        """Return the folder in which a worker stages a checkpoint that it fetches.
+
+        It is outside the attempt's folder, which belongs to the user that trains.
+        """
+        attempt = checkpoint.parent
+        return attempt.with_name(f".fetch-{attempt.name}-{checkpoint.name}.{own_name}")
+
     def key_of(self, path: Path) -> str:
         """Return the key of a path in the replica storage: the path relative to the root."""
         return path.relative_to(self.root).as_posix()
@@ -133,38 +142,13 @@ class Storage:
         return self.attempt_dir(run_id, attempt) / "output"
 
     @staticmethod
-    def open_below(root: Path, relative: str) -> int:
-        """Open the regular file at `relative` below `root` for reading and return its descriptor.
-
-        Each folder is opened relative to its parent, so that a process with write access cannot insert a symbolic
-        link in between; `root` must not be a link either. Raises `OutsideStorage` like `resolve_below`, also if the
-        file is not a regular file; `OSError` if it does not exist.
-        """
-        _refuse_outside(relative)
-        *folders, name = relative.split("/")
-        way = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-        folder = os.open(root, way | os.O_DIRECTORY)
-        try:
-            for part in folders:
-                below = os.open(part, way | os.O_DIRECTORY, dir_fd=folder)
-                os.close(folder)
-                folder = below
-            file = os.open(name, way | os.O_NONBLOCK, dir_fd=folder)  # opening a pipe would block
-        finally:
-            os.close(folder)
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            os.close(file)
-            raise OutsideStorage(f"not a regular file: {relative!r}")
-        return file
-
-    @staticmethod
     def resolve_below(root: Path, relative: str) -> Path:
         """Return the path of `relative` below `root`.
 
         Raises `OutsideStorage` for `..`, absolute paths, NUL, backslashes and for any path that is, or goes
         through, a symbolic link. The file itself need not exist.
         """
-        _refuse_outside(relative)
+        refuse_outside(relative)
         path = root
         for part in relative.split("/"):
             path = path / part
@@ -192,11 +176,6 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _refuse_outside(relative: str) -> None:
-    if "\0" in relative or "\\" in relative or any(part in ("", ".", "..") for part in relative.split("/")):
-        raise OutsideStorage(f"not a path below the folder: {relative!r}")
 
 
 def _checked(id: str, prefix: str) -> str:

@@ -1,12 +1,19 @@
-"""Strict JSON parser: finite numbers, limited depth, unique keys, and only text that PostgreSQL can store."""
+"""Strict JSON parser: finite numbers, limited depth and size, unique keys, and only text that PostgreSQL can store."""
 
 import json
 import math
 import re
+import threading
 from collections import Counter
 from typing import Any, NoReturn
 
 MAX_DEPTH = 32
+MAX_VALUES = 500_000
+"""A value takes up to eighty times its length in memory: `[],` has three bytes."""
+_LARGE_BYTES = 1024**2
+_large = threading.Lock()
+"""Held while a large text is parsed, which keeps all other threads waiting for up to half a second."""
+_NO_STRUCTURE = bytes(byte for byte in range(256) if byte not in b',[{"')
 _ESCAPED_INVALID = re.compile(rb"\\u(?:0000|[dD][89a-fA-F])")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -21,7 +28,16 @@ class BadJson(ValueError):
 
 
 def parse(raw: bytes) -> Any:
-    """Parse UTF-8 JSON; raises `BadJson`."""
+    """Parse UTF-8 JSON; raises `BadJson`. More than a megabyte waits for its turn, so call it in a thread."""
+    if len(raw) <= _LARGE_BYTES:
+        return _parse(raw)
+    with _large:
+        return _parse(raw)
+
+
+def _parse(raw: bytes) -> Any:
+    if len(raw) > MAX_VALUES and _has_too_many_values(raw):
+        raise BadJson("too_many_values", f"more than {MAX_VALUES:,} values in lists and objects; split it")
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
@@ -40,6 +56,22 @@ def parse(raw: bytes) -> Any:
     if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH or _ESCAPED_INVALID.search(raw):
         _check_values(value)
     return value
+
+
+def _has_too_many_values(raw: bytes) -> bool:
+    """Return True if a text has more values or more strings than allowed; takes memory for few of them."""
+    if _separators(raw) <= MAX_VALUES:
+        return False
+    # Most of them may be in a string: without escapes, every quotation mark begins or ends one.
+    structure = raw.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NO_STRUCTURE)
+    if structure.count(b'"') > 2 * MAX_VALUES:
+        return True
+    return _separators(b"".join(structure.split(b'"')[::2])) > MAX_VALUES
+
+
+def _separators(raw: bytes) -> int:
+    """Return the number of commas and opening brackets, which is at most one below the number of values."""
+    return raw.count(b",") + raw.count(b"[") + raw.count(b"{")
 
 
 def _check_values(value: Any) -> None:

@@ -19,6 +19,7 @@ from app.runs.service import get
 from app.runs.state import machine
 from app.runs.validation.request import requirements, validate_request
 from app.runs.validation.result import ValidationResult, validation_failed
+from app.runs.validation.rewards import reward_problems
 from app.tables.experiments import Experiment
 from app.tables.runs import Run, RunRewardModel
 
@@ -52,11 +53,12 @@ async def create(
 ) -> Run:
     """Create a run, or raise 422 with all errors; the same idempotency key or `run_id` returns the same run."""
     session, caller_id = transaction.session, transaction.caller_id
+    wrong_rewards = await reward_problems(settings, request.config)
     if earlier := await find_by_idempotency_key(session, caller_id, transaction.idempotency):
         return earlier
     if run_id is not None and (known := await session.get(Run, run_id)) is not None:
         return known
-    found = await validate_request(session, settings, storage, request)
+    found = await validate_request(session, settings, storage, request, wrong_rewards)
     if found.errors or found.config is None:
         raise validation_failed(found.errors)
     if request.experiment_id is None:
@@ -83,7 +85,8 @@ async def create(
 
 async def check(session: AsyncSession, settings: Settings, storage: Storage, request: RunCreate) -> RunCheck:
     """Validate a request as `create` does, without creating anything."""
-    found: ValidationResult = await validate_request(session, settings, storage, request)
+    wrong_rewards = await reward_problems(settings, request.config)
+    found: ValidationResult = await validate_request(session, settings, storage, request, wrong_rewards)
     return RunCheck(
         valid=not found.errors,
         errors=found.errors,

@@ -40,6 +40,7 @@ from app.runs.metrics.dependencies import curve_read_slot
 from app.runs.scheduler.eta import EtaService
 from app.runs.validation.request import validate_request
 from app.runs.validation.result import validation_failed
+from app.runs.validation.rewards import reward_problems
 
 router = APIRouter(prefix="/runs", tags=["runs"])
 
@@ -81,7 +82,8 @@ async def _subject(
     session: AsyncSession, settings: Settings, storage: Storage, body: RunToEstimate
 ) -> estimates.Subject:
     # An estimate must work before the weights are downloaded; a probe loads them.
-    found = await validate_request(session, settings, storage, body, needs_weights=body.probe)
+    wrong_rewards = await reward_problems(settings, body.config)
+    found = await validate_request(session, settings, storage, body, wrong_rewards, needs_weights=body.probe)
     if found.errors or found.config is None:
         raise validation_failed(found.errors)
     rules = BACKEND_RULES[body.backend]

@@ -18,7 +18,7 @@ from psycopg import sql
 from app.config import postgres_environment
 from app.infra.errors import SetupError
 from app.infra.private_files import make_private_folder, write_private
-from app.infra.processes import kill_leftovers, last_lines, start_child, stop_child
+from app.infra.process.children import kill_leftovers, last_lines, start_child, stop_child
 
 PORT = 5432
 """Part of the socket's name; the server listens on no port of the network."""

@@ -23,7 +23,7 @@ from app.config import Settings
 from app.infra.db import sync_engine
 from app.infra.home_lock import HomeLock
 from app.infra.private_files import make_private_folder, read_json, write_private_json
-from app.infra.processes import start_child, stop_child
+from app.infra.process.children import start_child, stop_child
 from app.infra.server_urls import check_urls
 from app.server import REQUEST_GRACE_SECONDS, base_url, listen
 from app.standalone.child_log import ChildLog

@@ -15,7 +15,7 @@ from redis.retry import Retry
 
 from app.infra.errors import SetupError
 from app.infra.private_files import make_private_folder, write_private
-from app.infra.processes import kill_leftovers, last_lines, start_child, stop_child
+from app.infra.process.children import kill_leftovers, last_lines, start_child, stop_child
 
 _READY_SECONDS = 60.0
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from app.infra.private_files import read_json, write_private_json
-from app.infra.process_identity import ProcessIdentity
+from app.infra.process.identity import ProcessIdentity
 
 DRAIN_SIGNAL = signal.SIGUSR1
 """Signal to a worker to claim no more runs and to exit when its current runs have finished."""

@@ -20,6 +20,10 @@ _OTHERS = """\
 | --- | --- | --- |
 | `OMP_NUM_THREADS` | `1` | Threads of a training process on the CPU. On a dedicated machine set it to the number of cores per slot. |
 | `HF_ENDPOINT` | the hub's own | Mirror of the Hugging Face Hub for models, datasets and `push_to_hub`. |
+| `HF_HUB_DISABLE_TELEMETRY` | `1` in training processes | `0` lets TRL report each run (architecture, GPU, kind of trainer) to the Hugging Face Hub, unless `DO_NOT_TRACK` is set. |
+| `WANDB_ERROR_REPORTING` | `false` in training processes | `true` lets `wandb` report its own errors to its vendor. |
+| `HF_XET_*` | | Tuning of downloads from the hub, such as `HF_XET_HIGH_PERFORMANCE`; set them for workers. |
+| `CC`, `TRITON_CACHE_DIR`, `XDG_CACHE_HOME` | | C compiler and caches of compiled GPU kernels; set them for workers. |
 | `WANDB_BASE_URL`, `WANDB_ENTITY`, `WANDB_PROJECT`, `WANDB_MODE` | W&B's own; project `anneal` | Destination of runs with `report_to: ["wandb"]`, as read by `wandb`; set them for workers. |
 | `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_ENDPOINT_URL` | | Credentials and endpoint for `ANNEAL_CHECKPOINT_URL=s3://…`; set them for workers. |
 | `CUDA_VISIBLE_DEVICES` | all | GPUs that a worker uses. |

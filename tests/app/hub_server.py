@@ -1,5 +1,6 @@
 """A server on loopback that speaks the few calls of the Hugging Face hub which are used."""
 
+import contextlib
 import json
 import threading
 from collections.abc import Iterator
@@ -21,7 +22,10 @@ class Hub(ThreadingHTTPServer):
         self.tokens: dict[str, str | None] = {}
         self.files: dict[str, bytes] = {}
         self.redirects: dict[str, str] = {}
-        self.listing: bytes | None = None
+        self.headers: dict[str, str] = {}
+        self.redirect_megabytes = 0
+        """Size of the body of each redirect."""
+        self.sent_megabytes = 0
 
     @property
     def url(self) -> str:
@@ -44,11 +48,18 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path in self.server.redirects:
             self.send_response(302)
             self.send_header("Location", self.server.redirects[self.path])
+            self.send_header("Content-Length", str(self.server.redirect_megabytes * 2**20))
             self.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(self.server.redirect_megabytes):
+                    self.wfile.write(bytes(2**20))
+                    self.server.sent_megabytes += 1
             return
         content = self.server.files.get(self.path)
         self.send_response(404 if content is None else 200)
         self.send_header("Content-Length", str(len(content or b"")))
+        for name, value in self.server.headers.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content or b"")
 

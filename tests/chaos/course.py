@@ -216,7 +216,9 @@ class Course:
             rows = (row["outcome"] for row in self.attempts if row["attempt"] == move.attempt)
             return next((outcome for outcome in rows if outcome in REQUEUES), None)
         if move.target == "cancelled" and move.reason != "stopped on request":
-            return "handed_back" if move.reason.startswith("released") else "lost"
+            if move.reason.startswith("released"):
+                return "handed_back"
+            return "lost" if move.reason.startswith("worker lost") else "retried"
         if move.target == "failed" and self.row["error_code"] == "worker_lost":
             return "lost" if move.reason.startswith("worker lost") else "retried"
         return None

@@ -23,6 +23,7 @@ def test_every_attacker_is_listed() -> None:
         "The holder of a key",
         "A malicious dataset or model",
         "The training process",
+        "A writer to Redis",
         "Another Unix user of the machine",
         "A stolen dump of the database",
         "A stolen disk",

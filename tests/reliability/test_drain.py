@@ -22,7 +22,7 @@ from sqlalchemy import text
 
 from app.config import Settings
 from app.infra.broker import QUEUE, TASK, celery_app
-from app.infra.process_identity import ProcessIdentity, start_time
+from app.infra.process.identity import ProcessIdentity, start_time
 from app.server import REQUEST_GRACE_SECONDS
 from app.workers import status_files
 from tests.reliability.draining import (

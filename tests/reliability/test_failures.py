@@ -5,6 +5,7 @@ import shutil
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from tests.stack import Stack
 from tests.waiting import eventually
@@ -58,6 +59,28 @@ def test_a_device_that_fails_pauses_and_its_run_goes_on_on_another(stack: Stack)
     assert (shown["status"], shown["error_code"]) == ("failed", "device_error")
     # Both devices pause now, so nothing is claimed any more.
     assert stack.run(stack.create({"steps": 1}))["status"] == "pending"
+
+
+def test_an_error_of_the_database_is_in_the_workers_log_alone(stack: Stack) -> None:
+    """Its text has statements and values, which may be those of other users."""
+    run_id = stack.create({"steps": 1})
+    rename = text("ALTER TABLE datasets RENAME COLUMN sha256 TO moved")
+    back = text("ALTER TABLE datasets RENAME COLUMN moved TO sha256")
+    status = text("SELECT status FROM runs WHERE id = :id")
+    with stack.engine.begin() as connection:
+        connection.execute(rename)
+    try:
+        worker = stack.add_worker()
+        with stack.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            eventually(lambda: connection.scalar(status, {"id": run_id}) == "failed")
+    finally:
+        with stack.engine.begin() as connection:
+            connection.execute(back)
+    shown = stack.run(run_id)
+    assert shown["error_code"] == "internal" and "ProgrammingError" in shown["error_message"]
+    told = json.dumps([shown, *stack.events(run_id)])
+    assert "SELECT" not in told and "does not exist" not in told
+    assert "does not exist" in worker.log.read_text()
 
 
 def test_limits_of_the_configuration_end_a_run_with_a_saved_state(stack: Stack) -> None:

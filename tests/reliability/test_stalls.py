@@ -3,16 +3,21 @@
 import os
 import pwd
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import psutil
 import pytest
+import yaml
 
 from app.infra.storage import Storage
+from tests.container_rules import ROOT
 from tests.stack import Follower, Stack, pids_of_trainers
 from tests.waiting import eventually
+from worker.checkpoint_files.manifest import MANIFEST
 
 LONG = {"steps": 100_000, "step_seconds": 0.02, "log_lines_per_step": 2}
 
@@ -29,6 +34,13 @@ def frozen(pid: int) -> Iterator[None]:
         for process in everyone:
             if process.is_running():
                 process.resume()
+
+
+def confined(service: str) -> list[str]:
+    """The command that executes a program with the capabilities of a container."""
+    document = yaml.safe_load((ROOT / "docker-compose.trainer.yml").read_text())
+    kept = "".join(f",+{capability.lower()}" for capability in document["services"][service]["cap_add"])
+    return ["setpriv", "--no-new-privs", "--inh-caps=-all", f"--bounding-set=-all{kept}"]
 
 
 def steps(stack: Stack, run_id: str) -> int:
@@ -72,6 +84,24 @@ class TestASignalToEverybody:
         stack.stop(run_id)
 
 
+class TestAPipeInACheckpoint:
+    def test_neither_blocks_the_run_nor_holds_up_its_stop(self, stack: Stack) -> None:
+        """Any process of the trainers' user can put it there."""
+        run_id = stack.create(LONG, {"save_steps": 10})
+        worker = stack.add_worker()
+        stack.until_step(run_id, 25)
+        worker.kill()
+        saved = sorted((Storage(stack.settings).attempt_dir(run_id, 1)).glob("checkpoint-*"))
+        for folder in saved:
+            (folder / MANIFEST).unlink()
+            os.mkfifo(folder / MANIFEST)
+        stack.add_worker()
+        shown = stack.until(run_id, "running", timeout=60)
+        assert saved and shown["attempt"] == 2, "it begins anew"
+        stack.stop(run_id)
+        stack.until(run_id, "cancelled")
+
+
 class TestABusyStart:
     def test_waiting_for_a_cold_zygote_costs_no_attempt(self, stack: Stack) -> None:
         run_id = stack.create({"steps": 3})
@@ -83,7 +113,7 @@ class TestABusyStart:
 
 class TestAnotherUser:
     def test_trains_and_owns_only_what_its_trainer_writes(self, stack: Stack) -> None:
-        """As root the trainer is `nobody`; whoever else runs this can only name itself."""
+        """As root, with the capabilities of `docker-compose.trainer.yml`; another user can only name itself."""
         is_root = os.getuid() == 0
         user = pwd.getpwnam("nobody") if is_root else pwd.getpwuid(os.getuid())
         for folder in [stack.home, *stack.home.parents]:
@@ -91,7 +121,7 @@ class TestAnotherUser:
                 folder.chmod(folder.stat().st_mode | 0o055)
         run_id = stack.create({"steps": 5})
         # Forked, so that an interpreter in a folder of root's own has been read before the user changes.
-        stack.add_worker(trainer_user=user.pw_name, launch="zygote")
+        worker = stack.add_worker(confined("worker") if is_root else (), trainer_user=user.pw_name, launch="zygote")
         shown = stack.until(run_id, "completed", "failed")
         assert shown["status"] == "completed", shown["error_message"]
         run_folder = Storage(stack.settings).run_dir(run_id)
@@ -99,3 +129,12 @@ class TestAnotherUser:
         assert (run_folder / "a1" / "job.json").stat().st_uid == os.getuid()
         assert (run_folder / "a1" / "output").stat().st_uid == user.pw_uid
         assert (run_folder / "journal.jsonl").stat().st_uid == user.pw_uid
+        stopped = stack.create({**LONG, "ignore_stop": True})
+        stack.until_step(stopped, 5)
+        stack.stop(stopped, save_checkpoint=False)
+        stack.until(stopped, "cancelled", timeout=30 + 2 * stack.settings.save_grace_seconds)
+        worker.terminate()
+        program = "import sys; from pathlib import Path; import shutil; shutil.rmtree(Path(sys.argv[1]))"
+        remove = [*(confined("api") if is_root else ()), sys.executable, "-c", program, str(run_folder)]
+        subprocess.run(remove, check=True)
+        assert not run_folder.exists(), "the API can delete the run"

@@ -139,6 +139,35 @@ def hang(arguments: list[str]) -> int:
     return 0
 
 
+def daemons(arguments: list[str]) -> int:
+    """Leave processes in sessions of their own, as daemons and hostile programs do, and end or hang."""
+    job, report, _ = start(arguments)
+    if job.get("disowns"):
+        libc.prctl(36, 0, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    reading, writing = os.pipe()
+    for _ in range(3):
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                if os.fork() == 0:
+                    os.setsid()
+                os.write(writing, b"%d\n" % os.getpid())
+                while True:
+                    signal.pause()
+            os._exit(0)
+    found: list[int] = []
+    while len(found) < 6:
+        found += [int(line) for line in os.read(reading, 4096).split()]
+    send(report, "daemons", pids=found)
+    match job["how"]:
+        case "ends":
+            return 0
+        case "dies":
+            os.kill(os.getpid(), signal.SIGSEGV)
+    while True:
+        signal.pause()
+
+
 def late_child(arguments: list[str]) -> int:
     """End, leaving a child that goes on writing."""
     _, report, _ = start(arguments)

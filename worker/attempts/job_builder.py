@@ -25,6 +25,7 @@ from app.contracts.attempt.job import (
 from app.contracts.attempt.messages import ActionRequest
 from app.contracts.methods import rewards_of
 from app.contracts.plugins import has_replicas
+from app.infra.untrusted_folder import create_below
 from app.runs.actions.replay import done_after
 from app.runs.checkpoints import retention
 from app.secrets import store
@@ -48,6 +49,8 @@ _TRACKER_SECRETS = {
 """Secrets of each tracker, with the environment variables in which its library expects them."""
 _WAIT_SECONDS = 30.0
 _MAX_WAIT_SECONDS = 300.0
+_MAX_PREPARATION_SECONDS = 6 * 3600.0
+"""Enough to read a terabyte from a slow disk; a sparse file of a hostile trainer takes for ever."""
 _MAX_WAITS = 80
 """About six hours."""
 
@@ -99,6 +102,7 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
     folder.parent.mkdir(parents=True, exist_ok=True)
     cleanup.before_attempt(context, run)
     remarks: list[str] = []
+    restore_control = restore_control.limited(_MAX_PREPARATION_SECONDS)
     with context.engine.connect() as connection:
         repaired = auto_repair.previous_repairs(connection, run.id)
     checkpoint = _newest_good(context, run, remarks, restore_control)
@@ -150,10 +154,13 @@ def _write(context: WorkerContext, job: JobSpec) -> Path:
     """
     folder = job.attempt_dir
     path = folder / "job.json"
-    if path.exists():
-        return path  # an earlier try got this far before the database became unavailable
     folder.mkdir(exist_ok=True)
-    path.write_text(job.to_json())
+    try:
+        file = os.fdopen(create_below(folder, path.name), "w")
+    except FileExistsError:
+        return path  # an earlier try got this far before the database became unavailable
+    with file:
+        file.write(job.to_json())
     user = context.settings.trainer_user
     if user:
         account = pwd.getpwnam(user)

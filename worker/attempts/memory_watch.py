@@ -6,7 +6,7 @@ from collections import deque
 import psutil
 
 from app.contracts.attempt.failure_report import MemoryPoint
-from app.infra.process_identity import ProcessIdentity
+from app.infra.process.identity import ProcessIdentity
 from worker import devices
 from worker.devices import Device
 from worker.process import process_group

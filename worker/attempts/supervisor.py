@@ -135,7 +135,9 @@ def run_attempt_to_outcome(context: WorkerContext, run: ClaimedRun, lease: Lease
         # A bug in the worker must neither look like a lost worker nor be repeated attempt after attempt.
         log.exception("%s: attempt %d", run.id, run.attempt)
         writer.wait_past_lease()
-        return partial(machine.fail, run.id, run.lease_epoch, "internal", f"{error!r}; see the worker's log")
+        # Not its text, which may be that of the database, with the values of a statement.
+        what = f"an internal error of the worker ({type(error).__name__}); an operator finds the cause in its log"
+        return partial(machine.fail, run.id, run.lease_epoch, "internal", what)
 
 
 def attempt(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: EventWriter) -> Executable:

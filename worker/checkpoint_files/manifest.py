@@ -8,15 +8,21 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from app.infra.untrusted_folder import OutsideStorage, entries_below, open_below, read_below, refuse_outside
 from worker.wire.heartbeat import HeartbeatCallback, no_heartbeat
 
 MANIFEST = "manifest.json"
+MAX_BYTES = 16 * 2**20
+"""Maximum size of a manifest."""
 _FORMAT = 1
 _PIECE = 1 << 20
+_MAX_EXTRA = 10
+_LONGEST_NAME = 200
 
 
 def write_manifest(folder: Path, step: int, facts: Mapping[str, Any], alive: HeartbeatCallback = no_heartbeat) -> str:
@@ -31,7 +37,9 @@ def write_manifest(folder: Path, step: int, facts: Mapping[str, Any], alive: Hea
     for path in _files(folder):
         _sync(path)
         alive()
-        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _digest(path, alive)}
+        with path.open("rb", buffering=0) as file:
+            sha256 = _digest(file, alive)
+        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": sha256}
     text = json.dumps({"format": _FORMAT, "step": step, "files": files, **facts}, indent=1).encode()
     path = folder / MANIFEST
     path.write_bytes(text)
@@ -39,10 +47,11 @@ def write_manifest(folder: Path, step: int, facts: Mapping[str, Any], alive: Hea
     return hashlib.sha256(text).hexdigest()
 
 
-def commit(staging: Path, final: Path, alive: HeartbeatCallback = no_heartbeat) -> None:
-    """Rename the folder `staging` to `final` durably; an existing `final` is moved away first, then deleted.
+def commit(staging: Path, final: Path, alive: HeartbeatCallback = no_heartbeat, aside: Path | None = None) -> None:
+    """Rename the folder `staging` to `final` durably; what is at `final` is moved to `aside` first, then deleted.
 
-    `alive` is called after each file.
+    `alive` is called after each file. `aside` is next to `final` by default; a caller to whom that folder does not
+    belong names a place in its own.
     """
     for path in _files(staging):
         # safetensors writes 0600, which neither the API's user nor an operator's group could read.
@@ -51,43 +60,89 @@ def commit(staging: Path, final: Path, alive: HeartbeatCallback = no_heartbeat) 
         alive()
     for folder in {staging, *(path.parent for path in _files(staging))}:
         _sync(folder)
-    if final.exists():
-        old = final.with_name(f".{final.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
-        staging.rename(final)
-        shutil.rmtree(old)
-    else:
-        staging.rename(final)
+    aside = aside or final.with_name(f".{final.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    if os.path.lexists(final):
+        final.rename(aside)
+    staging.rename(final)
+    shutil.rmtree(aside, ignore_errors=True)
     _sync(final.parent)
 
 
 def verify(folder: Path, manifest_sha256: str, alive: HeartbeatCallback = no_heartbeat) -> list[str]:
     """Return what is wrong with a checkpoint, in sentences; empty if every byte is as it was written.
 
-    `alive` is called after each file and each piece of one.
+    The folder may belong to a hostile process, which may also have written the manifest. `alive` is called after each
+    file and each piece of one.
 
     Raises:
         OSError: it cannot be read here at the moment, which says nothing about the checkpoint.
     """
     try:
-        text = (folder / MANIFEST).read_bytes()
+        text = read_below(folder, MANIFEST, MAX_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return [f"{MANIFEST} is missing"]
+    except OutsideStorage as error:
+        return [f"{MANIFEST} cannot be used: {error}"]
     if hashlib.sha256(text).hexdigest() != manifest_sha256:
         return [f"{MANIFEST} is not the one that was written with this checkpoint"]
-    expected = json.loads(text)["files"]
-    present = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
-    problems = [f"{name} is not part of it" for name in present.keys() - expected.keys() - {MANIFEST}]
-    for name, facts in expected.items():
-        path = present.get(name)
-        if path is None:
-            problems.append(f"{name} is missing")
-        elif path.stat().st_size != facts["bytes"]:
-            problems.append(f"{name} has {path.stat().st_size} bytes instead of {facts['bytes']}")
-        elif _digest(path, alive) != facts["sha256"]:
-            problems.append(f"{name} has other contents than were written")
+    try:
+        expected = listed(text)
+    except ValueError as error:  # `OutsideStorage` is one
+        return [f"{MANIFEST} does not describe this checkpoint: {error}"]
+    present = _present(folder, expected, alive)
+    problems = [f"{_shown(name)} is not part of it" for name in present - expected.keys()]
+    for name, (size, sha256) in expected.items():
+        problem = _problem_of(folder, name, size, sha256, alive) if name in present else "is missing"
+        if problem:
+            problems.append(f"{_shown(name)} {problem}")
     return problems
+
+
+def listed(text: bytes) -> dict[str, tuple[int, str]]:
+    """Return size and SHA-256 of each file that a manifest names.
+
+    Raises:
+        ValueError: The manifest is invalid, or a name in it leads out of the folder (`OutsideStorage`).
+    """
+    try:
+        files = {name: (int(facts["bytes"]), str(facts["sha256"])) for name, facts in json.loads(text)["files"].items()}
+    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"it is invalid ({type(error).__name__})") from error
+    for name in files:
+        refuse_outside(name)
+    return files
+
+
+def _present(folder: Path, expected: Container[str], alive: HeartbeatCallback) -> set[str]:
+    """Return the names of the files in the folder, only a few of them beyond those expected: it may have any number."""
+    present, extra = set(), 0
+    for name, status in entries_below(folder):
+        alive()
+        if status is None or name == MANIFEST:
+            continue
+        if name not in expected:
+            extra += 1
+            if extra > _MAX_EXTRA:
+                continue
+        present.add(name)
+    return present
+
+
+def _problem_of(folder: Path, name: str, size: int, sha256: str, alive: HeartbeatCallback) -> str | None:
+    try:
+        descriptor = open_below(folder, name)
+    except OutsideStorage as error:
+        return f"cannot be used: {error}"
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        if (found := os.fstat(descriptor).st_size) != size:
+            return f"has {found} bytes instead of {size}"
+        return None if _digest(file, alive) == sha256 else "has other contents than were written"
+
+
+def _shown(name: str) -> str:
+    """Return a file name that a hostile process has chosen in a form that can be stored and printed."""
+    return name if name.isprintable() and len(name) <= _LONGEST_NAME else ascii(name[:_LONGEST_NAME])
 
 
 def size_of(folder: Path) -> int:
@@ -99,12 +154,11 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
 
 
-def _digest(path: Path, alive: HeartbeatCallback = no_heartbeat) -> str:
+def _digest(file: FileIO, alive: HeartbeatCallback) -> str:
     digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE))
-    with path.open("rb", buffering=0) as file:
-        while size := file.readinto(piece):
-            digest.update(piece[:size])
-            alive()
+    while size := file.readinto(piece):
+        digest.update(piece[:size])
+        alive()
     return digest.hexdigest()
 
 

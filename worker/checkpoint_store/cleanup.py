@@ -15,7 +15,7 @@ from worker.claimed_run import ClaimedRun
 log = logging.getLogger(__name__)
 
 _LEFTOVERS = (".checkpoint-*", ".deleted-*", ".output.tmp", "base_model")
-_FETCHED = "a*/.checkpoint-*.wrk_*.run_*"
+_FETCHED = ".fetch-*.wrk_*.run_*"
 
 
 def before_attempt(context: StoreContext, run: ClaimedRun) -> None:
@@ -41,12 +41,12 @@ def after_attempt(context: StoreContext, run_id: str, attempt: int) -> None:
 
 
 def _half_fetched(context: StoreContext, connection: Connection, run: ClaimedRun) -> list[Path]:
-    """Return what dead workers left half fetched, for any run, in the folders of this run's ancestors."""
+    """Return what dead workers left half fetched, for any run, in the folders of this run and its ancestors."""
     found: list[Path] = []
-    parent = run.parent_run_id
-    while parent:
-        found += context.storage.run_dir(parent).glob(_FETCHED)
-        parent = connection.scalar(select(Run.parent_run_id).where(Run.id == parent))
+    run_id: str | None = run.id
+    while run_id:
+        found += context.storage.run_dir(run_id).glob(_FETCHED)
+        run_id = connection.scalar(select(Run.parent_run_id).where(Run.id == run_id))
     if not found:
         return []
     live = set(connection.scalars(select(Worker.id).where(Worker.state != "offline")))

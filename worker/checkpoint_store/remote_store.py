@@ -5,7 +5,6 @@ A checkpoint is sent with its manifest last, and fetched exactly as it was writt
 
 import errno
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -13,7 +12,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from uuid import uuid4
 
 import fsspec
@@ -21,6 +20,7 @@ from fsspec.spec import AbstractBufferedFile
 
 from app.infra.errors import SetupError
 from app.infra.storage import Storage, fsync
+from app.infra.untrusted_folder import create_below, open_below
 from worker.checkpoint_files import manifest
 
 _SILENT = {errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ESTALE, errno.ENOTCONN}
@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 MARK = ".anneal-checkpoints"
 """File in a folder that is meant to hold replicas. The mount point of a share that is not mounted has none."""
 _PIECE_BYTES = 4 * 2**20
-_MAX_MANIFEST_BYTES = 16 * 2**20
 _MAX_LOGGED = 1000
 _PART = ".part"
 _SILENCE_SECONDS = 20.0
@@ -153,51 +152,56 @@ class RemoteStore:
         target = self._place(folder)
         self._check_root()
         with _local_errors(folder):
-            listed = _listed(text, folder)
+            listed = manifest.listed(text)
         if self._is_local:
             with self._store_errors():
                 for left in Path(target).rglob(f".*{_PART}"):
                     left.unlink()  # left by a killed process
-        for name, size, digest in listed:
-            self._put(f"{target}/{name}", _hashed(folder, name, (size, digest), on_piece))
+        for name, wanted in listed.items():
+            self._put(f"{target}/{name}", _hashed(folder, name, wanted, on_piece))
         self._put(f"{target}/{manifest.MANIFEST}", iter([text]))
 
     def fetch(self, folder: Path, sha256: str, own_name: str, on_piece: Callable[[], None]) -> None:
-        """Restore `folder` as it was written: staged next to it, verified to the last byte, then renamed.
+        """Restore `folder` as it was written: staged, verified to the last byte, then renamed.
 
-        `own_name` identifies the fetch, so that no other one uses the same staging folder.
+        The parent of `folder` belongs to the user that trains, who could put a link in the place of anything there, so
+        the checkpoint is staged in a folder that only this worker may write. `own_name` identifies the fetch, so that
+        no other one uses the same staging folder.
 
         Raises:
             ReplicaMissing, ReplicaCorrupt, StoreUnavailable: See these; nothing that was fetched is left here.
             OSError: This worker's own storage cannot take it.
         """
         source = self._place(folder)
-        text = b"".join(self._get(f"{source}/{manifest.MANIFEST}", _MAX_MANIFEST_BYTES))
+        text = b"".join(self._get(f"{source}/{manifest.MANIFEST}", manifest.MAX_BYTES))
         if hashlib.sha256(text).hexdigest() != sha256:
             raise ReplicaCorrupt(
                 f"{manifest.MANIFEST} of the replica is not the one that was written with the checkpoint"
             )
-        staging = folder.with_name(f".{folder.name}.{own_name}")
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
+        own = self._storage.fetch_dir(folder, own_name)
+        staging = own / folder.name
+        shutil.rmtree(own, ignore_errors=True)
+        own.mkdir(parents=True, mode=0o700)
         try:
-            for name, size, _ in _listed(text, staging):
-                (staging / name).parent.mkdir(parents=True, exist_ok=True)
-                with (staging / name).open("xb") as file:
+            staging.mkdir()
+            for name, (size, _) in manifest.listed(text).items():
+                with _created(staging, name) as file:
                     for piece in self._get(f"{source}/{name}", size):
                         file.write(piece)
                         on_piece()
-            (staging / manifest.MANIFEST).write_bytes(text)
+            with _created(staging, manifest.MANIFEST) as file:
+                file.write(text)
             wrong = manifest.verify(staging, sha256, on_piece)
             if wrong:
                 raise ReplicaCorrupt(f"the replica is corrupt: {'; '.join(wrong[:3])}")
-            manifest.commit(staging, folder, on_piece)
+            folder.parent.mkdir(exist_ok=True)
+            manifest.commit(staging, folder, on_piece, aside=own / "replaced")
         except ReplicaMissing as error:
             raise ReplicaCorrupt(f"the replica is corrupt: {error} is missing") from error
         except ValueError as error:
             raise ReplicaCorrupt(f"the replica is corrupt: {error}") from error
         finally:
-            shutil.rmtree(staging, ignore_errors=True)
+            shutil.rmtree(own, ignore_errors=True)
 
     def remove(self, folder: Path) -> None:
         """Remove the replica of a checkpoint, or of everything of a run; no error if there is none.
@@ -302,20 +306,12 @@ class RemoteStore:
             raise StoreUnavailable(*describe_store_error(error)) from error
 
 
-def _listed(text: bytes, folder: Path) -> list[tuple[str, int, str]]:
-    """Return names, sizes and hashes from a manifest; raise ValueError (`OutsideStorage` is one) if it is invalid.
-
-    A trainer has written the manifest, and a name in it becomes a path here and in the remote store.
-    """
+def _created(folder: Path, name: str) -> BinaryIO:
+    """Create a file of a replica; raise ValueError if the manifest, which a trainer wrote, names it a second time."""
     try:
-        listed = [
-            (name, int(facts["bytes"]), str(facts["sha256"])) for name, facts in json.loads(text)["files"].items()
-        ]
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{manifest.MANIFEST} is invalid: {error!r}") from error
-    for name, _, _ in listed:
-        Storage.resolve_below(folder, name)
-    return listed
+        return os.fdopen(create_below(folder, name), "wb")
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ValueError(f"{manifest.MANIFEST} names {name!r} twice") from error
 
 
 def _hashed(folder: Path, name: str, wanted: tuple[int, str], on_piece: Callable[[], None]) -> Iterator[bytes]:
@@ -331,7 +327,7 @@ def _hashed(folder: Path, name: str, wanted: tuple[int, str], on_piece: Callable
 
 def _local_pieces(folder: Path, name: str) -> Iterator[bytes]:
     with _local_errors(folder):
-        file = os.fdopen(Storage.open_below(folder, name), "rb")
+        file = os.fdopen(open_below(folder, name), "rb")
     with file:
         while piece := file.read(_PIECE_BYTES):
             yield piece
@@ -344,10 +340,6 @@ def _local_errors(folder: Path) -> Iterator[None]:
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:  # `OutsideStorage` is a ValueError
         if not folder.exists():
             raise LocalCheckpointMissing(folder.name) from error
-        raise LocalCheckpointCorrupt(f"{folder.name}: {error}") from error
-    except OSError as error:
-        if error.errno != errno.ELOOP:  # ELOOP: it is a link
-            raise
         raise LocalCheckpointCorrupt(f"{folder.name}: {error}") from error
 
 

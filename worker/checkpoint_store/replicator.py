@@ -261,10 +261,7 @@ class Replicator:
 
     def _check_corrupt(self, one: Any, lease_epoch: int, on_piece: Callable[[], None]) -> None:
         """Mark a corrupt checkpoint, unless another worker owns its run by now or the checkpoint was released."""
-        try:
-            wrong = manifest.verify(self._folder(one), one.manifest_sha256, on_piece)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            wrong = [f"its {manifest.MANIFEST} is invalid"]
+        wrong = manifest.verify(self._folder(one), one.manifest_sha256, on_piece)
         if not wrong or not self._folder(one).exists():
             return
         why = "; ".join(wrong[:3])

@@ -2,11 +2,12 @@
 
 import errno
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
@@ -76,11 +77,19 @@ class RestoreControl:
     should_end: Callable[[], bool]
     """Returns True if the run is to end or to be released."""
     report: Callable[[NewEvent], None]
+    until: float = math.inf
+    """Monotonic time at which the preparation must be complete."""
+
+    def limited(self, seconds: float) -> "RestoreControl":
+        """Return the control of a preparation that starts now and may take so long."""
+        return replace(self, until=time.monotonic() + seconds)
 
     def check(self) -> None:
-        """Raise `TransferCancelled` if the preparation is to end."""
+        """Raise `TransferCancelled` if the preparation is to end, TimeoutError if it takes too long."""
         if self.should_end():
             raise TransferCancelled("the run is to end or to be released")
+        if time.monotonic() >= self.until:
+            raise TimeoutError("its checkpoints could not be read in time; check the speed of ANNEAL_STORAGE")
 
 
 def restore_checkpoint(
@@ -139,7 +148,7 @@ def _fetch(
         raise OSError(errno.ENOSPC, f"{checkpoint.name} does not fit on the disk: {lacking}")
     # Two runs that resume from one checkpoint may fetch it at the same time.
     own_name = f"{context.id}.{run.id}"
-    staging = place.with_name(f".{place.name}.{own_name}")
+    staging = context.storage.fetch_dir(place, own_name)
     reported_at = -_PROGRESS_SECONDS
 
     def on_piece() -> None:

@@ -217,6 +217,6 @@ class EventWriter:
 
 
 def _refused(event: NewEvent, error: Exception) -> NewEvent:
-    reason = str(getattr(error, "orig", None) or error).splitlines()[0][:300].replace("\x00", "")
-    line = f"an event of type {event.type} could not be stored: {reason}"
+    log.warning("an event of type %s is refused by the database: %s", event.type, error)
+    line = f"an event of type {event.type} could not be stored; an operator finds the cause in the worker's log"
     return NewEvent.of("log", event.ts.timestamp(), {"line": line, "stream": "anneal", "level": "error"})

@@ -10,6 +10,7 @@ import re
 from collections import deque
 from typing import Any, Literal
 
+from app.infra.terminal_text import plain_line
 from worker.ingest.redaction import Redactor
 
 Stream = Literal["stdout", "stderr"]
@@ -24,23 +25,6 @@ _MAX_PENDING = 2 * MAX_LINE_BYTES
 _PROGRESS_SECONDS = 1.0
 
 _TAIL = 50
-
-
-_ANSI = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colors, cursor
-    r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?"  # OSC: titles, links
-    r"|\x1b[PX^_][^\x1b]*(?:\x1b\\)?"  # strings for the terminal
-    r"|\x1b[ -/]*[0-~]?"
-)
-
-_VISIBLE = {code: chr(0x2400 + code) for code in range(0x20) if code != 0x09} | {0x7F: "\u2421"}
-
-# Eight-bit controls, and the marks that change the reading direction and so hide what a line really says.
-_VISIBLE |= {code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}
-
-_VISIBLE |= {code: f"\\u{code:04x}" for code in [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]}
-
-_VISIBLE |= dict.fromkeys(range(0xD800, 0xE000), "\ufffd")
 
 
 _ERROR = re.compile(r"\s*(\[?(ERROR|CRITICAL|FATAL)\b|Traceback \(most recent|Fatal Python error|[\w.]+Error: )")
@@ -170,7 +154,7 @@ class _Stream:
 
 
 def _visible(text: str, cut: int, redact: Redactor) -> str:
-    shown = _ANSI.sub("", text).translate(_VISIBLE)  # first: a color code in the middle of a secret would hide it
+    shown = plain_line(text)  # first: a color code in the middle of a secret would hide it
     shown = redact(shown)
     if cut:
         shown = shown[: -redact.longest]  # its end may be the beginning of a secret

@@ -21,10 +21,10 @@ from app.contracts.attempt.messages import (
     TrainingResult,
 )
 from app.contracts.events import TRAINER_RECORDS
-from app.contracts.field_types import JsonObject
 from app.contracts.run_status import LIVE
 from app.infra.ids import new_id
 from app.infra.storage import checkpoint_name
+from app.infra.terminal_text import plain_text
 from app.runs.checkpoints import retention
 from app.runs.events.log import LeaseFenced, NewEvent, Progress
 from app.runs.state import machine
@@ -140,7 +140,7 @@ class RecordHandler:
 
     def say(self, line: str, level: str = "info") -> None:
         """Add a line from the service itself to the run's log."""
-        self._add_lines([{"line": line, "stream": "anneal", "level": level}], time.time())
+        self._add_lines([{"line": plain_text(line), "stream": "anneal", "level": level}], time.time())
 
     def flush_output(self) -> None:
         """Handle the end of the output: what is left of a line becomes a line."""
@@ -172,7 +172,7 @@ class RecordHandler:
 
     def _handle_message(self, record: dict[str, Any], ts: float) -> None:
         message = validated(_MESSAGE, record)
-        line = {"line": message["line"], "stream": "anneal", "level": message.get("level", "info")}
+        line = {"line": plain_text(message["line"]), "stream": "anneal", "level": message.get("level", "info")}
         self._writer.put(NewEvent.of("log", ts, line))
 
     def _handle_plain(self, record: dict[str, Any], ts: float) -> None:
@@ -318,7 +318,7 @@ class RecordHandler:
         data = {"checkpoint_id": checkpoint_id, "step": row["step"], "kind": row["kind"], "bytes": row["bytes"]}
         event = NewEvent.of("checkpoint", ts, data)
         # One transaction: an action is done when its checkpoint exists, and the checkpoint does not exist without it.
-        found: JsonObject = {"checkpoint_id": checkpoint_id, "pinned": bool(row["pinned"])}
+        found: dict[str, object] = {"checkpoint_id": checkpoint_id, "pinned": row["pinned"]}
         answered = [
             action_result(
                 run,

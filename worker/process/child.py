@@ -28,6 +28,7 @@ from typing import Any
 from app.contracts.attempt.device import AssignedDevice
 from app.contracts.attempt.messages import ControlMessage
 from app.contracts.stop import StopRequest
+from worker.process import orphans
 from worker.wire.control import Control
 
 _PR_SET_PDEATHSIG = 1
@@ -126,6 +127,7 @@ def _prepare(start: LaunchSpec, fds: Sequence[int], parent: int) -> None:
     report, stdout, stderr, control = fds
     os.setsid()
     die_with_parent(parent)
+    orphans.adopt()
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)

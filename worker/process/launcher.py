@@ -26,6 +26,7 @@ from app.config import Settings
 from app.contracts.attempt.device import AssignedDevice
 from worker.process import process_group
 from worker.process.child import TERMINATION_SIGNALS, LaunchSpec
+from worker.process.orphans import Orphans
 from worker.process.spawn import (
     CODE_ROOT,
     FORK_SECONDS,
@@ -65,6 +66,7 @@ class Launcher:
         self._preload = list(preload) if preload is not None else _default_preload()
         self._environment = settings.trainer_environment()
         self._folder = settings.home / "run" / "trainers"
+        self._orphans = Orphans()
         self._changed = threading.Condition()
         self._stopping = False
         self._zygote: subprocess.Popen[bytes] | None = None
@@ -86,6 +88,13 @@ class Launcher:
         swept = process_group.sweep(self._folder)
         self._keeper.start()
         return swept
+
+    def adopt_orphans(self) -> None:
+        """Kill with each training process what it leaves in other sessions.
+
+        Only for a process of which nothing else starts children in sessions of their own.
+        """
+        self._orphans.adopt()
 
     @property
     def mode(self) -> Mode:
@@ -148,7 +157,7 @@ class Launcher:
                 raise LaunchError(self._cold_because or "the zygote is not available, and ANNEAL_LAUNCH=zygote")
             process = self._start_cold(wanted)
         try:
-            process.remember(process_group.record(self._folder, process.identity))
+            process.remember(process_group.record(self._folder, process.identity), self._orphans)
         except OSError as problem:
             process.close()
             raise LaunchError(f"the training process could not be recorded: {problem}") from problem
@@ -264,7 +273,7 @@ class Launcher:
     def _spawn_zygote(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = ["-m", "worker.process.zygote", "--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
-        with theirs:
+        with theirs, self._orphans.starting() as started:
             zygote = subprocess.Popen(
                 [sys.executable, *command, *self._preload],
                 pass_fds=[theirs.fileno()],
@@ -273,6 +282,7 @@ class Launcher:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is meant for the worker, which saves first
             )
+            started.add(zygote.pid)
         with self._changed:
             self._zygote, self._socket = zygote, ours
             self._backing_off = False
@@ -333,7 +343,9 @@ class Launcher:
             return
         outcome: TrainingProcess | OSError
         try:
-            outcome = spawn_cold(request.wanted, self._environment)
+            with self._orphans.starting() as started:
+                outcome = spawn_cold(request.wanted, self._environment)
+                started.add(outcome.pid)
         except OSError as problem:
             outcome = problem
         with self._changed:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from app.infra.private_files import write_private_json
-from app.infra.process_identity import ProcessIdentity, ProcessStat, boot_id, pid_namespace, process_stat
+from app.infra.process.identity import ProcessIdentity, ProcessStat, boot_id, pid_namespace, process_stat
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from app.contracts.attempt.messages import ControlMessage
-from app.infra.process_identity import ProcessIdentity, start_time
+from app.infra.process.identity import ProcessIdentity, start_time
 from worker.process.channel import Channel
 from worker.process.child import LaunchSpec
 from worker.process.training_process import ColdExitWatcher, TrainingProcess, ZygoteExitWatcher

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from app.contracts.attempt.messages import ControlMessage
-from app.infra.process_identity import ProcessIdentity
+from app.infra.process.identity import ProcessIdentity
 from worker.process import process_group
 from worker.process.channel import Channel
+from worker.process.orphans import Orphans
 
 _END_SECONDS = 5.0
 
@@ -118,6 +119,7 @@ class TrainingProcess:
         self._exit: Exit | None = None
         self._killed = False
         self._record: Path | None = None
+        self._orphans: Orphans | None = None
         self._oom_kills = _oom_kills()
 
     @property
@@ -125,9 +127,12 @@ class TrainingProcess:
         """Process id, which is also the session id."""
         return self.identity.pid
 
-    def remember(self, record: Path) -> None:
-        """Set the file from which a later worker learns of this process; `close` removes it."""
-        self._record = record
+    def remember(self, record: Path, orphans: Orphans) -> None:
+        """Set the file from which a later worker learns of this process, and who adopts what it leaves.
+
+        `close` removes both.
+        """
+        self._record, self._orphans = record, orphans
 
     def send(self, message: ControlMessage) -> bool:
         """Send a message; return False if the process is gone or its socket is full."""
@@ -161,7 +166,7 @@ class TrainingProcess:
         return process_group.kill_session(self.identity, self._pidfd)
 
     def close(self) -> Exit:
-        """Kill what still runs of the session and close every descriptor; return the exit of the process.
+        """Kill what it has left running and close every descriptor; return the exit of the process.
 
         Raises:
             process_group.StillAliveError: Processes do not die; the record for a later sweep then stays.
@@ -169,6 +174,8 @@ class TrainingProcess:
         try:
             self.kill()
             end = self._final_exit()
+            if self._orphans is not None:
+                self._orphans.kill()
         finally:
             self.channel.close()
             self._fate.close()

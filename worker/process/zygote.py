@@ -25,9 +25,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from app.infra.process_identity import start_time
+from app.infra.process.identity import start_time
 from worker import devices
 from worker.process import child
+from worker.process.orphans import Orphans
 
 _PROBE_SECONDS = 120
 _LARGEST_REQUEST = 64 * 1024
@@ -144,6 +145,8 @@ def _probe_in_child(writing: int) -> None:
 def serve(worker: socket.socket) -> None:
     """Fork on request and report the exit of each child, until the worker is gone."""
     children: dict[int, tuple[int, socket.socket]] = {}  # pidfd → process id, status socket
+    left = Orphans()
+    left.adopt()
     waiting = select.poll()
     waiting.register(worker, select.POLLIN)
     while True:
@@ -155,11 +158,13 @@ def serve(worker: socket.socket) -> None:
                 started = _fork(child.LaunchSpec.from_json(packet), fds)
                 if started is not None:
                     pidfd, pid, status = started
+                    with left.starting() as own:
+                        own.add(pid)
                     children[pidfd] = (pid, status)
                     waiting.register(pidfd, select.POLLIN)
             else:
                 waiting.unregister(descriptor)
-                _report_exit(descriptor, *children.pop(descriptor))
+                _report_exit(descriptor, *children.pop(descriptor), left)
 
 
 def _fork(start: child.LaunchSpec, fds: list[int]) -> tuple[int, int, socket.socket] | None:
@@ -197,8 +202,10 @@ def _fork(start: child.LaunchSpec, fds: list[int]) -> tuple[int, int, socket.soc
     return pidfd, pid, status
 
 
-def _report_exit(pidfd: int, pid: int, status: socket.socket) -> None:
+def _report_exit(pidfd: int, pid: int, status: socket.socket, left: Orphans) -> None:
+    """Report the exit of a child once no process that it has started is left."""
     _, raw = os.waitpid(pid, 0)
+    left.kill()
     code = os.waitstatus_to_exitcode(raw)
     end = {"code": code} if code >= 0 else {"signal": -code}
     _try_send(lambda: status.send(json.dumps(end).encode()))

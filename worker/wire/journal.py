@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from app.infra.process_identity import boot_id
+from app.infra.process.identity import boot_id
 from worker.wire.reporter import plain, write_all
 
 

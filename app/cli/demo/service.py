@@ -15,7 +15,7 @@ from app.cli.demo.errors import DemoError
 from app.config import Settings
 from app.infra import home_lock
 from app.infra.private_files import make_private_folder, read_json
-from app.infra.processes import last_lines, start_child, stop_child
+from app.infra.process.children import last_lines, start_child, stop_child
 
 _SECONDS_TO_START = 90.0
 _SECONDS_TO_END = 60.0

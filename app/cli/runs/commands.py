@@ -21,6 +21,7 @@ from app.cli.console import (
     note,
     option_hint,
     page,
+    say,
     size,
     transfer,
 )
@@ -76,7 +77,7 @@ def _print_or_watch(client: "Anneal", run: "RunRead", watch: bool, as_json: bool
         document(run)
         return
     note(f"{run.name} is {run.status}. Watch it with `anneal runs watch {run.id}`.")
-    typer.echo(run.id)
+    say(run.id)
 
 
 @commands.command()
@@ -96,7 +97,7 @@ def validate(file: File, sets: Set = None, as_json: AsJson = False) -> None:
             note(f"  {warning.field}: {warning.message}")
         if not check.valid:
             fail("This run would be refused.", *(f"  {item.field}: {item.message}" for item in check.errors))
-        typer.echo("This run can be created.")
+        say("This run can be created.")
 
 
 @commands.command()
@@ -269,7 +270,7 @@ def logs(
             if as_json:
                 json_line(event)
             elif event.type == "log":
-                typer.echo(getattr(event, "line", ""))
+                say(getattr(event, "line", ""))
         if follow:
             raise typer.Exit(exit_code(client.runs.get(run_id).status))
 
@@ -316,9 +317,9 @@ def stop(
         if as_json:
             document(run)
         elif run.finished_at is None:
-            typer.echo(f"{run_id} was asked to stop; it is {run.status}. {stopping.stop.message}")
+            say(f"{run_id} was asked to stop; it is {run.status}. {stopping.stop.message}")
         else:
-            typer.echo(f"{run_id} is {run.status} at step {run.current_step}.")
+            say(f"{run_id} is {run.status} at step {run.current_step}.")
 
 
 @commands.command()
@@ -410,7 +411,7 @@ def download(
             files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
             document({"folder": str(folder), "files": files})
         else:
-            typer.echo(folder)
+            say(folder)
 
 
 @commands.command()

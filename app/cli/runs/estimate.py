@@ -2,9 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-import typer
-
-from app.cli.console import details, note, table
+from app.cli.console import details, note, say, table
 from app.cli.runs.watch import exit_code, watch_run
 
 if TYPE_CHECKING:
@@ -83,7 +81,7 @@ def _compare(estimate: "RunEstimate", measured: "Measured | None", probe: "Probe
         ("maximum time", "-", _time(probe.seconds_at_most) or "-"),
     ]
     table(("WHOLE RUN", "ESTIMATED", "MEASURED"), [row for row in rows if row[1:] != ("-", "-")])
-    typer.echo(probe.message)
+    say(probe.message)
 
 
 def _figure(value: float | None) -> str:

@@ -4,9 +4,7 @@ import json
 import shlex
 from typing import TYPE_CHECKING
 
-import typer
-
-from app.cli.console import AsJson, attempt_path_text, connected, details, document, table
+from app.cli.console import AsJson, attempt_path_text, connected, details, document, say, table
 from app.cli.names import RunId
 
 if TYPE_CHECKING:
@@ -42,11 +40,11 @@ def why(run_id: RunId, as_json: AsJson = False) -> None:
             [[attempt_path_text(value) for value in row] for row in rows],
         )
     if found.last_lines:
-        typer.echo("\n  ".join(["Last log lines:", *found.last_lines[-_LINES_SHOWN:]]))
+        say("\n  ".join(["Last log lines:", *found.last_lines[-_LINES_SHOWN:]]))
     if found.correction:
         request = found.correction.request
         body = json.dumps(request.body, ensure_ascii=False)
-        typer.echo(
+        say(
             f"This request may help: {request.method} {request.path} with\n  {body}\n"
             f"As a command:\n{typed(run_id, request)}"
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 
-from app.cli.console import json_line, note
+from app.cli.console import json_line, note, say
 from app.cli.runs.eta_text import eta_text
 from app.contracts.events import (
     ActionEvent,
@@ -25,6 +25,7 @@ from app.contracts.events import (
     StatusEvent,
 )
 from app.contracts.methods import method_of
+from app.infra.terminal_text import plain_line, plain_text
 
 if TYPE_CHECKING:
     from app.client.client import Anneal
@@ -92,13 +93,13 @@ def continue_on_interrupt(run_id: str) -> Iterator[None]:
 def _print_end(run: "RunRead") -> None:
     limited = f" ({run.end_reason})" if run.end_reason not in (None, "finished") else ""
     loss = _loss(run.best_loss, ", best loss")
-    typer.echo(f"{run.id} {run.name}: {run.status}{limited} at step {run.current_step}{loss}")
+    say(f"{run.id} {run.name}: {run.status}{limited} at step {run.current_step}{loss}")
     if run.status == "failed":
-        typer.echo(f"  {run.error_code}: {run.error_message} (see `anneal runs why {run.id}`)")
+        say(f"  {run.error_code}: {run.error_message} (see `anneal runs why {run.id}`)")
     elif run.status == "completed" and run.probe is None:
-        typer.echo(f"  Download the model with `anneal runs download {run.id}`.")
+        say(f"  Download the model with `anneal runs download {run.id}`.")
     elif run.status == "cancelled" and run.probe is None:
-        typer.echo(f"  Resume it with `anneal runs resume {run.id}`.")
+        say(f"  Resume it with `anneal runs resume {run.id}`.")
 
 
 def _loss(value: float | None, name: str = "loss") -> str:
@@ -222,7 +223,7 @@ class _Lines:
 
     @staticmethod
     def _print(line: str) -> None:
-        typer.echo(line)
+        say(line)
         sys.stdout.flush()
 
 
@@ -244,7 +245,9 @@ class _Terminal:
             TextColumn("{task.fields[figures]}", markup=False), TimeRemainingColumn(compact=True),
             console=self._console, auto_refresh=False,
         )  # fmt: skip
-        self._task = self._bar.add_task(seen.name, total=seen.total, completed=seen.step, figures=self._figures())
+        self._task = self._bar.add_task(
+            plain_line(seen.name), total=seen.total, completed=seen.step, figures=self._figures()
+        )
         self._live = Live(get_renderable=self._picture, console=self._console, refresh_per_second=2)
 
     def __enter__(self) -> None:
@@ -256,12 +259,12 @@ class _Terminal:
     def show(self, event: Event) -> None:
         line = self._seen.take(event)
         if line is not None:
-            self._console.print(line, markup=False, soft_wrap=True)
+            self._console.print(plain_text(line), markup=False, soft_wrap=True)
         self._bar.update(self._task, completed=self._seen.step, total=self._seen.total, figures=self._figures())
 
     def _figures(self) -> str:
         seen = self._seen
-        return "  ".join(filter(None, (seen.status if not seen.phase else seen.phase, seen.figures)))
+        return "  ".join(filter(None, (seen.status if not seen.phase else plain_line(seen.phase), seen.figures)))
 
     def _picture(self) -> Any:
         from rich.console import Group

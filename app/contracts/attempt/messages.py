@@ -11,10 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal, NotRequired
 
-from pydantic import JsonValue
 from typing_extensions import TypedDict  # pydantic reads no TypedDict of `typing` before Python 3.12
 
-from app.contracts.field_types import JsonObject
 from app.contracts.stop import StopRequest
 
 MAX_RECORD_BYTES = 128 * 1024
@@ -94,10 +92,10 @@ class ConfigRecord(_Record):
     """Configuration in effect, the defaults that it replaced, and run info."""
 
     type: Literal["config"]
-    effective: JsonObject
-    replaced: Sequence[Mapping[str, JsonValue]]
+    effective: dict[str, object]
+    replaced: Sequence[Mapping[str, object]]
     """Replaced values: field, requested, used, reason."""
-    facts: Mapping[str, JsonValue]
+    facts: Mapping[str, object]
 
 
 class MetricRecord(_Record):
@@ -112,7 +110,7 @@ class MetricRecord(_Record):
     gpu_memory_mb: float | None
     samples_per_second: float | None
     total_steps: int | None
-    extra: Mapping[str, JsonValue]
+    extra: Mapping[str, object]
 
 
 class EvalRecord(_Record):
@@ -121,7 +119,7 @@ class EvalRecord(_Record):
     type: Literal["eval"]
     step: int
     epoch: float | None
-    metrics: Mapping[str, JsonValue]
+    metrics: Mapping[str, object]
 
 
 class PhaseRecord(_Record):
@@ -194,7 +192,7 @@ class CheckpointRecord(_Record):
     """Time that it took to save."""
     actions: NotRequired[list[AnsweredAction]]
     pinned: NotRequired[bool]
-    metrics: NotRequired[Mapping[str, JsonValue] | None]
+    metrics: NotRequired[Mapping[str, object] | None]
 
 
 ActionStatus = Literal["done", "refused", "failed"]
@@ -209,7 +207,7 @@ class ActionRecord(_Record):
     step: int
     epoch: NotRequired[float | None]
     status: ActionStatus
-    result: NotRequired[JsonObject | None]
+    result: NotRequired[dict[str, object] | None]
     message: NotRequired[str | None]
     total_steps: NotRequired[int | None]
 
@@ -265,7 +263,7 @@ class TrainingResult(TypedDict):
     output: NotRequired[str | None]
     """Folder of the output below the attempt's own."""
     hub: NotRequired[HubPush | None]
-    metrics: NotRequired[Mapping[str, JsonValue] | None]
+    metrics: NotRequired[Mapping[str, object] | None]
     repair: NotRequired[RepairProposal | None]
 
 

@@ -3,7 +3,7 @@
 import re
 
 from app.datasets.row_writer import RowWriter
-from app.infra.strict_json import MAX_DEPTH
+from app.infra.strict_json import MAX_DEPTH, MAX_VALUES
 
 # A string that ends in the same piece is skipped at once. Possessive quantifiers prevent backtracking.
 _OUTSIDE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{},"]', re.DOTALL)
@@ -26,6 +26,7 @@ class ArrayReader:
         self._row = bytearray()
         self._number = 1
         self._depth = 0
+        self._separators = 0
         self._in_string = False
         self._escaped = False
         self._closed = False
@@ -96,6 +97,10 @@ class ArrayReader:
                     self._fail("too_deep", f"nested more than {MAX_DEPTH} levels deep", self._number)
             elif self._depth:
                 self._depth -= token in b"]}"
+                self._separators += 1
+                if self._separators > 2 * MAX_VALUES:  # one before each value, and a bracket after it
+                    message = f"more than {MAX_VALUES:,} values in lists and objects; split it"
+                    self._fail("too_many_values", message, self._number)
             else:
                 self._keep(data[start : found.start()])
                 start = at
@@ -114,6 +119,7 @@ class ArrayReader:
         """Handle a comma or a closing bracket of the outer array: the end of a row."""
         raw = bytes(self._row)
         self._row.clear()
+        self._separators = 0
         if token == b"}":
             self._fail("invalid_json", f"not JSON: a }} without a matching {{ in row {self._number}")
         if self._broken:

@@ -48,13 +48,15 @@ class LineReader:
 
     def _end_line(self) -> None:
         if not self._skipping:
-            self._row(bytes(self._line))
+            self._line += b"\n"
+            line = bytes(self._line)
             self._line.clear()
+            self._row(line)
         self._skipping = False
         self._number += 1
 
     def _row(self, line: bytes) -> None:
-        if not line.strip():
+        if line.isspace():
             self._blank_since = self._blank_since or self._number
             return
         if self._blank_since is not None:
@@ -65,4 +67,4 @@ class LineReader:
         if self._number == 1 and line.startswith(_BYTE_ORDER_MARKS):
             self._rows.refuse(place, "byte_order_mark", "the file is UTF-16; save it as UTF-8")
             return
-        self._rows.take_json(place, line + b"\n", is_line=True)
+        self._rows.take_json(place, line, is_line=True)

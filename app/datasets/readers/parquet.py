@@ -7,7 +7,7 @@ from typing import BinaryIO
 from app.api.errors import printable, too_large
 from app.config import Settings
 from app.datasets.row_writer import RowWriter
-from app.datasets.sandbox import ChildFailed, SandboxProcess
+from app.infra.process.sandbox import ChildFailed, SandboxProcess
 
 _PROGRAM = "app.datasets.readers.parquet_process"
 _SILENT_SECONDS = 60.0

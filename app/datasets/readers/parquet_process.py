@@ -13,7 +13,7 @@ import sys
 import uuid
 from typing import Any
 
-from app.datasets.sandbox import run_confined
+from app.infra.process.sandbox import run_confined
 
 _BATCH_BYTES = 4 * 1024**2
 _MAX_BATCH_ROWS = 1024

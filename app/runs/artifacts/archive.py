@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.infra.storage import OutsideStorage, Storage
+from app.infra.untrusted_folder import OutsideStorage, open_below
 from app.runs.artifacts.service import files
 
 _PIECE = 1024 * 1024
@@ -31,12 +31,11 @@ class Member:
 def members(folder: Path, name: str) -> list[Member]:
     """List all files below `folder`, sorted by path, archived below `name`; links are skipped."""
     found = []
-    for path, size in sorted(files(folder)):
-        below = path.relative_to(folder).as_posix()
-        info = tarfile.TarInfo(f"{name}/{below}")
-        info.size, info.mode, info.mtime = size, 0o644, int(path.lstat().st_mtime)
+    for path, status in sorted(files(folder)):
+        info = tarfile.TarInfo(f"{name}/{path}")
+        info.size, info.mode, info.mtime = status.st_size, 0o644, int(status.st_mtime)
         header = info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
-        found.append(Member(below, header, size))
+        found.append(Member(path, header, status.st_size))
     return found
 
 
@@ -51,7 +50,7 @@ def stream(folder: Path, archived: Sequence[Member]) -> Iterator[bytes]:
         yield one.header
         left = one.size
         try:
-            descriptor = Storage.open_below(folder, one.path)
+            descriptor = open_below(folder, one.path)
         except OutsideStorage as error:
             raise OSError(str(error)) from None
         with os.fdopen(descriptor, "rb") as file:

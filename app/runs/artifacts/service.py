@@ -10,7 +10,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.api.errors import ApiError, not_found, printable
 from app.contracts.run_status import TERMINAL
 from app.contracts.schemas.artifacts import Artifact
-from app.infra.storage import OutsideStorage, Storage
+from app.infra.storage import Storage
+from app.infra.untrusted_folder import OutsideStorage, entries_below, open_below
 from app.tables.runs import Run
 
 
@@ -32,7 +33,7 @@ async def output_folder(session: AsyncSession, storage: Storage, run_id: str) ->
 
 def listed(folder: Path) -> list[Artifact]:
     """Return all files below `folder`, sorted by path; links are neither followed nor listed."""
-    found = (Artifact(path=path.relative_to(folder).as_posix(), bytes=size) for path, size in files(folder))
+    found = (Artifact(path=path, bytes=status.st_size) for path, status in files(folder))
     return sorted(found, key=lambda file: file.path)
 
 
@@ -42,7 +43,7 @@ def open_file(folder: Path, path: str) -> int:
     The training process owns this folder, so its content is untrusted and can change at any time.
     """
     try:
-        return Storage.open_below(folder, path)
+        return open_below(folder, path)
     except (OutsideStorage, OSError):
         # The response must not reveal whether a path outside the folder exists.
         raise ApiError(
@@ -52,8 +53,8 @@ def open_file(folder: Path, path: str) -> int:
         ) from None
 
 
-def files(folder: Path) -> Iterator[tuple[Path, int]]:
-    """Yield all regular files below `folder` with their sizes, unordered; links are not followed."""
+def files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the path of each regular file below `folder` with its status, unordered; links are not followed."""
     if folder.is_symlink() or not folder.is_dir():
         raise ApiError(
             404,
@@ -61,11 +62,4 @@ def files(folder: Path) -> Iterator[tuple[Path, int]]:
             "The output of this run is not in the storage: it was removed, or the API and the workers have different "
             "values of ANNEAL_STORAGE.",
         )
-    pending = [folder]
-    while pending:
-        with os.scandir(pending.pop()) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    pending.append(Path(entry.path))
-                elif entry.is_file(follow_symlinks=False):
-                    yield Path(entry.path), entry.stat(follow_symlinks=False).st_size
+    return ((path, status) for path, status in entries_below(folder) if status is not None)

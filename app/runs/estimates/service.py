@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from app.base_models import resolver
+from app.base_models.model_folder import ModelFolder
 from app.config import Settings
 from app.contracts.methods import METHODS
 from app.contracts.schemas.estimates import (
@@ -34,6 +36,7 @@ from app.estimator.memory import CONTEXT
 from app.estimator.parameters import CannotTrain, total, trained
 from app.estimator.steps import Data, make_step_plan, max_sequence_length, plan
 from app.infra.storage import Storage
+from app.infra.untrusted_folder import OutsideStorage
 from app.runs.estimates.history import Speed, speed
 from app.tables.datasets import Dataset
 from app.tables.runs import Run
@@ -160,25 +163,33 @@ def _config_json(settings: Settings, storage: Storage, config: TrainingConfig, a
     except resolver.BaseModelError as error:
         raise _NoConfig(error.message) from error
     if located["path"] is None:
-        return _of_hub(str(located["hub"]), config.revision)
-    return _of_folder(Path(located["path"]), (settings.models_folder, storage.root))
+        return _of_hub(storage, str(located["hub"]), config.revision)
+    return _of_folder(ModelFolder(storage, Path(located["path"])), settings, storage)
 
 
-def _of_folder(folder: Path, roots: tuple[Path, ...], depth: int = 0) -> dict[str, Any]:
-    described = folder / "adapter_config.json"
-    if not described.is_file():
-        return _read(folder / "config.json")
-    base = str(_read(described).get("base_model_name_or_path") or "")
-    below = Path(base)
-    if below.is_absolute():
-        inside = any(below.resolve().is_relative_to(root.resolve()) for root in roots)
-        if inside and below.is_dir() and depth < 4:
-            return _of_folder(below, roots, depth + 1)
-        raise _NoConfig(f"The base model of the adapter {folder.name} is no longer on this machine.")
-    return _of_hub(base, None)
+def _of_folder(folder: ModelFolder, settings: Settings, storage: Storage, depth: int = 0) -> dict[str, Any]:
+    described = "adapter_config.json"
+    if not folder.has(described):
+        return _read(folder, "config.json")
+    base = str(_read(folder, described).get("base_model_name_or_path") or "")
+    if not Path(base).is_absolute():
+        return _of_hub(storage, base, None)
+    if depth < 4 and (path := _allowed(base, settings, storage)) is not None:
+        return _of_folder(ModelFolder(storage, path), settings, storage, depth + 1)
+    raise _NoConfig(f"The base model of the adapter {folder.path.name} is no longer on this machine.")
 
 
-def _of_hub(name: str, revision: str | None) -> dict[str, Any]:
+def _allowed(base: str, settings: Settings, storage: Storage) -> Path | None:
+    """Return the folder that an adapter names, which a trainer has written, if it is one of a model."""
+    with suppress(OSError, ValueError):  # too long, or with a NUL
+        path = Path(os.path.realpath(base))
+        for root in (settings.models_folder, storage.root):
+            if path.is_relative_to(root.resolve()) and path.is_dir():
+                return root / path.relative_to(root.resolve())
+    return None
+
+
+def _of_hub(storage: Storage, name: str, revision: str | None) -> dict[str, Any]:
     from huggingface_hub import try_to_load_from_cache  # a slow import that only this call needs
 
     cached = None
@@ -190,20 +201,20 @@ def _of_hub(name: str, revision: str | None) -> dict[str, Any]:
             f"The configuration of {name[:100]!r} was not found on the API's machine. The API searches only its models "
             "root and its hub cache, never the network. Place the model's folder below ANNEAL_MODELS_ROOT."
         )
-    return _read(Path(cached))
+    return _read(ModelFolder(storage, Path(cached).parent), Path(cached).name)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(folder: ModelFolder, name: str) -> dict[str, Any]:
     try:
-        if file.stat().st_size > _MOST_CONFIG_BYTES:
-            raise _NoConfig(f"{file.name} of the model is too large for a configuration file.")
-        found = json.loads(file.read_text())
+        found = json.loads(folder.read(name, _MOST_CONFIG_BYTES))
     except OSError as error:
-        raise _NoConfig(f"{file.name} of the model cannot be read: {error.strerror or 'file not found'}.") from error
+        raise _NoConfig(f"{name} of the model cannot be read: {error.strerror or 'file not found'}.") from error
+    except OutsideStorage as error:
+        raise _NoConfig(f"{name} of the model cannot be read: {error}.") from error
     except (ValueError, RecursionError) as error:
-        raise _NoConfig(f"{file.name} of the model cannot be read: it is not valid JSON.") from error
+        raise _NoConfig(f"{name} of the model cannot be read: it is not valid JSON.") from error
     if not isinstance(found, dict):
-        raise _NoConfig(f"{file.name} of the model is not a JSON object.")
+        raise _NoConfig(f"{name} of the model is not a JSON object.")
     return found
 
 

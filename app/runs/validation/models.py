@@ -10,6 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.base_models import resolver
 from app.base_models.compatibility import is_reward_model, longest_sequence, model_conflicts
+from app.base_models.model_folder import ModelFolder
 from app.config import Settings
 from app.contracts.methods import method_of, rewards_of
 from app.contracts.training_config.raw_config import given_fields
@@ -41,7 +42,7 @@ async def _check_base_model(
         found.refuse("config.base_model", error.code, error.message)
         return
     if loads_model and located["path"] is not None:
-        folder, given = Path(located["path"]), given_fields(config)
+        folder, given = ModelFolder(storage, Path(located["path"])), given_fields(config)
         wrong = await asyncio.to_thread(model_conflicts, folder, config, given, needs_weights=needs_weights)
         for conflict in wrong:
             found.refuse(f"config.{conflict.code}", "conflict", conflict.message)
@@ -72,8 +73,9 @@ async def _check_reward_models(
         except resolver.BaseModelError as error:
             found.refuse(place, error.code, error.message)
             continue
-        folder = located["path"]
-        if folder is not None and await asyncio.to_thread(is_reward_model, Path(folder)) is False:
+        path = located["path"]
+        folder = None if path is None else ModelFolder(storage, Path(path))
+        if folder is not None and await asyncio.to_thread(is_reward_model, folder) is False:
             found.refuse(
                 place,
                 "not_a_reward_model",

@@ -1,7 +1,7 @@
 """Validation of a request for a run: reports all errors at once, before anything is written."""
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import select
@@ -32,12 +32,14 @@ async def validate_request(
     settings: Settings,
     storage: Storage,
     request: RunCreate,
+    wrong_rewards: Sequence[FieldError],
     *,
     needs_weights: bool = True,
 ) -> ValidationResult:
     """Validate a whole request; the rows that it refers to stay locked against deletion until the commit.
 
-    Without `needs_weights`, the weights of the base model may be missing.
+    `wrong_rewards` is the result of `reward_problems`. Without `needs_weights`, the weights of the base model may be
+    missing.
     """
     found = ValidationResult()
     rules = BACKEND_RULES.get(request.backend)
@@ -55,10 +57,11 @@ async def validate_request(
         found.errors += data_problems(request.config, name, item, splits=rules is None or rules.loads_model)
     machines = await online_machines(session, settings, request.backend, rules)
     data_format = dataset.format if dataset else None
-    # In a thread, here and below: a long schema takes a second, which must not block other requests.
+    # In a thread, here and below: a configuration of a megabyte takes a while, which must not block other requests.
     wrong, machine = await asyncio.to_thread(
         config_problems, rules, request.config, request.eval_dataset_id is not None, data_format, machines
     )
+    wrong += wrong_rewards
     reported = {problem.field for problem in wrong}
     wrong += [one for one in await destination_problems(session, settings, request.config) if one.field not in reported]
     if rules is not None and rules.options is None:

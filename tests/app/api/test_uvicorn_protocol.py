@@ -24,6 +24,7 @@ def hasty(shared_api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ap
     """A server that waits for no client longer than a moment."""
     monkeypatch.setattr(uvicorn_protocol, "HEAD_SECONDS", 0.5)
     monkeypatch.setattr(uvicorn_protocol, "UNREAD_BODY_SECONDS", 0.5)
+    monkeypatch.setattr(uvicorn_protocol, "UNREAD_RESPONSE_SECONDS", 0.5)
     yield shared_api
 
 
@@ -70,6 +71,23 @@ def test_a_refused_body_is_not_taken_for_ever(hasty: ApiServer) -> None:
         connection.sendall(b"POST /v1/datasets HTTP/1.1\r\nHost: localhost\r\nContent-Length: 209715200\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 401")
         assert 0.3 < _seconds_until_closed(connection, b"x") < 15
+
+
+def test_a_download_that_is_not_read_is_ended(hasty: ApiServer) -> None:
+    row = b'{"text": "' + _MEGABYTE + b'"}\n'
+    made = hasty.client.post("/v1/datasets", files={"file": ("rows.jsonl", row * 20)}).json()
+    head = f"Host: localhost\r\nAuthorization: Bearer {hasty.key}\r\n\r\n"
+
+    def is_open(own_port: int) -> bool:
+        """Return True while the server, which is a thread of this process, has its end of a connection."""
+        connections = psutil.Process().net_connections("tcp")
+        return any(one.laddr.port == hasty.port and one.raddr and one.raddr.port == own_port for one in connections)
+
+    with _connect(hasty) as connection:
+        connection.sendall(f"GET /v1/datasets/{made['id']}/content HTTP/1.1\r\n{head}".encode())
+        eventually(lambda: connection.recv(1) == b"H")
+        assert is_open(connection.getsockname()[1])
+        eventually(lambda: not is_open(connection.getsockname()[1]), timeout=15)
 
 
 @pytest.mark.parametrize("begin", [b"", b"POST /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\nbody"])
@@ -207,5 +225,6 @@ def test_the_bounds_hold_where_the_service_is_served() -> None:
     assert (
         issubclass(ThreadServer, ApiServer)
         and uvicorn_protocol.HEAD_SECONDS <= 30
+        and uvicorn_protocol.UNREAD_RESPONSE_SECONDS <= 600
         and uvicorn_protocol.MAX_HEADER_BYTES <= 2**17
     )

@@ -237,6 +237,16 @@ def test_every_other_authorization_is_401(shared_api: ApiServer, value: str) -> 
     assert _raw(shared_api, raw % value.encode("latin-1")).startswith(b"HTTP/1.1 401")
 
 
+@pytest.mark.parametrize("lines", [["Basic {}"], ["Token {}"], ["{}"], ["Bearer {}", "Bearer {}"]], ids=str)
+def test_a_key_that_was_just_verified_needs_its_scheme_and_only_one_header_too(
+    shared_api: ApiServer, lines: list[str]
+) -> None:
+    assert shared_api.client.get("/v1/experiments").status_code == 200
+    sent = "".join(f"Authorization: {line.format(shared_api.key)}\r\n" for line in lines)
+    raw = f"GET /v1/experiments HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{sent}\r\n"
+    assert _raw(shared_api, raw.encode()).startswith(b"HTTP/1.1 401")
+
+
 def test_without_a_database_a_key_gets_503_and_retry_after(settings: Settings) -> None:
     api = ThreadServer(settings)
     away = settings.model_copy(update={"database_url": "postgresql://x:y@127.0.0.1:1/z"})

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, update
 from typer.testing import CliRunner
 
 from app.api.errors import RETRY_SECONDS
@@ -31,6 +31,7 @@ from app.contracts.schemas.postmortem import CorrectedRequest
 from app.infra.db import sync_engine
 from app.infra.ids import new_id
 from app.infra.storage import Storage
+from app.tables.runs import Run
 from tests.app import hub_server
 from tests.app.client.test_client import EMPTY, Failing
 from tests.app.conftest import Anneal, json_of
@@ -463,6 +464,31 @@ class TestTerminal:
             process.kill()
             process.wait()
             os.close(ours)
+
+    def test_no_name_and_no_line_of_others_controls_it(
+        self, start: Any, trainer: Trainer, anneal: Anneal, run_file: Path
+    ) -> None:
+        """Names come from anyone who may write, messages from code that trains."""
+        hostile = "\x1b]0;owned\x07\x1b[2Jname\u202e\x9b2J\x7f"
+        anneal("runs", "create", "-f", str(run_file), "--set", f"name={json.dumps(hostile)}")
+        with trainer.engine.begin() as connection:
+            connection.execute(update(Run).where(Run.id == trainer.run_id).values(name=hostile))
+        trainer.log(hostile)
+        trainer.events("progress", {"phase": hostile, "done": None, "total": None, "message": hostile})
+        trainer.fail(message=hostile)
+        run_id = trainer.run_id
+        commands = [["show", run_id], ["logs", run_id], ["why", run_id], ["list"], ["show", run_id, "--json"]]
+        printed = [anneal("runs", *command).stdout for command in commands]
+        assert json.loads(printed[-1])["name"] == hostile, "as JSON it has the same value"
+        assert all("name" in text and not set(text) & set("\x1b\x07\x7f\x9b\u202e") for text in printed)
+        for command in (["watch", run_id], ["list"]):
+            process, terminal = start("runs", *command)
+            seen = bytearray()
+            with suppress(OSError):  # the process has ended
+                while piece := os.read(terminal, 65536):
+                    seen += piece
+            assert b"name" in seen and b"owned" not in seen and "\u202e".encode() not in seen
+            process.wait(30)
 
     def test_watch_draws_the_loss_and_ctrl_c_leaves_the_run_alone(
         self, start: Any, trainer: Trainer, anneal: Anneal

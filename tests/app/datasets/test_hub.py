@@ -1,5 +1,6 @@
 """Promises about datasets of the hub, against a server on loopback that speaks the few calls which are used."""
 
+import gzip
 import json
 import socket
 import threading
@@ -156,6 +157,26 @@ def test_a_redirect_into_the_private_network_is_not_read(shared_api: ApiServer, 
     assert _rows(shared_api, _import(shared_api)) == [{"text": "the secret"}]
 
 
+@pytest.mark.parametrize("coding", ["gzip, gzip", "GZIP", "identity, deflate"])
+def test_a_compressed_answer_is_not_expanded(shared_api: ApiServer, hub: Hub, coding: str) -> None:
+    """A kilobyte of it may become gigabytes."""
+    hub.serve({"train.jsonl": gzip.compress(gzip.compress(bytes(2**24)))})
+    hub.headers["Content-Encoding"] = coding
+    answer = _import(shared_api)
+    assert (answer.status_code, answer.json()["code"]) == (502, "hub_unusable")
+    assert "compressed" in answer.json()["detail"]
+
+
+def test_the_body_of_a_redirect_is_not_read(shared_api: ApiServer, hub: Hub) -> None:
+    hub.serve({"train.jsonl": lines({"text": "t"})})
+    path = f"/datasets/ada/words/resolve/{COMMIT}/train.jsonl"
+    hub.files["/blob"] = hub.files.pop(path)
+    hub.redirects[path] = "/blob"
+    hub.redirect_megabytes = 64
+    assert _rows(shared_api, _import(shared_api)) == [{"text": "t"}]
+    assert hub.sent_megabytes < 64
+
+
 def test_the_token_goes_to_the_hub_and_nowhere_else(api: ApiServer, hub: Hub) -> None:
     """A redirect to another port of the same machine is another origin."""
     hub.serve({"train.jsonl": lines({"text": "a"})})
@@ -258,7 +279,8 @@ async def test_a_proxy_is_asked_where_the_environment_names_one(hub: Hub, monkey
     [
         "127.0.0.1", "127.9.9.9", "0.0.0.0", "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1",
         "100.100.100.200", "192.0.0.8", "198.18.0.1", "224.0.0.1", "240.0.0.1", "255.255.255.255", "::", "::1",
-        "fe80::1", "fe80::1%eth0", "fc00::1", "fd00:ec2::254", "ff02::1", "2001:db8::1", "::ffff:127.0.0.1",
+        "fe80::1", "fe80::1%eth0", "fec0::1", "feff::1", "64:ff9b:1::7f00:1", "fc00::1", "fd00:ec2::254", "ff02::1",
+        "2001:db8::1", "::ffff:127.0.0.1",
         "::ffff:169.254.169.254", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::", "2002:a00:1::1",
         "2001:0:7f00:1::80ff:fffe", "", "localhost", "2130706433", "127.1",
     ],

@@ -5,16 +5,18 @@ import io
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from app.config import Settings
 from tests.app.uploads import PeakMemory, framed, lines, streamed, upload
-from tests.server import ProcessServer
+from tests.server import ApiServer, ProcessServer
 
 _BLOCK = 1000
 _CHARACTERS = 1000
@@ -38,6 +40,38 @@ def test_a_row_of_two_hundred_megabytes_costs_no_memory(settings: Settings) -> N
         assert [path.parent.name for path in settings.storage_root.glob("datasets/*/*")] == [dataset]
     print(f"200 MB line: {memory.grown / 1e6:.0f} MB more at the peak")
     assert memory.grown < 80e6
+
+
+def test_rows_of_very_many_values_cost_neither_memory_nor_a_standstill(settings: Settings) -> None:
+    """Six at once, 15 MB each, as in an attack that took three gigabytes and held up all others for 16 seconds."""
+    attacks = [(f"x.{kind}", before + b"[],"  * 5_000_000 + b"0]}" + after)
+               for kind, before, after in [("jsonl", b'{"text": "t", "x": [', b"\n")] * 4
+               + [("json", b'[{"text": "t", "x": [', b"]")] * 2]  # fmt: skip
+    with ProcessServer(settings) as api, ThreadPoolExecutor(len(attacks)) as pool:
+        assert upload(api, lines({"text": "t"})).status_code == 201
+        waits = []
+        with PeakMemory(api.process.pid) as memory:
+            sent = [pool.submit(upload, api, content, name) for name, content in attacks]
+            while not all(answer.done() for answer in sent):
+                began = time.monotonic()
+                assert api.client.get("/healthz").status_code == 200
+                waits.append(time.monotonic() - began)
+        spent = sum(psutil.Process(api.process.pid).cpu_times()[:2])
+    answers = [answer.result() for answer in sent]
+    assert {(answer.status_code, answer.json()["errors"][0]["code"]) for answer in answers} == {
+        (422, "too_many_values")
+    }
+    print(f"{memory.grown / 1e6:.0f} MB more at the peak, at most {max(waits):.2f} s for others, {spent:.1f} s in all")
+    assert memory.grown < 400e6
+    assert max(waits) < 3
+
+
+def test_separators_in_texts_are_no_values(shared_api: ApiServer) -> None:
+    """A row of 6 MB with more commas, brackets and escapes than a row may have values."""
+    text = 'x, [y], {"z": \\},\n' * 300_000
+    for name, content in (("a.jsonl", lines({"text": text})), ("a.json", json.dumps([{"text": text}]).encode())):
+        answer = upload(shared_api, content, name)
+        assert (answer.status_code, answer.json().get("rows")) == (201, 1), answer.text[:500]
 
 
 @pytest.mark.parametrize(("kind", "blocks"), [("jsonl", 80), ("json", 20), ("csv", 20), ("parquet", 20)])

@@ -121,6 +121,8 @@ def test_windows_line_ends_and_a_missing_or_doubled_last_one_are_fine(api: ApiSe
         (b'{"text": "a", "x": 1e999}', "not_finite"),
         (b'{"text": "a", "x": ' + b"[" * 40 + b"]" * 40 + b"}", "too_deep"),
         (b'{"text": "a", "x": ' + b"[" * 100_000 + b"}", "too_deep"),
+        (b'{"text": "a", "x": [' + b"[]," * 500_000 + b"0]}", "too_many_values"),
+        (b'{"text": "a", "x": [' + b'"\\\\\\",",' * 500_000 + b"0]}", "too_many_values"),
         (b'{"text": "a", "' + b"k" * 300 + b'": 1}', "key_too_long"),
         (b'{"prompt": "a", "completion": "b"}', "missing_column"),
         (b"", "empty_line"),

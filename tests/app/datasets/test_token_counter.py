@@ -11,10 +11,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from app.config import Settings
-from app.datasets import importer, sandbox, token_counter
+from app.datasets import importer, token_counter
 from app.datasets.token_counter import TokenCounter
 from app.infra.db import sync_engine
 from app.infra.ids import new_id
+from app.infra.process import sandbox
 from app.infra.storage import Storage
 from tests.app.uploads import PeakMemory, errors, lines, parquet, upload
 from tests.factories import Trainer, make_dataset, make_model, make_run

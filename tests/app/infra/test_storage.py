@@ -6,7 +6,8 @@ import pytest
 
 from app.config import Settings
 from app.infra.ids import new_id
-from app.infra.storage import OutsideStorage, Storage
+from app.infra.storage import Storage
+from app.infra.untrusted_folder import OutsideStorage
 
 
 @pytest.fixture

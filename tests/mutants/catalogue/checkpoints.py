@@ -15,14 +15,12 @@ _SYNC_FILES = """    for path in _files(staging):
     for folder in {staging, *(path.parent for path in _files(staging))}:
         _sync(folder)
 """
-_RENAME = """    if final.exists():
-        old = final.with_name(f".{final.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
-        staging.rename(final)
-        shutil.rmtree(old)
-    else:
-        staging.rename(final)
+_RENAME = """    aside = aside or final.with_name(f".{final.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    if os.path.lexists(final):
+        final.rename(aside)
+    staging.rename(final)
+    shutil.rmtree(aside, ignore_errors=True)
 """
 
 MUTANTS = (

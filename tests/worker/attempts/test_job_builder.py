@@ -1,6 +1,7 @@
 """What a training process is told: above all, from which checkpoint it goes on."""
 
 import errno
+import hashlib
 import json
 import os
 import pwd
@@ -20,6 +21,7 @@ from app.tables.datasets import Dataset
 from app.tables.runs import Run
 from tests.factories import Trainer, make_model
 from tests.rows import add_run, run_row
+from worker.attempts import job_builder
 from worker.attempts.job_builder import Job, JobError, prepare
 from worker.checkpoint_files import manifest
 from worker.checkpoint_store.restore import RestoreControl
@@ -169,13 +171,27 @@ def test_a_worker_without_the_storage_judges_no_checkpoint(lab: Lab) -> None:
 def test_a_checkpoint_that_cannot_be_read_now_is_not_a_bad_one(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     lab.save(10)
 
-    def refuse(_: Path) -> bytes:
+    def refuse(*_: object) -> bytes:
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patched, pytest.raises(OSError, match="Too many open files"):
-        patched.setattr(Path, "read_bytes", refuse)
+        patched.setattr(manifest, "read_below", refuse)
         lab.next_attempt()
     assert lab.bad_reasons() == {10: None}
+
+
+def test_a_checkpoint_without_an_end_keeps_no_worker_for_ever(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse file costs a hostile trainer nothing, and its manifest may say that it has to be so long."""
+    monkeypatch.setattr(job_builder, "_MAX_PREPARATION_SECONDS", 0.5)
+    folder = lab.save(10)
+    os.truncate(folder / "weights", 2**40)
+    text = json.dumps({"files": {"weights": {"bytes": 2**40, "sha256": "0" * 64}}})
+    (folder / manifest.MANIFEST).write_text(text)
+    with lab.engine.begin() as connection:
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        connection.execute(update(Checkpoint).values(manifest_sha256=digest))
+    with pytest.raises(TimeoutError, match="ANNEAL_STORAGE"):
+        lab.next_attempt()
 
 
 def test_a_worker_that_has_lost_the_run_judges_no_checkpoint_and_sweeps_nothing_of_its_successor(lab: Lab) -> None:

@@ -1,5 +1,8 @@
 """A checkpoint is whole or refused."""
 
+import hashlib
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -55,6 +58,53 @@ def test_any_damage_is_found_and_named(
     damage(folder)
     (problem,) = verify(folder, digest)
     assert word in problem
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "weights"])
+@pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "endless", "link", "link to a folder"])
+def test_whatever_a_trainer_puts_there_is_refused_at_once(
+    kind: str, name: str, checkpoint: tuple[Path, str], tmp_path: Path
+) -> None:
+    folder, digest = checkpoint
+    place = folder / name
+    place.rename(tmp_path / "moved")
+    match kind:
+        case "pipe":
+            os.mkfifo(place)
+        case "socket":
+            with socket.socket(socket.AF_UNIX) as bound:
+                bound.bind(str(place))
+        case "folder":
+            place.mkdir()
+        case "endless":
+            place.touch()
+            os.truncate(place, 2**40)
+        case "link":
+            place.symlink_to(tmp_path / "moved")
+        case "link to a folder":
+            (tmp_path / "outside").mkdir()
+            folder.rename(tmp_path / "outside" / "real")
+            folder.symlink_to(tmp_path / "outside" / "real")
+    (problem,) = verify(folder, digest)
+    assert name in problem or kind == "link to a folder"
+
+
+def test_the_supervisor_looks_at_no_more_than_it_needs(checkpoint: tuple[Path, str]) -> None:
+    folder, digest = checkpoint
+    for number in range(300):
+        (folder / f"{number}\x1b[2J\udc80").touch()
+    problems = verify(folder, digest)
+    assert len(problems) < 20 and all(problem.isprintable() for problem in problems)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"files": 3}', '{"files": {"a": {}}}', "[" * 100_000, '{"files": {"a": {"bytes": Infinity}}}',
+             '{"files": {"../a": {"bytes": 1, "sha256": ""}}}'],
+)  # fmt: skip
+def test_a_manifest_that_says_nothing_is_a_problem_not_a_crash(text: str, tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text(text)
+    (problem,) = verify(tmp_path, hashlib.sha256(text.encode()).hexdigest())
+    assert "does not describe" in problem
 
 
 def test_a_folder_that_is_not_there_is_a_problem_not_a_crash(tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ class TestWhatIsHere:
         def fails(*_: Any) -> int:
             raise OSError(24, "too many open files")
 
-        monkeypatch.setattr(Storage, "open_below", fails)
+        monkeypatch.setattr(remotes, "open_below", fails)
         with pytest.raises(OSError, match="too many"):
             share.send(folder, digest, lambda: None)
 

@@ -3,8 +3,10 @@
 import hashlib
 import json
 import os
+import pwd
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -203,6 +205,52 @@ class TestWhatATrainerMayWrite:
         with pytest.raises(ReplicaCorrupt):
             remote.fetch(folder, digest, "wrk_test", lambda: None)
         assert files_below(tmp_path / "shared") == [f"{place.relative_to(tmp_path / 'shared')}/{manifest.MANIFEST}"]
+
+    def test_no_link_in_its_folder_leads_the_worker_elsewhere(
+        self, settings: Settings, shared: str, tmp_path: Path
+    ) -> None:
+        """The trainer's user owns the folder around the checkpoint, and replaces what is there while it is fetched."""
+        folder, digest = whole(settings)
+        remote = RemoteStore(shared, Storage(settings))
+        remote.send(folder, digest, lambda: None)
+        user = pwd.getpwnam("nobody") if os.getuid() == 0 else pwd.getpwuid(os.getuid())
+        os.chown(folder.parent, user.pw_uid, user.pw_gid)
+        outside = tmp_path / "outside"
+        outside.mkdir()
+        outside.chmod(0o777)
+        swapped = []
+        attempt = os.open(folder.parent, os.O_RDONLY)
+
+        def attack() -> None:
+            """Only what that user may do: it renames what it finds and leaves links in its place."""
+            uid = os.geteuid()
+            os.seteuid(user.pw_uid)
+            try:
+                for name in {*os.listdir(attempt), folder.name}:  # noqa: PTH208
+                    if not name.startswith("moved"):
+                        with suppress(FileNotFoundError):
+                            os.rename(name, f"moved-{len(swapped)}", src_dir_fd=attempt, dst_dir_fd=attempt)
+                        os.symlink(outside, name, dir_fd=attempt)
+                        swapped.append(name)
+            finally:
+                os.seteuid(uid)
+
+        try:
+            attack()
+            remote.fetch(folder, digest, "wrk_test", attack)
+        finally:
+            os.close(attempt)
+        assert swapped and list(outside.iterdir()) == []
+        assert not folder.is_symlink() and manifest.verify(folder, digest) == []
+        assert sorted(path.name for path in folder.parent.parent.iterdir()) == ["a1"], "nothing half fetched is left"
+
+    def test_a_manifest_that_names_a_file_twice_is_of_a_corrupt_replica(self, settings: Settings) -> None:
+        folder, _ = whole(settings)
+        said = json.dumps({"files": {manifest.MANIFEST: {"bytes": 9, "sha256": "0" * 64}}}).encode()
+        remote = RemoteStore(f"memory://{new_id('run')}", Storage(settings))
+        remote._files.pipe_file(f"{remote._place(folder)}/{manifest.MANIFEST}", said)
+        with pytest.raises(ReplicaCorrupt, match="twice"):
+            remote.fetch(folder, hashlib.sha256(said).hexdigest(), "wrk_test", lambda: None)
 
 
 class TestTheNextAttempt:

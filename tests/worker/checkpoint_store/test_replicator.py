@@ -13,7 +13,6 @@ from sqlalchemy.ext.asyncio import async_sessionmaker
 
 from app.config import Settings
 from app.infra.db import async_engine
-from app.infra.storage import Storage
 from app.runs import deletion
 from app.runs.checkpoints import replicas as statements
 from app.runs.events.log import NewEvent
@@ -25,6 +24,7 @@ from tests.worker.checkpoint_store.test_replication import (
     shared,  # noqa: F401
     worker,  # noqa: F401
 )
+from worker.checkpoint_store import remote_store as remotes
 from worker.checkpoint_store import replicator as copying
 from worker.checkpoint_store.remote_store import MARK, RemoteStore, StoreUnavailable
 from worker.checkpoint_store.replicator import Replicator
@@ -181,7 +181,7 @@ class TestDamage:
             raise OSError(5, "input/output error")
 
         with monkeypatch.context() as patch:
-            patch.setattr(Storage, "open_below", fails)
+            patch.setattr(remotes, "open_below", fails)
             with pytest.raises(OSError, match="input/output"):
                 worker.replicator._send(worker.rows()[1])
         folder.rename(folder.with_name("elsewhere"))

@@ -127,7 +127,7 @@ def test_what_a_dead_worker_fetched_by_half_for_a_run_goes_with_the_next_one_tha
         connection.execute(update(Run).where(Run.id == child.id).values(dataset_id=data))
     trainer = Trainer(engine, child.id)
     live, dead = add_worker(engine), "wrk_gone"
-    halves = [whole.with_name(f".checkpoint-10.{owner}.{child.id}") for owner in (live, dead)]
+    halves = [worker.lab.storage.fetch_dir(whole, f"{owner}.{child.id}") for owner in (live, dead)]
     for half in halves:
         half.mkdir()
     assert prepare(worker.lab.context, run_row(engine, trainer.run_id), CPU, WAITS).start_step == 10

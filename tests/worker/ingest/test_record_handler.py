@@ -216,7 +216,7 @@ def test_what_was_stored_of_a_refused_batch_is_not_stored_again_after_an_outage(
     event.remove(lab.engine, "begin", fail_once)
     reported = [data["line"] for kind, data in lab.events() if kind == "log"]
     assert reported[:6] == [f"line {number}" for number in range(6)] and reported[7] == "line 7" and len(reported) == 8
-    assert "could not be stored" in reported[6]
+    assert reported[6] == "an event of type log could not be stored; an operator finds the cause in the worker's log"
 
 
 def test_one_event_that_is_refused_costs_only_itself(lab: Lab) -> None:
@@ -234,7 +234,7 @@ def test_a_checkpoint_that_the_database_refuses_is_reported_and_training_goes_on
     lab.writer.drain()
     (log, refused), (kind, _) = lab.events()[2:]
     assert (log, kind) == ("log", "eval")
-    assert "kind_known" in refused["line"]
+    assert "of type checkpoint could not be stored" in refused["line"] and "kind_known" not in refused["line"]
 
 
 @pytest.mark.parametrize("record", [b"{", b"[]", b'{"type": "metric"}', b'{"type": "eval", "ts": 1e300}', b"\xff"])
@@ -312,6 +312,12 @@ def test_a_record_with_a_field_of_another_type_is_a_line_in_the_log(
     lab.says(type, **fields)
     lab.writer.drain()
     assert [kind for kind, _ in lab.events()[2:]] == ["log"]
+
+
+def test_no_message_of_a_trainer_controls_a_terminal(lab: Lab) -> None:
+    lab.says("message", line="\x1b]0;owned\x07\x1b[2Jfirst\rline\nsecond\u202e \x9b2J\ttab")
+    lab.writer.drain()
+    assert lab.events()[-1][1]["line"] == "first␍line\nsecond\\u202e \\x9b2J\ttab"
 
 
 def test_an_error_that_trying_again_does_not_cure_is_raised_at_once(lab: Lab) -> None:

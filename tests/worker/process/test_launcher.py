@@ -20,7 +20,7 @@ import pytest
 from app.config import Settings
 from app.contracts.attempt.messages import ControlMessage
 from app.contracts.stop import StopRequest
-from app.infra.process_identity import ProcessIdentity, start_time
+from app.infra.process.identity import ProcessIdentity, start_time
 from tests.waiting import eventually
 from tests.worker.process.launching import CPU, Said, is_alive, launch, session_members, start_launcher
 from tests.worker.trainers import write_job
@@ -75,6 +75,26 @@ class TestWorld:
             said.to_the_end()
             launcher.stop()
             assert "secret" not in json.dumps(said.record("about")["environment"])
+
+    def test_it_gets_what_compilers_and_downloads_read_and_reports_nothing_unless_the_operator_wants_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        passed = {
+            "CC": "/opt/gcc", "TRITON_CACHE_DIR": "/fast/triton", "XDG_CACHE_HOME": "/fast",
+            "HF_XET_HIGH_PERFORMANCE": "1", "DO_NOT_TRACK": "0",
+        }  # fmt: skip
+        for name, value in passed.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("HF_HUB_DISABLE_TELEMETRY", raising=False)
+        launcher = start_launcher(tmp_path, "cold")
+        said = Said(launch(launcher, tmp_path / "run", "about"))
+        said.to_the_end()
+        launcher.stop()
+        environment = said.record("about")["environment"]
+        assert {name: environment.get(name) for name in passed} == passed
+        assert (environment["HF_HUB_DISABLE_TELEMETRY"], environment["WANDB_ERROR_REPORTING"]) == ("1", "false")
+        monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "0")
+        assert Settings().trainer_environment()["HF_HUB_DISABLE_TELEMETRY"] == "0"
 
     @pytest.mark.parametrize(
         ("device", "visible"),
@@ -145,8 +165,10 @@ class TestDeath:
         said = Said(process := launch(launcher, tmp_path, "hang", children=3))
         said.until(lambda said: said.has("hanging"))
         family = {process.pid, *said.record("hanging")["children"]}
-        assert set(process.kill()) >= family
+        # The zygote may be quicker to kill what the leader leaves.
+        assert process.pid in process.kill()
         assert session_members(process.pid) == []
+        eventually(lambda: not any(is_alive(pid) for pid in family), timeout=10)
         assert said.to_the_end().signal == signal.SIGKILL
 
     def test_without_a_renewal_the_kernel_ends_it_though_the_interpreter_is_stuck(
@@ -191,6 +213,38 @@ class TestDeath:
         said.until(lambda said: process.poll() is not None)
         assert process.kill() == []
         process.close()
+
+
+class TestDaemons:
+    """Children in sessions of their own end with the process that started them, however it ends."""
+
+    @pytest.mark.parametrize(
+        ("how", "disowns"), [("ends", False), ("dies", False), ("is killed", False), ("is killed", True)]
+    )
+    def test_are_gone_when_the_zygote_reports_its_exit(self, tmp_path: Path, how: str, disowns: bool) -> None:
+        launcher = start_launcher(tmp_path / "home", "zygote")
+        said = Said(process := launch(launcher, tmp_path, "daemons", how=how, disowns=disowns))
+        other = Said(launch(launcher, tmp_path / "other", "daemons", how="waits"))
+        for one in (said, other):
+            one.until(lambda one: one.has("daemons"))
+        if how == "is killed":
+            process.kill()
+        said.to_the_end()
+        assert [pid for pid in said.record("daemons")["pids"] if is_alive(pid)] == []
+        others = other.record("daemons")["pids"]
+        assert all(is_alive(pid) for pid in others), "those of another run go on"
+        other.process.close()
+        assert not any(is_alive(pid) for pid in others)
+        launcher.stop()
+
+    @pytest.mark.parametrize("mode", ["zygote", "cold"])
+    def test_are_gone_when_the_worker_has_closed_it(self, tmp_path: Path, mode: str) -> None:
+        """Of a process that a fork of the zygote has orphaned, or that was started cold."""
+        program = subprocess.run(
+            [sys.executable, "-c", _ADOPTING, str(tmp_path), mode], stdout=subprocess.PIPE, check=True, timeout=60
+        )
+        for reported in map(json.loads, program.stdout.splitlines()):
+            assert len(reported["pids"]) == 6 and reported["left"] == [], reported
 
 
 class TestLocks:
@@ -362,6 +416,29 @@ said = Said(launch(launcher, home / "job", "hang", children=2)).until(lambda sai
 reported = {"trainer": said.process.pid, "zygote": launcher.zygote_pid, **said.record("hanging")}
 print(json.dumps(reported), flush=True)
 sys.stdin.read()
+"""
+
+
+_ADOPTING = """
+import json, os, signal, subprocess, sys
+from pathlib import Path
+from tests.worker.process.launching import Said, is_alive, launch, start_launcher
+home = Path(sys.argv[1])
+launcher = start_launcher(home, sys.argv[2])
+launcher.adopt_orphans()
+bystander = subprocess.Popen(["sleep", "60"])
+for how in ("ends", "dies", "waits"):
+    said = Said(launch(launcher, home / how, "daemons", how=how)).until(lambda said: said.has("daemons"))
+    if how == "waits" and launcher.zygote_pid:
+        os.kill(launcher.zygote_pid, signal.SIGKILL)
+    elif how == "waits":
+        said.process.kill()
+    said.to_the_end()
+    pids = said.record("daemons")["pids"]
+    print(json.dumps({"how": how, "pids": pids, "left": [pid for pid in pids if is_alive(pid)]}), flush=True)
+assert bystander.poll() is None
+bystander.kill()
+launcher.stop()
 """
 
 

@@ -30,7 +30,9 @@ _WORDS = (
     "one",
     "two",
 )
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+ENVIRONMENT = {
+    **os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1",
+}  # fmt: skip
 CORPUS = [" ".join(_WORDS[(i * j + j) % len(_WORDS)] for j in range(1, 25)) for i in range(40)]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import safetensors.torch
 import torch
-import transformers
 
+from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.wire.journal import Journal
 
 _NEVER = threading.Event()
@@ -46,7 +46,7 @@ def begin(asked: dict[str, Any]) -> None:
 
 def follow(course: Any) -> None:
     """From now on here: SIGTERM within step `drain_at`; `evaluations` in turn raise, or find NaN or a given loss."""
-    reported, evaluate = Journal.step, transformers.Trainer.evaluation_loop
+    reported, evaluate = Journal.step, ServiceTrainerMixin.evaluation_loop
     left = list(course.get("evaluations", ()))
 
     def step(journal: Journal, n: int, *about: Any) -> None:
@@ -65,7 +65,7 @@ def follow(course: Any) -> None:
                 found.metrics["eval_loss"] = loss
         return found
 
-    for owner, name, instead in ((Journal, "step", step), (transformers.Trainer, "evaluation_loop", evaluation_loop)):
+    for owner, name, instead in ((Journal, "step", step), (ServiceTrainerMixin, "evaluation_loop", evaluation_loop)):
         setattr(owner, name, instead)
 
 

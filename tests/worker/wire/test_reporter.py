@@ -17,7 +17,7 @@ import pytest
 
 from app.contracts.attempt.messages import MAX_RECORD_BYTES, ControlMessage
 from app.contracts.stop import StopRequest
-from app.infra.process_identity import boot_id
+from app.infra.process.identity import boot_id
 from tests.jobs import make_spec
 from worker.wire.arguments import parse_args
 from worker.wire.control import Control

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from worker.checkpoint_files import manifest, resume_fidelity
 from worker.training.checkpointing import fidelity_check
 from worker.training.checkpointing.async_writer import AsyncWriter
@@ -289,21 +287,6 @@ def check(path: Path, manifest_sha256: str, alive: HeartbeatCallback = no_heartb
     problems = manifest.verify(path, manifest_sha256, alive)
     if problems:
         raise TrainingFailure("internal", f"{path.name} cannot be resumed from: {'; '.join(problems[:5])}")
-
-
-def restore_dtypes(model: torch.nn.Module, dtypes: dict[str, torch.dtype]) -> None:
-    """Restore the types of the trained parameters: a loaded adapter is always in 32 bits.
-
-    Without this, a resumed QLoRA run would train its adapter with different rounding than before.
-    """
-    for name, parameter in model.named_parameters():
-        if name in dtypes and parameter.dtype != dtypes[name]:
-            parameter.data = parameter.data.to(dtypes[name])
-
-
-def trained_dtypes(model: torch.nn.Module) -> dict[str, torch.dtype]:
-    """Return the types of the trained parameters by name."""
-    return {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
 
 
 def reapply_rates(trainer: Any, weight_decays: list[float]) -> None:

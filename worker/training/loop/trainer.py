@@ -21,6 +21,7 @@ from worker.training.failures import Stopped
 from worker.training.loop import sampling
 from worker.training.loop.actions import Actions
 from worker.training.loop.anomalies import REMEMBERED, AnomalyGuard
+from worker.training.loop.evaluation_means import EvaluationMeans
 from worker.training.loop.memory import GpuMemory
 from worker.training.loop.throughput import Throughput
 from worker.training.model import flops
@@ -65,6 +66,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         """True if an earlier attempt found the current step to be bad: it then changes nothing."""
         self._eval_batches = 0
         self._eval_total = 0
+        self._eval_means = EvaluationMeans()
         self._micro_losses: list[torch.Tensor] = []
         self._step_loss = 0.0
         self.actions = Actions(self)
@@ -261,13 +263,24 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
         self._eval_total = len(dataloader)
-        return super().evaluation_loop(dataloader, *args, **options)
+        self._eval_means = EvaluationMeans()
+        done = super().evaluation_loop(dataloader, *args, **options)
+        done.metrics["eval_loss"] = self._eval_means.loss
+        self._eval_means.reduce(self._metrics["eval"])
+        return done
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        terms = self.eval_terms(inputs)
         self.take_rows(inputs)
         self._eval_batches += 1
         self.run.progress("evaluating", self._eval_batches, self._eval_total)
-        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self._eval_means.add(found[0].item(), terms, self._metrics["eval"])
+        return found
+
+    def eval_terms(self, inputs: Any) -> int:
+        """Return the number of terms that the loss and the metrics of a batch are means of: by default its rows."""
+        return len(self.rows_of(inputs))
 
     # Logs
 
@@ -308,11 +321,6 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         self._total_train_tokens = self.run.state.tokens
         for name, values in self.run.state.averages.items():
             self._metrics["train"][name] = list(values)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        dtypes = saver.trained_dtypes(self.model)
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        saver.restore_dtypes(self.model, dtypes)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         decays = [group["weight_decay"] for group in self.optimizer.param_groups]

@@ -132,7 +132,7 @@ def build(make: Callable[..., Trains], run: TrainingContext, **options: Any) -> 
     except ValueError as error:  # TRL and peft reject options with it
         raise TrainingFailure("config_error", str(error)) from error
     loader.check_modules(trainer.model, run.config)
-    loader.keep_full_precision(trainer.model, run.machine)
+    loader.keep_full_precision(trainer.model)
     trainer.add_callback(StepCallback(run, trainer))
     asked = run.config.trainer_options
     if asked.distributions_steps is not None:

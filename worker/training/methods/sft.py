@@ -44,6 +44,9 @@ class SupervisedTrainer(ServiceTrainerMixin, SFTTrainer):  # type: ignore[misc]
                 self._evaluation.update(model(**batch).logits, labels)
         return found
 
+    def eval_terms(self, inputs: Any) -> int:
+        return int((inputs["labels"][:, 1:] != -100).sum())  # the first token of a sequence is never predicted
+
     def evaluated(self, metrics: Mapping[str, float]) -> dict[str, float]:
         reported = super().evaluated(metrics)
         reported["eval_perplexity"] = math.exp(min(reported["eval_loss"], 700.0))

@@ -182,15 +182,13 @@ def check_modules(model: torch.nn.Module, config: TrainingConfig) -> None:
             )
 
 
-def keep_full_precision(model: torch.nn.Module, machine: DeviceCapabilities) -> None:
-    """Convert trained parameters to 32 bits where 16 lose small updates, or where a gradient scaler rejects them.
+def keep_full_precision(model: torch.nn.Module) -> None:
+    """Convert every trained parameter to 32 bits, since 16 bits round small updates to nothing.
 
-    This applies to fully trained modules on every device, and to adapters, which TRL casts to bfloat16 on a quantized
-    base, on a GPU that computes in float16.
+    TRL casts adapters on a quantized base to bfloat16, and a copy of a frozen module has that module's type.
     """
-    half_gpu = machine.kind == "cuda" and not machine.bf16
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and (half_gpu or ".modules_to_save." in name):
+    for parameter in model.parameters():
+        if parameter.requires_grad:
             parameter.data = parameter.data.float()
 
 

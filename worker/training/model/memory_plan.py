@@ -48,7 +48,7 @@ def _choose(run: TrainingContext, found: BaseModelSource, length: int, rows: int
         choice = memory_planner.choose(
             model,
             config,
-            Precision.of(config, "cuda", bf16=run.machine.bf16),
+            Precision.of(config, "cuda"),
             micro_batch(model, config, length, rows),
             # Excludes memory of other processes; the context that the estimate counts is already allocated.
             int(free_bytes),

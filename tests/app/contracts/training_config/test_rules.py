@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jsonschema import Draft202012Validator
 from pydantic import TypeAdapter
 
 from app.contracts.rewards import Reward, names
@@ -203,30 +202,9 @@ BAD: list[tuple[Any, str, str, str]] = [
     ({"type": "regex"}, ".pattern", "missing", "required"),
     ({"type": "regex", "pattern": ""}, ".pattern", "out_of_range", "at least 1"),
     ({"type": "regex", "pattern": "a" * 1001}, ".pattern", "out_of_range", "1000"),
-    ({"type": "regex", "pattern": "(a"}, ".pattern", "bad_pattern", "missing )"),
-    ({"type": "regex", "pattern": "(" * 500 + ")" * 500}, ".pattern", "bad_pattern", "regular expression"),
-    ({"type": "regex", "pattern": r"\p{L}"}, ".pattern", "bad_pattern", r"bad escape \p"),
-    ({"type": "regex", "pattern": "foo{e}"}, ".pattern", "bad_pattern", r"`\{`"),
-    ({"type": "regex", "pattern": "[[:alpha:]]"}, ".pattern", "bad_pattern", "[:alpha:]"),
-    ({"type": "regex", "pattern": "((a{100}){100}){100}"}, ".pattern", "bad_pattern", "counted repetitions"),
-    ({"type": "regex", "pattern": "(?:" + "(b|[(]c){2}" * 50 + "){1000}"}, ".pattern", "bad_pattern", "too large"),
-    ({"type": "exact_match", "extract": "*"}, ".extract", "bad_pattern", "nothing to repeat"),
     ({"type": "numeric_match", "relative_tolerance": 1.0}, ".relative_tolerance", "out_of_range", "less than 1"),
     ({"type": "json_schema"}, ".schema", "missing", "required"),
     ({"type": "json_schema", "schema": "{}"}, ".schema", "wrong_type", "dictionary"),
-    ({"type": "json_schema", "schema": {"type": "text"}}, ".schema", "bad_schema", "$.type"),
-    ({"type": "json_schema", "schema": {"pattern": "("}}, ".schema", "bad_schema", "regex"),
-    ({"type": "json_schema", "schema": {"pattern": "x{e}"}}, ".schema", "bad_schema", "`{`"),
-    ({"type": "json_schema", "schema": {"pattern": "x" * 1001}}, ".schema", "bad_schema", "too long"),
-    ({"type": "json_schema", "schema": {"patternProperties": {"x{e}": True}}}, ".schema", "bad_schema", "`{`"),
-    ({"type": "json_schema", "schema": {"$ref": "https://a.example/b"}}, ".schema", "bad_schema", "$defs"),
-    ({"type": "json_schema", "schema": {"items": {"$ref": "file:///etc/passwd"}}}, ".schema", "bad_schema", "$ref"),
-    ({"type": "json_schema", "schema": {"$ref": "#/$defs/gone"}}, ".schema", "bad_schema", "gone"),
-    ({"type": "json_schema", "schema": {"$ref": "#/title", "title": "a"}}, ".schema", "bad_schema", "$ref"),
-    ({"type": "json_schema", "schema": {"items": {"$id": "b"}}}, ".schema", "bad_schema", "$id"),
-    ({"type": "json_schema", "schema": {"unevaluatedItems": False}}, ".schema", "bad_schema", "unevaluatedItems"),
-    ({"type": "json_schema", "schema": {"$schema": "http://json-schema.org/draft-07/schema#"}}, ".schema",
-     "bad_schema", "2020-12"),
     ({"type": "json_schema", "schema": {"title": "a" * 20_000}}, ".schema", "bad_schema", "20,000"),
     ({"type": "length"}, "", "bad_bounds", "`min` or `max`"),
     ({"type": "length", "min": 2, "max": 1}, "", "bad_bounds", "`min` above its `max`"),
@@ -271,17 +249,15 @@ class TestRewards:
         assert says in reported[1] and reported[1].endswith(".")
 
     def test_all_of_them_are_reported_at_once(self) -> None:
-        reported = found(rlhf({"type": "regex", "pattern": "("}, ANSWER, {"type": "format"}))
+        reported = found(rlhf({"type": "regex", "pattern": ""}, ANSWER, {"type": "format"}))
         assert set(reported) == {"rlhf.rewards.0.pattern", "rlhf.rewards.2.sections"}
 
-    def test_together_they_are_short_enough_to_be_judged_soon_and_reported_whole(self) -> None:
+    def test_together_they_are_short(self) -> None:
         schemas = [{"type": "json_schema", "schema": {"title": "a" * 19_900, "minimum": at}} for at in range(4)]
-        started = time.monotonic()
         assert found(rlhf(*schemas[:3])) == {}
         ((name, (code, message)),) = found(rlhf(*schemas)).items()
         assert (name, code) == ("rlhf.rewards", "out_of_range") and "65,536 bytes" in message
         assert set(found(rlhf(*schemas * 5))) == {"rlhf.rewards"}
-        assert time.monotonic() - started < 30
 
     def test_what_is_short_enough_stays_so_with_all_defaults_written_out(self) -> None:
         def patterns(spare: int) -> list[dict[str, Any]]:
@@ -294,13 +270,14 @@ class TestRewards:
         assert TrainingConfig.model_validate(kept).model_dump(mode="json") == kept
         assert set(found(rlhf(*patterns(-1)))) == {"rlhf.rewards"}
 
-    def test_a_schema_is_looked_at_once_however_often_a_configuration_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        looked = []
-        check = Draft202012Validator.check_schema
-        monkeypatch.setattr(Draft202012Validator, "check_schema", lambda schema: looked.append(1) or check(schema))
-        config = rlhf({"type": "json_schema", "schema": {"title": "looked at once"}})
-        assert [found(config) for _ in range(3)] == [{}] * 3
-        assert len(looked) == 1
+    @pytest.mark.parametrize("reward", [
+        {"type": "regex", "pattern": "(?i)" + r"[ -\uffff]" * 99}, {"type": "numeric_match", "extract": "("},
+        {"type": "json_schema", "schema": {"pattern": "(?i)" + r"[ -\uffff]" * 390}},
+    ], ids=["pattern", "extract", "schema"])  # fmt: skip
+    def test_none_is_compiled_where_a_configuration_is_read(self, reward: dict[str, Any]) -> None:
+        began = time.process_time()
+        assert found(rlhf(reward)) == {}
+        assert time.process_time() - began < 0.3
 
     def test_each_has_a_name_of_its_own(self) -> None:
         kinds = ["length", "regex", "length", "length"]

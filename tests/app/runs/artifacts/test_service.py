@@ -1,6 +1,7 @@
 """Promises about the files that a run leaves: all of them, and nothing else of the machine."""
 
 import io
+import json
 import os
 import shutil
 import socket
@@ -14,7 +15,8 @@ from app.infra.db import sync_engine
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.runs.artifacts import archive
-from tests.factories import Trainer
+from tests.app.uploads import lines, upload
+from tests.factories import Trainer, make_dataset
 from tests.rows import add_run
 from tests.server import ApiServer
 from tests.waiting import eventually
@@ -174,6 +176,44 @@ def test_a_file_that_becomes_a_link_after_it_was_listed_is_not_followed(
     with pytest.raises(OSError):
         sent.extend(archive.stream(output, members))
     assert b"secret" not in b"".join(sent)
+
+
+class TestAnOutputAsAModel:
+    """A run may name the output of another one, and so has the API read files that a training process has written."""
+
+    @pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
+    def test_leads_out_of_itself_in_no_file(self, shared_api: ApiServer, run: str, kind: str, tmp_path: Path) -> None:
+        output = Storage(shared_api.settings).output_dir(run, 1)
+        secrets = {
+            "config.json": {"architectures": ["SecretForSequenceClassification"], "max_position_embeddings": 7},
+            "adapter_config.json": {"task_type": "SEQ_CLS", "base_model_name_or_path": "secret/model"},
+            "tokenizer.json": {"secret": 1},
+        }
+        (tmp_path / "outside").mkdir()
+        for name, content in secrets.items():
+            (tmp_path / "outside" / name).write_text(json.dumps(content))
+            if kind == "link":
+                (output / name).symlink_to(tmp_path / "outside" / name)
+            elif kind == "pipe":
+                os.mkfifo(output / name)
+        if kind == "folder":
+            shutil.rmtree(output)
+            output.symlink_to(tmp_path / "outside")
+        body = {
+            "dataset_id": make_dataset(sync_engine(shared_api.settings.database_url or "", pool_size=0), "text"),
+            "config": {"base_model": run, "method": "lora", "max_seq_length": 100},
+        }
+        client = shared_api.client
+        answers = [client.post("/v1/runs/validate", json=body), client.post("/v1/runs/estimate", json=body)]
+        (code,) = [one["code"] for one in answers[0].json()["errors"] if one["field"] == "config.base_model"]
+        assert code == "model_not_found"
+        (output / "config.json").unlink(missing_ok=True)
+        if kind != "folder":
+            (output / "config.json").write_text("{}")
+            answers += [client.post("/v1/runs/validate", json=body), client.post("/v1/runs/estimate", json=body)]
+            answers.append(upload(shared_api, lines({"text": "a"}), tokenizer=run))
+            assert answers[-1].json()["code"] == "bad_tokenizer"
+        assert not [answer.text for answer in answers if "secret" in answer.text.lower() or answer.status_code >= 500]
 
 
 def test_no_descriptor_stays_open(shared_api: ApiServer, run: str) -> None:

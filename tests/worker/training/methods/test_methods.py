@@ -16,6 +16,7 @@ from tests.specified_config import SpecifiedConfig
 from tests.worker.training.tiny import (
     Forks,
     Outcome,
+    make_chat_dataset,
     make_job,
     make_pairs,
     make_prompts,
@@ -173,6 +174,37 @@ def test_an_evaluation_before_the_first_step_reports_where_training_begins(
     assert [record["step"] for record in done.of("checkpoint")] == [4, 8]
     again = make_job(tmp_path / "2", tiny_model, chats, attempt=2, resume_from=done.checkpoint(4), **config)
     assert [record["step"] for record in completed(forks.run(again)).of("eval")] == [8]
+
+
+@pytest.mark.parametrize(
+    ("method", "data_format", "make", "measures"),
+    [
+        ("lora", "chat", make_chat_dataset, ["token_accuracy", "entropy", "perplexity"]),
+        ("reward", "preference", make_pairs, ["preference_accuracy", "reward_margin", "reward_mean"]),
+        pytest.param("dpo", "preference", make_pairs, ["reward_margin", "logps_chosen"], marks=pytest.mark.full),
+        pytest.param("kto", "rated", make_rated, [], marks=pytest.mark.full),
+    ],
+)
+def test_the_batch_size_of_an_evaluation_does_not_change_its_results(
+    method: str, data_format: str, make: Any, measures: list[str], forks: Forks, tiny_model: Path, tmp_path: Path
+) -> None:
+    data = make(tmp_path / "data.jsonl", 8)
+    config = COMMON | {"method": method, "max_steps": 1, "eval_steps": 1, "lora_dropout": 0.0, "load_in_4bit": False}
+    if method == "kto":
+        config["kto"] = {"loss_type": "apo_zero_unpaired"}  # no term compares rows with each other
+    one_batch, several = (
+        completed(
+            forks.run(
+                make_job(
+                    tmp_path / str(size), tiny_model, data, data_format=data_format, eval_data=data,
+                    extra={"eval_batch_size": size}, **config,
+                )
+            )
+        ).of("eval")[-1]["metrics"]
+        for size in (8, 3)
+    )  # fmt: skip
+    for name in ("loss", *measures):
+        assert several[f"eval_{name}"] == pytest.approx(one_batch[f"eval_{name}"], rel=1e-5), name
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])

@@ -13,6 +13,7 @@ from trl import SFTConfig, SFTTrainer
 
 from tests.worker.training.data.test_dataset import CHATML
 from tests.worker.training.tiny import CORPUS, Forks, make_job, write_rows
+from worker.training.model.loader import keep_full_precision
 
 STEPS = 8
 
@@ -47,6 +48,8 @@ def plain_losses(model: Path, data: Path, folder: Path, lora: bool, **options: A
             task_type="CAUSAL_LM", r=16, lora_alpha=32, lora_dropout=0.05, target_modules="all-linear"
         ) if lora else None,
     )  # fmt: skip
+    if quantised:
+        keep_full_precision(trainer.model)  # TRL casts what trains to 16 bits
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

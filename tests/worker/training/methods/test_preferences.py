@@ -32,7 +32,7 @@ from trl import (
 
 from tests.worker.training.data.test_dataset import CHATML
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_pairs, make_prompts, make_rated, make_tiny_model
-from worker.training.model.loader import keep_evaluation_neutral
+from worker.training.model import loader
 
 STEPS = 6
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -212,7 +212,7 @@ def plain(kind: str, model: Path, data: Path, folder: Path, lora: bool, four_bit
         }  # fmt: skip
     head = {"num_labels": 1} if kind == "reward" else {}
     network = auto.from_pretrained(model, dtype=torch.float32, **head, **quantised)
-    keep_evaluation_neutral(network)
+    loader.keep_evaluation_neutral(network)
     make: Any = {
         "dpo": (DPOTrainer, DPOConfig), "kto": (KTOTrainer, KTOConfig), "reward": (RewardTrainer, RewardConfig),
         "grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig),
@@ -234,11 +234,8 @@ def plain(kind: str, model: Path, data: Path, folder: Path, lora: bool, four_bit
         ) if lora else None,
         **rewarded,
     )  # fmt: skip
-    if four_bit and kind == "reward":
-        # TRL gives the new head 16 bits beside layers that compute in 32, and stops there.
-        for name, parameter in trainer.model.named_parameters():
-            if ".modules_to_save." in name:
-                parameter.data = parameter.data.float()
+    if four_bit:
+        loader.keep_full_precision(trainer.model)  # TRL casts what trains to 16 bits
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

@@ -31,7 +31,7 @@ def served() -> Iterator[Hub]:
 @pytest.fixture(scope="module")
 def pushing_forks(served: Hub) -> Iterator[Forks]:
     """Training processes whose hub is the stand-in."""
-    server = Forks(HF_ENDPOINT=served.url, HF_TOKEN=TOKEN, HF_HUB_DISABLE_TELEMETRY="1")
+    server = Forks(HF_ENDPOINT=served.url, HF_TOKEN=TOKEN)
     yield server
     server.close()
 

@@ -20,6 +20,7 @@ class ProcessStat:
     """Fields of /proc/<pid>/stat."""
 
     state: str
+    parent: int
     session: int
     start_time: int
     """Clock ticks since boot."""
@@ -32,7 +33,7 @@ def process_stat(pid: int) -> ProcessStat | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = text[text.rindex(")") + 2 :].split()  # the name in parentheses may hold anything
-    return ProcessStat(state=fields[0], session=int(fields[3]), start_time=int(fields[19]))
+    return ProcessStat(state=fields[0], parent=int(fields[1]), session=int(fields[3]), start_time=int(fields[19]))
 
 
 def start_time(pid: int) -> int:

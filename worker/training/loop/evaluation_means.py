@@ -1,0 +1,40 @@
+"""Means over an evaluation, from the means of its batches."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+
+BatchMeans = Mapping[str, list[float]]
+"""Means of the batches so far, by metric, as TRL's trainers collect them."""
+
+
+class EvaluationMeans:
+    """Means over an evaluation in which each target token, or each row, counts the same.
+
+    transformers and TRL average the means of batches, so their results depend on the batch size.
+    """
+
+    def __init__(self) -> None:
+        self._losses: list[tuple[float, int]] = []
+        self._terms: dict[str, list[int]] = defaultdict(list)
+
+    def add(self, loss: float, terms: int, metrics: BatchMeans) -> None:
+        """Add a batch with its number of terms; `metrics` holds the means of earlier batches too."""
+        self._losses.append((loss, terms))
+        for name, means in metrics.items():
+            self._terms[name] += [terms] * (len(means) - len(self._terms[name]))
+
+    @property
+    def loss(self) -> float:
+        """Mean loss."""
+        return _mean(self._losses)
+
+    def reduce(self, metrics: BatchMeans) -> None:
+        """Replace the means of all batches by one; NaN, which stands for a batch without rewards, is ignored."""
+        for name, means in metrics.items():
+            known = [pair for pair in zip(means, self._terms[name], strict=True) if not math.isnan(pair[0])]
+            means[:] = [_mean(known)] if known else means[:1]
+
+
+def _mean(weighted: list[tuple[float, int]]) -> float:
+    return sum(value * terms for value, terms in weighted) / max(sum(terms for _, terms in weighted), 1)
