@@ -61,7 +61,7 @@ CASES = (
         "tag, one in 10,000", {"tag": "rare"}, {"filter_string": "tags.rare = 'rare'", "order_by": _NEWEST},
         shows=lambda run: "rare" in run["tags"],
     ),
-    Case("lowest loss", {"sort": "best_loss"}, {"order_by": _BEST}, deep=True),
+    Case("lowest loss", {"sort": "best", "method": "qlora"}, {"order_by": _BEST}, deep=True),
 )  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def list_experiments(limit: Limit = 50, after: After = None, as_json: AsJson = F
 
 @commands.command()
 def show(experiment_id: ExperimentId, as_json: AsJson = False) -> None:
-    """Show an experiment with the status of its runs and its best run.
+    """Show an experiment with the status of its runs and its best runs.
 
     Example: `anneal experiments show exp_01k3x9m6q2v8s4t0w7y5z1a3b9`
     """
@@ -69,12 +69,14 @@ def show(experiment_id: ExperimentId, as_json: AsJson = False) -> None:
         if as_json:
             document(found)
             return
-        best = found.best_run
         details(
             {
                 "id": found.id, "name": found.name, "description": found.description, "tags": found.tags,
                 "runs": [f"{count} {status}" for status, count in found.runs.items() if count],
-                "best run": f"{best.run_id} ({best.name}), loss {best.best_loss:.4g}" if best else None,
+                "best runs": [
+                    f"{best.run_id} ({best.name}), {best.method}: {best.metric} {best.value:.4g}"
+                    for best in found.best_runs
+                ],
                 "created": found.created_at,
             }
         )  # fmt: skip

@@ -72,8 +72,9 @@ class Runs(ApiResource[M]):
         tag: str | None = None,
         parent_run_id: str | None = None,
         base_model: str | None = None,
+        method: str | None = None,
         find: str | None = None,
-        sort: Literal["created_at", "best_loss"] | None = None,
+        sort: Literal["created_at", "best"] | None = None,
         limit: int | None = None,
         after: str | None = None,
     ) -> AsyncGenerator[RunSummary]:
@@ -83,7 +84,7 @@ class Runs(ApiResource[M]):
         """
         filters = {
             "experiment_id": experiment_id, "status": status, "tag": tag, "parent_run_id": parent_run_id,
-            "base_model": base_model, "find": find, "sort": sort,
+            "base_model": base_model, "method": method, "find": find, "sort": sort,
         }  # fmt: skip
         async with aclosing(self._items("/runs", RunSummary, filters, limit, after)) as items:
             async for item in items:

@@ -6,7 +6,7 @@ Code that depends on the method reads a property of its row, so that a new metho
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -98,6 +98,18 @@ class RlhfOptions(Strict):
     )
 
 
+class LearningRate(NamedTuple):
+    """Default peak learning rates of a method."""
+
+    adapter: float
+    full: float
+    """Without an adapter, when all weights are trained."""
+
+
+_SUPERVISED_RATE = LearningRate(adapter=2e-4, full=2e-5)
+_PREFERENCE_RATE = LearningRate(adapter=5e-6, full=1e-6)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """Properties of a training method."""
@@ -110,6 +122,7 @@ class Method:
     """Function that trains a run, as `module:function`."""
     formats: tuple[DatasetFormat, ...]
     """Accepted dataset formats."""
+    learning_rate: LearningRate
     row_noun: Literal["rows", "pairs", "prompts"] = "rows"
     """Contents of a dataset row: one sequence, two answers to a prompt, or a prompt without an answer."""
     options: type[Strict] | None = None
@@ -125,6 +138,17 @@ class Method:
     """False if rows that are too long are skipped."""
     smaller: TrainingMethod | None = None
     """Method with the same objective that needs less memory."""
+
+    def trains_adapter(self, lora_r: int | None) -> bool:
+        """Return True if a run with this `lora_r` trains an adapter rather than all weights."""
+        return self.adapter != "forbidden" and lora_r is not None
+
+    def defaults(self, lora_r: int | None) -> dict[str, Any]:
+        """Return the defaults of the fields that depend on the method, and on whether it trains an adapter."""
+        if self.trains_adapter(lora_r):
+            # The state of an adapter's optimizer is small, so paging or 8 bits would save nothing and cost time.
+            return {"learning_rate": self.learning_rate.adapter, "optim": "adamw_torch_fused"}
+        return {"learning_rate": self.learning_rate.full, "optim": "paged_adamw_8bit"}
 
     @property
     def is_supervised(self) -> bool:
@@ -156,6 +180,10 @@ class Method:
         """True if a higher `eval_metric` is better."""
         return self.eval_metric == "eval_reward"
 
+    def score(self, metric: float) -> float:
+        """Return an `eval_metric` as a score of which less is better, or a score as its metric."""
+        return -metric if self.higher_is_better else metric
+
 
 _SUPERVISED_FORMATS: tuple[DatasetFormat, ...] = ("chat", "prompt_completion", "text")
 
@@ -168,6 +196,7 @@ METHODS: Mapping[TrainingMethod, Method] = {
             objective="supervised",
             trainer="worker.training.methods.sft:train",
             formats=_SUPERVISED_FORMATS,
+            learning_rate=_SUPERVISED_RATE,
             adapter="forbidden",
             quantization="forbidden",
             smaller=TrainingMethod.lora,
@@ -178,6 +207,7 @@ METHODS: Mapping[TrainingMethod, Method] = {
             objective="supervised",
             trainer="worker.training.methods.sft:train",
             formats=_SUPERVISED_FORMATS,
+            learning_rate=_SUPERVISED_RATE,
             adapter="required",
             quantization="forbidden",
             smaller=TrainingMethod.qlora,
@@ -188,6 +218,7 @@ METHODS: Mapping[TrainingMethod, Method] = {
             objective="supervised",
             trainer="worker.training.methods.sft:train",
             formats=_SUPERVISED_FORMATS,
+            learning_rate=_SUPERVISED_RATE,
             adapter="required",
             quantization="required",
         ),
@@ -197,6 +228,7 @@ METHODS: Mapping[TrainingMethod, Method] = {
             objective="preference",
             trainer="worker.training.methods.dpo:train",
             formats=("preference",),
+            learning_rate=_PREFERENCE_RATE,
             row_noun="pairs",
             options=DpoOptions,
             has_reference=True,
@@ -207,6 +239,7 @@ METHODS: Mapping[TrainingMethod, Method] = {
             objective="preference",
             trainer="worker.training.methods.kto:train",
             formats=("rated",),
+            learning_rate=_PREFERENCE_RATE,
             options=KtoOptions,
             has_reference=True,
             min_batch_size=2,
@@ -217,6 +250,7 @@ METHODS: Mapping[TrainingMethod, Method] = {
             objective="reward",
             trainer="worker.training.methods.reward_model:train",
             formats=("preference",),
+            learning_rate=LearningRate(adapter=1e-4, full=1e-5),
             row_noun="pairs",
             truncates=False,
         ),
@@ -226,6 +260,7 @@ METHODS: Mapping[TrainingMethod, Method] = {
             objective="rl",
             trainer="worker.training.methods.rlhf:train",
             formats=("prompt",),
+            learning_rate=LearningRate(adapter=1e-5, full=1e-6),
             row_noun="prompts",
             options=RlhfOptions,
             has_reference=True,
@@ -237,6 +272,7 @@ METHODS: Mapping[TrainingMethod, Method] = {
             objective="supervised",
             trainer="worker.training.methods.sft:train",
             formats=_SUPERVISED_FORMATS,
+            learning_rate=_SUPERVISED_RATE,
         ),
     )
 }

@@ -69,5 +69,5 @@ async def _view(session: Session, experiment_id: str) -> ExperimentView:
     return ExperimentView(
         **ExperimentSummary.model_validate(experiment).model_dump(),
         **dict(await service.contents(session, experiment_id)),
-        best_run=await service.best_run(session, experiment_id),
+        best_runs=await service.best_runs(session, experiment_id),
     )

@@ -1,10 +1,13 @@
 """Operations on experiments."""
 
+from typing import Any
+
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.errors import conflict, not_found
 from app.api.pagination import Paging, fetch, found_by
+from app.contracts.methods import METHODS, TrainingMethod
 from app.contracts.run_status import TERMINAL, TrainingStatus
 from app.contracts.schemas.experiments import BestRun, ExperimentContents, ExperimentCreate, ExperimentEdit
 from app.infra.ids import new_id
@@ -53,12 +56,16 @@ async def contents(session: AsyncSession, experiment_id: str) -> ExperimentConte
     )
 
 
-async def best_run(session: AsyncSession, experiment_id: str) -> BestRun | None:
-    """Return the run with the lowest loss; on a tie, the older one."""
-    run = await best_of(session, experiment_id)
-    if run is None or run.best_loss is None:
-        return None
-    return BestRun(run_id=run.id, name=run.name, best_loss=run.best_loss)
+async def best_runs(session: AsyncSession, experiment_id: str) -> list[BestRun]:
+    """Return the best run of each method, by its evaluations if there are any; on a tie, the older one."""
+    found = []
+    for run in await best_of(session, experiment_id):
+        method = METHODS[TrainingMethod(run.method)]
+        result: dict[str, Any] = {"metric": "loss", "value": run.best_loss}
+        if run.best_score is not None:
+            result = {"metric": method.eval_metric, "value": method.score(run.best_score)}
+        found.append(BestRun(run_id=run.id, name=run.name, method=method.name, **result))
+    return found
 
 
 async def edit(session: AsyncSession, experiment_id: str, body: ExperimentEdit) -> Experiment:

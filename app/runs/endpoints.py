@@ -12,6 +12,7 @@ from app.audit import log as audit
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES
 from app.contracts.errors import FieldError
+from app.contracts.methods import TrainingMethod
 from app.contracts.run_status import TrainingStatus
 from app.contracts.schemas.estimates import Estimated, KeptEstimate
 from app.contracts.schemas.page import Page
@@ -120,17 +121,19 @@ async def list_runs(
     tag: Annotated[str | None, Query(max_length=200)] = None,
     parent_run_id: Annotated[str | None, Query(max_length=100)] = None,
     base_model: Annotated[str | None, Query(max_length=300)] = None,
+    method: Annotated[TrainingMethod | None, Query(description="Only runs of this method.")] = None,
     find: FindQuery = None,
     sort: Annotated[
         queries.Sort,
         Query(
-            description="`created_at`: newest first. `best_loss`: lowest loss first, runs without one last, no probes; "
-            "the order of running runs may change between pages, so one may appear twice or not at all."
+            description="`created_at`: newest first. `best`: best first within each method, by `best_eval`, then runs "
+            "without an evaluation by `best_loss`; runs without either last, no probes. The order of running runs may "
+            "change between pages, so one may appear twice or not at all."
         ),
     ] = "created_at",
 ) -> Response:
     """List runs, newest or best first."""
-    filters = queries.Filters(experiment_id, tuple(status or ()), tag, parent_run_id, base_model, find)
+    filters = queries.Filters(experiment_id, tuple(status or ()), tag, parent_run_id, base_model, method, find)
     rows, has_more = await queries.page(session, filters, paging, sort)
     predictions = await _eta(request).of({row.id: row.status for row in rows})
     return Response(serializers.run_page(storage, rows, has_more, predictions), media_type="application/json")

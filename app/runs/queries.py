@@ -10,14 +10,18 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.api.errors import invalid
 from app.api.pagination import Paging, found_by, newest_first
 from app.contracts.errors import FieldError
+from app.contracts.methods import METHODS, TrainingMethod
 from app.contracts.run_status import TERMINAL, TrainingStatus
 from app.runs.checkpoints.service import preferred_place
 from app.runs.serializers import DOCUMENTS, MOMENTS, NUMBERS, PLAIN
+from app.tables.base import sql_list
 from app.tables.runs import IS_NOT_PROBE, Run
 
-Sort = Literal["created_at", "best_loss"]
+Sort = Literal["created_at", "best"]
 
 _NOT_FINITE = "('NaN', 'Infinity', '-Infinity')"
+_METHOD = "runs.config ->> 'method'"
+_HIGHER_IS_BETTER = sql_list([name for name, method in METHODS.items() if method.higher_is_better])
 _REWARD_RUN_IDS = (
     "(SELECT coalesce(json_agg(reward_run_id ORDER BY reward_run_id), '[]'::json) "
     "FROM run_reward_models WHERE run_id = runs.id)"
@@ -35,6 +39,7 @@ def _shown() -> ColumnElement[str]:
     # JSON has no non-finite numbers.
     shown |= {name: f"CASE WHEN runs.{name} NOT IN {_NOT_FINITE} THEN runs.{name} END" for name in NUMBERS}
     shown |= {name: f"to_char(runs.{name} AT TIME ZONE 'UTC', '{_RFC_3339}')" for name in MOMENTS}
+    shown["best_eval"] = f"CASE WHEN {_METHOD} IN {_HIGHER_IS_BETTER} THEN -runs.best_score ELSE runs.best_score END"
     shown["reward_run_ids"] = _REWARD_RUN_IDS
     pairs = ", ".join(f"'{name}', {value}" for name, value in shown.items())
     return literal_column(f"cast(json_build_object({pairs}) AS text)", Text)
@@ -76,6 +81,7 @@ class Filters:
     tag: str | None = None
     parent_run_id: str | None = None
     base_model: str | None = None
+    method: TrainingMethod | None = None
     find: str | None = None
 
     def conditions(self) -> list[ColumnElement[bool]]:
@@ -89,6 +95,8 @@ class Filters:
             found.append(Run.parent_run_id == self.parent_run_id)
         if self.base_model is not None:
             found.append(Run.config["base_model"].astext == self.base_model)
+        if self.method is not None:
+            found.append(_is_of(self.method))
         if self.find is not None:
             found.append(found_by(self.find, "run", Run.id, Run.name))
         return found
@@ -101,11 +109,13 @@ class Filters:
 async def page(
     session: AsyncSession, filters: Filters, paging: Paging, sort: Sort = "created_at"
 ) -> tuple[list[Listed], bool]:
-    """Return a page of runs and whether there are more: newest first, or lowest loss first, runs without one last.
+    """Return a page of runs and whether there are more: newest first, or best first.
 
-    Sorted by loss, probes are excluded: they measure two steps on the longest rows, which is not a result.
+    Sorted by results, runs are grouped by method, since losses and rewards of different methods cannot be compared:
+    first those that were evaluated, by their evaluation metric, then the others by their training loss. Runs without
+    either come last. Probes are excluded: they measure two steps on the longest rows, which is not a result.
     """
-    if sort == "best_loss":
+    if sort == "best":
         return await _best_first(session, filters, paging)
     runs = await _fetch(session, newest_first(_chosen(filters, paging), Run.id, paging))
     return runs[: paging.limit], len(runs) > paging.limit
@@ -133,48 +143,95 @@ def _chosen(filters: Filters, paging: Paging) -> Select[*tuple[Any, ...]]:
     return _LISTED.where(Run.id.in_(select(ids.c.id)))
 
 
+class _Tier(NamedTuple):
+    """Runs that are compared with each other: by a score of their evaluations, or by their training loss."""
+
+    method: TrainingMethod
+    is_evaluated: bool
+
+
+_TIERS = [_Tier(method, is_evaluated) for method in METHODS for is_evaluated in (True, False)]
+
+
+class _Place(NamedTuple):
+    """Place of a run in the order; `tier` None: it has neither an evaluation nor a loss."""
+
+    tier: _Tier | None
+    value: float | None
+    id: str
+
+
 async def _best_first(session: AsyncSession, filters: Filters, paging: Paging) -> tuple[list[Listed], bool]:
     conditions = [*filters.conditions(), *filters.on_status(), IS_NOT_PROBE]
     after = None if paging.after is None else await _place(session, paging.after)
+    first = 0
+    if after is not None:
+        first = len(_TIERS) if after.tier is None else _TIERS.index(after.tier)
     runs: list[Listed] = []
-    if after is None or after[0] is not None:
-        runs = await _fetch(session, _with_loss(_LISTED, conditions, after, paging.limit + 1))
+    for tier in _TIERS[first:]:
+        if len(runs) > paging.limit:
+            break
+        if filters.method in (None, tier.method):
+            start = after if after is not None and after.tier == tier else None
+            runs += await _fetch(session, _ranked(_LISTED, tier, conditions, start, paging.limit + 1 - len(runs)))
     if len(runs) <= paging.limit:
-        last = paging.after if after is not None and after[0] is None else None
-        without = _LISTED.where(*conditions, Run.final_loss.is_(None), Run.best_loss.is_(None))
+        last = after.id if after is not None and after.tier is None else None
+        measures = (Run.final_score, Run.final_loss, Run.best_score, Run.best_loss)
+        without = _LISTED.where(*conditions, *(one.is_(None) for one in measures))
         runs += await _fetch(session, newest_first(without, Run.id, Paging(paging.limit - len(runs), last)))
     return runs[: paging.limit], len(runs) > paging.limit
 
 
-async def _place(session: AsyncSession, run_id: str) -> tuple[float | None, str]:
-    found = (await session.execute(select(Run.best_loss).where(Run.id == run_id))).one_or_none()
+async def _place(session: AsyncSession, run_id: str) -> _Place:
+    query = select(Run.config["method"].astext.label("method"), Run.best_score, Run.best_loss).where(Run.id == run_id)
+    found = (await session.execute(query)).one_or_none()
     if found is None:
         message = "this run no longer exists; start again from the first page"
         raise invalid([FieldError(field="after", code="unknown_cursor", message=message)])
-    return found[0], run_id
+    is_evaluated = found.best_score is not None
+    value = found.best_score if is_evaluated else found.best_loss
+    tier = None if value is None else _Tier(TrainingMethod(found.method), is_evaluated)
+    return _Place(tier, value, run_id)
 
 
-def _with_loss(
+def _is_of(method: TrainingMethod) -> ColumnElement[bool]:
+    name: ColumnElement[str] = Run.config["method"].astext
+    return name == method.value
+
+
+def _ranked(
     chosen: Select[*tuple[Any, ...]],
+    tier: _Tier,
     conditions: list[ColumnElement[bool]],
-    after: tuple[float | None, str] | None,
+    after: _Place | None,
     most: int,
 ) -> Select[*tuple[Any, ...]]:
-    """Order runs by loss: ended runs by an index; the others are sorted, since they are few and their losses change."""
-    ended = (Run.final_loss, [Run.final_loss.is_not(None)])
-    unfinished = (Run.best_loss, [Run.best_loss.is_not(None), Run.attempt > 0, Run.status.not_in(TERMINAL)])
+    """Order the runs of a tier: ended ones by an index; the others are sorted, since they are few and still change."""
+    if tier.is_evaluated:
+        ended, unfinished = Run.final_score, Run.best_score
+        not_evaluated: list[list[ColumnElement[bool]]] = [[], []]
+    else:
+        ended, unfinished = Run.final_loss, Run.best_loss
+        not_evaluated = [[Run.final_score.is_(None)], [Run.best_score.is_(None)]]
+    live = [Run.attempt > 0, Run.status.not_in(TERMINAL)]
     parts = []
-    for loss, where in (ended, unfinished):
-        part = select(Run.id, loss.label("loss")).where(*conditions, *where)
+    for value, where in ((ended, not_evaluated[0]), (unfinished, [*not_evaluated[1], *live])):
+        part = select(Run.id, value.label("value")).where(*conditions, _is_of(tier.method), value.is_not(None), *where)
         if after is not None:
-            part = part.where(tuple_(loss, Run.id) > tuple_(*after))
-        parts.append(part.order_by(loss, Run.id).limit(most).subquery().select())
+            part = part.where(tuple_(value, Run.id) > tuple_(after.value, after.id))
+        parts.append(part.order_by(value, Run.id).limit(most).subquery().select())
     both = union_all(*parts).subquery()
-    return chosen.join(both, Run.id == both.c.id).order_by(both.c.loss, both.c.id).limit(most)
+    return chosen.join(both, Run.id == both.c.id).order_by(both.c.value, both.c.id).limit(most)
 
 
-async def best_of(session: AsyncSession, experiment_id: str) -> Any | None:
-    """Return id, name and loss of an experiment's run with the lowest loss; of two equal ones, the older."""
-    named = select(Run.id, Run.name, Run.best_loss)
+async def best_of(session: AsyncSession, experiment_id: str) -> list[Any]:
+    """Return the best run of each method in an experiment: id, name, method, score, loss; of equal ones, the older."""
+    named = select(Run.id, Run.name, Run.config["method"].astext.label("method"), Run.best_score, Run.best_loss)
     conditions = [Run.experiment_id == experiment_id, IS_NOT_PROBE]
-    return (await session.execute(_with_loss(named, conditions, None, 1))).one_or_none()
+    found: dict[TrainingMethod, Any] = {}
+    for tier in _TIERS:
+        if tier.method not in found:
+            best = (await session.execute(_ranked(named, tier, conditions, None, 1))).one_or_none()
+            if best is not None:
+                found[tier.method] = best
+    return list(found.values())

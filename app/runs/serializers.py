@@ -9,6 +9,7 @@ from typing import Any
 from pydantic_core import to_json
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.contracts.methods import method_of
 from app.contracts.schemas.runs import Prediction, RunRead, RunStopped, StopOutlook
 from app.infra.storage import Storage
 from app.runs import service
@@ -52,8 +53,9 @@ async def _fields(session: AsyncSession, storage: Storage, run: Run) -> dict[str
     reward_runs = await service.reward_run_ids(session, run)
     expected, real = await estimate_and_measurements(session, run, probe.seconds_of_step(history))
     result = await probe.probe_result(session, run, expected, real)
-    taken = {"estimate": expected, "measured": real, "probe": result}
-    return {**same, **derived, **taken, "reward_run_ids": list(reward_runs), "metrics_history": history}
+    taken = {"estimate": expected, "measured": real, "probe": result, "reward_run_ids": list(reward_runs)}
+    best_eval = None if run.best_score is None else method_of(run.config).score(run.best_score)
+    return {**same, **derived, **taken, "best_eval": best_eval, "metrics_history": history}
 
 
 def run_page(

@@ -1,5 +1,6 @@
 """Base classes of the tables; calling `all_models` registers the whole schema."""
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
@@ -37,6 +38,6 @@ class Owned:
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
-def sql_list(values: tuple[str, ...]) -> str:
+def sql_list(values: Sequence[str]) -> str:
     """Format values as `('a','b')`, for constraints and partial indexes."""
     return "(" + ",".join(f"'{value}'" for value in values) + ")"

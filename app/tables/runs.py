@@ -20,6 +20,11 @@ class StoredEstimate(Base):
     estimate: Mapped[dict[str, Any]]
 
 
+_BY_METHOD = (text("(config ->> 'method')"),)
+_EVALUATED = "final_score IS NOT NULL"
+_NOT_EVALUATED = "final_score IS NULL AND final_loss IS NOT NULL"
+
+
 class Run(Owned, Base):
     """A training run. Only `app.runs.state.machine` writes `status`."""
 
@@ -59,15 +64,25 @@ class Run(Owned, Base):
         Index("ix_runs_experiment_id_status_id", "experiment_id", "status", "id"),
         Index("ix_runs_base_model_id", text("(config ->> 'base_model')"), "id"),
         Index("ix_runs_tags", "tags", postgresql_using="gin", postgresql_ops={"tags": "jsonb_path_ops"}),
-        Index("ix_runs_final_loss_id", "final_loss", "id", postgresql_where=text("final_loss IS NOT NULL")),
+        Index("ix_runs_final_score", *_BY_METHOD, "final_score", "id", postgresql_where=text(_EVALUATED)),
         Index(
-            "ix_runs_experiment_id_final_loss_id",
+            "ix_runs_experiment_id_final_score",
             "experiment_id",
+            *_BY_METHOD,
+            "final_score",
+            "id",
+            postgresql_where=text(_EVALUATED),
+        ),
+        Index("ix_runs_final_loss", *_BY_METHOD, "final_loss", "id", postgresql_where=text(_NOT_EVALUATED)),
+        Index(
+            "ix_runs_experiment_id_final_loss",
+            "experiment_id",
+            *_BY_METHOD,
             "final_loss",
             "id",
-            postgresql_where=text("final_loss IS NOT NULL"),
+            postgresql_where=text(_NOT_EVALUATED),
         ),
-        Index("ix_runs_without_final_loss", "id", postgresql_where=text("final_loss IS NULL")),
+        Index("ix_runs_unmeasured", "id", postgresql_where=text("final_loss IS NULL AND final_score IS NULL")),
         Index(
             "ix_runs_begun",
             "id",
@@ -135,8 +150,12 @@ class Run(Owned, Base):
     total_steps: Mapped[int | None]
     current_epoch: Mapped[float] = mapped_column(server_default=text("0"))
     best_loss: Mapped[float | None]
+    best_score: Mapped[float | None]
+    """Best evaluation metric of the method as a score of which less is better (`Method.score`)."""
     final_loss: Mapped[float | None]
     """`best_loss` of a run that has ended; a trigger sets it, so that it is set by writers of every version."""
+    final_score: Mapped[float | None]
+    """`best_score` of a run that has ended, set by the same trigger."""
     checkpoint_step: Mapped[int | None]
     """Step of the newest checkpoint."""
     end_reason: Mapped[EndReason | None] = mapped_column(Text)

@@ -5,6 +5,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from app.contracts.methods import DEFAULT_METHOD, METHODS
 from app.contracts.rewards import Reward
 from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
 from app.contracts.training_config.optimizers import OptimizerOptions, SchedulerOptions
@@ -24,6 +25,15 @@ plugins in [Plugins](../guides/plugins.md).
 
 """
 
+_FIELDS = "Fields of a run"
+_BY_METHOD = METHODS[DEFAULT_METHOD].defaults(None).keys()
+_RATES = """\
+## Default learning rates
+
+A run that gives no `learning_rate` has that of its method. `POST /v1/runs/validate` shows it in `effective_config`.
+
+"""
+
 Row = tuple[str, str, str, str]
 
 
@@ -32,6 +42,8 @@ def page() -> str:
     text = markdown.header("Training configuration", "`app/contracts/training_config/fields.py`") + _INTRO
     for title, rows in sections():
         text += f"## {title}\n\n" + markdown.table(_COLUMNS, rows)
+        if title == _FIELDS:
+            text += _RATES + markdown.table(("method", "with an adapter", "all weights"), _learning_rates())
     return text.rstrip("\n") + "\n"
 
 
@@ -48,7 +60,7 @@ def sections() -> Iterator[tuple[str, list[Row]]]:
             groups[name] = {**target, "$defs": schema["$defs"]}
         else:
             top.append(_row(name, field, schema))
-    yield "Fields of a run", top
+    yield _FIELDS, top
     for name, group in groups.items():
         yield f"`{name}`", list(_fields(group, f"{name}."))
         if name == "extra":
@@ -56,6 +68,13 @@ def sections() -> Iterator[tuple[str, list[Row]]]:
                 yield f"`{name}.{member}`", list(_fields(model.model_json_schema(), f"{name}.{member}."))
         if "rewards" in group["properties"]:
             yield from _rewards(f"{name}.rewards[]")
+
+
+def _learning_rates() -> Iterator[tuple[str, str, str]]:
+    for method in METHODS.values():
+        adapter = "" if method.adapter == "forbidden" else f"`{method.learning_rate.adapter:g}`"
+        full = "" if method.adapter == "required" else f"`{method.learning_rate.full:g}`"
+        yield f"`{method.name}`", adapter, full
 
 
 def _target(field: dict[str, Any]) -> str:
@@ -84,5 +103,5 @@ def _row(name: str, field: dict[str, Any], schema: dict[str, Any]) -> Row:
     type_text = markdown.type_text(field, schema.get("$defs", {}))
     if name.endswith(".rewards"):
         type_text = "list of rewards"
-    default = markdown.default_text(field, required)
+    default = "by method" if name in _BY_METHOD else markdown.default_text(field, required)
     return f"`{name}`", type_text, default, markdown.escape(field["description"])

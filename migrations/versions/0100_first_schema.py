@@ -233,7 +233,9 @@ def upgrade() -> None:
         sa.Column("total_steps", sa.Integer(), nullable=True),
         sa.Column("current_epoch", sa.Double(), server_default=sa.text("0"), nullable=False),
         sa.Column("best_loss", sa.Double(), nullable=True),
+        sa.Column("best_score", sa.Double(), nullable=True),
         sa.Column("final_loss", sa.Double(), nullable=True),
+        sa.Column("final_score", sa.Double(), nullable=True),
         sa.Column("checkpoint_step", sa.Integer(), nullable=True),
         sa.Column("end_reason", sa.Text(), nullable=True),
         sa.Column("error_code", sa.Text(), nullable=True),
@@ -298,20 +300,34 @@ def upgrade() -> None:
     op.create_index("ix_runs_dataset_id", "runs", ["dataset_id"], unique=False)
     op.create_index("ix_runs_eval_dataset_id", "runs", ["eval_dataset_id"], unique=False)
     op.create_index(
-        "ix_runs_experiment_id_final_loss_id",
+        "ix_runs_experiment_id_final_loss",
         "runs",
-        ["experiment_id", "final_loss", "id"],
+        ["experiment_id", sa.literal_column("(config ->> 'method')"), "final_loss", "id"],
         unique=False,
-        postgresql_where=sa.text("final_loss IS NOT NULL"),
+        postgresql_where=sa.text("final_score IS NULL AND final_loss IS NOT NULL"),
+    )
+    op.create_index(
+        "ix_runs_experiment_id_final_score",
+        "runs",
+        ["experiment_id", sa.literal_column("(config ->> 'method')"), "final_score", "id"],
+        unique=False,
+        postgresql_where=sa.text("final_score IS NOT NULL"),
     )
     op.create_index("ix_runs_experiment_id_id", "runs", ["experiment_id", "id"], unique=False)
     op.create_index("ix_runs_experiment_id_status_id", "runs", ["experiment_id", "status", "id"], unique=False)
     op.create_index(
-        "ix_runs_final_loss_id",
+        "ix_runs_final_loss",
         "runs",
-        ["final_loss", "id"],
+        [sa.literal_column("(config ->> 'method')"), "final_loss", "id"],
         unique=False,
-        postgresql_where=sa.text("final_loss IS NOT NULL"),
+        postgresql_where=sa.text("final_score IS NULL AND final_loss IS NOT NULL"),
+    )
+    op.create_index(
+        "ix_runs_final_score",
+        "runs",
+        [sa.literal_column("(config ->> 'method')"), "final_score", "id"],
+        unique=False,
+        postgresql_where=sa.text("final_score IS NOT NULL"),
     )
     op.create_index(
         "ix_runs_live",
@@ -339,7 +355,11 @@ def upgrade() -> None:
         postgresql_ops={"tags": "jsonb_path_ops"},
     )
     op.create_index(
-        "ix_runs_without_final_loss", "runs", ["id"], unique=False, postgresql_where=sa.text("final_loss IS NULL")
+        "ix_runs_unmeasured",
+        "runs",
+        ["id"],
+        unique=False,
+        postgresql_where=sa.text("final_loss IS NULL AND final_score IS NULL"),
     )
     op.create_table(
         "checkpoints",
@@ -494,6 +514,7 @@ def upgrade() -> None:
         CREATE FUNCTION runs_final_loss() RETURNS trigger LANGUAGE plpgsql AS $$
         BEGIN
             NEW.final_loss := CASE WHEN NEW.status IN ('completed','failed','cancelled') THEN NEW.best_loss END;
+            NEW.final_score := CASE WHEN NEW.status IN ('completed','failed','cancelled') THEN NEW.best_score END;
             RETURN NEW;
         END $$
         """

@@ -3,7 +3,7 @@
 import logging
 import os
 import pwd
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from app.contracts.attempt.job import (
     WorkerInfo,
 )
 from app.contracts.attempt.messages import ActionRequest
-from app.contracts.methods import rewards_of
+from app.contracts.methods import method_of, rewards_of
 from app.contracts.plugins import has_replicas
 from app.infra.untrusted_folder import create_below
 from app.runs.actions.replay import done_after
@@ -77,6 +77,7 @@ class Job:
     start_step: int
     start_epoch: float
     best_loss: float | None
+    best_score: float | None
     remarks: list[str]
     """Lines for the run's log: checkpoints that were skipped, and why."""
     config: dict[str, Any]
@@ -140,10 +141,18 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
         start_step=checkpoint.step if checkpoint else 0,
         start_epoch=checkpoint.epoch if checkpoint else 0.0,
         best_loss=checkpoint.metrics.get("best_loss") if checkpoint else None,
+        best_score=_best_score(config, checkpoint.metrics if checkpoint else {}),
         remarks=remarks,
         config=config,
         secrets=secrets,
     )
+
+
+def _best_score(config: dict[str, Any], metrics: Mapping[str, Any]) -> float | None:
+    """Return the score of the best evaluation up to a checkpoint."""
+    method = method_of(config)
+    best = metrics.get(f"best_{method.eval_metric}")
+    return None if best is None else method.score(best)
 
 
 def _write(context: WorkerContext, job: JobSpec) -> Path:

@@ -152,7 +152,7 @@ def attempt(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: Event
     try:
         restore_control = RestoreControl(lambda: is_unwanted(context, lease), writer.put)
         job = writer.persist(lambda: prepare(context, run, device.for_job(), restore_control))
-        start = StartPoint(job.start_step, job.start_epoch, job.best_loss)
+        start = StartPoint(job.start_step, job.start_epoch, job.best_loss, job.best_score)
         record_handler.start_from(start, job.secrets.values(), job.remarks)
         process = launch(context, run, lease, job, device)
     except (TransferCancelled, LaunchAbandoned):

@@ -1,5 +1,6 @@
 """Record handler: turns the output of a training process into events and changes of its run, in order."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,7 @@ from app.contracts.attempt.messages import (
     TrainingResult,
 )
 from app.contracts.events import TRAINER_RECORDS
+from app.contracts.methods import method_of
 from app.contracts.run_status import LIVE
 from app.infra.ids import new_id
 from app.infra.storage import checkpoint_name
@@ -67,6 +69,7 @@ class StartPoint:
     step: int
     epoch: float
     best_loss: float | None
+    best_score: float | None = None
 
 
 class RecordHandler:
@@ -92,6 +95,7 @@ class RecordHandler:
         self._start = StartPoint(0, 0.0, None)
         self._bests: list[tuple[int, float | None]] = [(0, None)]
         """Steps at which the loss reached a new minimum, as far back as a checkpoint may still refer to."""
+        self._best_score: float | None = None
         self._total_steps: int | None = None
         self._budget = RecordBudget()
         self._has_waited = False
@@ -109,11 +113,13 @@ class RecordHandler:
             "action": self._handle_action,
             "result": self._handle_result,
             **dict.fromkeys(TRAINER_RECORDS, self._handle_plain),
+            "eval": self._handle_eval,
         }
 
     def start_from(self, start: StartPoint, secrets: Iterable[str], remarks: Iterable[str]) -> None:
         """Start from the job's checkpoint; metrics beyond its step are rolled back."""
         self._start, self._bests, self.step = start, [(start.step, start.best_loss)], start.step
+        self._best_score = start.best_score
         self._redact.hide(secrets)
         for remark in remarks:
             self.say(remark, "warning")
@@ -206,6 +212,29 @@ class RecordHandler:
         self._stopwatch.step(step)
         self._store_timings(self._stopwatch.is_due)
 
+    def _handle_eval(self, record: dict[str, Any], ts: float) -> None:
+        """Store an evaluation, and the score of the run if it is the best so far."""
+        event = NewEvent.of(record.pop("type"), ts, record)
+        method = method_of(self._run.config)
+        found = (record.get("metrics") or {}).get(method.eval_metric)
+        if isinstance(found, bool) or not isinstance(found, float | int) or not math.isfinite(found):
+            self._writer.put(event)
+            return
+        score = method.score(float(found))
+        if self._best_score is not None and score >= self._best_score:
+            self._writer.put(event)
+            return
+        self._best_score = score
+
+        def keep(connection: Connection) -> None:
+            connection.execute(
+                update(Run)
+                .where(Run.id == self._run.id, Run.lease_epoch == self._run.lease_epoch)
+                .values(best_score=score)
+            )
+
+        self._writer.put(RunUpdate(keep, event))
+
     def _set_progress(self, step: int, epoch: float) -> None:
         self.step = step
         self._writer.progress = Progress(step, epoch, self._total_steps, self._bests[-1][1])
@@ -245,7 +274,15 @@ class RecordHandler:
             self.training_started = True
             self._set_total(entered.get("total_steps"))
             self._transition(
-                machine.begin(run_id, lease_epoch, start.step, start.epoch, self._total_steps, self._bests[-1][1]),
+                machine.begin(
+                    run_id,
+                    lease_epoch,
+                    start.step,
+                    start.epoch,
+                    self._total_steps,
+                    self._bests[-1][1],
+                    self._best_score,
+                ),
                 "running",
             )
             self._store_timings(self._stopwatch.is_due)

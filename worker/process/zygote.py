@@ -100,9 +100,11 @@ def capability_from_nvml() -> Iterator[None]:
 
 
 def _index(device: Any) -> int:
-    index = getattr(device, "index", device)
-    if isinstance(index, str):
-        index = index.rpartition(":")[2]
+    """Return the index of a device in any form that torch takes; 0 if it names none, since none is current yet."""
+    if isinstance(device, str):
+        index: Any = device.rpartition(":")[2]
+    else:
+        index = getattr(device, "idx", getattr(device, "index", device))  # torch.cuda.device, torch.device
     return int(index) if str(index).isdigit() else 0
 
 

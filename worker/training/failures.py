@@ -18,7 +18,11 @@ _DEVICE_WORDS = (
     "device(s) is/are busy or unavailable", "cuda driver initialization failed", "cuda unknown error",
     "no cuda gpus are available", "torch not compiled with cuda enabled",
 )  # fmt: skip
-_MEMORY_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")
+_MEMORY_WORDS = (
+    "out of memory", "can't allocate memory", "cannot allocate memory",
+    # CUDA libraries that cannot allocate their workspace, and torch's allocator that cannot even query the device.
+    "cublas_status_alloc_failed", "cublas_status_not_initialized", "cudnn_status_alloc_failed", "nvml_success == r",
+)  # fmt: skip
 
 _LONGEST_LINE = 300
 

@@ -1,6 +1,7 @@
 """The part of a trainer that checkpointing, plugins and the helpers of the loop use."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from app.contracts.stop import StopMode
@@ -41,8 +42,6 @@ class ServiceTrainer(Protocol):
     compute_loss_context_manager: Any
     create_scheduler: Any
     get_decay_parameter_names: Any
-    save_model: Any
-    store_flos: Any
     _prepare_inputs: Any
     _save_rng_state: Any
     _save_scaler: Any
@@ -80,6 +79,9 @@ class ServiceTrainer(Protocol):
     def pinned_text(self) -> list[int]:
         """Return the token ids whose loss the fidelity check compares."""
         ...
+
+    def save_constant_files(self, folder: Path) -> None:
+        """Write the files that every checkpoint of this process repeats."""
 
     def save_metric_averages(self) -> None:
         """Copy the trainer's running metric averages into the state that a checkpoint holds."""

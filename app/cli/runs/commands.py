@@ -137,21 +137,22 @@ def list_runs(
     tag: Annotated[str | None, typer.Option(help="Only runs with this tag.")] = None,
     parent: ParentId = None,
     base_model: Annotated[str | None, typer.Option(help="Only runs of this base model.")] = None,
+    method: Annotated[str | None, typer.Option(help="Only runs of this method.")] = None,
     sort: Annotated[
-        Literal["created_at", "best_loss"] | None, typer.Option(help="Order: newest first, or lowest loss first.")
+        Literal["created_at", "best"] | None, typer.Option(help="Order: newest first, or best first in each method.")
     ] = None,
     limit: Limit = 50,
     after: After = None,
     as_json: AsJson = False,
 ) -> None:
-    """List runs, newest or lowest loss first.
+    """List runs, newest or best first.
 
     Example: `anneal runs list --status running --status pending --limit 10`
     """
     with connected() as client:
         runs = client.runs.list(
             experiment_id=experiment, status=status, tag=tag, parent_run_id=parent,
-            base_model=base_model, sort=sort, limit=limit + 1, after=after,
+            base_model=base_model, method=method, sort=sort, limit=limit + 1, after=after,
         )  # fmt: skip
         found, has_more = page(runs, limit)
         rows = [
@@ -181,7 +182,8 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
             {
                 "id": run.id, "name": run.name, "status": run.status, "eta": _outlook(run), "error": run.error_code,
                 "message": run.error_message, "step": f"{run.current_step}/{run.total_steps or '?'}",
-                "loss": last.loss if last else None, "best loss": run.best_loss, "attempt": run.attempt,
+                "loss": last.loss if last else None, "best loss": run.best_loss,
+                "best evaluation": run.best_eval, "attempt": run.attempt,
                 "model": run.fine_tuned_model, "checkpoint": run.checkpoint_path, "parent": run.parent_run_id,
                 "estimated MiB": (run.estimate.memory_mb or {}).get("total") if run.estimate else None,
                 "measured MiB": run.measured.peak_memory_mb if run.measured else None,

@@ -1,10 +1,11 @@
 """Wire models of experiments."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from app.contracts.field_types import Timestamp
+from app.contracts.methods import TrainingMethod
 from app.contracts.run_status import TrainingStatus
 from app.contracts.schemas.runs import Label
 
@@ -68,11 +69,15 @@ class ExperimentSummary(BaseModel):
 
 
 class BestRun(BaseModel):
-    """Run with the lowest loss so far."""
+    """Best run of a method so far."""
 
     run_id: str
     name: str
-    best_loss: float
+    method: TrainingMethod
+    metric: Literal["eval_loss", "eval_reward", "loss"] = Field(
+        description="Metric by which it is the best: that of evaluations, or `loss` if no run of the method has any."
+    )
+    value: float
 
 
 class ExperimentContents(BaseModel):
@@ -124,9 +129,19 @@ class ExperimentView(ExperimentSummary, ExperimentContents):
                 },
                 "checkpoints": 12,
                 "models": 4,
-                "best_run": {"run_id": "run_01k3x9m6q2v8s4t0w7y5z1a3b7", "name": "rank 8", "best_loss": 1.93},
+                "best_runs": [
+                    {
+                        "run_id": "run_01k3x9m6q2v8s4t0w7y5z1a3b7",
+                        "name": "rank 8",
+                        "method": "qlora",
+                        "metric": "eval_loss",
+                        "value": 1.93,
+                    }
+                ],
             }
         }
     )
 
-    best_run: BestRun | None
+    best_runs: list[BestRun] = Field(
+        description="Best run of each method, since results of different methods cannot be compared."
+    )

@@ -227,7 +227,7 @@ _RUN: JsonDict = {
     "config": _CONFIG, "effective_config": None, "status": "running", "priority": 0,
     "max_restarts": 3, "parent_run_id": None, "resume_checkpoint_id": None, "base_run_id": None,
     "reward_run_ids": [], "attempt": 1, "worker_id": "wrk_01k3x9m6q2v8s4t0w7y5z1a3c0", "current_step": 40,
-    "total_steps": 200, "current_epoch": 0.2, "best_loss": 2.31,
+    "total_steps": 200, "current_epoch": 0.2, "best_loss": 2.31, "best_eval": None,
     "checkpoint_path": f"/srv/anneal/runs/{RUN_ID}/a1/checkpoint-40", "end_reason": None, "error_code": None,
     "pinned": False, "error_message": None, "fine_tuned_model": None, "last_seq": 57, "created_by": None,
     "created_at": "2026-01-02T03:04:05.678Z", "started_at": "2026-01-02T03:04:06.001Z",
@@ -258,6 +258,10 @@ class RunSummary(TrainingRun):
     resume_checkpoint_id: str | None
     base_run_id: str | None = Field(description="The run whose output is the base model.")
     reward_run_ids: list[str] = Field(description="Runs whose outputs are its reward models, oldest first.")
+    best_eval: float | None = Field(
+        description="Best `eval_loss` so far (`rlhf`: `eval_reward`), by which runs of a method are compared; null "
+        "without an evaluation."
+    )
     attempt: int = Field(description="Number of attempts so far; a lost worker costs one.")
     worker_id: str | None = Field(description="Worker that has the run, or had it last.")
     end_reason: EndReason | None = Field(

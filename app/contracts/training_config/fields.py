@@ -1,12 +1,21 @@
 """Fields of a training configuration: name, type, bounds, default. Checks across fields: `rules.py`."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, StringConstraints
+from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
 from app.contracts.field_types import ModelName, Strict, Traits
 from app.contracts.human_numbers import COUNT, SECONDS
-from app.contracts.methods import DEFAULT_METHOD, METHODS, DpoOptions, KtoOptions, RlhfOptions, TrainingMethod
+from app.contracts.methods import (
+    DEFAULT_METHOD,
+    METHODS,
+    DpoOptions,
+    KtoOptions,
+    RlhfOptions,
+    TrainingMethod,
+    method_of,
+)
 from app.contracts.plugins import Plugin
 from app.contracts.training_config.optimizers import OptimizerOptions, SchedulerOptions
 
@@ -199,7 +208,7 @@ class TrainingConfig(Strict):
     )
 
     learning_rate: Annotated[float, Traits(changeable_on_resume=True)] = Field(
-        default=2e-4, gt=0, le=10, description="Peak learning rate."
+        default=2e-4, gt=0, le=10, description="Peak learning rate; the default depends on the method."
     )
     batch_size: Annotated[BatchSize, Traits(affects="step_time")] = Field(
         default=4,
@@ -225,7 +234,9 @@ class TrainingConfig(Strict):
         default=0.01, ge=0, le=10, description="Weight decay; not applied to biases and norms."
     )
     optim: Annotated[Optimizer, Traits()] = Field(
-        default="paged_adamw_8bit", description="Optimizer, by its name in transformers."
+        default="paged_adamw_8bit",
+        description="Optimizer, by its name in transformers; by default `adamw_torch_fused` for an adapter, and "
+        "`paged_adamw_8bit` for all weights.",
     )
     lr_scheduler_type: Annotated[Scheduler, Traits()] = Field(
         default="cosine", description="Learning-rate schedule, by its name in transformers."
@@ -355,6 +366,15 @@ class TrainingConfig(Strict):
     extra: Annotated[dict[str, Any], Traits(affects="step_time")] = Field(
         default_factory=dict, description="Further options of the trainer; unknown ones are an error."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_defaults_of_method(cls, fields: Any) -> Any:
+        """Replace the declared defaults by those of the method."""
+        if not isinstance(fields, Mapping):
+            return fields
+        rank = fields.get("lora_r", cls.model_fields["lora_r"].default)
+        return {**method_of(fields).defaults(rank), **fields}
 
     @property
     def generation(self) -> RlhfOptions | None:

@@ -6,7 +6,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from app.contracts.human_numbers import HumanNumber
-from app.contracts.methods import OPTION_GROUPS
+from app.contracts.methods import OPTION_GROUPS, method_of
 from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
 
 GROUPS = (*OPTION_GROUPS, "extra")
@@ -26,7 +26,12 @@ def given_fields(config_input: Mapping[str, Any]) -> set[str]:
 
     So a client may send every field of a configuration, with those that its method does not use at their defaults.
     """
-    return {name for name, value in _flat(normalize_numbers(config_input)) if not _is_default(name, value)}
+    of_method = method_of(config_input).defaults(config_input.get("lora_r", _DEFAULTS["lora_r"]))
+    return {
+        name
+        for name, value in _flat(normalize_numbers(config_input))
+        if not any(_is_same(value, defaults.get(name, _NO_DEFAULT)) for defaults in (_DEFAULTS, of_method))
+    }
 
 
 def drop_unknown_fields(stored: Mapping[str, Any], given: Iterable[str]) -> dict[str, Any]:
@@ -56,8 +61,7 @@ def _flat(config_input: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _is_default(name: str, value: Any) -> bool:
-    default = _DEFAULTS.get(name, _NO_DEFAULT)
+def _is_same(value: Any, default: Any) -> bool:
     # In Python, true equals 1.
     return isinstance(value, bool) == isinstance(default, bool) and bool(value == default)
 
@@ -72,7 +76,7 @@ def _defaults(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
 
 _NO_DEFAULT = object()
 
-_DEFAULTS: Mapping[str, Any] = {
+_DEFAULTS: dict[str, Any] = {
     **{name: value for name, value in _defaults(TrainingConfig).items() if name not in GROUPS},
     **{name: value for group, model in OPTION_GROUPS.items() for name, value in _defaults(model, f"{group}.").items()},
     **_defaults(TrainerOptions, "extra."),

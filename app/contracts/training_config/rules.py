@@ -41,7 +41,7 @@ def field_error(field: str, code: str, message: str) -> FieldError:
 
 def wants_adapter(config: TrainingConfig) -> bool:
     """Return True if an adapter is trained rather than all weights."""
-    return METHODS[config.method].adapter != "forbidden" and config.lora_r is not None
+    return METHODS[config.method].trains_adapter(config.lora_r)
 
 
 def method_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError]:

@@ -128,13 +128,20 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
 
 
 def begin(
-    run_id: str, lease_epoch: int, start_step: int, start_epoch: float, total_steps: int | None, best_loss: float | None
+    run_id: str,
+    lease_epoch: int,
+    start_step: int,
+    start_epoch: float,
+    total_steps: int | None,
+    best_loss: float | None,
+    best_score: float | None = None,
 ) -> Executable:
     """Enter `running` before the first optimizer step; progress of earlier attempts beyond it is rolled back."""
     progress: dict[str, Any] = {
         "current_step": start_step,
         "current_epoch": start_epoch,
         "best_loss": best_loss,
+        "best_score": best_score,
         "total_steps": total_steps,
     }
     where = and_(runs.c.id == run_id, runs.c.lease_epoch == lease_epoch, runs.c.status == "initializing")

@@ -317,7 +317,7 @@ class TestNouns:
         compared = json_of(anneal("runs", "compare", *ids, "--json"))
         assert compared["differences"]["config.lora_r"][ids[1]] == 4
         assert "2 to 20" in anneal("runs", "compare", ids[0], code=1).stderr
-        assert json_of(anneal("runs", "list", "--sort", "best_loss", "--json"))["data"][0]["id"] == trainer.run_id
+        assert json_of(anneal("runs", "list", "--sort", "best", "--json"))["data"][0]["id"] == trainer.run_id
 
     def test_content_is_printed_or_written_whole(self, anneal: Anneal) -> None:
         Path("rows.jsonl").write_text(ROWS)

@@ -144,7 +144,7 @@ class TestCalls:
         found = client.runs.compare([other.id, trainer.run_id])
         assert [run.name for run in found.runs] == ["other", client.runs.get(trainer.run_id).name]
         assert found.runs[1].metrics["loss"].last == 2.0 and found.common["config.base_model"] == "any"
-        assert next(iter(client.runs.list(sort="best_loss"))).id == trainer.run_id
+        assert next(iter(client.runs.list(sort="best"))).id == trainer.run_id
 
     def test_a_model_is_downloaded_whole_or_not_at_all(
         self, client: Anneal, shared_api: ApiServer, trainer: Trainer, tmp_path: Path

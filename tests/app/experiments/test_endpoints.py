@@ -40,9 +40,9 @@ def test_an_experiment_is_made_and_read_back(api: ApiServer) -> None:
 def test_an_empty_experiment_has_all_counts_at_zero_and_no_best_run(api: ApiServer) -> None:
     body = api.client.post("/v1/experiments", json={"name": "x"}).json()
     assert set(body["runs"].values()) == {0} and len(body["runs"]) == 7
+    assert body["best_runs"] == []
     assert body["checkpoints"] == body["models"] == 0
     assert api.client.delete(f"/v1/experiments/{body['id']}").status_code == 204
-    assert body["best_run"] is None
 
 
 def test_runs_are_counted_by_status_and_the_best_is_named(api: ApiServer, settings: Settings) -> None:
@@ -50,21 +50,32 @@ def test_runs_are_counted_by_status_and_the_best_is_named(api: ApiServer, settin
     other = api.client.post("/v1/experiments", json={"name": "y"}).json()["id"]
     engine = sync_engine(settings.database_url or "", pool_size=0)
 
-    def run(experiment_id: str, best_loss: float) -> Trainer:
-        trainer = Trainer(engine, add_run(engine, experiment_id=experiment_id).id).begin()
+    def run(experiment_id: str, best_loss: float, best_score: float | None = None, method: str = "lora") -> Trainer:
+        config = {"base_model": "none", "method": method}
+        trainer = Trainer(engine, add_run(engine, experiment_id=experiment_id, config=config).id).begin()
+        values = {"best_loss": best_loss, "best_score": best_score}
         with engine.begin() as connection:
-            connection.execute(update(Run).where(Run.id == trainer.run_id).values(best_loss=best_loss))
+            connection.execute(update(Run).where(Run.id == trainer.run_id).values(**values))
         return trainer
 
     run(other, 0.1).complete()
     run(id, 2.5).complete()
     best = run(id, 1.5).complete().run_id
     run(id, 1.5).fail()
+    run(id, -7e-9, method="rlhf").complete()
+    rewarded = run(id, 0.5, -0.75, method="rlhf").complete().run_id
+    run(id, 0.1, -0.25, method="rlhf").complete()
+    evaluated = run(id, 2.5, 2.0, method="dpo").run_id
+    run(id, 0.2, method="dpo").complete()
     add_run(engine, experiment_id=id)
     body = api.client.get(f"/v1/experiments/{id}").json()
     counts = {status: count for status, count in body["runs"].items() if count}
-    assert counts == {"pending": 1, "completed": 2, "failed": 1} and body["models"] == 2
-    assert body["best_run"] == {"run_id": best, "name": "a run", "best_loss": 1.5}
+    assert counts == {"pending": 1, "running": 1, "completed": 6, "failed": 1} and body["models"] == 6
+    assert body["best_runs"] == [
+        {"run_id": best, "name": "a run", "method": "lora", "metric": "loss", "value": 1.5},
+        {"run_id": evaluated, "name": "a run", "method": "dpo", "metric": "eval_loss", "value": 2.0},
+        {"run_id": rewarded, "name": "a run", "method": "rlhf", "metric": "eval_reward", "value": 0.75},
+    ]
 
 
 def test_a_name_has_between_one_and_two_hundred_characters(api: ApiServer) -> None:

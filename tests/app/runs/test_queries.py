@@ -38,14 +38,17 @@ def made(engine: Engine) -> list[dict[str, Any]]:
         status = chance.choice(_STATUSES)
         live, ended = status == "running", status in TERMINAL
         loss = chance.choice([None, 1.0, round(chance.random(), 2)]) if status != "pending" else None
+        score = chance.choice([None, None, 1.0, -round(chance.random(), 2)]) if status != "pending" else None
         rows.append(
             {
                 "id": new_id("run"), "experiment_id": chance.choice(experiments), "dataset_id": dataset,
                 "name": "a run", "backend": "fake",
-                "config": {"base_model": chance.choice(["a", "b"]), "extra": chance.choice(_EXTRAS)},
+                "config": {"base_model": chance.choice(["a", "b"]), "method": chance.choice(["full", "rlhf"]),
+                           "extra": chance.choice(_EXTRAS)},
                 "user_set_fields": [], "status": status,
                 "tags": chance.sample(["x", "y", "z"], chance.randrange(3)), "attempt": int(status != "pending"),
                 "lease_epoch": 1, "best_loss": loss, "final_loss": loss if ended else None,
+                "best_score": score, "final_score": score if ended else None,
                 "finished_at": func.now() if ended else None, "lease_owner": worker if live else None,
                 "lease_expires_at": text("now() + interval '1 day'") if live else None,
                 "stop_requested_at": func.now() if status == "cancelled" else None,
@@ -72,8 +75,11 @@ def listed(api: ApiServer, limit: int, **query: Any) -> list[str]:
         assert len(page["data"]) == limit
 
 
-def _by_loss(row: dict[str, Any]) -> Any:
-    return (0, row["best_loss"], row["id"]) if row["best_loss"] is not None else (1, 0.0, _reversed(row["id"]))
+def _by_result(row: dict[str, Any]) -> Any:
+    method, score, loss = row["config"]["method"], row["best_score"], row["best_loss"]
+    if score is None and loss is None:
+        return (1, _reversed(row["id"]))
+    return (0, method, 0, score, row["id"]) if score is not None else (0, method, 1, loss, row["id"])
 
 
 def _reversed(id: str) -> tuple[int, ...]:
@@ -97,17 +103,20 @@ def test_every_page_of_every_order_and_filter(shared_api: ApiServer, made: list[
     if chance.random() < 0.3:
         query["base_model"] = "b"
         rows = [row for row in rows if row["config"]["base_model"] == "b"]
+    if chance.random() < 0.3:
+        query["method"] = "rlhf"
+        rows = [row for row in rows if row["config"]["method"] == "rlhf"]
     if seed % 2:
-        query["sort"] = "best_loss"
+        query["sort"] = "best"
         # The loss of a probe, two steps on the longest rows, is no result.
-        rows = sorted((row for row in rows if row["config"]["extra"].get("probe") is not True), key=_by_loss)
+        rows = sorted((row for row in rows if row["config"]["extra"].get("probe") is not True), key=_by_result)
     else:
         rows.sort(key=lambda row: row["id"], reverse=True)
     assert listed(shared_api, chance.choice([1, 3, 7, 50]), **query) == [row["id"] for row in rows]
 
 
 def test_a_cursor_that_is_gone_is_refused_where_its_place_is_not_known(shared_api: ApiServer) -> None:
-    answer = shared_api.client.get("/v1/runs", params={"sort": "best_loss", "after": new_id("run")})
+    answer = shared_api.client.get("/v1/runs", params={"sort": "best", "after": new_id("run")})
     assert (answer.status_code, answer.json()["errors"][0]["code"]) == (422, "unknown_cursor")
 
 
@@ -120,7 +129,8 @@ def test_the_loss_of_a_run_that_ends_is_set_by_the_database(engine: Engine, made
     try:
         with engine.begin() as connection:
             connection.execute(end, {"id": running["id"]})
-        assert run_row(engine, running["id"]).final_loss == running["best_loss"]
+        row = run_row(engine, running["id"])
+        assert (row.final_loss, row.final_score) == (running["best_loss"], running["best_score"])
     finally:
         running["status"] = "completed"
 
@@ -132,8 +142,8 @@ def test_the_loss_of_a_run_that_ends_is_set_by_the_database(engine: Engine, made
         {"experiment_id": "exp_" + "0" * 26},
         {"status": "failed"},
         {"base_model": "a"},
-        {"sort": "best_loss"},
-        {"sort": "best_loss", "experiment_id": "exp_" + "0" * 26},
+        {"sort": "best"},
+        {"sort": "best", "experiment_id": "exp_" + "0" * 26},
     ],
     ids=str,
 )
@@ -168,8 +178,10 @@ def test_a_run_in_a_list_has_what_the_run_alone_has(
     shared_api: ApiServer, engine: Engine, made: list[dict[str, Any]]
 ) -> None:
     odd = {
-        "name": "Grüße \"1\"\n\u2028", "tags": ["ä", '"'], "config": {"base_model": "a", "extra": {"x": ["\\"]}},
-        "effective_config": {"epochs": 1}, "best_loss": float("nan"), "current_epoch": 0.1, "output_attempt": 1,
+        "name": "Grüße \"1\"\n\u2028", "tags": ["ä", '"'],
+        "config": {"base_model": "a", "method": "rlhf", "extra": {"x": ["\\"]}},
+        "effective_config": {"epochs": 1}, "best_loss": float("nan"), "best_score": -1.5, "current_epoch": 0.1,
+        "output_attempt": 1,
     }  # fmt: skip
     ended = [row["id"] for row in made if row["status"] == "completed"]
     with engine.begin() as connection:
@@ -182,6 +194,7 @@ def test_a_run_in_a_list_has_what_the_run_alone_has(
     assert answer.headers["content-type"] == "application/json"
     shown = {run["id"]: run for run in answer.json()["data"]}
     assert shown[ended[0]]["name"] == odd["name"] and shown[ended[0]]["best_loss"] is None
+    assert shown[ended[0]]["best_eval"] == 1.5
     assert shown[ended[1]]["checkpoint_path"].endswith(f"runs/{ended[1]}/a1/checkpoint-20")
     for run_id in [ended[0], ended[1], *(row["id"] for row in made[::20])]:
         alone = shared_api.client.get(f"/v1/runs/{run_id}").json()

@@ -65,7 +65,9 @@ class Lab:
         (staging / "weights").write_bytes(bytes([step]) * 1000)
         digest = manifest.write_manifest(staging, step, {})
         manifest.commit(staging, attempt / f"checkpoint-{step}")
-        self.ids[step] = self.trainer.checkpoint(step, manifest_sha256=digest, metrics={"best_loss": float(step)})
+        self.ids[step] = self.trainer.checkpoint(
+            step, manifest_sha256=digest, metrics={"best_loss": float(step), "best_eval_loss": step / 2}
+        )
         return attempt / f"checkpoint-{step}"
 
     def next_attempt(self, restore_control: RestoreControl = WAITS) -> tuple[Job, dict[str, Any]]:
@@ -99,7 +101,7 @@ def test_it_goes_on_from_the_furthest_checkpoint(lab: Lab) -> None:
     newest = lab.save(20)
     job, reported = lab.next_attempt()
     assert (reported["resume_from"]["path"], reported["resume_from"]["step"]) == (str(newest), 20)
-    assert (job.start_step, job.best_loss, job.remarks) == (20, 20.0, [])
+    assert (job.start_step, job.best_loss, job.best_score, job.remarks) == (20, 20.0, 10.0, [])
 
 
 @pytest.mark.parametrize("damage", ["flipped", "torn", "gone"])

@@ -22,7 +22,7 @@ from app.tables.checkpoints import Checkpoint
 from app.tables.runs import AttemptTimings
 from tests.rows import add_run, add_worker, claim, events_of, run_row
 from worker.ingest.event_writer import EventWriter
-from worker.ingest.record_handler import RecordHandler
+from worker.ingest.record_handler import RecordHandler, StartPoint
 from worker.ingest.spool import RunUpdate
 from worker.lease import LeaseLost
 from worker.wire.heartbeat import HEARTBEAT
@@ -95,6 +95,31 @@ def test_keeps_the_trainers_order_across_lines_records_and_status_changes(lab: L
     ]  # fmt: skip
     row = run_row(lab.engine, lab.run.id)
     assert (row.current_step, row.total_steps, row.best_loss, row.checkpoint_step) == (1, 10, 2.0, 1)
+
+
+def test_the_best_evaluation_is_the_score_of_the_run_and_rolls_back_with_an_attempt(lab: Lab) -> None:
+    def score() -> float | None:
+        lab.writer.drain()
+        found: float | None = run_row(lab.engine, lab.run.id).best_score
+        return found
+
+    lab.record_handler.start_from(StartPoint(4, 0.5, None, 2.0), [], [])
+    lab.says("phase", name="training", start_step=4, total_steps=10)
+    assert score() == 2.0
+    for metrics in ({"eval_loss": 2.5}, {"eval_loss": True}, {"eval_loss": "1"}, {"eval_reward": 9.0}, {}, None):
+        lab.says("eval", step=5, metrics=metrics)
+    assert score() == 2.0
+    lab.says("eval", step=6, epoch=0.5, metrics={"eval_loss": 1.5})
+    assert score() == 1.5
+    assert [kind for kind, _ in lab.events()].count("eval") == 7
+
+
+def test_a_higher_reward_is_a_better_score(lab: Lab) -> None:
+    lab.run.config["method"] = "rlhf"
+    for reward in (0.25, 0.75, 0.5):
+        lab.says("eval", step=1, metrics={"eval_reward": reward, "eval_loss": 0.0})
+    lab.writer.drain()
+    assert run_row(lab.engine, lab.run.id).best_score == -0.75
 
 
 @pytest.mark.parametrize("nth", range(1, 9))

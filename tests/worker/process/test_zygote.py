@@ -244,9 +244,10 @@ class TestGpu:
 
     @pytest.fixture
     def gpu(self, monkeypatch: pytest.MonkeyPatch) -> Any:
-        """One GPU of capability 9.0, and a `torch` that records when its real CUDA functions are reached."""
+        """GPUs of capability 9.0 and 8.0, and a `torch` that records when its real CUDA functions are reached."""
         one = devices.Device("cuda", 0, "GPU-1", "H100", 80 << 30, (9, 0))
-        monkeypatch.setattr(devices, "gpus", lambda: (one,))
+        other = devices.Device("cuda", 1, "GPU-2", "A100", 80 << 30, (8, 0))
+        monkeypatch.setattr(devices, "gpus", lambda: (one, other))
         monkeypatch.setattr(zygote, "_threads", lambda: ["main"])  # those of the test process do not matter
         touched: list[str] = []
         torch: Any = types.ModuleType("torch")
@@ -276,6 +277,11 @@ class TestGpu:
     def test_every_way_to_name_a_device_is_understood(self, gpu: Any, device: Any) -> None:
         with zygote.capability_from_nvml():
             assert gpu.cuda.get_device_capability(device) == (9, 0)
+
+    @pytest.mark.parametrize("device", [1, "cuda:1", types.SimpleNamespace(index=1), types.SimpleNamespace(idx=1)])
+    def test_every_gpu_has_its_own_capability(self, gpu: Any, device: Any) -> None:
+        with zygote.capability_from_nvml():
+            assert gpu.cuda.get_device_capability(device) == (8, 0)
 
     def test_a_gpu_that_no_forked_process_can_use_is_found_by_the_probe(self, gpu: Any) -> None:
         with pytest.raises(RuntimeError, match="cannot use the GPU"):

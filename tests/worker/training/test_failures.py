@@ -295,6 +295,16 @@ class TestClassify:
                 "out_of_memory",
             ),
             (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "out_of_memory"),
+            (
+                RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+                "out_of_memory",
+            ),
+            (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate`"), "out_of_memory"),
+            (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "out_of_memory"),
+            (
+                RuntimeError('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "CUDACachingAllocator.cpp":1000'),
+                "out_of_memory",
+            ),
             (OSError(errno.ENOSPC, "No space left on device"), "disk_full"),
             (RuntimeError("CUDA error: uncorrectable ECC error encountered"), "device_error"),
             (RuntimeError("CUDA error: an illegal memory access was encountered"), "device_error"),

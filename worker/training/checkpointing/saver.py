@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from bitsandbytes.optim.optimizer import Optimizer8bit as BnbOptimizer
+
 from worker.checkpoint_files import manifest, resume_fidelity
 from worker.training.checkpointing import fidelity_check
 from worker.training.checkpointing.async_writer import AsyncWriter
@@ -21,6 +24,9 @@ from worker.training.trainer_protocol import ServiceTrainer
 from worker.wire.heartbeat import HeartbeatCallback, heartbeat_while_growing, no_heartbeat
 
 _KINDS_DURING_TRAINING = {"periodic", "best"}
+
+_BNB_STATES = {"state1", "state2"}
+"""State tensors that bitsandbytes pages."""
 
 
 def save(trainer: ServiceTrainer) -> bool:
@@ -287,6 +293,17 @@ def check(path: Path, manifest_sha256: str, alive: HeartbeatCallback = no_heartb
     problems = manifest.verify(path, manifest_sha256, alive)
     if problems:
         raise TrainingFailure("internal", f"{path.name} cannot be resumed from: {'; '.join(problems[:5])}")
+
+
+def restore_paging(optimizer: torch.optim.Optimizer) -> None:
+    """Move loaded state of a paged optimizer to memory that the driver pages, as bitsandbytes allocates new state."""
+    if not isinstance(optimizer, BnbOptimizer) or not optimizer.is_paged:
+        return
+    for state in optimizer.state.values():
+        for name in _BNB_STATES & state.keys():
+            loaded = state[name]
+            state[name] = optimizer.get_state_buffer(loaded, dtype=loaded.dtype)
+            state[name].copy_(loaded)
 
 
 def reapply_rates(trainer: Any, weight_decays: list[float]) -> None:

@@ -10,7 +10,7 @@ import peft.peft_model
 import safetensors.torch
 import torch
 import transformers.modeling_utils
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from worker.training.checkpointing.pinned_memory import ALIGNED, PinnedMemory
 from worker.training.trainer_protocol import ServiceTrainer
@@ -90,15 +90,11 @@ class SnapshotBuilder:
         Raises:
             OSError: the disk is full.
         """
-        trainer.store_flos()
         with _collected_weights() as weights:
-            if self._constant_files is None:
-                trainer.save_model(str(folder), _internal_call=True)
-            else:  # a large tokenizer takes longer to write than an adapter to copy
-                trainer.model.save_pretrained(str(folder))
-        # A pickle of arguments that nothing here reads, and that no one else should load.
-        (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+            save_weights(trainer.model, folder)
         if self._constant_files is None:
+            # Once only: a large tokenizer takes longer to write than an adapter to copy.
+            trainer.save_constant_files(folder)
             present = (path for path in sorted(folder.rglob("*")) if path.is_file())
             self._constant_files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in present}
         torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
@@ -109,6 +105,16 @@ class SnapshotBuilder:
         trainer.run.state.save(folder)
         histories = [history.held() for history in trainer.run.histories]
         return Snapshot(weights, trainer.optimizer.state_dict(), self._constant_files, histories)
+
+
+def save_weights(model: Any, folder: Path) -> None:
+    """Save the model, or its adapter alone, with its configuration.
+
+    Without the option, peft asks the hub for the base model's vocabulary size each time. No vocabulary is ever resized
+    here, so a checkpoint needs no copy of the embeddings.
+    """
+    options = {"save_embedding_layers": False} if isinstance(model, peft.peft_model.PeftModel) else {}
+    model.save_pretrained(str(folder), **options)
 
 
 def expected_bytes(trainer: ServiceTrainer) -> int:

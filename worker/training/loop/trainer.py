@@ -137,6 +137,9 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
             self.throughput.saw(flops.token_pairs(inputs))
         return super().compute_loss(model, inputs, *args, **options)
 
+    def floating_point_ops(self, inputs: Any) -> int:
+        return 0  # nothing reads the sum, and transformers would count all parameters in every micro-batch
+
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         self.step_rows += self.take_rows(inputs)
         if self.skips_step:
@@ -304,6 +307,10 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
 
     # Checkpoints
 
+    def save_constant_files(self, folder: Path) -> None:
+        """Write the files that every checkpoint of this process repeats: the tokenizer, and those of the method."""
+        self.processing_class.save_pretrained(str(folder))
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.run.is_probe:
             return
@@ -327,6 +334,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         rates = hooks.initial_rates(self)
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
+            saver.restore_paging(getattr(self.optimizer, "optimizer", self.optimizer))  # accelerate wraps it
             if hooks.controls_learning_rate(self.run.config):
                 hooks.reapply_rates(self, decays, rates)
             else:

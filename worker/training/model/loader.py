@@ -118,10 +118,12 @@ def _attention(base: BaseModelSource, config: TrainingConfig, machine: DeviceCap
     if config.attn_implementation is not None:
         return config.attn_implementation
     half = weights_dtype(config, machine) is not torch.float32
-    if machine.kind == "cuda" and machine.flash_attention and half:
+    flash = ("flash_attention_2", machine.flash_attention), ("flash_attention_3", machine.flash_attention_3)
+    installed = next((name for name, is_installed in flash if is_installed), None)
+    if machine.kind == "cuda" and installed and half:
         kind = AutoModelForCausalLM._model_mapping.get(type(base.architecture), None)
         if getattr(kind, "_supports_flash_attn", False):
-            return "flash_attention_2"
+            return installed
     return None
 
 

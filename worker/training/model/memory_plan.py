@@ -37,11 +37,13 @@ def choose_checkpointing(
 def _choose(run: TrainingContext, found: BaseModelSource, length: int, rows: int) -> tuple[memory_planner.Value, str]:
     if run.machine.kind == "cpu":
         return False, "On a CPU it costs time and saves memory that is not scarce."
-    if any(one.kind == "out_of_memory" for one in run.job.auto_repairs):
-        return True, "An earlier attempt ran out of memory, so every layer is recomputed."
     if run.config.trainer_options.model_factory is not None:
         return True, "The model of a model factory is not known in advance, so every layer is recomputed."
     config = run.config.model_copy(update={"max_seq_length": length}) if run.config.packing else run.config
+    # The first repair after out of memory halves the micro-batch alone. Planning for the size that did not fit keeps
+    # the same layers recomputed: for the smaller size, fewer could be chosen and use the memory up again.
+    too_large = next((one.instead_of for one in run.job.auto_repairs if "batch_size" in one.instead_of), {})
+    config = config.model_copy(update=too_large)
     free_bytes, _ = torch.cuda.mem_get_info()
     try:
         model = read(found.architecture.to_dict())
@@ -55,7 +57,10 @@ def _choose(run: TrainingContext, found: BaseModelSource, length: int, rows: int
         )
     except (UnknownArchitecture, CannotTrain) as error:
         return True, f"The memory that the run needs is unknown, so every layer is recomputed. {error}"
-    return memory_planner.to_config_value(choice.checkpointing), choice.reason
+    reason = choice.reason
+    if too_large:
+        reason = f"Planned for `batch_size` {config.batch_size}, which did not fit in an earlier attempt: {reason}"
+    return memory_planner.to_config_value(choice.checkpointing), reason
 
 
 def longest_row(data: Dataset, config: TrainingConfig, max_length: int) -> int:

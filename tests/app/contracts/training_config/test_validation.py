@@ -54,7 +54,7 @@ class TestFieldsAndDefaults:
             "learning_rate": 2e-4, "batch_size": 4, "gradient_accumulation_steps": 4, "epochs": 3,
             "max_steps": None, "warmup_ratio": 0.03, "weight_decay": 0.01, "load_in_4bit": True,
             "load_in_8bit": False, "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_type": "nf4",
-            "optim": "paged_adamw_8bit", "lr_scheduler_type": "cosine", "gradient_checkpointing": "auto",
+            "optim": "adamw_torch_fused", "lr_scheduler_type": "cosine", "gradient_checkpointing": "auto",
             "save_steps": 100, "save_total_limit": 3, "logging_steps": 10, "max_seq_length": 2048,
             "packing": False, "seed": 42, "extra": {}, "eval_steps": None, "eval_split": 0.0, "loss_on": "all",
             "truncation_mode": "keep_start", "time_limit_seconds": None, "stop_at_step": None, "min_steps": None,
@@ -69,6 +69,27 @@ class TestFieldsAndDefaults:
                      "temperature": 1.0, "beta": 0.0},
         }  # fmt: skip
         assert config == {"base_model": "tiny", **contract}
+
+    @pytest.mark.parametrize(
+        ("fields", "rate", "optim"),
+        [
+            ({}, 2e-4, "adamw_torch_fused"),
+            ({"method": "full"}, 2e-5, "paged_adamw_8bit"),
+            ({"method": "sft"}, 2e-4, "adamw_torch_fused"),
+            ({"method": "sft", "lora_r": None}, 2e-5, "paged_adamw_8bit"),
+            ({"method": "dpo"}, 5e-6, "adamw_torch_fused"),
+            ({"method": "dpo", "lora_r": None}, 1e-6, "paged_adamw_8bit"),
+            ({"method": "kto"}, 5e-6, "adamw_torch_fused"),
+            ({"method": "reward"}, 1e-4, "adamw_torch_fused"),
+            ({"method": "rlhf"}, 1e-5, "adamw_torch_fused"),
+            ({"method": "dpo", "learning_rate": 2e-4, "optim": "sgd"}, 2e-4, "sgd"),
+        ],
+    )
+    def test_rate_and_optimizer_are_those_of_the_method_unless_they_are_given(
+        self, fields: dict[str, Any], rate: float, optim: str
+    ) -> None:
+        config = TrainingConfig.model_validate({"base_model": "tiny", **fields})
+        assert (config.learning_rate, config.optim) == (rate, optim)
 
     def test_methods_and_statuses_are_the_contracts(self) -> None:
         assert {*TrainingMethod} == {"full", "lora", "qlora", "dpo", "kto", "reward", "rlhf", "sft"}
@@ -374,15 +395,16 @@ class TestResolve:
     def test_defaults_that_a_cpu_cannot_honor_are_replaced_and_reported(self) -> None:
         made = effective(CPU)
         assert {r.field: (r.requested, r.used) for r in made.replaced} == {
-            "optim": ("paged_adamw_8bit", "adamw_8bit"),
             "gradient_checkpointing": ("auto", False),
             "bnb_4bit_compute_dtype": ("bfloat16", "float32"),
         }
         assert all(r.reason for r in made.replaced)
-        assert made.config.optim == "adamw_8bit"
+        whole = effective(CPU, method="full")
+        assert ("optim", "paged_adamw_8bit", "adamw_8bit") in {(r.field, r.requested, r.used) for r in whole.replaced}
+        assert whole.config.optim == "adamw_8bit"
 
     def test_what_an_installed_optimizer_takes_the_place_of_is_not_replaced(self) -> None:
-        made = effective(CPU, extra={"optimizer": {"type": "mine"}})
+        made = effective(CPU, method="full", extra={"optimizer": {"type": "mine"}})
         assert "optim" not in {one.field for one in made.replaced}
 
     def test_what_the_user_gave_is_never_replaced(self) -> None:
@@ -403,7 +425,7 @@ class TestResolve:
         assert [(r.field, r.used) for r in effective(OLD_GPU).replaced] == [("bnb_4bit_compute_dtype", "float16")]
 
     def test_an_unknown_machine_replaces_nothing(self) -> None:
-        assert effective(None).config.optim == "paged_adamw_8bit"
+        assert effective(None, method="full").config.optim == "paged_adamw_8bit"
 
     def test_it_is_pure_and_settles_at_once(self) -> None:
         config = TrainingConfig(base_model="tiny")
@@ -427,8 +449,9 @@ class TestResume:
         assert given_fields(config) == {"seed", "extra.max_grad_norm", "dpo.beta"}
 
     def test_a_value_equal_to_the_default_is_not_given(self) -> None:
-        defaults = TrainingConfig(base_model="tiny").model_dump(mode="json")
-        assert given_fields(defaults) == {"base_model"}
+        for method in ("qlora", "dpo"):
+            defaults = TrainingConfig.model_validate({"base_model": "tiny", "method": method}).model_dump(mode="json")
+            assert given_fields(defaults) - {"method"} == {"base_model"}
         assert given_fields({"batch_size": "2**2", "packing": 0, "extra": {"max_rewinds": 3}}) == {"packing"}
         assert given_fields({"extra": 3, "dpo": None, "unheard_of": None}) == {"extra", "dpo", "unheard_of"}
 

@@ -328,9 +328,10 @@ class TestMachine:
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         add_worker(engine, backends=["celery"])
-        found = self.check(api, dataset, {"base_model": "org/model"})
+        found = self.check(api, dataset, {"base_model": "org/model", "method": "full"})
         assert found["valid"]
         assert found["effective_config"]["optim"] == "adamw_8bit"
+        assert found["effective_config"]["learning_rate"] == 2e-5, "that of the method"
         assert ("config.optim", "replaced") in [(it["field"], it["code"]) for it in found["warnings"]]
 
     def test_one_fitting_worker_is_enough(self, api: ApiServer, engine: Engine, dataset: str) -> None:
@@ -377,7 +378,8 @@ class TestDefaultValues:
         effective = found["effective_config"]
         assert (effective["optim"], effective["max_seq_length"]) == ("adamw_8bit", 256)
         plain = {"base_model": "tiny", "method": method, "gradient_checkpointing": True}
-        plain |= {name: config[name] for name in ("rlhf",) if name in config}
+        # What depends on the method is used as written.
+        plain |= {name: config[name] for name in ("rlhf", "learning_rate", "optim") if name in config}
         assert made.json()["config"] == TrainingConfig.model_validate(plain).model_dump(mode="json")
         assert "optim" not in run_row(engine, made.json()["id"]).user_set_fields
 

@@ -3,12 +3,16 @@
 import pytest
 
 from tests.worker.training.cells import Cell, Lab
-from tests.worker.training.tiny import Forks
+from tests.worker.training.tiny import Forks, Outcome
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Lab:
     return Lab(tmp_path_factory.mktemp("lab"), forks)
+
+
+def computes_reference(outcome: Outcome) -> bool:
+    return any("Computing the reference" in record["line"] for record in outcome.of("message"))
 
 
 @pytest.mark.parametrize(
@@ -27,4 +31,7 @@ def test_a_run_goes_on_exactly_from_the_first_and_in_the_second_epoch(cell: Cell
     places = lab.places(whole)
     for place in ("mid-epoch", "second epoch"):
         step = places[place]
-        assert lab.differences(whole, lab.resumed(cell, whole, step), step) == [], place
+        again = lab.resumed(cell, whole, step)
+        assert lab.differences(whole, again, step) == [], place
+        if cell.objective == "dpo":  # a checkpoint contains the reference log-probabilities
+            assert [computes_reference(one) for one in (whole, again)] == [True, False]

@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.optim import PagedAdamW8bit
+from peft import LoraConfig, get_peft_model
+from peft.utils import save_and_load
+from transformers import AutoModelForCausalLM
 
 from app.contracts.attempt.messages import ActionRequest
 from app.contracts.methods import METHODS, TrainingMethod
@@ -17,7 +21,7 @@ from app.contracts.stop import StopMode
 from tests.jobs import make_spec
 from tests.waiting import eventually
 from worker.checkpoint_files import manifest
-from worker.training.checkpointing import fidelity_check, saver
+from worker.training.checkpointing import fidelity_check, saver, snapshot
 from worker.training.checkpointing.saver import CheckpointSaver
 from worker.training.checkpointing.snapshot import Snapshot
 from worker.training.failures import TrainingFailure
@@ -269,6 +273,45 @@ class TestNoRoom:
         assert not state.evaluate(2.5, 7, False)
         assert state.evaluate(1.5, 9, False)
         assert state.best_objective == 1.0 and state.evals_without_improvement == 3
+
+
+def test_the_state_of_a_paged_optimizer_is_paged_again_after_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paged memory needs a GPU; here a mark stands for it, which new state gets where bitsandbytes would page it."""
+
+    def paged_buffer(_optimizer: Any, parameter: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        made = torch.zeros_like(parameter, dtype=dtype)
+        made.is_paged = True  # type: ignore[attr-defined]
+        return made
+
+    def stepped() -> tuple[torch.Tensor, PagedAdamW8bit]:
+        torch.manual_seed(0)
+        weights = torch.nn.Parameter(torch.randn(64, 128))
+        optimizer = PagedAdamW8bit([weights], lr=1e-3)
+        weights.grad = torch.randn(64, 128)
+        optimizer.step()
+        return weights, optimizer
+
+    weights, trained = stepped()
+    _, loaded = stepped()
+    loaded.load_state_dict(trained.state_dict())
+    monkeypatch.setattr(PagedAdamW8bit, "get_state_buffer", paged_buffer)
+    saver.restore_paging(loaded)
+    (state,) = loaded.state.values()
+    for name in ("state1", "state2"):
+        assert state[name].is_paged
+        assert torch.equal(state[name], trained.state[weights][name])
+
+
+def test_a_checkpoint_of_an_adapter_on_a_hub_model_asks_the_hub_nothing(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(save_and_load, "check_file_exists_on_hf_hub", lambda *about: asked.append(about))
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), LoraConfig(target_modules=["q_proj"]))
+    adapted.peft_config["default"].base_model_name_or_path = "owner/model"
+    snapshot.save_weights(adapted, tmp_path)
+    assert asked == []
+    assert {path.name for path in tmp_path.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
 
 
 class TestKeeper:

@@ -114,10 +114,12 @@ def test_the_first_facts_come_before_the_first_step(
     assert reported["facts"]["parameters_total"] - reported["facts"]["parameters_trainable"] == 39_840
     assert reported["facts"]["versions"]["torch"].startswith("2.")
     assert {one["field"] for one in reported["replaced"]} == {
-        "optim", "gradient_checkpointing", "bnb_4bit_compute_dtype", "max_seq_length",
-    }  # fmt: skip
+        "gradient_checkpointing",
+        "bnb_4bit_compute_dtype",
+        "max_seq_length",
+    }
     assert reported["effective"]["max_seq_length"] == 256
-    assert reported["effective"]["optim"] == "adamw_8bit"
+    assert reported["effective"]["optim"] == "adamw_torch_fused"
     phases = [record["name"] for record in done.of("phase")]
     assert phases == ["loading", "tokenizing", "loading", "training", "saving", "exporting"]
 
@@ -189,7 +191,7 @@ def test_the_batch_size_of_an_evaluation_does_not_change_its_results(
     method: str, data_format: str, make: Any, measures: list[str], forks: Forks, tiny_model: Path, tmp_path: Path
 ) -> None:
     data = make(tmp_path / "data.jsonl", 8)
-    config = COMMON | {"method": method, "max_steps": 1, "eval_steps": 1, "lora_dropout": 0.0, "load_in_4bit": False}
+    config = COMMON | {"method": method, "max_steps": 4, "eval_steps": 4, "lora_dropout": 0.0, "load_in_4bit": False}
     if method == "kto":
         config["kto"] = {"loss_type": "apo_zero_unpaired"}  # no term compares rows with each other
     one_batch, several = (
@@ -204,7 +206,7 @@ def test_the_batch_size_of_an_evaluation_does_not_change_its_results(
         for size in (8, 3)
     )  # fmt: skip
     for name in ("loss", *measures):
-        assert several[f"eval_{name}"] == pytest.approx(one_batch[f"eval_{name}"], rel=1e-5), name
+        assert several[f"eval_{name}"] == pytest.approx(one_batch[f"eval_{name}"], rel=2e-6), name
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])

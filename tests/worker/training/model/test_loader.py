@@ -21,6 +21,7 @@ from worker.training.model import base_model, loader
 CPU = DeviceCapabilities(kind="cpu", bf16=True)
 OLD_GPU = DeviceCapabilities(kind="cuda", bf16=False)
 FLASH_GPU = DeviceCapabilities(kind="cuda", bf16=True, flash_attention=True)
+FLASH_3_GPU = DeviceCapabilities(kind="cuda", bf16=True, flash_attention_3=True)
 COMMIT = "c" * 40
 
 
@@ -75,6 +76,7 @@ class TestAttention:
         ("fields", "machine", "used"),
         [
             ({"method": "qlora"}, FLASH_GPU, "flash_attention_2"),
+            ({"method": "qlora"}, FLASH_3_GPU, "flash_attention_3"),
             ({"method": "full", "lora_r": None}, FLASH_GPU, None),
             ({"method": "qlora"}, OLD_GPU, None),
             ({"method": "qlora"}, CPU, None),

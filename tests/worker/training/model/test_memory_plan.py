@@ -1,5 +1,6 @@
 """What is computed again is chosen by the device's memory, told with its reason, and changes no loss."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,9 +81,30 @@ def test_the_less_memory_the_more_is_recomputed(monkeypatch: pytest.MonkeyPatch)
     assert used == [False, "selective", True]
 
 
-def test_who_ran_out_of_memory_before_saves_what_there_is_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    choice = decided(monkeypatch, 2**40, [{"kind": "out_of_memory"}])
-    assert choice is not None and choice.used is True and "ran out of memory" in choice.reason
+def test_smaller_micro_batches_after_out_of_memory_recompute_as_much_as_those_that_did_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = ((4, 4), (2, 8), (1, 16))
+    repairs = [
+        {
+            "kind": "out_of_memory",
+            "changes": {"batch_size": size, "gradient_accumulation_steps": steps},
+            "instead_of": {"batch_size": before, "gradient_accumulation_steps": fewer},
+        }
+        for (before, fewer), (size, steps) in pairwise(sizes)
+    ]
+    free = 765 * 2**20
+    used = []
+    for done, (size, steps) in enumerate(sizes):
+        choice = decided(monkeypatch, free, repairs[:done], batch_size=size, gradient_accumulation_steps=steps)
+        assert choice is not None and ("`batch_size` 4, which did not fit" in choice.reason) == (done > 0)
+        used.append(choice.used)
+    assert used == ["selective"] * 3
+    alone = decided(monkeypatch, free, batch_size=1, gradient_accumulation_steps=16)
+    assert alone is not None and alone.used is False, "which a repair must not choose"
+    evaluated = {"kind": "out_of_memory", "changes": {"extra.eval_batch_size": 2}}
+    choice = decided(monkeypatch, 2**40, [evaluated])
+    assert choice is not None and choice.used is False, "evaluations need no recomputation"
 
 
 @pytest.mark.parametrize("forced", [True, False, "selective"])
