@@ -297,12 +297,18 @@ class EndEvent(Event):
 
 
 class TruncatedEvent(Event):
-    """Placeholder for older events that were pruned; it is sent, but not stored."""
+    """Placeholder for older events that were pruned; it is sent, but not stored.
+
+    In the stream of all runs it has only `cursor`, and stands in the place of the newest event that was pruned.
+    """
 
     model_config = ConfigDict(json_schema_extra=_example("truncated", first_seq=42))
 
     type: Literal["truncated"]
-    first_seq: int = Field(description="`seq` of the oldest stored event.")
+    run_id: str = Field(default="", description="ID of the run; absent in the stream of all runs.")
+    first_seq: int | None = Field(
+        default=None, description="`seq` of the oldest stored event; absent in the stream of all runs."
+    )
 
 
 class CursorEvent(Event):

@@ -39,7 +39,7 @@ from worker.ingest.action_results import action_result
 from worker.ingest.event_writer import EventWriter
 from worker.ingest.log_lines import LogLines
 from worker.ingest.pace import AttemptTimer
-from worker.ingest.record_budget import BURST_BYTES, BYTES_PER_SECOND, RecordBudget
+from worker.ingest.record_budget import BURST_BYTES, BYTES_PER_SECOND, FEED_RECORD_BYTES, RecordBudget
 from worker.ingest.record_parser import invalid_fields, parse_record, validated
 from worker.ingest.redaction import Redactor
 from worker.ingest.spool import RunUpdate
@@ -49,9 +49,11 @@ from worker.wire.heartbeat import HEARTBEAT
 _TAIL_LINES = 50
 _ENVELOPE = ("run_id", "seq", "cursor")
 """Fields that the service adds to an event: with one of them, a run could speak for another run."""
+_FEED_RECORDS = ("phase", "progress")
 _TOO_FAST = (
     f"the training process reports more than {BURST_BYTES // 2**20} MiB at once and {BYTES_PER_SECOND // 2**20} MiB "
-    "per second after that, and has to wait: report less often, or less text at a time"
+    f"per second after that, where a phase or its progress counts as {FEED_RECORD_BYTES // 2**10} KiB more, and has to "
+    "wait: report less often, or less text at a time"
 )
 _MAX_STEPS = 2**31 - 1
 _MESSAGE = TypeAdapter(MessageRecord)
@@ -171,6 +173,8 @@ class RecordHandler:
                 record.pop(name, None)
             if (handle := self._handlers.get(record["type"])) is None:
                 raise ValueError(f"unknown type {record['type']!r}")
+            if record["type"] in _FEED_RECORDS:
+                self._budget.spend(FEED_RECORD_BYTES, time.monotonic())
             handle(record, ts)
         except (ValueError, KeyError, TypeError, OverflowError, OSError) as error:
             shown = repr(self._redact.cut(data.decode(errors="replace"), 200))

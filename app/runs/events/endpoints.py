@@ -105,7 +105,11 @@ async def stream_all_events(
     ] = None,
     types: Annotated[
         str | None,
-        Query(max_length=200, description=f"Return only these types, comma-separated: {', '.join(FEED_TYPES)}."),
+        Query(
+            max_length=200,
+            description=f"Return only these types, comma-separated: {', '.join(FEED_TYPES)}. `truncated` is always "
+            "included.",
+        ),
     ] = None,
     follow: Follow = True,
     format: Format = "sse",
@@ -113,11 +117,12 @@ async def stream_all_events(
 ) -> Response:
     """Stream status changes, progress and ends of all runs in one order and without gaps, from any cursor.
 
-    Events arrive about a second after they were stored. Those of deleted and pruned runs are left out.
+    Events arrive about a second after they were stored. Those of deleted runs are left out; `truncated` stands in the
+    place of those that were pruned.
     """
     sent = responses.cursor(last_event_id)
     cursor = after if sent is None else sent
-    chosen = _chosen(types, FEED_TYPES)
+    chosen = _chosen(types, FEED_TYPES, always=("truncated",))
     async with request.app.state.sessions() as session:
         newest = await session.scalar(feed.NEWEST) or 0
     source, streams = FeedSource(), request.app.state.streams
@@ -140,7 +145,7 @@ def _streamed(
     return responses.StreamResponse(request, responses.as_sse(batches, opening.sse))
 
 
-def _chosen(text: str | None, valid: Sequence[str], always: Sequence[str] = ()) -> frozenset[str] | None:
+def _chosen(text: str | None, valid: Sequence[str], always: Sequence[str]) -> frozenset[str] | None:
     if text is None:
         return None
     wanted = frozenset(part.strip() for part in text.split(",") if part.strip())

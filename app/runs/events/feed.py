@@ -20,22 +20,27 @@ _NUMBER = text(
     INSERT INTO event_feed (run_id, seq) SELECT run_id, seq FROM taken ORDER BY position
     """
 )
-NEWEST = text("SELECT number FROM event_feed JOIN run_events USING (run_id, seq) ORDER BY number DESC LIMIT 1")
-"""Select the number of the newest event; no row if there is none."""
+NEWEST = text("SELECT max(number) FROM event_feed")
+"""Select the number of the newest event; null if there is none."""
+TRUNCATED = ""
+"""Id of no run, in the place of the newest event that retention has dropped."""
 READ_AFTER = text(
     """
     SELECT number, run_id, seq, type, ts, data::text FROM (
         SELECT *, coalesce(sum(pg_column_size(data)) OVER before, 0) AS bytes_before
         FROM (
-            SELECT number, run_id, seq, type, ts, data FROM event_feed JOIN run_events USING (run_id, seq)
-            WHERE number > :after ORDER BY number LIMIT :limit
+            SELECT number, run_id, seq, type, ts, data FROM event_feed LEFT JOIN run_events USING (run_id, seq)
+            WHERE number > :after AND (type IS NOT NULL OR run_id = '') ORDER BY number LIMIT :limit
         ) AS next
         WINDOW before AS (ORDER BY number ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING)
     ) AS sized
     WHERE bytes_before < :most_bytes ORDER BY number
     """
 )
-"""Select events after a number: rows of number, run_id, seq, type, ts, data; ends like `log.READ_AFTER`."""
+"""Select events after a number: rows of number, run_id, seq, type, ts, data; ends like `log.READ_AFTER`.
+
+Events of runs that are being deleted are left out. A row with the id `TRUNCATED` has no type and no data.
+"""
 
 
 async def number_events(connection: AsyncConnection) -> int:

@@ -73,12 +73,14 @@ class FeedSource:
         place = {"after": after, "limit": limit, "most_bytes": most_bytes}
         rows = (await connection.execute(feed.READ_AFTER, place)).all()
         return Batch(
-            Frame(number, kind, f'{{"cursor":{number},{log.payload(run_id, seq, ts, data)[1:]}'.encode())
+            Frame(number, "truncated", b'{"cursor":%d}' % number)
+            if run_id == feed.TRUNCATED
+            else Frame(number, kind, f'{{"cursor":{number},{log.payload(run_id, seq, ts, data)[1:]}'.encode())
             for number, run_id, seq, kind, ts, data in rows
         )
 
     async def missed(self, connection: AsyncConnection, position: int) -> Batch | None:
-        return Batch()  # events of pruned or deleted runs are left out
+        return Batch()  # `read` returns what stands for them
 
     def cursor_frame(self, position: int) -> Frame:
         return Frame(position, "cursor", b'{"cursor":%d}' % position)

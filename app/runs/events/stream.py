@@ -241,7 +241,7 @@ class Streams:
         reported = after
         try:
             while until is None or reader.position < until:
-                frames = await self._next(source, reader)
+                frames = await self._next(source, reader, waits=until is None or source.last_type is not None)
                 if frames is None:
                     return
                 now = time.monotonic()
@@ -270,8 +270,11 @@ class Streams:
             self._readers.discard((source, reader))
             self._leave(reader)
 
-    async def _next(self, source: Source, reader: Reader) -> Batch | None:
-        """Return the reader's next frames; empty after a short time without any; None if the run was deleted."""
+    async def _next(self, source: Source, reader: Reader, waits: bool) -> Batch | None:
+        """Return the reader's next frames; empty after a short time without any.
+
+        Returns None if the run was deleted, and, for a reader that does not wait, if no more events are stored.
+        """
         tail = reader.tail
         if tail is not None and tail.start <= reader.position:
             if frames := tail.behind(reader.position):
@@ -283,13 +286,15 @@ class Streams:
                 return tail.behind(reader.position) if tail.start <= reader.position else Batch()
         # The reader has no tail yet, is too slow for it, or the tail has ended.
         self._leave(reader)
-        if self._join(source, reader):
+        if waits and self._join(source, reader):
             return Batch()
         try:
-            frames = await self.read(source, reader.position)
+            frames = await (self.read if waits else self.read_now)(source, reader.position)
         except (SQLAlchemyError, OSError):
             await asyncio.sleep(POLL_SECONDS)
             return Batch()
+        if not frames and not waits:
+            return None
         if not frames and not self._join(source, reader):
             self._begin(source, reader)
             if reader.tail is None:

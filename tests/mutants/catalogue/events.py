@@ -97,6 +97,13 @@ MUTANTS = (
         "test_what_is_committed_later_is_numbered_later_however_early_it_was_written",
     ),
     Mutant(
+        name="feed-pruned-in-silence",
+        promises=(5,),
+        about="Retention leaves no mark in the feed of all runs, so that a reader does not learn that events are gone.",
+        changes=(Change("app/runs/retention.py", "    await session.execute(marked)\n", ""),),
+        test="tests/app/runs/test_retention.py::TestEvents::test_a_stream_says_what_is_gone_and_how_the_run_has_ended",
+    ),
+    Mutant(
         name="join-without-being-level",
         promises=(5,),
         about="A reader that lags behind the live tail joins it and misses the events in between.",

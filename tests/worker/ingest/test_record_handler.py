@@ -308,6 +308,14 @@ def test_a_process_that_reports_too_much_has_to_wait_and_its_log_says_so(
     assert not handler.is_over_budget
 
 
+def test_a_process_cannot_flood_the_stream_of_all_runs(lab: Lab) -> None:
+    progress, count = b'{"type": "progress", "phase": "loading", "done": 1}', 0
+    while not lab.record_handler.is_over_budget:
+        lab.record_handler.take([("report", progress)])
+        count += 1
+    assert 1600 < count < 2000
+
+
 def test_an_invalid_detail_of_a_result_does_not_cost_the_run_its_outcome(lab: Lab) -> None:
     lab.says("result", outcome="completed", step="last", hub="nonsense", output="output")
     lab.says("result", outcome="perhaps")

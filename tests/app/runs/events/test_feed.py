@@ -129,6 +129,17 @@ async def test_readers_see_every_event_once_while_many_runs_write(
         await queue.close()
 
 
+async def test_a_reader_of_what_is_stored_ends_although_the_newest_of_it_is_removed_meanwhile(
+    engine: Engine, reading: AsyncEngine, settings: Settings
+) -> None:
+    claimed_run(engine)
+    await numbered(reading)
+    streams = Streams(reading, Broker(settings))
+    async with asyncio.timeout(20):
+        batches = [frames async for _, frames in streams.batches(FeedSource(), 0, until=2**40)]
+    assert [len(frames) for frames in batches] == [2]
+
+
 async def _has(frames: list[Frame], count: int) -> bool:
     return len(frames) >= count
 
