@@ -50,6 +50,12 @@ _TAIL_LINES = 50
 _ENVELOPE = ("run_id", "seq", "cursor")
 """Fields that the service adds to an event: with one of them, a run could speak for another run."""
 _FEED_RECORDS = ("phase", "progress")
+MAX_SERIES = 1000
+_MAX_SERIES_NAME = 200
+_TOO_MANY_SERIES = (
+    f"metrics have more than {MAX_SERIES:,} names, or a name of more than {_MAX_SERIES_NAME} characters: values of "
+    "further names are left out, so use the same names at each step"
+)
 _TOO_FAST = (
     f"the training process reports more than {BURST_BYTES // 2**20} MiB at once and {BYTES_PER_SECOND // 2**20} MiB "
     f"per second after that, where a phase or its progress counts as {FEED_RECORD_BYTES // 2**10} KiB more, and has to "
@@ -99,6 +105,10 @@ class RecordHandler:
         """Steps at which the loss reached a new minimum, as far back as a checkpoint may still refer to."""
         self._best_score: float | None = None
         self._total_steps: int | None = None
+        self._series: set[str] = set()
+        """Names of the values in metrics and evaluations: each is a curve, in memory as long as the attempt."""
+        self._has_too_many_series = False
+        """True once a line of the log has said that values are left out."""
         self._budget = RecordBudget()
         self._has_waited = False
         """True once a line of the log has said that the trainer waits because of its budget."""
@@ -207,6 +217,7 @@ class RecordHandler:
         del record["type"]
         loss, best = record.get("loss"), self._bests[-1][1]
         self._set_total(record.pop("total_steps", None))
+        self._limit_series(record.get("extra"))
         event = NewEvent.of("metric", ts, record)
         step = _count(record["step"], "step")
         if isinstance(loss, float | int) and (best is None or loss < best):
@@ -218,6 +229,7 @@ class RecordHandler:
 
     def _handle_eval(self, record: dict[str, Any], ts: float) -> None:
         """Store an evaluation, and the score of the run if it is the best so far."""
+        self._limit_series(record.get("metrics"))
         event = NewEvent.of(record.pop("type"), ts, record)
         method = method_of(self._run.config)
         found = (record.get("metrics") or {}).get(method.eval_metric)
@@ -238,6 +250,19 @@ class RecordHandler:
             )
 
         self._writer.put(RunUpdate(keep, event))
+
+    def _limit_series(self, values: Any) -> None:
+        """Remove the values of further names than an attempt may have."""
+        if not isinstance(values, dict) or values.keys() <= self._series:
+            return
+        for name in [name for name in values if name not in self._series]:
+            if len(self._series) < MAX_SERIES and len(name) <= _MAX_SERIES_NAME:
+                self._series.add(name)
+                continue
+            del values[name]
+            if not self._has_too_many_series:
+                self._has_too_many_series = True
+                self.say(_TOO_MANY_SERIES, "warning")
 
     def _set_progress(self, step: int, epoch: float) -> None:
         self.step = step

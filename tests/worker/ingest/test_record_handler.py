@@ -308,6 +308,20 @@ def test_a_process_that_reports_too_much_has_to_wait_and_its_log_says_so(
     assert not handler.is_over_budget
 
 
+def test_an_attempt_has_a_limit_of_curves(lab: Lab) -> None:
+    values = {f"value.{number}": 1.0 for number in range(700)}
+    for step in (1, 2):
+        lab.says("metric", step=step, extra=values)
+    lab.says("eval", step=2, metrics={"eval_loss": 2.0, "x" * 201: 1.0})
+    lab.says("metric", step=3, extra={f"step.{number}": 1.0 for number in range(700)} | values)
+    lab.writer.drain()
+    first, again, log, (_, measured), (_, last) = lab.events()[2:]
+    assert first[1]["extra"] == again[1]["extra"] == values
+    assert measured["metrics"] == {"eval_loss": 2.0}
+    assert log[0] == "log" and "more than 1,000 names" in log[1]["line"]
+    assert len(last["extra"]) == 1000 - 1 and last["extra"].keys() >= values.keys()
+
+
 def test_a_process_cannot_flood_the_stream_of_all_runs(lab: Lab) -> None:
     progress, count = b'{"type": "progress", "phase": "loading", "done": 1}', 0
     while not lab.record_handler.is_over_budget:
