@@ -27,6 +27,7 @@ from app.runs.creation import RunTransaction, create
 from app.runs.estimates import service as estimates
 from app.runs.estimates.store import estimate_and_store
 from app.runs.evaluation import evaluate
+from app.runs.events.sources import RunSource
 from app.runs.events.stream import Streams
 from app.runs.logs import lines
 from app.runs.resume import resume
@@ -139,7 +140,7 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
         """Yield stored lines, then new ones until the run has ended."""
         async with self._sessions() as session:
             run = await service.get(session, run_id)
-        async for line in lines.lines(self._streams.batches(run_id, run.first_seq - 1), grep=None):
+        async for line in lines.lines(self._streams.batches(RunSource(run_id), run.first_seq - 1), grep=None):
             yield line
 
     async def stop(self, run_id: str, save_checkpoint: bool = True) -> None:

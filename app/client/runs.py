@@ -29,6 +29,7 @@ from app.contracts.stop import StopMode
 
 STREAM_PATIENCE = 600.0
 """Default number of seconds during which a stream tries to reconnect."""
+_LARGEST_ID = 2**62
 
 
 class Runs(ApiResource[M]):
@@ -196,6 +197,28 @@ class Runs(ApiResource[M]):
                 yield event
 
     @stream
+    async def all_events(
+        self,
+        *,
+        after: int | None = None,
+        types: str | Sequence[str] | None = None,
+        follow: bool = True,
+        patience: float = STREAM_PATIENCE,
+    ) -> AsyncGenerator[Event]:
+        """Iterate over the `status`, `progress` and `end` events of all runs, each once and in one order; never ends.
+
+        Starts now, or after the `cursor` of an earlier event (0: with the oldest one). After a lost connection, the
+        stream continues after the last event; it fails after `patience` seconds without data. `types` selects event
+        types. With `follow=False`, yield the stored events after `after` only.
+        """
+        wanted = types if types is None or isinstance(types, str) else ",".join(types)
+        params = without_none(after=after, types=wanted) | ({} if follow else {"follow": "false"})
+        follower = Follower(self._session, "/events", params, after=after, ends=False)
+        async with aclosing(follower.follow(patience, None if follow else _LARGEST_ID)) as events:
+            async for event in events:
+                yield event
+
+    @stream
     async def logs(
         self,
         run_id: str,
@@ -212,7 +235,7 @@ class Runs(ApiResource[M]):
         """
         params = without_none(tail=tail, grep=grep, follow="true" if follow else None)
         until = None if follow else (await self._session.get(RunRead, f"/runs/{run_id}")).last_seq
-        follower = Follower(self._session, f"/runs/{run_id}/logs", params, after=None, whole=False)
+        follower = Follower(self._session, f"/runs/{run_id}/logs", params, after=None)
         async with aclosing(follower.follow(patience, until)) as events:
             async for event in events:
                 yield event
