@@ -59,7 +59,7 @@ class TestFieldsAndDefaults:
             "packing": False, "seed": 42, "extra": {}, "eval_steps": None, "eval_split": 0.0, "loss_on": "all",
             "truncation_mode": "keep_start", "time_limit_seconds": None, "stop_at_step": None, "min_steps": None,
             "early_stopping_patience": None, "on_non_finite": "stop", "on_spike": "ignore",
-            "on_out_of_memory": "repair", "max_eval_rows": None,
+            "on_out_of_memory": "repair", "max_eval_rows": None, "chat_template": None,
             "overfit_first_batch": False, "attn_implementation": None, "torch_compile": False,
             "activation_offload": False, "use_rslora": False, "use_dora": False, "modules_to_save": None,
             "neftune_noise_alpha": None, "revision": None, "report_to": [], "push_to_hub": None,
