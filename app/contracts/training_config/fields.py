@@ -144,6 +144,13 @@ class TrainerOptions(Strict):
         description="Only measure: train two steps on the longest rows and save nothing. "
         "`POST /v1/runs/estimate` with `probe` creates such runs.",
     )
+    prune_fraction: Annotated[float | None, Traits(in_probe=False)] = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Set this fraction of the weights of each linear layer of the output to zero, those of the "
+        "smallest magnitude; only for runs that train all weights.",
+    )
     recipe: Annotated[Plugin | None, Traits()] = Field(
         default=None,
         description='`{"type": name, …}`: installed recipe that replaces that of the method (docs/guides/plugins.md).',

@@ -85,6 +85,8 @@ def test_no_one_is_refused_where_no_worker_reports(check: Any, engine: Engine) -
         ({"callbacks": [{"type": "a"}, "b"]}, {}, ("config.extra.callbacks.1", "wrong_type")),
         ({"callbacks": [{"type": "a"}] * 11}, {}, ("config.extra.callbacks", "out_of_range")),
         ({"collator": {"type": "a"}}, {"method": "rlhf"}, ("config.extra.collator", "conflict")),
+        ({"prune_fraction": 0.5}, {}, ("config.extra.prune_fraction", "conflict")),
+        ({"prune_fraction": 1}, {"method": "full"}, ("config.extra.prune_fraction", "out_of_range")),
         ({}, {"chat_template": "a b"}, ("config.chat_template", "bad_template")),
         ({}, {"chat_template": ""}, ("config.chat_template", "out_of_range")),
         ({}, {"chat_template": "{{ x }}" * 5000}, ("config.chat_template", "out_of_range")),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from app.contracts.plugins import PLUGINS, Plugin
@@ -156,14 +157,19 @@ def test_a_recipe_trains_in_the_place_of_the_methods_own(
     assert (factored.output / "adapter_model.safetensors").is_file()
 
 
-def test_a_callback_ends_training_as_early_stopping_does(
+def test_a_callback_ends_training_as_early_stopping_does_and_the_output_is_pruned_as_asked(
     forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:
     tallies = [{"type": "tally", "end_at": 3}, {"type": "tally"}]
-    done = completed(forks.run(make_job(tmp_path, tiny_model, chats, extra={"callbacks": tallies}, **CONFIG)))
+    extra = {"callbacks": tallies, "prune_fraction": 0.75}
+    done = completed(forks.run(make_job(tmp_path, tiny_model, chats, extra=extra, **CONFIG)))
     assert (done.result["why"], done.result["step"]) == ("early_stopping", 3)
     assert (done.output / "model.safetensors").is_file()
     assert [record["step"] for record in done.of("checkpoint")] == [3]
+    saved, out = (load_file(folder / "model.safetensors") for folder in (done.folder / "checkpoint-3", done.output))
+    assert {float((out[name] == 0).float().mean()) for name in out if "_proj" in name} == {0.75}
+    assert all(((out[name] == saved[name]) | (out[name] == 0) & ("_proj" in name)).all() for name in out)
+    assert any("The output is pruned" in record["line"] for record in done.of("message"))
 
 
 def test_an_error_of_a_callback_ends_the_run_and_names_it(
