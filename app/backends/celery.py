@@ -103,9 +103,11 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
         transaction.after_commit.add_task(self._queue.hint)
         return run
 
-    async def stop_run(self, transaction: RunTransaction, run_id: str, mode: StopMode) -> Run:
+    async def stop_run(
+        self, transaction: RunTransaction, run_id: str, mode: StopMode, grace_seconds: float | None = None
+    ) -> Run:
         """Store the request; after the commit, notify the run's worker and its readers."""
-        run = await service.stop(transaction.session, run_id, mode)
+        run = await service.stop(transaction.session, run_id, mode, grace_seconds)
         transaction.after_commit.add_task(self._queue.call_worker, run_id)
         transaction.after_commit.add_task(self._queue.wake, run_id)
         return run

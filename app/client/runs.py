@@ -147,15 +147,21 @@ class Runs(ApiResource[M]):
 
     @call
     async def stop(
-        self, run_id: str, *, mode: StopMode | None = None, save_checkpoint: bool | None = None
+        self,
+        run_id: str,
+        *,
+        mode: StopMode | None = None,
+        save_checkpoint: bool | None = None,
+        deadline_seconds: float | None = None,
     ) -> RunStopped:
         """Request a run to stop; the run has stopped when its event stream ends.
 
         `stop` in the response says what to expect. Modes: `checkpoint` (save and end), `epoch_end` (train to the end
         of the epoch first), `best` (end at once, to resume from the best checkpoint) and `discard` (save nothing).
-        `save_checkpoint=False` is the same as `discard`.
+        `save_checkpoint=False` is the same as `discard`. After `deadline_seconds` the trainer is killed; the default is
+        the grace period of the service.
         """
-        body = without_none(mode=mode, save_checkpoint=save_checkpoint)
+        body = without_none(mode=mode, save_checkpoint=save_checkpoint, deadline_seconds=deadline_seconds)
         return await self._session.post(RunStopped, f"/runs/{run_id}/stop", body, repeatable=True)
 
     @call
@@ -166,10 +172,15 @@ class Runs(ApiResource[M]):
         checkpoint_id: str | None = None,
         from_start: bool = False,
         config: Mapping[str, Any] | None = None,
+        stop_after_steps: int | None = None,
         idempotency_key: str | None = None,
     ) -> RunRead:
-        """Create a run that resumes from a checkpoint of this one (default: the newest), with changes from `config`."""
-        body = without_none(checkpoint_id=checkpoint_id, config=config) | ({"from": "start"} if from_start else {})
+        """Create a run that resumes from a checkpoint of this one (default: the newest), with changes from `config`.
+
+        With `stop_after_steps` it ends after so many further steps.
+        """
+        body = without_none(checkpoint_id=checkpoint_id, config=config, stop_after_steps=stop_after_steps)
+        body |= {"from": "start"} if from_start else {}
         key = idempotency_key or str(uuid.uuid4())
         return await self._session.post(RunRead, f"/runs/{run_id}/resume", body, key=key)
 

@@ -14,7 +14,7 @@ from app.contracts.errors import FieldError
 from app.contracts.run_status import TERMINAL
 from app.contracts.run_task import RunTask
 from app.contracts.schemas.runs import RunResume
-from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.fields import MOST_STEPS, TrainingConfig
 from app.contracts.training_config.raw_config import GROUPS, drop_unknown_fields, given_fields, named_fields
 from app.contracts.training_config.validation import resume_problems
 from app.infra.ids import new_id
@@ -51,6 +51,11 @@ async def resume(transaction: RunTransaction, settings: Settings, run_id: str, r
         checkpoint = None
     else:
         checkpoint = await _checkpoint(session, parent, request.checkpoint_id)
+    if request.stop_after_steps is not None:
+        last = min((checkpoint.step if checkpoint else 0) + request.stop_after_steps, MOST_STEPS)
+        config = config.model_copy(update={"stop_at_step": last})
+        given = sorted({*given, "stop_at_step"})
+    if checkpoint is not None:
         _refuse_if_done(parent, config, given, checkpoint)
     values = {
         "id": new_id("run"),

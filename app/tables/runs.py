@@ -130,6 +130,8 @@ class Run(Owned, Base):
     stop_requested_at: Mapped[datetime | None]
     stop_mode: Mapped[StopMode | None] = mapped_column(Text)
     """Stop mode: checkpoint, best or discard; or epoch_end, with `stop_requested_at` null until the epoch ends."""
+    stop_grace_seconds: Mapped[float | None]
+    """Seconds that the trainer has to stop; null: the grace period of the worker."""
     notified_at: Mapped[datetime | None]
     not_before: Mapped[datetime] = mapped_column(server_default=func.now())
 

@@ -219,6 +219,7 @@ def upgrade() -> None:
         sa.Column("max_restarts", sa.Integer(), server_default=sa.text("3"), nullable=False),
         sa.Column("stop_requested_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("stop_mode", sa.Text(), nullable=True),
+        sa.Column("stop_grace_seconds", sa.Float(), nullable=True),
         sa.Column("notified_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("not_before", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
         sa.Column("lease_epoch", sa.Integer(), server_default=sa.text("0"), nullable=False),

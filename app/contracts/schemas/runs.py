@@ -158,9 +158,19 @@ class RunStop(_Body):
         "checkpoint, from which the run can be resumed; otherwise like `checkpoint`. `discard`: end without saving.",
     )
     save_checkpoint: bool | None = Field(default=None, description="False: mode `discard`.")
+    deadline_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        le=86_400,
+        allow_inf_nan=False,
+        description="Seconds that the trainer has to finish its step and to save before it is killed; null: the grace "
+        "period of the service. Not with `epoch_end`. A later request may set another one.",
+    )
 
     @model_validator(mode="after")
     def _agree(self) -> "RunStop":
+        if self.mode == "epoch_end" and self.deadline_seconds is not None:
+            raise ValueError("`deadline_seconds` has no effect with the mode `epoch_end`; leave it out")
         if None not in (self.mode, self.save_checkpoint) and self.save_checkpoint is (self.mode == "discard"):
             raise ValueError(f"`save_checkpoint` contradicts the mode `{self.mode}`; leave `save_checkpoint` out")
         return self
@@ -186,6 +196,18 @@ class RunResume(_Body):
         default=None, alias="from", description="`start`: train from the first step, without a checkpoint."
     )
     config: dict[str, Any] = Field(default_factory=dict, description="Fields to change; the others stay unchanged.")
+    stop_after_steps: int | None = Field(
+        default=None,
+        ge=1,
+        le=100_000_000,
+        description="Save and stop after so many further steps; sets `stop_at_step`, counted from the checkpoint.",
+    )
+
+    @model_validator(mode="after")
+    def _agree(self) -> "RunResume":
+        if self.stop_after_steps is not None and self.config.get("stop_at_step") is not None:
+            raise ValueError("`stop_after_steps` and `config.stop_at_step` say the same; leave one of them out")
+        return self
 
 
 class RunCheck(BaseModel):

@@ -13,7 +13,7 @@ from app.contracts.errors import FieldError
 from app.contracts.run_task import RunTask
 from app.contracts.schemas.runs import RunCreate
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.raw_config import given_fields, normalize_numbers
+from app.contracts.training_config.raw_config import given_fields, named_fields, normalize_numbers
 from app.contracts.training_config.resolution import resolve
 from app.contracts.training_config.rules import DeviceCapabilities
 from app.infra.storage import Storage
@@ -130,6 +130,7 @@ def _resolve(config: Mapping[str, Any], machine: DeviceCapabilities | None, foun
     given = given_fields(config)
     found.config = TrainingConfig.model_validate(dict(config))
     found.given = sorted(given)
+    named = named_fields(config)
     effective = resolve(found.config, given, machine, found.longest_sequence)
     found.effective = effective.config
     found.warnings += [
@@ -139,6 +140,7 @@ def _resolve(config: Mapping[str, Any], machine: DeviceCapabilities | None, foun
             message=f"`{item.field}` will be {_shown(item.used)} instead of {_shown(item.requested)}: {item.reason}",
         )
         for item in effective.replaced
+        if item.field in named  # `effective_config` shows the others, which the request does not name
     ]
 
 

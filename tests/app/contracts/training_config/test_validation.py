@@ -61,6 +61,7 @@ class TestFieldsAndDefaults:
             "early_stopping_patience": None, "on_non_finite": "stop", "on_spike": "ignore",
             "on_out_of_memory": "repair", "max_eval_rows": None,
             "sample_steps": None, "sample_prompts": [], "sample_max_new_tokens": 64, "sample_temperature": 1.0,
+            "chat_template": None,
             "overfit_first_batch": False, "attn_implementation": None, "torch_compile": False,
             "activation_offload": False, "use_rslora": False, "use_dora": False, "modules_to_save": None,
             "neftune_noise_alpha": None, "revision": None, "report_to": [], "push_to_hub": None,
