@@ -202,7 +202,8 @@ class WorkerContext:
         return True
 
     def _register(self, connection: Connection) -> None:
-        registration.register(connection, self.id, self.name, self.machine, self.backends, self.launcher)
+        labels = self.settings.labels
+        registration.register(connection, self.id, self.name, self.machine, self.backends, labels, self.launcher)
 
     def _beat(self) -> None:
         while True:

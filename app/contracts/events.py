@@ -66,6 +66,25 @@ class StatusEvent(Event):
     attempt: int = Field(default=0, description="Number of attempts so far; 0 before the first one.")
 
 
+class PendingEvent(Event):
+    """Change of the reason for which a pending run cannot start."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_example(
+            "pending", code="no_worker",
+            message="No worker of backend `celery` is online. Start one with `anneal worker` on a machine that shares "
+            "database, Redis and storage, or restart `anneal up`.",
+        )
+    )  # fmt: skip
+
+    type: Literal["pending"]
+    code: str = Field(
+        description="`no_worker`, `no_device_of_kind`, `no_worker_with_labels`, `no_device_fits` or `devices_paused`; "
+        "`queued`: a worker can take the run again."
+    )
+    message: str = Field(description="The reason in a sentence, with what to do.")
+
+
 class LogEvent(Event):
     """Line printed by the training process, or a message of the service."""
 
@@ -312,8 +331,8 @@ EVENTS: Mapping[str, type[Event]] = MappingProxyType(
     {
         get_args(model.model_fields["type"].annotation)[0]: model
         for model in (
-            StatusEvent, LogEvent, MetricEvent, EvalEvent, CheckpointEvent, ConfigEvent, ProgressEvent, SampleEvent,
-            SkippedRowsEvent, ActionEvent, RepairEvent, ErrorEvent, EndEvent, TruncatedEvent, CursorEvent,
+            StatusEvent, PendingEvent, LogEvent, MetricEvent, EvalEvent, CheckpointEvent, ConfigEvent, ProgressEvent,
+            SampleEvent, SkippedRowsEvent, ActionEvent, RepairEvent, ErrorEvent, EndEvent, TruncatedEvent, CursorEvent,
         )
     }
 )  # fmt: skip

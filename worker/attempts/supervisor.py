@@ -65,15 +65,17 @@ def work(context: WorkerContext) -> None:
 
 
 @cache
-def _claim(worker_id: str, backends: tuple[str, ...], lease_seconds: float, kind: str, memory_mb: int) -> Executable:
+def _claim(
+    worker_id: str, backends: tuple[str, ...], lease_seconds: float, kind: str, labels: tuple[str, ...]
+) -> Executable:
     # It is the same for every claim of a worker, and building it takes longer than executing it.
-    return machine.claim(worker_id, list(backends), lease_seconds, kind, memory_mb)
+    return machine.claim(worker_id, list(backends), lease_seconds, kind, list(labels))
 
 
 def claim(context: WorkerContext) -> ClaimedRun | None:
     """Claim a run and its devices; None if there is none or the database is unavailable."""
-    memory = max(device.memory_bytes // 2**20 for device in context.machine.devices)
-    statement = _claim(context.id, tuple(context.backends), context.settings.lease_seconds, context.kind, memory)
+    settings = context.settings
+    statement = _claim(context.id, tuple(context.backends), settings.lease_seconds, context.kind, settings.labels)
     try:
         with context.engine.begin() as connection:
             row = connection.execute(statement).one_or_none()

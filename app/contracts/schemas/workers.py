@@ -37,6 +37,7 @@ class WorkerRead(BaseModel):
                 "state": "online",
                 "slots": 1,
                 "backends": ["celery", "fake"],
+                "labels": ["gpu=h100", "site-b"],
                 "launch_mode": "zygote",
                 "launch_reason": "",
                 "plugins": {"optimizer": ["lion-schedule-free"], "reward": ["unit_tests"]},
@@ -68,6 +69,7 @@ class WorkerRead(BaseModel):
     )
     slots: int
     backends: list[str]
+    labels: list[str] = Field(description="Labels from its `ANNEAL_WORKER_LABELS`; runs ask for them in `resources`.")
     launch_mode: Literal["zygote", "cold"] = Field(
         description="Start mode of training processes: `zygote` forks from a warm process, `cold` starts a new one."
     )
