@@ -27,6 +27,7 @@ from worker.checkpoint_store.remote_store import RemoteStore
 from worker.checkpoint_store.replicator import Replicator
 from worker.health import WorkerHealth
 from worker.process.launcher import Launcher
+from worker.telemetry import TelemetrySampler
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class WorkerContext:
         """Checkpoint replication, if the operator configured it."""
         if settings.checkpoint_url:
             self.replicator = Replicator(RemoteStore(settings.checkpoint_url, self.storage), self.storage, self.engine)
+        self.telemetry = TelemetrySampler(self.id, self.machine.devices, self.engine)
         self._status_file = WorkerStatusFile(settings.home, self.id)
         self._leases: dict[str, HeldLease] = {}
         self._to_wake: set[str] = set()
@@ -116,6 +118,7 @@ class WorkerContext:
             if self.closing.wait(_DATABASE_PAUSE):
                 return False
         self._heartbeat.start()
+        self.telemetry.start()
         if self.replicator:
             self.replicator.start()
         for name, work in (("control", self._listen), ("wake-ups", self._notify_loop)):
@@ -143,6 +146,7 @@ class WorkerContext:
         self._ended.set()
         self._wake_up.set()
         self._beat_now.set()
+        self.telemetry.close()
         self.launcher.stop()
         if self.replicator:
             self.replicator.close()

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
+from app.contracts.device_telemetry import DeviceTelemetry
 from app.contracts.field_types import JsonObject, Timestamp
 from app.contracts.run_status import TrainingStatus
 from app.contracts.schemas.runs import RUN_ID, TrainingMetrics
@@ -289,6 +290,21 @@ class RepairEvent(Event):
     )
 
 
+class DeviceEvent(Event, DeviceTelemetry):
+    """Telemetry of the GPU on which the run trains, every ten seconds."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_example(
+            "device", index=0, uid="GPU-6f1c0a52", seconds=10.0, utilization_percent=97.4, memory_mb=61_204,
+            temperature_celsius=63, power_watts=512.3, sm_clock_mhz=1845.0, ecc_uncorrected=0,
+        )
+    )  # fmt: skip
+
+    type: Literal["device"]
+    index: int = Field(description="Index of the device on its worker.")
+    uid: str = Field(description="Hardware id, such as a GPU UUID.")
+
+
 class ErrorEvent(Event):
     """Cause of the run's failure."""
 
@@ -332,7 +348,8 @@ EVENTS: Mapping[str, type[Event]] = MappingProxyType(
         get_args(model.model_fields["type"].annotation)[0]: model
         for model in (
             StatusEvent, PendingEvent, LogEvent, MetricEvent, EvalEvent, CheckpointEvent, ConfigEvent, ProgressEvent,
-            SampleEvent, SkippedRowsEvent, ActionEvent, RepairEvent, ErrorEvent, EndEvent, TruncatedEvent, CursorEvent,
+            SampleEvent, SkippedRowsEvent, ActionEvent, RepairEvent, DeviceEvent, ErrorEvent, EndEvent,
+            TruncatedEvent, CursorEvent,
         )
     }
 )  # fmt: skip

@@ -41,6 +41,7 @@ from worker.ingest.record_handler import RecordHandler, StartPoint
 from worker.lease import Lease, LeaseLost
 from worker.process.spawn import LaunchAbandoned, LaunchError
 from worker.process.training_process import Exit, TrainingProcess
+from worker.telemetry import DeviceFeed
 
 log = logging.getLogger(__name__)
 
@@ -171,9 +172,9 @@ def attempt(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: Event
         log.exception("%s: attempt %d", run.id, run.attempt)
         return could_not_start(context, run, f"the attempt could not be prepared: {error}")
     context.health.started()
-    memory_watch = MemoryWatch(process.identity, device)
+    memory_watch, feed = MemoryWatch(process.identity, device), DeviceFeed(context.telemetry, device, writer.put)
     try:
-        end, killed_for = Monitor(context, lease, writer, record_handler, process, memory_watch).run_until_exit()
+        end, killed_for = Monitor(context, lease, writer, record_handler, process, memory_watch, feed).run_until_exit()
     finally:
         process.close()
     cleanup.after_attempt(context, run.id, run.attempt)
