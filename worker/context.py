@@ -27,6 +27,7 @@ from worker.checkpoint_store.remote_store import RemoteStore
 from worker.checkpoint_store.replicator import Replicator
 from worker.health import WorkerHealth
 from worker.process.launcher import Launcher
+from worker.telemetry import TelemetrySampler
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ class WorkerContext:
         """Checkpoint replication, if the operator configured it."""
         if settings.checkpoint_url:
             self.replicator = Replicator(RemoteStore(settings.checkpoint_url, self.storage), self.storage, self.engine)
+        self.telemetry = TelemetrySampler(self.id, self.machine.devices, self.engine)
         self._status_file = WorkerStatusFile(settings.home, self.id)
         self._leases: dict[str, HeldLease] = {}
         self._to_wake: set[str] = set()
@@ -118,6 +120,7 @@ class WorkerContext:
             if self.closing.wait(_DATABASE_PAUSE):
                 return False
         self._heartbeat.start()
+        self.telemetry.start()
         if self.replicator:
             self.replicator.start()
         threads = (("control", self._listen), ("wake-ups", self._notify_loop), ("warm-up", self._note_warm))
@@ -146,6 +149,7 @@ class WorkerContext:
         self._ended.set()
         self._wake_up.set()
         self._beat_now.set()
+        self.telemetry.close()
         self.launcher.stop()
         if self.replicator:
             self.replicator.close()
@@ -205,7 +209,8 @@ class WorkerContext:
         return True
 
     def _register(self, connection: Connection) -> None:
-        registration.register(connection, self.id, self.name, self.machine, self.backends, self.launcher)
+        labels = self.settings.labels
+        registration.register(connection, self.id, self.name, self.machine, self.backends, labels, self.launcher)
 
     def _beat(self) -> None:
         while True:

@@ -114,7 +114,7 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
 
     async def resume_run(self, transaction: RunTransaction, run_id: str, request: RunResume) -> Run:
         """Insert the run that continues `run_id`; after the commit, send a hint to the workers."""
-        run = await resume(transaction, self._settings, run_id, request)
+        run = await resume(transaction, self._settings, self._storage, run_id, request)
         transaction.after_commit.add_task(self._queue.hint)
         return run
 

@@ -151,6 +151,7 @@ def upgrade() -> None:
         sa.Column("state", sa.Text(), nullable=False),
         sa.Column("slots", sa.Integer(), nullable=False),
         sa.Column("backends", postgresql.ARRAY(sa.Text()), nullable=False),
+        sa.Column("labels", postgresql.ARRAY(sa.Text()), server_default="{}", nullable=False),
         sa.Column("launch_mode", sa.Text(), nullable=False),
         sa.Column("launch_reason", sa.Text(), server_default="", nullable=False),
         sa.Column("plugins", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
@@ -186,6 +187,7 @@ def upgrade() -> None:
         sa.Column("lease_epoch", sa.Integer(), nullable=True),
         sa.Column("trouble", sa.Text(), nullable=True),
         sa.Column("paused_until", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("telemetry", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
         sa.CheckConstraint("kind IN ('cpu','cuda')", name=op.f("ck_devices_kind_known")),
         sa.CheckConstraint("(run_id IS NULL) = (lease_epoch IS NULL)", name=op.f("ck_devices_run_with_lease_epoch")),
         sa.ForeignKeyConstraint(["worker_id"], ["workers.id"], name=op.f("fk_devices_worker_id"), ondelete="CASCADE"),
@@ -208,6 +210,8 @@ def upgrade() -> None:
         sa.Column(
             "requirements", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'{}'"), nullable=False
         ),
+        sa.Column("resources", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'{}'"), nullable=False),
+        sa.Column("pending_reason", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
         sa.Column("idempotency_key", sa.Text(), nullable=True),
         sa.Column("request_digest", sa.Text(), nullable=True),
         sa.Column("parent_run_id", sa.Text(), nullable=True),

@@ -185,14 +185,15 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
         last = run.metrics_history[-1] if run.metrics_history else None
         details(
             {
-                "id": run.id, "name": run.name, "status": run.status, "eta": _outlook(run), "error": run.error_code,
+                "id": run.id, "name": run.name, "status": run.status, "eta": _outlook(run),
+                "waits because": run.pending_reason.message if run.pending_reason else None, "error": run.error_code,
                 "message": run.error_message, "step": f"{run.current_step}/{run.total_steps or '?'}",
                 "loss": last.loss if last else None, "best loss": run.best_loss,
                 "best evaluation": run.best_eval, "attempt": run.attempt,
                 "model": run.fine_tuned_model, "checkpoint": run.checkpoint_path, "parent": run.parent_run_id,
                 "estimated MiB": (run.estimate.memory_mb or {}).get("total") if run.estimate else None,
                 "measured MiB": run.measured.peak_memory_mb if run.measured else None,
-                "experiment": run.experiment_id, "tags": run.tags, "pinned": run.pinned or None,
+                "needs": _needs(run), "experiment": run.experiment_id, "tags": run.tags, "pinned": run.pinned or None,
                 "dataset": run.dataset_id, "eval dataset": run.eval_dataset_id, "worker": run.worker_id,
                 "created": run.created_at, "started": run.started_at, "finished": run.finished_at,
                 **{f"config.{name}": value for name, value in config.items() if value != usual.get(name)},
@@ -205,6 +206,15 @@ def _in_force(run: "RunRead") -> dict[str, Any]:
     effective = run.effective_config or {}
     changed = {name: effective[name] for name in _CHANGED_BY_ACTIONS if name in effective}
     return {**run.config, **changed}
+
+
+def _needs(run: "RunRead") -> str | None:
+    """Format the requirements on a device."""
+    needs = run.requirements
+    memory = needs.memory_mb or max(needs.estimated_mb.values(), default=None)
+    kind = needs.kind or ("cuda, cpu without one" if needs.prefers_gpu else None)
+    parts = (kind, f"{memory:,} MiB" if memory else None, ", ".join(needs.labels) or None)
+    return "; ".join(part for part in parts if part) or None
 
 
 def _outlook(run: "RunRead") -> str | None:

@@ -109,7 +109,7 @@ class TestClaim:
         run, (one, two) = add_run(engine), (add_worker(engine), add_worker(engine))
         got: list[object] = []
         with engine.connect() as first:
-            statement = machine.claim(one, ["fake"], 60.0, "cpu", 1000)
+            statement = machine.claim(one, ["fake"], 60.0, "cpu", [])
             assert first.execute(statement).one().id == run.id
             second = threading.Thread(target=lambda: got.append(claim(engine, two)))
             second.start()
