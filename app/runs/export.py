@@ -6,14 +6,15 @@ from app.api.errors import conflict, invalid
 from app.contracts.backends import BACKEND_RULES
 from app.contracts.errors import FieldError
 from app.contracts.run_status import TERMINAL
+from app.contracts.run_task import RunTask
 from app.contracts.schemas.checkpoints import CheckpointExport
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import drop_unknown_fields
+from app.contracts.training_config.rules import wants_adapter
 from app.infra.ids import new_id
 from app.runs import service
 from app.runs.checkpoints.service import get
 from app.runs.creation import RunTransaction, find_by_idempotency_key, insert
-from app.runs.validation.request import requirements
 from app.tables.runs import Run
 
 
@@ -33,6 +34,9 @@ async def export(transaction: RunTransaction, run_id: str, checkpoint_id: str, r
     if not rules.loads_model:
         message = f"run {run_id} is of backend `{source.backend}`, whose checkpoints contain no model to export"
         raise invalid([FieldError(field="checkpoint_id", code="not_supported", message=message)])
+    if source.config["extra"].get("recipe"):
+        message = f"run {run_id} was trained by a recipe of a plugin, and only that recipe can read its checkpoints"
+        raise invalid([FieldError(field="checkpoint_id", code="trained_by_a_recipe", message=message)])
     if source.status not in TERMINAL:
         raise conflict(
             "run_is_live",
@@ -44,21 +48,18 @@ async def export(transaction: RunTransaction, run_id: str, checkpoint_id: str, r
             "checkpoint_unusable",
             f"Checkpoint {checkpoint.id} is corrupt ({checkpoint.bad_reason}); export another one of the run.",
         )
-    if request.output is not None and source.config.get("lora_r") is None:
-        message = "applies only to adapters, and this run trained all weights; leave it out"
-        raise invalid([FieldError(field="output", code="conflict", message=message)])
-    given = set(source.user_set_fields) - {"push_to_hub", "report_to"} | {"extra.export_checkpoint"}
-    changed: dict[str, Any] = {
-        "push_to_hub": None,
-        "report_to": [],
-        "extra": {**source.config["extra"], "export_checkpoint": True},
-    }
+    given = set(source.user_set_fields) - {"push_to_hub", "report_to"}
+    changed: dict[str, Any] = {"push_to_hub": None, "report_to": []}
     if request.output is not None:
         given.add("output")
         changed["output"] = request.output
     config = TrainingConfig.model_validate(drop_unknown_fields({**source.config, **changed}, given))
+    if request.output is not None and not wants_adapter(config):
+        message = "applies only to adapters, and this run trained all weights; leave it out"
+        raise invalid([FieldError(field="output", code="conflict", message=message)])
     values = {
         "id": new_id("run"),
+        "task": RunTask.export,
         "experiment_id": source.experiment_id,
         "name": request.name or f"step {checkpoint.step} of {source.name}"[:200],
         "tags": source.tags,
@@ -69,7 +70,8 @@ async def export(transaction: RunTransaction, run_id: str, checkpoint_id: str, r
         "user_set_fields": sorted(given),
         "base_run_id": source.base_run_id,
         "devices_needed": source.devices_needed,
-        "requirements": requirements(rules, config, given),
+        "resources": source.resources,
+        "requirements": source.requirements,
         "priority": source.priority,
         "max_restarts": source.max_restarts,
         "parent_run_id": source.id,

@@ -9,6 +9,7 @@ from app.contracts.attempt.device import AssignedDevice
 from app.contracts.attempt.messages import ActionRequest
 from app.contracts.attempt.repair import Repair
 from app.contracts.field_types import JsonObject
+from app.contracts.run_task import RunTask
 
 MERGED_BASE = "base_model"
 """Folder in an output, and name in its adapter's configuration, of a base model that exists only there."""
@@ -62,6 +63,15 @@ class EvaluatedCheckpoint(ResumePoint):
     """Evaluation metric of the method."""
 
 
+class TrainedWeights(_Part):
+    """Weights to evaluate: the folder of a checkpoint or of an output."""
+
+    path: Path
+    step: int
+    """Optimizer steps after which they were saved."""
+    epoch: float
+
+
 class TokenCacheLocation(_Part):
     """Folder in which training processes share tokenized data."""
 
@@ -88,6 +98,7 @@ class JobSpec(_Part):
     """Everything that a training process needs to know about its attempt, except secrets."""
 
     run_id: str
+    task: RunTask = RunTask.train
     attempt: int
     backend: Literal["celery", "fake"]
     config: JsonObject
@@ -97,6 +108,7 @@ class JobSpec(_Part):
     auto_repairs: list[Repair] = Field(default_factory=list)
     """Repairs of earlier attempts, in order."""
     dataset: DataSource
+    """Dataset to train on; for the task `evaluate`, to evaluate on."""
     eval_dataset: DataSource | None = None
     base_model: ModelSource
     reward_models: list[ModelSource] = Field(default_factory=list)
@@ -112,6 +124,8 @@ class JobSpec(_Part):
     resume_from: ResumePoint | None = None
     best_checkpoint: EvaluatedCheckpoint | None = None
     """Checkpoint with the best evaluation so far, for the output."""
+    weights: TrainedWeights | None = None
+    """Weights to evaluate; None: those of the base model. Only for the task `evaluate`."""
     replayed_actions: list[ActionRequest] = Field(default_factory=list)
     """Actions that earlier attempts did after the step of `resume_from`, in order."""
     device: AssignedDevice | None = None

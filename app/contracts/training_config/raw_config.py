@@ -83,25 +83,22 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def _friendly(annotations: Iterable[Any]) -> HumanNumber | None:
-    return next((one for one in annotations if isinstance(one, HumanNumber)), None)
+def _friendly(*annotations: Any) -> HumanNumber | None:
+    """Return the first human number among annotations and, for unions, those of their members."""
+    for one in annotations:
+        if isinstance(one, HumanNumber):
+            return one
+        if (found := _friendly(*get_args(one))) is not None:
+            return found
+    return None
 
 
 _FRIENDLY: dict[str, HumanNumber] = {
     name: friendly
     for name, field in TrainingConfig.model_fields.items()
-    # A nullable field has its annotations one level down.
-    for friendly in [
-        _friendly([*field.metadata, *(one for arg in get_args(field.annotation) for one in get_args(arg)[1:])])
-    ]
+    for friendly in [_friendly(*field.metadata, field.annotation)]
     if friendly is not None
 }
-
-
-def is_export(config: Mapping[str, Any]) -> bool:
-    """Return True for a run that only exports a checkpoint."""
-    extra = config.get("extra")
-    return isinstance(extra, Mapping) and extra.get("export_checkpoint") is True
 
 
 def is_probe(config: Mapping[str, Any]) -> bool:

@@ -52,7 +52,7 @@ class TestExport:
         assert answer.headers["location"] == f"/v1/runs/{run['id']}"
         assert (run["status"], run["name"], run["parent_run_id"]) == ("pending", "the best", trainer.run_id)
         assert run["current_step"] == 40
-        assert run["config"]["output"] == "merged" and run["config"]["extra"] == {"export_checkpoint": True}
+        assert run["config"]["output"] == "merged" and run["task"] == "export"
         assert (run["config"]["report_to"], run["config"]["push_to_hub"]) == ([], None)
         assert run_row(engine, run["id"]).resume_checkpoint_id == saved
         # Its checkpoint and its source are kept for it.
@@ -90,11 +90,6 @@ class TestExport:
         saved = fake.checkpoint(40)
         fake.fail()
         assert refusal(export(api, fake.run_id, saved))[2] == "checkpoint_id"
-
-    def test_a_run_is_not_created_as_one(self, api: ApiServer, engine: Engine) -> None:
-        body = {"dataset_id": make_dataset(engine), "config": {**CONFIG, "extra": {"export_checkpoint": True}}}
-        (error,) = api.client.post("/v1/runs", json=body).json()["errors"]
-        assert (error["field"], error["code"]) == ("config.extra.export_checkpoint", "conflict")
 
 
 class TestDownload:

@@ -25,9 +25,7 @@ def export_checkpoint(run: TrainingContext) -> TrainingResult:
     restore_replica(run)
     source = run.resume_from
     if source is None:
-        raise TrainingFailure(
-            "config_error", "`extra.export_checkpoint` needs a checkpoint: use POST …/checkpoints/{id}/export."
-        )
+        raise TrainingFailure("config_error", "The checkpoint to export no longer exists; export another one.")
     saver.check(source.path, source.manifest_sha256, run.report.alive)
     run.report.phase("loading")
     base = base_model.find_base(run.job, run.config)

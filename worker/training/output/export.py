@@ -21,6 +21,7 @@ from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.model import loader
 from worker.training.model.base_model import ADAPTER_CONFIG, BaseModelSource
 from worker.training.output.model_card import model_card
+from worker.training.output.pruning import prune_smallest
 from worker.wire.heartbeat import heartbeat_while_growing
 
 OUTPUT = "output"
@@ -92,6 +93,8 @@ def write_output(
             chosen.save(staging)
             if run.config.output == "merged":
                 _merge(run, base, staging)
+            if run.config.trainer_options.prune_fraction is not None:
+                _prune(run, staging, run.config.trainer_options.prune_fraction)
         tokenizer.save_pretrained(staging)
         if base.merged is not None and (staging / ADAPTER_CONFIG).is_file():
             # The adapter is only valid with the exact weights it was trained on, which exist only here.
@@ -136,6 +139,18 @@ def _choose(trainer: ServiceTrainerMixin) -> ExportedWeights:
         return ExportedWeights("last", step, f"because the best checkpoint (step {best.step}) is damaged", last)
     return ExportedWeights(
         "best", best.step, f"with the best `{name}`, {best.metric:.6g}", partial(copy_weights, best.path)
+    )
+
+
+def _prune(run: TrainingContext, folder: Path, fraction: float) -> None:
+    """Set a fraction of the weights in a folder to zero, those of the smallest magnitude."""
+    head: loader.Head = "reward" if run.method.has_reward_head else "causal"
+    model = loader.load_saved(folder, head, trust_remote_code=run.job.trust_remote_code)
+    zeros, total = prune_smallest(model, fraction, run.report.alive)
+    model.save_pretrained(folder)
+    run.report.message(
+        f"The output is pruned: {zeros:,} of the {total:,} weights of its linear layers are zero. The "
+        "evaluations of this run were made before that."
     )
 
 

@@ -130,11 +130,9 @@ class TestExportOfACheckpoint:
         config = QUICK | {"method": "lora", "learning_rate": 2e-2, "save_steps": 2}
         trained = forks.run(make_job(tmp_path / "1", tiny_model, chats, **config))
         saved = trained.checkpoint(2)
-        config |= {"extra": {"export_checkpoint": True}}
         for form in ("adapter", "merged"):
-            done = forks.run(
-                make_job(tmp_path / form, tiny_model, "missing.jsonl", resume_from=saved, output=form, **config)
-            )
+            job = make_job(tmp_path / form, tiny_model, "missing.jsonl", resume_from=saved, output=form, **config)
+            done = forks.run({**job, "task": "export"})
             assert (done.result["outcome"], done.result["why"]) == ("completed", "export"), done.result
             assert (done.of("metric"), done.of("checkpoint"), done.steps) == ([], [], {})
             (event,) = done.of("export")
