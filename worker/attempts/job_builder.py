@@ -15,6 +15,7 @@ from app.base_models.model_folder import ModelFolder
 from app.config import wandb_mode
 from app.contracts.attempt.device import AssignedDevice
 from app.contracts.attempt.job import (
+    EXPORT,
     MERGED_BASE,
     DataSource,
     EvaluatedCheckpoint,
@@ -410,7 +411,10 @@ def _evaluated_output(context: WorkerContext, run_id: str) -> TrainedWeights:
     if not place.is_dir():
         message = f"the output of run {run_id} is not in this worker's storage ({context.storage.root}); evaluate one "
         raise JobError("model_not_found", message + "of its checkpoints, or resume the run to create it again")
-    return TrainedWeights(path=place, step=trained.current_step, epoch=trained.current_epoch)
+    last, step = trained.current_step, ModelFolder(context.storage, place).read_json(EXPORT).get("step")
+    if not isinstance(step, int) or not 0 < step < last:
+        return TrainedWeights(path=place, step=last, epoch=trained.current_epoch)
+    return TrainedWeights(path=place, step=step, epoch=trained.current_epoch * step / last)
 
 
 def _pause(engine: Engine, run: ClaimedRun) -> float | None:

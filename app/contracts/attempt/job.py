@@ -14,6 +14,9 @@ from app.contracts.run_task import RunTask
 MERGED_BASE = "base_model"
 """Folder in an output, and name in its adapter's configuration, of a base model that exists only there."""
 
+EXPORT = "export.json"
+"""File of an output that says which weights it contains: `weights`, `step` and `reason`, as in the event `export`."""
+
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)

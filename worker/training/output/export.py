@@ -11,7 +11,7 @@ from typing import Any, Literal
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
-from app.contracts.attempt.job import MERGED_BASE
+from app.contracts.attempt.job import EXPORT, MERGED_BASE
 from worker.checkpoint_files import manifest
 from worker.training.checkpointing.snapshot import save_weights
 from worker.training.context import TrainingContext
@@ -109,6 +109,8 @@ def write_output(
         has_own_base = (staging / MERGED_BASE).is_dir()
         card = model_card(run, facts, loader.versions(), weights, has_own_base=has_own_base)
         (staging / "README.md").write_text(card)
+        about = {"weights": chosen.which, "step": chosen.step, "reason": chosen.reason}
+        (staging / EXPORT).write_text(json.dumps(about, indent=1))
         manifest.commit(staging, final, run.report.alive)
     except Exception as error:
         shutil.rmtree(staging, ignore_errors=True)

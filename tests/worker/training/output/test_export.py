@@ -65,6 +65,7 @@ class TestWeights:
         assert (event["weights"], event["step"], event["output"]) == ("best", best, "adapter")
         assert done.result["exported"] == f"best weights of step {best}, {event['reason']}"
         assert "best `eval_loss`" in event["reason"]
+        assert json.loads((done.output / "export.json").read_text())["step"] == best
         assert f"best weights of step {best}" in (done.output / "README.md").read_text()
 
     def test_no_file_of_an_output_names_a_place_of_this_machine(self, stopped_early: Outcome, tiny_model: Path) -> None:
