@@ -66,6 +66,10 @@ class Settings(_HomeSettings):
     """Seconds without reports or output after which a trainer counts as hung: it is killed and its run retried."""
     models_root: Path | None = None
     """Folder of local base models; `base_model` names them by their path relative to it."""
+    extra_model_roots: str = ""
+    """Further folders of local base models, as comma-separated absolute paths; `base_model` names those by full path.
+
+    Links in `models_root` may lead into them."""
     storage: Path | None = None
     """Folder of datasets, checkpoints and outputs, shared by the API and all workers."""
     secret_key_file: Path | None = None
@@ -111,6 +115,14 @@ class Settings(_HomeSettings):
     allowed_hosts: str = ""
     """Additional Host headers that the API accepts, comma-separated; loopback and `host` are always accepted."""
 
+    @field_validator("extra_model_roots")
+    @classmethod
+    def _check_roots(cls, roots: str) -> str:
+        wrong = [root for root in _parts(roots) if not Path(root).is_absolute() or Path(root) == Path("/")]
+        if wrong:
+            raise ValueError(f"{wrong[0][:200]!r} is not the absolute path of a folder; separate folders by commas")
+        return roots
+
     @field_validator("worker_labels")
     @classmethod
     def _check_labels(cls, labels: str) -> str:
@@ -148,6 +160,11 @@ class Settings(_HomeSettings):
         home = self.home
         object.__setattr__(self, "models_root", (self.models_root or home / "models").expanduser().absolute())
         object.__setattr__(self, "storage", (self.storage or home / "storage").expanduser().absolute())
+        for root in self.model_roots[1:]:
+            # Training processes write to the storage, so a model there is not the operator's.
+            real, storage = Path(os.path.realpath(root)), Path(os.path.realpath(self.storage_root))
+            if real.is_relative_to(storage) or storage.is_relative_to(real):
+                raise ValueError(f"ANNEAL_EXTRA_MODEL_ROOTS: {root} overlaps the storage {storage}; use another folder")
         return self
 
     @property
@@ -164,6 +181,11 @@ class Settings(_HomeSettings):
     def models_folder(self) -> Path:
         """Folder of local base models."""
         return self.models_root or self.home / "models"
+
+    @property
+    def model_roots(self) -> tuple[Path, ...]:
+        """All folders of local base models, `models_folder` first."""
+        return (self.models_folder, *(Path(root) for root in _parts(self.extra_model_roots)))
 
     @property
     def renew_seconds(self) -> float:
@@ -250,6 +272,11 @@ def visible_gpus() -> str | None:
 def hub_endpoint() -> str | None:
     """Return the URL of a Hugging Face Hub mirror (HF_ENDPOINT); None means the default endpoint."""
     return os.environ.get("HF_ENDPOINT")
+
+
+def hub_is_offline() -> bool:
+    """Return True if the operator forbids calls to the hub (HF_HUB_OFFLINE)."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def wandb_mode() -> str:

@@ -16,6 +16,7 @@ import app.backends.endpoints
 import app.datasets.endpoints
 import app.datasets.service
 import app.experiments.endpoints
+import app.models.endpoints
 import app.prometheus.endpoints
 import app.runs.actions.endpoints
 import app.runs.artifacts.endpoints
@@ -106,6 +107,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.runs.postmortem.endpoints,
         app.backends.endpoints,
         app.workers.endpoints,
+        app.models.endpoints,
         app.secrets.endpoints,
         app.audit.endpoints,
     ):

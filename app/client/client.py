@@ -18,6 +18,7 @@ from app.client.actions import Actions
 from app.client.connection import find_connection
 from app.client.datasets import Datasets
 from app.client.experiments import Experiments
+from app.client.models import Models
 from app.client.runs import Runs
 from app.client.sync_async import Async, M, Sync
 from app.client.transport import AsyncTransport, Session, SyncTransport
@@ -36,6 +37,7 @@ class _Client(Generic[M]):
         self.actions: Actions[M] = Actions(session, is_async)
         self.datasets: Datasets[M] = Datasets(session, is_async)
         self.experiments: Experiments[M] = Experiments(session, is_async)
+        self.models: Models[M] = Models(session, is_async)
         self.runs: Runs[M] = Runs(session, is_async)
         self.workers: Workers[M] = Workers(session, is_async)
 
