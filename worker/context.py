@@ -36,6 +36,8 @@ _REDIS_PAUSE = 2.0
 
 _DATABASE_PAUSE = 2.0
 
+_WARM_UP_LOOK = 1.0
+
 
 class HeldLease(Protocol):
     """A lease as the context sees it: control messages of the API name its run and have it renewed at once."""
@@ -121,7 +123,8 @@ class WorkerContext:
         self.telemetry.start()
         if self.replicator:
             self.replicator.start()
-        for name, work in (("control", self._listen), ("wake-ups", self._notify_loop)):
+        threads = (("control", self._listen), ("wake-ups", self._notify_loop), ("warm-up", self._note_warm))
+        for name, work in threads:
             threading.Thread(target=work, name=name, daemon=True).start()
         log.info(
             "worker %s on %s: %d slot(s) of %s", self.id, self.name, self.machine.slots, self.machine.devices[0].name
@@ -225,6 +228,13 @@ class WorkerContext:
                         self._note_progress(connection)
             except SQLAlchemyError as error:
                 log.info("heartbeat missed: %s", error)
+
+    def _note_warm(self) -> None:
+        """Record once that a launch would not wait for the zygote to load."""
+        while not self._ended.is_set():
+            if self.launcher.wait_ready(_WARM_UP_LOOK):
+                self._status_file.update(warm=True)
+                return
 
     def _note_runs(self) -> None:
         self._status_file.update(runs={run_id: [None, None] for run_id in list(self._leases)})

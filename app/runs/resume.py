@@ -12,8 +12,9 @@ from app.config import Settings
 from app.contracts.backends import BACKEND_RULES
 from app.contracts.errors import FieldError
 from app.contracts.run_status import TERMINAL
+from app.contracts.run_task import RunTask
 from app.contracts.schemas.runs import Resources, RunResume
-from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.fields import MOST_STEPS, TrainingConfig
 from app.contracts.training_config.raw_config import GROUPS, drop_unknown_fields, given_fields, named_fields
 from app.contracts.training_config.validation import resume_problems
 from app.infra.ids import new_id
@@ -36,7 +37,8 @@ async def resume(
 ) -> Run:
     """Create a run that continues `run_id` from a checkpoint; the same idempotency key returns the same run.
 
-    Raises 409 while the run is live (`run_is_live`) or without a checkpoint (`no_checkpoint`), 422 for changes that
+    Raises 409 while the run is live (`run_is_live`), without a checkpoint (`no_checkpoint`) or for a run that does not
+    train (`not_a_training`), 422 for changes that
     cannot be made (`not_changeable_on_resume`) and when no step is left (`nothing_left_to_train`).
     """
     session = transaction.session
@@ -53,6 +55,11 @@ async def resume(
         checkpoint = None
     else:
         checkpoint = await _checkpoint(session, parent, request.checkpoint_id)
+    if request.stop_after_steps is not None:
+        last = min((checkpoint.step if checkpoint else 0) + request.stop_after_steps, MOST_STEPS)
+        config = config.model_copy(update={"stop_at_step": last})
+        given = sorted({*given, "stop_at_step"})
+    if checkpoint is not None:
         _refuse_if_done(parent, config, given, checkpoint)
     rules = BACKEND_RULES[parent.backend]
     least: dict[str, int] = {}
@@ -98,6 +105,9 @@ async def _ended(session: AsyncSession, run_id: str) -> Run:
             "run_is_live",
             f"Run {run_id} is {run.status}; only a run that has ended can be resumed: wait, or stop it first.",
         )
+    if run.task != RunTask.train:
+        message = f"Run {run_id} evaluates a model and does not train, so there is nothing to resume; create a new one."
+        raise conflict("not_a_training", message)
     return run
 
 

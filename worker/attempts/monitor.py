@@ -25,8 +25,8 @@ class Monitor:
     Every 50 ms at the latest it passes output to the record handler, unless the writer's queue is full or the process
     reports too much, samples memory, stores device telemetry, checks lease and events for problems, and forwards stop
     requests and actions of the lease. It kills the process if the lease expires, if nothing arrives for
-    `hang_seconds`, or if a stop outlasts its grace period: `save_grace_seconds`, 5 s if no checkpoint is wanted, and
-    none before training has started.
+    `hang_seconds`, or if a stop outlasts its grace period: that of the request, else `save_grace_seconds`, or 5 s if no
+    checkpoint is wanted. Before training has started there is none.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class Monitor:
         """Send a stop request (or the worker's own shutdown) and enforce it at the end of the grace period."""
         stop = self._lease.stop or StopRequest("checkpoint", "drain")
         grace = _NO_SAVE_GRACE_SECONDS if stop.mode == "discard" else self._context.settings.save_grace_seconds
+        grace = grace if stop.grace_seconds is None else stop.grace_seconds
         now = time.monotonic()
         if self._asked_at is None or grace < self._grace:
             self._asked_at = now  # a request that keeps less than before gets its own grace period

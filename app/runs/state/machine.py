@@ -250,10 +250,11 @@ def reap_dead(worker_ids: list[str]) -> Executable:
     )
 
 
-def request_stop(run_id: str, mode: StopMode) -> Executable:
+def request_stop(run_id: str, mode: StopMode, grace_seconds: float | None = None) -> Executable:
     """Request an immediate stop; a pending run ends at once, so no claim can intervene. No row: it has ended.
 
-    The first such request counts, unless a later one saves nothing. `mode` is checkpoint, best or discard.
+    The first such request counts, unless a later one saves nothing. `mode` is checkpoint, best or discard. The last
+    `grace_seconds` count: seconds that the trainer has.
     """
     is_first = runs.c.stop_requested_at.is_(None)
     unfinished = and_(runs.c.id == run_id, runs.c.status.not_in(TERMINAL))
@@ -263,6 +264,7 @@ def request_stop(run_id: str, mode: StopMode) -> Executable:
         "stopped on request",
         stop_requested_at=func.coalesce(runs.c.stop_requested_at, func.now()),
         stop_mode=case((or_(is_first, literal(mode == "discard")), mode), else_=runs.c.stop_mode),
+        stop_grace_seconds=runs.c.stop_grace_seconds if grace_seconds is None else grace_seconds,
     )
 
 
@@ -298,7 +300,7 @@ def renew(run_id: str, lease_epoch: int, lease_seconds: float) -> Executable:
         update(runs)
         .where(runs.c.id == run_id, runs.c.lease_epoch == lease_epoch, runs.c.lease_owner.is_not(None))
         .values(lease_expires_at=func.clock_timestamp() + seconds(lease_seconds))
-        .returning(runs.c.stop_mode, waiting)
+        .returning(runs.c.stop_mode, runs.c.stop_grace_seconds, waiting)
     )
 
 

@@ -10,9 +10,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES, BackendRules
 from app.contracts.errors import FieldError
+from app.contracts.run_task import RunTask
 from app.contracts.schemas.runs import Resources, RunCreate
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.raw_config import given_fields, normalize_numbers
+from app.contracts.training_config.raw_config import given_fields, named_fields, normalize_numbers
 from app.contracts.training_config.resolution import resolve
 from app.contracts.training_config.rules import DeviceCapabilities
 from app.infra.storage import Storage
@@ -35,12 +36,14 @@ async def validate_request(
     wrong_rewards: Sequence[FieldError],
     *,
     needs_weights: bool = True,
+    task: RunTask = RunTask.train,
 ) -> ValidationResult:
     """Validate a whole request; the rows that it refers to stay locked against deletion until the commit.
 
     `wrong_rewards` is the result of `reward_problems`. Without `needs_weights`, the weights of the base model may be
-    missing.
+    missing. A run that evaluates does so on its dataset.
     """
+    has_eval_dataset = request.eval_dataset_id is not None or task is RunTask.evaluate
     found = ValidationResult()
     rules = BACKEND_RULES.get(request.backend)
     if rules is None:
@@ -59,7 +62,7 @@ async def validate_request(
     data_format = dataset.format if dataset else None
     # In a thread, here and below: a configuration of a megabyte takes a while, which must not block other requests.
     wrong, machine = await asyncio.to_thread(
-        config_problems, rules, request.config, request.eval_dataset_id is not None, data_format, machines
+        config_problems, rules, request.config, has_eval_dataset, data_format, machines
     )
     wrong += wrong_rewards
     reported = {problem.field for problem in wrong}
@@ -86,9 +89,7 @@ async def validate_request(
         asked = TrainingConfig.model_validate(dict(request.config))
         found.errors += resource_problems(rules, asked, given_fields(request.config), request.resources)
     if not found.errors:
-        ignored = await asyncio.to_thread(
-            default_warnings, rules, request.config, request.eval_dataset_id is not None, data_format
-        )
+        ignored = await asyncio.to_thread(default_warnings, rules, request.config, has_eval_dataset, data_format)
         found.warnings += [_about_config(problem) for problem in ignored]
         await asyncio.to_thread(_resolve, request.config, machine, found)
     return found
@@ -165,6 +166,7 @@ def _resolve(config: Mapping[str, Any], machine: DeviceCapabilities | None, foun
     given = given_fields(config)
     found.config = TrainingConfig.model_validate(dict(config))
     found.given = sorted(given)
+    named = named_fields(config)
     effective = resolve(found.config, given, machine, found.longest_sequence)
     found.effective = effective.config
     found.warnings += [
@@ -174,6 +176,7 @@ def _resolve(config: Mapping[str, Any], machine: DeviceCapabilities | None, foun
             message=f"`{item.field}` will be {_shown(item.used)} instead of {_shown(item.requested)}: {item.reason}",
         )
         for item in effective.replaced
+        if item.field in named  # `effective_config` shows the others, which the request does not name
     ]
 
 

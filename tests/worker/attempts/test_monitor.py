@@ -53,6 +53,10 @@ def test_to_ask_for_the_same_once_more_gives_no_more_time(now: list[float]) -> N
     assert monitor._reason_to_kill() is None
     now[0] = 1121.0
     assert monitor._reason_to_kill() == "stop"
+    lease.stop = StopRequest("checkpoint", grace_seconds=60.0)
+    assert monitor._reason_to_kill() is None, "a request may set a deadline of its own"
+    now[0] = 1181.5
+    assert monitor._reason_to_kill() == "stop"
 
 
 @pytest.mark.parametrize(("is_full", "is_over_budget"), [(True, False), (False, True)])

@@ -214,8 +214,10 @@ class TestStop:
         assert row["status"] == "initializing"
         (renewed,) = move(engine, machine.renew(run.id, 1, 60))
         assert renewed["stop_mode"] == "checkpoint"
+        assert renewed["stop_grace_seconds"] is None
+        move(engine, machine.request_stop(run.id, "best", 90.0))
         (row,) = move(engine, machine.request_stop(run.id, "discard"))
-        assert row["stop_mode"] == "discard"
+        assert (row["stop_mode"], row["stop_grace_seconds"]) == ("discard", 90.0), "the last deadline counts"
 
     @pytest.mark.parametrize("verb", ["release", "retry", "reap_dead"])
     def test_is_never_followed_by_another_attempt(self, engine: Engine, verb: str) -> None:
