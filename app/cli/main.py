@@ -25,18 +25,25 @@ NOUNS = {
 """Groups of commands that call the HTTP API, with their modules, which are imported only when a command needs them."""
 
 
+VERBS = {"eval": "app.cli.runs.evaluate"}
+"""Single commands that call the HTTP API, imported in the same way."""
+
 _DELETING = {"prune"}
 """Commands that are never suggested for another word, because they delete."""
 
 
 class _Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*super().list_commands(ctx), *NOUNS]
+        return [*super().list_commands(ctx), *VERBS, *NOUNS]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in NOUNS:
+        command: Any
+        if cmd_name in NOUNS:
+            command = typer.main.get_group(importlib.import_module(NOUNS[cmd_name]).commands)
+        elif cmd_name in VERBS:
+            command = typer.main.get_command(importlib.import_module(VERBS[cmd_name]).commands)
+        else:
             return super().get_command(ctx, cmd_name)
-        command = typer.main.get_group(importlib.import_module(NOUNS[cmd_name]).commands)
         command.name = cmd_name
         return command
 

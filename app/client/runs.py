@@ -15,11 +15,21 @@ from app.contracts.schemas.artifacts import Artifact, Artifacts
 from app.contracts.schemas.checkpoints import CheckpointRead
 from app.contracts.schemas.estimates import Estimated
 from app.contracts.schemas.postmortem import PostMortem
-from app.contracts.schemas.runs import RunCheck, RunComparison, RunCreate, RunMetrics, RunRead, RunStopped, RunSummary
+from app.contracts.schemas.runs import (
+    EvaluationCreate,
+    RunCheck,
+    RunComparison,
+    RunCreate,
+    RunMetrics,
+    RunRead,
+    RunStopped,
+    RunSummary,
+)
 from app.contracts.stop import StopMode
 
 STREAM_PATIENCE = 600.0
 """Default number of seconds during which a stream tries to reconnect."""
+_LARGEST_ID = 2**62
 
 
 class Runs(ApiResource[M]):
@@ -32,6 +42,28 @@ class Runs(ApiResource[M]):
         `run` is the body of `POST /v1/runs`: `dataset_id`, `config` and optional fields.
         """
         return await self._session.post(RunRead, "/runs", request_body(run), key=idempotency_key or str(uuid.uuid4()))
+
+    @call
+    async def evaluate(
+        self, evaluation: EvaluationCreate | Mapping[str, Any], *, wait: bool = True, idempotency_key: str | None = None
+    ) -> RunRead:
+        """Evaluate a base model, the output of a run or a checkpoint on a dataset, without training.
+
+        `evaluation` is the body of `POST /v1/runs/evaluate`: `model`, `dataset_id` and optional fields. The call
+        returns the run when it has ended, with the metrics in `evaluation`; with `wait=False` it returns at once.
+        """
+        key = idempotency_key or str(uuid.uuid4())
+        run = await self._session.post(RunRead, "/runs/evaluate", request_body(evaluation), key=key)
+        return await self._ended(run.id) if wait else run
+
+    async def _ended(self, run_id: str) -> RunRead:
+        """Wait for the end of a run and return it."""
+        path = f"/runs/{run_id}"
+        follower = Follower(self._session, f"{path}/events", {"types": "end"}, after=None, whole=False)
+        async with aclosing(follower.follow(STREAM_PATIENCE)) as events:
+            async for _ in events:
+                pass
+        return await self._session.get(RunRead, path)
 
     @call
     async def validate(self, run: RunCreate | Mapping[str, Any]) -> RunCheck:
@@ -54,12 +86,7 @@ class Runs(ApiResource[M]):
         found = await self._session.post(Estimated, "/runs/estimate", body, key=key)
         if not wait:
             return found
-        path = f"/runs/{found.probe_run_id}"
-        follower = Follower(self._session, f"{path}/events", {"types": "end"}, after=None, whole=False)
-        async with aclosing(follower.follow(STREAM_PATIENCE)) as events:
-            async for _ in events:
-                pass
-        ended = await self._session.get(RunRead, path)
+        ended = await self._ended(found.probe_run_id or "")
         return found.model_copy(update={"measured": ended.measured, "probe": ended.probe})
 
     @stream
@@ -72,6 +99,7 @@ class Runs(ApiResource[M]):
         parent_run_id: str | None = None,
         base_model: str | None = None,
         method: str | None = None,
+        task: str | None = None,
         find: str | None = None,
         sort: Literal["created_at", "best"] | None = None,
         limit: int | None = None,
@@ -83,7 +111,8 @@ class Runs(ApiResource[M]):
         """
         filters = {
             "experiment_id": experiment_id, "status": status, "tag": tag, "parent_run_id": parent_run_id,
-            "base_model": base_model, "method": method, "find": find, "sort": sort,
+            "base_model": base_model, "method": method, "task": task, "find": find,
+            "sort": sort,
         }  # fmt: skip
         async with aclosing(self._items("/runs", RunSummary, filters, limit, after)) as items:
             async for item in items:
@@ -179,6 +208,28 @@ class Runs(ApiResource[M]):
                 yield event
 
     @stream
+    async def all_events(
+        self,
+        *,
+        after: int | None = None,
+        types: str | Sequence[str] | None = None,
+        follow: bool = True,
+        patience: float = STREAM_PATIENCE,
+    ) -> AsyncGenerator[Event]:
+        """Iterate over the `status`, `progress` and `end` events of all runs, each once and in one order; never ends.
+
+        Starts now, or after the `cursor` of an earlier event (0: with the oldest one). After a lost connection, the
+        stream continues after the last event; it fails after `patience` seconds without data. `types` selects event
+        types. With `follow=False`, yield the stored events after `after` only.
+        """
+        wanted = types if types is None or isinstance(types, str) else ",".join(types)
+        params = without_none(after=after, types=wanted) | ({} if follow else {"follow": "false"})
+        follower = Follower(self._session, "/events", params, after=after, ends=False)
+        async with aclosing(follower.follow(patience, None if follow else _LARGEST_ID)) as events:
+            async for event in events:
+                yield event
+
+    @stream
     async def logs(
         self,
         run_id: str,
@@ -195,7 +246,7 @@ class Runs(ApiResource[M]):
         """
         params = without_none(tail=tail, grep=grep, follow="true" if follow else None)
         until = None if follow else (await self._session.get(RunRead, f"/runs/{run_id}")).last_seq
-        follower = Follower(self._session, f"/runs/{run_id}/logs", params, after=None, whole=False)
+        follower = Follower(self._session, f"/runs/{run_id}/logs", params, after=None)
         async with aclosing(follower.follow(patience, until)) as events:
             async for event in events:
                 yield event

@@ -12,7 +12,7 @@ from app.contracts.errors import FieldError
 from app.contracts.fake_options import FakeOptions
 from app.contracts.methods import TrainingMethod
 from app.contracts.schemas.estimates import RunEstimate
-from app.contracts.schemas.runs import RunCreate, RunResume, TrainingRun
+from app.contracts.schemas.runs import EvaluationCreate, RunCreate, RunResume, TrainingRun
 from app.contracts.stop import StopMode
 
 Transaction = TypeVar("Transaction")
@@ -54,8 +54,9 @@ class BackendRules:
 class TrainingBackend(ABC, Generic[Transaction, Run]):
     """Interface of a backend that executes runs; `tests/app/backends/conformance.py` specifies its behavior.
 
-    `create_run`, `stop_run` and `resume_run` are part of the caller's transaction; the endpoints use them. Each other
-    method runs in its own transaction. Errors that a caller can act on are raised as `app.api.errors.ApiError`.
+    `create_run`, `evaluate_model`, `stop_run` and `resume_run` are part of the caller's transaction; the endpoints use
+    them. Each other method runs in its own transaction. Errors that a caller can act on are raised as
+    `app.api.errors.ApiError`.
     """
 
     rules: BackendRules
@@ -81,6 +82,13 @@ class TrainingBackend(ABC, Generic[Transaction, Run]):
         """Create a pending run; workers are notified after the commit.
 
         The same idempotency key, or the same `run_id`, returns the same run. Raises 422 with all errors.
+        """
+
+    @abstractmethod
+    async def evaluate_model(self, transaction: Transaction, request: EvaluationCreate) -> Run:
+        """Create a pending run that evaluates a model; the same idempotency key returns the same run.
+
+        Raises 422 with all errors.
         """
 
     @abstractmethod

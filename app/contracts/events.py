@@ -36,6 +36,11 @@ class Event(BaseModel):
     seq: int = Field(
         description="Position in the run's log, from 1 without gaps; the `id` and cursor of server-sent events."
     )
+    cursor: int | None = Field(
+        default=None,
+        exclude_if=lambda cursor: cursor is None,
+        description="Position in the stream of all runs, `GET /v1/events`; absent in the stream of one run.",
+    )
     ts: Timestamp | None = Field(
         default=None, description="Time of the event in UTC, in milliseconds; null for placeholders of pruned events."
     )
@@ -192,7 +197,9 @@ class SampleEvent(TrainerEvent):
     step: int = Field(description="Optimizer steps before the text was generated.")
     prompt: str = Field(description="Prompt as text.")
     completion: str = Field(description="Generated text.")
-    action_id: str | None = Field(default=None, description="Action that requested it; null for samples of `rlhf`.")
+    action_id: str | None = Field(
+        default=None, description="Action that requested it; null for samples of `rlhf` and of `sample_prompts`."
+    )
     rewards: dict[str, float | None] | None = Field(
         default=None, description="Value of each reward function by name; null outside `rlhf`."
     )
@@ -292,16 +299,25 @@ class EndEvent(Event):
 
 
 class TruncatedEvent(Event):
-    """Placeholder for older events that were pruned; it is sent, but not stored."""
+    """Placeholder for older events that were pruned; it is sent, but not stored.
+
+    In the stream of all runs it has only `cursor`, and stands in the place of the newest event that was pruned.
+    """
 
     model_config = ConfigDict(json_schema_extra=_example("truncated", first_seq=42))
 
     type: Literal["truncated"]
-    first_seq: int = Field(description="`seq` of the oldest stored event.")
+    run_id: str = Field(default="", description="ID of the run; absent in the stream of all runs.")
+    first_seq: int | None = Field(
+        default=None, description="`seq` of the oldest stored event; absent in the stream of all runs."
+    )
 
 
 class CursorEvent(Event):
-    """Position of a reader that chose types, when none of them came for 15 seconds; it is sent, but not stored."""
+    """Position of a reader that chose types, when none of them came for 15 seconds; it is sent, but not stored.
+
+    In the stream of all runs it has only `cursor`, and is also the first event of a reader that starts now.
+    """
 
     model_config = ConfigDict(json_schema_extra=_example("cursor"))
 
@@ -321,6 +337,9 @@ EVENTS: Mapping[str, type[Event]] = MappingProxyType(
 
 EVENT_TYPES = tuple(kind for kind, model in EVENTS.items() if model not in (TruncatedEvent, CursorEvent))
 """Types of stored events, of which a reader can choose."""
+
+FEED_TYPES = ("status", "progress", "end")
+"""Types of the events in the stream of all runs; a trigger of the table queues them."""
 
 TRAINER_RECORDS = frozenset(kind for kind, model in EVENTS.items() if model.is_trainer_record)
 """Types of which the trainer's record is stored as the event."""

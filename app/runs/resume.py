@@ -12,6 +12,7 @@ from app.config import Settings
 from app.contracts.backends import BACKEND_RULES
 from app.contracts.errors import FieldError
 from app.contracts.run_status import TERMINAL
+from app.contracts.run_task import RunTask
 from app.contracts.schemas.runs import RunResume
 from app.contracts.training_config.fields import MOST_STEPS, TrainingConfig
 from app.contracts.training_config.raw_config import GROUPS, drop_unknown_fields, given_fields, named_fields
@@ -32,7 +33,8 @@ from app.tables.runs import Run
 async def resume(transaction: RunTransaction, settings: Settings, run_id: str, request: RunResume) -> Run:
     """Create a run that continues `run_id` from a checkpoint; the same idempotency key returns the same run.
 
-    Raises 409 while the run is live (`run_is_live`) or without a checkpoint (`no_checkpoint`), 422 for changes that
+    Raises 409 while the run is live (`run_is_live`), without a checkpoint (`no_checkpoint`) or for a run that does not
+    train (`not_a_training`), 422 for changes that
     cannot be made (`not_changeable_on_resume`) and when no step is left (`nothing_left_to_train`).
     """
     session = transaction.session
@@ -89,6 +91,9 @@ async def _ended(session: AsyncSession, run_id: str) -> Run:
             "run_is_live",
             f"Run {run_id} is {run.status}; only a run that has ended can be resumed: wait, or stop it first.",
         )
+    if run.task != RunTask.train:
+        message = f"Run {run_id} evaluates a model and does not train, so there is nothing to resume; create a new one."
+        raise conflict("not_a_training", message)
     return run
 
 

@@ -7,6 +7,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.errors import conflict, not_found
 from app.contracts.methods import method_of
+from app.contracts.run_task import RunTask
 from app.contracts.schemas.runs import RunEdit
 from app.contracts.stop import StopMode
 from app.infra.ids import is_id
@@ -28,6 +29,12 @@ async def reward_run_ids(session: AsyncSession, run: Run) -> Sequence[str]:
         return []
     query = select(RunRewardModel.reward_run_id).where(RunRewardModel.run_id == run.id)
     return (await session.scalars(query.order_by(RunRewardModel.reward_run_id))).all()
+
+
+async def trains(session: AsyncSession, run_id: str) -> bool:
+    """Return True if the run trains, or if there is none."""
+    # Not the whole row, which the session would return again after the run has changed.
+    return await session.scalar(select(Run.task).where(Run.id == run_id)) in (None, RunTask.train)
 
 
 async def edit(session: AsyncSession, run_id: str, body: RunEdit) -> Run:

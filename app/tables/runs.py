@@ -3,10 +3,11 @@
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, CheckConstraint, ForeignKey, Index, Text, UniqueConstraint, func, text
+from sqlalchemy import JSON, BigInteger, CheckConstraint, ForeignKey, Index, Text, UniqueConstraint, and_, func, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app.contracts.run_status import LIVE, STATUSES, TERMINAL, EndReason
+from app.contracts.run_task import RunTask
 from app.contracts.stop import StopMode
 from app.tables.base import Base, Owned, sql_list
 
@@ -26,11 +27,12 @@ _NOT_EVALUATED = "final_score IS NULL AND final_loss IS NOT NULL"
 
 
 class Run(Owned, Base):
-    """A training run. Only `app.runs.state.machine` writes `status`."""
+    """A run. Only `app.runs.state.machine` writes `status`."""
 
     __tablename__ = "runs"
     __table_args__ = (
         CheckConstraint(f"status IN {sql_list(STATUSES)}", name="status_known"),
+        CheckConstraint(f"task IN {sql_list(list(RunTask))}", name="task_known"),
         CheckConstraint(f"(status IN {sql_list(TERMINAL)}) = (finished_at IS NOT NULL)", name="finished_iff_terminal"),
         CheckConstraint(f"(status IN {sql_list(LIVE)}) = (lease_owner IS NOT NULL)", name="leased_iff_live"),
         CheckConstraint("(lease_owner IS NULL) = (lease_expires_at IS NULL)", name="lease_whole"),
@@ -96,6 +98,7 @@ class Run(Owned, Base):
     experiment_id: Mapped[str] = mapped_column(ForeignKey("experiments.id"))
     name: Mapped[str]
     tags: Mapped[list[str]] = mapped_column(server_default=text("'[]'"))
+    task: Mapped[RunTask] = mapped_column(Text, server_default="train")
     backend: Mapped[str]
     dataset_id: Mapped[str] = mapped_column(ForeignKey("datasets.id"))
     eval_dataset_id: Mapped[str | None] = mapped_column(ForeignKey("datasets.id"))
@@ -112,10 +115,11 @@ class Run(Owned, Base):
     request_digest: Mapped[str | None]
     """SHA-256 of the request that came with the idempotency key."""
     parent_run_id: Mapped[str | None] = mapped_column(ForeignKey("runs.id"))
-    """The run that this one resumes."""
+    """The run that this one resumes, or whose checkpoint it evaluates."""
     resume_checkpoint_id: Mapped[str | None]
+    """Checkpoint that it resumes or evaluates."""
     base_run_id: Mapped[str | None] = mapped_column(ForeignKey("runs.id"))
-    """The run whose output is this one's base model."""
+    """The run whose output is this one's base model, or is evaluated."""
 
     pinned: Mapped[bool] = mapped_column(server_default=text("false"))
     """Excluded from retention at any age."""
@@ -169,8 +173,8 @@ class Run(Owned, Base):
     finished_at: Mapped[datetime | None]
 
 
-IS_NOT_PROBE = Run.config[("extra", "probe")].astext.is_distinct_from("true")
-"""Condition that a run is not a probe."""
+IS_COMPARABLE = and_(Run.task == RunTask.train, Run.config[("extra", "probe")].astext.is_distinct_from("true"))
+"""Condition that the results of a run are those of a training, and not of a probe."""
 
 
 class RunRewardModel(Base):

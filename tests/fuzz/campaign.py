@@ -159,7 +159,7 @@ class Campaign:
             self._lead_query(case)
             self._lead_body(case)
         if case.path.endswith(("/events", "/logs")):
-            case.query = {**(case.query or {}), "follow": "false"}  # otherwise it waits for a pending run
+            case.query = {**(case.query or {}), "follow": "false"}  # otherwise it waits for a pending run, or for ever
 
     def _lead_query(self, case: Case) -> None:
         if case.path.endswith("/compare"):

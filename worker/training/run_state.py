@@ -56,6 +56,8 @@ class RunState:
     evals_without_improvement: int = 0
     eval_pending: bool = False
     """True if the evaluation due after this step was not done because a stop came first."""
+    samples_pending: bool = False
+    """True if the samples due after this step were not generated because a stop came first."""
     changed: dict[str, Any] = field(default_factory=dict)
     """Configuration fields that actions changed during this run, with their current values."""
     total_steps: int | None = None

@@ -26,6 +26,7 @@ from app.cli.console import (
     transfer,
 )
 from app.cli.names import OfExperiment, ParentId, RunId, id_within
+from app.cli.runs.all_events import events
 from app.cli.runs.compare import compare
 from app.cli.runs.eta_text import eta_text
 from app.cli.runs.postmortem import why
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 commands = command_group("Training runs. Example: `anneal runs create -f run.yaml --watch`.")
 commands.command()(why)
 commands.command()(compare)
+commands.command()(events)
 
 File = Annotated[Path, typer.Option("--file", "-f", help="YAML or JSON body of POST /v1/runs; - reads stdin.")]
 Set = Annotated[

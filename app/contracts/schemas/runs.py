@@ -10,6 +10,7 @@ from pydantic_core import CoreSchema
 from app.contracts.errors import FieldError
 from app.contracts.field_types import Timestamp
 from app.contracts.run_status import EndReason, TrainingStatus
+from app.contracts.run_task import RunTask
 from app.contracts.schemas.estimates import EXAMPLE, Measured, ProbeResult, RunEstimate
 from app.contracts.stop import StopMode
 from app.contracts.training_config.fields import TrainingConfig
@@ -92,6 +93,38 @@ class RunCreate(_Body):
     max_restarts: int = Field(
         default=3, ge=0, le=100, description="Maximum restarts after losses, counted since the last new checkpoint."
     )
+    tags: list[Label] = Field(default_factory=list, max_length=MOST_TAGS)
+
+
+class EvaluationCreate(_Body):
+    """Request to evaluate a model."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {"model": RUN_ID, "dataset_id": _DATASET_ID, "config": {"max_eval_rows": 500}, "tags": ["demo"]}
+        }
+    )
+
+    model: str = Field(
+        min_length=1,
+        max_length=300,
+        description="Model to evaluate: `run_…` for the output of a run, `ckpt_…` for a checkpoint, otherwise a base "
+        "model as in `config.base_model` of a run.",
+    )
+    dataset_id: str = Field(max_length=100, description="ID of the dataset to evaluate on.")
+    config: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Fields of the training configuration. For a run or checkpoint only `max_eval_rows`, `seed`, "
+        "`extra.eval_batch_size` and `extra.metrics`: the others are those of the run. For a base model also `method` "
+        "and its options, which determine the loss and the metrics; the default is `full`.",
+    )
+    experiment_id: str | None = Field(
+        default=None,
+        max_length=100,
+        description="ID of the experiment; null: that of the run, for a base model the experiment `default`.",
+    )
+    name: Label | None = Field(default=None, description="Name of the evaluation; null: it names the model.")
+    priority: int = Field(default=0, ge=-1000, le=1000, description="Runs with higher priority start first.")
     tags: list[Label] = Field(default_factory=list, max_length=MOST_TAGS)
 
 
@@ -245,7 +278,7 @@ class TrainingRun(BaseModel):
 
 _RUN: JsonDict = {
     "id": RUN_ID, "run_id": RUN_ID, "experiment_id": _EXPERIMENT_ID, "name": "docstrings",
-    "tags": ["demo"], "backend": "celery", "dataset_id": _DATASET_ID, "eval_dataset_id": None,
+    "tags": ["demo"], "task": "train", "backend": "celery", "dataset_id": _DATASET_ID, "eval_dataset_id": None,
     "config": _CONFIG, "effective_config": None, "status": "running", "priority": 0,
     "max_restarts": 3, "parent_run_id": None, "resume_checkpoint_id": None, "base_run_id": None,
     "reward_run_ids": [], "attempt": 1, "worker_id": "wrk_01k3x9m6q2v8s4t0w7y5z1a3c0", "current_step": 40,
@@ -269,6 +302,7 @@ class RunSummary(TrainingRun):
     id: str
     name: str
     tags: list[str]
+    task: RunTask = Field(description="`train`, or `evaluate`: an evaluation without training.")
     backend: str
     dataset_id: str
     eval_dataset_id: str | None
@@ -276,9 +310,9 @@ class RunSummary(TrainingRun):
     priority: int
     max_restarts: int
     pinned: bool = Field(description="Protected from deletion and from retention.")
-    parent_run_id: str | None = Field(description="The run that this one resumes.")
+    parent_run_id: str | None = Field(description="The run that this one resumes, or whose checkpoint it evaluates.")
     resume_checkpoint_id: str | None
-    base_run_id: str | None = Field(description="The run whose output is the base model.")
+    base_run_id: str | None = Field(description="The run whose output is the base model, or is evaluated.")
     reward_run_ids: list[str] = Field(description="Runs whose outputs are its reward models, oldest first.")
     best_eval: float | None = Field(
         description="Best `eval_loss` so far (`rlhf`: `eval_reward`), by which runs of a method are compared; null "
@@ -324,6 +358,7 @@ class RunRead(RunSummary):
                     "step_seconds": 0.39,
                 },
                 "probe": None,
+                "evaluation": None,
                 "metrics_history": [
                     {
                         "step": 40, "epoch": 0.2, "loss": 2.31, "learning_rate": 0.0002, "grad_norm": 0.9,
@@ -343,6 +378,9 @@ class RunRead(RunSummary):
     )
     probe: ProbeResult | None = Field(
         description="Result of a probe for the run that it measures; null for other runs."
+    )
+    evaluation: dict[str, float | None] | None = Field(
+        description="Metrics of a run that only evaluates, by name; null before its end and for other runs."
     )
     metrics_history: list[TrainingMetrics] = Field(
         description="The last 100 points; GET …/metrics returns all of them."

@@ -1,4 +1,4 @@
-"""Background loop of the API: notifies workers of pending runs and reaps lost ones."""
+"""Background loop of the API: notifies workers of pending runs, reaps lost ones, and numbers the feed of all runs."""
 
 import asyncio
 import logging
@@ -13,9 +13,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from app.config import Settings
 from app.infra import async_tasks
-from app.infra.broker import Broker
+from app.infra.broker import ALL_RUNS, Broker
 from app.infra.clock import utc_now
 from app.infra.db import is_away
+from app.runs.events.feed import number_events
 from app.runs.state import machine
 from app.tables.events import ensure_partitions
 from app.tables.workers import Worker
@@ -73,6 +74,8 @@ class Dispatcher:
                     owed = 0
                 for run_id in moved:
                     await self._queue.wake(run_id)
+                if await self._job("numbering the feed of all runs", number_events):
+                    await self._queue.wake(ALL_RUNS)
             except Exception:  # without this loop no run would start again
                 log.exception("dispatcher: a round failed")
             await asyncio.sleep(self._interval)

@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from app.config import Settings
 from app.contracts.run_status import LIVE, TERMINAL
+from app.contracts.run_task import RunTask
 from app.contracts.schemas.runs import Confidence, Prediction
 from app.contracts.training_config.field_traits import DURATION
 from app.runs.scheduler import durations
@@ -39,8 +40,8 @@ _MOST_RUNS = 1000
 _MOST_LIKE = 20
 _FIELDS = ", ".join(f"'{name}', runs.config->'{name}'" for name in DURATION)
 _RUN = f"""
-    runs.id, runs.backend, runs.dataset_id, runs.eval_dataset_id, runs.total_steps, runs.started_at, runs.stop_mode,
-    runs.current_step, runs.current_epoch,
+    runs.id, runs.task, runs.backend, runs.dataset_id, runs.eval_dataset_id, runs.total_steps, runs.started_at,
+    runs.stop_mode, runs.current_step, runs.current_epoch,
     jsonb_build_object({_FIELDS}) AS config, datasets.rows, checkpoints.step AS resumed_at,
     coalesce(runs.checkpoint_step, 0) AS saved_at
 """
@@ -191,6 +192,8 @@ class _Forecast:
         return found
 
     def _estimate(self, run: Any, device: str | None, so_far: Timings | None = None) -> Estimate | None:
+        if run.task != RunTask.train:
+            return None  # it has no steps, which all predictions are made of
         if run.stop_mode == "epoch_end" and not run.current_epoch:
             return None  # until a metric gives the length of an epoch
         wanted = Workload.of(run)

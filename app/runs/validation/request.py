@@ -10,6 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES, BackendRules
 from app.contracts.errors import FieldError
+from app.contracts.run_task import RunTask
 from app.contracts.schemas.runs import RunCreate
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import given_fields, named_fields, normalize_numbers
@@ -35,12 +36,14 @@ async def validate_request(
     wrong_rewards: Sequence[FieldError],
     *,
     needs_weights: bool = True,
+    task: RunTask = RunTask.train,
 ) -> ValidationResult:
     """Validate a whole request; the rows that it refers to stay locked against deletion until the commit.
 
     `wrong_rewards` is the result of `reward_problems`. Without `needs_weights`, the weights of the base model may be
-    missing.
+    missing. A run that evaluates does so on its dataset.
     """
+    has_eval_dataset = request.eval_dataset_id is not None or task is RunTask.evaluate
     found = ValidationResult()
     rules = BACKEND_RULES.get(request.backend)
     if rules is None:
@@ -59,7 +62,7 @@ async def validate_request(
     data_format = dataset.format if dataset else None
     # In a thread, here and below: a configuration of a megabyte takes a while, which must not block other requests.
     wrong, machine = await asyncio.to_thread(
-        config_problems, rules, request.config, request.eval_dataset_id is not None, data_format, machines
+        config_problems, rules, request.config, has_eval_dataset, data_format, machines
     )
     wrong += wrong_rewards
     reported = {problem.field for problem in wrong}
@@ -83,9 +86,7 @@ async def validate_request(
             )
         )
     if not found.errors:
-        ignored = await asyncio.to_thread(
-            default_warnings, rules, request.config, request.eval_dataset_id is not None, data_format
-        )
+        ignored = await asyncio.to_thread(default_warnings, rules, request.config, has_eval_dataset, data_format)
         found.warnings += [_about_config(problem) for problem in ignored]
         await asyncio.to_thread(_resolve, request.config, machine, found)
     return found

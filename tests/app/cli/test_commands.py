@@ -470,6 +470,25 @@ class TestFollowing:
         assert [json.loads(line).get("line") for line in lines] == ["second", None]
         assert anneal("runs", "logs", trainer.run_id, "--grep", "fir").stdout == "first\n"
 
+    def test_events_of_all_runs_are_printed_with_their_cursors(self, anneal: Anneal, trainer: Trainer) -> None:
+        trainer.events("progress", {"phase": "evaluating", "done": 1, "total": 2, "message": None})
+        trainer.complete()
+
+        def printed(*arguments: str) -> list[str]:
+            return anneal("runs", "events", "--no-follow", *arguments).stdout.splitlines()
+
+        shown = eventually(
+            lambda: (lines := [it for it in printed() if trainer.run_id in it]) and len(lines) == 6 and lines
+        )
+        assert [line.split("  ")[-1] for line in shown[-3:]] == [
+            "evaluating 1 of 2",
+            "completed: all steps done",
+            "ended: completed",
+        ]
+        ends = [json.loads(line) for line in printed("--types", "end", "--json")]
+        assert ends[-1]["run_id"] == trainer.run_id
+        assert printed("--after", str(ends[-1]["cursor"])) == []
+
     def test_a_run_is_made_and_watched_in_one(self, anneal: Anneal, shared_api: ApiServer, run_file: Path) -> None:
         def stop() -> None:
             with client.Anneal(shared_api.url, shared_api.key) as there:

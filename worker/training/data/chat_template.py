@@ -30,12 +30,17 @@ def ensure_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Set a plain chat template if the tokenizer has none; return True if it was needed."""
     if tokenizer.chat_template:
         return False
+    tokenizer.chat_template = default_template(tokenizer)
+    return True
+
+
+def default_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a plain chat template with the tokenizer's special tokens."""
     eos = str(tokenizer.eos_token).replace("\\", "\\\\").replace("'", "\\'")
     template = DEFAULT_TEMPLATE.format(eos=eos)
     if tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]:
         template = "{{ bos_token }}" + template
-    tokenizer.chat_template = template
-    return True
+    return template
 
 
 _MOST_SECONDS = 5.0

@@ -168,6 +168,8 @@ def chat_template(run: TrainingContext, tokenizer: PreTrainedTokenizerBase) -> N
 def read_data(run: TrainingContext, read: Read[Some], cache: TokenCache) -> tuple[Some, Some | None]:
     """Prepare the training data and the held-out data, before any weights are loaded.
 
+    A run that only evaluates has one dataset, which is returned as both.
+
     Progress is reported, and a stop request interrupts it.
 
     Raises:
@@ -181,6 +183,11 @@ def read_data(run: TrainingContext, read: Read[Some], cache: TokenCache) -> tupl
     run.report.phase("tokenizing")
     config, source, other = run.config, run.job.dataset, run.job.eval_dataset
     try:
+        if run.only_evaluates:
+            chosen = None if config.max_eval_rows is None else list(range(count_rows(str(source.path))))
+            evaluated = read_rows(source, chosen and chosen[: config.max_eval_rows], "evaluation")
+            _finish_reading(run, evaluation=evaluated)
+            return evaluated, evaluated
         chosen = held = None
         if config.eval_split > 0:
             chosen, held = data.split(count_rows(str(source.path)), config.eval_split, config.seed)
@@ -191,17 +198,22 @@ def read_data(run: TrainingContext, read: Read[Some], cache: TokenCache) -> tupl
         held_out = read_rows(rest, held, "evaluation") if rest else None
     except FileNotFoundError as error:
         raise TrainingFailure("bad_data", "The dataset's file no longer exists.") from error
+    _finish_reading(run, training=training, evaluation=held_out)
+    return training, held_out
+
+
+def _finish_reading(run: TrainingContext, **read: Rows | None) -> None:
+    """Delete the rows that a data source has written, and report the remarks about each data."""
     hooks.delete_source_rows(run)
-    for name, one in (("training", training), ("evaluation", held_out)):
+    for name, one in read.items():
         for remark in one.remarks if one else []:
             run.report.message(remark["reason"], level="warning")
             run.report.skipped_rows(name, **remark)
-    return training, held_out
 
 
 def training_rows(run: TrainingContext, training: Rows) -> Dataset:
     """Return the rows to train on: all, the rows of one step only, or in a probe the longest rows."""
-    if run.config.overfit_first_batch:
+    if run.config.overfit_first_batch or run.only_evaluates:  # a trainer needs some, even if it never trains
         return data.first_batch(training.dataset, run.config)
     return probe.longest_rows(training.dataset, run.config) if run.is_probe else training.dataset
 
@@ -235,6 +247,8 @@ def token_cache(run: TrainingContext) -> TokenCache:
 def total_steps(run: TrainingContext, steps_per_epoch: int) -> int:
     """Return the optimizer steps of the whole run, as the trainer counts them; for a probe, its own number."""
     run.steps_per_epoch = steps_per_epoch
+    if run.only_evaluates:
+        return 1  # no trainer accepts 0, and it is never asked to train
     return probe.STEPS if run.is_probe else configured_steps(run)
 
 

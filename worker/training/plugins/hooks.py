@@ -35,7 +35,7 @@ def check(config: TrainingConfig) -> None:
         TrainingFailure: `config_error` that names what is not installed, cannot be imported or cannot be called.
     """
     for _, kind, name in named_plugins(config.model_dump(mode="json")):
-        if kind != "metrics":  # loaded by the recipes that use them
+        if kind != "metrics":  # they are loaded for the method
             registry.load(kind, name)
 
 
@@ -60,7 +60,8 @@ def write_source_rows(run: TrainingContext) -> None:
     if plugin is None:
         return
     job = run.job
-    changes = {"dataset": _write_rows(run, plugin, job.dataset, "training")}
+    purpose = "evaluation" if run.only_evaluates else "training"
+    changes = {"dataset": _write_rows(run, plugin, job.dataset, purpose)}
     if job.eval_dataset is not None:
         changes["eval_dataset"] = _write_rows(run, plugin, job.eval_dataset, "evaluation")
     run.job = job.model_copy(update=changes)

@@ -113,7 +113,7 @@ def test_what_two_steps_took_is_reported_of_the_whole_run(api: ApiServer, engine
     assert reported["seconds"] == pytest.approx(min(found["tokens"] / 1000, 96.0), abs=0.1)
     assert "fits on EPYC" in reported["message"] and "900 MiB" in reported["message"]
     # Its loss and its speed are those of the longest rows: nothing is to be held against them.
-    assert api.client.get(f"/v1/experiments/{experiment}").json()["best_run"] is None
+    assert api.client.get(f"/v1/experiments/{experiment}").json()["best_runs"] == []
     assert api.client.post("/v1/runs/estimate", json=asked).json()["confidence"]["seconds"] == "assumed"
 
 
