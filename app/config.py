@@ -110,6 +110,8 @@ class Settings(_HomeSettings):
     """Price of a GPU hour, for the cost in estimates; unset: estimates have no cost."""
     price_currency: str = Field(default="EUR", min_length=1, max_length=10)
     """Currency of `gpu_hour_price`."""
+    otlp_endpoint: str | None = None
+    """URL of an OpenTelemetry collector that receives traces over HTTP (`http://collector:4318`); unset: no traces."""
     log_format: Literal["json", "console"] | None = None
     """Log format of the API and workers; unset: `console` on a terminal, `json` otherwise."""
     allowed_hosts: str = ""
@@ -133,6 +135,16 @@ class Settings(_HomeSettings):
                 "letter or digit, and commas between labels"
             )
         return labels
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _check_collector(cls, url: str | None) -> str | None:
+        if url is not None and re.fullmatch(r"https?://[^\s@?#]+", url) is None:
+            raise ValueError(
+                "must be http(s)://host[:port][/path] without user and password; OTEL_EXPORTER_OTLP_HEADERS can have a "
+                "token"
+            )
+        return url
 
     @field_validator("mlflow_tracking_uri")
     @classmethod
