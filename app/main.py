@@ -11,6 +11,7 @@ from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
 
 import app.api.health
+import app.api_keys.endpoints
 import app.audit.endpoints
 import app.backends.endpoints
 import app.datasets.endpoints
@@ -107,6 +108,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.runs.postmortem.endpoints,
         app.backends.endpoints,
         app.workers.endpoints,
+        app.api_keys.endpoints,
         app.secrets.endpoints,
         app.audit.endpoints,
     ):

@@ -14,7 +14,7 @@ from app.config import Settings
 from app.contracts.backends import BackendRules, TrainingBackend
 from app.contracts.errors import FieldError
 from app.contracts.schemas.estimates import RunEstimate
-from app.contracts.schemas.runs import RunCreate, RunRead, RunResume, TrainingRun
+from app.contracts.schemas.runs import EvaluationCreate, RunCreate, RunRead, RunResume, TrainingRun
 from app.contracts.stop import StopMode
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import given_fields, normalize_numbers
@@ -26,6 +26,7 @@ from app.runs import serializers, service
 from app.runs.creation import RunTransaction, create
 from app.runs.estimates import service as estimates
 from app.runs.estimates.store import estimate_and_store
+from app.runs.evaluation import evaluate
 from app.runs.events.sources import RunSource
 from app.runs.events.stream import Streams
 from app.runs.logs import lines
@@ -96,16 +97,24 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
             transaction.after_commit.add_task(estimate_and_store, self._sessions, self._settings, self._storage, run)
         return run
 
-    async def stop_run(self, transaction: RunTransaction, run_id: str, mode: StopMode) -> Run:
+    async def evaluate_model(self, transaction: RunTransaction, request: EvaluationCreate) -> Run:
+        """Insert the run; after the commit, send a hint to the workers."""
+        run = await evaluate(transaction, self._settings, self._storage, request)
+        transaction.after_commit.add_task(self._queue.hint)
+        return run
+
+    async def stop_run(
+        self, transaction: RunTransaction, run_id: str, mode: StopMode, grace_seconds: float | None = None
+    ) -> Run:
         """Store the request; after the commit, notify the run's worker and its readers."""
-        run = await service.stop(transaction.session, run_id, mode)
+        run = await service.stop(transaction.session, run_id, mode, grace_seconds)
         transaction.after_commit.add_task(self._queue.call_worker, run_id)
         transaction.after_commit.add_task(self._queue.wake, run_id)
         return run
 
     async def resume_run(self, transaction: RunTransaction, run_id: str, request: RunResume) -> Run:
         """Insert the run that continues `run_id`; after the commit, send a hint to the workers."""
-        run = await resume(transaction, self._settings, run_id, request)
+        run = await resume(transaction, self._settings, self._storage, run_id, request)
         transaction.after_commit.add_task(self._queue.hint)
         return run
 

@@ -15,7 +15,16 @@ from app.contracts.schemas.artifacts import Artifact, Artifacts
 from app.contracts.schemas.checkpoints import CheckpointRead
 from app.contracts.schemas.estimates import Estimated
 from app.contracts.schemas.postmortem import PostMortem
-from app.contracts.schemas.runs import RunCheck, RunComparison, RunCreate, RunMetrics, RunRead, RunStopped, RunSummary
+from app.contracts.schemas.runs import (
+    EvaluationCreate,
+    RunCheck,
+    RunComparison,
+    RunCreate,
+    RunMetrics,
+    RunRead,
+    RunStopped,
+    RunSummary,
+)
 from app.contracts.stop import StopMode
 
 STREAM_PATIENCE = 600.0
@@ -33,6 +42,28 @@ class Runs(ApiResource[M]):
         `run` is the body of `POST /v1/runs`: `dataset_id`, `config` and optional fields.
         """
         return await self._session.post(RunRead, "/runs", request_body(run), key=idempotency_key or str(uuid.uuid4()))
+
+    @call
+    async def evaluate(
+        self, evaluation: EvaluationCreate | Mapping[str, Any], *, wait: bool = True, idempotency_key: str | None = None
+    ) -> RunRead:
+        """Evaluate a base model, the output of a run or a checkpoint on a dataset, without training.
+
+        `evaluation` is the body of `POST /v1/runs/evaluate`: `model`, `dataset_id` and optional fields. The call
+        returns the run when it has ended, with the metrics in `evaluation`; with `wait=False` it returns at once.
+        """
+        key = idempotency_key or str(uuid.uuid4())
+        run = await self._session.post(RunRead, "/runs/evaluate", request_body(evaluation), key=key)
+        return await self._ended(run.id) if wait else run
+
+    async def _ended(self, run_id: str) -> RunRead:
+        """Wait for the end of a run and return it."""
+        path = f"/runs/{run_id}"
+        follower = Follower(self._session, f"{path}/events", {"types": "end"}, after=None, whole=False)
+        async with aclosing(follower.follow(STREAM_PATIENCE)) as events:
+            async for _ in events:
+                pass
+        return await self._session.get(RunRead, path)
 
     @call
     async def validate(self, run: RunCreate | Mapping[str, Any]) -> RunCheck:
@@ -55,12 +86,7 @@ class Runs(ApiResource[M]):
         found = await self._session.post(Estimated, "/runs/estimate", body, key=key)
         if not wait:
             return found
-        path = f"/runs/{found.probe_run_id}"
-        follower = Follower(self._session, f"{path}/events", {"types": "end"}, after=None, whole=False)
-        async with aclosing(follower.follow(STREAM_PATIENCE)) as events:
-            async for _ in events:
-                pass
-        ended = await self._session.get(RunRead, path)
+        ended = await self._ended(found.probe_run_id or "")
         return found.model_copy(update={"measured": ended.measured, "probe": ended.probe})
 
     @stream
@@ -73,6 +99,7 @@ class Runs(ApiResource[M]):
         parent_run_id: str | None = None,
         base_model: str | None = None,
         method: str | None = None,
+        task: str | None = None,
         find: str | None = None,
         sort: Literal["created_at", "best"] | None = None,
         limit: int | None = None,
@@ -84,7 +111,8 @@ class Runs(ApiResource[M]):
         """
         filters = {
             "experiment_id": experiment_id, "status": status, "tag": tag, "parent_run_id": parent_run_id,
-            "base_model": base_model, "method": method, "find": find, "sort": sort,
+            "base_model": base_model, "method": method, "task": task, "find": find,
+            "sort": sort,
         }  # fmt: skip
         async with aclosing(self._items("/runs", RunSummary, filters, limit, after)) as items:
             async for item in items:
@@ -119,15 +147,21 @@ class Runs(ApiResource[M]):
 
     @call
     async def stop(
-        self, run_id: str, *, mode: StopMode | None = None, save_checkpoint: bool | None = None
+        self,
+        run_id: str,
+        *,
+        mode: StopMode | None = None,
+        save_checkpoint: bool | None = None,
+        deadline_seconds: float | None = None,
     ) -> RunStopped:
         """Request a run to stop; the run has stopped when its event stream ends.
 
         `stop` in the response says what to expect. Modes: `checkpoint` (save and end), `epoch_end` (train to the end
         of the epoch first), `best` (end at once, to resume from the best checkpoint) and `discard` (save nothing).
-        `save_checkpoint=False` is the same as `discard`.
+        `save_checkpoint=False` is the same as `discard`. After `deadline_seconds` the trainer is killed; the default is
+        the grace period of the service.
         """
-        body = without_none(mode=mode, save_checkpoint=save_checkpoint)
+        body = without_none(mode=mode, save_checkpoint=save_checkpoint, deadline_seconds=deadline_seconds)
         return await self._session.post(RunStopped, f"/runs/{run_id}/stop", body, repeatable=True)
 
     @call
@@ -138,10 +172,15 @@ class Runs(ApiResource[M]):
         checkpoint_id: str | None = None,
         from_start: bool = False,
         config: Mapping[str, Any] | None = None,
+        stop_after_steps: int | None = None,
         idempotency_key: str | None = None,
     ) -> RunRead:
-        """Create a run that resumes from a checkpoint of this one (default: the newest), with changes from `config`."""
-        body = without_none(checkpoint_id=checkpoint_id, config=config) | ({"from": "start"} if from_start else {})
+        """Create a run that resumes from a checkpoint of this one (default: the newest), with changes from `config`.
+
+        With `stop_after_steps` it ends after so many further steps.
+        """
+        body = without_none(checkpoint_id=checkpoint_id, config=config, stop_after_steps=stop_after_steps)
+        body |= {"from": "start"} if from_start else {}
         key = idempotency_key or str(uuid.uuid4())
         return await self._session.post(RunRead, f"/runs/{run_id}/resume", body, key=key)
 

@@ -12,7 +12,7 @@ from app.contracts.errors import FieldError
 from app.contracts.fake_options import FakeOptions
 from app.contracts.methods import TrainingMethod
 from app.contracts.schemas.estimates import RunEstimate
-from app.contracts.schemas.runs import RunCreate, RunResume, TrainingRun
+from app.contracts.schemas.runs import EvaluationCreate, RunCreate, RunResume, TrainingRun
 from app.contracts.stop import StopMode
 
 Transaction = TypeVar("Transaction")
@@ -54,8 +54,9 @@ class BackendRules:
 class TrainingBackend(ABC, Generic[Transaction, Run]):
     """Interface of a backend that executes runs; `tests/app/backends/conformance.py` specifies its behavior.
 
-    `create_run`, `stop_run` and `resume_run` are part of the caller's transaction; the endpoints use them. Each other
-    method runs in its own transaction. Errors that a caller can act on are raised as `app.api.errors.ApiError`.
+    `create_run`, `evaluate_model`, `stop_run` and `resume_run` are part of the caller's transaction; the endpoints use
+    them. Each other method runs in its own transaction. Errors that a caller can act on are raised as
+    `app.api.errors.ApiError`.
     """
 
     rules: BackendRules
@@ -84,8 +85,20 @@ class TrainingBackend(ABC, Generic[Transaction, Run]):
         """
 
     @abstractmethod
-    async def stop_run(self, transaction: Transaction, run_id: str, mode: StopMode) -> Run:
-        """Request a stop of the run; raise 409 if it has already ended by itself."""
+    async def evaluate_model(self, transaction: Transaction, request: EvaluationCreate) -> Run:
+        """Create a pending run that evaluates a model; the same idempotency key returns the same run.
+
+        Raises 422 with all errors.
+        """
+
+    @abstractmethod
+    async def stop_run(
+        self, transaction: Transaction, run_id: str, mode: StopMode, grace_seconds: float | None = None
+    ) -> Run:
+        """Request a stop of the run; raise 409 if it has already ended by itself.
+
+        `grace_seconds` limit an immediate stop; None: the grace period of the settings.
+        """
 
     @abstractmethod
     async def resume_run(self, transaction: Transaction, run_id: str, request: RunResume) -> Run:

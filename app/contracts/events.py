@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
+from app.contracts.device_telemetry import DeviceTelemetry
 from app.contracts.field_types import JsonObject, Timestamp
 from app.contracts.run_status import TrainingStatus
 from app.contracts.schemas.runs import RUN_ID, TrainingMetrics
@@ -69,6 +70,25 @@ class StatusEvent(Event):
     to: TrainingStatus = Field(description="New status.")
     reason: str | None = Field(default=None, description="Cause of the change; the error code of a failure.")
     attempt: int = Field(default=0, description="Number of attempts so far; 0 before the first one.")
+
+
+class PendingEvent(Event):
+    """Change of the reason for which a pending run cannot start."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_example(
+            "pending", code="no_worker",
+            message="No worker of backend `celery` is online. Start one with `anneal worker` on a machine that shares "
+            "database, Redis and storage, or restart `anneal up`.",
+        )
+    )  # fmt: skip
+
+    type: Literal["pending"]
+    code: str = Field(
+        description="`no_worker`, `no_device_of_kind`, `no_worker_with_labels`, `no_device_fits` or `devices_paused`; "
+        "`queued`: a worker can take the run again."
+    )
+    message: str = Field(description="The reason in a sentence, with what to do.")
 
 
 class LogEvent(Event):
@@ -197,7 +217,9 @@ class SampleEvent(TrainerEvent):
     step: int = Field(description="Optimizer steps before the text was generated.")
     prompt: str = Field(description="Prompt as text.")
     completion: str = Field(description="Generated text.")
-    action_id: str | None = Field(default=None, description="Action that requested it; null for samples of `rlhf`.")
+    action_id: str | None = Field(
+        default=None, description="Action that requested it; null for samples of `rlhf` and of `sample_prompts`."
+    )
     rewards: dict[str, float | None] | None = Field(
         default=None, description="Value of each reward function by name; null outside `rlhf`."
     )
@@ -275,6 +297,21 @@ class RepairEvent(Event):
     )
 
 
+class DeviceEvent(Event, DeviceTelemetry):
+    """Telemetry of the GPU on which the run trains, every ten seconds."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_example(
+            "device", index=0, uid="GPU-6f1c0a52", seconds=10.0, utilization_percent=97.4, memory_mb=61_204,
+            temperature_celsius=63, power_watts=512.3, sm_clock_mhz=1845.0, ecc_uncorrected=0,
+        )
+    )  # fmt: skip
+
+    type: Literal["device"]
+    index: int = Field(description="Index of the device on its worker.")
+    uid: str = Field(description="Hardware id, such as a GPU UUID.")
+
+
 class ErrorEvent(Event):
     """Cause of the run's failure."""
 
@@ -326,8 +363,9 @@ EVENTS: Mapping[str, type[Event]] = MappingProxyType(
     {
         get_args(model.model_fields["type"].annotation)[0]: model
         for model in (
-            StatusEvent, LogEvent, MetricEvent, EvalEvent, CheckpointEvent, ConfigEvent, ProgressEvent, SampleEvent,
-            SkippedRowsEvent, ActionEvent, RepairEvent, ErrorEvent, EndEvent, TruncatedEvent, CursorEvent,
+            StatusEvent, PendingEvent, LogEvent, MetricEvent, EvalEvent, CheckpointEvent, ConfigEvent, ProgressEvent,
+            SampleEvent, SkippedRowsEvent, ActionEvent, RepairEvent, DeviceEvent, ErrorEvent, EndEvent,
+            TruncatedEvent, CursorEvent,
         )
     }
 )  # fmt: skip

@@ -60,6 +60,8 @@ class Traits:
     """Applies only to supervised methods."""
     needs_eval_data: bool = False
     """Applies only to runs with evaluation data."""
+    needs_samples: bool = False
+    """Applies only to runs with `sample_steps`."""
     depends_on_method: bool = False
     """Its valid values depend on the method."""
     is_available: bool = True

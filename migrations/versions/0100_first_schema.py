@@ -151,6 +151,7 @@ def upgrade() -> None:
         sa.Column("state", sa.Text(), nullable=False),
         sa.Column("slots", sa.Integer(), nullable=False),
         sa.Column("backends", postgresql.ARRAY(sa.Text()), nullable=False),
+        sa.Column("labels", postgresql.ARRAY(sa.Text()), server_default="{}", nullable=False),
         sa.Column("launch_mode", sa.Text(), nullable=False),
         sa.Column("launch_reason", sa.Text(), server_default="", nullable=False),
         sa.Column("plugins", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
@@ -186,6 +187,7 @@ def upgrade() -> None:
         sa.Column("lease_epoch", sa.Integer(), nullable=True),
         sa.Column("trouble", sa.Text(), nullable=True),
         sa.Column("paused_until", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("telemetry", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
         sa.CheckConstraint("kind IN ('cpu','cuda')", name=op.f("ck_devices_kind_known")),
         sa.CheckConstraint("(run_id IS NULL) = (lease_epoch IS NULL)", name=op.f("ck_devices_run_with_lease_epoch")),
         sa.ForeignKeyConstraint(["worker_id"], ["workers.id"], name=op.f("fk_devices_worker_id"), ondelete="CASCADE"),
@@ -197,6 +199,7 @@ def upgrade() -> None:
         sa.Column("experiment_id", sa.Text(), nullable=False),
         sa.Column("name", sa.Text(), nullable=False),
         sa.Column("tags", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'[]'"), nullable=False),
+        sa.Column("task", sa.Text(), server_default="train", nullable=False),
         sa.Column("backend", sa.Text(), nullable=False),
         sa.Column("dataset_id", sa.Text(), nullable=False),
         sa.Column("eval_dataset_id", sa.Text(), nullable=True),
@@ -207,6 +210,8 @@ def upgrade() -> None:
         sa.Column(
             "requirements", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'{}'"), nullable=False
         ),
+        sa.Column("resources", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'{}'"), nullable=False),
+        sa.Column("pending_reason", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
         sa.Column("idempotency_key", sa.Text(), nullable=True),
         sa.Column("request_digest", sa.Text(), nullable=True),
         sa.Column("parent_run_id", sa.Text(), nullable=True),
@@ -218,6 +223,7 @@ def upgrade() -> None:
         sa.Column("max_restarts", sa.Integer(), server_default=sa.text("3"), nullable=False),
         sa.Column("stop_requested_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("stop_mode", sa.Text(), nullable=True),
+        sa.Column("stop_grace_seconds", sa.Float(), nullable=True),
         sa.Column("notified_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("not_before", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
         sa.Column("lease_epoch", sa.Integer(), server_default=sa.text("0"), nullable=False),
@@ -245,6 +251,7 @@ def upgrade() -> None:
         sa.Column("finished_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("created_by", sa.Text(), nullable=True),
         sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.CheckConstraint("task IN ('train','evaluate')", name=op.f("ck_runs_task_known")),
         sa.CheckConstraint("end_reason IS NULL OR status = 'completed'", name=op.f("ck_runs_end_reason_of_completed")),
         sa.CheckConstraint("(status = 'failed') = (error_code IS NOT NULL)", name=op.f("ck_runs_error_iff_failed")),
         sa.CheckConstraint(

@@ -1,14 +1,18 @@
 """A QLoRA run through the whole service: followed, stopped, resumed, loaded, and disturbed in every way."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 
-from tests.e2e.conftest import STEPS, TrainingStack
+from app.client.client import Anneal
+from tests.e2e.conftest import QLORA, STEPS, TrainingStack
 from tests.stack import Follower, assert_attempts_never_overlap, pids_of_trainers
 from tests.waiting import eventually
+from tests.worker.training.tiny import make_chat_dataset
 
 
 def final_loss(stack: TrainingStack, run_id: str) -> str:
@@ -58,6 +62,27 @@ print(out.shape[1] - ids["input_ids"].shape[1])
     done = subprocess.run([sys.executable, "-c", script, output], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert 0 < int(done.stdout.split()[-1]) <= 8
+
+
+def test_an_evaluation_equals_that_of_the_training(stack: TrainingStack, tmp_path: Path) -> None:
+    held_out = stack.upload(make_chat_dataset(tmp_path / "held_out.jsonl", 10).read_bytes(), "held_out.jsonl")
+    config = {**QLORA, "method": "lora", "max_steps": 4, "save_steps": 2, "eval_steps": 2, "packing": False}
+    run_id = stack.create(config=config, backend="celery", dataset_id=stack.chats, eval_dataset_id=held_out)
+    trained = stack.until(run_id, "completed", "failed", timeout=120)
+    assert trained["status"] == "completed", trained["error_message"]
+    during = {event["step"]: event["metrics"] for event in stack.events(run_id) if event["type"] == "eval"}
+    saved = {one["step"]: one["id"] for one in stack.client.get(f"/v1/runs/{run_id}/checkpoints").json()["data"]}
+    with Anneal(stack.api.url, stack.api.key) as client:
+        for model, step in ((run_id, 4), (saved[2], 2)):
+            done = client.runs.evaluate({"model": model, "dataset_id": held_out})
+            assert (done.status, done.task, done.attempt) == ("completed", "evaluate", 1), done.error_message
+            assert done.evaluation is not None and done.fine_tuned_model is None
+            assert done.evaluation["eval_loss"] == during[step]["eval_loss"] == done.best_eval
+    environment = {**os.environ, "ANNEAL_URL": stack.api.url, "ANNEAL_API_KEY": stack.api.key}
+    command = [sys.executable, "-m", "app.cli.main", "eval", "tiny", "held_out.jsonl", "--set", "max_eval_rows=3"]
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert shown.returncode == 0, shown.stderr
+    assert "eval_loss" in shown.stdout and "evaluation of tiny" in shown.stderr
 
 
 def test_artifacts_metrics_and_logs_are_served(stack: TrainingStack, undisturbed: str) -> None:

@@ -20,11 +20,13 @@ from app.contracts.attempt.job import (
     ResumePoint,
     TokenCacheLocation,
     TrackerServers,
+    TrainedWeights,
     WorkerInfo,
 )
 from app.contracts.attempt.messages import ActionRequest
 from app.contracts.methods import method_of, rewards_of
 from app.contracts.plugins import has_replicas
+from app.contracts.run_task import RunTask
 from app.infra.untrusted_folder import create_below
 from app.runs.actions.replay import done_after
 from app.runs.checkpoints import retention
@@ -106,7 +108,11 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
     restore_control = restore_control.limited(_MAX_PREPARATION_SECONDS)
     with context.engine.connect() as connection:
         repaired = auto_repair.previous_repairs(connection, run.id)
-    checkpoint = _newest_good(context, run, remarks, restore_control)
+    checkpoint = weights = None
+    if run.task is RunTask.evaluate:
+        weights = _evaluated(context, run, restore_control)
+    else:
+        checkpoint = _newest_good(context, run, remarks, restore_control)
     config, changed = auto_repair.apply(run.config, repaired)
     with context.engine.connect() as connection:
         base_model = _base_model(context, connection, run)
@@ -115,6 +121,7 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
         replayed = connection.execute(done_after(run.id, checkpoint.step if checkpoint else 0)).scalar_one()
         job = JobSpec(
             run_id=run.id,
+            task=run.task,
             attempt=run.attempt,
             backend=run.backend,
             config=config,
@@ -128,6 +135,7 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
             token_cache=_token_cache(context),
             disk_reserve_bytes=context.settings.disk_reserve_bytes,
             resume_from=_resume(context, checkpoint),
+            weights=weights,
             replayed_actions=[ActionRequest(**one) for one in replayed],
             journal=context.storage.journal(run.id),
             device=device,
@@ -318,6 +326,39 @@ def _newest_good(context: WorkerContext, run: ClaimedRun, remarks: list[str], re
             'the parent run has no intact checkpoint: resume it with {"from": "start"} to train from the beginning',
         )
     return None
+
+
+def _evaluated(context: WorkerContext, run: ClaimedRun, restore_control: RestoreControl) -> TrainedWeights | None:
+    """Return the weights that a run evaluates; None for those of the base model.
+
+    Raises:
+        JobError: They no longer exist, or are not reachable now.
+    """
+    if run.resume_checkpoint_id is None:
+        return _evaluated_output(context, run.base_run_id) if run.base_run_id else None
+    query = select(Checkpoint.__table__).where(Checkpoint.id == run.resume_checkpoint_id)
+    checkpoint = _rows(context.engine, query)[0]
+    place = context.storage.named_checkpoint(checkpoint.run_id, checkpoint.attempt, checkpoint.name)
+    why = "it was deleted" if checkpoint.deleted_at else None
+    if why is None and (wrong := manifest.verify(place, checkpoint.manifest_sha256, restore_control.check)):
+        fetched = restore.restore_checkpoint(context, run, checkpoint, place, wrong, restore_control)
+        if fetched.outcome is RestoreOutcome.AWAY:
+            message = f"checkpoint {checkpoint.id} cannot be read: {fetched.why}; the run waits for another try"
+            raise JobError("internal", message, is_transient=True, pause_seconds=_pause(context.engine, run))
+        why = None if fetched.outcome is RestoreOutcome.WHOLE else fetched.why
+    if why is not None:
+        raise JobError("config_error", f"checkpoint {checkpoint.id} cannot be evaluated: {why}; evaluate another one")
+    return TrainedWeights(path=place, step=checkpoint.step, epoch=checkpoint.epoch)
+
+
+def _evaluated_output(context: WorkerContext, run_id: str) -> TrainedWeights:
+    query = select(Run.output_attempt, Run.current_step, Run.current_epoch).where(Run.id == run_id)
+    trained = _rows(context.engine, query)[0]
+    place = context.storage.output_dir(run_id, trained.output_attempt)
+    if not place.is_dir():
+        message = f"the output of run {run_id} is not in this worker's storage ({context.storage.root}); evaluate one "
+        raise JobError("model_not_found", message + "of its checkpoints, or resume the run to create it again")
+    return TrainedWeights(path=place, step=trained.current_step, epoch=trained.current_epoch)
 
 
 def _pause(engine: Engine, run: ClaimedRun) -> float | None:

@@ -8,6 +8,7 @@ from sqlalchemy import Connection, Executable, Integer, cast, exists, select
 from app.contracts.attempt.failure_report import KillReason
 from app.contracts.attempt.messages import TrainingResult
 from app.contracts.run_status import EndReason
+from app.contracts.run_task import RunTask
 from app.runs.state import machine
 from app.tables.runs import Attempt
 from worker.claimed_run import ClaimedRun
@@ -81,6 +82,8 @@ def _reported_end(run: ClaimedRun, result: TrainingResult) -> Executable | None:
     if outcome != "completed" and why not in ("time_limit", "stop_at_step"):
         return None
     end_reason, text = _LIMITS.get(why, _LIMITS[None])
+    if run.task is RunTask.evaluate:
+        text = "the evaluation is complete"
     hub = result.get("hub")
     if hub and hub.get("url"):
         text += f"; pushed to {hub['url'][:300]}"

@@ -24,6 +24,7 @@ from app.contracts.attempt.messages import (
 from app.contracts.events import TRAINER_RECORDS
 from app.contracts.methods import method_of
 from app.contracts.run_status import LIVE
+from app.contracts.run_task import RunTask
 from app.infra.ids import new_id
 from app.infra.storage import checkpoint_name
 from app.infra.terminal_text import plain_text
@@ -92,7 +93,7 @@ class RecordHandler:
         """Configuration that the trainer actually uses, once it has reported it."""
         self.phase = "loading"
         self.training_started = False
-        """True once the trainer has reached its first step, so that there is something to save."""
+        """True once the trainer has reached its first step, or the evaluation that is its task."""
         self.last_output_at = time.monotonic()
         """Monotonic time of the trainer's last output of any kind."""
         self.step: int | None = None
@@ -304,7 +305,8 @@ class RecordHandler:
         self._stopwatch.enter(self.phase, start.step)
         progress = {"phase": self.phase, "done": None, "total": None, "message": self.phase}
         self._writer.put(NewEvent.of("progress", ts, progress))
-        if self.phase == "training" and not self.training_started:
+        main_phase = "training" if self._run.task is RunTask.train else "evaluating"
+        if self.phase == main_phase and not self.training_started:
             self.training_started = True
             self._set_total(entered.get("total_steps"))
             self._transition(

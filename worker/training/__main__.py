@@ -28,7 +28,7 @@ from worker.training.context import TrainingContext
 from worker.training.failures import Stopped, TrainingFailure, classify
 from worker.training.model.loader import machine_of
 from worker.training.output import hub_push
-from worker.training.plugins import hooks
+from worker.training.plugins import hooks, metric_functions
 from worker.training.tracking import trackers
 from worker.wire.arguments import parse_args
 from worker.wire.control import Control
@@ -83,6 +83,7 @@ def _train(job: JobSpec, report: Reporter, control: Control, journal: Journal) -
     run = TrainingContext(job, effective.config, given, machine, report, control, journal)
     run.state.run_id = job.run_id
     hooks.check(run.config)
+    run.metric_factories = metric_functions.load(run.config.trainer_options.metrics, run.method)
     hub_push.check(run)
     run.trackers = trackers.open_trackers(job, run.config, report)
     try:

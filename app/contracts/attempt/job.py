@@ -9,6 +9,7 @@ from app.contracts.attempt.device import AssignedDevice
 from app.contracts.attempt.messages import ActionRequest
 from app.contracts.attempt.repair import Repair
 from app.contracts.field_types import JsonObject
+from app.contracts.run_task import RunTask
 
 
 class _Part(BaseModel):
@@ -45,6 +46,15 @@ class ResumePoint(_Part):
     manifest_sha256: str
 
 
+class TrainedWeights(_Part):
+    """Weights to evaluate: the folder of a checkpoint or of an output."""
+
+    path: Path
+    step: int
+    """Optimizer steps after which they were saved."""
+    epoch: float
+
+
 class TokenCacheLocation(_Part):
     """Folder in which training processes share tokenized data."""
 
@@ -71,6 +81,7 @@ class JobSpec(_Part):
     """Everything that a training process needs to know about its attempt, except secrets."""
 
     run_id: str
+    task: RunTask = RunTask.train
     attempt: int
     backend: Literal["celery", "fake"]
     config: JsonObject
@@ -80,6 +91,7 @@ class JobSpec(_Part):
     auto_repairs: list[Repair] = Field(default_factory=list)
     """Repairs of earlier attempts, in order."""
     dataset: DataSource
+    """Dataset to train on; for the task `evaluate`, to evaluate on."""
     eval_dataset: DataSource | None = None
     base_model: ModelSource
     reward_models: list[ModelSource] = Field(default_factory=list)
@@ -93,6 +105,8 @@ class JobSpec(_Part):
     disk_reserve_bytes: int = 0
     """Free space that a checkpoint must leave on the disk."""
     resume_from: ResumePoint | None = None
+    weights: TrainedWeights | None = None
+    """Weights to evaluate; None: those of the base model. Only for the task `evaluate`."""
     replayed_actions: list[ActionRequest] = Field(default_factory=list)
     """Actions that earlier attempts did after the step of `resume_from`, in order."""
     device: AssignedDevice | None = None

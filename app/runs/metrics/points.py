@@ -40,6 +40,14 @@ async def recent(session: AsyncSession, run_id: str, most: int) -> list[Training
     return kept[:most][::-1]
 
 
+async def evaluated(session: AsyncSession, run_id: str) -> dict[str, float | None] | None:
+    """Return the metrics of the newest evaluation of a run by name, null where one was not finite; None without any."""
+    text = await session.scalar(_newest_first(run_id, ("eval",)).with_only_columns(cast(RunEvent.data, Text)).limit(1))
+    if text is None:
+        return None
+    return {name.removeprefix("eval."): value for name, value in values("eval", json.loads(text))}
+
+
 def _shown(step: int, data: dict[str, Any]) -> TrainingMetrics:
     """Build a point from the valid fields of an event; other data from a trainer must not make its run unreadable."""
     numbers, extra = dict(values("metric", data)), data.get("extra")

@@ -116,7 +116,8 @@ class TestDeleteRun:
         assert shared_api.client.patch(checkpoint, json={"pinned": True}).status_code == 200
         for path in (run, group):
             refused = shared_api.client.delete(path)
-            assert (refused.status_code, refused.json()["code"]) == (409, "checkpoint_is_pinned")
+            assert refused.status_code == 409
+            assert refused.json()["code"] == "checkpoint_is_pinned"
             assert saved["id"] in refused.json()["detail"]
         assert shared_api.client.get(checkpoint).json() == saved | {"pinned": True}
         assert shared_api.client.patch(checkpoint, json={"pinned": False}).status_code == 200

@@ -114,8 +114,8 @@ class CheckpointSaver:
         self.engine_copier.check()
         if not self._is_prepared:
             self._is_prepared = True
-            config, left = self._run.config, trainer.state.max_steps - trainer.state.global_step
-            if min(config.save_steps, config.eval_steps or config.save_steps) <= left:
+            run, left = self._run, trainer.state.max_steps - trainer.state.global_step
+            if min(run.save_every, run.eval_every or run.save_every) <= left:
                 self._memory.prepare(expected_bytes(trainer))
 
     @contextmanager
@@ -178,7 +178,7 @@ class CheckpointSaver:
         if not during_training:
             self.leave_out(trainer, f"it does not fit on the disk: {why}")
             return False
-        every = run.config.save_steps
+        every = run.save_every
         is_due = run.save_kind == "periodic" and step % every == 0
         next_step = min((step // every + 1) * every, trainer.state.max_steps)
         line = self._disk_space.skip(step, why, next_step, is_due)

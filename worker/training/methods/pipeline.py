@@ -73,6 +73,8 @@ def train_on_tokens(
             peft_config=loader.lora_config(run.config, start.revision, head),
         )
         facts = report_run_info(trainer, base, replaced, training, held_out, max_length=max_length, **tokenized)
+        if run.only_evaluates:
+            return evaluate(trainer)
         train(trainer)
         return finish(trainer, start, facts)
 
@@ -110,7 +112,7 @@ def trainer_arguments(run: TrainingContext, total_steps: int) -> dict[str, Any]:
         "logging_steps": 1 if run.is_probe else config.logging_steps,
         "logging_nan_inf_filter": False,
         "eval_strategy": "steps" if config.eval_steps else "no",
-        "eval_steps": config.eval_steps,
+        "eval_steps": run.eval_every,
         # A resumed run was evaluated when it first started.
         "eval_on_start": options.eval_on_start and run.resume_from is None,
         # Our callback decides after each step whether to save: the Trainer's own saving is not atomic.
@@ -134,6 +136,7 @@ def build(make: Callable[..., Trains], run: TrainingContext, **options: Any) -> 
     loader.check_modules(trainer.model, run.config)
     loader.keep_full_precision(trainer.model)
     trainer.add_callback(StepCallback(run, trainer))
+    trainer.add_callback(trainer.plugin_callbacks)
     asked = run.config.trainer_options
     if asked.distributions_steps is not None:
         trainer.add_callback(HistogramCallback(run, asked.distributions_steps))
@@ -156,7 +159,8 @@ def report_run_info(
     facts |= _costs(trainer, training, facts.get("device_name"))
     facts |= {
         "rows": training.rows, "tokens": training.tokens, "sequences": len(training.dataset),
-        "eval_rows": held_out.rows if held_out else 0, "total_steps": trainer.args.max_steps,
+        "eval_rows": held_out.rows if held_out else 0,
+        "total_steps": None if run.only_evaluates else trainer.args.max_steps,
         "weights_dtype": str(loader.weights_dtype(run.config, run.machine)), "base_revision": base.revision, **more,
     }  # fmt: skip
     if run.is_probe:
@@ -204,6 +208,28 @@ def train(trainer: ServiceTrainerMixin) -> None:
             _resume(trainer, run.resume_from.path)
     if trainer.state.global_step >= trainer.args.max_steps:  # `max_steps` grows if the run is extended
         run.ended_by = None
+
+
+def evaluate(trainer: ServiceTrainerMixin) -> TrainingResult:
+    """Evaluate the weights of the job, and return the fields of the result record.
+
+    The evaluation is that of a training: the trainer is created from the base model, so that a reference model is the
+    same, and then loads the weights as it does to resume.
+    """
+    run, weights = trainer.run, trainer.run.job.weights
+    for history in run.histories:
+        history.begin(None)
+    if weights is not None:
+        trainer.load_weights(weights)
+    found = trainer.evaluate()
+    return {
+        "outcome": "completed" if run.stop_requested is None else "stopped",
+        "why": None if run.stop_requested is None else run.stop_requested.why,
+        "output": None,
+        "step": trainer.state.global_step,
+        "epoch": trainer.state.epoch,
+        "metrics": {name: value for name, value in found.items() if name == run.method.eval_metric},
+    }
 
 
 def finish(trainer: ServiceTrainerMixin, start: BaseModelSource, facts: dict[str, Any]) -> TrainingResult:
