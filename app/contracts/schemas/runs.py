@@ -70,7 +70,7 @@ class _DocumentedAs:
 
 
 def _limited(config: dict[str, Any]) -> dict[str, Any]:
-    size = len(json.dumps(config))
+    size = len(json.dumps(config, ensure_ascii=False))
     if size > _MOST_CONFIG_CHARACTERS:
         message = "has {size} characters as JSON, and may have {most}: shorten its patterns, schemas and options"
         raise PydanticCustomError(
