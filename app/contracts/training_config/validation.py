@@ -177,8 +177,8 @@ def _from_pydantic(errors: list[ErrorDetails], model: type[BaseModel], *prefix: 
 def _sentence(error: ErrorDetails, parts: list[str], model: type[BaseModel]) -> str:
     if error["type"] in ("missing", "union_tag_not_found"):
         return "is required"
-    if parts[:1] and parts[0] in _INTERVALS and isinstance(error["input"], str):
-        return _printable(f'must be a number of steps or "epoch", not {_shown(error["input"])}')
+    if parts[:1] and parts[0] in _INTERVALS and error["type"] == "bad_count":
+        return _printable(f'{error["msg"]}; or write "epoch"')
     if error["type"] in _OWN_CODES:
         return _printable(error["msg"])
     if error["type"] == "union_tag_invalid":

@@ -26,10 +26,16 @@ def sentences(**fields: Any) -> list[tuple[str, str, str]]:
     return [(problem.field, problem.code, problem.message) for problem in found if problem.field in fields]
 
 
+def patterns(schema: dict[str, Any]) -> list[str]:
+    """The patterns of a field and of the members of its unions."""
+    below = [one for union in ("anyOf", "oneOf") for one in schema.get(union, ())]
+    own = [schema["pattern"]] if schema.get("type") == "string" and "pattern" in schema else []
+    return own + [pattern for one in below for pattern in patterns(one)]
+
+
 def form(name: str) -> str:
     """The pattern of the texts that a field takes."""
-    (pattern,) = (one["pattern"] for option in SCHEMA[name]["anyOf"] for one in option.get("anyOf", [option])
-                  if one.get("type") == "string")  # fmt: skip
+    (pattern,) = patterns(SCHEMA[name])
     return str(pattern)
 
 
