@@ -9,6 +9,13 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/=-]{0,62}")
+"""Label of a worker."""
+
+
+def _parts(text: str) -> list[str]:
+    return [part for one in text.split(",") if (part := one.strip())]
+
 
 class _HomeSettings(BaseSettings):
     """Settings that servers and clients share."""
@@ -51,6 +58,8 @@ class Settings(_HomeSettings):
     """Port of the API; 0 selects any free port."""
     slots: int | None = Field(default=None, ge=1, le=256)
     """Number of concurrent runs on this worker; unset: one per GPU, or one on a machine without GPUs."""
+    worker_labels: str = ""
+    """Labels of this worker, comma-separated, such as `site-b, gpu=h100`; runs ask for them in `resources.labels`."""
     lease_seconds: float = Field(default=60.0, ge=1.0, le=3600.0)
     """Seconds that a run stays leased to an unresponsive worker; renewal, kill and grace times derive from it."""
     hang_seconds: float = Field(default=1800.0, ge=1.0)
@@ -102,6 +111,17 @@ class Settings(_HomeSettings):
     allowed_hosts: str = ""
     """Additional Host headers that the API accepts, comma-separated; loopback and `host` are always accepted."""
 
+    @field_validator("worker_labels")
+    @classmethod
+    def _check_labels(cls, labels: str) -> str:
+        wrong = [label for label in _parts(labels) if LABEL.fullmatch(label) is None]
+        if wrong:
+            raise ValueError(
+                f"{wrong[0][:80]!r} is not a label: use up to 63 letters, digits and . _ : / = -, the first one a "
+                "letter or digit, and commas between labels"
+            )
+        return labels
+
     @field_validator("mlflow_tracking_uri")
     @classmethod
     def _reject_credentials(cls, uri: str | None) -> str | None:
@@ -129,6 +149,11 @@ class Settings(_HomeSettings):
         object.__setattr__(self, "models_root", (self.models_root or home / "models").expanduser().absolute())
         object.__setattr__(self, "storage", (self.storage or home / "storage").expanduser().absolute())
         return self
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Labels of this worker, sorted."""
+        return tuple(sorted(set(_parts(self.worker_labels))))
 
     @property
     def storage_root(self) -> Path:

@@ -11,6 +11,7 @@ from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
 
 import app.api.health
+import app.api_keys.endpoints
 import app.audit.endpoints
 import app.backends.endpoints
 import app.datasets.endpoints
@@ -44,6 +45,7 @@ from app.config import Settings, get_settings
 from app.contracts.backends import BACKEND_RULES
 from app.infra.broker import Broker
 from app.infra.db import async_engine, session_maker
+from app.infra.process.memory import return_large_blocks
 from app.infra.server_urls import resolve_urls
 from app.infra.storage import Storage
 from app.prometheus.collector import Metrics
@@ -106,6 +108,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.runs.postmortem.endpoints,
         app.backends.endpoints,
         app.workers.endpoints,
+        app.api_keys.endpoints,
         app.secrets.endpoints,
         app.audit.endpoints,
     ):
@@ -137,6 +140,7 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     api.state.eta = EtaService(settings, sorted(BACKEND_RULES), api.state.reading_sessions)
     api.state.snapshots = Snapshots(dispatching, settings)
     api.state.metrics = Metrics(api.state.requests, streams, queue, dispatcher)
+    return_large_blocks()
     # Every stream stalls during a full garbage collection, so collections skip all objects that exist now, and a full
     # one runs after some millions of new objects instead of every 70,000 (a thousand streams have 300,000).
     gc.collect()

@@ -68,6 +68,8 @@ def start(
 ) -> Process:
     """Start `python -m module arguments`; append its output to `log`, and standard error to `errors` where given."""
     errors = errors or log
+    for path in filter(None, (log, errors)):
+        path.touch()  # the forked process opens it some time later; a test may read it at once
     if _template is not None:
         return _template.start(module, arguments, environment, log, errors)
     with contextlib.ExitStack() as stack:

@@ -27,6 +27,7 @@ from app.runs.creation import RunTransaction, create
 from app.runs.estimates import service as estimates
 from app.runs.estimates.store import estimate_and_store
 from app.runs.evaluation import evaluate
+from app.runs.events.sources import RunSource
 from app.runs.events.stream import Streams
 from app.runs.logs import lines
 from app.runs.resume import resume
@@ -102,16 +103,18 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
         transaction.after_commit.add_task(self._queue.hint)
         return run
 
-    async def stop_run(self, transaction: RunTransaction, run_id: str, mode: StopMode) -> Run:
+    async def stop_run(
+        self, transaction: RunTransaction, run_id: str, mode: StopMode, grace_seconds: float | None = None
+    ) -> Run:
         """Store the request; after the commit, notify the run's worker and its readers."""
-        run = await service.stop(transaction.session, run_id, mode)
+        run = await service.stop(transaction.session, run_id, mode, grace_seconds)
         transaction.after_commit.add_task(self._queue.call_worker, run_id)
         transaction.after_commit.add_task(self._queue.wake, run_id)
         return run
 
     async def resume_run(self, transaction: RunTransaction, run_id: str, request: RunResume) -> Run:
         """Insert the run that continues `run_id`; after the commit, send a hint to the workers."""
-        run = await resume(transaction, self._settings, run_id, request)
+        run = await resume(transaction, self._settings, self._storage, run_id, request)
         transaction.after_commit.add_task(self._queue.hint)
         return run
 
@@ -139,7 +142,7 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
         """Yield stored lines, then new ones until the run has ended."""
         async with self._sessions() as session:
             run = await service.get(session, run_id)
-        async for line in lines.lines(self._streams.batches(run_id, run.first_seq - 1), grep=None):
+        async for line in lines.lines(self._streams.batches(RunSource(run_id), run.first_seq - 1), grep=None):
             yield line
 
     async def stop(self, run_id: str, save_checkpoint: bool = True) -> None:

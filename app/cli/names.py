@@ -64,10 +64,13 @@ def id_within(noun: str, text: str, items: "Iterable[Any]") -> str:
 def _only(noun: str, text: str, items: "Iterable[Any]", listing: str) -> str:
     found = list(items)
     if not found:
-        fail(f"There is no {noun} {text!r}. Use an id, the beginning of one, or `last`; {listing}.")
+        fail(
+            f"There is no {noun} {text!r}. Use an id, the beginning of one, or `last`; {listing}.",
+            code=f"{noun}_not_found",
+        )
     if len(found) > 1:
         candidates = (f"  {it.id}  {getattr(it, 'name', '')}".rstrip() for it in found)
-        fail(f"{text!r} is not unique. Use more of the id:", *candidates)
+        fail(f"{text!r} is not unique. Use more of the id:", *candidates, code="not_unique")
     return str(found[0].id)
 
 

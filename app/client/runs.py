@@ -29,6 +29,7 @@ from app.contracts.stop import StopMode
 
 STREAM_PATIENCE = 600.0
 """Default number of seconds during which a stream tries to reconnect."""
+_LARGEST_ID = 2**62
 
 
 class Runs(ApiResource[M]):
@@ -146,15 +147,21 @@ class Runs(ApiResource[M]):
 
     @call
     async def stop(
-        self, run_id: str, *, mode: StopMode | None = None, save_checkpoint: bool | None = None
+        self,
+        run_id: str,
+        *,
+        mode: StopMode | None = None,
+        save_checkpoint: bool | None = None,
+        deadline_seconds: float | None = None,
     ) -> RunStopped:
         """Request a run to stop; the run has stopped when its event stream ends.
 
         `stop` in the response says what to expect. Modes: `checkpoint` (save and end), `epoch_end` (train to the end
         of the epoch first), `best` (end at once, to resume from the best checkpoint) and `discard` (save nothing).
-        `save_checkpoint=False` is the same as `discard`.
+        `save_checkpoint=False` is the same as `discard`. After `deadline_seconds` the trainer is killed; the default is
+        the grace period of the service.
         """
-        body = without_none(mode=mode, save_checkpoint=save_checkpoint)
+        body = without_none(mode=mode, save_checkpoint=save_checkpoint, deadline_seconds=deadline_seconds)
         return await self._session.post(RunStopped, f"/runs/{run_id}/stop", body, repeatable=True)
 
     @call
@@ -165,10 +172,15 @@ class Runs(ApiResource[M]):
         checkpoint_id: str | None = None,
         from_start: bool = False,
         config: Mapping[str, Any] | None = None,
+        stop_after_steps: int | None = None,
         idempotency_key: str | None = None,
     ) -> RunRead:
-        """Create a run that resumes from a checkpoint of this one (default: the newest), with changes from `config`."""
-        body = without_none(checkpoint_id=checkpoint_id, config=config) | ({"from": "start"} if from_start else {})
+        """Create a run that resumes from a checkpoint of this one (default: the newest), with changes from `config`.
+
+        With `stop_after_steps` it ends after so many further steps.
+        """
+        body = without_none(checkpoint_id=checkpoint_id, config=config, stop_after_steps=stop_after_steps)
+        body |= {"from": "start"} if from_start else {}
         key = idempotency_key or str(uuid.uuid4())
         return await self._session.post(RunRead, f"/runs/{run_id}/resume", body, key=key)
 
@@ -196,6 +208,28 @@ class Runs(ApiResource[M]):
                 yield event
 
     @stream
+    async def all_events(
+        self,
+        *,
+        after: int | None = None,
+        types: str | Sequence[str] | None = None,
+        follow: bool = True,
+        patience: float = STREAM_PATIENCE,
+    ) -> AsyncGenerator[Event]:
+        """Iterate over the `status`, `progress` and `end` events of all runs, each once and in one order; never ends.
+
+        Starts now, or after the `cursor` of an earlier event (0: with the oldest one). After a lost connection, the
+        stream continues after the last event; it fails after `patience` seconds without data. `types` selects event
+        types. With `follow=False`, yield the stored events after `after` only.
+        """
+        wanted = types if types is None or isinstance(types, str) else ",".join(types)
+        params = without_none(after=after, types=wanted) | ({} if follow else {"follow": "false"})
+        follower = Follower(self._session, "/events", params, after=after, ends=False)
+        async with aclosing(follower.follow(patience, None if follow else _LARGEST_ID)) as events:
+            async for event in events:
+                yield event
+
+    @stream
     async def logs(
         self,
         run_id: str,
@@ -212,7 +246,7 @@ class Runs(ApiResource[M]):
         """
         params = without_none(tail=tail, grep=grep, follow="true" if follow else None)
         until = None if follow else (await self._session.get(RunRead, f"/runs/{run_id}")).last_seq
-        follower = Follower(self._session, f"/runs/{run_id}/logs", params, after=None, whole=False)
+        follower = Follower(self._session, f"/runs/{run_id}/logs", params, after=None)
         async with aclosing(follower.follow(patience, until)) as events:
             async for event in events:
                 yield event

@@ -92,8 +92,13 @@ class TrainingBackend(ABC, Generic[Transaction, Run]):
         """
 
     @abstractmethod
-    async def stop_run(self, transaction: Transaction, run_id: str, mode: StopMode) -> Run:
-        """Request a stop of the run; raise 409 if it has already ended by itself."""
+    async def stop_run(
+        self, transaction: Transaction, run_id: str, mode: StopMode, grace_seconds: float | None = None
+    ) -> Run:
+        """Request a stop of the run; raise 409 if it has already ended by itself.
+
+        `grace_seconds` limit an immediate stop; None: the grace period of the settings.
+        """
 
     @abstractmethod
     async def resume_run(self, transaction: Transaction, run_id: str, request: RunResume) -> Run:

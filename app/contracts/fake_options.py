@@ -29,6 +29,9 @@ class FakeOptions(BaseModel):
         max_length=100_000,
         description="Template of a printed line; `{step}` and `{loss}` are replaced.",
     )
+    metric_values: int = Field(
+        0, ge=0, le=10_000, description="Further values in each metric, with names that no other step has."
+    )
     checkpoint_bytes: int = Field(1024, ge=0, le=2**32, description="Size of the weights in a checkpoint.")
     fail_at_step: int | None = Field(None, ge=1, description="Report a failure in this step.")
     fail_code: Literal[

@@ -215,13 +215,15 @@ async def stop_run(
 
     A repeated request has an effect only if it asks for an immediate stop after `epoch_end`, or for `discard`.
     """
-    mode = (body or RunStop()).how
+    asked = body or RunStop()
+    mode = asked.how
     found_no_best = mode == "best" and await best_good(session, run_id) is None
     mode = "checkpoint" if found_no_best else mode
     if not await service.trains(session, run_id):
         mode, found_no_best = "discard", False  # it has nothing to save, and no epochs
-    run = await backend.stop_run(RunTransaction(session, after_commit), run_id, mode)
-    outlook = await stop_outlook.outlook(session, run, mode, settings.save_grace_seconds, found_no_best=found_no_best)
+    run = await backend.stop_run(RunTransaction(session, after_commit), run_id, mode, asked.deadline_seconds)
+    grace = settings.save_grace_seconds if run.stop_grace_seconds is None else run.stop_grace_seconds
+    outlook = await stop_outlook.outlook(session, run, mode, grace, found_no_best=found_no_best)
     return await serializers.run_stopped(session, storage, run, outlook)
 
 

@@ -64,6 +64,7 @@ async def evaluate(transaction: RunTransaction, settings: Settings, storage: Sto
         experiment_id=request.experiment_id,
         dataset_id=request.dataset_id,
         config={**subject.config, "eval_steps": 1},
+        resources=request.resources,
     )
     found = await validate_request(session, settings, storage, wanted, wrong_rewards, task=RunTask.evaluate)
     if found.errors or found.config is None:
@@ -82,7 +83,9 @@ async def evaluate(transaction: RunTransaction, settings: Settings, storage: Sto
         "dataset_id": request.dataset_id,
         "config": config.model_copy(update={"eval_steps": None}).model_dump(mode="json"),
         "user_set_fields": sorted(given),
-        "requirements": requirements(BACKEND_RULES[_BACKEND], config, given),
+        "resources": request.resources.model_dump(),
+        # The estimate is of a training, which takes more memory.
+        "requirements": requirements(BACKEND_RULES[_BACKEND], config, given, request.resources, least={}),
         "priority": request.priority,
         "base_run_id": found.base_run_id,
     }

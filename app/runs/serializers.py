@@ -20,7 +20,7 @@ from app.runs.estimates.store import estimate_and_measurements
 from app.runs.metrics.points import evaluated, recent
 from app.tables.runs import Run
 
-DOCUMENTS = ("tags", "config", "effective_config")
+DOCUMENTS = ("tags", "config", "effective_config", "resources", "requirements", "pending_reason")
 NUMBERS = ("current_epoch", "best_loss")
 MOMENTS = ("created_at", "started_at", "finished_at", "stop_requested_at")
 PLAIN = (

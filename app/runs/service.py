@@ -55,12 +55,17 @@ async def lock(session: AsyncSession, run_id: str, *, for_child: bool = False) -
     return run
 
 
-async def stop(session: AsyncSession, run_id: str, mode: StopMode = "checkpoint") -> Run:
+async def stop(
+    session: AsyncSession, run_id: str, mode: StopMode = "checkpoint", grace_seconds: float | None = None
+) -> Run:
     """Request a stop; no error if a stop has ended the run, 409 if it ended by itself.
 
-    Mode `best` requires that a best checkpoint exists.
+    Mode `best` requires that a best checkpoint exists. `grace_seconds` applies to immediate stops.
     """
-    asked = machine.request_stop_at_epoch_end(run_id) if mode == "epoch_end" else machine.request_stop(run_id, mode)
+    if mode == "epoch_end":
+        asked = machine.request_stop_at_epoch_end(run_id)
+    else:
+        asked = machine.request_stop(run_id, mode, grace_seconds)
     moved = (await session.execute(asked)).mappings().one_or_none()
     run = await get(session, run_id)
     if moved is None and run.status != "cancelled":

@@ -110,7 +110,12 @@ class Run(Owned, Base):
     """Configuration that the trainer used, as it reported at its start."""
     devices_needed: Mapped[int] = mapped_column(server_default=text("1"))
     requirements: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
-    """Requirements on a worker: `{"kind": "cuda"}`, `{"memory_mb": 24000}`."""
+    """Requirements on a worker, from `resources`, the configuration and the estimate: `kind`, `memory_mb`, `labels`,
+    `estimated_mb` (least MiB by kind of device) and `prefers_gpu`."""
+    resources: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
+    """Resources that the user asked for."""
+    pending_reason: Mapped[dict[str, Any] | None]
+    """Reason why no worker can take the pending run (`code` and `message`), as last reported by an event."""
     idempotency_key: Mapped[str | None]
     request_digest: Mapped[str | None]
     """SHA-256 of the request that came with the idempotency key."""
@@ -130,6 +135,8 @@ class Run(Owned, Base):
     stop_requested_at: Mapped[datetime | None]
     stop_mode: Mapped[StopMode | None] = mapped_column(Text)
     """Stop mode: checkpoint, best or discard; or epoch_end, with `stop_requested_at` null until the epoch ends."""
+    stop_grace_seconds: Mapped[float | None]
+    """Seconds that the trainer has to stop; null: the grace period of the worker."""
     notified_at: Mapped[datetime | None]
     not_before: Mapped[datetime] = mapped_column(server_default=func.now())
 

@@ -305,6 +305,7 @@ class FakeTrainer:
             grad_norm=loss / 10,
             samples_per_second=self.per_step / max(seconds, 1e-6),
             total_steps=self.total,
+            extra={f"{self.state.step}.{number}": loss for number in range(self.options.metric_values)},
         )
 
     def _inject_faults(self, step: int) -> None:

@@ -2,6 +2,8 @@
 
 BYTES_PER_SECOND = 2**20
 BURST_BYTES = 16 * 2**20
+FEED_RECORD_BYTES = 10 * 2**10
+"""Added to the size of a record whose event is in the stream of all runs: at most 100 of them per second."""
 
 
 class RecordBudget:

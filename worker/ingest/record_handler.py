@@ -40,7 +40,7 @@ from worker.ingest.action_results import action_result
 from worker.ingest.event_writer import EventWriter
 from worker.ingest.log_lines import LogLines
 from worker.ingest.pace import AttemptTimer
-from worker.ingest.record_budget import BURST_BYTES, BYTES_PER_SECOND, RecordBudget
+from worker.ingest.record_budget import BURST_BYTES, BYTES_PER_SECOND, FEED_RECORD_BYTES, RecordBudget
 from worker.ingest.record_parser import invalid_fields, parse_record, validated
 from worker.ingest.redaction import Redactor
 from worker.ingest.spool import RunUpdate
@@ -48,9 +48,19 @@ from worker.process.channel import Source
 from worker.wire.heartbeat import HEARTBEAT
 
 _TAIL_LINES = 50
+_ENVELOPE = ("run_id", "seq", "cursor")
+"""Fields that the service adds to an event: with one of them, a run could speak for another run."""
+_FEED_RECORDS = ("phase", "progress")
+MAX_SERIES = 1000
+_MAX_SERIES_NAME = 200
+_TOO_MANY_SERIES = (
+    f"metrics have more than {MAX_SERIES:,} names, or a name of more than {_MAX_SERIES_NAME} characters: values of "
+    "further names are left out, so use the same names at each step"
+)
 _TOO_FAST = (
     f"the training process reports more than {BURST_BYTES // 2**20} MiB at once and {BYTES_PER_SECOND // 2**20} MiB "
-    "per second after that, and has to wait: report less often, or less text at a time"
+    f"per second after that, where a phase or its progress counts as {FEED_RECORD_BYTES // 2**10} KiB more, and has to "
+    "wait: report less often, or less text at a time"
 )
 _MAX_STEPS = 2**31 - 1
 _MESSAGE = TypeAdapter(MessageRecord)
@@ -96,6 +106,10 @@ class RecordHandler:
         """Steps at which the loss reached a new minimum, as far back as a checkpoint may still refer to."""
         self._best_score: float | None = None
         self._total_steps: int | None = None
+        self._series: set[str] = set()
+        """Names of the values in metrics and evaluations: each is a curve, in memory as long as the attempt."""
+        self._has_too_many_series = False
+        """True once a line of the log has said that values are left out."""
         self._budget = RecordBudget()
         self._has_waited = False
         """True once a line of the log has said that the trainer waits because of its budget."""
@@ -166,8 +180,12 @@ class RecordHandler:
             if record is None:
                 raise ValueError("it is not an object with a `type`")
             ts = record.pop("ts", None) or now
+            for name in _ENVELOPE:
+                record.pop(name, None)
             if (handle := self._handlers.get(record["type"])) is None:
                 raise ValueError(f"unknown type {record['type']!r}")
+            if record["type"] in _FEED_RECORDS:
+                self._budget.spend(FEED_RECORD_BYTES, time.monotonic())
             handle(record, ts)
         except (ValueError, KeyError, TypeError, OverflowError, OSError) as error:
             shown = repr(self._redact.cut(data.decode(errors="replace"), 200))
@@ -200,6 +218,7 @@ class RecordHandler:
         del record["type"]
         loss, best = record.get("loss"), self._bests[-1][1]
         self._set_total(record.pop("total_steps", None))
+        self._limit_series(record.get("extra"))
         event = NewEvent.of("metric", ts, record)
         step = _count(record["step"], "step")
         if isinstance(loss, float | int) and (best is None or loss < best):
@@ -211,6 +230,7 @@ class RecordHandler:
 
     def _handle_eval(self, record: dict[str, Any], ts: float) -> None:
         """Store an evaluation, and the score of the run if it is the best so far."""
+        self._limit_series(record.get("metrics"))
         event = NewEvent.of(record.pop("type"), ts, record)
         method = method_of(self._run.config)
         found = (record.get("metrics") or {}).get(method.eval_metric)
@@ -231,6 +251,19 @@ class RecordHandler:
             )
 
         self._writer.put(RunUpdate(keep, event))
+
+    def _limit_series(self, values: Any) -> None:
+        """Remove the values of further names than an attempt may have."""
+        if not isinstance(values, dict) or values.keys() <= self._series:
+            return
+        for name in [name for name in values if name not in self._series]:
+            if len(self._series) < MAX_SERIES and len(name) <= _MAX_SERIES_NAME:
+                self._series.add(name)
+                continue
+            del values[name]
+            if not self._has_too_many_series:
+                self._has_too_many_series = True
+                self.say(_TOO_MANY_SERIES, "warning")
 
     def _set_progress(self, step: int, epoch: float) -> None:
         self.step = step

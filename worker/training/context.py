@@ -48,6 +48,8 @@ class TrainingContext:
     memory: History = field(init=False)
     fingerprint: dict[str, Any] = field(default_factory=dict)
     """Everything apart from the configuration that the numeric results of this run depend on."""
+    listeners: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
+    """Functions that are called with each metric and evaluation."""
     steps_per_epoch: int = 0
     """Optimizer steps per epoch."""
     _progress_sent_at: float = 0.0
@@ -135,6 +137,8 @@ class TrainingContext:
     def _keep(self, record: dict[str, Any]) -> None:
         self.history.append(record)
         self.trackers.add(record)
+        for listener in self.listeners:
+            listener(record)
 
     def profile(self, history: History, record: dict[str, Any]) -> None:
         """Append a record to a history with a maximum, unless it is full; report once when it becomes full."""

@@ -64,6 +64,8 @@ class RunState:
     """Total number of steps, if an action extended the run."""
     last_metric: dict[str, Any] = field(default_factory=dict)
     """Step, epoch and loss as last logged."""
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    """States of the installed callbacks, by position and name."""
 
     def save(self, folder: Path) -> None:
         """Write the state into a checkpoint; floats are preserved exactly."""

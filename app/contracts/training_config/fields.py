@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
 from app.contracts.field_types import ModelName, Strict, Traits
 from app.contracts.human_numbers import COUNT, SECONDS
@@ -16,11 +16,13 @@ from app.contracts.methods import (
     TrainingMethod,
     method_of,
 )
-from app.contracts.plugins import Plugin
+from app.contracts.plugins import Plugin, checked_template
 from app.contracts.prompts import MOST_PROMPT_CHARACTERS, SamplePrompts
 from app.contracts.training_config.optimizers import OptimizerOptions, SchedulerOptions
 
-Steps = Annotated[int, Field(ge=1, le=100_000_000), COUNT]
+MOST_STEPS = 100_000_000
+
+Steps = Annotated[int, Field(ge=1, le=MOST_STEPS), COUNT]
 
 Interval = Annotated[
     Annotated[Steps, Tag("steps")] | Annotated[Literal["epoch"], Tag("epoch")],
@@ -28,7 +30,7 @@ Interval = Annotated[
 ]
 """Optimizer steps between two events, or `epoch`: after each pass over the data."""
 
-LogSteps = Annotated[int, Field(ge=0, le=100_000_000), COUNT]
+LogSteps = Annotated[int, Field(ge=0, le=MOST_STEPS), COUNT]
 
 BatchSize = Annotated[int, Field(ge=1, le=4096), COUNT]
 
@@ -43,6 +45,8 @@ Seconds = Annotated[float, Field(gt=0, le=31_536_000), SECONDS]
 ModuleName = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.]+$")]
 
 MetricName = Annotated[str, StringConstraints(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_.-]+$")]
+
+ChatTemplate = Annotated[str, Field(min_length=1, max_length=32_768), AfterValidator(checked_template)]
 
 DType = Literal["bfloat16", "float16", "float32"]
 
@@ -147,6 +151,13 @@ class TrainerOptions(Strict):
         description="Only measure: train two steps on the longest rows and save nothing. "
         "`POST /v1/runs/estimate` with `probe` creates such runs.",
     )
+    prune_fraction: Annotated[float | None, Traits(in_probe=False)] = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Set this fraction of the weights of each linear layer of the output to zero, those of the "
+        "smallest magnitude; only for runs that train all weights.",
+    )
     recipe: Annotated[Plugin | None, Traits()] = Field(
         default=None,
         description='`{"type": name, …}`: installed recipe that replaces that of the method (docs/guides/plugins.md).',
@@ -163,6 +174,15 @@ class TrainerOptions(Strict):
     )
     checkpoint_engine: Annotated[Plugin | None, Traits(in_probe=False)] = Field(
         default=None, description="Plugin that stores a replica of each checkpoint."
+    )
+    tokenizer: Annotated[Plugin | None, Traits()] = Field(
+        default=None, description="Plugin that creates the tokenizer, or changes that of the base model."
+    )
+    collator: Annotated[Plugin | None, Traits()] = Field(
+        default=None, description="Plugin that makes the batches, or changes those of the method; not for `rlhf`."
+    )
+    callbacks: Annotated[list[Plugin], Traits(in_probe=False)] = Field(
+        default_factory=list, max_length=10, description="Plugins that are called between steps, in this order."
     )
 
 
@@ -295,6 +315,11 @@ class TrainingConfig(Strict):
     loss_on: Annotated[Literal["all", "completion", "assistant"], Traits(supervised_only=True)] = Field(
         default="all",
         description="Tokens in the loss: `all`; the `completion` (of a chat: its last answer); all `assistant` ones.",
+    )
+    chat_template: Annotated[ChatTemplate | None, Traits()] = Field(
+        default=None,
+        description="Chat template, saved with the output: Jinja text, or the name of an installed plugin; `null` uses "
+        "that of the tokenizer.",
     )
     overfit_first_batch: Annotated[bool, Traits()] = Field(
         default=False, description="Train on the first batch only, as a sanity check."

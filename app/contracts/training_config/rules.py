@@ -114,6 +114,12 @@ def method_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError
     if config.extra.get("probe") is True and config.extra.get("recipe") is not None:
         message = "cannot be measured by a probe: a recipe controls its own training and may not end after two steps"
         found.append(field_error("extra.recipe", "conflict", message))
+    if config.extra.get("prune_fraction") is not None and wants_adapter(config):
+        message = "prunes a whole model, and this run trains an adapter; use method `full`, or `sft` with `lora_r` null"
+        found.append(field_error("extra.prune_fraction", "conflict", message))
+    if config.extra.get("collator") is not None and method.generates:
+        message = f"cannot be used with method `{method.name}`, whose batches are prompts as text; leave it out"
+        found.append(field_error("extra.collator", "conflict", message))
     if config.revision is not None and config.base_model.startswith("run_"):
         found.append(
             field_error("revision", "conflict", "applies only to hub models, and `base_model` is a run; leave it out")

@@ -141,7 +141,7 @@ _CHOICES = {"gradient_checkpointing": '"selective" or "auto"', "memory_profile":
 
 _NO_TYPE = {"union_tag_invalid": "unknown_value", "union_tag_not_found": "missing"}
 
-_OWN_CODES = ("bad_pattern", "bad_schema", "bad_bounds", "bad_count", "out_of_range")
+_OWN_CODES = ("bad_pattern", "bad_schema", "bad_bounds", "bad_count", "bad_template", "out_of_range")
 """Error codes of our own validators, whose messages are complete."""
 
 _CODES = {
@@ -177,8 +177,8 @@ def _from_pydantic(errors: list[ErrorDetails], model: type[BaseModel], *prefix: 
 def _sentence(error: ErrorDetails, parts: list[str], model: type[BaseModel]) -> str:
     if error["type"] in ("missing", "union_tag_not_found"):
         return "is required"
-    if parts[:1] and parts[0] in _INTERVALS and error["type"] == "bad_count":
-        return _printable(f'{error["msg"]}; or write "epoch"')
+    if parts[:1] and parts[0] in _INTERVALS and isinstance(error["input"], str) and error["input"][:1].isalpha():
+        return _printable(f'must be a number of steps or "epoch", not {_shown(error["input"])}')
     if error["type"] in _OWN_CODES:
         return _printable(error["msg"])
     if error["type"] == "union_tag_invalid":

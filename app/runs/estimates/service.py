@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import logging
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +44,8 @@ from app.tables.datasets import Dataset
 from app.tables.runs import Run
 from app.tables.workers import Device, Worker
 from app.workers.queries import online
+
+log = logging.getLogger(__name__)
 
 _MOST_CONFIG_BYTES = 2**20
 _WITH_PARAMETERS = "Unknown, because the model's parameters are unknown."
@@ -101,6 +105,19 @@ async def look_up(session: AsyncSession, settings: Settings, subject: Subject) -
     return EstimateInputs(await _devices(session, settings, subject.backend), attempt)
 
 
+async def least_memory_of(
+    session: AsyncSession, settings: Settings, storage: Storage, subject: Subject
+) -> dict[str, int]:
+    """Compute `least_memory` of a run that is about to be created; empty after an error, which is logged."""
+    known = await look_up(session, settings, subject)
+    loop = asyncio.get_running_loop()
+    try:
+        return await loop.run_in_executor(_thread, least_memory, settings, storage, subject, known)
+    except Exception:
+        log.exception("the memory of a run with base model %r cannot be estimated", subject.config.base_model)
+        return {}
+
+
 async def run_with_slot(
     settings: Settings, storage: Storage, subject: Subject, known: EstimateInputs, *, thorough: bool
 ) -> tuple[RunEstimate, RunFlops | None]:
@@ -141,6 +158,36 @@ def by_formula(
     choice = first.choose(devices[0])
     todo = work(model, first.config, first.precision, first.plan, choice.checkpointing) if thorough else None
     return _run_estimate(model, first, devices[0], choice, fits, thorough, is_assumed=not known.devices), todo
+
+
+def least_memory(settings: Settings, storage: Storage, subject: Subject, known: EstimateInputs) -> dict[str, int]:
+    """Return the least memory by kind of device, in MiB, below which the run cannot train; empty if it is not known.
+
+    With `on_out_of_memory: repair` that is the smallest micro-batch with full recomputation, to which repairs lead.
+    Call it in a thread, as `by_formula`.
+    """
+    extra = subject.config.trainer_options
+    if extra.recipe or extra.model_factory or extra.probe:
+        return {}  # unknown, or a probe, which finds out by trying
+    try:
+        model = read(_config_json(settings, storage, subject.config, known.attempt))
+        smallest = _smallest(subject)
+        return {"cpu": _OnKind(model, smallest, "cpu").least_mb(), "cuda": _OnKind(model, smallest, "cuda").least_mb()}
+    except (_NoConfig, UnknownArchitecture, CannotTrain):
+        return {}
+
+
+def _smallest(subject: Subject) -> Subject:
+    """Return the run after all repairs of its memory use."""
+    if subject.config.on_out_of_memory == "stop":
+        return subject
+    rows = min(METHODS[subject.config.method].min_batch_size, subject.config.batch_size)
+    smaller = {"batch_size": rows, "gradient_checkpointing": True}
+    return replace(
+        subject,
+        config=subject.config.model_copy(update=smaller),
+        given=sorted({*subject.given, *smaller}),
+    )
 
 
 async def data_of(session: AsyncSession, dataset_id: str) -> Data:
@@ -240,6 +287,11 @@ class _OnKind:
         """Return the planner's choice for that device."""
         choices = memory_planner.allowed_choices(self.config.gradient_checkpointing)
         return memory_planner.first_that_fits(self._needs, _room(device), choices)
+
+    def least_mb(self) -> int:
+        """Return the memory of the smallest choice in MiB."""
+        choices = memory_planner.allowed_choices(self.config.gradient_checkpointing)
+        return math.ceil(min(self._needs(one).peak for one in choices) / 2**20)
 
     def fit(self, device: EstimatedDevice, thorough: bool) -> Fit:
         """Check that the run fits on the device; with `thorough`, advise a change if it does not."""

@@ -103,6 +103,7 @@ def test_the_example_of_a_call_is_answered_with_success(
         things.dataset = unused.json()["id"]
     if "secrets" in path:
         shared_api.client.put("/v1/secrets/hf_token", json={"value": "hf_example"})
+    key = shared_api.client.post("/v1/keys", json={"name": "example"}).json()["id"]
     asked = shared_api.client.post(f"/v1/runs/{things.waiting}/actions", json={"action": "checkpoint"}).json()["id"]
     if path.endswith("/stop") or "/actions" in path:
         things.ended = things.waiting
@@ -114,7 +115,7 @@ def test_the_example_of_a_call_is_answered_with_success(
     name = "hf_token" if "secrets" in path else "celery"
     values = {
         "experiment_id": things.experiment, "dataset_id": things.dataset, "run_id": things.ended, "name": name,
-        "checkpoint_id": things.checkpoint, "action_id": asked, "path": "adapter_config.json",
+        "checkpoint_id": things.checkpoint, "action_id": asked, "key_id": key, "path": "adapter_config.json",
     }  # fmt: skip
     parameters = operation.get("parameters", [])
     query = {one["name"]: things.fill(one["schema"]["examples"][0]) for one in parameters

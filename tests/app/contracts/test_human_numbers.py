@@ -26,17 +26,15 @@ def sentences(**fields: Any) -> list[tuple[str, str, str]]:
     return [(problem.field, problem.code, problem.message) for problem in found if problem.field in fields]
 
 
-def patterns(schema: dict[str, Any]) -> list[str]:
-    """The patterns of a field and of the members of its unions."""
-    below = [one for union in ("anyOf", "oneOf") for one in schema.get(union, ())]
-    own = [schema["pattern"]] if schema.get("type") == "string" and "pattern" in schema else []
-    return own + [pattern for one in below for pattern in patterns(one)]
-
-
 def form(name: str) -> str:
     """The pattern of the texts that a field takes."""
+
+    def patterns(schema: dict[str, Any]) -> list[str]:
+        inner = [one for key in ("anyOf", "oneOf") for option in schema.get(key, []) for one in patterns(option)]
+        return inner + ([schema["pattern"]] if "pattern" in schema else [])
+
     (pattern,) = patterns(SCHEMA[name])
-    return str(pattern)
+    return pattern
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from worker.training.loop.memory import GpuMemory
 from worker.training.loop.throughput import Throughput
 from worker.training.model import flops
 from worker.training.plugins import hooks, metric_functions
+from worker.training.plugins.callbacks import PluginCallbacks
 from worker.training.run_state import RunState
 
 
@@ -73,8 +74,10 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         self._micro_losses: list[torch.Tensor] = []
         self._step_loss = 0.0
         self.actions = Actions(self)
+        self.plugin_callbacks = PluginCallbacks(self)
         super().__init__(**options)
-        self.data_collator: Any = self.collate_with_rows(self.data_collator)
+        collate = hooks.collator(run, self.data_collator, self.processing_class)
+        self.data_collator: Any = self.collate_with_rows(collate)
 
     def collate_with_rows(self, collate: Any) -> Any:
         """Return a collator that keeps the row numbers of each batch, for `take_rows`."""
@@ -322,6 +325,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         self.run.state.averages = {name: list(values) for name, values in self._metrics["train"].items()}
         self.run.state.tokens = self.trained_tokens()
         self.run.state.bad_rows = self.guard.bad_rows
+        self.run.state.callbacks = self.plugin_callbacks.states()
 
     # Checkpoints
 
@@ -342,6 +346,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         self.guard.take_over(self.run.state.bad_rows)
         for history in self.run.histories:
             history.begin(folder)
+        self.plugin_callbacks.restore(self.run.state.callbacks)
         self.actions.apply_changes()
         self._total_train_tokens = self.run.state.tokens
         for name, values in self.run.state.averages.items():

@@ -136,6 +136,7 @@ def build(make: Callable[..., Trains], run: TrainingContext, **options: Any) -> 
     loader.check_modules(trainer.model, run.config)
     loader.keep_full_precision(trainer.model)
     trainer.add_callback(StepCallback(run, trainer))
+    trainer.add_callback(trainer.plugin_callbacks)
     asked = run.config.trainer_options
     if asked.distributions_steps is not None:
         trainer.add_callback(HistogramCallback(run, asked.distributions_steps))

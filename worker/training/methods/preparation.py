@@ -18,7 +18,7 @@ from app.contracts.training_config.resolution import LONGEST_SEQUENCE, Replaceme
 from worker.training.checkpointing import saver
 from worker.training.context import TrainingContext
 from worker.training.data import dataset as data
-from worker.training.data.chat_template import ensure_template
+from worker.training.data.chat_template import ensure_template, set_template
 from worker.training.data.preferences import is_conversational
 from worker.training.data.reader import Purpose, RowSource, count_rows
 from worker.training.data.remarks import Remark
@@ -92,7 +92,11 @@ def prepare_start(run: TrainingContext, replaced: list[Replacement]) -> Setup:
     run.report.phase("loading")
     run.report.progress("loading", 0, 2, "tokenizer and configuration")
     base = base_model.find_base(run.job, run.config)
-    tokenizer = base_model.load_tokenizer(base)
+    tokenizer = hooks.tokenizer(run, lambda: base_model.load_tokenizer(base))
+    base_model.complete_tokenizer(tokenizer)
+    template = hooks.chat_template(run, tokenizer)
+    if template is not None:
+        set_template(tokenizer, template)
     run.raise_if_stopped()
     hooks.write_source_rows(run)
     return Setup(base, tokenizer, _max_sequence_length(run, base, tokenizer, replaced))
@@ -235,6 +239,8 @@ def token_cache(run: TrainingContext) -> TokenCache:
         run.raise_if_stopped()
         run.report.alive()
 
+    if run.config.trainer_options.tokenizer is not None:
+        return TokenCache()  # what the tokens of a plugin depend on is not known
     return TokenCache.of_job(run.job, warn=lambda text: run.report.message(text, level="warning"), alive=alive)
 
 

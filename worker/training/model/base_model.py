@@ -129,6 +129,15 @@ def load_tokenizer(base: BaseModelSource) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(base.tokenizer_source, **base.options)
     except Exception as error:
         raise load_failure(error, base.tokenizer_source, "tokenizer") from error
+    return complete_tokenizer(tokenizer)
+
+
+def complete_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Set a padding token if the tokenizer has none, and return it.
+
+    Raises:
+        TrainingFailure: it has no end-of-sequence token.
+    """
     if tokenizer.eos_token is None:
         raise TrainingFailure(
             "config_error", "The tokenizer has no end-of-sequence token; set `eos_token` in its configuration."

@@ -12,6 +12,7 @@ from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.model.base_model import ADAPTER_CONFIG, BaseModelSource
 from worker.training.model.loader import versions
 from worker.training.output.model_card import model_card
+from worker.training.output.pruning import prune_smallest
 from worker.wire.heartbeat import heartbeat_while_growing
 
 OUTPUT = "output"
@@ -30,6 +31,13 @@ def export(trainer: ServiceTrainerMixin, base: BaseModelSource, facts: dict[str,
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
+        fraction = run.config.trainer_options.prune_fraction
+        if fraction is not None:
+            zeros, weights = prune_smallest(trainer.model, fraction, run.report.alive)
+            run.report.message(
+                f"The output is pruned: {zeros:,} of the {weights:,} weights of its linear layers are zero. The "
+                "evaluations of this run were made before that."
+            )
         with heartbeat_while_growing(run.report.alive, staging):
             trainer.model.save_pretrained(staging)
         trainer.processing_class.save_pretrained(staging)

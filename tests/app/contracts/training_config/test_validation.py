@@ -61,6 +61,7 @@ class TestFieldsAndDefaults:
             "early_stopping_patience": None, "on_non_finite": "stop", "on_spike": "ignore",
             "on_out_of_memory": "repair", "max_eval_rows": None,
             "sample_steps": None, "sample_prompts": [], "sample_max_new_tokens": 64, "sample_temperature": 1.0,
+            "chat_template": None,
             "overfit_first_batch": False, "attn_implementation": None, "torch_compile": False,
             "activation_offload": False, "use_rslora": False, "use_dora": False, "modules_to_save": None,
             "neftune_noise_alpha": None, "revision": None, "report_to": [], "push_to_hub": None,
@@ -227,7 +228,7 @@ class TestEachFieldIsChecked:
             fields = {"eval_split": 0.1, "eval_steps": 1, "sample_steps": 1, "sample_prompts": ["why"], name: steps}
             assert {problem for problem in codes(fields) if problem[0] == name} == ({(name, code)} if code else set())
         (problem,) = config_errors({"base_model": "m", "save_steps": "epochs"}, has_eval_dataset=False)
-        assert problem.message.endswith('; or write "epoch".')
+        assert problem.message == "`save_steps` must be a number of steps or \"epoch\", not 'epochs'."
         assert given_fields({"save_steps": "1e2"}) == set() and given_fields({"save_steps": "epoch"}) == {"save_steps"}
 
     @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_what_two_steps_took_is_reported_of_the_whole_run(api: ApiServer, engine
     assert reported["seconds"] == pytest.approx(min(found["tokens"] / 1000, 96.0), abs=0.1)
     assert "fits on EPYC" in reported["message"] and "900 MiB" in reported["message"]
     # Its loss and its speed are those of the longest rows: nothing is to be held against them.
-    assert api.client.get(f"/v1/experiments/{experiment}").json()["best_run"] is None
+    assert api.client.get(f"/v1/experiments/{experiment}").json()["best_runs"] == []
     assert api.client.post("/v1/runs/estimate", json=asked).json()["confidence"]["seconds"] == "assumed"
 
 
@@ -165,8 +165,18 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "probe": {"extra": {"probe": False}},
     **{
         kind: {"extra": {kind: {"type": "mine"}}}
-        for kind in ("data_source", "model_factory", "optimizer", "scheduler", "checkpoint_engine")
+        for kind in (
+            "data_source",
+            "model_factory",
+            "optimizer",
+            "scheduler",
+            "checkpoint_engine",
+            "tokenizer",
+            "collator",
+        )
     },
+    "callbacks": {"extra": {"callbacks": [{"type": "mine"}]}},
+    "prune_fraction": {"method": "full", "extra": {"prune_fraction": 0.5}},
 }
 
 
@@ -175,7 +185,7 @@ def test_what_a_run_may_ask_for_its_probe_may_too(api: ApiServer, engine: Engine
     dataset = make_dataset(engine)
     replaced = (
         "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args", "optim_target_modules", "lr_scheduler_kwargs",
-        "optimizer",
+        "optimizer", "prune_fraction",
     )  # fmt: skip
     together: dict[str, Any] = {"extra": {}}
     for name, config in _OPTIONS.items():

@@ -190,7 +190,7 @@ class TestChanges:
         first = forks.run(make_job(tmp_path / "1", tiny_model, chats, max_steps=6, save_steps=3, **config))
         again = resumed(forks, first, 3, tmp_path / "2", learning_rate=5e-3, weight_decay=0.5)
         same = resumed(forks, first, 3, tmp_path / "3")
-        assert {record["learning_rate"] for record in first.of("metric")} == {2e-4}
+        assert {record["learning_rate"] for record in first.of("metric")} == {2e-5}
         assert {record["learning_rate"] for record in again.of("metric")} == {5e-3}
         assert same.steps == {n: reported for n, reported in first.steps.items() if n > 3}
         assert again.steps != same.steps

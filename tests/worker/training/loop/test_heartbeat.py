@@ -104,8 +104,9 @@ class Watched:
         began = time.monotonic()
         try:
             memory_watch: Any = SimpleNamespace(look=lambda phase: None)
+            device_feed: Any = SimpleNamespace(look=lambda: None)
             _, self.killed_for = Monitor(
-                context, lease, writer, self.record_handler, process, memory_watch
+                context, lease, writer, self.record_handler, process, memory_watch, device_feed
             ).run_until_exit()
         finally:
             process.close()
