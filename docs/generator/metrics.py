@@ -46,7 +46,7 @@ _SNAPSHOT = Snapshot(
                 ecc_uncorrected=0,
             ).model_dump(),
         )
-    ],  # fmt: skip
+    ],
     query_seconds=0.0,
 )
 
