@@ -131,7 +131,7 @@ async def look_up(session: AsyncSession, settings: Settings, subject: Subject) -
     attempt = None
     if resolver.is_run(subject.config.base_model):
         attempt = await session.scalar(select(Run.output_attempt).where(Run.id == subject.config.base_model))
-    return EstimateInputs(await _devices(session, settings, subject.backend), attempt)
+    return EstimateInputs(await online_devices(session, settings, subject.backend), attempt)
 
 
 async def least_memory_of(
@@ -217,7 +217,7 @@ async def data_of(session: AsyncSession, dataset_id: str) -> Data:
     return Data(dataset.rows, dataset.bytes, dataset.token_statistics)
 
 
-async def _devices(session: AsyncSession, settings: Settings, backend: str) -> list[EstimatedDevice]:
+async def online_devices(session: AsyncSession, settings: Settings, backend: str) -> list[EstimatedDevice]:
     """Return the kinds of devices that online workers offer, GPUs and largest memory first."""
     query = select(Device.kind, Device.name, Device.memory_mb).distinct().join(Worker, Worker.id == Device.worker_id)
     rows = (await session.execute(query.where(*online(settings, backend)))).all()
