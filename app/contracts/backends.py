@@ -33,7 +33,9 @@ class BackendCapabilities(BaseModel):
     supports_distributed: bool = Field(description="True if one run can use several devices.")
     supported_methods: tuple[TrainingMethod, ...]
     max_model_size_b: float | None = Field(
-        description="Maximum model size in billions of parameters; null if no limit is known."
+        description="Estimated size, in billions of parameters, of the largest dense model that the best device of its "
+        "online workers (the GPU with the most memory, else the CPU) trains by QLoRA on one row of 2,048 tokens at a "
+        "time; null without such a worker, and for backends that load no model."
     )
     supported_quantization: tuple[Literal["4bit", "8bit"], ...]
     supports_streaming_logs: bool
@@ -190,7 +192,7 @@ class BackendRead(BackendCapabilities):
                 "supports_remote": True,
                 "supports_distributed": False,
                 "supported_methods": [method.value for method in TrainingMethod],
-                "max_model_size_b": None,
+                "max_model_size_b": 119.7,
                 "supported_quantization": ["4bit", "8bit"],
                 "supports_streaming_logs": True,
             }

@@ -26,7 +26,7 @@ class FakeOptions(BaseModel):
     log_lines_per_step: int = Field(1, ge=0, le=100_000, description="Lines printed in each step.")
     log_line: str = Field(
         "step {step} loss {loss}",
-        max_length=100_000,
+        max_length=50_000,
         description="Template of a printed line; `{step}` and `{loss}` are replaced.",
     )
     metric_values: int = Field(

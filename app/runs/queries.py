@@ -13,6 +13,7 @@ from app.contracts.errors import FieldError
 from app.contracts.methods import METHODS, TrainingMethod
 from app.contracts.run_status import TERMINAL, TrainingStatus
 from app.contracts.run_task import RunTask
+from app.contracts.schemas.runs import Requirements, Resources
 from app.runs.checkpoints.service import preferred_place
 from app.runs.serializers import DOCUMENTS, MOMENTS, NUMBERS, PLAIN
 from app.tables.base import sql_list
@@ -37,6 +38,9 @@ def _shown() -> ColumnElement[str]:
     long as the query.
     """
     shown = {name: f"runs.{name}" for name in (*PLAIN, *DOCUMENTS)}
+    # Stored without the values that are not set.
+    for name, model in (("resources", Resources), ("requirements", Requirements)):
+        shown[name] = f"cast('{model().model_dump_json()}' AS jsonb) || runs.{name}"
     # JSON has no non-finite numbers.
     shown |= {name: f"CASE WHEN runs.{name} NOT IN {_NOT_FINITE} THEN runs.{name} END" for name in NUMBERS}
     shown |= {name: f"to_char(runs.{name} AT TIME ZONE 'UTC', '{_RFC_3339}')" for name in MOMENTS}

@@ -83,7 +83,7 @@ def _reported_end(run: ClaimedRun, result: TrainingResult) -> Executable | None:
     if outcome != "completed" and why not in ("time_limit", "stop_at_step"):
         return None
     end_reason, text = _LIMITS.get(why, _LIMITS[None])
-    if run.task is RunTask.evaluate:
+    if run.task == RunTask.evaluate:
         text = "the evaluation is complete"
     if exported := result.get("exported"):
         text += f"; exported the {exported[:300]}"

@@ -2,8 +2,10 @@
 
 BYTES_PER_SECOND = 2**20
 BURST_BYTES = 16 * 2**20
-FEED_RECORD_BYTES = 10 * 2**10
-"""Added to the size of a record whose event is in the stream of all runs: at most 100 of them per second."""
+LEAST_BYTES = 256
+"""Size of the smallest records, each of which is a row of the database."""
+COSTLY_BYTES = 10 * 2**10
+"""Added to the size of a record that costs more than its row: at most 100 of them per second."""
 
 
 class RecordBudget:

@@ -40,7 +40,7 @@ from worker.ingest.action_results import action_result
 from worker.ingest.event_writer import EventWriter
 from worker.ingest.log_lines import LogLines
 from worker.ingest.pace import AttemptTimer
-from worker.ingest.record_budget import BURST_BYTES, BYTES_PER_SECOND, FEED_RECORD_BYTES, RecordBudget
+from worker.ingest.record_budget import BURST_BYTES, BYTES_PER_SECOND, COSTLY_BYTES, LEAST_BYTES, RecordBudget
 from worker.ingest.record_parser import invalid_fields, parse_record, validated
 from worker.ingest.redaction import Redactor
 from worker.ingest.spool import RunUpdate
@@ -50,7 +50,9 @@ from worker.wire.heartbeat import HEARTBEAT
 _TAIL_LINES = 50
 _ENVELOPE = ("run_id", "seq", "cursor")
 """Fields that the service adds to an event: with one of them, a run could speak for another run."""
-_FEED_RECORDS = ("phase", "progress")
+_COSTLY_RECORDS = ("phase", "progress", "checkpoint", "config")
+"""Records whose event is in the stream of all runs, or which change the run."""
+_MAX_BESTS = 10_000
 MAX_SERIES = 1000
 _MAX_SERIES_NAME = 200
 _TOO_MANY_SERIES = (
@@ -59,8 +61,8 @@ _TOO_MANY_SERIES = (
 )
 _TOO_FAST = (
     f"the training process reports more than {BURST_BYTES // 2**20} MiB at once and {BYTES_PER_SECOND // 2**20} MiB "
-    f"per second after that, where a phase or its progress counts as {FEED_RECORD_BYTES // 2**10} KiB more, and has to "
-    "wait: report less often, or less text at a time"
+    f"per second after that, where a phase, its progress, a checkpoint or an invalid record counts as "
+    f"{COSTLY_BYTES // 2**10} KiB more, and has to wait: report less often, or less text at a time"
 )
 _MAX_STEPS = 2**31 - 1
 _MESSAGE = TypeAdapter(MessageRecord)
@@ -144,7 +146,6 @@ class RecordHandler:
             self.last_output_at = time.monotonic()
         for source, data in pieces:
             if source == "report":
-                self._budget.spend(len(data), time.monotonic())
                 self._handle_record(data, now)
             else:
                 self._add_lines(self._lines.feed(source, data, time.monotonic()), now)
@@ -171,6 +172,7 @@ class RecordHandler:
             self._writer.put(NewEvent.of("log", now, line))
 
     def _handle_record(self, data: bytes, now: float) -> None:
+        self._budget.spend(max(len(data), LEAST_BYTES), time.monotonic())
         if data == HEARTBEAT:
             return  # a heartbeat: receiving it was enough
         try:
@@ -184,10 +186,11 @@ class RecordHandler:
                 record.pop(name, None)
             if (handle := self._handlers.get(record["type"])) is None:
                 raise ValueError(f"unknown type {record['type']!r}")
-            if record["type"] in _FEED_RECORDS:
-                self._budget.spend(FEED_RECORD_BYTES, time.monotonic())
+            if record["type"] in _COSTLY_RECORDS:
+                self._budget.spend(COSTLY_BYTES, time.monotonic())
             handle(record, ts)
         except (ValueError, KeyError, TypeError, OverflowError, OSError) as error:
+            self._budget.spend(COSTLY_BYTES, time.monotonic())
             shown = repr(self._redact.cut(data.decode(errors="replace"), 200))
             self.say(f"the training process sent an invalid record ({error!r}): {shown}", "error")
 
@@ -223,6 +226,8 @@ class RecordHandler:
         step = _count(record["step"], "step")
         if isinstance(loss, float | int) and (best is None or loss < best):
             self._bests.append((step, float(loss)))
+            if len(self._bests) > _MAX_BESTS:
+                del self._bests[1:-1:2]  # a checkpoint may then have the best loss of an earlier step
         self._set_progress(step, float(record.get("epoch") or 0))
         self._writer.put(event)
         self._stopwatch.step(step)
@@ -300,7 +305,7 @@ class RecordHandler:
         self._stopwatch.enter(self.phase, start.step)
         progress = {"phase": self.phase, "done": None, "total": None, "message": self.phase}
         self._writer.put(NewEvent.of("progress", ts, progress))
-        main_phase = "training" if self._run.task is RunTask.train else "evaluating"
+        main_phase = "training" if self._run.task == RunTask.train else "evaluating"
         if self.phase == main_phase and not self.training_started:
             self.training_started = True
             self._set_total(entered.get("total_steps"))

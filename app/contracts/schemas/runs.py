@@ -1,11 +1,20 @@
 """Wire schemas of runs."""
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    StringConstraints,
+    model_validator,
+)
 from pydantic.config import JsonDict
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from app.contracts.errors import FieldError
 from app.contracts.field_types import Timestamp
@@ -60,6 +69,18 @@ class _DocumentedAs:
         return handler(self._model.__pydantic_core_schema__)
 
 
+def _limited(config: dict[str, Any]) -> dict[str, Any]:
+    size = len(json.dumps(config, ensure_ascii=False))
+    if size > _MOST_CONFIG_CHARACTERS:
+        message = "has {size} characters as JSON, and may have {most}: shorten its patterns, schemas and options"
+        raise PydanticCustomError(
+            "config_too_large", message, {"size": f"{size:,}", "most": f"{_MOST_CONFIG_CHARACTERS:,}"}
+        )
+    return config
+
+
+_MOST_CONFIG_CHARACTERS = 64 * 1024
+"""Length of a configuration as JSON; a page of a list has two hundred of them."""
 Config = Annotated[dict[str, Any], _DocumentedAs(TrainingConfig)]
 
 
@@ -143,7 +164,9 @@ class RunCreate(_Body):
     eval_dataset_id: str | None = Field(
         default=None, max_length=100, description="ID of the dataset to evaluate on, every `eval_steps`."
     )
-    config: Config = Field(description="Training configuration.")
+    config: Annotated[Config, AfterValidator(_limited)] = Field(
+        description="Training configuration; at most 65,536 characters of JSON."
+    )
     priority: int = Field(default=0, ge=-1000, le=1000, description="Runs with higher priority start first.")
     max_restarts: int = Field(
         default=3, ge=0, le=100, description="Maximum restarts after losses, counted since the last new checkpoint."
@@ -252,7 +275,9 @@ class RunResume(_Body):
     from_: Literal["start"] | None = Field(
         default=None, alias="from", description="`start`: train from the first step, without a checkpoint."
     )
-    config: dict[str, Any] = Field(default_factory=dict, description="Fields to change; the others stay unchanged.")
+    config: Annotated[dict[str, Any], AfterValidator(_limited)] = Field(
+        default_factory=dict, description="Fields to change; the others stay unchanged."
+    )
     stop_after_steps: int | None = Field(
         default=None,
         ge=1,

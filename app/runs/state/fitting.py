@@ -55,16 +55,20 @@ def has_memory(requirements: ColumnElement[Any], kind: ColumnElement[Any], memor
 
 def has_free_device() -> ColumnElement[bool]:
     """Return the condition that an online worker has a free device which fits a run."""
-    return exists(
+    free = (
         select(literal(1))
         .select_from(_devices.join(_workers, _workers.c.id == _devices.c.worker_id))
         .where(
             _workers.c.state == "online",
             _devices.c.run_id.is_(None),
             or_(_devices.c.paused_until.is_(None), _devices.c.paused_until <= func.clock_timestamp()),
-            _runs.c.backend == func.any(_workers.c.backends),
-            allows_kind(_devices.c.kind),
-            allows_labels(_workers.c.labels),
-            has_memory(_runs.c.requirements, _devices.c.kind, _devices.c.memory_mb),
         )
     )
+    fitting = free.where(
+        _runs.c.backend == func.any(_workers.c.backends),
+        allows_kind(_devices.c.kind),
+        allows_labels(_workers.c.labels),
+        has_memory(_runs.c.requirements, _devices.c.kind, _devices.c.memory_mb),
+    )
+    # The first condition does not depend on the run: Postgres checks it once, and with all devices busy nothing else.
+    return and_(exists(free), exists(fitting))

@@ -322,12 +322,34 @@ def test_an_attempt_has_a_limit_of_curves(lab: Lab) -> None:
     assert len(last["extra"]) == 1000 - 1 and last["extra"].keys() >= values.keys()
 
 
-def test_a_process_cannot_flood_the_stream_of_all_runs(lab: Lab) -> None:
-    progress, count = b'{"type": "progress", "phase": "loading", "done": 1}', 0
+@pytest.mark.parametrize(
+    ("record", "most"),
+    [
+        (b'{"type": "progress", "phase": "loading", "done": 1}', 200),
+        (b"{", 200),
+        (b'{"type": "metric", "step": 1}', 6000),
+    ],
+    ids=["the stream of all runs", "the log with errors", "the database with rows"],
+)
+def test_a_process_cannot_flood(lab: Lab, monkeypatch: pytest.MonkeyPatch, record: bytes, most: int) -> None:
+    monkeypatch.setattr(lab.writer, "put", lambda _: None)
+    lab.record_handler._budget.spend(15 * 2**20, time.monotonic())
+    count = 0
     while not lab.record_handler.is_over_budget:
-        lab.record_handler.take([("report", progress)])
-        count += 1
-    assert 1600 < count < 2000
+        lab.record_handler.take([("report", record)] * 10)
+        count += 10
+    assert most / 2 < count <= most
+
+
+def test_the_best_losses_take_bounded_memory(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.ingest.record_handler._MAX_BESTS", 100)
+    for step in range(1, 1001):
+        lab.says("metric", step=step, loss=float(-step))
+    assert len(lab.record_handler._bests) <= 101
+    lab.says("checkpoint", **checkpoint(1000))
+    lab.writer.drain()
+    with lab.engine.connect() as connection:
+        assert connection.scalar(select(Checkpoint.metrics)) == {"loss": 1.0, "best_loss": -1000.0}
 
 
 def test_an_invalid_detail_of_a_result_does_not_cost_the_run_its_outcome(lab: Lab) -> None:
