@@ -13,6 +13,7 @@ from starlette.background import BackgroundTasks
 from app.config import Settings
 from app.contracts.backends import BackendRules, TrainingBackend
 from app.contracts.errors import FieldError
+from app.contracts.schemas.checkpoints import CheckpointExport
 from app.contracts.schemas.estimates import RunEstimate
 from app.contracts.schemas.runs import EvaluationCreate, RunCreate, RunRead, RunResume, TrainingRun
 from app.contracts.stop import StopMode
@@ -29,6 +30,7 @@ from app.runs.estimates.store import estimate_and_store
 from app.runs.evaluation import evaluate
 from app.runs.events.sources import RunSource
 from app.runs.events.stream import Streams
+from app.runs.export import export
 from app.runs.logs import lines
 from app.runs.resume import resume
 from app.runs.validation.config import config_problems
@@ -115,6 +117,14 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
     async def resume_run(self, transaction: RunTransaction, run_id: str, request: RunResume) -> Run:
         """Insert the run that continues `run_id`; after the commit, send a hint to the workers."""
         run = await resume(transaction, self._settings, self._storage, run_id, request)
+        transaction.after_commit.add_task(self._queue.hint)
+        return run
+
+    async def export_checkpoint(
+        self, transaction: RunTransaction, run_id: str, checkpoint_id: str, request: CheckpointExport
+    ) -> Run:
+        """Insert the run that exports a checkpoint; after the commit, send a hint to the workers."""
+        run = await export(transaction, run_id, checkpoint_id, request)
         transaction.after_commit.add_task(self._queue.hint)
         return run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from app.client.api_resource import ApiResource, request_body, without_none
-from app.client.download import download
+from app.client.download import download, download_file
 from app.client.event_stream import Follower
 from app.client.sync_async import M, call, stream
 from app.contracts.events import Event
@@ -284,9 +284,30 @@ class Runs(ApiResource[M]):
         return await self._patch(CheckpointRead, f"/runs/{run_id}/checkpoints/{checkpoint_id}", {"pinned": pinned})
 
     @call
-    async def artifacts(self, run_id: str) -> Sequence[Artifact]:
-        """Return the files of the run's output."""
-        return (await self._session.get(Artifacts, f"/runs/{run_id}/artifacts")).data
+    async def export_checkpoint(
+        self,
+        run_id: str,
+        checkpoint_id: str,
+        *,
+        output: Literal["adapter", "merged"] | None = None,
+        name: str | None = None,
+        idempotency_key: str | None = None,
+    ) -> RunRead:
+        """Create a run whose output is the model of a checkpoint: the adapter, or `merged` into its base model."""
+        path = f"/runs/{run_id}/checkpoints/{checkpoint_id}/export"
+        key = idempotency_key or str(uuid.uuid4())
+        return await self._session.post(RunRead, path, without_none(output=output, name=name), key=key)
+
+    @call
+    async def download_checkpoint(self, run_id: str, checkpoint_id: str, file: str | Path | None = None) -> Path:
+        """Download a checkpoint as a tar archive (default: `<checkpoint id>.tar`) and return its path."""
+        path = f"/runs/{run_id}/checkpoints/{checkpoint_id}/download"
+        return await download_file(self._session, path, Path(file or f"{checkpoint_id}.tar"))
+
+    @call
+    async def artifacts(self, run_id: str, *, attempt: int | None = None) -> Sequence[Artifact]:
+        """Return the files of the run's output, or the records of one attempt."""
+        return (await self._session.get(Artifacts, _artifacts(run_id, attempt))).data
 
     @call
     async def download(
@@ -295,12 +316,19 @@ class Runs(ApiResource[M]):
         folder: str | Path | None = None,
         *,
         paths: Sequence[str] = (),
+        attempt: int | None = None,
         on_progress: Callable[[str, int, int], None] | None = None,
     ) -> Path:
         """Download the run's output into `folder` (default: a new folder named after the run); return the folder.
 
         Downloads all files, or those that match `paths` (`*.json`). Files appear when all are complete; an interrupted
-        download is resumed. `on_progress` is called with the path, the bytes received and the size of the file.
+        download is resumed. `attempt` selects the records of one attempt instead of the output. `on_progress` is called
+        with the path, the bytes received and the size of the file.
         """
-        found = (await self._session.get(Artifacts, f"/runs/{run_id}/artifacts")).data
-        return await download(self._session, run_id, found, Path(folder or run_id), paths, on_progress)
+        place = _artifacts(run_id, attempt)
+        found = (await self._session.get(Artifacts, place)).data
+        return await download(self._session, place, run_id, found, Path(folder or run_id), paths, on_progress)
+
+
+def _artifacts(run_id: str, attempt: int | None) -> str:
+    return f"/runs/{run_id}/artifacts" if attempt is None else f"/runs/{run_id}/attempts/{attempt}/artifacts"

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from app.contracts.errors import FieldError
 from app.contracts.fake_options import FakeOptions
 from app.contracts.methods import TrainingMethod
+from app.contracts.schemas.checkpoints import CheckpointExport
 from app.contracts.schemas.estimates import RunEstimate
 from app.contracts.schemas.runs import EvaluationCreate, RunCreate, RunResume, TrainingRun
 from app.contracts.stop import StopMode
@@ -107,6 +108,15 @@ class TrainingBackend(ABC, Generic[Transaction, Run]):
         """Create a pending run that continues an ended one; the same idempotency key returns the same run.
 
         Raises 409 while the run is live or without a checkpoint, 422 for changes that cannot be made.
+        """
+
+    @abstractmethod
+    async def export_checkpoint(
+        self, transaction: Transaction, run_id: str, checkpoint_id: str, request: CheckpointExport
+    ) -> Run:
+        """Create a pending run whose output is the model of a checkpoint; the same idempotency key returns the same.
+
+        Raises 409 while the run is live, 422 for an output that it cannot have or a backend without models.
         """
 
     @abstractmethod

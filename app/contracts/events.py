@@ -247,6 +247,49 @@ class SkippedRowsEvent(TrainerEvent):
     examples: list[int] = Field(default_factory=list, description="First ten of the rows, counted from 0.")
 
 
+class DistributionEvent(TrainerEvent):
+    """Histograms of weights and gradients just before an optimizer step, if `extra.distributions_steps` is set."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_example(
+            "distribution", step=40, edges=[None, -1.0, 0.0, 1.0],
+            groups={"layers.*.q_proj.lora_A": {"weights": {
+                "count": 4, "mean": 0.1, "std": 0.2, "min": -0.1, "max": 0.4, "bins": [0, 1, 3, 0]}}},
+        )
+    )  # fmt: skip
+    is_trainer_record = True
+
+    type: Literal["distribution"]
+    step: int = Field(description="Optimizer step.")
+    edges: list[float | None] = Field(
+        default_factory=list, description="Lower edges of the bins; null for minus infinity."
+    )
+    groups: JsonObject = Field(
+        default_factory=dict,
+        description="`weights` and `gradients` of each kind of parameter, each with `count`, `mean`, `std`, `min`, "
+        "`max` and `bins`.",
+    )
+
+
+class ExportEvent(TrainerEvent):
+    """Output of the run: the weights that it contains, and why these were chosen."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_example(
+            "export", weights="best", step=40, reason="with the best `eval_loss`, 2.4", output="adapter"
+        )
+    )
+    is_trainer_record = True
+
+    type: Literal["export"]
+    weights: str = Field(
+        description="`best` (best evaluation), `last` (end of training) or `checkpoint` (a requested one)."
+    )
+    step: int = Field(description="Optimizer steps that the weights were trained for.")
+    reason: str = Field(description="Reason of the choice.")
+    output: str = Field(default="adapter", description="`adapter` or `merged`, as in the configuration.")
+
+
 class ActionEvent(Event):
     """Result of an action."""
 
@@ -364,8 +407,8 @@ EVENTS: Mapping[str, type[Event]] = MappingProxyType(
         get_args(model.model_fields["type"].annotation)[0]: model
         for model in (
             StatusEvent, PendingEvent, LogEvent, MetricEvent, EvalEvent, CheckpointEvent, ConfigEvent, ProgressEvent,
-            SampleEvent, SkippedRowsEvent, ActionEvent, RepairEvent, DeviceEvent, ErrorEvent, EndEvent,
-            TruncatedEvent, CursorEvent,
+            SampleEvent, SkippedRowsEvent, DistributionEvent, ExportEvent, ActionEvent, RepairEvent, DeviceEvent,
+            ErrorEvent, EndEvent, TruncatedEvent, CursorEvent,
         )
     }
 )  # fmt: skip

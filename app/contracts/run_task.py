@@ -9,3 +9,5 @@ class RunTask(StrEnum):
     train = "train"
     evaluate = "evaluate"
     """Evaluate a base model, the output of a run or a checkpoint on a dataset."""
+    export = "export"
+    """Write the output from a checkpoint."""

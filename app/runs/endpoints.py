@@ -15,6 +15,7 @@ from app.contracts.errors import FieldError
 from app.contracts.methods import TrainingMethod
 from app.contracts.run_status import TrainingStatus
 from app.contracts.run_task import RunTask
+from app.contracts.schemas.checkpoints import CheckpointExport
 from app.contracts.schemas.estimates import Estimated, KeptEstimate
 from app.contracts.schemas.page import Page
 from app.contracts.schemas.runs import (
@@ -236,6 +237,24 @@ async def resume_run(run_id: str, backend: BackendOfRun, new: NewRun, body: RunR
     """Resume a run that has ended. Returns a new run whose parent is this one."""
     transaction = await new.transaction(f"/v1/runs/{run_id}/resume")
     return await new.accepted(await backend.resume_run(transaction, run_id, body or RunResume()))
+
+
+@router.post(
+    "/{run_id}/checkpoints/{checkpoint_id}/export",
+    status_code=202,
+    tags=["checkpoints"],
+    responses={409: {"description": "The run has not ended yet, or the checkpoint is corrupt."}},
+)
+async def export_checkpoint(
+    run_id: str, checkpoint_id: str, backend: BackendOfRun, new: NewRun, body: CheckpointExport | None = None
+) -> RunRead:
+    """Export a checkpoint as a run of its own, whose output is the model.
+
+    Works for runs that completed, failed or were stopped. The id of the new run can be the base model of other runs.
+    """
+    transaction = await new.transaction(f"/v1/runs/{run_id}/checkpoints/{checkpoint_id}/export")
+    made = await backend.export_checkpoint(transaction, run_id, checkpoint_id, body or CheckpointExport())
+    return await new.accepted(made)
 
 
 def _eta(request: Request) -> EtaService:

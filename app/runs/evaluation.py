@@ -129,6 +129,9 @@ async def _subject(session: AsyncSession, settings: Settings, storage: Storage, 
     if (run.config.get("extra") or {}).get("recipe"):
         message = f"run {run.id} was trained by a recipe of a plugin, which only that recipe can evaluate"
         raise _refused("trained_by_a_recipe", message)
+    if checkpoint is None and run.config.get("output") == "merged":
+        why = f"the output of run {run.id} is merged into its base model; evaluate one of its checkpoints (`ckpt_…`)"
+        raise _refused("merged_output", why)
     if checkpoint is None:
         await _check_output(settings, storage, run)
     refused = sorted(named_fields(request.config) - _ASKED)

@@ -106,7 +106,7 @@ async def _ended(session: AsyncSession, run_id: str) -> Run:
             f"Run {run_id} is {run.status}; only a run that has ended can be resumed: wait, or stop it first.",
         )
     if run.task != RunTask.train:
-        message = f"Run {run_id} evaluates a model and does not train, so there is nothing to resume; create a new one."
+        message = f"Run {run_id} does not train (task `{run.task}`), so there is nothing to resume; create a new one."
         raise conflict("not_a_training", message)
     return run
 

@@ -251,7 +251,7 @@ def upgrade() -> None:
         sa.Column("finished_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("created_by", sa.Text(), nullable=True),
         sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
-        sa.CheckConstraint("task IN ('train','evaluate')", name=op.f("ck_runs_task_known")),
+        sa.CheckConstraint("task IN ('train','evaluate','export')", name=op.f("ck_runs_task_known")),
         sa.CheckConstraint("end_reason IS NULL OR status = 'completed'", name=op.f("ck_runs_end_reason_of_completed")),
         sa.CheckConstraint("(status = 'failed') = (error_code IS NOT NULL)", name=op.f("ck_runs_error_iff_failed")),
         sa.CheckConstraint(

@@ -11,10 +11,13 @@ from typing import Any
 from sqlalchemy import Connection, Engine, Executable, func, select
 
 from app.base_models import resolver
+from app.base_models.model_folder import ModelFolder
 from app.config import wandb_mode
 from app.contracts.attempt.device import AssignedDevice
 from app.contracts.attempt.job import (
+    MERGED_BASE,
     DataSource,
+    EvaluatedCheckpoint,
     JobSpec,
     ModelSource,
     ResumePoint,
@@ -113,10 +116,12 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
         weights = _evaluated(context, run, restore_control)
     else:
         checkpoint = _newest_good(context, run, remarks, restore_control)
+    if run.task is RunTask.export and (checkpoint is None or checkpoint.id != run.resume_checkpoint_id):
+        raise JobError("config_error", " ".join([*remarks, "Export another checkpoint of the run."]))
     config, changed = auto_repair.apply(run.config, repaired)
     with context.engine.connect() as connection:
         base_model = _base_model(context, connection, run)
-        reward_models = _reward_models(context, connection, run)
+        reward_models = [] if run.task is RunTask.export else _reward_models(context, connection, run)
         secrets = _secrets(context, connection, run, [base_model, *reward_models])
         replayed = connection.execute(done_after(run.id, checkpoint.step if checkpoint else 0)).scalar_one()
         job = JobSpec(
@@ -135,6 +140,7 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
             token_cache=_token_cache(context),
             disk_reserve_bytes=context.settings.disk_reserve_bytes,
             resume_from=_resume(context, checkpoint),
+            best_checkpoint=_best_evaluated(context, run),
             weights=weights,
             replayed_actions=[ActionRequest(**one) for one in replayed],
             journal=context.storage.journal(run.id),
@@ -236,8 +242,15 @@ def _reward_models(context: WorkerContext, connection: Connection, run: ClaimedR
 
 
 def _locate_model(
-    context: WorkerContext, connection: Connection, run: ClaimedRun, name: str, revision: str | None = None
+    context: WorkerContext,
+    connection: Connection,
+    run: ClaimedRun,
+    name: str,
+    revision: str | None = None,
+    *,
+    follow: bool = True,
 ) -> ModelSource:
+    """Locate a model by its name; with `follow`, also the base of an adapter that is the output of a run."""
     if run.backend == "fake":
         return ModelSource(name=name, path=None, hub=name if resolver.is_hub_name(name) else None, revision=None)
     output_attempt = None
@@ -249,7 +262,27 @@ def _locate_model(
         code = "config_error" if error.code == "model_not_allowed" else "model_not_found"
         raise JobError(code, error.message) from error
     path = Path(located["path"]) if located["path"] is not None else None
-    return ModelSource(name=located["name"], path=path, hub=located["hub"], revision=located["revision"])
+    base = None
+    if path is not None and output_attempt is not None and follow:
+        base = _base_of_output(context, connection, run, path)
+    return ModelSource(name=located["name"], path=path, hub=located["hub"], revision=located["revision"], base=base)
+
+
+def _base_of_output(
+    context: WorkerContext, connection: Connection, run: ClaimedRun, output: Path
+) -> ModelSource | None:
+    """Locate the base of an adapter in the output of a run; None if the output is a whole model.
+
+    A base that is an adapter itself is part of the output, merged.
+    """
+    described = ModelFolder(context.storage, output).read_json("adapter_config.json")
+    name, revision = described.get("base_model_name_or_path"), described.get("revision")
+    if not isinstance(name, str):
+        return None
+    if name == MERGED_BASE:
+        return ModelSource(name=name, path=output / MERGED_BASE, hub=None, revision=None)
+    pinned = revision if isinstance(revision, str) else None
+    return _locate_model(context, connection, run, name, pinned, follow=False)
 
 
 def _secrets(
@@ -282,6 +315,25 @@ def _resume(context: WorkerContext, checkpoint: Any) -> ResumePoint | None:
         path=context.storage.named_checkpoint(checkpoint.run_id, checkpoint.attempt, checkpoint.name),
         step=checkpoint.step,
         manifest_sha256=checkpoint.manifest_sha256,
+    )
+
+
+def _best_evaluated(context: WorkerContext, run: ClaimedRun) -> EvaluatedCheckpoint | None:
+    """Return the checkpoint with the best evaluation, the earliest of several, of this run and those it resumes."""
+    method = method_of(run.config)
+    evaluated = [
+        (method.score(metric), one.step, one)
+        for one in _candidates(context.engine, run)
+        if isinstance(metric := one.metrics.get(method.eval_metric), int | float)
+    ]
+    if not evaluated:
+        return None
+    score, step, best = min(evaluated, key=lambda one: one[:2])
+    return EvaluatedCheckpoint(
+        path=context.storage.named_checkpoint(best.run_id, best.attempt, best.name),
+        step=step,
+        manifest_sha256=best.manifest_sha256,
+        metric=method.score(score),
     )
 
 

@@ -28,6 +28,7 @@ _TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 _LIMITS: Mapping[str | None, tuple[EndReason, str]] = {
     None: ("finished", "training is complete"),
+    "export": ("finished", "the checkpoint is exported"),
     "early_stopping": ("early_stopping", "early_stopping"),
     "time_limit": ("time_limit", "time_limit_seconds was reached; resume the run to continue"),
     "stop_at_step": ("stop_at_step", "stop_at_step was reached; resume the run to continue"),
@@ -84,6 +85,8 @@ def _reported_end(run: ClaimedRun, result: TrainingResult) -> Executable | None:
     end_reason, text = _LIMITS.get(why, _LIMITS[None])
     if run.task == RunTask.evaluate:
         text = "the evaluation is complete"
+    if exported := result.get("exported"):
+        text += f"; exported the {exported[:300]}"
     hub = result.get("hub")
     if hub and hub.get("url"):
         text += f"; pushed to {hub['url'][:300]}"

@@ -20,12 +20,14 @@ from pydantic import ValidationError
 from app.contracts.attempt.job import JobSpec
 from app.contracts.attempt.messages import ErrorInfo, TrainingResult
 from app.contracts.methods import METHODS, TrainingMethod
+from app.contracts.run_task import RunTask
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import drop_unknown_fields
 from app.contracts.training_config.resolution import Replacement, resolve
 from app.contracts.training_config.validation import config_errors
 from worker.training.context import TrainingContext
 from worker.training.failures import Stopped, TrainingFailure, classify
+from worker.training.methods.checkpoint_export import export_checkpoint
 from worker.training.model.loader import machine_of
 from worker.training.output import hub_push
 from worker.training.plugins import hooks, metric_functions
@@ -88,7 +90,9 @@ def _train(job: JobSpec, report: Reporter, control: Control, journal: Journal) -
     run.trackers = trackers.open_trackers(job, run.config, report)
     try:
         recipe = run.config.trainer_options.recipe
-        if recipe is None:
+        if job.task is RunTask.export:
+            result = export_checkpoint(run)
+        elif recipe is None:
             result = _RECIPES[asked.method](run, list(effective.replaced))
         else:
             result = hooks.train(run, list(effective.replaced), recipe)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from app.contracts.attempt.job import JobSpec, ResumePoint
+from app.contracts.attempt.job import EvaluatedCheckpoint, JobSpec, ResumePoint
 from app.contracts.methods import METHODS, Method
 from app.contracts.run_task import RunTask
 from app.contracts.stop import StopRequest
@@ -52,9 +52,12 @@ class TrainingContext:
     """Functions that are called with each metric and evaluation."""
     steps_per_epoch: int = 0
     """Optimizer steps per epoch."""
+    best_checkpoint: EvaluatedCheckpoint | None = field(init=False)
+    """Checkpoint with the best evaluation so far, also of earlier attempts."""
     _progress_sent_at: float = 0.0
 
     def __post_init__(self) -> None:
+        self.best_checkpoint = self.job.best_checkpoint
         self.history = History(self.folder)
         self.distributions = History(self.folder, DISTRIBUTIONS)
         self.memory = History(self.folder, MEMORY)
@@ -103,6 +106,12 @@ class TrainingContext:
         options = self.config.trainer_options
         asked = ((self.distributions, options.distributions_steps), (self.memory, options.memory_profile))
         return [self.history, *(history for history, wanted in asked if wanted)]
+
+    def saved(self, checkpoint: EvaluatedCheckpoint) -> None:
+        """Handle a checkpoint whose weights were evaluated: it may be the best one."""
+        best, score = self.best_checkpoint, self.method.score
+        if best is None or score(checkpoint.metric) < score(best.metric):
+            self.best_checkpoint = checkpoint
 
     @property
     def resume_from(self) -> ResumePoint | None:

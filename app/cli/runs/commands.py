@@ -409,6 +409,31 @@ def checkpoints(run_id: RunId, limit: Limit = 50, after: After = None, as_json: 
         listing(found, has_more, as_json, ("id", "step", "kind", "loss", "evaluation", "size", "created"), rows)
 
 
+@commands.command()
+def export(
+    run_id: RunId,
+    checkpoint: Annotated[
+        str, typer.Option(help="Checkpoint to export: its id or the beginning of it, or `last` for the newest.")
+    ] = "last",
+    output: Annotated[
+        Literal["adapter", "merged"] | None, typer.Option(help="The adapter alone, or merged into its base model.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the new run.")] = None,
+    watch: Watch = False,
+    as_json: AsJson = False,
+) -> None:
+    """Export a checkpoint of an ended run: create a run whose output is the model, and print its id.
+
+    Works for runs that completed, failed or were stopped. The new run can be downloaded, and can be the base model of
+    other runs. Exit code with --watch: 0 completed, 3 failed, 4 cancelled.
+
+    Example: `anneal runs export run_01k3x9m6q2v8s4t0w7y5z1a3b6 --output merged --watch`
+    """
+    with connected() as client:
+        chosen = id_within("checkpoint", checkpoint, client.runs.checkpoints(run_id))
+        _print_or_watch(client, client.runs.export_checkpoint(run_id, chosen, output=output, name=name), watch, as_json)
+
+
 def _evaluated(checkpoint: "CheckpointRead") -> str | None:
     """Format the evaluation of exactly these weights; marks the best checkpoint of the run."""
     measured = (name for name in ("eval_loss", "eval_reward") if checkpoint.metrics.get(name) is not None)
@@ -426,14 +451,32 @@ def download(
     paths: Annotated[
         list[str] | None, typer.Option("--path", help="Only files that match, e.g. *.json; repeatable.")
     ] = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(help="Download this checkpoint instead, as a tar archive: its id or the beginning, or `last`."),
+    ] = None,
+    attempt: Annotated[
+        int | None,
+        typer.Option(min=1, help="Download the records of this attempt instead: metrics, memory profile, TensorBoard."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Download the fine-tuned model of a run and print the folder; resumes an interrupted download.
 
     Example: `anneal runs download run_01k3x9m6q2v8s4t0w7y5z1a3b6 -o my-adapter`
     """
+    if checkpoint is not None and (paths or attempt is not None):
+        raise typer.BadParameter("A checkpoint is downloaded whole: leave out --path and --attempt.")
     with connected() as client:
-        total = sum(artifact.bytes for artifact in client.runs.artifacts(run_id))
+        if checkpoint is not None:
+            chosen = id_within("checkpoint", checkpoint, client.runs.checkpoints(run_id))
+            file = client.runs.download_checkpoint(run_id, chosen, output)
+            if as_json:
+                document({"file": str(file)})
+            else:
+                say(file)
+            return
+        total = sum(artifact.bytes for artifact in client.runs.artifacts(run_id, attempt=attempt))
         with transfer(run_id, total) as update:
             received: dict[str, int] = {}
 
@@ -442,7 +485,7 @@ def download(
                 update(sum(received.values()))
 
             folder = client.runs.download(
-                run_id, output, paths=paths or (), on_progress=on_progress if update else None
+                run_id, output, paths=paths or (), attempt=attempt, on_progress=on_progress if update else None
             )
         if as_json:
             files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())

@@ -11,6 +11,9 @@ from app.contracts.attempt.repair import Repair
 from app.contracts.field_types import JsonObject
 from app.contracts.run_task import RunTask
 
+MERGED_BASE = "base_model"
+"""Folder in an output, and name in its adapter's configuration, of a base model that exists only there."""
+
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -36,6 +39,13 @@ class ModelSource(_Part):
     hub: str | None
     revision: str | None
     """Commit, branch or tag of a hub model."""
+    base: "ModelSource | None" = None
+    """Base of an adapter that is the output of a run, which names it as a user does."""
+
+    @property
+    def portable_name(self) -> str:
+        """Name that means the same on other machines."""
+        return self.hub or self.name
 
 
 class ResumePoint(_Part):
@@ -44,6 +54,13 @@ class ResumePoint(_Part):
     path: Path
     step: int
     manifest_sha256: str
+
+
+class EvaluatedCheckpoint(ResumePoint):
+    """Checkpoint whose weights were evaluated."""
+
+    metric: float
+    """Evaluation metric of the method."""
 
 
 class TrainedWeights(_Part):
@@ -105,6 +122,8 @@ class JobSpec(_Part):
     disk_reserve_bytes: int = 0
     """Free space that a checkpoint must leave on the disk."""
     resume_from: ResumePoint | None = None
+    best_checkpoint: EvaluatedCheckpoint | None = None
+    """Checkpoint with the best evaluation so far, for the output."""
     weights: TrainedWeights | None = None
     """Weights to evaluate; None: those of the base model. Only for the task `evaluate`."""
     replayed_actions: list[ActionRequest] = Field(default_factory=list)

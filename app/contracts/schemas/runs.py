@@ -393,7 +393,9 @@ class RunSummary(TrainingRun):
     id: str
     name: str
     tags: list[str]
-    task: RunTask = Field(description="`train`, or `evaluate`: an evaluation without training.")
+    task: RunTask = Field(
+        description="`train`; `evaluate`: an evaluation without training; `export`: the output of a checkpoint."
+    )
     backend: str
     dataset_id: str
     eval_dataset_id: str | None

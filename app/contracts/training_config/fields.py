@@ -334,6 +334,18 @@ class TrainingConfig(Strict):
     save_total_limit: Annotated[int | None, Traits(changeable_on_resume=True)] = Field(
         default=3, ge=1, le=10_000, description="Maximum number of checkpoints to keep; `null` keeps all."
     )
+    export: Annotated[Literal["best", "last"], Traits(changeable_on_resume=True, in_probe=False)] = Field(
+        default="best",
+        description="Weights of the output: those of the checkpoint with the `best` evaluation (without one, the last "
+        "ones), or always the `last` ones.",
+    )
+    output: Annotated[
+        Literal["adapter", "merged"], Traits(changeable_on_resume=True, in_probe=False, adapter_only=True)
+    ] = Field(
+        default="adapter",
+        description="Form of the output of an adapter: the `adapter` alone, or `merged` into its base model, which "
+        "transformers loads without peft.",
+    )
     logging_steps: Annotated[LogSteps, Traits(changeable_on_resume=True)] = Field(
         default=10,
         description="Steps between two logged metrics; the last step is always logged, and 0 logs only that.",

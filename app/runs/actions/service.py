@@ -120,7 +120,9 @@ async def _replayed(
 
 def _problems(run: Run, wanted: AnyAction) -> Sequence[FieldError]:
     if run.task != RunTask.train:
-        message = "the run only evaluates, and actions take effect between steps of a training; stop it instead"
+        message = (
+            f"the task of the run is `{run.task}`, and actions take effect between steps of a training; stop it instead"
+        )
         return [FieldError(field="action", code="not_for_this_task", message=message)]
     config = {**run.config, **(run.effective_config or {})}
     if is_probe(config):

@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from app.base_models import resolver
 from app.base_models.model_folder import ModelFolder
 from app.config import Settings
+from app.contracts.attempt.job import MERGED_BASE
 from app.contracts.methods import METHODS
 from app.contracts.schemas.estimates import (
     Confidence,
@@ -245,10 +246,26 @@ def _of_folder(folder: ModelFolder, settings: Settings, storage: Storage, depth:
         return _read(folder, "config.json")
     base = str(_read(folder, described).get("base_model_name_or_path") or "")
     if not Path(base).is_absolute():
-        return _of_hub(storage, base, None)
+        inside = _base_by_name(base, folder, settings, storage)
+        if inside is None or depth >= 4:
+            return _of_hub(storage, base, None)
+        return _of_folder(ModelFolder(storage, inside), settings, storage, depth + 1)
     if depth < 4 and (path := _allowed(base, settings, storage)) is not None:
         return _of_folder(ModelFolder(storage, path), settings, storage, depth + 1)
     raise _NoConfig(f"The base model of the adapter {folder.path.name} is no longer on this machine.")
+
+
+def _base_by_name(base: str, folder: ModelFolder, settings: Settings, storage: Storage) -> Path | None:
+    """Return the folder of a base that an adapter names as users do; None for the name of a hub model."""
+    if base == MERGED_BASE:
+        return folder.path / MERGED_BASE
+    if resolver.is_run(base):
+        outputs = storage.run_dir(base).glob("a*/output")
+        return max(outputs, default=None, key=lambda path: int(path.parent.name[1:]))
+    with suppress(resolver.BaseModelError):
+        path = resolver.folder_of(settings, base)
+        return path if path.is_dir() else None
+    return None
 
 
 def _allowed(base: str, settings: Settings, storage: Storage) -> Path | None:

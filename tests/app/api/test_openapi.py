@@ -45,6 +45,9 @@ class Things:
         trainer.log("a line")
         trainer.metric(1, loss=1.0)
         self.checkpoint = trainer.checkpoint(40)
+        storage = Storage(api.settings)
+        storage.named_checkpoint(ended, 1, "checkpoint-40").mkdir(parents=True)
+        (storage.attempt_dir(ended, 1) / "metrics.jsonl").write_text("")
         trainer.cancel_on_request().write_output(Storage(api.settings))
         self.ended, self.waiting = ended, self._run()
 
@@ -115,7 +118,8 @@ def test_the_example_of_a_call_is_answered_with_success(
     name = "hf_token" if "secrets" in path else "celery"
     values = {
         "experiment_id": things.experiment, "dataset_id": things.dataset, "run_id": things.ended, "name": name,
-        "checkpoint_id": things.checkpoint, "action_id": asked, "key_id": key, "path": "adapter_config.json",
+        "checkpoint_id": things.checkpoint, "action_id": asked, "key_id": key, "attempt": 1,
+        "path": "metrics.jsonl" if "/attempts/" in path else "adapter_config.json",
     }  # fmt: skip
     parameters = operation.get("parameters", [])
     query = {one["name"]: things.fill(one["schema"]["examples"][0]) for one in parameters

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit as BnbOptimizer
 
+from app.contracts.attempt.job import EvaluatedCheckpoint
 from worker.checkpoint_files import manifest, resume_fidelity
 from worker.training.checkpointing import fidelity_check
 from worker.training.checkpointing.async_writer import AsyncWriter
@@ -281,6 +282,9 @@ def _complete(
     seconds = time.monotonic() - began
     run.report.checkpoint(name, step=about.step, bytes=size, manifest_sha256=sha256, seconds=seconds, **about.record)
     saving.kept_step = about.step
+    metric = about.record["metrics"][run.method.eval_metric]
+    if metric is not None:
+        run.saved(EvaluatedCheckpoint(path=run.folder / name, step=about.step, manifest_sha256=sha256, metric=metric))
     saving.engine_copier.keep(run.folder / name)
 
 

@@ -23,7 +23,7 @@ from worker.training.model import flops, loader, memory_plan
 from worker.training.model.base_model import BaseModelSource
 from worker.training.model.peak_flops import peak_tflops
 from worker.training.output import hub_push
-from worker.training.output.export import export
+from worker.training.output.export import OUTPUT, export
 
 _COMPLETES = {None, "early_stopping"}
 _EXPORTS = _COMPLETES | {"time_limit", "stop_at_step"}
@@ -134,6 +134,7 @@ def build(make: Callable[..., Trains], run: TrainingContext, **options: Any) -> 
     except ValueError as error:  # TRL and peft reject options with it
         raise TrainingFailure("config_error", str(error)) from error
     loader.check_modules(trainer.model, run.config)
+    loader.name_base(trainer.model, run.job.base_model.portable_name)
     loader.keep_full_precision(trainer.model)
     trainer.add_callback(StepCallback(run, trainer))
     trainer.add_callback(trainer.plugin_callbacks)
@@ -235,12 +236,13 @@ def evaluate(trainer: ServiceTrainerMixin) -> TrainingResult:
 def finish(trainer: ServiceTrainerMixin, start: BaseModelSource, facts: dict[str, Any]) -> TrainingResult:
     """Export and push the output if training is over, and return the fields of the result record."""
     run, state = trainer.run, trainer.run.state
-    output = export(trainer, start, facts) if run.ended_by in _EXPORTS and not run.is_probe else None
+    exported = export(trainer, start, facts) if run.ended_by in _EXPORTS and not run.is_probe else None
     return {
         "outcome": "completed" if run.ended_by in _COMPLETES else "stopped",
         "why": run.ended_by,
-        "output": output,
-        "hub": hub_push.push(run, run.folder / output) if output else None,
+        "output": OUTPUT if exported else None,
+        "exported": exported,
+        "hub": hub_push.push(run, run.folder / OUTPUT) if exported else None,
         "step": trainer.state.global_step,
         "epoch": trainer.state.epoch,
         "metrics": {

@@ -23,7 +23,7 @@ from worker.training.failures import Stopped, TrainingFailure
 from worker.training.plugins import registry
 from worker.training.trainer_protocol import ServiceTrainer
 
-_RESULT = {"outcome", "why", "step", "epoch", "error", "output", "hub", "metrics"}
+_RESULT = {"outcome", "why", "step", "epoch", "error", "output", "exported", "hub", "metrics"}
 
 _ROWS_BETWEEN_HEARTBEATS = 256
 
