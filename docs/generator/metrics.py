@@ -32,6 +32,7 @@ _SNAPSHOT = Snapshot(
     workers={},
     devices={("cpu", True): 1},
     query_seconds=0.0,
+    telemetry=[],
 )
 
 
