@@ -18,6 +18,7 @@ from app.infra.db import is_away, sync_engine
 from app.infra.errors import SetupError
 from app.infra.ids import new_id
 from app.infra.storage import Storage
+from app.infra.tracing import Tracing
 from app.tables import migrate
 from app.tables.runs import Run
 from app.workers import registry
@@ -68,6 +69,7 @@ class WorkerContext:
         self.machine = devices.find(settings)
         self.kind = self.machine.devices[0].kind
         self.launcher = Launcher(settings)
+        self.tracing = Tracing(settings.otlp_endpoint, "anneal-worker")
         can_train = importlib.util.find_spec("torch") is not None
         self.backends = ["celery", "fake"] if can_train else ["fake"]
         self.engine = sync_engine(settings.database_url, pool_size=self.machine.slots + 1)
@@ -163,6 +165,7 @@ class WorkerContext:
         self.engine.dispose()
         self.lease_engine.dispose()
         self._status_file.close()
+        self.tracing.close()
 
     def hold(self, lease: HeldLease) -> None:
         """Register a lease that control messages may concern."""

@@ -19,6 +19,7 @@ NOUNS = {
     "actions": "app.cli.actions",
     "datasets": "app.cli.datasets",
     "experiments": "app.cli.experiments",
+    "models": "app.cli.models",
     "runs": "app.cli.runs.commands",
     "workers": "app.cli.workers",
 }

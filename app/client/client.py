@@ -19,6 +19,7 @@ from app.client.connection import find_connection
 from app.client.datasets import Datasets
 from app.client.experiments import Experiments
 from app.client.keys import Keys
+from app.client.models import Models
 from app.client.runs import Runs
 from app.client.service import Service
 from app.client.sync_async import Async, M, Sync
@@ -40,6 +41,7 @@ class _Client(Generic[M]):
         self.actions: Actions[M] = Actions(session, is_async)
         self.datasets: Datasets[M] = Datasets(session, is_async)
         self.experiments: Experiments[M] = Experiments(session, is_async)
+        self.models: Models[M] = Models(session, is_async)
         self.keys: Keys[M] = Keys(session, is_async)
         self.runs: Runs[M] = Runs(session, is_async)
         self.service: Service[M] = Service(session, is_async)

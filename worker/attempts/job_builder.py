@@ -109,7 +109,7 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
     with context.engine.connect() as connection:
         repaired = auto_repair.previous_repairs(connection, run.id)
     checkpoint = weights = None
-    if run.task is RunTask.evaluate:
+    if run.task == RunTask.evaluate:
         weights = _evaluated(context, run, restore_control)
     else:
         checkpoint = _newest_good(context, run, remarks, restore_control)

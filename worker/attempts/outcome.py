@@ -82,7 +82,7 @@ def _reported_end(run: ClaimedRun, result: TrainingResult) -> Executable | None:
     if outcome != "completed" and why not in ("time_limit", "stop_at_step"):
         return None
     end_reason, text = _LIMITS.get(why, _LIMITS[None])
-    if run.task is RunTask.evaluate:
+    if run.task == RunTask.evaluate:
         text = "the evaluation is complete"
     hub = result.get("hub")
     if hub and hub.get("url"):

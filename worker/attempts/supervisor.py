@@ -97,6 +97,7 @@ def supervise(context: WorkerContext, run: ClaimedRun, claimed_at: float) -> Non
     """Run a claimed run to its end, or release it; in every case no process of it is left."""
     with (
         bound_contextvars(run_id=run.id, attempt=run.attempt),
+        context.tracing.span("attempt", {"anneal.run_id": run.id, "anneal.attempt": run.attempt}),
         Lease(context, run.id, run.lease_epoch, claimed_at) as lease,
         EventWriter(context, run, lease) as writer,
         context.replicator.log_to(run.id, writer.put) if context.replicator else nullcontext(),

@@ -305,7 +305,7 @@ class RecordHandler:
         self._stopwatch.enter(self.phase, start.step)
         progress = {"phase": self.phase, "done": None, "total": None, "message": self.phase}
         self._writer.put(NewEvent.of("progress", ts, progress))
-        main_phase = "training" if self._run.task is RunTask.train else "evaluating"
+        main_phase = "training" if self._run.task == RunTask.train else "evaluating"
         if self.phase == main_phase and not self.training_started:
             self.training_started = True
             self._set_total(entered.get("total_steps"))

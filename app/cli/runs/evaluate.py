@@ -6,8 +6,6 @@ import typer
 
 from app.cli.console import AsJson, connected, details, document, note
 from app.cli.names import DatasetId, id_within, run_or_other
-from app.cli.runs import run_file
-from app.cli.runs.watch import continue_on_interrupt, exit_code
 from app.infra.ids import is_id
 
 commands = typer.Typer()
@@ -40,6 +38,9 @@ def evaluate(
 
     Example: `anneal eval run_01k3x9m6q2v8s4t0w7y5z1a3b6 heldout --set max_eval_rows=500`
     """
+    from app.cli.runs import run_file
+    from app.cli.runs.watch import continue_on_interrupt, exit_code
+
     with connected() as client:
         if checkpoint is not None:
             if not is_id(model, "run"):

@@ -39,7 +39,9 @@ from app.estimator.parameters import CannotTrain, total, trained
 from app.estimator.steps import Data, make_step_plan, max_sequence_length, plan
 from app.infra.storage import Storage
 from app.infra.untrusted_folder import OutsideStorage
+from app.runs.estimates import hub_config
 from app.runs.estimates.history import Speed, speed
+from app.runs.estimates.hub_config import HubConfig
 from app.tables.datasets import Dataset
 from app.tables.runs import Run
 from app.tables.workers import Device, Worker
@@ -77,6 +79,8 @@ class EstimateInputs:
     """Kinds of devices that online workers offer."""
     attempt: int | None
     """Attempt whose output is the base model, if the base model is a run."""
+    hub_config: HubConfig | None = None
+    """Configuration of a hub model that is not on this machine, if it was requested."""
 
 
 async def estimate(
@@ -88,13 +92,38 @@ async def estimate(
     """
     async with sessions() as session:
         known = await look_up(session, settings, subject)
-    found, todo = await run_with_slot(settings, storage, subject, known, thorough=True)
+    known = replace(known, hub_config=await _fetched(sessions, settings, storage, subject))
+    loop = asyncio.get_running_loop()
+    found, todo = await loop.run_in_executor(_thread, by_formula, settings, storage, subject, known, True)
     if todo is None:
         return found
     config = resolve(subject.config, subject.given, _machine(found.device.kind)).config
     async with sessions() as session:
         took = await speed(session, config, (found.device.kind, found.device.name), todo)
     return found.model_copy(update=_of_time(settings, found, took, todo.training + todo.writing))
+
+
+async def _fetched(
+    sessions: async_sessionmaker[AsyncSession], settings: Settings, storage: Storage, subject: Subject
+) -> HubConfig | None:
+    if not subject.loads_model:
+        return None
+    return await hub_config.fetch(sessions, settings, storage, subject.config.base_model, subject.config.revision)
+
+
+async def estimate_new(
+    sessions: async_sessionmaker[AsyncSession], settings: Settings, storage: Storage, subject: Subject
+) -> tuple[RunEstimate, dict[str, int]]:
+    """Estimate a run that was just created, without its duration; also return its `least_memory`."""
+    async with sessions() as session:
+        known = await look_up(session, settings, subject)
+    known = replace(known, hub_config=await _fetched(sessions, settings, storage, subject))
+    loop = asyncio.get_running_loop()
+    found, _ = await loop.run_in_executor(_thread, by_formula, settings, storage, subject, known, False)
+    least = {}
+    if known.hub_config is not None:  # otherwise it was computed before the run was created
+        least = await loop.run_in_executor(_thread, least_memory, settings, storage, subject, known)
+    return found, least
 
 
 async def look_up(session: AsyncSession, settings: Settings, subject: Subject) -> EstimateInputs:
@@ -118,14 +147,6 @@ async def least_memory_of(
         return {}
 
 
-async def run_with_slot(
-    settings: Settings, storage: Storage, subject: Subject, known: EstimateInputs, *, thorough: bool
-) -> tuple[RunEstimate, RunFlops | None]:
-    """Run `by_formula` in the thread that computes all estimates."""
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_thread, by_formula, settings, storage, subject, known, thorough)
-
-
 def by_formula(
     settings: Settings, storage: Storage, subject: Subject, known: EstimateInputs, thorough: bool
 ) -> tuple[RunEstimate, RunFlops | None]:
@@ -142,7 +163,7 @@ def by_formula(
             reason = f"`extra.{kind}` is the plugin `{plugin.type}`; its resource use cannot be estimated."
             return _unknown(known.devices, reason, None if kind == "recipe" else subject), None
     try:
-        model = read(_config_json(settings, storage, subject.config, known.attempt))
+        model = read(_config_json(settings, storage, subject.config, known))
         trained(model, resolve(subject.config, subject.given, None).config)
     except (_NoConfig, UnknownArchitecture, CannotTrain) as error:
         return _unknown(known.devices, str(error), subject), None
@@ -170,7 +191,7 @@ def least_memory(settings: Settings, storage: Storage, subject: Subject, known: 
     if extra.recipe or extra.model_factory or extra.probe:
         return {}  # unknown, or a probe, which finds out by trying
     try:
-        model = read(_config_json(settings, storage, subject.config, known.attempt))
+        model = read(_config_json(settings, storage, subject.config, known))
         smallest = _smallest(subject)
         return {"cpu": _OnKind(model, smallest, "cpu").least_mb(), "cuda": _OnKind(model, smallest, "cuda").least_mb()}
     except (_NoConfig, UnknownArchitecture, CannotTrain):
@@ -204,12 +225,16 @@ async def _devices(session: AsyncSession, settings: Settings, backend: str) -> l
     return sorted(found, key=lambda one: (one.kind == "cuda", one.memory_mb or 0), reverse=True)
 
 
-def _config_json(settings: Settings, storage: Storage, config: TrainingConfig, attempt: int | None) -> dict[str, Any]:
+def _config_json(settings: Settings, storage: Storage, config: TrainingConfig, known: EstimateInputs) -> dict[str, Any]:
     try:
-        located = resolver.locate(settings, storage, config.base_model, attempt, config.revision)
+        located = resolver.locate(settings, storage, config.base_model, known.attempt, config.revision)
     except resolver.BaseModelError as error:
         raise _NoConfig(error.message) from error
     if located["path"] is None:
+        if (fetched := known.hub_config) is not None:
+            if fetched.content is None:
+                raise _NoConfig(fetched.reason)
+            return _parsed("config.json", fetched.content)
         return _of_hub(storage, str(located["hub"]), config.revision)
     return _of_folder(ModelFolder(storage, Path(located["path"])), settings, storage)
 
@@ -230,34 +255,32 @@ def _allowed(base: str, settings: Settings, storage: Storage) -> Path | None:
     """Return the folder that an adapter names, which a trainer has written, if it is one of a model."""
     with suppress(OSError, ValueError):  # too long, or with a NUL
         path = Path(os.path.realpath(base))
-        for root in (settings.models_folder, storage.root):
+        for root in (*settings.model_roots, storage.root):
             if path.is_relative_to(root.resolve()) and path.is_dir():
                 return root / path.relative_to(root.resolve())
     return None
 
 
 def _of_hub(storage: Storage, name: str, revision: str | None) -> dict[str, Any]:
-    from huggingface_hub import try_to_load_from_cache  # a slow import that only this call needs
-
-    cached = None
-    if resolver.is_hub_name(name) and ".." not in (revision or ""):
-        with suppress(ValueError):  # not a valid repository name
-            cached = try_to_load_from_cache(name, "config.json", revision=revision)
-    if not isinstance(cached, str):
-        raise _NoConfig(
-            f"The configuration of {name[:100]!r} was not found on the API's machine. The API searches only its models "
-            "root and its hub cache, never the network. Place the model's folder below ANNEAL_MODELS_ROOT."
-        )
-    return _read(ModelFolder(storage, Path(cached).parent), Path(cached).name)
+    cached = hub_config.cached_path(name, revision)
+    if cached is None:
+        raise _NoConfig(f"The configuration of {name[:100]!r} was not found on the API's machine.")
+    return _read(ModelFolder(storage, cached.parent), cached.name)
 
 
 def _read(folder: ModelFolder, name: str) -> dict[str, Any]:
     try:
-        found = json.loads(folder.read(name, _MOST_CONFIG_BYTES))
+        content = folder.read(name, _MOST_CONFIG_BYTES)
     except OSError as error:
         raise _NoConfig(f"{name} of the model cannot be read: {error.strerror or 'file not found'}.") from error
     except OutsideStorage as error:
         raise _NoConfig(f"{name} of the model cannot be read: {error}.") from error
+    return _parsed(name, content)
+
+
+def _parsed(name: str, content: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise _NoConfig(f"{name} of the model cannot be read: it is not valid JSON.") from error
     if not isinstance(found, dict):

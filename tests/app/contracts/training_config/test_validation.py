@@ -172,7 +172,10 @@ class TestEachFieldIsChecked:
         [
             "../secret",
             "a/../../b",
-            "/etc",
+            "/",
+            "/../etc",
+            "/srv/../etc",
+            "//etc",
             "a//b",
             "~/m",
             "a\\b",
@@ -190,7 +193,16 @@ class TestEachFieldIsChecked:
         assert codes({"base_model": name}) == {("base_model", "invalid_name")}
 
     @pytest.mark.parametrize(
-        "name", ["tiny", "owner/model-1.5B", "run_01k0000000000000000000000a", "a/b/c", "a..b", "my model/v 2"]
+        "name",
+        [
+            "tiny",
+            "owner/model-1.5B",
+            "run_01k0000000000000000000000a",
+            "a/b/c",
+            "a..b",
+            "my model/v 2",
+            "/srv/models/tiny",
+        ],
     )
     def test_folders_hub_names_and_runs_are_names(self, name: str) -> None:
         assert codes({"base_model": name}) == set()

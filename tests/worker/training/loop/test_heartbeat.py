@@ -86,6 +86,7 @@ class Watched:
         writer: Any = SimpleNamespace(put=self.stored.append, check=lambda: None, is_full=False, progress=None)
         run: Any = SimpleNamespace(
             id="run_test",
+            task="train",
             lease_epoch=1,
             attempt=1,
             config={},
