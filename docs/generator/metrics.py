@@ -48,6 +48,7 @@ _SNAPSHOT = Snapshot(
         )
     ],
     query_seconds=0.0,
+    telemetry=[],
 )
 
 
