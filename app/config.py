@@ -67,7 +67,8 @@ class Settings(_HomeSettings):
     models_root: Path | None = None
     """Folder of local base models; `base_model` names them by their path relative to it."""
     extra_model_roots: str = ""
-    """Further folders of local base models, as comma-separated absolute paths; `base_model` names those by full path.
+    """Further folders of local base models, as comma-separated absolute paths; `base_model` names those by full path,
+    or relative to their folder where `models_root` has no such name.
 
     Links in `models_root` may lead into them."""
     storage: Path | None = None

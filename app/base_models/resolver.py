@@ -80,9 +80,7 @@ def locate(
                 f"The folder {name!r} below the models root contains neither config.json nor "
                 "adapter_config.json; put a model in Hugging Face format there.",
             )
-        # The name appears in outputs, which must not name a folder of this server.
-        shown = Path(name).name if name.startswith("/") else name
-        return ModelLocation(name=shown, path=str(folder), hub=None, revision=None)
+        return ModelLocation(name=_portable(settings, name), path=str(folder), hub=None, revision=None)
     return ModelLocation(name=name, path=None, hub=_hub_name(settings, name), revision=revision)
 
 
@@ -110,13 +108,15 @@ def is_allowed(settings: Settings, name: str) -> bool:
 def folder_of(settings: Settings, name: str) -> Path:
     """Return the folder that a local name means, with all links resolved; it need not exist.
 
-    `name` is relative to the models root, or absolute and below one of the roots. Links may lead from root to root,
-    never out of all of them. Raises `BaseModelError` (`outside_models_root`).
+    `name` is relative to a root, of which the first one with such a folder counts, or absolute and below one of them.
+    Links may lead from root to root, never out of all of them. Raises `BaseModelError` (`outside_models_root`).
     """
     with suppress(OutsideStorage, OSError, ValueError):
         if not name.startswith("/"):
             refuse_outside(name)
-            return _inside(settings, settings.models_folder / name)
+            others = (root / name for root in settings.model_roots[1:])
+            first = settings.models_folder / name
+            return _inside(settings, first if first.exists() else next((one for one in others if one.is_dir()), first))
         refuse_outside(name[1:])
         if any(Path(name).is_relative_to(root) for root in settings.model_roots):
             return _inside(settings, Path(name))
@@ -127,6 +127,12 @@ def folder_of(settings: Settings, name: str) -> Path:
         + (f", or an absolute path below {extra[:300]}." if extra else " and without a leading '/'.")
         + " Symbolic links must lead to a folder below one of these (ANNEAL_EXTRA_MODEL_ROOTS).",
     )
+
+
+def _portable(settings: Settings, name: str) -> str:
+    """Return a local name without its root: it appears in outputs, which must not name a folder of this server."""
+    below = [root for root in settings.model_roots if name.startswith("/") and Path(name).is_relative_to(root)]
+    return str(Path(name).relative_to(below[0])) if below else name
 
 
 def _inside(settings: Settings, path: Path) -> Path:

@@ -262,7 +262,7 @@ def _base_by_name(base: str, folder: ModelFolder, settings: Settings, storage: S
     if resolver.is_run(base):
         outputs = storage.run_dir(base).glob("a*/output")
         return max(outputs, default=None, key=lambda path: int(path.parent.name[1:]))
-    with suppress(OutsideStorage, OSError, ValueError):
+    with suppress(resolver.BaseModelError):
         path = resolver.folder_of(settings, base)
         return path if path.is_dir() else None
     return None

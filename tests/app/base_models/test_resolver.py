@@ -100,7 +100,7 @@ class TestLocate:
         shared.models_folder.mkdir(parents=True)
         (shared.models_folder / "link").symlink_to(folder)
         (shared.models_folder / "org").symlink_to(tmp_path / "shared")
-        for name, shown in ((str(folder), "llama"), ("link", "link"), ("org/llama", "org/llama")):
+        for name, shown in ((str(folder), "llama"), ("llama", "llama"), ("link", "link"), ("org/llama", "org/llama")):
             located = locate(shared, storage, name, None)
             assert (located["name"], located["path"], located["hub"]) == (shown, str(folder), None)
         own = make_model(shared, "tiny")
