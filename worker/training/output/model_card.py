@@ -68,7 +68,7 @@ def model_card(
     lines += ["", "## Figures", "", "| figure | value |", "|---|---|"]
     lines += [f"| {what} | {_number(value)} |" for what, value in figures.items() if value is not None]
     lines += ["", "## Configuration in force", "", "```json"]
-    lines += [json.dumps(config.model_dump(mode="json"), indent=1), "```", "", "## Environment", ""]
+    lines += [json.dumps(config.model_dump(mode="json") | {"base_model": hub or name}, indent=1), "```", "", "## Environment", ""]
     lines += [f"- {library} {version}" for library, version in versions.items()]
     lines += [
         *_costs(facts),
