@@ -48,7 +48,6 @@ _SNAPSHOT = Snapshot(
         )
     ],
     query_seconds=0.0,
-    telemetry=[],
 )
 
 
