@@ -67,8 +67,8 @@ def model_card(
         lines.append(f"- evaluation: {config.eval_split:.1%} of the rows, held out by seed {config.seed}")
     lines += ["", "## Figures", "", "| figure | value |", "|---|---|"]
     lines += [f"| {what} | {_number(value)} |" for what, value in figures.items() if value is not None]
-    lines += ["", "## Configuration in force", "", "```json"]
-    lines += [json.dumps(config.model_dump(mode="json") | {"base_model": hub or name}, indent=1), "```", "", "## Environment", ""]
+    in_force = json.dumps(config.model_dump(mode="json") | {"base_model": hub or name}, indent=1)
+    lines += ["", "## Configuration in force", "", "```json", in_force, "```", "", "## Environment", ""]
     lines += [f"- {library} {version}" for library, version in versions.items()]
     lines += [
         *_costs(facts),
