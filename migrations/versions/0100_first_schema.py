@@ -512,7 +512,7 @@ def upgrade() -> None:
     op.execute(
         """
         CREATE TRIGGER run_events_feed AFTER INSERT ON run_events FOR EACH ROW
-        WHEN (NEW.type IN ('status','progress','end')) EXECUTE FUNCTION run_events_feed()
+        WHEN (NEW.type = ANY (ARRAY['status','progress','end'])) EXECUTE FUNCTION run_events_feed()
         """
     )
     # A trigger instead of the code that ends runs: replicas of an older version end runs too.

@@ -124,7 +124,7 @@ class Lab:
         config: dict[str, Any] = {
             "method": objective.pop("method"), "max_steps": STEPS, "save_steps": 1, "save_total_limit": None,
             "logging_steps": 2, "learning_rate": 1e-2, "optim": "adamw_torch_fused", "max_seq_length": 128,
-            "batch_size": 2, "gradient_accumulation_steps": 3, **ADAPTERS[cell.adapter],
+            "batch_size": 2, "gradient_accumulation_steps": 3, "export": "last", **ADAPTERS[cell.adapter],
         }  # fmt: skip
         kind = {"sft": "chat", "dpo": "preference", "kto": "rated", "reward": "preference", "rlhf": "prompt"}[
             config["method"]

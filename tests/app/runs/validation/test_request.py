@@ -73,7 +73,7 @@ CONFIGS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"optim": "adam"}, "optim", "unknown_value", "adamw_torch"),
     ({"torch_compile": True}, "torch_compile", "not_available_yet", "does not support it"),
     ({"base_model": "../../etc/passwd"}, "base_model", "invalid_name", "not a path outside the models root"),
-    ({"base_model": "/etc/passwd"}, "base_model", "invalid_name", "not a path outside the models root"),
+    ({"base_model": "/etc/passwd"}, "base_model", "outside_models_root", "points outside the models root"),
     ({"base_model": "tiny/../../x"}, "base_model", "invalid_name", "not a path outside the models root"),
     ({"base_model": ""}, "base_model", "out_of_range", "at least 1 character"),
     ({"base_model": None}, "base_model", "wrong_type", "string"),

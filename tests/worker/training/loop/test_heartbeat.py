@@ -140,7 +140,9 @@ def test_a_slow_trainer_is_left_alone_however_long_it_has_nothing_to_report(
     watched = Watched(launcher, {**job, "slow": {name: seconds * factor() for name, seconds in slow.items()}})
     assert watched.reported == (None, "completed"), watched.record_handler.tail
     assert watched.seconds > hang_seconds()
-    assert watched.types <= {"config", "metric", "progress", "checkpoint", "log"}, "a sign of life is no event"
+    assert watched.types <= {"config", "metric", "progress", "checkpoint", "export", "log"}, (
+        "a sign of life is no event"
+    )
 
 
 @pytest.mark.parametrize("place", ["step", "evaluation"])

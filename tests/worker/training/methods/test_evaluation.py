@@ -56,7 +56,7 @@ def test_an_evaluation_equals_that_of_the_training_and_does_not_depend_on_the_ba
 ) -> None:
     data_format = {"dpo": "preference", "kto": "rated", "reward": "preference"}.get(method, "chat")
     data, held_out = DATA[data_format](tmp_path / "data.jsonl", 16), DATA[data_format](tmp_path / "held_out.jsonl", 10)
-    config = {"method": method, **fields, **COMMON}
+    config = {"method": method, "export": "last", **fields, **COMMON}
     trained = forks.run(
         make_job(tmp_path / "train", tiny_model, data, eval_data=held_out, data_format=data_format, **config)
     )

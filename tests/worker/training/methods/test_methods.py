@@ -269,4 +269,4 @@ def test_an_architecture_without_weights_is_trained_from_scratch(
         completed(forks.run(make_job(tmp_path / str(n), model, chats, method="full", **COMMON))) for n in range(2)
     )
     assert one.steps == two.steps
-    assert "<|assistant|>" in generates(one.output)
+    assert "<|assistant|>" in generates(one.output, model)
