@@ -157,6 +157,8 @@ class WorkerContext:
             self.replicator.close()
         if self._heartbeat.is_alive():
             self._heartbeat.join(_DATABASE_PAUSE)  # a heartbeat in flight would mark the worker as online
+        # If the database has fallen silent, a new connection gives up after 5 s, an open one only after 15 s.
+        self.engine.dispose()
         try:
             with self.engine.begin() as connection:
                 connection.execute(registry.mark_offline([self.id]))

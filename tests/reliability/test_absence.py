@@ -185,7 +185,7 @@ class TestOfOneWorkerOnly:
         (trainer,) = pids_of_trainers(stack.journal(run_id))
         way.fall_silent()
         eventually(lambda: not is_alive(trainer), timeout=30)
-        assert worker.terminate(timeout=30) == 0
+        assert worker.terminate(timeout=30) == 0, worker.log.read_text()[-3500:]
         stack.add_worker()
         stack.until(run_id, "completed")
 
