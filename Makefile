@@ -11,7 +11,7 @@ comma := ,
 # Where this is set, every process would compile PyTorch's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo up test test-all lint checked bench venv chaos mutants fuzz resume-matrix methods estimates prediction docs reference
+.PHONY: demo up test test-all lint checked bench venv chaos mutants fuzz resume-matrix methods estimates prediction docs reference soak
 
 demo: $(SERVICE)  ## fine-tune a small model through the service and watch; MODEL=<hub name> for another
 	@$(BIN)/anneal demo $(if $(MODEL),--model '$(MODEL)')
@@ -58,6 +58,9 @@ docs: .venv/.docs reference  ## build the documentation site into build/site; SE
 
 reference: $(READY)  ## write the reference pages of docs/reference from the code
 	@$(BIN)/python -m docs.generator
+
+soak: $(READY)  ## memory and latency under 300 idle readers, a hostile run and other attackers, in 3 minutes; PHASE=60 for longer phases
+	@$(BIN)/python -m tests.soak $(if $(PHASE),--seconds $(PHASE))
 
 resume-matrix: $(READY)  ## interrupt every method with every adapter at every kind of place, and see it go on exactly; ARGS=dpo for some objectives
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.worker.training.cells $(ARGS)

@@ -9,6 +9,13 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/=-]{0,62}")
+"""Label of a worker."""
+
+
+def _parts(text: str) -> list[str]:
+    return [part for one in text.split(",") if (part := one.strip())]
+
 
 class _HomeSettings(BaseSettings):
     """Settings that servers and clients share."""
@@ -51,12 +58,19 @@ class Settings(_HomeSettings):
     """Port of the API; 0 selects any free port."""
     slots: int | None = Field(default=None, ge=1, le=256)
     """Number of concurrent runs on this worker; unset: one per GPU, or one on a machine without GPUs."""
+    worker_labels: str = ""
+    """Labels of this worker, comma-separated, such as `site-b, gpu=h100`; runs ask for them in `resources.labels`."""
     lease_seconds: float = Field(default=60.0, ge=1.0, le=3600.0)
     """Seconds that a run stays leased to an unresponsive worker; renewal, kill and grace times derive from it."""
     hang_seconds: float = Field(default=1800.0, ge=1.0)
     """Seconds without reports or output after which a trainer counts as hung: it is killed and its run retried."""
     models_root: Path | None = None
     """Folder of local base models; `base_model` names them by their path relative to it."""
+    extra_model_roots: str = ""
+    """Further folders of local base models, as comma-separated absolute paths; `base_model` names those by full path,
+    or relative to their folder where `models_root` has no such name.
+
+    Links in `models_root` may lead into them."""
     storage: Path | None = None
     """Folder of datasets, checkpoints and outputs, shared by the API and all workers."""
     secret_key_file: Path | None = None
@@ -97,10 +111,41 @@ class Settings(_HomeSettings):
     """Price of a GPU hour, for the cost in estimates; unset: estimates have no cost."""
     price_currency: str = Field(default="EUR", min_length=1, max_length=10)
     """Currency of `gpu_hour_price`."""
+    otlp_endpoint: str | None = None
+    """URL of an OpenTelemetry collector that receives traces over HTTP (`http://collector:4318`); unset: no traces."""
     log_format: Literal["json", "console"] | None = None
     """Log format of the API and workers; unset: `console` on a terminal, `json` otherwise."""
     allowed_hosts: str = ""
     """Additional Host headers that the API accepts, comma-separated; loopback and `host` are always accepted."""
+
+    @field_validator("extra_model_roots")
+    @classmethod
+    def _check_roots(cls, roots: str) -> str:
+        wrong = [root for root in _parts(roots) if not Path(root).is_absolute() or Path(root) == Path("/")]
+        if wrong:
+            raise ValueError(f"{wrong[0][:200]!r} is not the absolute path of a folder; separate folders by commas")
+        return roots
+
+    @field_validator("worker_labels")
+    @classmethod
+    def _check_labels(cls, labels: str) -> str:
+        wrong = [label for label in _parts(labels) if LABEL.fullmatch(label) is None]
+        if wrong:
+            raise ValueError(
+                f"{wrong[0][:80]!r} is not a label: use up to 63 letters, digits and . _ : / = -, the first one a "
+                "letter or digit, and commas between labels"
+            )
+        return labels
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _check_collector(cls, url: str | None) -> str | None:
+        if url is not None and re.fullmatch(r"https?://[^\s@?#]+", url) is None:
+            raise ValueError(
+                "must be http(s)://host[:port][/path] without user and password; OTEL_EXPORTER_OTLP_HEADERS can have a "
+                "token"
+            )
+        return url
 
     @field_validator("mlflow_tracking_uri")
     @classmethod
@@ -128,7 +173,17 @@ class Settings(_HomeSettings):
         home = self.home
         object.__setattr__(self, "models_root", (self.models_root or home / "models").expanduser().absolute())
         object.__setattr__(self, "storage", (self.storage or home / "storage").expanduser().absolute())
+        for root in self.model_roots[1:]:
+            # Training processes write to the storage, so a model there is not the operator's.
+            real, storage = Path(os.path.realpath(root)), Path(os.path.realpath(self.storage_root))
+            if real.is_relative_to(storage) or storage.is_relative_to(real):
+                raise ValueError(f"ANNEAL_EXTRA_MODEL_ROOTS: {root} overlaps the storage {storage}; use another folder")
         return self
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Labels of this worker, sorted."""
+        return tuple(sorted(set(_parts(self.worker_labels))))
 
     @property
     def storage_root(self) -> Path:
@@ -139,6 +194,11 @@ class Settings(_HomeSettings):
     def models_folder(self) -> Path:
         """Folder of local base models."""
         return self.models_root or self.home / "models"
+
+    @property
+    def model_roots(self) -> tuple[Path, ...]:
+        """All folders of local base models, `models_folder` first."""
+        return (self.models_folder, *(Path(root) for root in _parts(self.extra_model_roots)))
 
     @property
     def renew_seconds(self) -> float:
@@ -225,6 +285,11 @@ def visible_gpus() -> str | None:
 def hub_endpoint() -> str | None:
     """Return the URL of a Hugging Face Hub mirror (HF_ENDPOINT); None means the default endpoint."""
     return os.environ.get("HF_ENDPOINT")
+
+
+def hub_is_offline() -> bool:
+    """Return True if the operator forbids calls to the hub (HF_HUB_OFFLINE)."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def wandb_mode() -> str:

@@ -11,11 +11,13 @@ from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
 
 import app.api.health
+import app.api_keys.endpoints
 import app.audit.endpoints
 import app.backends.endpoints
 import app.datasets.endpoints
 import app.datasets.service
 import app.experiments.endpoints
+import app.models.endpoints
 import app.prometheus.endpoints
 import app.runs.actions.endpoints
 import app.runs.artifacts.endpoints
@@ -44,8 +46,10 @@ from app.config import Settings, get_settings
 from app.contracts.backends import BACKEND_RULES
 from app.infra.broker import Broker
 from app.infra.db import async_engine, session_maker
+from app.infra.process.memory import return_large_blocks
 from app.infra.server_urls import resolve_urls
 from app.infra.storage import Storage
+from app.infra.tracing import Tracing
 from app.prometheus.collector import Metrics
 from app.prometheus.snapshot import Snapshots
 from app.runs.events.responses import OpenStreams
@@ -67,6 +71,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     """Create the application; settings default to the environment, and URLs to the embedded servers."""
     settings = resolve_urls(settings or get_settings())
     requests = RequestMetrics()
+    tracing = Tracing(settings.otlp_endpoint, "anneal-api")
     api = Anneal(
         title="Anneal",
         version=version("anneal"),
@@ -79,6 +84,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         redirect_slashes=False,
         # From the outside in: access log and request id, then authentication, then checks of the request.
         middleware=[
+            *_tracing_middleware(tracing),
             Middleware(RequestMetricsMiddleware, metrics=requests),
             Middleware(SecurityHeadersMiddleware),
             Middleware(RequestIdMiddleware),
@@ -88,7 +94,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
             Middleware(BodyLimitMiddleware, settings=settings),
         ],
     )
-    api.state.settings, api.state.requests = settings, requests
+    api.state.settings, api.state.requests, api.state.tracing = settings, requests, tracing
     errors.install(api)
     api.include_router(app.api.health.router)
     api.include_router(docs_page.router)
@@ -106,11 +112,21 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.runs.postmortem.endpoints,
         app.backends.endpoints,
         app.workers.endpoints,
+        app.models.endpoints,
+        app.api_keys.endpoints,
         app.secrets.endpoints,
         app.audit.endpoints,
     ):
         api.include_router(resource.router, prefix="/v1", dependencies=[Depends(refuse_unknown_parameters)])
     return api
+
+
+def _tracing_middleware(tracing: Tracing) -> list[Middleware]:
+    if not tracing.is_on:
+        return []
+    from app.api.middleware.tracing import TracingMiddleware  # needs the packages of OpenTelemetry
+
+    return [Middleware(TracingMiddleware, tracing=tracing)]
 
 
 @asynccontextmanager
@@ -137,6 +153,7 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     api.state.eta = EtaService(settings, sorted(BACKEND_RULES), api.state.reading_sessions)
     api.state.snapshots = Snapshots(dispatching, settings)
     api.state.metrics = Metrics(api.state.requests, streams, queue, dispatcher)
+    return_large_blocks()
     # Every stream stalls during a full garbage collection, so collections skip all objects that exist now, and a full
     # one runs after some millions of new objects instead of every 70,000 (a thousand streams have 300,000).
     gc.collect()
@@ -156,3 +173,4 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
         await queue.close()
         await dispatching.dispose()
         await engine.dispose()
+        await asyncio.to_thread(api.state.tracing.close)

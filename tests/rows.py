@@ -1,5 +1,6 @@
 """Direct database access for tests below the API."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Engine, insert, select, text
@@ -35,16 +36,19 @@ def learn_from(engine: Engine, run_id: str, reward_run_id: str) -> None:
         connection.execute(insert(RunRewardModel).values(run_id=run_id, reward_run_id=reward_run_id))
 
 
-def add_worker(engine: Engine, devices: int = 1, **values: Any) -> str:
-    """Register a worker with `devices` CPU devices and return its id."""
+def add_worker(
+    engine: Engine, devices: int = 1, kind: str = "cpu", memory_mb: Sequence[int | None] = (), **values: Any
+) -> str:
+    """Register a worker with devices of one kind and return its id; without `memory_mb`, each has 1000 MiB."""
+    memory = list(memory_mb) or [1000] * devices
     worker_id = new_id("wrk")
     defaults = {
         "id": worker_id, "host": "test", "pid": 1, "boot_id": "boot", "process_started": 1, "version": "0",
-        "slots": devices, "backends": ["fake"], "launch_mode": "cold",
+        "slots": len(memory), "backends": ["fake"], "launch_mode": "cold",
     }  # fmt: skip
     offered = [
-        {"worker_id": worker_id, "index": i, "uid": f"cpu-{i}", "kind": "cpu", "name": "cpu", "memory_mb": 1000}
-        for i in range(devices)
+        {"worker_id": worker_id, "index": i, "uid": f"{kind}-{i}", "kind": kind, "name": kind, "memory_mb": room}
+        for i, room in enumerate(memory)
     ]
     with engine.begin() as connection:
         connection.execute(registry.register({**defaults, **values}))
@@ -52,10 +56,17 @@ def add_worker(engine: Engine, devices: int = 1, **values: Any) -> str:
     return worker_id
 
 
-def claim(engine: Engine, worker_id: str, lease: float = 60.0, backends: tuple[str, ...] = ("fake",)) -> Any:
+def claim(
+    engine: Engine,
+    worker_id: str,
+    lease: float = 60.0,
+    backends: tuple[str, ...] = ("fake",),
+    kind: str = "cpu",
+    labels: tuple[str, ...] = (),
+) -> Any:
     """Claim a run for the worker; return its row or None."""
     with engine.begin() as connection:
-        return connection.execute(machine.claim(worker_id, list(backends), lease, "cpu", 1000)).one_or_none()
+        return connection.execute(machine.claim(worker_id, list(backends), lease, kind, list(labels))).one_or_none()
 
 
 def run_row(engine: Engine, run_id: str) -> Any:

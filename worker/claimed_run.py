@@ -5,6 +5,8 @@ from typing import Any, Literal, Self
 
 from sqlalchemy import Row
 
+from app.contracts.run_task import RunTask
+
 
 @dataclass(frozen=True)
 class ClaimedRun:
@@ -20,6 +22,8 @@ class ClaimedRun:
     """Fields of the configuration that the user has set."""
     dataset_id: str
     eval_dataset_id: str | None
+    task: RunTask
+    base_run_id: str | None
     parent_run_id: str | None
     resume_checkpoint_id: str | None
     device_indexes: list[int]
@@ -28,4 +32,5 @@ class ClaimedRun:
     @classmethod
     def of(cls, row: Row[Any]) -> Self:
         """Create it from the row that `machine.claim` returns."""
-        return cls(**{field.name: row._mapping[field.name] for field in fields(cls)})
+        columns = {field.name: row._mapping[field.name] for field in fields(cls)}
+        return cls(**{**columns, "task": RunTask(columns["task"])})

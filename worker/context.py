@@ -18,6 +18,7 @@ from app.infra.db import is_away, sync_engine
 from app.infra.errors import SetupError
 from app.infra.ids import new_id
 from app.infra.storage import Storage
+from app.infra.tracing import Tracing
 from app.tables import migrate
 from app.tables.runs import Run
 from app.workers import registry
@@ -27,6 +28,7 @@ from worker.checkpoint_store.remote_store import RemoteStore
 from worker.checkpoint_store.replicator import Replicator
 from worker.health import WorkerHealth
 from worker.process.launcher import Launcher
+from worker.telemetry import TelemetrySampler
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,8 @@ log = logging.getLogger(__name__)
 _REDIS_PAUSE = 2.0
 
 _DATABASE_PAUSE = 2.0
+
+_WARM_UP_LOOK = 1.0
 
 
 class HeldLease(Protocol):
@@ -65,6 +69,7 @@ class WorkerContext:
         self.machine = devices.find(settings)
         self.kind = self.machine.devices[0].kind
         self.launcher = Launcher(settings)
+        self.tracing = Tracing(settings.otlp_endpoint, "anneal-worker")
         can_train = importlib.util.find_spec("torch") is not None
         self.backends = ["celery", "fake"] if can_train else ["fake"]
         self.engine = sync_engine(settings.database_url, pool_size=self.machine.slots + 1)
@@ -93,6 +98,7 @@ class WorkerContext:
         """Checkpoint replication, if the operator configured it."""
         if settings.checkpoint_url:
             self.replicator = Replicator(RemoteStore(settings.checkpoint_url, self.storage), self.storage, self.engine)
+        self.telemetry = TelemetrySampler(self.id, self.machine.devices, self.engine)
         self._status_file = WorkerStatusFile(settings.home, self.id)
         self._leases: dict[str, HeldLease] = {}
         self._to_wake: set[str] = set()
@@ -116,9 +122,11 @@ class WorkerContext:
             if self.closing.wait(_DATABASE_PAUSE):
                 return False
         self._heartbeat.start()
+        self.telemetry.start()
         if self.replicator:
             self.replicator.start()
-        for name, work in (("control", self._listen), ("wake-ups", self._notify_loop)):
+        threads = (("control", self._listen), ("wake-ups", self._notify_loop), ("warm-up", self._note_warm))
+        for name, work in threads:
             threading.Thread(target=work, name=name, daemon=True).start()
         log.info(
             "worker %s on %s: %d slot(s) of %s", self.id, self.name, self.machine.slots, self.machine.devices[0].name
@@ -143,6 +151,7 @@ class WorkerContext:
         self._ended.set()
         self._wake_up.set()
         self._beat_now.set()
+        self.telemetry.close()
         self.launcher.stop()
         if self.replicator:
             self.replicator.close()
@@ -156,6 +165,7 @@ class WorkerContext:
         self.engine.dispose()
         self.lease_engine.dispose()
         self._status_file.close()
+        self.tracing.close()
 
     def hold(self, lease: HeldLease) -> None:
         """Register a lease that control messages may concern."""
@@ -202,7 +212,8 @@ class WorkerContext:
         return True
 
     def _register(self, connection: Connection) -> None:
-        registration.register(connection, self.id, self.name, self.machine, self.backends, self.launcher)
+        labels = self.settings.labels
+        registration.register(connection, self.id, self.name, self.machine, self.backends, labels, self.launcher)
 
     def _beat(self) -> None:
         while True:
@@ -220,6 +231,13 @@ class WorkerContext:
                         self._note_progress(connection)
             except SQLAlchemyError as error:
                 log.info("heartbeat missed: %s", error)
+
+    def _note_warm(self) -> None:
+        """Record once that a launch would not wait for the zygote to load."""
+        while not self._ended.is_set():
+            if self.launcher.wait_ready(_WARM_UP_LOOK):
+                self._status_file.update(warm=True)
+                return
 
     def _note_runs(self) -> None:
         self._status_file.update(runs={run_id: [None, None] for run_id in list(self._leases)})

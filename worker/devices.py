@@ -73,10 +73,10 @@ def find(settings: Settings) -> Machine:
 @lru_cache(maxsize=1)
 def gpus() -> tuple[Device, ...]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES leaves visible, in its order; empty without a driver."""
-    with _nvml() as nvml:
-        if nvml is None:
+    with nvml() as library:
+        if library is None:
             return ()
-        every = tuple(_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
+        every = tuple(_gpu(library, index) for index in range(library.nvmlDeviceGetCount()))
     visible = visible_gpus()
     return every if visible is None else tuple(_visible(every, visible))
 
@@ -101,12 +101,12 @@ def memory(device: Device) -> tuple[int, int] | None:
     """
     if device.kind != "cuda":
         return None
-    with _nvml() as nvml:
-        if nvml is None:
+    with nvml() as library:
+        if library is None:
             return None
         try:
-            info = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(device.id))
-        except nvml.NVMLError:
+            info = library.nvmlDeviceGetMemoryInfo(library.nvmlDeviceGetHandleByUUID(device.id))
+        except library.NVMLError:
             return None
     return int(info.used), int(info.free)
 
@@ -122,21 +122,21 @@ def _visible(every: tuple[Device, ...], visible: str) -> Iterator[Device]:
         yield matching[0]
 
 
-def _gpu(nvml: Any, index: int) -> Device:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+def _gpu(library: Any, index: int) -> Device:
+    handle = library.nvmlDeviceGetHandleByIndex(index)
+    major, minor = library.nvmlDeviceGetCudaComputeCapability(handle)
     return Device(
         kind="cuda",
         index=index,
-        id=_text(nvml.nvmlDeviceGetUUID(handle)),
-        name=_text(nvml.nvmlDeviceGetName(handle)),
-        memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+        id=_text(library.nvmlDeviceGetUUID(handle)),
+        name=_text(library.nvmlDeviceGetName(handle)),
+        memory_bytes=int(library.nvmlDeviceGetMemoryInfo(handle).total),
         capability=(major, minor),
     )
 
 
 @contextmanager
-def _nvml() -> Iterator[Any]:
+def nvml() -> Iterator[Any]:
     """Open NVML for the block (None on a machine without it) and close it, so that forks inherit nothing."""
     try:
         import pynvml

@@ -124,7 +124,7 @@ class Lease:
             return True
         self._longest_silence = self.longest_silence
         self._sent = sent
-        self.requested_stop = StopRequest(row.stop_mode) if row.stop_mode else None
+        self.requested_stop = StopRequest(row.stop_mode, "stop", row.stop_grace_seconds) if row.stop_mode else None
         self.actions = [ActionRequest(**one) for one in row.actions or []]
         if self._process:
             self._process.send(ControlMessage(renew_until=self.kill_at))

@@ -40,7 +40,13 @@ def release_dead(connection: Connection, host: str) -> None:
 
 
 def register(
-    connection: Connection, worker_id: str, host: str, machine: Machine, backends: list[str], launcher: Launcher
+    connection: Connection,
+    worker_id: str,
+    host: str,
+    machine: Machine,
+    backends: list[str],
+    labels: tuple[str, ...],
+    launcher: Launcher,
 ) -> None:
     """Write this worker and its devices into the database."""
     me = ProcessIdentity.own()
@@ -55,6 +61,7 @@ def register(
                 "version": version("anneal"),
                 "slots": machine.slots,
                 "backends": backends,
+                "labels": list(labels),
                 "launch_mode": launcher.mode,
                 "launch_reason": launcher.reason,
                 "plugins": installed(),

@@ -1,37 +1,19 @@
 """Liveness and readiness endpoints."""
 
 import asyncio
-from typing import Literal
+from importlib.metadata import version
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from app.api.errors import RETRY_SECONDS, ApiError, as_api_error
 from app.contracts.errors import FieldError
+from app.contracts.schemas.health import Alive, Ready
 from app.infra.broker import Broker
 from app.tables import migrate
 
 router = APIRouter(tags=["health"])
 _CHECK_SECONDS = 5.0
-
-
-class Alive(BaseModel):
-    """Liveness: the process responds."""
-
-    model_config = ConfigDict(json_schema_extra={"example": {"status": "ok"}})
-
-    status: Literal["ok"] = "ok"
-
-
-class Ready(BaseModel):
-    """Readiness: everything that a run needs from this process is available."""
-
-    model_config = ConfigDict(json_schema_extra={"example": {"database": "ok", "migrations": "0001", "broker": "ok"}})
-
-    database: Literal["ok"] = "ok"
-    migrations: str
-    broker: Literal["ok"] = "ok"
 
 
 @router.get("/healthz")
@@ -54,7 +36,7 @@ async def readyz(request: Request) -> Ready:
             errors=missing,
             headers={"Retry-After": str(RETRY_SECONDS)},
         )
-    return Ready(migrations=str(database))
+    return Ready(version=version("anneal"), migrations=str(database))
 
 
 async def _database(engine: AsyncEngine) -> FieldError | str:

@@ -1,22 +1,70 @@
-"""Create, list and revoke API keys."""
+"""Create, list and revoke API keys: in the API with an `AsyncSession`, and on the server with the database's URL."""
 
 import secrets
 from collections.abc import Iterable
 from datetime import timedelta
 
 from sqlalchemy import func, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from app.api.authorization import SCOPES
-from app.api_keys.verifier import _digest
+from app.api.errors import conflict, not_found
+from app.api.pagination import Paging, fetch
+from app.api_keys.verifier import _digest, is_valid
 from app.audit.log import command_entry
 from app.config import Settings
-from app.contracts.schemas.api_keys import KeyView
+from app.contracts.schemas.api_keys import KeyCreate, KeyView
 from app.infra.db import sync_engine
 from app.infra.ids import new_id
 from app.tables.api_keys import ApiKey
 
 _PREFIX_LENGTH = len("anneal_") + 6
+
+
+async def create(session: AsyncSession, body: KeyCreate, created_by: str) -> tuple[ApiKey, str]:
+    """Create a key; return its row and the key itself, which cannot be retrieved again."""
+    key, stored = _new_value()
+    lasts = None if body.expires_days is None else timedelta(days=body.expires_days)
+    row = _row(body.name, sorted(set(body.scopes)), stored, lasts)
+    row.created_by = created_by
+    session.add(row)
+    await session.flush()
+    await session.refresh(row)
+    return row, key
+
+
+async def page(session: AsyncSession, paging: Paging) -> tuple[list[ApiKey], bool]:
+    """Return a page of keys, newest first, including revoked and expired ones."""
+    return await fetch(session, select(ApiKey), ApiKey.id, paging)
+
+
+async def get(session: AsyncSession, key_id: str) -> ApiKey:
+    """Return a key; raise 404 `key_not_found` if it does not exist."""
+    row = await session.get(ApiKey, key_id)
+    if row is None:
+        raise not_found("key", key_id)
+    return row
+
+
+async def revoke(session: AsyncSession, key_id: str) -> None:
+    """Revoke a key: within 30 seconds it is rejected everywhere and its streams are closed.
+
+    A key that is revoked already stays so. Raises 404 `key_not_found`, and 409 `last_admin_key` if no other valid key
+    has the scope `admin`, since nothing over HTTP could create one then.
+    """
+    # All calls that revoke a key lock these rows in the same order, so two of them cannot revoke the last two.
+    valid = select(ApiKey.id).where(is_valid(), ApiKey.scopes.contains(["admin"])).order_by(ApiKey.id)
+    admins = (await session.scalars(valid.with_for_update())).all()
+    row = await get(session, key_id)
+    if list(admins) == [key_id]:
+        raise conflict(
+            "last_admin_key",
+            f"{key_id} is the last valid key with the scope `admin`, so it is not revoked: create another one first, "
+            "and revoke this one with that.",
+        )
+    if row.revoked_at is None:
+        row.revoked_at = func.now()
 
 
 def create_key_sync(settings: Settings, name: str, scopes: Iterable[str], expires_in: timedelta | None = None) -> str:
@@ -25,13 +73,7 @@ def create_key_sync(settings: Settings, name: str, scopes: Iterable[str], expire
     if not wanted or not set(wanted) <= set(SCOPES):
         raise ValueError(f"scopes must be one or more of {', '.join(SCOPES)}, not {', '.join(wanted) or 'none'}")
     key, stored = _new_value()
-    row = ApiKey(
-        id=new_id("key"),
-        name=name,
-        **stored,
-        scopes=wanted,
-        expires_at=None if expires_in is None else func.now() + expires_in,
-    )
+    row = _row(name, wanted, stored, expires_in)
     with _sync_session(settings) as session, session.begin():
         session.add(row)
         session.execute(command_entry("keys create", row.id))
@@ -59,8 +101,7 @@ def list_keys_sync(settings: Settings) -> list[KeyView]:
     """Return all keys, newest first, including revoked and expired ones."""
     with _sync_session(settings) as session:
         rows = session.scalars(select(ApiKey).order_by(ApiKey.id.desc())).all()
-        names = KeyView.__dataclass_fields__
-        return [KeyView(**{name: getattr(row, name) for name in names}) for row in rows]
+        return [KeyView.model_validate(row) for row in rows]
 
 
 def revoke_key_sync(settings: Settings, key_id: str) -> bool:
@@ -75,6 +116,11 @@ def revoke_key_sync(settings: Settings, key_id: str) -> bool:
         if found:
             session.execute(command_entry("keys revoke", key_id))
         return found
+
+
+def _row(name: str, scopes: list[str], stored: dict[str, str], expires_in: timedelta | None) -> ApiKey:
+    expires_at = None if expires_in is None else func.now() + expires_in
+    return ApiKey(id=new_id("key"), name=name, **stored, scopes=scopes, expires_at=expires_at)
 
 
 def _new_value() -> tuple[str, dict[str, str]]:

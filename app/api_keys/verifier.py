@@ -52,7 +52,7 @@ class KeyVerifier:
         remaining = func.extract("epoch", ApiKey.expires_at - func.now())
         async with self._sessions() as session, session.begin():
             query = select(ApiKey.id, ApiKey.digest, ApiKey.scopes, idle, remaining, ApiKey.name)
-            row = (await session.execute(query.where(ApiKey.digest == digest, _valid()))).one_or_none()
+            row = (await session.execute(query.where(ApiKey.digest == digest, is_valid()))).one_or_none()
             if row is None or not hmac.compare_digest(row[1], digest):
                 self._callers.pop(digest, None)
                 self._recently_verified.pop(digest, None)
@@ -76,7 +76,7 @@ class KeyVerifier:
             return verdict
         try:
             async with self._sessions() as session:
-                found = await session.scalar(select(ApiKey.id).where(ApiKey.id == key_id, _valid()))
+                found = await session.scalar(select(ApiKey.id).where(ApiKey.id == key_id, is_valid()))
         except Exception as error:
             if as_api_error(error) is None:
                 raise
@@ -97,5 +97,6 @@ def _digest(key: str) -> str:
     return hashlib.sha256(key.encode(errors="replace")).hexdigest()
 
 
-def _valid() -> ColumnElement[bool]:
+def is_valid() -> ColumnElement[bool]:
+    """Return the condition of keys that are neither revoked nor expired."""
     return and_(ApiKey.revoked_at.is_(None), or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > func.now()))

@@ -13,8 +13,9 @@ from starlette.background import BackgroundTasks
 from app.config import Settings
 from app.contracts.backends import BackendRules, TrainingBackend
 from app.contracts.errors import FieldError
+from app.contracts.schemas.checkpoints import CheckpointExport
 from app.contracts.schemas.estimates import RunEstimate
-from app.contracts.schemas.runs import RunCreate, RunRead, RunResume, TrainingRun
+from app.contracts.schemas.runs import EvaluationCreate, RunCreate, RunRead, RunResume, TrainingRun
 from app.contracts.stop import StopMode
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import given_fields, normalize_numbers
@@ -26,7 +27,10 @@ from app.runs import serializers, service
 from app.runs.creation import RunTransaction, create
 from app.runs.estimates import service as estimates
 from app.runs.estimates.store import estimate_and_store
+from app.runs.evaluation import evaluate
+from app.runs.events.sources import RunSource
 from app.runs.events.stream import Streams
+from app.runs.export import export
 from app.runs.logs import lines
 from app.runs.resume import resume
 from app.runs.validation.config import config_problems
@@ -95,16 +99,32 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
             transaction.after_commit.add_task(estimate_and_store, self._sessions, self._settings, self._storage, run)
         return run
 
-    async def stop_run(self, transaction: RunTransaction, run_id: str, mode: StopMode) -> Run:
+    async def evaluate_model(self, transaction: RunTransaction, request: EvaluationCreate) -> Run:
+        """Insert the run; after the commit, send a hint to the workers."""
+        run = await evaluate(transaction, self._settings, self._storage, request)
+        transaction.after_commit.add_task(self._queue.hint)
+        return run
+
+    async def stop_run(
+        self, transaction: RunTransaction, run_id: str, mode: StopMode, grace_seconds: float | None = None
+    ) -> Run:
         """Store the request; after the commit, notify the run's worker and its readers."""
-        run = await service.stop(transaction.session, run_id, mode)
+        run = await service.stop(transaction.session, run_id, mode, grace_seconds)
         transaction.after_commit.add_task(self._queue.call_worker, run_id)
         transaction.after_commit.add_task(self._queue.wake, run_id)
         return run
 
     async def resume_run(self, transaction: RunTransaction, run_id: str, request: RunResume) -> Run:
         """Insert the run that continues `run_id`; after the commit, send a hint to the workers."""
-        run = await resume(transaction, self._settings, run_id, request)
+        run = await resume(transaction, self._settings, self._storage, run_id, request)
+        transaction.after_commit.add_task(self._queue.hint)
+        return run
+
+    async def export_checkpoint(
+        self, transaction: RunTransaction, run_id: str, checkpoint_id: str, request: CheckpointExport
+    ) -> Run:
+        """Insert the run that exports a checkpoint; after the commit, send a hint to the workers."""
+        run = await export(transaction, run_id, checkpoint_id, request)
         transaction.after_commit.add_task(self._queue.hint)
         return run
 
@@ -132,7 +152,7 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
         """Yield stored lines, then new ones until the run has ended."""
         async with self._sessions() as session:
             run = await service.get(session, run_id)
-        async for line in lines.lines(self._streams.batches(run_id, run.first_seq - 1), grep=None):
+        async for line in lines.lines(self._streams.batches(RunSource(run_id), run.first_seq - 1), grep=None):
             yield line
 
     async def stop(self, run_id: str, save_checkpoint: bool = True) -> None:

@@ -1,27 +1,38 @@
 """Endpoints `/v1/backends`."""
 
-from fastapi import APIRouter
+import asyncio
 
+from fastapi import APIRouter
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.api.dependencies import CurrentSettings, Session
 from app.api.errors import not_found
+from app.config import Settings
 from app.contracts.backends import BACKEND_RULES, BackendRead, BackendRules
 from app.contracts.schemas.page import Page
+from app.estimator.model_sizes import largest_model
+from app.runs.estimates.service import online_devices
 
 router = APIRouter(prefix="/backends", tags=["backends"])
 
 
 @router.get("")
-async def list_backends() -> Page[BackendRead]:
+async def list_backends(session: Session, settings: CurrentSettings) -> Page[BackendRead]:
     """List the backends on which runs can execute."""
-    return Page(data=[_read(rules) for rules in BACKEND_RULES.values()], has_more=False)
+    return Page(data=[await _read(session, settings, rules) for rules in BACKEND_RULES.values()], has_more=False)
 
 
 @router.get("/{name}")
-async def get_backend(name: str) -> BackendRead:
+async def get_backend(name: str, session: Session, settings: CurrentSettings) -> BackendRead:
     """Get a backend and its capabilities."""
     if name not in BACKEND_RULES:
         raise not_found("backend", name)
-    return _read(BACKEND_RULES[name])
+    return await _read(session, settings, BACKEND_RULES[name])
 
 
-def _read(rules: BackendRules) -> BackendRead:
-    return BackendRead(id=rules.capabilities.name, **rules.capabilities.model_dump())
+async def _read(session: AsyncSession, settings: Settings, rules: BackendRules) -> BackendRead:
+    name, largest = rules.capabilities.name, None
+    devices = await online_devices(session, settings, name) if rules.loads_model else []
+    if devices and (memory := devices[0].memory_mb) is not None:
+        largest = await asyncio.to_thread(largest_model, devices[0].kind, memory)
+    return BackendRead(id=name, **rules.capabilities.model_dump(exclude={"max_model_size_b"}), max_model_size_b=largest)

@@ -1,6 +1,8 @@
 """Resolution of base model names. Free of FastAPI: the API validates names with it, the worker locates the files."""
 
+import os
 import re
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypedDict
@@ -9,7 +11,7 @@ from app.base_models.model_folder import ModelFolder
 from app.config import Settings
 from app.infra.ids import is_id
 from app.infra.storage import Storage
-from app.infra.untrusted_folder import OutsideStorage
+from app.infra.untrusted_folder import OutsideStorage, refuse_outside
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
 
@@ -52,7 +54,7 @@ def locate(
     output_attempt_of_base_run: int | None,
     revision: str | None = None,
 ) -> ModelLocation:
-    """Locate the model: the output of a run, else a folder below the models root, else a hub model.
+    """Locate the model: the output of a run, else a folder below a models root, else a hub model.
 
     `output_attempt_of_base_run` is the `output_attempt` of the run that `name` refers to, None for other names.
     The existence of a hub model is checked only when it is loaded. Raises `BaseModelError`.
@@ -63,22 +65,22 @@ def locate(
                 "base_run_without_output", f"Run {name} has no output to use as a model; wait until it is completed."
             )
         folder = storage.output_dir(name, output_attempt_of_base_run)
-        if not _holds_model(ModelFolder(storage, folder)):
+        if not holds_model(ModelFolder(storage, folder)):
             raise BaseModelError(
                 "model_not_found",
                 f"The output of run {name} is missing from the storage; resume that run to create it again.",
             )
         return ModelLocation(name=name, path=str(folder), hub=None, revision=None)
     _check_allowed(settings, name)
-    folder = _below(settings.models_folder, name)
+    folder = folder_of(settings, name)
     if folder.is_dir():
-        if not _holds_model(ModelFolder(storage, folder)):
+        if not holds_model(ModelFolder(storage, folder)):
             raise BaseModelError(
                 "not_a_model",
                 f"The folder {name!r} below the models root contains neither config.json nor "
                 "adapter_config.json; put a model in Hugging Face format there.",
             )
-        return ModelLocation(name=name, path=str(folder), hub=None, revision=None)
+        return ModelLocation(name=_portable(settings, name), path=str(folder), hub=None, revision=None)
     return ModelLocation(name=name, path=None, hub=_hub_name(settings, name), revision=revision)
 
 
@@ -94,15 +96,53 @@ def _check_allowed(settings: Settings, name: str) -> None:
     )
 
 
-def _below(root: Path, name: str) -> Path:
+def is_allowed(settings: Settings, name: str) -> bool:
+    """Return True if the operator allows this name of a base model."""
     try:
-        return Storage.resolve_below(root, name)
-    except OutsideStorage:
-        raise BaseModelError(
-            "outside_models_root",
-            f"{name[:100]!r} points outside the models root; use a folder below it, without '..', a leading "
-            "'/' or symbolic links.",
-        ) from None
+        _check_allowed(settings, name)
+    except BaseModelError:
+        return False
+    return True
+
+
+def folder_of(settings: Settings, name: str) -> Path:
+    """Return the folder that a local name means, with all links resolved; it need not exist.
+
+    `name` is relative to a root, of which the first one with such a folder counts, or absolute and below one of them.
+    Links may lead from root to root, never out of all of them. Raises `BaseModelError` (`outside_models_root`).
+    """
+    with suppress(OutsideStorage, OSError, ValueError):
+        if not name.startswith("/"):
+            refuse_outside(name)
+            others = (root / name for root in settings.model_roots[1:])
+            first = settings.models_folder / name
+            return _inside(settings, first if first.exists() else next((one for one in others if one.is_dir()), first))
+        refuse_outside(name[1:])
+        if any(Path(name).is_relative_to(root) for root in settings.model_roots):
+            return _inside(settings, Path(name))
+    extra = ", ".join(str(root) for root in settings.model_roots[1:])
+    raise BaseModelError(
+        "outside_models_root",
+        f"{name[:100]!r} points outside the models root; use a folder below it, without '..'"
+        + (f", or an absolute path below {extra[:300]}." if extra else " and without a leading '/'.")
+        + " Symbolic links must lead to a folder below one of these (ANNEAL_EXTRA_MODEL_ROOTS).",
+    )
+
+
+def _portable(settings: Settings, name: str) -> str:
+    """Return a local name without its root: it appears in outputs, which must not name a folder of this server."""
+    below = [root for root in settings.model_roots if name.startswith("/") and Path(name).is_relative_to(root)]
+    return str(Path(name).relative_to(below[0])) if below else name
+
+
+def _inside(settings: Settings, path: Path) -> Path:
+    """Return `path`, or where its links lead if that is below a root; raise `OutsideStorage` otherwise."""
+    real = Path(os.path.realpath(path))
+    for root in settings.model_roots:
+        inner = Path(os.path.realpath(root))
+        if real != inner and real.is_relative_to(inner):
+            return root / real.relative_to(inner)
+    raise OutsideStorage(f"outside the models roots: {path}")
 
 
 def _hub_name(settings: Settings, name: str) -> str:
@@ -122,5 +162,6 @@ def _hub_name(settings: Settings, name: str) -> str:
     return name
 
 
-def _holds_model(folder: ModelFolder) -> bool:
+def holds_model(folder: ModelFolder) -> bool:
+    """Return True if a folder has the configuration of a model or an adapter."""
     return any(folder.has(file) for file in _MODEL_FILES)

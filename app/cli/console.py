@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
@@ -16,8 +17,25 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from app.client.client import Anneal
+    from app.contracts.errors import FieldError
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: one document, or one line per event.")]
+_json_errors: ContextVar[bool] = ContextVar("json_errors", default=False)
+
+
+def use_json_errors(wanted: bool) -> bool:
+    """Print the errors of this command as JSON, if `wanted`, and return it."""
+    _json_errors.set(wanted)
+    return wanted
+
+
+AsJson = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="Print JSON: one document, or one line per event; an error as one line on standard error.",
+        callback=use_json_errors,
+    ),
+]
 Limit = Annotated[int, typer.Option(min=1, help="Maximum number of items to print.")]
 After = Annotated[str | None, typer.Option(help="Start after this id, the last one of the previous page.")]
 
@@ -37,8 +55,16 @@ def command_group(help: str) -> typer.Typer:
 def connected() -> "Iterator[Anneal]":
     """Yield a client of the service; print its errors as one sentence and exit with code 1."""
     from app.client.client import Anneal
+    from app.client.errors import AnnealError
 
-    with plain_errors(), Anneal(patience=_PATIENCE) as client:
+    reported: list[AnnealError] = []
+
+    def on_retry(error: AnnealError) -> None:
+        if not reported and not _json_errors.get():
+            note(f"{error_text.in_commands(error.detail)} Trying again for {_PATIENCE:.0f} s …")
+        reported.append(error)
+
+    with plain_errors(), Anneal(patience=_PATIENCE, on_retry=on_retry) as client:
         yield client
 
 
@@ -53,17 +79,20 @@ def plain_errors() -> Iterator[None]:
     try:
         yield
     except AnnealError as error:
-        fail(*error_text.lines(error))
+        fail(*error_text.lines(error), code=error.code, errors=error.errors)
     except RunFileError as error:
-        fail(str(error))
+        fail(str(error), code="invalid_file")
     except ValidationError as error:
         if error.title != ClientSettings.__name__:
             raise
-        fail(" ".join(f"ANNEAL_{str(item['loc'][0]).upper()}: {item['msg']}." for item in error.errors()))
+        fail(
+            " ".join(f"ANNEAL_{str(item['loc'][0]).upper()}: {item['msg']}." for item in error.errors()),
+            code="invalid_setting",
+        )
     except BrokenPipeError:
         raise  # the reader closed the pipe (`| head`): Typer exits without a message
     except OSError as error:
-        fail(f"{error.filename or 'A file'}: {error.strerror or error}.")
+        fail(f"{error.filename or 'A file'}: {error.strerror or error}.", code="file_error")
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
@@ -77,7 +106,7 @@ def option_hint(code: str, sentence: str) -> Iterator[None]:
         yield
     except AnnealError as error:
         if error.code == code:
-            fail(f"{error_text.in_commands(error.detail)} {sentence}")
+            fail(f"{error_text.in_commands(error.detail)} {sentence}", code=error.code, errors=error.errors)
         raise
 
 
@@ -86,10 +115,16 @@ def say(text: object, *, err: bool = False) -> None:
     typer.echo(plain_text(str(text)), err=err)
 
 
-def fail(sentence: str, *details: str) -> NoReturn:
-    """Print the error on standard error and exit with code 1."""
-    for line in (f"anneal: {sentence}", *details):
-        say(line, err=True)
+def fail(sentence: str, *details: str, code: str = "refused", errors: "Sequence[FieldError]" = ()) -> NoReturn:
+    """Print the error on standard error and exit with code 1; with `--json` as an object with the stable `code`."""
+    if _json_errors.get():
+        items = [item.model_dump(mode="json") for item in errors]
+        detail = sentence if items else "\n".join((sentence, *details))
+        problem = {"code": code, "detail": detail, "errors": items}
+        typer.echo(plain_json(json.dumps(problem, ensure_ascii=False)), err=True)
+    else:
+        for line in (f"anneal: {sentence}", *details):
+            say(line, err=True)
     raise typer.Exit(1)
 
 
@@ -102,7 +137,7 @@ def confirm(consequence: str) -> None:
         note("")
         agreed = False
     if not agreed:
-        fail("Nothing is deleted. In a script, use --yes.")
+        fail("Nothing is deleted. In a script, use --yes.", code="not_confirmed")
 
 
 def note(text: str) -> None:

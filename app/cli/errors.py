@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from app.cli.console import fail
 from app.infra.errors import SetupError
 
 if TYPE_CHECKING:  # these imports would take most of the time of `--help`
@@ -37,8 +38,7 @@ def plain_errors() -> Iterator[None]:
         raise typer.Exit(130) from None
     else:
         return
-    typer.echo(f"anneal: {sentence}", err=True)
-    raise typer.Exit(1)
+    fail(sentence, code="setup")
 
 
 def _setting_error(error: "ValidationError") -> str:

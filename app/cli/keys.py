@@ -1,15 +1,30 @@
-"""`anneal keys`: create, list and revoke API keys on the server."""
+"""`anneal keys`: create, list and revoke API keys, on the server or over HTTP with an admin key."""
 
 from datetime import timedelta
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from app.cli.console import AsJson, document, say
-from app.cli.errors import plain_errors, settings_with_urls
+from app.cli.console import AsJson, connected, document, say
+from app.cli.errors import environment_settings, plain_errors, settings_with_urls
 from app.infra.errors import SetupError
 
-keys = typer.Typer(help="Manage API keys. Example: `anneal keys create laptop --scope write`.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from app.contracts.schemas.api_keys import KeyView
+
+keys = typer.Typer(
+    help="Manage API keys. On the server this needs no key; with ANNEAL_URL it needs one with the scope admin. "
+    "Example: `anneal keys create laptop --scope write`.",
+    no_args_is_help=True,
+)
+
+
+def _is_remote() -> bool:
+    """Return True if the environment names a service and no database: the keys are those of that service."""
+    from app.config import ClientSettings
+
+    with plain_errors():
+        return ClientSettings().url is not None and environment_settings().database_url is None
 
 
 @keys.command("create")
@@ -27,20 +42,30 @@ def create_key(
 
     Example: `anneal keys create laptop --scope read --scope write --expires-days 90`
     """
+    if _is_remote():
+        with connected() as client:
+            made = client.keys.create(name, scopes=scope, expires_days=expires_days)  # type: ignore[arg-type]
+        shown: dict[str, object] = made.model_dump(include={"id", "name", "scopes", "key"})
+    else:
+        shown = _create_here(name, scope or ["read", "write"], expires_days)
+    if as_json:
+        document(shown)
+    else:
+        say(shown["key"])
+
+
+def _create_here(name: str, scopes: list[str], expires_days: float | None) -> dict[str, object]:
     from app.api.authorization import SCOPES
     from app.api_keys.service import create_key_sync, list_keys_sync
 
     with plain_errors():
-        if unknown := set(scope or []) - set(SCOPES):
+        if unknown := set(scopes) - set(SCOPES):
             raise SetupError(f"Unknown scope {', '.join(sorted(unknown))}; the scopes are {', '.join(SCOPES)}.")
         lasts = None if expires_days is None else timedelta(days=expires_days)
         settings = settings_with_urls()
-        key = create_key_sync(settings, name, scope or ["read", "write"], lasts)
-        if as_json:
-            view = next(one for one in list_keys_sync(settings) if key.startswith(one.prefix))
-            document({"id": view.id, "name": view.name, "scopes": view.scopes, "key": key})
-        else:
-            say(key)
+        key = create_key_sync(settings, name, scopes, lasts)
+        view = next(one for one in list_keys_sync(settings) if key.startswith(one.prefix))
+    return {"id": view.id, "name": view.name, "scopes": view.scopes, "key": key}
 
 
 @keys.command("list")
@@ -49,38 +74,49 @@ def list_keys(as_json: AsJson = False) -> None:
 
     Example: `anneal keys list`
     """
-    from app.api_keys.service import list_keys_sync
     from app.contracts.schemas.api_keys import KeyView
     from app.contracts.schemas.page import Page
 
-    with plain_errors():
-        found = list_keys_sync(settings_with_urls())
-        if as_json:
-            document(Page[KeyView](data=found, has_more=False))
-            return
-        for key in found:
-            if key.revoked_at:
-                state = f"revoked {key.revoked_at:%Y-%m-%d}"
-            elif key.expires_at:
-                state = f"expires {key.expires_at:%Y-%m-%d}"
-            else:
-                state = f"last used {key.last_used_at:%Y-%m-%d}" if key.last_used_at else "never used"
-            say(f"{key.id}  {key.prefix}…  {','.join(key.scopes):<16}  {state:<20}  {key.name}")
+    if _is_remote():
+        with connected() as client:
+            found = list(client.keys.list())
+    else:
+        from app.api_keys.service import list_keys_sync
+
+        with plain_errors():
+            found = list_keys_sync(settings_with_urls())
+    if as_json:
+        document(Page[KeyView](data=found, has_more=False))
+        return
+    for key in found:
+        say(f"{key.id}  {key.prefix}…  {','.join(key.scopes):<16}  {_state(key):<20}  {key.name}")
+
+
+def _state(key: "KeyView") -> str:
+    if key.revoked_at:
+        return f"revoked {key.revoked_at:%Y-%m-%d}"
+    if key.expires_at:
+        return f"expires {key.expires_at:%Y-%m-%d}"
+    return f"last used {key.last_used_at:%Y-%m-%d}" if key.last_used_at else "never used"
 
 
 @keys.command("revoke")
 def revoke_key(
     key_id: Annotated[str, typer.Argument(help="Id of the key, from `anneal keys list`.")], as_json: AsJson = False
 ) -> None:
-    """Revoke a key: within 30 seconds it is rejected.
+    """Revoke a key: within 30 seconds it is rejected. Over HTTP the last key with the scope admin is kept.
 
     Example: `anneal keys revoke key_01k…`
     """
-    from app.api_keys.service import revoke_key_sync
+    if _is_remote():
+        with connected() as client:
+            client.keys.revoke(key_id)
+    else:
+        from app.api_keys.service import revoke_key_sync
 
-    with plain_errors():
-        if not revoke_key_sync(settings_with_urls(), key_id):
-            raise SetupError(f"There is no key {key_id}; `anneal keys list` shows all keys.")
+        with plain_errors():
+            if not revoke_key_sync(settings_with_urls(), key_id):
+                raise SetupError(f"There is no key {key_id}; `anneal keys list` shows all keys.")
     if as_json:
         document({"id": key_id, "revoked": True})
     else:

@@ -1,5 +1,6 @@
 """Command line: servers, keys and the demo; commands that use HTTP are in `app.cli` and are loaded on use."""
 
+import difflib
 import importlib
 from typing import Annotated, Any
 
@@ -7,31 +8,53 @@ import typer
 from typer.core import TyperGroup
 
 from app.cli.audit import audit
+from app.cli.console import use_json_errors
 from app.cli.errors import plain_errors
 from app.cli.keys import keys
 from app.cli.secrets import secrets
 from app.cli.server import api, migrate, prune, up, worker
+from app.cli.service import down, open_docs, status
 
 NOUNS = {
     "actions": "app.cli.actions",
     "datasets": "app.cli.datasets",
     "experiments": "app.cli.experiments",
+    "models": "app.cli.models",
     "runs": "app.cli.runs.commands",
     "workers": "app.cli.workers",
 }
 """Groups of commands that call the HTTP API, with their modules, which are imported only when a command needs them."""
 
 
+VERBS = {"eval": "app.cli.runs.evaluate"}
+"""Single commands that call the HTTP API, imported in the same way."""
+
+_DELETING = {"prune"}
+"""Commands that are never suggested for another word, because they delete."""
+
+
 class _Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*super().list_commands(ctx), *NOUNS]
+        return [*super().list_commands(ctx), *VERBS, *NOUNS]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in NOUNS:
+        command: Any
+        if cmd_name in NOUNS:
+            command = typer.main.get_group(importlib.import_module(NOUNS[cmd_name]).commands)
+        elif cmd_name in VERBS:
+            command = typer.main.get_command(importlib.import_module(VERBS[cmd_name]).commands)
+        else:
             return super().get_command(ctx, cmd_name)
-        command = typer.main.get_group(importlib.import_module(NOUNS[cmd_name]).commands)
         command.name = cmd_name
         return command
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            known = [name for name in self.list_commands(ctx) if name not in _DELETING]
+            near = ", ".join(f"`anneal {name}`" for name in difflib.get_close_matches(args[0], known))
+            hint = f"perhaps {near}; " if near else ""
+            ctx.fail(f"There is no command {args[0]!r}; {hint}`anneal --help` lists all.")
+        return super().resolve_command(ctx, args)
 
 
 cli = typer.Typer(
@@ -45,8 +68,28 @@ cli = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for command in (up, api, worker, migrate, prune):
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"anneal {version('anneal')}")
+        raise typer.Exit
+
+
+@cli.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Handle the options that precede a command."""
+    use_json_errors(False)
+
+
+for command in (up, down, status, api, worker, migrate, prune):
     cli.command()(command)
+cli.command("open")(open_docs)
 cli.add_typer(keys, name="keys")
 
 cli.add_typer(secrets, name="secrets")

@@ -44,6 +44,13 @@ def _id_of(noun: Noun, text: str) -> str:
         return _only(noun, text, _all(client, noun, **options), f"`anneal {noun}s list` lists them")
 
 
+def run_or_other(context: typer.Context, text: str) -> str:
+    """Replace `last` or the beginning of a run's id by the id; return anything else unchanged."""
+    if context.resilient_parsing or not (text == _LAST or text.startswith("run_")):
+        return text
+    return _id_of("run", text)
+
+
 def id_within(noun: str, text: str, items: "Iterable[Any]") -> str:
     """Return the id of the item of a run that `text` names: an id, the beginning of one, or `last` for the newest."""
     if is_id(text, text.partition("_")[0]):
@@ -57,10 +64,13 @@ def id_within(noun: str, text: str, items: "Iterable[Any]") -> str:
 def _only(noun: str, text: str, items: "Iterable[Any]", listing: str) -> str:
     found = list(items)
     if not found:
-        fail(f"There is no {noun} {text!r}. Use an id, the beginning of one, or `last`; {listing}.")
+        fail(
+            f"There is no {noun} {text!r}. Use an id, the beginning of one, or `last`; {listing}.",
+            code=f"{noun}_not_found",
+        )
     if len(found) > 1:
         candidates = (f"  {it.id}  {getattr(it, 'name', '')}".rstrip() for it in found)
-        fail(f"{text!r} is not unique. Use more of the id:", *candidates)
+        fail(f"{text!r} is not unique. Use more of the id:", *candidates, code="not_unique")
     return str(found[0].id)
 
 

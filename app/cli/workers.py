@@ -24,11 +24,16 @@ def list_workers(limit: Limit = 50, after: After = None, as_json: AsJson = False
     with connected() as client:
         found, has_more = page(client.workers.list(limit=limit + 1, after=after), limit)
         rows = [
-            (it.id, it.state, it.host, [_device(device) for device in it.devices], it.runs, it.heartbeat_at)
+            (
+                it.id, it.state, it.host, [_device(device) for device in it.devices], it.labels or None, it.runs,
+                it.heartbeat_at,
+            )
             for it in found
-        ]
-        listing(found, has_more, as_json, ("id", "state", "host", "devices", "runs", "last heartbeat"), rows)
+        ]  # fmt: skip
+        listing(found, has_more, as_json, ("id", "state", "host", "devices", "labels", "runs", "last heartbeat"), rows)
 
 
 def _device(device: "DeviceRead") -> str:
-    return f"{device.name} (paused: {device.trouble})" if device.trouble else device.name
+    memory = f" ({device.memory_mb:,} MiB)" if device.memory_mb else ""
+    paused = f" (paused: {device.trouble})" if device.trouble else ""
+    return f"{device.name}{memory}{paused}"

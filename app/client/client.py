@@ -18,9 +18,12 @@ from app.client.actions import Actions
 from app.client.connection import find_connection
 from app.client.datasets import Datasets
 from app.client.experiments import Experiments
+from app.client.keys import Keys
+from app.client.models import Models
 from app.client.runs import Runs
+from app.client.service import Service
 from app.client.sync_async import Async, M, Sync
-from app.client.transport import AsyncTransport, Session, SyncTransport
+from app.client.transport import AsyncTransport, OnRetry, Session, SyncTransport
 from app.client.workers import Workers
 from app.config import ClientSettings
 
@@ -29,27 +32,40 @@ PATIENCE = 15.0
 
 
 class _Client(Generic[M]):
-    def __init__(self, transport: SyncTransport | AsyncTransport, patience: float) -> None:
-        session = Session(transport, patience)
+    def __init__(
+        self, transport: SyncTransport | AsyncTransport, patience: float, on_retry: OnRetry | None = None
+    ) -> None:
+        session = Session(transport, patience, on_retry)
         is_async = isinstance(transport, AsyncTransport)
         self.url = transport.url
         self.actions: Actions[M] = Actions(session, is_async)
         self.datasets: Datasets[M] = Datasets(session, is_async)
         self.experiments: Experiments[M] = Experiments(session, is_async)
+        self.models: Models[M] = Models(session, is_async)
+        self.keys: Keys[M] = Keys(session, is_async)
         self.runs: Runs[M] = Runs(session, is_async)
+        self.service: Service[M] = Service(session, is_async)
         self.workers: Workers[M] = Workers(session, is_async)
 
 
 class Anneal(_Client[Sync]):
     """Synchronous client: calls block until they are done, streams are iterators."""
 
-    def __init__(self, url: str | None = None, api_key: str | None = None, *, patience: float = PATIENCE) -> None:
+    def __init__(
+        self,
+        url: str | None = None,
+        api_key: str | None = None,
+        *,
+        patience: float = PATIENCE,
+        on_retry: OnRetry | None = None,
+    ) -> None:
         """Connect to `url` with `api_key`; the defaults are ANNEAL_URL and ANNEAL_API_KEY, then the local service.
 
-        `patience` is the number of seconds after its first failure during which a call is retried.
+        `patience` is the number of seconds after its first failure during which a call is retried; `on_retry` is called
+        with the error before each retry.
         """
         self._transport = SyncTransport(find_connection(ClientSettings(), url, api_key))
-        super().__init__(self._transport, patience)
+        super().__init__(self._transport, patience, on_retry)
 
     def close(self) -> None:
         """Close all connections."""
@@ -67,10 +83,17 @@ class Anneal(_Client[Sync]):
 class AsyncAnneal(_Client[Async]):
     """Asynchronous client: calls are awaited, streams are asynchronous iterators."""
 
-    def __init__(self, url: str | None = None, api_key: str | None = None, *, patience: float = PATIENCE) -> None:
+    def __init__(
+        self,
+        url: str | None = None,
+        api_key: str | None = None,
+        *,
+        patience: float = PATIENCE,
+        on_retry: OnRetry | None = None,
+    ) -> None:
         """Take the same arguments as `Anneal`."""
         self._transport = AsyncTransport(find_connection(ClientSettings(), url, api_key))
-        super().__init__(self._transport, patience)
+        super().__init__(self._transport, patience, on_retry)
 
     async def close(self) -> None:
         """Close all connections."""

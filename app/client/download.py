@@ -18,13 +18,14 @@ ProgressCallback = Callable[[str, int, int], None]
 
 async def download(
     session: Session,
+    place: str,
     run_id: str,
     artifacts: list[Artifact],
     folder: Path,
     paths: Sequence[str],
     on_progress: ProgressCallback | None,
 ) -> Path:
-    """Download files of a run into `folder`.
+    """Download files of a run, served below the path `place`, into `folder`.
 
     Files are collected in a hidden subfolder named after the run and moved into place together. After an interruption,
     the subfolder holds only files of this run, and no partial model can be loaded.
@@ -38,11 +39,27 @@ async def download(
         _check_path(artifact.path)
         part = collected / artifact.path
         _make_room(part)
-        await _fetch(session, f"/runs/{run_id}/artifacts/{quote(artifact.path)}", part, artifact, on_progress)
+        await _fetch(session, f"{place}/{quote(artifact.path)}", part, artifact, on_progress)
     for artifact in wanted:
         _put(collected / artifact.path, folder / artifact.path)
     shutil.rmtree(collected)
     return folder
+
+
+async def download_file(session: Session, path: str, target: Path) -> Path:
+    """Download one response into a file, which appears when it is complete."""
+    part = target.with_name(f".{target.name}.part")
+    response = await session.attempt(session.transport.build("GET", path))
+    try:
+        with part.open("wb") as file:
+            async with aclosing(session.transport.chunks(response)) as chunks:
+                async for chunk in chunks:
+                    file.write(chunk)
+        part.replace(target)
+    finally:
+        await session.transport.release(response)
+        part.unlink(missing_ok=True)
+    return target
 
 
 async def _fetch(

@@ -1,4 +1,4 @@
-"""Typed events of a run, and a reader that delivers each event once and in order, across reconnects."""
+"""Typed events, and a reader of a stream that delivers each event once and in order, across reconnects."""
 
 import json
 import logging
@@ -23,14 +23,28 @@ _TIMEOUT = httpx.Timeout(10.0, read=3 * _KEEP_ALIVE_SECONDS)
 
 
 class Follower:
-    """Reader of a run's events; keeps its position across reconnects."""
+    """Reader of a stream; keeps its position across reconnects."""
 
-    def __init__(self, session: Session, path: str, params: dict[str, Any], *, after: int | None, whole: bool) -> None:
-        """Start after event `after`; with `whole`, all event types are requested, so a gap is an error."""
+    def __init__(
+        self,
+        session: Session,
+        path: str,
+        params: dict[str, Any],
+        *,
+        after: int | None,
+        whole: bool = False,
+        ends: bool = True,
+    ) -> None:
+        """Start after event `after`.
+
+        With `whole`, all events are requested, so a gap in the ids is an error. `ends` is False for the stream of all
+        runs, which an `end` event does not end.
+        """
         self._session = session
         self._path = path
         self._params = params
         self._whole = whole
+        self._ends = ends
         self._last = after or 0
         self._cursor: int | None = None
         """Event id sent as `Last-Event-ID` on reconnect; None before the first event."""
@@ -39,7 +53,7 @@ class Follower:
         """Monotonic time at which the current connection was opened; None if it was refused."""
 
     async def follow(self, patience: float, until: int | None = None) -> AsyncGenerator[Event]:
-        """Yield events until the run ends; with `until`, yield the stored events, at least up to that id.
+        """Yield events until the stream ends; with `until`, yield the stored events, at least up to that id.
 
         Raises:
             AnnealError: the service refused the request, an event is missing, or nothing arrived for `patience`
@@ -56,7 +70,7 @@ class Follower:
                         if event is None:
                             return
                         yield event
-                        if event.type == "end":
+                        if event.type == "end" and self._ends:
                             return
                 if until is not None and not self._progressed:
                     return  # the server closed the stream and sent nothing new: end of the stored events
@@ -101,32 +115,30 @@ class Follower:
             self._opened_at = time.monotonic()
             async with aclosing(transport.sse(response)) as sent:
                 async for one in sent:
-                    event = self._take(one)
-                    if event.type != "cursor":
-                        yield event
+                    if one.event == "cursor" and one.id.isdigit():  # far after the last event of a requested type
+                        self._cursor, self._progressed = int(one.id), True
+                    else:
+                        yield self._take(one)
         finally:
             await transport.release(response)
 
     def _take(self, sent: ServerSentEvent) -> Event:
         try:
-            event = parse(sent)
+            event, position = parse(sent), int(sent.id)
         except ValueError as error:
             raise AnnealError(
                 "stream_broken", f"The stream of {self._path} contains an invalid event: {error}"
             ) from None
-        if event.type == "cursor":  # far after the last event of a requested type
-            self._cursor, self._progressed = event.seq, True
-            return event
         expected = self._last + 1
         # `truncated` may skip ids, and may repeat the last id if the reader has missed nothing.
-        is_next = event.seq >= self._last if event.type == "truncated" else event.seq == expected
-        if not is_next and (self._whole or event.seq < expected):
+        is_next = position >= self._last if event.type == "truncated" else position == expected
+        if not is_next and (self._whole or position < expected):
             raise AnnealError(
                 "stream_broken",
-                f"The stream of {self._path} went from event {self._last} to {event.seq}: the service lost or repeated "
+                f"The stream of {self._path} went from event {self._last} to {position}: the service lost or repeated "
                 "events. Read the stream again from the beginning, and report this bug.",
             )
-        self._last = self._cursor = event.seq
+        self._last = self._cursor = position
         self._progressed = True
         return event
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from app.client.api_resource import ApiResource, request_body, without_none
-from app.client.download import download
+from app.client.download import download, download_file
 from app.client.event_stream import Follower
 from app.client.sync_async import M, call, stream
 from app.contracts.events import Event
@@ -15,11 +15,21 @@ from app.contracts.schemas.artifacts import Artifact, Artifacts
 from app.contracts.schemas.checkpoints import CheckpointRead
 from app.contracts.schemas.estimates import Estimated
 from app.contracts.schemas.postmortem import PostMortem
-from app.contracts.schemas.runs import RunCheck, RunComparison, RunCreate, RunMetrics, RunRead, RunStopped, RunSummary
+from app.contracts.schemas.runs import (
+    EvaluationCreate,
+    RunCheck,
+    RunComparison,
+    RunCreate,
+    RunMetrics,
+    RunRead,
+    RunStopped,
+    RunSummary,
+)
 from app.contracts.stop import StopMode
 
 STREAM_PATIENCE = 600.0
 """Default number of seconds during which a stream tries to reconnect."""
+_LARGEST_ID = 2**62
 
 
 class Runs(ApiResource[M]):
@@ -32,6 +42,28 @@ class Runs(ApiResource[M]):
         `run` is the body of `POST /v1/runs`: `dataset_id`, `config` and optional fields.
         """
         return await self._session.post(RunRead, "/runs", request_body(run), key=idempotency_key or str(uuid.uuid4()))
+
+    @call
+    async def evaluate(
+        self, evaluation: EvaluationCreate | Mapping[str, Any], *, wait: bool = True, idempotency_key: str | None = None
+    ) -> RunRead:
+        """Evaluate a base model, the output of a run or a checkpoint on a dataset, without training.
+
+        `evaluation` is the body of `POST /v1/runs/evaluate`: `model`, `dataset_id` and optional fields. The call
+        returns the run when it has ended, with the metrics in `evaluation`; with `wait=False` it returns at once.
+        """
+        key = idempotency_key or str(uuid.uuid4())
+        run = await self._session.post(RunRead, "/runs/evaluate", request_body(evaluation), key=key)
+        return await self._ended(run.id) if wait else run
+
+    async def _ended(self, run_id: str) -> RunRead:
+        """Wait for the end of a run and return it."""
+        path = f"/runs/{run_id}"
+        follower = Follower(self._session, f"{path}/events", {"types": "end"}, after=None, whole=False)
+        async with aclosing(follower.follow(STREAM_PATIENCE)) as events:
+            async for _ in events:
+                pass
+        return await self._session.get(RunRead, path)
 
     @call
     async def validate(self, run: RunCreate | Mapping[str, Any]) -> RunCheck:
@@ -54,12 +86,7 @@ class Runs(ApiResource[M]):
         found = await self._session.post(Estimated, "/runs/estimate", body, key=key)
         if not wait:
             return found
-        path = f"/runs/{found.probe_run_id}"
-        follower = Follower(self._session, f"{path}/events", {"types": "end"}, after=None, whole=False)
-        async with aclosing(follower.follow(STREAM_PATIENCE)) as events:
-            async for _ in events:
-                pass
-        ended = await self._session.get(RunRead, path)
+        ended = await self._ended(found.probe_run_id or "")
         return found.model_copy(update={"measured": ended.measured, "probe": ended.probe})
 
     @stream
@@ -72,6 +99,7 @@ class Runs(ApiResource[M]):
         parent_run_id: str | None = None,
         base_model: str | None = None,
         method: str | None = None,
+        task: str | None = None,
         find: str | None = None,
         sort: Literal["created_at", "best"] | None = None,
         limit: int | None = None,
@@ -83,7 +111,8 @@ class Runs(ApiResource[M]):
         """
         filters = {
             "experiment_id": experiment_id, "status": status, "tag": tag, "parent_run_id": parent_run_id,
-            "base_model": base_model, "method": method, "find": find, "sort": sort,
+            "base_model": base_model, "method": method, "task": task, "find": find,
+            "sort": sort,
         }  # fmt: skip
         async with aclosing(self._items("/runs", RunSummary, filters, limit, after)) as items:
             async for item in items:
@@ -118,15 +147,21 @@ class Runs(ApiResource[M]):
 
     @call
     async def stop(
-        self, run_id: str, *, mode: StopMode | None = None, save_checkpoint: bool | None = None
+        self,
+        run_id: str,
+        *,
+        mode: StopMode | None = None,
+        save_checkpoint: bool | None = None,
+        deadline_seconds: float | None = None,
     ) -> RunStopped:
         """Request a run to stop; the run has stopped when its event stream ends.
 
         `stop` in the response says what to expect. Modes: `checkpoint` (save and end), `epoch_end` (train to the end
         of the epoch first), `best` (end at once, to resume from the best checkpoint) and `discard` (save nothing).
-        `save_checkpoint=False` is the same as `discard`.
+        `save_checkpoint=False` is the same as `discard`. After `deadline_seconds` the trainer is killed; the default is
+        the grace period of the service.
         """
-        body = without_none(mode=mode, save_checkpoint=save_checkpoint)
+        body = without_none(mode=mode, save_checkpoint=save_checkpoint, deadline_seconds=deadline_seconds)
         return await self._session.post(RunStopped, f"/runs/{run_id}/stop", body, repeatable=True)
 
     @call
@@ -137,10 +172,15 @@ class Runs(ApiResource[M]):
         checkpoint_id: str | None = None,
         from_start: bool = False,
         config: Mapping[str, Any] | None = None,
+        stop_after_steps: int | None = None,
         idempotency_key: str | None = None,
     ) -> RunRead:
-        """Create a run that resumes from a checkpoint of this one (default: the newest), with changes from `config`."""
-        body = without_none(checkpoint_id=checkpoint_id, config=config) | ({"from": "start"} if from_start else {})
+        """Create a run that resumes from a checkpoint of this one (default: the newest), with changes from `config`.
+
+        With `stop_after_steps` it ends after so many further steps.
+        """
+        body = without_none(checkpoint_id=checkpoint_id, config=config, stop_after_steps=stop_after_steps)
+        body |= {"from": "start"} if from_start else {}
         key = idempotency_key or str(uuid.uuid4())
         return await self._session.post(RunRead, f"/runs/{run_id}/resume", body, key=key)
 
@@ -168,6 +208,28 @@ class Runs(ApiResource[M]):
                 yield event
 
     @stream
+    async def all_events(
+        self,
+        *,
+        after: int | None = None,
+        types: str | Sequence[str] | None = None,
+        follow: bool = True,
+        patience: float = STREAM_PATIENCE,
+    ) -> AsyncGenerator[Event]:
+        """Iterate over the `status`, `progress` and `end` events of all runs, each once and in one order; never ends.
+
+        Starts now, or after the `cursor` of an earlier event (0: with the oldest one). After a lost connection, the
+        stream continues after the last event; it fails after `patience` seconds without data. `types` selects event
+        types. With `follow=False`, yield the stored events after `after` only.
+        """
+        wanted = types if types is None or isinstance(types, str) else ",".join(types)
+        params = without_none(after=after, types=wanted) | ({} if follow else {"follow": "false"})
+        follower = Follower(self._session, "/events", params, after=after, ends=False)
+        async with aclosing(follower.follow(patience, None if follow else _LARGEST_ID)) as events:
+            async for event in events:
+                yield event
+
+    @stream
     async def logs(
         self,
         run_id: str,
@@ -184,7 +246,7 @@ class Runs(ApiResource[M]):
         """
         params = without_none(tail=tail, grep=grep, follow="true" if follow else None)
         until = None if follow else (await self._session.get(RunRead, f"/runs/{run_id}")).last_seq
-        follower = Follower(self._session, f"/runs/{run_id}/logs", params, after=None, whole=False)
+        follower = Follower(self._session, f"/runs/{run_id}/logs", params, after=None)
         async with aclosing(follower.follow(patience, until)) as events:
             async for event in events:
                 yield event
@@ -222,9 +284,30 @@ class Runs(ApiResource[M]):
         return await self._patch(CheckpointRead, f"/runs/{run_id}/checkpoints/{checkpoint_id}", {"pinned": pinned})
 
     @call
-    async def artifacts(self, run_id: str) -> Sequence[Artifact]:
-        """Return the files of the run's output."""
-        return (await self._session.get(Artifacts, f"/runs/{run_id}/artifacts")).data
+    async def export_checkpoint(
+        self,
+        run_id: str,
+        checkpoint_id: str,
+        *,
+        output: Literal["adapter", "merged"] | None = None,
+        name: str | None = None,
+        idempotency_key: str | None = None,
+    ) -> RunRead:
+        """Create a run whose output is the model of a checkpoint: the adapter, or `merged` into its base model."""
+        path = f"/runs/{run_id}/checkpoints/{checkpoint_id}/export"
+        key = idempotency_key or str(uuid.uuid4())
+        return await self._session.post(RunRead, path, without_none(output=output, name=name), key=key)
+
+    @call
+    async def download_checkpoint(self, run_id: str, checkpoint_id: str, file: str | Path | None = None) -> Path:
+        """Download a checkpoint as a tar archive (default: `<checkpoint id>.tar`) and return its path."""
+        path = f"/runs/{run_id}/checkpoints/{checkpoint_id}/download"
+        return await download_file(self._session, path, Path(file or f"{checkpoint_id}.tar"))
+
+    @call
+    async def artifacts(self, run_id: str, *, attempt: int | None = None) -> Sequence[Artifact]:
+        """Return the files of the run's output, or the records of one attempt."""
+        return (await self._session.get(Artifacts, _artifacts(run_id, attempt))).data
 
     @call
     async def download(
@@ -233,12 +316,19 @@ class Runs(ApiResource[M]):
         folder: str | Path | None = None,
         *,
         paths: Sequence[str] = (),
+        attempt: int | None = None,
         on_progress: Callable[[str, int, int], None] | None = None,
     ) -> Path:
         """Download the run's output into `folder` (default: a new folder named after the run); return the folder.
 
         Downloads all files, or those that match `paths` (`*.json`). Files appear when all are complete; an interrupted
-        download is resumed. `on_progress` is called with the path, the bytes received and the size of the file.
+        download is resumed. `attempt` selects the records of one attempt instead of the output. `on_progress` is called
+        with the path, the bytes received and the size of the file.
         """
-        found = (await self._session.get(Artifacts, f"/runs/{run_id}/artifacts")).data
-        return await download(self._session, run_id, found, Path(folder or run_id), paths, on_progress)
+        place = _artifacts(run_id, attempt)
+        found = (await self._session.get(Artifacts, place)).data
+        return await download(self._session, place, run_id, found, Path(folder or run_id), paths, on_progress)
+
+
+def _artifacts(run_id: str, attempt: int | None) -> str:
+    return f"/runs/{run_id}/artifacts" if attempt is None else f"/runs/{run_id}/attempts/{attempt}/artifacts"

@@ -17,6 +17,9 @@ from app.client.errors import AnnealError, describe, from_response
 T = TypeVar("T", bound=BaseModel)
 R = TypeVar("R")
 
+OnRetry = Callable[[AnnealError], None]
+"""Called with each failure after which the call is tried again."""
+
 _TIMEOUT = httpx.Timeout(10.0, read=60.0, write=60.0)
 _SHORTEST_SECONDS = 0.25
 _LONGEST_SECONDS = 10.0
@@ -127,9 +130,10 @@ class AsyncTransport:
 class Session:
     """Sends requests, retries them where that is safe, and reads the responses."""
 
-    def __init__(self, transport: Transport, patience: float) -> None:
+    def __init__(self, transport: Transport, patience: float, on_retry: OnRetry | None = None) -> None:
         self.transport = transport
         self.patience = patience
+        self._on_retry = on_retry
 
     async def get(self, model: type[T], path: str, **params: Any) -> T:
         """Send a GET request and parse the response as `model`; parameters that are None are omitted."""
@@ -175,6 +179,8 @@ class Session:
                 may_repeat = (error.is_transient and repeatable) or error.code == "unreachable"
                 if not may_repeat or now + wait - failing_since > self.patience:
                     raise
+                if self._on_retry is not None:
+                    self._on_retry(error)
             await self.transport.pause(wait)
 
     async def _whole(self, request: httpx.Request) -> bytes:

@@ -11,8 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from app.contracts.errors import FieldError
 from app.contracts.fake_options import FakeOptions
 from app.contracts.methods import TrainingMethod
+from app.contracts.schemas.checkpoints import CheckpointExport
 from app.contracts.schemas.estimates import RunEstimate
-from app.contracts.schemas.runs import RunCreate, RunResume, TrainingRun
+from app.contracts.schemas.runs import EvaluationCreate, RunCreate, RunResume, TrainingRun
 from app.contracts.stop import StopMode
 
 Transaction = TypeVar("Transaction")
@@ -32,7 +33,9 @@ class BackendCapabilities(BaseModel):
     supports_distributed: bool = Field(description="True if one run can use several devices.")
     supported_methods: tuple[TrainingMethod, ...]
     max_model_size_b: float | None = Field(
-        description="Maximum model size in billions of parameters; null if no limit is known."
+        description="Estimated size, in billions of parameters, of the largest dense model that the best device of its "
+        "online workers (the GPU with the most memory, else the CPU) trains by QLoRA on one row of 2,048 tokens at a "
+        "time; null without such a worker, and for backends that load no model."
     )
     supported_quantization: tuple[Literal["4bit", "8bit"], ...]
     supports_streaming_logs: bool
@@ -54,8 +57,9 @@ class BackendRules:
 class TrainingBackend(ABC, Generic[Transaction, Run]):
     """Interface of a backend that executes runs; `tests/app/backends/conformance.py` specifies its behavior.
 
-    `create_run`, `stop_run` and `resume_run` are part of the caller's transaction; the endpoints use them. Each other
-    method runs in its own transaction. Errors that a caller can act on are raised as `app.api.errors.ApiError`.
+    `create_run`, `evaluate_model`, `stop_run` and `resume_run` are part of the caller's transaction; the endpoints use
+    them. Each other method runs in its own transaction. Errors that a caller can act on are raised as
+    `app.api.errors.ApiError`.
     """
 
     rules: BackendRules
@@ -84,14 +88,35 @@ class TrainingBackend(ABC, Generic[Transaction, Run]):
         """
 
     @abstractmethod
-    async def stop_run(self, transaction: Transaction, run_id: str, mode: StopMode) -> Run:
-        """Request a stop of the run; raise 409 if it has already ended by itself."""
+    async def evaluate_model(self, transaction: Transaction, request: EvaluationCreate) -> Run:
+        """Create a pending run that evaluates a model; the same idempotency key returns the same run.
+
+        Raises 422 with all errors.
+        """
+
+    @abstractmethod
+    async def stop_run(
+        self, transaction: Transaction, run_id: str, mode: StopMode, grace_seconds: float | None = None
+    ) -> Run:
+        """Request a stop of the run; raise 409 if it has already ended by itself.
+
+        `grace_seconds` limit an immediate stop; None: the grace period of the settings.
+        """
 
     @abstractmethod
     async def resume_run(self, transaction: Transaction, run_id: str, request: RunResume) -> Run:
         """Create a pending run that continues an ended one; the same idempotency key returns the same run.
 
         Raises 409 while the run is live or without a checkpoint, 422 for changes that cannot be made.
+        """
+
+    @abstractmethod
+    async def export_checkpoint(
+        self, transaction: Transaction, run_id: str, checkpoint_id: str, request: CheckpointExport
+    ) -> Run:
+        """Create a pending run whose output is the model of a checkpoint; the same idempotency key returns the same.
+
+        Raises 409 while the run is live, 422 for an output that it cannot have or a backend without models.
         """
 
     @abstractmethod
@@ -167,7 +192,7 @@ class BackendRead(BackendCapabilities):
                 "supports_remote": True,
                 "supports_distributed": False,
                 "supported_methods": [method.value for method in TrainingMethod],
-                "max_model_size_b": None,
+                "max_model_size_b": 119.7,
                 "supported_quantization": ["4bit", "8bit"],
                 "supports_streaming_logs": True,
             }

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
+from app.contracts.device_telemetry import DeviceTelemetry
 from app.contracts.field_types import JsonObject, Timestamp
 from app.contracts.run_status import TrainingStatus
 from app.contracts.schemas.runs import RUN_ID, TrainingMetrics
@@ -35,6 +36,11 @@ class Event(BaseModel):
     run_id: str = Field(description="ID of the run.")
     seq: int = Field(
         description="Position in the run's log, from 1 without gaps; the `id` and cursor of server-sent events."
+    )
+    cursor: int | None = Field(
+        default=None,
+        exclude_if=lambda cursor: cursor is None,
+        description="Position in the stream of all runs, `GET /v1/events`; absent in the stream of one run.",
     )
     ts: Timestamp | None = Field(
         default=None, description="Time of the event in UTC, in milliseconds; null for placeholders of pruned events."
@@ -64,6 +70,25 @@ class StatusEvent(Event):
     to: TrainingStatus = Field(description="New status.")
     reason: str | None = Field(default=None, description="Cause of the change; the error code of a failure.")
     attempt: int = Field(default=0, description="Number of attempts so far; 0 before the first one.")
+
+
+class PendingEvent(Event):
+    """Change of the reason for which a pending run cannot start."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_example(
+            "pending", code="no_worker",
+            message="No worker of backend `celery` is online. Start one with `anneal worker` on a machine that shares "
+            "database, Redis and storage, or restart `anneal up`.",
+        )
+    )  # fmt: skip
+
+    type: Literal["pending"]
+    code: str = Field(
+        description="`no_worker`, `no_device_of_kind`, `no_worker_with_labels`, `no_device_fits` or `devices_paused`; "
+        "`queued`: a worker can take the run again."
+    )
+    message: str = Field(description="The reason in a sentence, with what to do.")
 
 
 class LogEvent(Event):
@@ -192,7 +217,9 @@ class SampleEvent(TrainerEvent):
     step: int = Field(description="Optimizer steps before the text was generated.")
     prompt: str = Field(description="Prompt as text.")
     completion: str = Field(description="Generated text.")
-    action_id: str | None = Field(default=None, description="Action that requested it; null for samples of `rlhf`.")
+    action_id: str | None = Field(
+        default=None, description="Action that requested it; null for samples of `rlhf` and of `sample_prompts`."
+    )
     rewards: dict[str, float | None] | None = Field(
         default=None, description="Value of each reward function by name; null outside `rlhf`."
     )
@@ -218,6 +245,49 @@ class SkippedRowsEvent(TrainerEvent):
     total: int = Field(description="Number of rows that were considered.")
     reason: str = Field(description="Sentence for users; also a line of the log.")
     examples: list[int] = Field(default_factory=list, description="First ten of the rows, counted from 0.")
+
+
+class DistributionEvent(TrainerEvent):
+    """Histograms of weights and gradients just before an optimizer step, if `extra.distributions_steps` is set."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_example(
+            "distribution", step=40, edges=[None, -1.0, 0.0, 1.0],
+            groups={"layers.*.q_proj.lora_A": {"weights": {
+                "count": 4, "mean": 0.1, "std": 0.2, "min": -0.1, "max": 0.4, "bins": [0, 1, 3, 0]}}},
+        )
+    )  # fmt: skip
+    is_trainer_record = True
+
+    type: Literal["distribution"]
+    step: int = Field(description="Optimizer step.")
+    edges: list[float | None] = Field(
+        default_factory=list, description="Lower edges of the bins; null for minus infinity."
+    )
+    groups: JsonObject = Field(
+        default_factory=dict,
+        description="`weights` and `gradients` of each kind of parameter, each with `count`, `mean`, `std`, `min`, "
+        "`max` and `bins`.",
+    )
+
+
+class ExportEvent(TrainerEvent):
+    """Output of the run: the weights that it contains, and why these were chosen."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_example(
+            "export", weights="best", step=40, reason="with the best `eval_loss`, 2.4", output="adapter"
+        )
+    )
+    is_trainer_record = True
+
+    type: Literal["export"]
+    weights: str = Field(
+        description="`best` (best evaluation), `last` (end of training) or `checkpoint` (a requested one)."
+    )
+    step: int = Field(description="Optimizer steps that the weights were trained for.")
+    reason: str = Field(description="Reason of the choice.")
+    output: str = Field(default="adapter", description="`adapter` or `merged`, as in the configuration.")
 
 
 class ActionEvent(Event):
@@ -270,6 +340,21 @@ class RepairEvent(Event):
     )
 
 
+class DeviceEvent(Event, DeviceTelemetry):
+    """Telemetry of the GPU on which the run trains, every ten seconds."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_example(
+            "device", index=0, uid="GPU-6f1c0a52", seconds=10.0, utilization_percent=97.4, memory_mb=61_204,
+            temperature_celsius=63, power_watts=512.3, sm_clock_mhz=1845.0, ecc_uncorrected=0,
+        )
+    )  # fmt: skip
+
+    type: Literal["device"]
+    index: int = Field(description="Index of the device on its worker.")
+    uid: str = Field(description="Hardware id, such as a GPU UUID.")
+
+
 class ErrorEvent(Event):
     """Cause of the run's failure."""
 
@@ -292,16 +377,25 @@ class EndEvent(Event):
 
 
 class TruncatedEvent(Event):
-    """Placeholder for older events that were pruned; it is sent, but not stored."""
+    """Placeholder for older events that were pruned; it is sent, but not stored.
+
+    In the stream of all runs it has only `cursor`, and stands in the place of the newest event that was pruned.
+    """
 
     model_config = ConfigDict(json_schema_extra=_example("truncated", first_seq=42))
 
     type: Literal["truncated"]
-    first_seq: int = Field(description="`seq` of the oldest stored event.")
+    run_id: str = Field(default="", description="ID of the run; absent in the stream of all runs.")
+    first_seq: int | None = Field(
+        default=None, description="`seq` of the oldest stored event; absent in the stream of all runs."
+    )
 
 
 class CursorEvent(Event):
-    """Position of a reader that chose types, when none of them came for 15 seconds; it is sent, but not stored."""
+    """Position of a reader that chose types, when none of them came for 15 seconds; it is sent, but not stored.
+
+    In the stream of all runs it has only `cursor`, and is also the first event of a reader that starts now.
+    """
 
     model_config = ConfigDict(json_schema_extra=_example("cursor"))
 
@@ -312,8 +406,9 @@ EVENTS: Mapping[str, type[Event]] = MappingProxyType(
     {
         get_args(model.model_fields["type"].annotation)[0]: model
         for model in (
-            StatusEvent, LogEvent, MetricEvent, EvalEvent, CheckpointEvent, ConfigEvent, ProgressEvent, SampleEvent,
-            SkippedRowsEvent, ActionEvent, RepairEvent, ErrorEvent, EndEvent, TruncatedEvent, CursorEvent,
+            StatusEvent, PendingEvent, LogEvent, MetricEvent, EvalEvent, CheckpointEvent, ConfigEvent, ProgressEvent,
+            SampleEvent, SkippedRowsEvent, DistributionEvent, ExportEvent, ActionEvent, RepairEvent, DeviceEvent,
+            ErrorEvent, EndEvent, TruncatedEvent, CursorEvent,
         )
     }
 )  # fmt: skip
@@ -321,6 +416,9 @@ EVENTS: Mapping[str, type[Event]] = MappingProxyType(
 
 EVENT_TYPES = tuple(kind for kind, model in EVENTS.items() if model not in (TruncatedEvent, CursorEvent))
 """Types of stored events, of which a reader can choose."""
+
+FEED_TYPES = ("status", "progress", "end")
+"""Types of the events in the stream of all runs; a trigger of the table queues them."""
 
 TRAINER_RECORDS = frozenset(kind for kind, model in EVENTS.items() if model.is_trainer_record)
 """Types of which the trainer's record is stored as the event."""

@@ -26,8 +26,11 @@ class FakeOptions(BaseModel):
     log_lines_per_step: int = Field(1, ge=0, le=100_000, description="Lines printed in each step.")
     log_line: str = Field(
         "step {step} loss {loss}",
-        max_length=100_000,
+        max_length=50_000,
         description="Template of a printed line; `{step}` and `{loss}` are replaced.",
+    )
+    metric_values: int = Field(
+        0, ge=0, le=10_000, description="Further values in each metric, with names that no other step has."
     )
     checkpoint_bytes: int = Field(1024, ge=0, le=2**32, description="Size of the weights in a checkpoint.")
     fail_at_step: int | None = Field(None, ge=1, description="Report a failure in this step.")

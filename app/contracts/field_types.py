@@ -22,10 +22,10 @@ ModelName = Annotated[
         min_length=1,
         max_length=300,
         # Spaces inside a name are allowed, at its end they are not.
-        pattern=r"^[A-Za-z0-9_]( *[A-Za-z0-9_.@=+-])*(/[A-Za-z0-9_]( *[A-Za-z0-9_.@=+-])*)*$",
+        pattern=r"^/?[A-Za-z0-9_]( *[A-Za-z0-9_.@=+-])*(/[A-Za-z0-9_]( *[A-Za-z0-9_.@=+-])*)*$",
     ),
 ]
-"""A folder below the models root, a hub name, or the id of a run."""
+"""A folder below the models root, an absolute path below an allowed root, a hub name, or the id of a run."""
 
 PluginName = Annotated[str, StringConstraints(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_.-]+$")]
 
@@ -60,6 +60,8 @@ class Traits:
     """Applies only to supervised methods."""
     needs_eval_data: bool = False
     """Applies only to runs with evaluation data."""
+    needs_samples: bool = False
+    """Applies only to runs with `sample_steps`."""
     depends_on_method: bool = False
     """Its valid values depend on the method."""
     is_available: bool = True

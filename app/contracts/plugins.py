@@ -4,6 +4,7 @@ Pure pydantic: the API validates with it; `worker/training/plugins/registry.py` 
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,8 +23,13 @@ PLUGINS = {
     "checkpoint_engine": "anneal.checkpoint_engines",
     "reward": "anneal.rewards",
     "metrics": "anneal.metrics",
+    "tokenizer": "anneal.tokenizers",
+    "collator": "anneal.collators",
+    "callback": "anneal.callbacks",
+    "chat_template": "anneal.chat_templates",
 }
-"""Entry point groups by kind; except for rewards, a kind is also the field of `extra` that names a plugin."""
+"""Entry point groups by kind. A kind is also the field of `extra` that names a plugin, except for rewards, callbacks
+(a list, `extra.callbacks`) and chat templates (`chat_template`)."""
 _REPLACES = {
     "optimizer": (
         "optim", "extra.adam_beta1", "extra.adam_beta2", "extra.adam_epsilon", "extra.optim_args",
@@ -32,6 +38,7 @@ _REPLACES = {
     "scheduler": ("lr_scheduler_type", "extra.lr_scheduler_kwargs"),
 }  # fmt: skip
 _MOST_CHARACTERS = 8_000
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 class Plugin(BaseModel):
@@ -66,6 +73,13 @@ def named_plugins(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         value = extra.get(kind)
         if isinstance(value, Mapping) and isinstance(value.get("type"), str):
             yield f"extra.{kind}", kind, value["type"]
+    callbacks = extra.get("callbacks")
+    for place, value in enumerate(callbacks if isinstance(callbacks, list) else ()):
+        if isinstance(value, Mapping) and isinstance(value.get("type"), str):
+            yield f"extra.callbacks.{place}", "callback", value["type"]
+    template = config.get("chat_template")
+    if isinstance(template, str) and is_template_name(template):
+        yield "chat_template", "chat_template", template
     metrics = extra.get("metrics")
     for name in metrics if isinstance(metrics, list) else ():
         if isinstance(name, str):
@@ -73,6 +87,19 @@ def named_plugins(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     for field, reward in rewards_of(config):
         if reward.get("type") == "plugin" and isinstance(reward.get("name"), str):
             yield f"{field}.name", "reward", reward["name"]
+
+
+def is_template_name(template: str) -> bool:
+    """Return True if a `chat_template` is the name of a plugin rather than Jinja text."""
+    return _NAME.fullmatch(template) is not None
+
+
+def checked_template(template: str) -> str:
+    """Return a `chat_template` unchanged; raises `PydanticCustomError` if it is neither a name nor Jinja text."""
+    if is_template_name(template) or "{{" in template or "{%" in template:
+        return template
+    message = "must be a Jinja template with {brackets}, or the name of an installed plugin"
+    raise PydanticCustomError("bad_template", message, {"brackets": "`{{ … }}` or `{% … %}`"})
 
 
 def controls_learning_rate(config: Mapping[str, Any]) -> bool:

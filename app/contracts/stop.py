@@ -20,6 +20,8 @@ class StopRequest:
     """`checkpoint`: save and end. `epoch_end`: train to the end of the epoch, save and end. `best`: save nothing, but
     complete a checkpoint that is being written, since it may be the best one. `discard`: end without saving."""
     why: StopReason = "stop"
+    grace_seconds: float | None = None
+    """Seconds from the request to the trainer until it is killed; None: those of the worker's settings."""
 
     @property
     def is_immediate(self) -> bool:
@@ -39,4 +41,5 @@ class StopRequest:
         if earlier is None:
             return self
         mode = max(earlier.mode, self.mode, key=_SAVES_LESS.index)
-        return StopRequest(mode, "stop" if "stop" in (earlier.why, self.why) else "drain")
+        grace = self.grace_seconds if self.grace_seconds is not None else earlier.grace_seconds
+        return StopRequest(mode, "stop" if "stop" in (earlier.why, self.why) else "drain", grace)

@@ -188,6 +188,18 @@ async def fetch_tokenizer(client: httpx.AsyncClient, model: str, target: Path, m
     await asyncio.to_thread(target.write_bytes, content)
 
 
+async def fetch_model_config(client: httpx.AsyncClient, model: str, revision: str | None, most_bytes: int) -> bytes:
+    """Return the config.json of a hub model."""
+    url = f"/{model}/resolve/{quote(revision or 'main', safe='')}/config.json"
+    async with client.stream("GET", url) as response:
+        if response.status_code in (401, 403, 404):
+            message = f"the hub has no model {model!r} with a config.json that this server can read; {_TOKEN_HINT}"
+            raise _refused("config.base_model", "hub_model_not_found", message)
+        if response.status_code != 200:
+            raise _Unusable(f"it returned status {response.status_code}")
+        return await _read(response, most_bytes)
+
+
 def _choose(paths: list[str], request: HubImport) -> list[str]:
     """Return the files whose names contain the split as a word, in the folder or with the name of the subset."""
     readable = [path for path in paths if path.endswith(_SUFFIXES)]

@@ -139,7 +139,9 @@ class _Upload:
             except ApiError as error:
                 if error.status != 422:
                     raise
-                self._refusal = error
+                # The frames of its traceback hold the row, until a garbage collection finds the cycle.
+                error.__context__ = None
+                self._refusal = error.with_traceback(None)
 
     def _run_or_defer(self, step: Callable[[], None]) -> None:
         """Run a step that processes the file, or queue it while a requested tokenizer is being loaded."""

@@ -24,10 +24,12 @@ MAX_NOTIFICATIONS = 1000
 _COUNT_SECONDS = 1.0
 _SEND_SECONDS = 5.0
 CONTROL_CHANNEL = "anneal:control"
+ALL_RUNS = "all"
+"""Name of the feed of all runs, in place of a run's id."""
 
 
 def events_channel(run_id: str) -> str:
-    """Return the channel that announces new events of a run."""
+    """Return the channel that announces new events of a run, or of all runs."""
     return f"anneal:run:{run_id}"
 
 

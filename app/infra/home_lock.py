@@ -2,7 +2,10 @@
 
 import fcntl
 import os
+import select
+import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -56,6 +59,79 @@ def is_held(home: Path) -> bool:
         return not _try_lock(descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
+
+
+def holder(home: Path) -> int | None:
+    """Return the process id of the running `anneal up` of this home, if it is visible from here."""
+    found = _open_holder(home)
+    if found is None:
+        return None
+    with found:
+        return found.pid
+
+
+def stop_holder(home: Path) -> "Holder | None":
+    """Ask the `anneal up` of this home to stop and return it; None if none runs here that this user may stop."""
+    found = _open_holder(home)
+    if found is not None and not found.stop():
+        found.close()
+        return None
+    return found
+
+
+class Holder:
+    """Running `anneal up`, by a descriptor that never means another process."""
+
+    def __init__(self, pid: int, descriptor: int) -> None:
+        self.pid = pid
+        self._descriptor = descriptor
+
+    def stop(self) -> bool:
+        """Send SIGTERM; return False if this user may not."""
+        try:
+            signal.pidfd_send_signal(self._descriptor, signal.SIGTERM)
+        except ProcessLookupError:
+            pass  # it has just ended
+        except PermissionError:
+            return False
+        return True
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for its end; return False if it still runs after `seconds`."""
+        return bool(select.select([self._descriptor], [], [], seconds)[0])
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self._descriptor)
+
+    def __enter__(self) -> "Holder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _open_holder(home: Path) -> Holder | None:
+    """Open the process whose id is in the lock, if it has the lock open: in another container the id means another."""
+    path = home / "lock"
+    try:
+        pid = int(path.read_text())
+        descriptor = os.pidfd_open(pid)
+    except (OSError, ValueError):
+        return None
+    if is_held(home) and _has_open(pid, path):
+        return Holder(pid, descriptor)
+    os.close(descriptor)
+    return None
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    with suppress(OSError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # it was just closed
+                if descriptor.samefile(path):
+                    return True
+    return False
 
 
 def _try_lock(descriptor: int, kind: int) -> bool:

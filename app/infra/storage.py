@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from app.config import Settings
 from app.infra.ids import is_id
-from app.infra.untrusted_folder import OutsideStorage, refuse_outside
+from app.infra.untrusted_folder import OutsideStorage
 
 _CHECKPOINT = re.compile(r"checkpoint-[0-9]+")
 
@@ -140,21 +140,6 @@ class Storage:
     def output_dir(self, run_id: str, attempt: int) -> Path:
         """Return the folder of the fine-tuned model and its other files."""
         return self.attempt_dir(run_id, attempt) / "output"
-
-    @staticmethod
-    def resolve_below(root: Path, relative: str) -> Path:
-        """Return the path of `relative` below `root`.
-
-        Raises `OutsideStorage` for `..`, absolute paths, NUL, backslashes and for any path that is, or goes
-        through, a symbolic link. The file itself need not exist.
-        """
-        refuse_outside(relative)
-        path = root
-        for part in relative.split("/"):
-            path = path / part
-            if path.is_symlink():
-                raise OutsideStorage(f"a symbolic link: {relative!r}")
-        return path
 
     def _dataset_dir(self, dataset_id: str) -> Path:
         return self.root / "datasets" / _checked(dataset_id, "ds")

@@ -27,17 +27,17 @@ class BadJson(ValueError):
         self.message = message
 
 
-def parse(raw: bytes) -> Any:
+def parse(raw: bytes, most_values: int = MAX_VALUES) -> Any:
     """Parse UTF-8 JSON; raises `BadJson`. More than a megabyte waits for its turn, so call it in a thread."""
     if len(raw) <= _LARGE_BYTES:
-        return _parse(raw)
+        return _parse(raw, most_values)
     with _large:
-        return _parse(raw)
+        return _parse(raw, most_values)
 
 
-def _parse(raw: bytes) -> Any:
-    if len(raw) > MAX_VALUES and _has_too_many_values(raw):
-        raise BadJson("too_many_values", f"more than {MAX_VALUES:,} values in lists and objects; split it")
+def _parse(raw: bytes, most_values: int) -> Any:
+    if len(raw) > most_values and _has_too_many_values(raw, most_values):
+        raise BadJson("too_many_values", f"more than {most_values:,} values in lists and objects; split it")
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
@@ -58,15 +58,15 @@ def _parse(raw: bytes) -> Any:
     return value
 
 
-def _has_too_many_values(raw: bytes) -> bool:
+def _has_too_many_values(raw: bytes, most: int) -> bool:
     """Return True if a text has more values or more strings than allowed; takes memory for few of them."""
-    if _separators(raw) <= MAX_VALUES:
+    if _separators(raw) <= most:
         return False
     # Most of them may be in a string: without escapes, every quotation mark begins or ends one.
     structure = raw.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NO_STRUCTURE)
-    if structure.count(b'"') > 2 * MAX_VALUES:
+    if structure.count(b'"') > 2 * most:
         return True
-    return _separators(b"".join(structure.split(b'"')[::2])) > MAX_VALUES
+    return _separators(b"".join(structure.split(b'"')[::2])) > most
 
 
 def _separators(raw: bytes) -> int:

@@ -19,6 +19,16 @@ from app.runs.scheduler.dispatcher import Dispatcher
 _OUTCOMES = ("lost", "retried", "handed_back", "repaired", *TERMINAL)
 
 
+_TELEMETRY = (
+    ("anneal_device_utilization_percent", "utilization_percent", "Share of the time in which a kernel ran"),
+    ("anneal_device_memory_used_mebibytes", "memory_mb", "Highest memory in use"),
+    ("anneal_device_temperature_celsius", "temperature_celsius", "Highest temperature"),
+    ("anneal_device_power_watts", "power_watts", "Mean power draw"),
+    ("anneal_device_sm_clock_megahertz", "sm_clock_mhz", "Mean clock of the multiprocessors"),
+    ("anneal_device_ecc_uncorrected_errors", "ecc_uncorrected", "Uncorrected memory errors since the driver's start"),
+)
+
+
 class Metrics:
     """All metrics that an API process exports, on a separate registry."""
 
@@ -108,6 +118,15 @@ def _database_gauges(snapshot: Snapshot) -> Iterator[GaugeMetricFamily]:
         for busy in (True, False)
     }
     yield _gauge("anneal_devices", "Devices of these workers, cuda or cpu, busy or free.", {("kind", "state"): devices})
+    for name, field, what in _TELEMETRY:
+        values = {
+            (worker_id, uid): sample[field]
+            for worker_id, uid, sample in snapshot.telemetry
+            if sample.get(field) is not None
+        }
+        yield _gauge(
+            name, f"{what} of a GPU, over ten seconds, at most a minute ago.", {("worker_id", "device"): values}
+        )
     yield _gauge(
         "anneal_metrics_query_seconds",
         "Duration of the query for these figures, including the round trip to the database.",

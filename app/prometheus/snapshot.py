@@ -24,6 +24,8 @@ MOST_RECENT = 100_000
 """Maximum number of runs of the last day that are counted."""
 MOST_LIVE = 200
 """Maximum number of live runs with individual figures; the newest ones are used."""
+MOST_DEVICES = 1000
+"""Maximum number of devices with individual figures."""
 _WINDOW = timedelta(hours=24)
 _TIMEOUT_SECONDS = 3.0
 
@@ -65,7 +67,12 @@ _QUERY = text(
         (SELECT json_agg(json_build_array(kind, busy, n)) FROM (
             SELECT kind, run_id IS NOT NULL AS busy, count(*) AS n
             FROM devices JOIN present ON present.id = worker_id GROUP BY 1, 2
-        ) AS s) AS devices
+        ) AS s) AS devices,
+        (SELECT json_agg(json_build_array(worker_id, uid, telemetry)) FROM (
+            SELECT worker_id, uid, telemetry FROM devices JOIN present ON present.id = worker_id
+            WHERE CAST(telemetry ->> 'at' AS timestamptz) > now() - interval '1 min'
+            ORDER BY worker_id, devices.index LIMIT :most_devices
+        ) AS s) AS telemetry
     """
 )
 
@@ -87,6 +94,8 @@ class Snapshot:
     workers: dict[str, int]
     devices: dict[tuple[str, bool], int]
     """Number of devices by (kind, True if a run uses it)."""
+    telemetry: list[tuple[str, str, dict[str, Any]]]
+    """Worker id, device uid and `DeviceTelemetry` of the GPUs of these workers, at most a minute old."""
     query_seconds: float
 
 
@@ -117,6 +126,7 @@ class Snapshots:
             "silence": self._silence,
             "most_recent": MOST_RECENT,
             "most_live": MOST_LIVE,
+            "most_devices": MOST_DEVICES,
         }
         try:
             async with asyncio.timeout(_TIMEOUT_SECONDS), self._engine.connect() as connection:
@@ -137,5 +147,6 @@ def _snapshot(row: Any, seconds: float) -> Snapshot:
         steps=[(run_id, step, total) for run_id, step, total in row.steps or []],
         workers=row.workers or {},
         devices={(kind, busy): count for kind, busy, count in row.devices or []},
+        telemetry=[(worker_id, uid, sample) for worker_id, uid, sample in row.telemetry or []],
         query_seconds=seconds,
     )

@@ -15,6 +15,7 @@ from app.contracts.backends import BACKEND_RULES
 from app.contracts.schemas.runs import RunCheck, RunCreate
 from app.infra.ids import new_id
 from app.infra.storage import Storage
+from app.runs.estimates import service as estimates
 from app.runs.service import get
 from app.runs.state import machine
 from app.runs.validation.request import requirements, validate_request
@@ -65,6 +66,12 @@ async def create(
         experiment_id = (await default_experiment(session, caller_id)).id
     else:
         experiment_id = request.experiment_id
+    rules = BACKEND_RULES[request.backend]
+    least: dict[str, int] = {}
+    if rules.loads_model:
+        data = await estimates.data_of(session, request.dataset_id)
+        subject = estimates.Subject(found.config, found.given, request.backend, data)
+        least = await estimates.least_memory_of(session, settings, storage, subject)
     values = {
         "id": run_id or new_id("run"),
         "experiment_id": experiment_id,
@@ -76,7 +83,8 @@ async def create(
         "config": found.config.model_dump(mode="json"),
         "user_set_fields": found.given,
         "base_run_id": found.base_run_id,
-        "requirements": requirements(BACKEND_RULES[request.backend], found.config, found.given),
+        "resources": request.resources.model_dump(),
+        "requirements": requirements(rules, found.config, found.given, request.resources, least),
         "priority": request.priority,
         "max_restarts": request.max_restarts,
     }

@@ -13,7 +13,7 @@ from app.contracts.run_status import TERMINAL
 from app.infra.storage import Storage
 from app.runs.checkpoints import replicas
 from app.tables.checkpoints import Checkpoint
-from app.tables.events import RunEvent
+from app.tables.events import FeedEvent, QueuedFeedEvent, RunEvent
 from app.tables.runs import MetricRollup, Run, RunDeletion, RunRewardModel
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,9 @@ async def delete_remaining_data(sessions: async_sessionmaker[AsyncSession], stor
             while await _some_events(sessions, run_id):
                 pass
             async with sessions() as session, session.begin():
-                await session.execute(delete(MetricRollup).where(MetricRollup.run_id == run_id))
+                # In this order: what is being numbered meanwhile is then in the feed, and found there.
+                for table in (QueuedFeedEvent, FeedEvent, MetricRollup):
+                    await session.execute(delete(table).where(table.run_id == run_id))
                 await session.execute(delete(RunDeletion).where(RunDeletion.run_id == run_id))
             log.info("removed the remaining data of deleted run %s", run_id)
             done += 1

@@ -14,11 +14,14 @@ from app.contracts.backends import BACKEND_RULES
 from app.contracts.errors import FieldError
 from app.contracts.methods import TrainingMethod
 from app.contracts.run_status import TrainingStatus
+from app.contracts.run_task import RunTask
+from app.contracts.schemas.checkpoints import CheckpointExport
 from app.contracts.schemas.estimates import Estimated, KeptEstimate
 from app.contracts.schemas.page import Page
 from app.contracts.schemas.runs import (
     OTHER_RUN_ID,
     RUN_ID,
+    EvaluationCreate,
     RunCheck,
     RunComparison,
     RunCreate,
@@ -110,6 +113,17 @@ async def validate_run(
     return await check(session, settings, storage, body)
 
 
+@router.post("/evaluate", status_code=202)
+async def evaluate_model(body: EvaluationCreate, new: NewRun) -> RunRead:
+    """Evaluate a base model, the output of a run or a checkpoint on a dataset, without training.
+
+    The evaluation is a run of task `evaluate`: it waits in the same queue, has events, and can be stopped. Its metrics
+    are in its `eval` event and in `evaluation`.
+    """
+    transaction = await new.transaction("/v1/runs/evaluate")
+    return await new.accepted(await backend(new.request, None).evaluate_model(transaction, body))
+
+
 @router.get("", response_model=Page[RunSummary])
 async def list_runs(
     request: Request,
@@ -122,18 +136,19 @@ async def list_runs(
     parent_run_id: Annotated[str | None, Query(max_length=100)] = None,
     base_model: Annotated[str | None, Query(max_length=300)] = None,
     method: Annotated[TrainingMethod | None, Query(description="Only runs of this method.")] = None,
+    task: Annotated[RunTask | None, Query(description="Only runs of this task.")] = None,
     find: FindQuery = None,
     sort: Annotated[
         queries.Sort,
         Query(
             description="`created_at`: newest first. `best`: best first within each method, by `best_eval`, then runs "
-            "without an evaluation by `best_loss`; runs without either last, no probes. The order of running runs may "
-            "change between pages, so one may appear twice or not at all."
+            "without an evaluation by `best_loss`; runs without either last, no probes and evaluations. The order of "
+            "running runs may change between pages, so one may appear twice or not at all."
         ),
     ] = "created_at",
 ) -> Response:
     """List runs, newest or best first."""
-    filters = queries.Filters(experiment_id, tuple(status or ()), tag, parent_run_id, base_model, method, find)
+    filters = queries.Filters(experiment_id, tuple(status or ()), tag, parent_run_id, base_model, method, task, find)
     rows, has_more = await queries.page(session, filters, paging, sort)
     predictions = await _eta(request).of({row.id: row.status for row in rows})
     return Response(serializers.run_page(storage, rows, has_more, predictions), media_type="application/json")
@@ -201,11 +216,15 @@ async def stop_run(
 
     A repeated request has an effect only if it asks for an immediate stop after `epoch_end`, or for `discard`.
     """
-    mode = (body or RunStop()).how
+    asked = body or RunStop()
+    mode = asked.how
     found_no_best = mode == "best" and await best_good(session, run_id) is None
     mode = "checkpoint" if found_no_best else mode
-    run = await backend.stop_run(RunTransaction(session, after_commit), run_id, mode)
-    outlook = await stop_outlook.outlook(session, run, mode, settings.save_grace_seconds, found_no_best=found_no_best)
+    if not await service.trains(session, run_id):
+        mode, found_no_best = "discard", False  # it has nothing to save, and no epochs
+    run = await backend.stop_run(RunTransaction(session, after_commit), run_id, mode, asked.deadline_seconds)
+    grace = settings.save_grace_seconds if run.stop_grace_seconds is None else run.stop_grace_seconds
+    outlook = await stop_outlook.outlook(session, run, mode, grace, found_no_best=found_no_best)
     return await serializers.run_stopped(session, storage, run, outlook)
 
 
@@ -218,6 +237,24 @@ async def resume_run(run_id: str, backend: BackendOfRun, new: NewRun, body: RunR
     """Resume a run that has ended. Returns a new run whose parent is this one."""
     transaction = await new.transaction(f"/v1/runs/{run_id}/resume")
     return await new.accepted(await backend.resume_run(transaction, run_id, body or RunResume()))
+
+
+@router.post(
+    "/{run_id}/checkpoints/{checkpoint_id}/export",
+    status_code=202,
+    tags=["checkpoints"],
+    responses={409: {"description": "The run has not ended yet, or the checkpoint is corrupt."}},
+)
+async def export_checkpoint(
+    run_id: str, checkpoint_id: str, backend: BackendOfRun, new: NewRun, body: CheckpointExport | None = None
+) -> RunRead:
+    """Export a checkpoint as a run of its own, whose output is the model.
+
+    Works for runs that completed, failed or were stopped. The id of the new run can be the base model of other runs.
+    """
+    transaction = await new.transaction(f"/v1/runs/{run_id}/checkpoints/{checkpoint_id}/export")
+    made = await backend.export_checkpoint(transaction, run_id, checkpoint_id, body or CheckpointExport())
+    return await new.accepted(made)
 
 
 def _eta(request: Request) -> EtaService:

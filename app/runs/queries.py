@@ -12,10 +12,12 @@ from app.api.pagination import Paging, found_by, newest_first
 from app.contracts.errors import FieldError
 from app.contracts.methods import METHODS, TrainingMethod
 from app.contracts.run_status import TERMINAL, TrainingStatus
+from app.contracts.run_task import RunTask
+from app.contracts.schemas.runs import Requirements, Resources
 from app.runs.checkpoints.service import preferred_place
 from app.runs.serializers import DOCUMENTS, MOMENTS, NUMBERS, PLAIN
 from app.tables.base import sql_list
-from app.tables.runs import IS_NOT_PROBE, Run
+from app.tables.runs import IS_COMPARABLE, Run
 
 Sort = Literal["created_at", "best"]
 
@@ -36,6 +38,9 @@ def _shown() -> ColumnElement[str]:
     long as the query.
     """
     shown = {name: f"runs.{name}" for name in (*PLAIN, *DOCUMENTS)}
+    # Stored without the values that are not set.
+    for name, model in (("resources", Resources), ("requirements", Requirements)):
+        shown[name] = f"cast('{model().model_dump_json()}' AS jsonb) || runs.{name}"
     # JSON has no non-finite numbers.
     shown |= {name: f"CASE WHEN runs.{name} NOT IN {_NOT_FINITE} THEN runs.{name} END" for name in NUMBERS}
     shown |= {name: f"to_char(runs.{name} AT TIME ZONE 'UTC', '{_RFC_3339}')" for name in MOMENTS}
@@ -82,6 +87,7 @@ class Filters:
     parent_run_id: str | None = None
     base_model: str | None = None
     method: TrainingMethod | None = None
+    task: RunTask | None = None
     find: str | None = None
 
     def conditions(self) -> list[ColumnElement[bool]]:
@@ -97,6 +103,8 @@ class Filters:
             found.append(Run.config["base_model"].astext == self.base_model)
         if self.method is not None:
             found.append(_is_of(self.method))
+        if self.task is not None:
+            found.append(Run.task == self.task)
         if self.find is not None:
             found.append(found_by(self.find, "run", Run.id, Run.name))
         return found
@@ -113,7 +121,7 @@ async def page(
 
     Sorted by results, runs are grouped by method, since losses and rewards of different methods cannot be compared:
     first those that were evaluated, by their evaluation metric, then the others by their training loss. Runs without
-    either come last. Probes are excluded: they measure two steps on the longest rows, which is not a result.
+    either come last. Probes, which measure two steps on the longest rows, and runs that do not train are excluded.
     """
     if sort == "best":
         return await _best_first(session, filters, paging)
@@ -162,7 +170,7 @@ class _Place(NamedTuple):
 
 
 async def _best_first(session: AsyncSession, filters: Filters, paging: Paging) -> tuple[list[Listed], bool]:
-    conditions = [*filters.conditions(), *filters.on_status(), IS_NOT_PROBE]
+    conditions = [*filters.conditions(), *filters.on_status(), IS_COMPARABLE]
     after = None if paging.after is None else await _place(session, paging.after)
     first = 0
     if after is not None:
@@ -227,7 +235,7 @@ def _ranked(
 async def best_of(session: AsyncSession, experiment_id: str) -> list[Any]:
     """Return the best run of each method in an experiment: id, name, method, score, loss; of equal ones, the older."""
     named = select(Run.id, Run.name, Run.config["method"].astext.label("method"), Run.best_score, Run.best_loss)
-    conditions = [Run.experiment_id == experiment_id, IS_NOT_PROBE]
+    conditions = [Run.experiment_id == experiment_id, IS_COMPARABLE]
     found: dict[TrainingMethod, Any] = {}
     for tier in _TIERS:
         if tier.method not in found:

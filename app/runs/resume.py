@@ -12,27 +12,33 @@ from app.config import Settings
 from app.contracts.backends import BACKEND_RULES
 from app.contracts.errors import FieldError
 from app.contracts.run_status import TERMINAL
-from app.contracts.schemas.runs import RunResume
-from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.run_task import RunTask
+from app.contracts.schemas.runs import Resources, RunResume
+from app.contracts.training_config.fields import MOST_STEPS, TrainingConfig
 from app.contracts.training_config.raw_config import GROUPS, drop_unknown_fields, given_fields, named_fields
 from app.contracts.training_config.validation import resume_problems
 from app.infra.ids import new_id
+from app.infra.storage import Storage
 from app.runs import service
 from app.runs.actions.service import changes
 from app.runs.checkpoints.service import furthest_good, preferred
 from app.runs.creation import RunTransaction, find_by_idempotency_key, insert
+from app.runs.estimates import service as estimates
 from app.runs.validation.config import config_problems
 from app.runs.validation.destinations import destination_problems
-from app.runs.validation.request import requirements
+from app.runs.validation.request import requirements, resource_problems
 from app.runs.validation.result import validation_failed
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
 
 
-async def resume(transaction: RunTransaction, settings: Settings, run_id: str, request: RunResume) -> Run:
+async def resume(
+    transaction: RunTransaction, settings: Settings, storage: Storage, run_id: str, request: RunResume
+) -> Run:
     """Create a run that continues `run_id` from a checkpoint; the same idempotency key returns the same run.
 
-    Raises 409 while the run is live (`run_is_live`) or without a checkpoint (`no_checkpoint`), 422 for changes that
+    Raises 409 while the run is live (`run_is_live`), without a checkpoint (`no_checkpoint`) or for a run that does not
+    train (`not_a_training`), 422 for changes that
     cannot be made (`not_changeable_on_resume`) and when no step is left (`nothing_left_to_train`).
     """
     session = transaction.session
@@ -49,7 +55,21 @@ async def resume(transaction: RunTransaction, settings: Settings, run_id: str, r
         checkpoint = None
     else:
         checkpoint = await _checkpoint(session, parent, request.checkpoint_id)
+    if request.stop_after_steps is not None:
+        last = min((checkpoint.step if checkpoint else 0) + request.stop_after_steps, MOST_STEPS)
+        config = config.model_copy(update={"stop_at_step": last})
+        given = sorted({*given, "stop_at_step"})
+    if checkpoint is not None:
         _refuse_if_done(parent, config, given, checkpoint)
+    rules = BACKEND_RULES[parent.backend]
+    least: dict[str, int] = {}
+    if rules.loads_model:
+        data = await estimates.data_of(session, parent.dataset_id)
+        subject = estimates.Subject(config, given, parent.backend, data)
+        least = await estimates.least_memory_of(session, settings, storage, subject)
+    resources = request.resources or Resources.model_validate(parent.resources)
+    if wrong := resource_problems(rules, config, given, resources):
+        raise validation_failed(wrong)
     values = {
         "id": new_id("run"),
         "experiment_id": parent.experiment_id,
@@ -62,7 +82,8 @@ async def resume(transaction: RunTransaction, settings: Settings, run_id: str, r
         "user_set_fields": given,
         "base_run_id": parent.base_run_id,
         "devices_needed": parent.devices_needed,
-        "requirements": requirements(BACKEND_RULES[parent.backend], config, given),
+        "resources": resources.model_dump(),
+        "requirements": requirements(rules, config, given, resources, least),
         "priority": parent.priority,
         "max_restarts": parent.max_restarts,
         "parent_run_id": parent.id,
@@ -84,6 +105,9 @@ async def _ended(session: AsyncSession, run_id: str) -> Run:
             "run_is_live",
             f"Run {run_id} is {run.status}; only a run that has ended can be resumed: wait, or stop it first.",
         )
+    if run.task != RunTask.train:
+        message = f"Run {run_id} does not train (task `{run.task}`), so there is nothing to resume; create a new one."
+        raise conflict("not_a_training", message)
     return run
 
 

@@ -25,9 +25,10 @@ from app.infra.ids import id_at
 from app.infra.storage import Storage
 from app.runs import deletion
 from app.runs.checkpoints import retention
+from app.runs.events import feed
 from app.tables.audit import AuditEntry
 from app.tables.checkpoints import Checkpoint
-from app.tables.events import month_after
+from app.tables.events import FeedEvent, QueuedFeedEvent, month_after
 from app.tables.runs import Run, RunRewardModel
 
 log = logging.getLogger(__name__)
@@ -247,10 +248,24 @@ class Pruning:
             if not await session.scalar(has_others, {"kept": kept}):
                 return False
             if not self._dry_run:
+                await _drop_from_feed(session, kept, low, high)
                 await _exchange(session, name, kept, low, high)
                 truncated = update(Run).where(*inside, Run.id.not_in(kept), Run.first_seq <= Run.event_seq)
                 await session.execute(truncated.values(first_seq=Run.event_seq + 1))
         return True
+
+
+async def _drop_from_feed(session: AsyncSession, kept: list[str], low: str, high: str) -> None:
+    """Delete the events of a month's runs from the feed of all runs; `TRUNCATED` takes the place of the last one."""
+
+    def dropped(table: type[FeedEvent | QueuedFeedEvent]) -> tuple[ColumnElement[bool], ...]:
+        return (table.run_id >= low, table.run_id < high, table.run_id.not_in(kept))
+
+    last = select(func.max(FeedEvent.number)).where(*dropped(FeedEvent)).scalar_subquery()
+    marked = update(FeedEvent).where(FeedEvent.number == last).values(run_id=feed.TRUNCATED, seq=0)
+    await session.execute(marked)
+    for table in (QueuedFeedEvent, FeedEvent):
+        await session.execute(delete(table).where(*dropped(table)))
 
 
 async def _exchange(session: AsyncSession, name: str, kept: list[str], low: str, high: str) -> None:

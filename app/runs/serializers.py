@@ -10,20 +10,21 @@ from pydantic_core import to_json
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.contracts.methods import method_of
+from app.contracts.run_task import RunTask
 from app.contracts.schemas.runs import Prediction, RunRead, RunStopped, StopOutlook
 from app.infra.storage import Storage
 from app.runs import service
 from app.runs.checkpoints.service import preferred
 from app.runs.estimates import probe
 from app.runs.estimates.store import estimate_and_measurements
-from app.runs.metrics.points import recent
+from app.runs.metrics.points import evaluated, recent
 from app.tables.runs import Run
 
-DOCUMENTS = ("tags", "config", "effective_config")
+DOCUMENTS = ("tags", "config", "effective_config", "resources", "requirements", "pending_reason")
 NUMBERS = ("current_epoch", "best_loss")
 MOMENTS = ("created_at", "started_at", "finished_at", "stop_requested_at")
 PLAIN = (
-    "experiment_id", "name", "backend", "dataset_id", "eval_dataset_id", "status", "priority", "max_restarts",
+    "experiment_id", "name", "task", "backend", "dataset_id", "eval_dataset_id", "status", "priority", "max_restarts",
     "pinned", "parent_run_id", "resume_checkpoint_id", "base_run_id", "attempt", "worker_id", "current_step",
     "total_steps", "stop_mode", "end_reason", "error_code", "error_message", "created_by",
 )  # fmt: skip
@@ -53,9 +54,16 @@ async def _fields(session: AsyncSession, storage: Storage, run: Run) -> dict[str
     reward_runs = await service.reward_run_ids(session, run)
     expected, real = await estimate_and_measurements(session, run, probe.seconds_of_step(history))
     result = await probe.probe_result(session, run, expected, real)
-    taken = {"estimate": expected, "measured": real, "probe": result, "reward_run_ids": list(reward_runs)}
+    taken: dict[str, Any] = {
+        "estimate": expected,
+        "measured": real,
+        "probe": result,
+        "reward_run_ids": list(reward_runs),
+    }
     best_eval = None if run.best_score is None else method_of(run.config).score(run.best_score)
-    return {**same, **derived, **taken, "best_eval": best_eval, "metrics_history": history}
+    evaluation = await evaluated(session, run.id) if run.task == RunTask.evaluate else None
+    taken |= {"best_eval": best_eval, "evaluation": evaluation, "metrics_history": history}
+    return {**same, **derived, **taken}
 
 
 def run_page(

@@ -7,6 +7,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.errors import conflict, not_found
 from app.contracts.methods import method_of
+from app.contracts.run_task import RunTask
 from app.contracts.schemas.runs import RunEdit
 from app.contracts.stop import StopMode
 from app.infra.ids import is_id
@@ -30,6 +31,12 @@ async def reward_run_ids(session: AsyncSession, run: Run) -> Sequence[str]:
     return (await session.scalars(query.order_by(RunRewardModel.reward_run_id))).all()
 
 
+async def trains(session: AsyncSession, run_id: str) -> bool:
+    """Return True if the run trains, or if there is none."""
+    # Not the whole row, which the session would return again after the run has changed.
+    return await session.scalar(select(Run.task).where(Run.id == run_id)) in (None, RunTask.train)
+
+
 async def edit(session: AsyncSession, run_id: str, body: RunEdit) -> Run:
     """Change the name, tags or pin of a run; fields that were not given stay unchanged."""
     run = await lock(session, run_id)
@@ -48,12 +55,17 @@ async def lock(session: AsyncSession, run_id: str, *, for_child: bool = False) -
     return run
 
 
-async def stop(session: AsyncSession, run_id: str, mode: StopMode = "checkpoint") -> Run:
+async def stop(
+    session: AsyncSession, run_id: str, mode: StopMode = "checkpoint", grace_seconds: float | None = None
+) -> Run:
     """Request a stop; no error if a stop has ended the run, 409 if it ended by itself.
 
-    Mode `best` requires that a best checkpoint exists.
+    Mode `best` requires that a best checkpoint exists. `grace_seconds` applies to immediate stops.
     """
-    asked = machine.request_stop_at_epoch_end(run_id) if mode == "epoch_end" else machine.request_stop(run_id, mode)
+    if mode == "epoch_end":
+        asked = machine.request_stop_at_epoch_end(run_id)
+    else:
+        asked = machine.request_stop(run_id, mode, grace_seconds)
     moved = (await session.execute(asked)).mappings().one_or_none()
     run = await get(session, run_id)
     if moved is None and run.status != "cancelled":

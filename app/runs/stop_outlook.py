@@ -93,5 +93,6 @@ async def _how_long(
     return (
         f"{took}; with the current step and a save in progress, the stop may take {needed:.1f} s, but the trainer is "
         f"killed after {grace_seconds:g} s. This save may fail, and the progress since {step} may be lost. "
-        "Next time, raise ANNEAL_LEASE_SECONDS (the grace period is twice the lease) or use mode `epoch_end`."
+        "A further stop with `deadline_seconds` gives it more time. Next time, raise ANNEAL_LEASE_SECONDS (the grace "
+        "period is twice the lease) or use mode `epoch_end`."
     )

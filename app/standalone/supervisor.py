@@ -40,6 +40,8 @@ _API_GRACE_SECONDS = REQUEST_GRACE_SECONDS + 5.0
 _WORKER_EXTRA_GRACE_SECONDS = 10.0
 """Seconds beyond the save grace of trainers: the worker then kills those that did not save, and reports it."""
 
+_WARMING = "The training libraries are still loading: a run that starts now waits for them.\n"
+
 Say = Callable[[str], None]
 
 
@@ -144,6 +146,7 @@ class Up:
         self._home = settings.home
         self._stopping = False
         self._ready = False
+        self._warm = False
         self._key = ""
         self._key_id = ""
         self._url = ""
@@ -218,7 +221,11 @@ class Up:
                 self._say(f"{log.name}: {line}")
         if not self._ready and self._is_ready():
             self._ready = True
+            self._warm = self._worker_is_warm()
             self._announce()
+        elif self._ready and not self._warm and self._worker_is_warm():
+            self._warm = True
+            self._say("The training libraries are loaded: runs start at once.")
 
     def _is_ready(self) -> bool:
         status, missing = _get(self._url + "/readyz", self._key)
@@ -249,6 +256,11 @@ class Up:
         except SQLAlchemyError:
             return False
 
+    def _worker_is_warm(self) -> bool:
+        process = self._worker.process
+        found = status_files.read_statuses(self._home)
+        return process is not None and any(note.process.pid == process.pid and note.warm for note in found)
+
     def _announce(self) -> None:
         file = self.settings.connection_file
         key = self._key if self._shows_key else f"in {file}: shown on a terminal only"
@@ -258,9 +270,10 @@ class Up:
             f"  URL  {self._url}\n"
             f"  key  {key}\n\n"
             f"{curl}"
+            f"{'' if self._warm else _WARMING}"
             f"`anneal` on this machine finds both in {file}.\n"
             "This key is valid until the next start; `anneal keys create` makes a lasting one.\n"
-            "Ctrl-C stops it; active runs save a checkpoint and resume at the next start."
+            "Ctrl-C or `anneal down` stops it; active runs save a checkpoint and resume at the next start."
         )
 
     def _renew_key(self) -> None:

@@ -2,7 +2,7 @@
 
 from datetime import UTC, datetime
 
-from sqlalchemy import BigInteger, Index, text
+from sqlalchemy import BigInteger, Identity, Index, text
 from sqlalchemy.dialects.postgresql import JSON
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Mapped, mapped_column
@@ -30,6 +30,27 @@ class RunEvent(Base):
     ts: Mapped[datetime]
     # JSON instead of JSONB: the text is sent to readers unchanged, and read far more often than queried.
     data: Mapped[str] = mapped_column(JSON)
+
+
+class QueuedFeedEvent(Base):
+    """Event that the feed of all runs has not numbered yet; a trigger of `run_events` inserts it."""
+
+    __tablename__ = "event_feed_queue"
+
+    position: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
+    """Order of insertion; a smaller one may be committed later."""
+    run_id: Mapped[str] = mapped_column(index=True)
+    seq: Mapped[int] = mapped_column(BigInteger)
+
+
+class FeedEvent(Base):
+    """Event of the feed of all runs; numbers are committed in their order (`app.runs.events.feed`)."""
+
+    __tablename__ = "event_feed"
+
+    number: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
+    run_id: Mapped[str] = mapped_column(index=True)
+    seq: Mapped[int] = mapped_column(BigInteger)
 
 
 def ensure_partitions(connection: Connection, now: datetime) -> list[str]:

@@ -3,10 +3,11 @@
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, CheckConstraint, ForeignKey, Index, Text, UniqueConstraint, func, text
+from sqlalchemy import JSON, BigInteger, CheckConstraint, ForeignKey, Index, Text, UniqueConstraint, and_, func, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app.contracts.run_status import LIVE, STATUSES, TERMINAL, EndReason
+from app.contracts.run_task import RunTask
 from app.contracts.stop import StopMode
 from app.tables.base import Base, Owned, sql_list
 
@@ -26,11 +27,12 @@ _NOT_EVALUATED = "final_score IS NULL AND final_loss IS NOT NULL"
 
 
 class Run(Owned, Base):
-    """A training run. Only `app.runs.state.machine` writes `status`."""
+    """A run. Only `app.runs.state.machine` writes `status`."""
 
     __tablename__ = "runs"
     __table_args__ = (
         CheckConstraint(f"status IN {sql_list(STATUSES)}", name="status_known"),
+        CheckConstraint(f"task IN {sql_list(list(RunTask))}", name="task_known"),
         CheckConstraint(f"(status IN {sql_list(TERMINAL)}) = (finished_at IS NOT NULL)", name="finished_iff_terminal"),
         CheckConstraint(f"(status IN {sql_list(LIVE)}) = (lease_owner IS NOT NULL)", name="leased_iff_live"),
         CheckConstraint("(lease_owner IS NULL) = (lease_expires_at IS NULL)", name="lease_whole"),
@@ -96,6 +98,7 @@ class Run(Owned, Base):
     experiment_id: Mapped[str] = mapped_column(ForeignKey("experiments.id"))
     name: Mapped[str]
     tags: Mapped[list[str]] = mapped_column(server_default=text("'[]'"))
+    task: Mapped[RunTask] = mapped_column(Text, server_default="train")
     backend: Mapped[str]
     dataset_id: Mapped[str] = mapped_column(ForeignKey("datasets.id"))
     eval_dataset_id: Mapped[str | None] = mapped_column(ForeignKey("datasets.id"))
@@ -107,15 +110,21 @@ class Run(Owned, Base):
     """Configuration that the trainer used, as it reported at its start."""
     devices_needed: Mapped[int] = mapped_column(server_default=text("1"))
     requirements: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
-    """Requirements on a worker: `{"kind": "cuda"}`, `{"memory_mb": 24000}`."""
+    """Requirements on a worker, from `resources`, the configuration and the estimate: `kind`, `memory_mb`, `labels`,
+    `estimated_mb` (least MiB by kind of device) and `prefers_gpu`."""
+    resources: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
+    """Resources that the user asked for."""
+    pending_reason: Mapped[dict[str, Any] | None]
+    """Reason why no worker can take the pending run (`code` and `message`), as last reported by an event."""
     idempotency_key: Mapped[str | None]
     request_digest: Mapped[str | None]
     """SHA-256 of the request that came with the idempotency key."""
     parent_run_id: Mapped[str | None] = mapped_column(ForeignKey("runs.id"))
-    """The run that this one resumes."""
+    """The run that this one resumes, or whose checkpoint it evaluates."""
     resume_checkpoint_id: Mapped[str | None]
+    """Checkpoint that it resumes or evaluates."""
     base_run_id: Mapped[str | None] = mapped_column(ForeignKey("runs.id"))
-    """The run whose output is this one's base model."""
+    """The run whose output is this one's base model, or is evaluated."""
 
     pinned: Mapped[bool] = mapped_column(server_default=text("false"))
     """Excluded from retention at any age."""
@@ -126,6 +135,8 @@ class Run(Owned, Base):
     stop_requested_at: Mapped[datetime | None]
     stop_mode: Mapped[StopMode | None] = mapped_column(Text)
     """Stop mode: checkpoint, best or discard; or epoch_end, with `stop_requested_at` null until the epoch ends."""
+    stop_grace_seconds: Mapped[float | None]
+    """Seconds that the trainer has to stop; null: the grace period of the worker."""
     notified_at: Mapped[datetime | None]
     not_before: Mapped[datetime] = mapped_column(server_default=func.now())
 
@@ -167,8 +178,8 @@ class Run(Owned, Base):
     finished_at: Mapped[datetime | None]
 
 
-IS_NOT_PROBE = Run.config[("extra", "probe")].astext.is_distinct_from("true")
-"""Condition that a run is not a probe."""
+IS_COMPARABLE = and_(Run.task == RunTask.train, Run.config[("extra", "probe")].astext.is_distinct_from("true"))
+"""Condition that the results of a run are those of a training, and not of a probe."""
 
 
 class RunRewardModel(Base):

@@ -29,6 +29,8 @@ class Worker(Base):
     state: Mapped[str]
     slots: Mapped[int]
     backends: Mapped[list[str]] = mapped_column(ARRAY(Text))
+    labels: Mapped[list[str]] = mapped_column(ARRAY(Text), server_default="{}")
+    """Labels that the operator gave it; runs ask for them in `resources.labels`."""
     launch_mode: Mapped[str]
     launch_reason: Mapped[str] = mapped_column(server_default="")
     """Reason for cold starts of training processes; empty otherwise."""
@@ -60,3 +62,5 @@ class Device(Base):
     """Error of the device, until a run has trained on it again."""
     paused_until: Mapped[datetime | None]
     """Time until which the device takes no run because of that error."""
+    telemetry: Mapped[dict[str, Any] | None]
+    """Latest sample of the driver, with its time; null for CPUs and without a driver."""

@@ -28,6 +28,7 @@ def _read(presence: service.Presence) -> WorkerRead:
         state=presence.state,
         slots=worker.slots,
         backends=worker.backends,
+        labels=worker.labels,
         launch_mode=worker.launch_mode,
         launch_reason=worker.launch_reason,
         plugins=worker.plugins,

@@ -34,6 +34,11 @@ def resume_device(worker_id: str, index: int) -> Executable:
     return _device(worker_id, index).values(trouble=None, paused_until=None)
 
 
+def store_telemetry(worker_id: str, index: int, telemetry: dict[str, Any]) -> Executable:
+    """Store the newest telemetry of a device, with its time."""
+    return _device(worker_id, index).values(telemetry=telemetry)
+
+
 def _device(worker_id: str, index: int) -> Update:
     return update(Device).where(Device.worker_id == worker_id, Device.index == index)
 

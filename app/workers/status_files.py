@@ -29,6 +29,8 @@ class WorkerStatus:
     draining: bool = False
     runs: dict[str, list[int | None]] = field(default_factory=dict)
     """Current runs, each with its step and total steps as far as they are known."""
+    warm: bool = False
+    """True once a training process starts without loading its libraries first, or if none is kept ready."""
 
     def signal(self, number: signal.Signals) -> bool:
         """Send a signal to exactly this process, never to another one that reused its id; False if it has ended."""
@@ -70,7 +72,9 @@ class WorkerStatusFile:
                     path.unlink()
         self._write(self._note)
 
-    def update(self, *, draining: bool | None = None, runs: dict[str, list[int | None]] | None = None) -> None:
+    def update(
+        self, *, draining: bool | None = None, runs: dict[str, list[int | None]] | None = None, warm: bool | None = None
+    ) -> None:
         """Update the given fields and rewrite the file if they changed."""
         with self._lock:
             changed = self._note
@@ -78,6 +82,8 @@ class WorkerStatusFile:
                 changed = replace(changed, draining=draining)
             if runs is not None:
                 changed = replace(changed, runs=runs)
+            if warm is not None:
+                changed = replace(changed, warm=warm)
             if changed != self._note:
                 self._note = changed
                 self._write(changed)

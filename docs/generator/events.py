@@ -11,7 +11,7 @@ from docs.generator import markdown
 _INTRO = """\
 `GET /v1/runs/{run_id}/events` streams the events of a run as `text/event-stream` or NDJSON. Events are numbered 1, 2, 3 …
 without a gap or a duplicate; the guide [Stream events](../guides/events.md) shows how to follow them. `?types=` selects
-types. Clients must ignore types and fields that they do not know.
+types. `GET /v1/events` streams the types `status`, `progress` and `end` of all runs. Clients must ignore types and fields that they do not know.
 
 """
 

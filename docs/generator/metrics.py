@@ -8,6 +8,7 @@ from prometheus_client.registry import Collector
 
 from app.api.middleware.request_metrics import RequestMetrics
 from app.config import Settings
+from app.contracts.device_telemetry import DeviceTelemetry
 from app.infra.broker import Broker
 from app.infra.db import async_engine
 from app.prometheus.collector import ServiceCollector
@@ -31,6 +32,21 @@ _SNAPSHOT = Snapshot(
     steps=[("run_1", 1, 2)],
     workers={},
     devices={("cpu", True): 1},
+    telemetry=[
+        (
+            "wrk_1",
+            "GPU-1",
+            DeviceTelemetry(
+                seconds=10,
+                utilization_percent=0,
+                memory_mb=0,
+                temperature_celsius=0,
+                power_watts=0,
+                sm_clock_mhz=0,
+                ecc_uncorrected=0,
+            ).model_dump(),
+        )
+    ],
     query_seconds=0.0,
 )
 

@@ -62,6 +62,15 @@ def upgrade() -> None:
         sa.CheckConstraint("rows > 0", name=op.f("ck_datasets_has_rows")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_datasets")),
     )
+    for name, key in (("event_feed", "number"), ("event_feed_queue", "position")):
+        op.create_table(
+            name,
+            sa.Column(key, sa.BigInteger(), sa.Identity(always=True), nullable=False),
+            sa.Column("run_id", sa.Text(), nullable=False),
+            sa.Column("seq", sa.BigInteger(), nullable=False),
+            sa.PrimaryKeyConstraint(key, name=op.f(f"pk_{name}")),
+        )
+        op.create_index(op.f(f"ix_{name}_run_id"), name, ["run_id"], unique=False)
     op.create_table(
         "experiments",
         sa.Column("id", sa.Text(), nullable=False),
@@ -143,6 +152,7 @@ def upgrade() -> None:
         sa.Column("state", sa.Text(), nullable=False),
         sa.Column("slots", sa.Integer(), nullable=False),
         sa.Column("backends", postgresql.ARRAY(sa.Text()), nullable=False),
+        sa.Column("labels", postgresql.ARRAY(sa.Text()), server_default="{}", nullable=False),
         sa.Column("launch_mode", sa.Text(), nullable=False),
         sa.Column("launch_reason", sa.Text(), server_default="", nullable=False),
         sa.Column("plugins", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
@@ -178,6 +188,7 @@ def upgrade() -> None:
         sa.Column("lease_epoch", sa.Integer(), nullable=True),
         sa.Column("trouble", sa.Text(), nullable=True),
         sa.Column("paused_until", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("telemetry", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
         sa.CheckConstraint("kind IN ('cpu','cuda')", name=op.f("ck_devices_kind_known")),
         sa.CheckConstraint("(run_id IS NULL) = (lease_epoch IS NULL)", name=op.f("ck_devices_run_with_lease_epoch")),
         sa.ForeignKeyConstraint(["worker_id"], ["workers.id"], name=op.f("fk_devices_worker_id"), ondelete="CASCADE"),
@@ -189,6 +200,7 @@ def upgrade() -> None:
         sa.Column("experiment_id", sa.Text(), nullable=False),
         sa.Column("name", sa.Text(), nullable=False),
         sa.Column("tags", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'[]'"), nullable=False),
+        sa.Column("task", sa.Text(), server_default="train", nullable=False),
         sa.Column("backend", sa.Text(), nullable=False),
         sa.Column("dataset_id", sa.Text(), nullable=False),
         sa.Column("eval_dataset_id", sa.Text(), nullable=True),
@@ -199,6 +211,8 @@ def upgrade() -> None:
         sa.Column(
             "requirements", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'{}'"), nullable=False
         ),
+        sa.Column("resources", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'{}'"), nullable=False),
+        sa.Column("pending_reason", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
         sa.Column("idempotency_key", sa.Text(), nullable=True),
         sa.Column("request_digest", sa.Text(), nullable=True),
         sa.Column("parent_run_id", sa.Text(), nullable=True),
@@ -210,6 +224,7 @@ def upgrade() -> None:
         sa.Column("max_restarts", sa.Integer(), server_default=sa.text("3"), nullable=False),
         sa.Column("stop_requested_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("stop_mode", sa.Text(), nullable=True),
+        sa.Column("stop_grace_seconds", sa.Float(), nullable=True),
         sa.Column("notified_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("not_before", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
         sa.Column("lease_epoch", sa.Integer(), server_default=sa.text("0"), nullable=False),
@@ -237,6 +252,7 @@ def upgrade() -> None:
         sa.Column("finished_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("created_by", sa.Text(), nullable=True),
         sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.CheckConstraint("task IN ('train','evaluate','export')", name=op.f("ck_runs_task_known")),
         sa.CheckConstraint("end_reason IS NULL OR status = 'completed'", name=op.f("ck_runs_end_reason_of_completed")),
         sa.CheckConstraint("(status = 'failed') = (error_code IS NOT NULL)", name=op.f("ck_runs_error_iff_failed")),
         sa.CheckConstraint(
@@ -484,6 +500,22 @@ def upgrade() -> None:
     # Uncompressed, so that a reader knows the size of an event without reading it; few are large enough to compress.
     op.execute("ALTER TABLE run_events ALTER COLUMN data SET STORAGE EXTERNAL")
     op.execute("CREATE TABLE run_events_default PARTITION OF run_events DEFAULT")
+    # A trigger, because events are inserted by several statements; `app.runs.events.feed` numbers what it queues.
+    op.execute(
+        """
+        CREATE FUNCTION run_events_feed() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            INSERT INTO event_feed_queue (run_id, seq) VALUES (NEW.run_id, NEW.seq);
+            RETURN NULL;
+        END $$
+        """
+    )
+    op.execute(
+        """
+        CREATE TRIGGER run_events_feed AFTER INSERT ON run_events FOR EACH ROW
+        WHEN (NEW.type = ANY (ARRAY['status','progress','end'])) EXECUTE FUNCTION run_events_feed()
+        """
+    )
     # A trigger instead of the code that ends runs: replicas of an older version end runs too.
     op.execute(
         """

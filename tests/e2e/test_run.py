@@ -1,14 +1,20 @@
 """A QLoRA run through the whole service: followed, stopped, resumed, loaded, and disturbed in every way."""
 
+import io
 import json
+import os
 import subprocess
 import sys
+import tarfile
+from pathlib import Path
 
 import psutil
 
-from tests.e2e.conftest import STEPS, TrainingStack
+from app.client.client import Anneal
+from tests.e2e.conftest import QLORA, STEPS, TrainingStack
 from tests.stack import Follower, assert_attempts_never_overlap, pids_of_trainers
 from tests.waiting import eventually
+from tests.worker.training.tiny import make_chat_dataset
 
 
 def final_loss(stack: TrainingStack, run_id: str) -> str:
@@ -44,9 +50,9 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(stack: TrainingSt
 def test_the_adapter_loads_with_plain_peft_and_generates(stack: TrainingStack, undisturbed: str) -> None:
     script = """
 import sys
-from peft import AutoPeftModelForCausalLM
-from transformers import AutoTokenizer
-model = AutoPeftModelForCausalLM.from_pretrained(sys.argv[1])
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(sys.argv[2]), sys.argv[1])
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 ids = tokenizer.apply_chat_template(
     [{"role": "user", "content": "what is row 3"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -54,10 +60,58 @@ ids = tokenizer.apply_chat_template(
 out = model.generate(**ids, max_new_tokens=8, do_sample=False)
 print(out.shape[1] - ids["input_ids"].shape[1])
 """
-    output = stack.run(undisturbed)["fine_tuned_model"]
-    done = subprocess.run([sys.executable, "-c", script, output], capture_output=True, text=True, timeout=120)
+    output, base = stack.run(undisturbed)["fine_tuned_model"], str(stack.settings.models_folder / "tiny")
+    done = subprocess.run([sys.executable, "-c", script, output, base], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert 0 < int(done.stdout.split()[-1]) <= 8
+
+
+def test_the_weights_of_a_stopped_run_are_the_base_model_of_another(stack: TrainingStack, undisturbed: str) -> None:
+    stopped = stack.train(base_model=undisturbed, max_steps=100_000)  # on an adapter, whose base is named `tiny`
+    stack.until_step(stopped, 2)
+    assert stack.stop(stopped).status_code == 202
+    stack.until(stopped, "cancelled")
+    (saved,) = stack.client.get(f"/v1/runs/{stopped}/checkpoints").json()["data"]
+    answer = stack.client.post(f"/v1/runs/{stopped}/checkpoints/{saved['id']}/export", json={})
+    assert answer.status_code == 202, answer.text
+    exported = stack.until(answer.json()["id"], "completed", "failed", timeout=120)
+    assert exported["status"] == "completed", exported["error_message"]
+    (event,) = [event for event in stack.events(exported["id"]) if event["type"] == "export"]
+    assert (event["weights"], event["step"]) == ("checkpoint", saved["step"])
+    ends = [event["reason"] for event in stack.events(exported["id"]) if event["type"] == "status"]
+    assert ends[-1].startswith(
+        f"the checkpoint is exported; exported the weights of the checkpoint of step {saved['step']}"
+    )
+    places = [str(stack.settings.models_folder).encode(), str(stack.settings.storage_root).encode()]
+    files = [path for path in Path(exported["fine_tuned_model"]).rglob("*") if path.is_file()]
+    assert [path for path in files if any(place in path.read_bytes() for place in places)] == []
+
+    child = stack.until(stack.train(base_model=exported["id"], max_steps=1), "completed", "failed", timeout=120)
+    assert child["status"] == "completed", child["error_message"]
+    archive = stack.client.get(f"/v1/runs/{stopped}/checkpoints/{saved['id']}/download")
+    with tarfile.open(fileobj=io.BytesIO(archive.content)) as tar:
+        assert f"{saved['id']}/adapter_model.safetensors" in tar.getnames()
+
+
+def test_an_evaluation_equals_that_of_the_training(stack: TrainingStack, tmp_path: Path) -> None:
+    held_out = stack.upload(make_chat_dataset(tmp_path / "held_out.jsonl", 10).read_bytes(), "held_out.jsonl")
+    config = {**QLORA, "method": "lora", "max_steps": 4, "save_steps": 2, "eval_steps": 2, "packing": False}
+    run_id = stack.create(config=config, backend="celery", dataset_id=stack.chats, eval_dataset_id=held_out)
+    trained = stack.until(run_id, "completed", "failed", timeout=120)
+    assert trained["status"] == "completed", trained["error_message"]
+    during = {event["step"]: event["metrics"] for event in stack.events(run_id) if event["type"] == "eval"}
+    saved = {one["step"]: one["id"] for one in stack.client.get(f"/v1/runs/{run_id}/checkpoints").json()["data"]}
+    with Anneal(stack.api.url, stack.api.key) as client:
+        for model, step in ((run_id, 4), (saved[2], 2)):
+            done = client.runs.evaluate({"model": model, "dataset_id": held_out})
+            assert (done.status, done.task, done.attempt) == ("completed", "evaluate", 1), done.error_message
+            assert done.evaluation is not None and done.fine_tuned_model is None
+            assert done.evaluation["eval_loss"] == during[step]["eval_loss"] == done.best_eval
+    environment = {**os.environ, "ANNEAL_URL": stack.api.url, "ANNEAL_API_KEY": stack.api.key}
+    command = [sys.executable, "-m", "app.cli.main", "eval", "tiny", "held_out.jsonl", "--set", "max_eval_rows=3"]
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert shown.returncode == 0, shown.stderr
+    assert "eval_loss" in shown.stdout and "evaluation of tiny" in shown.stderr
 
 
 def test_artifacts_metrics_and_logs_are_served(stack: TrainingStack, undisturbed: str) -> None:

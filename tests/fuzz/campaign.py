@@ -144,6 +144,9 @@ class Campaign:
                 case.path_parameters["path"] = "fake_model.json"
         if case.path.endswith("/backends/{name}") and self._chance.random() < 0.5:
             case.path_parameters["name"] = self._chance.choice(["celery", "fake"])
+        if case.path.endswith("/keys/{key_id}"):  # the others that exist include the campaign's own
+            made = self._stack.client.post("/v1/keys", json={"name": "fuzz", "scopes": ["read"]})
+            case.path_parameters["key_id"] = made.json()["id"]
         if case.path.endswith("/secrets/{name}") and self._chance.random() < 0.6:
             case.path_parameters["name"] = self._chance.choice(["hf_token", "wandb_token"])
         if case.path.endswith("/stop") and self._chance.random() < 0.4:
@@ -156,7 +159,7 @@ class Campaign:
             self._lead_query(case)
             self._lead_body(case)
         if case.path.endswith(("/events", "/logs")):
-            case.query = {**(case.query or {}), "follow": "false"}  # otherwise it waits for a pending run
+            case.query = {**(case.query or {}), "follow": "false"}  # otherwise it waits for a pending run, or for ever
 
     def _lead_query(self, case: Case) -> None:
         if case.path.endswith("/compare"):

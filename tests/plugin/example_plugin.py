@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers.normalizers import Lowercase
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from worker.training.methods import sft
 
@@ -95,6 +96,64 @@ class Brevity:
 
     def __call__(self, prompts: Any, completions: Any, **columns: Any) -> list[float]:
         return [1.0 / (1 + abs(len(completion) - self.best)) for completion in completions]
+
+
+def lower_case(load: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer of the base model, for which all texts are lower case."""
+    tokenizer: PreTrainedTokenizerBase = load()
+    tokenizer.backend_tokenizer.normalizer = Lowercase()
+    return tokenizer
+
+
+def late_labels(collate: Any, tokenizer: Any, first: int) -> Any:
+    """Batches of the method in which the first tokens are not learned."""
+
+    def made(examples: Any) -> Any:
+        batch = collate(examples)
+        batch["labels"][:, :first] = -100
+        return batch
+
+    return made
+
+
+def no_labels(collate: Any, tokenizer: Any) -> Any:
+    return lambda examples: {name: column for name, column in collate(examples).items() if name != "labels"}
+
+
+def loud(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A template that the tokenizer's own end of a text ends."""
+    return "{% for message in messages %}{{ message.role | upper }}: {{ message.content }}" + (
+        f"{tokenizer.eos_token}\n{{% endfor %}}"
+    )
+
+
+class Tally(TrainerCallback):
+    """Counts what it is called for, asks for a checkpoint, ends training after some steps, or fails."""
+
+    def __init__(self, save_at: int = 0, end_at: int = 0, fail_at: int = 0) -> None:
+        self.count = {"starts": 0, "ends": 0, "metrics": 0}
+        self.seen: list[float] = []
+        self.at = {"save": save_at, "end": end_at, "fail": fail_at}
+
+    def on_step_start(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.count["starts"] += 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.count["ends"] += 1
+        if state.global_step == self.at["fail"]:
+            raise ValueError("the tally is full")
+        control.should_save = state.global_step == self.at["save"]
+        control.should_training_stop = state.global_step == self.at["end"]
+
+    def on_metrics(self, args: Any, state: Any, control: Any, metrics: Any, **more: Any) -> None:
+        self.count["metrics"] += 1
+        self.seen.append(metrics["loss"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count, self.seen = state["count"], state["seen"]
 
 
 def returns_a_dict(*arguments: Any, **named: Any) -> dict[str, Any]:

@@ -11,20 +11,26 @@ from typing import Any
 from sqlalchemy import Connection, Engine, Executable, func, select
 
 from app.base_models import resolver
+from app.base_models.model_folder import ModelFolder
 from app.config import wandb_mode
 from app.contracts.attempt.device import AssignedDevice
 from app.contracts.attempt.job import (
+    EXPORT,
+    MERGED_BASE,
     DataSource,
+    EvaluatedCheckpoint,
     JobSpec,
     ModelSource,
     ResumePoint,
     TokenCacheLocation,
     TrackerServers,
+    TrainedWeights,
     WorkerInfo,
 )
 from app.contracts.attempt.messages import ActionRequest
 from app.contracts.methods import method_of, rewards_of
 from app.contracts.plugins import has_replicas
+from app.contracts.run_task import RunTask
 from app.infra.untrusted_folder import create_below
 from app.runs.actions.replay import done_after
 from app.runs.checkpoints import retention
@@ -106,15 +112,22 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
     restore_control = restore_control.limited(_MAX_PREPARATION_SECONDS)
     with context.engine.connect() as connection:
         repaired = auto_repair.previous_repairs(connection, run.id)
-    checkpoint = _newest_good(context, run, remarks, restore_control)
+    checkpoint = weights = None
+    if run.task == RunTask.evaluate:
+        weights = _evaluated(context, run, restore_control)
+    else:
+        checkpoint = _newest_good(context, run, remarks, restore_control)
+    if run.task is RunTask.export and (checkpoint is None or checkpoint.id != run.resume_checkpoint_id):
+        raise JobError("config_error", " ".join([*remarks, "Export another checkpoint of the run."]))
     config, changed = auto_repair.apply(run.config, repaired)
     with context.engine.connect() as connection:
         base_model = _base_model(context, connection, run)
-        reward_models = _reward_models(context, connection, run)
+        reward_models = [] if run.task is RunTask.export else _reward_models(context, connection, run)
         secrets = _secrets(context, connection, run, [base_model, *reward_models])
         replayed = connection.execute(done_after(run.id, checkpoint.step if checkpoint else 0)).scalar_one()
         job = JobSpec(
             run_id=run.id,
+            task=run.task,
             attempt=run.attempt,
             backend=run.backend,
             config=config,
@@ -128,6 +141,8 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
             token_cache=_token_cache(context),
             disk_reserve_bytes=context.settings.disk_reserve_bytes,
             resume_from=_resume(context, checkpoint),
+            best_checkpoint=_best_evaluated(context, run),
+            weights=weights,
             replayed_actions=[ActionRequest(**one) for one in replayed],
             journal=context.storage.journal(run.id),
             device=device,
@@ -228,8 +243,15 @@ def _reward_models(context: WorkerContext, connection: Connection, run: ClaimedR
 
 
 def _locate_model(
-    context: WorkerContext, connection: Connection, run: ClaimedRun, name: str, revision: str | None = None
+    context: WorkerContext,
+    connection: Connection,
+    run: ClaimedRun,
+    name: str,
+    revision: str | None = None,
+    *,
+    follow: bool = True,
 ) -> ModelSource:
+    """Locate a model by its name; with `follow`, also the base of an adapter that is the output of a run."""
     if run.backend == "fake":
         return ModelSource(name=name, path=None, hub=name if resolver.is_hub_name(name) else None, revision=None)
     output_attempt = None
@@ -241,7 +263,27 @@ def _locate_model(
         code = "config_error" if error.code == "model_not_allowed" else "model_not_found"
         raise JobError(code, error.message) from error
     path = Path(located["path"]) if located["path"] is not None else None
-    return ModelSource(name=located["name"], path=path, hub=located["hub"], revision=located["revision"])
+    base = None
+    if path is not None and output_attempt is not None and follow:
+        base = _base_of_output(context, connection, run, path)
+    return ModelSource(name=located["name"], path=path, hub=located["hub"], revision=located["revision"], base=base)
+
+
+def _base_of_output(
+    context: WorkerContext, connection: Connection, run: ClaimedRun, output: Path
+) -> ModelSource | None:
+    """Locate the base of an adapter in the output of a run; None if the output is a whole model.
+
+    A base that is an adapter itself is part of the output, merged.
+    """
+    described = ModelFolder(context.storage, output).read_json("adapter_config.json")
+    name, revision = described.get("base_model_name_or_path"), described.get("revision")
+    if not isinstance(name, str):
+        return None
+    if name == MERGED_BASE:
+        return ModelSource(name=name, path=output / MERGED_BASE, hub=None, revision=None)
+    pinned = revision if isinstance(revision, str) else None
+    return _locate_model(context, connection, run, name, pinned, follow=False)
 
 
 def _secrets(
@@ -274,6 +316,25 @@ def _resume(context: WorkerContext, checkpoint: Any) -> ResumePoint | None:
         path=context.storage.named_checkpoint(checkpoint.run_id, checkpoint.attempt, checkpoint.name),
         step=checkpoint.step,
         manifest_sha256=checkpoint.manifest_sha256,
+    )
+
+
+def _best_evaluated(context: WorkerContext, run: ClaimedRun) -> EvaluatedCheckpoint | None:
+    """Return the checkpoint with the best evaluation, the earliest of several, of this run and those it resumes."""
+    method = method_of(run.config)
+    evaluated = [
+        (method.score(metric), one.step, one)
+        for one in _candidates(context.engine, run)
+        if isinstance(metric := one.metrics.get(method.eval_metric), int | float)
+    ]
+    if not evaluated:
+        return None
+    score, step, best = min(evaluated, key=lambda one: one[:2])
+    return EvaluatedCheckpoint(
+        path=context.storage.named_checkpoint(best.run_id, best.attempt, best.name),
+        step=step,
+        manifest_sha256=best.manifest_sha256,
+        metric=method.score(score),
     )
 
 
@@ -318,6 +379,42 @@ def _newest_good(context: WorkerContext, run: ClaimedRun, remarks: list[str], re
             'the parent run has no intact checkpoint: resume it with {"from": "start"} to train from the beginning',
         )
     return None
+
+
+def _evaluated(context: WorkerContext, run: ClaimedRun, restore_control: RestoreControl) -> TrainedWeights | None:
+    """Return the weights that a run evaluates; None for those of the base model.
+
+    Raises:
+        JobError: They no longer exist, or are not reachable now.
+    """
+    if run.resume_checkpoint_id is None:
+        return _evaluated_output(context, run.base_run_id) if run.base_run_id else None
+    query = select(Checkpoint.__table__).where(Checkpoint.id == run.resume_checkpoint_id)
+    checkpoint = _rows(context.engine, query)[0]
+    place = context.storage.named_checkpoint(checkpoint.run_id, checkpoint.attempt, checkpoint.name)
+    why = "it was deleted" if checkpoint.deleted_at else None
+    if why is None and (wrong := manifest.verify(place, checkpoint.manifest_sha256, restore_control.check)):
+        fetched = restore.restore_checkpoint(context, run, checkpoint, place, wrong, restore_control)
+        if fetched.outcome is RestoreOutcome.AWAY:
+            message = f"checkpoint {checkpoint.id} cannot be read: {fetched.why}; the run waits for another try"
+            raise JobError("internal", message, is_transient=True, pause_seconds=_pause(context.engine, run))
+        why = None if fetched.outcome is RestoreOutcome.WHOLE else fetched.why
+    if why is not None:
+        raise JobError("config_error", f"checkpoint {checkpoint.id} cannot be evaluated: {why}; evaluate another one")
+    return TrainedWeights(path=place, step=checkpoint.step, epoch=checkpoint.epoch)
+
+
+def _evaluated_output(context: WorkerContext, run_id: str) -> TrainedWeights:
+    query = select(Run.output_attempt, Run.current_step, Run.current_epoch).where(Run.id == run_id)
+    trained = _rows(context.engine, query)[0]
+    place = context.storage.output_dir(run_id, trained.output_attempt)
+    if not place.is_dir():
+        message = f"the output of run {run_id} is not in this worker's storage ({context.storage.root}); evaluate one "
+        raise JobError("model_not_found", message + "of its checkpoints, or resume the run to create it again")
+    last, step = trained.current_step, ModelFolder(context.storage, place).read_json(EXPORT).get("step")
+    if not isinstance(step, int) or not 0 < step < last:
+        return TrainedWeights(path=place, step=last, epoch=trained.current_epoch)
+    return TrainedWeights(path=place, step=step, epoch=trained.current_epoch * step / last)
 
 
 def _pause(engine: Engine, run: ClaimedRun) -> float | None:

@@ -13,6 +13,7 @@ from worker.ingest.event_writer import EventWriter
 from worker.ingest.record_handler import RecordHandler
 from worker.lease import Lease
 from worker.process.training_process import Exit, TrainingProcess
+from worker.telemetry import DeviceFeed
 
 _NO_SAVE_GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
@@ -22,9 +23,10 @@ class Monitor:
     """Monitor of one training process, from its start to its exit; used by the supervisor of the attempt alone.
 
     Every 50 ms at the latest it passes output to the record handler, unless the writer's queue is full or the process
-    reports too much, samples memory, checks lease and events for problems, and forwards stop requests and actions of
-    the lease. It kills the process if the lease expires, if nothing arrives for `hang_seconds`, or if a stop outlasts
-    its grace period: `save_grace_seconds`, 5 s if no checkpoint is wanted, and none before training has started.
+    reports too much, samples memory, stores device telemetry, checks lease and events for problems, and forwards stop
+    requests and actions of the lease. It kills the process if the lease expires, if nothing arrives for
+    `hang_seconds`, or if a stop outlasts its grace period: that of the request, else `save_grace_seconds`, or 5 s if no
+    checkpoint is wanted. Before training has started there is none.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Monitor:
         record_handler: RecordHandler,
         process: TrainingProcess,
         memory_watch: MemoryWatch,
+        device_feed: DeviceFeed,
     ) -> None:
         self._context = context
         self._lease = lease
@@ -42,6 +45,7 @@ class Monitor:
         self._record_handler = record_handler
         self._process = process
         self._memory_watch = memory_watch
+        self._device_feed = device_feed
         self._asked_at: float | None = None
         self._grace = 0.0
         self._sent_stop: StopRequest | None = None
@@ -60,6 +64,7 @@ class Monitor:
         while (ended := self._process.poll()) is None and killed_for is None:
             self._take()
             self._memory_watch.look(self._record_handler.phase)
+            self._device_feed.look()
             if self._lease.fenced:
                 self._process.kill()
                 raise LeaseFenced(self._lease.run_id)
@@ -94,6 +99,7 @@ class Monitor:
         """Send a stop request (or the worker's own shutdown) and enforce it at the end of the grace period."""
         stop = self._lease.stop or StopRequest("checkpoint", "drain")
         grace = _NO_SAVE_GRACE_SECONDS if stop.mode == "discard" else self._context.settings.save_grace_seconds
+        grace = grace if stop.grace_seconds is None else stop.grace_seconds
         now = time.monotonic()
         if self._asked_at is None or grace < self._grace:
             self._asked_at = now  # a request that keeps less than before gets its own grace period

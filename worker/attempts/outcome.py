@@ -8,6 +8,7 @@ from sqlalchemy import Connection, Executable, Integer, cast, exists, select
 from app.contracts.attempt.failure_report import KillReason
 from app.contracts.attempt.messages import TrainingResult
 from app.contracts.run_status import EndReason
+from app.contracts.run_task import RunTask
 from app.runs.state import machine
 from app.tables.runs import Attempt
 from worker.claimed_run import ClaimedRun
@@ -27,6 +28,7 @@ _TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 _LIMITS: Mapping[str | None, tuple[EndReason, str]] = {
     None: ("finished", "training is complete"),
+    "export": ("finished", "the checkpoint is exported"),
     "early_stopping": ("early_stopping", "early_stopping"),
     "time_limit": ("time_limit", "time_limit_seconds was reached; resume the run to continue"),
     "stop_at_step": ("stop_at_step", "stop_at_step was reached; resume the run to continue"),
@@ -81,6 +83,10 @@ def _reported_end(run: ClaimedRun, result: TrainingResult) -> Executable | None:
     if outcome != "completed" and why not in ("time_limit", "stop_at_step"):
         return None
     end_reason, text = _LIMITS.get(why, _LIMITS[None])
+    if run.task == RunTask.evaluate:
+        text = "the evaluation is complete"
+    if exported := result.get("exported"):
+        text += f"; exported the {exported[:300]}"
     hub = result.get("hub")
     if hub and hub.get("url"):
         text += f"; pushed to {hub['url'][:300]}"

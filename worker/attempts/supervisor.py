@@ -41,6 +41,7 @@ from worker.ingest.record_handler import RecordHandler, StartPoint
 from worker.lease import Lease, LeaseLost
 from worker.process.spawn import LaunchAbandoned, LaunchError
 from worker.process.training_process import Exit, TrainingProcess
+from worker.telemetry import DeviceFeed
 
 log = logging.getLogger(__name__)
 
@@ -65,15 +66,17 @@ def work(context: WorkerContext) -> None:
 
 
 @cache
-def _claim(worker_id: str, backends: tuple[str, ...], lease_seconds: float, kind: str, memory_mb: int) -> Executable:
+def _claim(
+    worker_id: str, backends: tuple[str, ...], lease_seconds: float, kind: str, labels: tuple[str, ...]
+) -> Executable:
     # It is the same for every claim of a worker, and building it takes longer than executing it.
-    return machine.claim(worker_id, list(backends), lease_seconds, kind, memory_mb)
+    return machine.claim(worker_id, list(backends), lease_seconds, kind, list(labels))
 
 
 def claim(context: WorkerContext) -> ClaimedRun | None:
     """Claim a run and its devices; None if there is none or the database is unavailable."""
-    memory = max(device.memory_bytes // 2**20 for device in context.machine.devices)
-    statement = _claim(context.id, tuple(context.backends), context.settings.lease_seconds, context.kind, memory)
+    settings = context.settings
+    statement = _claim(context.id, tuple(context.backends), settings.lease_seconds, context.kind, settings.labels)
     try:
         with context.engine.begin() as connection:
             row = connection.execute(statement).one_or_none()
@@ -94,6 +97,7 @@ def supervise(context: WorkerContext, run: ClaimedRun, claimed_at: float) -> Non
     """Run a claimed run to its end, or release it; in every case no process of it is left."""
     with (
         bound_contextvars(run_id=run.id, attempt=run.attempt),
+        context.tracing.span("attempt", {"anneal.run_id": run.id, "anneal.attempt": run.attempt}),
         Lease(context, run.id, run.lease_epoch, claimed_at) as lease,
         EventWriter(context, run, lease) as writer,
         context.replicator.log_to(run.id, writer.put) if context.replicator else nullcontext(),
@@ -169,9 +173,9 @@ def attempt(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: Event
         log.exception("%s: attempt %d", run.id, run.attempt)
         return could_not_start(context, run, f"the attempt could not be prepared: {error}")
     context.health.started()
-    memory_watch = MemoryWatch(process.identity, device)
+    memory_watch, feed = MemoryWatch(process.identity, device), DeviceFeed(context.telemetry, device, writer.put)
     try:
-        end, killed_for = Monitor(context, lease, writer, record_handler, process, memory_watch).run_until_exit()
+        end, killed_for = Monitor(context, lease, writer, record_handler, process, memory_watch, feed).run_until_exit()
     finally:
         process.close()
     cleanup.after_attempt(context, run.id, run.attempt)

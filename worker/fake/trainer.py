@@ -18,7 +18,7 @@ import time
 import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from app.contracts.attempt.job import JobSpec
 from app.contracts.attempt.messages import ErrorInfo, RepairProposal, TrainingResult
@@ -213,6 +213,9 @@ class FakeTrainer:
         before = (self.state.step - 1) * self.per_step // self.rows
         return self.state.step * self.per_step // self.rows > before
 
+    def _is_due(self, every: int | Literal["epoch"]) -> bool:
+        return self._is_epoch_over() if every == "epoch" else self.state.step % every == 0
+
     def epoch(self) -> float:
         """Return the number of epochs so far, including the fraction of the current one."""
         return self.state.step * self.per_step / self.rows
@@ -253,7 +256,7 @@ class FakeTrainer:
             self._measure(loss, time.monotonic() - began)
         if not math.isfinite(loss):
             raise Failure("non_finite_loss", f"the loss of step {step} is {loss}", self._rewind(step, samples))
-        if self.config.eval_steps is not None and step % self.config.eval_steps == 0:
+        if self.config.eval_steps is not None and self._is_due(self.config.eval_steps):
             self.evaluate(loss + 0.1)
 
     def _duration(self, step: int) -> float:
@@ -302,6 +305,7 @@ class FakeTrainer:
             grad_norm=loss / 10,
             samples_per_second=self.per_step / max(seconds, 1e-6),
             total_steps=self.total,
+            extra={f"{self.state.step}.{number}": loss for number in range(self.options.metric_values)},
         )
 
     def _inject_faults(self, step: int) -> None:
@@ -320,7 +324,7 @@ class FakeTrainer:
 
     def _save_if_due(self) -> None:
         asked = self.control.take_checkpoint_request() or self.actions.wants_checkpoint
-        periodic = asked or self.state.step % self.config.save_steps == 0
+        periodic = asked or self._is_due(self.config.save_steps)
         if periodic or self.improved:
             self._save("periodic" if periodic else "best")
             self.report.phase("training", start_step=self.state.step, total_steps=self.total)

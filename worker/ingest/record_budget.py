@@ -2,6 +2,10 @@
 
 BYTES_PER_SECOND = 2**20
 BURST_BYTES = 16 * 2**20
+LEAST_BYTES = 256
+"""Size of the smallest records, each of which is a row of the database."""
+COSTLY_BYTES = 10 * 2**10
+"""Added to the size of a record that costs more than its row: at most 100 of them per second."""
 
 
 class RecordBudget:

@@ -24,6 +24,7 @@ from app.contracts.attempt.messages import (
 from app.contracts.events import TRAINER_RECORDS
 from app.contracts.methods import method_of
 from app.contracts.run_status import LIVE
+from app.contracts.run_task import RunTask
 from app.infra.ids import new_id
 from app.infra.storage import checkpoint_name
 from app.infra.terminal_text import plain_text
@@ -39,7 +40,7 @@ from worker.ingest.action_results import action_result
 from worker.ingest.event_writer import EventWriter
 from worker.ingest.log_lines import LogLines
 from worker.ingest.pace import AttemptTimer
-from worker.ingest.record_budget import BURST_BYTES, BYTES_PER_SECOND, RecordBudget
+from worker.ingest.record_budget import BURST_BYTES, BYTES_PER_SECOND, COSTLY_BYTES, LEAST_BYTES, RecordBudget
 from worker.ingest.record_parser import invalid_fields, parse_record, validated
 from worker.ingest.redaction import Redactor
 from worker.ingest.spool import RunUpdate
@@ -47,9 +48,21 @@ from worker.process.channel import Source
 from worker.wire.heartbeat import HEARTBEAT
 
 _TAIL_LINES = 50
+_ENVELOPE = ("run_id", "seq", "cursor")
+"""Fields that the service adds to an event: with one of them, a run could speak for another run."""
+_COSTLY_RECORDS = ("phase", "progress", "checkpoint", "config")
+"""Records whose event is in the stream of all runs, or which change the run."""
+_MAX_BESTS = 10_000
+MAX_SERIES = 1000
+_MAX_SERIES_NAME = 200
+_TOO_MANY_SERIES = (
+    f"metrics have more than {MAX_SERIES:,} names, or a name of more than {_MAX_SERIES_NAME} characters: values of "
+    "further names are left out, so use the same names at each step"
+)
 _TOO_FAST = (
     f"the training process reports more than {BURST_BYTES // 2**20} MiB at once and {BYTES_PER_SECOND // 2**20} MiB "
-    "per second after that, and has to wait: report less often, or less text at a time"
+    f"per second after that, where a phase, its progress, a checkpoint or an invalid record counts as "
+    f"{COSTLY_BYTES // 2**10} KiB more, and has to wait: report less often, or less text at a time"
 )
 _MAX_STEPS = 2**31 - 1
 _MESSAGE = TypeAdapter(MessageRecord)
@@ -80,7 +93,7 @@ class RecordHandler:
         """Configuration that the trainer actually uses, once it has reported it."""
         self.phase = "loading"
         self.training_started = False
-        """True once the trainer has reached its first step, so that there is something to save."""
+        """True once the trainer has reached its first step, or the evaluation that is its task."""
         self.last_output_at = time.monotonic()
         """Monotonic time of the trainer's last output of any kind."""
         self.step: int | None = None
@@ -95,6 +108,10 @@ class RecordHandler:
         """Steps at which the loss reached a new minimum, as far back as a checkpoint may still refer to."""
         self._best_score: float | None = None
         self._total_steps: int | None = None
+        self._series: set[str] = set()
+        """Names of the values in metrics and evaluations: each is a curve, in memory as long as the attempt."""
+        self._has_too_many_series = False
+        """True once a line of the log has said that values are left out."""
         self._budget = RecordBudget()
         self._has_waited = False
         """True once a line of the log has said that the trainer waits because of its budget."""
@@ -129,7 +146,6 @@ class RecordHandler:
             self.last_output_at = time.monotonic()
         for source, data in pieces:
             if source == "report":
-                self._budget.spend(len(data), time.monotonic())
                 self._handle_record(data, now)
             else:
                 self._add_lines(self._lines.feed(source, data, time.monotonic()), now)
@@ -156,6 +172,7 @@ class RecordHandler:
             self._writer.put(NewEvent.of("log", now, line))
 
     def _handle_record(self, data: bytes, now: float) -> None:
+        self._budget.spend(max(len(data), LEAST_BYTES), time.monotonic())
         if data == HEARTBEAT:
             return  # a heartbeat: receiving it was enough
         try:
@@ -165,10 +182,15 @@ class RecordHandler:
             if record is None:
                 raise ValueError("it is not an object with a `type`")
             ts = record.pop("ts", None) or now
+            for name in _ENVELOPE:
+                record.pop(name, None)
             if (handle := self._handlers.get(record["type"])) is None:
                 raise ValueError(f"unknown type {record['type']!r}")
+            if record["type"] in _COSTLY_RECORDS:
+                self._budget.spend(COSTLY_BYTES, time.monotonic())
             handle(record, ts)
         except (ValueError, KeyError, TypeError, OverflowError, OSError) as error:
+            self._budget.spend(COSTLY_BYTES, time.monotonic())
             shown = repr(self._redact.cut(data.decode(errors="replace"), 200))
             self.say(f"the training process sent an invalid record ({error!r}): {shown}", "error")
 
@@ -199,10 +221,13 @@ class RecordHandler:
         del record["type"]
         loss, best = record.get("loss"), self._bests[-1][1]
         self._set_total(record.pop("total_steps", None))
+        self._limit_series(record.get("extra"))
         event = NewEvent.of("metric", ts, record)
         step = _count(record["step"], "step")
         if isinstance(loss, float | int) and (best is None or loss < best):
             self._bests.append((step, float(loss)))
+            if len(self._bests) > _MAX_BESTS:
+                del self._bests[1:-1:2]  # a checkpoint may then have the best loss of an earlier step
         self._set_progress(step, float(record.get("epoch") or 0))
         self._writer.put(event)
         self._stopwatch.step(step)
@@ -210,6 +235,7 @@ class RecordHandler:
 
     def _handle_eval(self, record: dict[str, Any], ts: float) -> None:
         """Store an evaluation, and the score of the run if it is the best so far."""
+        self._limit_series(record.get("metrics"))
         event = NewEvent.of(record.pop("type"), ts, record)
         method = method_of(self._run.config)
         found = (record.get("metrics") or {}).get(method.eval_metric)
@@ -230,6 +256,19 @@ class RecordHandler:
             )
 
         self._writer.put(RunUpdate(keep, event))
+
+    def _limit_series(self, values: Any) -> None:
+        """Remove the values of further names than an attempt may have."""
+        if not isinstance(values, dict) or values.keys() <= self._series:
+            return
+        for name in [name for name in values if name not in self._series]:
+            if len(self._series) < MAX_SERIES and len(name) <= _MAX_SERIES_NAME:
+                self._series.add(name)
+                continue
+            del values[name]
+            if not self._has_too_many_series:
+                self._has_too_many_series = True
+                self.say(_TOO_MANY_SERIES, "warning")
 
     def _set_progress(self, step: int, epoch: float) -> None:
         self.step = step
@@ -266,7 +305,8 @@ class RecordHandler:
         self._stopwatch.enter(self.phase, start.step)
         progress = {"phase": self.phase, "done": None, "total": None, "message": self.phase}
         self._writer.put(NewEvent.of("progress", ts, progress))
-        if self.phase == "training" and not self.training_started:
+        main_phase = "training" if self._run.task == RunTask.train else "evaluating"
+        if self.phase == main_phase and not self.training_started:
             self.training_started = True
             self._set_total(entered.get("total_steps"))
             self._transition(

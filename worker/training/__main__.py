@@ -20,15 +20,17 @@ from pydantic import ValidationError
 from app.contracts.attempt.job import JobSpec
 from app.contracts.attempt.messages import ErrorInfo, TrainingResult
 from app.contracts.methods import METHODS, TrainingMethod
+from app.contracts.run_task import RunTask
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import drop_unknown_fields
 from app.contracts.training_config.resolution import Replacement, resolve
 from app.contracts.training_config.validation import config_errors
 from worker.training.context import TrainingContext
 from worker.training.failures import Stopped, TrainingFailure, classify
+from worker.training.methods.checkpoint_export import export_checkpoint
 from worker.training.model.loader import machine_of
 from worker.training.output import hub_push
-from worker.training.plugins import hooks
+from worker.training.plugins import hooks, metric_functions
 from worker.training.tracking import trackers
 from worker.wire.arguments import parse_args
 from worker.wire.control import Control
@@ -83,11 +85,14 @@ def _train(job: JobSpec, report: Reporter, control: Control, journal: Journal) -
     run = TrainingContext(job, effective.config, given, machine, report, control, journal)
     run.state.run_id = job.run_id
     hooks.check(run.config)
+    run.metric_factories = metric_functions.load(run.config.trainer_options.metrics, run.method)
     hub_push.check(run)
     run.trackers = trackers.open_trackers(job, run.config, report)
     try:
         recipe = run.config.trainer_options.recipe
-        if recipe is None:
+        if job.task is RunTask.export:
+            result = export_checkpoint(run)
+        elif recipe is None:
             result = _RECIPES[asked.method](run, list(effective.replaced))
         else:
             result = hooks.train(run, list(effective.replaced), recipe)

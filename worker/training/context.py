@@ -2,12 +2,14 @@
 
 import math
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from app.contracts.attempt.job import JobSpec, ResumePoint
+from app.contracts.attempt.job import EvaluatedCheckpoint, JobSpec, ResumePoint
 from app.contracts.methods import METHODS, Method
+from app.contracts.run_task import RunTask
 from app.contracts.stop import StopRequest
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.rules import DeviceCapabilities
@@ -35,6 +37,8 @@ class TrainingContext:
     journal: Journal
     trackers: Trackers = field(default_factory=Trackers)
     state: RunState = field(default_factory=RunState)
+    metric_factories: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    """Metric functions of evaluations, as factories by name."""
     ended_by: str | None = None
     """Reason for an end before the last step: stop, drain, time_limit, stop_at_step, early_stopping, epoch_end."""
     save_kind: str = "periodic"
@@ -44,11 +48,16 @@ class TrainingContext:
     memory: History = field(init=False)
     fingerprint: dict[str, Any] = field(default_factory=dict)
     """Everything apart from the configuration that the numeric results of this run depend on."""
+    listeners: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
+    """Functions that are called with each metric and evaluation."""
     steps_per_epoch: int = 0
     """Optimizer steps per epoch."""
+    best_checkpoint: EvaluatedCheckpoint | None = field(init=False)
+    """Checkpoint with the best evaluation so far, also of earlier attempts."""
     _progress_sent_at: float = 0.0
 
     def __post_init__(self) -> None:
+        self.best_checkpoint = self.job.best_checkpoint
         self.history = History(self.folder)
         self.distributions = History(self.folder, DISTRIBUTIONS)
         self.memory = History(self.folder, MEMORY)
@@ -64,6 +73,29 @@ class TrainingContext:
         return METHODS[self.config.method]
 
     @property
+    def only_evaluates(self) -> bool:
+        """True for a run that evaluates given weights and does not train."""
+        return self.job.task is RunTask.evaluate
+
+    @property
+    def save_every(self) -> int:
+        """Steps between two checkpoints; known once the data is read."""
+        return self._steps_of(self.config.save_steps)
+
+    @property
+    def eval_every(self) -> int | None:
+        """Steps between two evaluations; None: there are none."""
+        return None if self.config.eval_steps is None else self._steps_of(self.config.eval_steps)
+
+    @property
+    def sample_every(self) -> int | None:
+        """Steps between two samples; None: there are none."""
+        return None if self.config.sample_steps is None else self._steps_of(self.config.sample_steps)
+
+    def _steps_of(self, interval: int | Literal["epoch"]) -> int:
+        return self.steps_per_epoch if interval == "epoch" else interval
+
+    @property
     def is_probe(self) -> bool:
         """True for a probe, which only measures: nothing of it is kept."""
         return self.config.trainer_options.probe
@@ -74,6 +106,12 @@ class TrainingContext:
         options = self.config.trainer_options
         asked = ((self.distributions, options.distributions_steps), (self.memory, options.memory_profile))
         return [self.history, *(history for history, wanted in asked if wanted)]
+
+    def saved(self, checkpoint: EvaluatedCheckpoint) -> None:
+        """Handle a checkpoint whose weights were evaluated: it may be the best one."""
+        best, score = self.best_checkpoint, self.method.score
+        if best is None or score(checkpoint.metric) < score(best.metric):
+            self.best_checkpoint = checkpoint
 
     @property
     def resume_from(self) -> ResumePoint | None:
@@ -108,6 +146,8 @@ class TrainingContext:
     def _keep(self, record: dict[str, Any]) -> None:
         self.history.append(record)
         self.trackers.add(record)
+        for listener in self.listeners:
+            listener(record)
 
     def profile(self, history: History, record: dict[str, Any]) -> None:
         """Append a record to a history with a maximum, unless it is full; report once when it becomes full."""

@@ -56,12 +56,16 @@ class RunState:
     evals_without_improvement: int = 0
     eval_pending: bool = False
     """True if the evaluation due after this step was not done because a stop came first."""
+    samples_pending: bool = False
+    """True if the samples due after this step were not generated because a stop came first."""
     changed: dict[str, Any] = field(default_factory=dict)
     """Configuration fields that actions changed during this run, with their current values."""
     total_steps: int | None = None
     """Total number of steps, if an action extended the run."""
     last_metric: dict[str, Any] = field(default_factory=dict)
     """Step, epoch and loss as last logged."""
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    """States of the installed callbacks, by position and name."""
 
     def save(self, folder: Path) -> None:
         """Write the state into a checkpoint; floats are preserved exactly."""

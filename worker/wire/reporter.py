@@ -175,6 +175,21 @@ class Reporter:
             }
         )
 
+    def distribution(self, step: int, edges: list[float | None], groups: dict[str, Any]) -> None:
+        """Report histograms of weights and gradients before a step."""
+        self.send({"type": "distribution", "step": step, "edges": edges, "groups": groups})
+
+    def export(
+        self,
+        weights: Literal["best", "last", "checkpoint"],
+        *,
+        step: int,
+        reason: str,
+        output: Literal["adapter", "merged"],
+    ) -> None:
+        """Report the output, and the weights of which step it contains."""
+        self.send({"type": "export", "weights": weights, "step": step, "reason": reason, "output": output})
+
     def message(self, line: str, level: str = "info") -> None:
         """Report a message to the user, shown among the log lines."""
         self.send({"type": "message", "level": level, "line": line})
@@ -188,6 +203,7 @@ class Reporter:
         epoch: float | None = None,
         error: ErrorInfo | None = None,
         output: str | None = None,
+        exported: str | None = None,
         hub: HubPush | None = None,
         metrics: Mapping[str, Any] | None = None,
         repair: RepairProposal | None = None,
@@ -202,6 +218,7 @@ class Reporter:
                 "epoch": epoch,
                 "error": error,
                 "output": output,
+                "exported": exported,
                 "hub": hub,
                 "metrics": metrics,
                 "repair": repair,

@@ -16,6 +16,8 @@ STREAMED = {("POST", "/v1/datasets")}
 """Endpoints that stream their body, up to `max_upload_bytes`; all others take JSON up to `max_json_bytes`."""
 _MULTIPART_OVERHEAD = 64 * 1024
 _PARSE_IN_THREAD = 64 * 1024
+_MOST_VALUES = 10_000
+"""Values of a body, each of which may be an error in the response."""
 _IDLE_SECONDS = 60.0
 
 
@@ -103,9 +105,9 @@ def _check_media_type(content_type: str) -> None:
 async def _check_json(body: bytes) -> None:
     try:
         if len(body) > _PARSE_IN_THREAD:
-            await asyncio.to_thread(strict_json.parse, body)
+            await asyncio.to_thread(strict_json.parse, body, _MOST_VALUES)
         else:
-            strict_json.parse(body)
+            strict_json.parse(body, _MOST_VALUES)
     except strict_json.BadJson as error:
         raise _invalid_text(error.code, error.message) from None
 

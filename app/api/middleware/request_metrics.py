@@ -55,8 +55,8 @@ class RequestMetricsMiddleware:
             await send(message)
 
         ids = {"request_id": request_id(scope)}
-        if run := _RUN.search(scope["path"]):
-            ids["run_id"] = run[1]
+        if run_id := run_id_of(scope):
+            ids["run_id"] = run_id
         with bound_contextvars(**ids):
             try:
                 await self.app(scope, receive, observed)
@@ -64,7 +64,7 @@ class RequestMetricsMiddleware:
                 self._log_request(scope, status, time.perf_counter() - started)
 
     def _count(self, scope: Scope, status: int, seconds: float) -> None:
-        method, route = _method(scope), route_template(scope)
+        method, route = method_label(scope), route_template(scope)
         self.metrics.answered.labels(method, route, str(status)).inc()
         self.metrics.seconds.labels(method, route).observe(seconds)
 
@@ -73,7 +73,7 @@ class RequestMetricsMiddleware:
         if not log.isEnabledFor(logging.INFO):
             return
         caller = scope["state"].get("caller")
-        method, route, ms = _method(scope), route_template(scope), round(seconds * 1000, 1)
+        method, route, ms = method_label(scope), route_template(scope), round(seconds * 1000, 1)
         extra = {
             "method": method,
             "route": route,
@@ -99,5 +99,12 @@ def route_template(scope: Scope) -> str:
     return str(scope.get("root_path") or "unmatched")
 
 
-def _method(scope: Scope) -> str:
+def run_id_of(scope: Scope) -> str | None:
+    """Return the run id in the request's path, if there is one."""
+    found = _RUN.search(scope["path"])
+    return found[1] if found else None
+
+
+def method_label(scope: Scope) -> str:
+    """Return the request's method, or `other` for one that no route takes."""
     return scope["method"] if scope["method"] in _METHODS else "other"

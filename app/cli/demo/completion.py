@@ -15,9 +15,10 @@ from app.config import Settings
 _SECONDS = 900
 
 LOADING = """\
-from peft import AutoPeftModelForCausalLM
-from transformers import AutoTokenizer
-model = AutoPeftModelForCausalLM.from_pretrained({adapter!r})
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+base = AutoModelForCausalLM.from_pretrained({base!r})
+model = PeftModel.from_pretrained(base, {adapter!r})
 tokenizer = AutoTokenizer.from_pretrained({adapter!r})
 """
 _COMPLETING = """
@@ -41,8 +42,10 @@ class Completion:
     after: str
 
 
-def complete(settings: Settings, adapter: str, prompts: list[list[dict[str, str]]], offline: bool) -> list[Completion]:
-    """Load the adapter in a separate process on the CPU and complete each prompt twice.
+def complete(
+    settings: Settings, base: str, adapter: str, prompts: list[list[dict[str, str]]], offline: bool
+) -> list[Completion]:
+    """Load the base model and the adapter in a separate process on the CPU and complete each prompt twice.
 
     Raises:
         DemoError: the adapter does not load, or loading and completing timed out.
@@ -52,7 +55,7 @@ def complete(settings: Settings, adapter: str, prompts: list[list[dict[str, str]
         environment["HF_HUB_OFFLINE"] = "1"
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-W", "ignore", "-c", LOADING.format(adapter=adapter) + _COMPLETING],
+            [sys.executable, "-P", "-W", "ignore", "-c", LOADING.format(base=base, adapter=adapter) + _COMPLETING],
             input=json.dumps(prompts),
             capture_output=True,
             text=True,

@@ -105,15 +105,18 @@ class Demo:
         if model is None:
             terminal.heading("Train a small model on Python code from scratch (method full)")
             model = self._train_base(client, rows)
+            base = self._output(client, model)
+        else:
+            base = model
         terminal.heading("Fine-tune an adapter that writes docstrings (method qlora), stop the run and resume it")
         datasets = self._upload(client, rows, "chat")
         before = self._measure(client, plan_, model, datasets)
         tuned = self._tune(client, plan_, model, datasets)
         after = tuned.held_out[-1]
-        adapter = self._adapter(client, tuned.id)
+        adapter = self._output(client, tuned.id)
 
         terminal.heading("Compare the model without and with the adapter")
-        self._show_samples(plan_, rows, adapter)
+        self._show_samples(plan_, rows, base, adapter)
         if plan_.remark:
             terminal.say(f"\n  {plan_.remark}")
         terminal.say(
@@ -122,7 +125,9 @@ class Demo:
             f"  Adapter: {adapter}\n"
             "  Load it with peft:\n"
         )
-        terminal.say("".join(f"    {line}\n" for line in completion.LOADING.format(adapter=adapter).splitlines()))
+        terminal.say(
+            "".join(f"    {line}\n" for line in completion.LOADING.format(base=base, adapter=adapter).splitlines())
+        )
         if after >= before:
             raise DemoError(
                 "the loss on the held-out rows did not decrease. This is a bug; please report it with the logs."
@@ -260,18 +265,19 @@ class Demo:
 
     # The result
 
-    def _adapter(self, client: Anneal, run_id: str) -> str:
+    def _output(self, client: Anneal, run_id: str) -> str:
         folder = client.runs.get(run_id).fine_tuned_model
         if not folder:
-            raise DemoError(f"run {run_id} is completed, but has no adapter folder.")
+            raise DemoError(f"run {run_id} is completed, but has no output.")
         return folder
 
-    def _show_samples(self, plan_: Plan, rows: data.Rows, adapter: str) -> None:
+    def _show_samples(self, plan_: Plan, rows: data.Rows, base: str, adapter: str) -> None:
         # Not the best ones: evenly spaced among the rows that are short enough to print.
         short = [row for row in rows.held_out if row.name[0] != "_" and len(row.docstring) < 70]
         chosen = _evenly(short, _SAMPLES)
         with self._terminal.step("Loading the adapter with peft and completing held-out code without and with it"):
-            answers = completion.complete(self._settings, adapter, [row.prompt for row in chosen], plan_.offline)
+            prompts = [row.prompt for row in chosen]
+            answers = completion.complete(self._settings, base, adapter, prompts, plan_.offline)
         for row, answer in zip(chosen, answers, strict=True):
             self._terminal.say(
                 f"\n  {row.name}\n    Python   {row.docstring}\n    before   {_short(answer.before)}\n"

@@ -26,6 +26,7 @@ from app.cli.console import (
     transfer,
 )
 from app.cli.names import OfExperiment, ParentId, RunId, id_within
+from app.cli.runs.all_events import events
 from app.cli.runs.compare import compare
 from app.cli.runs.eta_text import eta_text
 from app.cli.runs.postmortem import why
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 commands = command_group("Training runs. Example: `anneal runs create -f run.yaml --watch`.")
 commands.command()(why)
 commands.command()(compare)
+commands.command()(events)
 
 File = Annotated[Path, typer.Option("--file", "-f", help="YAML or JSON body of POST /v1/runs; - reads stdin.")]
 Set = Annotated[
@@ -51,6 +53,8 @@ OfCheckpoint = Annotated[
         help="Apply to this checkpoint instead of the run: its id or the beginning of it, or `last` for the newest.",
     ),
 ]
+_CHANGED_BY_ACTIONS = ("learning_rate", "max_steps", "epochs")
+
 Watch = Annotated[bool, typer.Option("--watch", help="Watch the run to its end; the exit code gives the result.")]
 
 
@@ -176,23 +180,41 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
             return
         from app.contracts.training_config.fields import TrainingConfig
 
+        config = _in_force(run)
         usual = {"base_model": None} | TrainingConfig(base_model="any").model_dump(mode="json", exclude={"base_model"})
         last = run.metrics_history[-1] if run.metrics_history else None
         details(
             {
-                "id": run.id, "name": run.name, "status": run.status, "eta": _outlook(run), "error": run.error_code,
+                "id": run.id, "name": run.name, "status": run.status, "eta": _outlook(run),
+                "waits because": run.pending_reason.message if run.pending_reason else None, "error": run.error_code,
                 "message": run.error_message, "step": f"{run.current_step}/{run.total_steps or '?'}",
                 "loss": last.loss if last else None, "best loss": run.best_loss,
                 "best evaluation": run.best_eval, "attempt": run.attempt,
                 "model": run.fine_tuned_model, "checkpoint": run.checkpoint_path, "parent": run.parent_run_id,
                 "estimated MiB": (run.estimate.memory_mb or {}).get("total") if run.estimate else None,
                 "measured MiB": run.measured.peak_memory_mb if run.measured else None,
-                "experiment": run.experiment_id, "tags": run.tags, "pinned": run.pinned or None,
+                "needs": _needs(run), "experiment": run.experiment_id, "tags": run.tags, "pinned": run.pinned or None,
                 "dataset": run.dataset_id, "eval dataset": run.eval_dataset_id, "worker": run.worker_id,
                 "created": run.created_at, "started": run.started_at, "finished": run.finished_at,
-                **{f"config.{name}": value for name, value in run.config.items() if value != usual.get(name)},
+                **{f"config.{name}": value for name, value in config.items() if value != usual.get(name)},
             }
         )  # fmt: skip
+
+
+def _in_force(run: "RunRead") -> dict[str, Any]:
+    """Return the requested configuration with the values in force of the fields that live actions change."""
+    effective = run.effective_config or {}
+    changed = {name: effective[name] for name in _CHANGED_BY_ACTIONS if name in effective}
+    return {**run.config, **changed}
+
+
+def _needs(run: "RunRead") -> str | None:
+    """Format the requirements on a device."""
+    needs = run.requirements
+    memory = needs.memory_mb or max(needs.estimated_mb.values(), default=None)
+    kind = needs.kind or ("cuda, cpu without one" if needs.prefers_gpu else None)
+    parts = (kind, f"{memory:,} MiB" if memory else None, ", ".join(needs.labels) or None)
+    return "; ".join(part for part in parts if part) or None
 
 
 def _outlook(run: "RunRead") -> str | None:
@@ -300,6 +322,10 @@ def stop(
         typer.Option(help="Save a checkpoint, finish the epoch first, end with the best checkpoint, or save nothing."),
     ] = "checkpoint",
     no_save: Annotated[bool, typer.Option("--no-save", help="Same as --mode discard.")] = False,
+    deadline: Annotated[
+        float | None,
+        typer.Option(min=0.001, max=86_400, help="Seconds until its trainer is killed. [default: the grace period]"),
+    ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the run has ended.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -310,7 +336,7 @@ def stop(
     if no_save and mode not in ("checkpoint", "discard"):
         raise typer.BadParameter(f"--no-save contradicts --mode {mode}; use only one of them.")
     with connected() as client:
-        stopping = client.runs.stop(run_id, mode="discard" if no_save else mode)
+        stopping = client.runs.stop(run_id, mode="discard" if no_save else mode, deadline_seconds=deadline)
         run: RunRead = stopping
         if wait:
             for _ in client.runs.events(run_id, after=run.last_seq, types="end"):
@@ -333,6 +359,9 @@ def resume(
     from_start: Annotated[
         bool, typer.Option("--from-start", help="Restart from the first step, without a checkpoint.")
     ] = False,
+    stop_after_steps: Annotated[
+        int | None, typer.Option(min=1, max=100_000_000, help="Save and stop after so many further steps.")
+    ] = None,
     sets: Set = None,
     watch: Watch = False,
     as_json: AsJson = False,
@@ -354,7 +383,13 @@ def resume(
         if checkpoint is not None:
             checkpoint = id_within("checkpoint", checkpoint, client.runs.checkpoints(run_id))
         with option_hint("no_checkpoint", "On the command line, use --from-start."):
-            run = client.runs.resume(run_id, checkpoint_id=checkpoint, from_start=from_start, config=config)
+            run = client.runs.resume(
+                run_id,
+                checkpoint_id=checkpoint,
+                from_start=from_start,
+                config=config,
+                stop_after_steps=stop_after_steps,
+            )
         _print_or_watch(client, run, watch, as_json)
 
 
@@ -374,6 +409,31 @@ def checkpoints(run_id: RunId, limit: Limit = 50, after: After = None, as_json: 
         listing(found, has_more, as_json, ("id", "step", "kind", "loss", "evaluation", "size", "created"), rows)
 
 
+@commands.command()
+def export(
+    run_id: RunId,
+    checkpoint: Annotated[
+        str, typer.Option(help="Checkpoint to export: its id or the beginning of it, or `last` for the newest.")
+    ] = "last",
+    output: Annotated[
+        Literal["adapter", "merged"] | None, typer.Option(help="The adapter alone, or merged into its base model.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the new run.")] = None,
+    watch: Watch = False,
+    as_json: AsJson = False,
+) -> None:
+    """Export a checkpoint of an ended run: create a run whose output is the model, and print its id.
+
+    Works for runs that completed, failed or were stopped. The new run can be downloaded, and can be the base model of
+    other runs. Exit code with --watch: 0 completed, 3 failed, 4 cancelled.
+
+    Example: `anneal runs export run_01k3x9m6q2v8s4t0w7y5z1a3b6 --output merged --watch`
+    """
+    with connected() as client:
+        chosen = id_within("checkpoint", checkpoint, client.runs.checkpoints(run_id))
+        _print_or_watch(client, client.runs.export_checkpoint(run_id, chosen, output=output, name=name), watch, as_json)
+
+
 def _evaluated(checkpoint: "CheckpointRead") -> str | None:
     """Format the evaluation of exactly these weights; marks the best checkpoint of the run."""
     measured = (name for name in ("eval_loss", "eval_reward") if checkpoint.metrics.get(name) is not None)
@@ -391,14 +451,32 @@ def download(
     paths: Annotated[
         list[str] | None, typer.Option("--path", help="Only files that match, e.g. *.json; repeatable.")
     ] = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(help="Download this checkpoint instead, as a tar archive: its id or the beginning, or `last`."),
+    ] = None,
+    attempt: Annotated[
+        int | None,
+        typer.Option(min=1, help="Download the records of this attempt instead: metrics, memory profile, TensorBoard."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Download the fine-tuned model of a run and print the folder; resumes an interrupted download.
 
     Example: `anneal runs download run_01k3x9m6q2v8s4t0w7y5z1a3b6 -o my-adapter`
     """
+    if checkpoint is not None and (paths or attempt is not None):
+        raise typer.BadParameter("A checkpoint is downloaded whole: leave out --path and --attempt.")
     with connected() as client:
-        total = sum(artifact.bytes for artifact in client.runs.artifacts(run_id))
+        if checkpoint is not None:
+            chosen = id_within("checkpoint", checkpoint, client.runs.checkpoints(run_id))
+            file = client.runs.download_checkpoint(run_id, chosen, output)
+            if as_json:
+                document({"file": str(file)})
+            else:
+                say(file)
+            return
+        total = sum(artifact.bytes for artifact in client.runs.artifacts(run_id, attempt=attempt))
         with transfer(run_id, total) as update:
             received: dict[str, int] = {}
 
@@ -407,7 +485,7 @@ def download(
                 update(sum(received.values()))
 
             folder = client.runs.download(
-                run_id, output, paths=paths or (), on_progress=on_progress if update else None
+                run_id, output, paths=paths or (), attempt=attempt, on_progress=on_progress if update else None
             )
         if as_json:
             files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""Watching a run: plain lines, JSON, or a progress bar and loss plot on a terminal."""
+"""Watching a run: plain lines, JSON, or a progress bar and a plot on a terminal."""
 
 import sys
 import time
@@ -29,13 +29,14 @@ from app.infra.terminal_text import plain_line, plain_text
 
 if TYPE_CHECKING:
     from app.client.client import Anneal
-    from app.contracts.schemas.runs import Prediction, RunRead
+    from app.contracts.schemas.runs import Prediction, RunRead, TrainingMetrics
 
 COMPLETED, FAILED, CANCELLED = 0, 3, 4
-_SECONDS_BETWEEN_LINES = 5.0
+_SECONDS_BETWEEN_LOOKS = 5.0
 _SECONDS_BETWEEN_OUTLOOKS = 30.0
 _ENDED = ("completed", "failed", "cancelled")
 _POINTS = 400
+_BAR = 10
 # Events shown by `watch`. Log lines are left to `anneal runs logs -f`.
 _TYPES = ("status", "metric", "eval", "checkpoint", "config", "progress", "action", "error", "end")
 
@@ -55,7 +56,7 @@ def watch_run(client: "Anneal", run: "RunRead", as_json: bool) -> int:
             seen = WatchState.of(run)
             screen: _Screen = _Terminal(client, seen) if sys.stdout.isatty() else _Lines(seen)
             with screen:
-                asked, pause = time.monotonic(), _SECONDS_BETWEEN_LINES
+                asked, pause = time.monotonic(), _SECONDS_BETWEEN_LOOKS
                 for event in client.runs.events(run.id, after=run.last_seq, types=_TYPES):
                     if time.monotonic() - asked > pause:
                         asked, seen.prediction = time.monotonic(), client.runs.get(run.id).prediction
@@ -74,7 +75,7 @@ def refresh_interval(prediction: "Prediction | None") -> float:
     if prediction is None or prediction.finish_at is None:
         return _SECONDS_BETWEEN_OUTLOOKS
     left = (prediction.finish_at - datetime.now(UTC)).total_seconds()
-    return min(max(left / 4, _SECONDS_BETWEEN_LINES), _SECONDS_BETWEEN_OUTLOOKS)
+    return min(max(left / 4, _SECONDS_BETWEEN_LOOKS), _SECONDS_BETWEEN_OUTLOOKS)
 
 
 @contextmanager
@@ -116,34 +117,43 @@ class WatchState:
     step: int
     total: int | None
     learns_from_rewards: bool = False
-    """True for runs that generate: their evaluations show the reward, because the loss says little."""
+    """True for runs that generate: they show the reward, because the loss says little."""
     loss: float | None = None
+    reward: float | None = None
     evaluated: float | None = None
     phase: str = ""
     prediction: "Prediction | None" = None
+    started: datetime | None = None
+    """Start of the attempt's steps, which progress lines count from."""
     curve: dict[int, float] = field(default_factory=dict)
+    """The objective by step: the loss, or the reward."""
 
     @classmethod
     def of(cls, run: "RunRead") -> "WatchState":
         """Create the state from the run at the start of watching."""
-        last = run.metrics_history[-1].loss if run.metrics_history else None
-        rewarded = method_of(run.config).higher_is_better
-        return cls(
-            run.id, run.name, run.status, run.current_step, run.total_steps, rewarded, loss=last,
-            prediction=run.prediction,
+        seen = cls(
+            run.id, run.name, run.status, run.current_step, run.total_steps, method_of(run.config).generates,
+            prediction=run.prediction, started=run.started_at,
         )  # fmt: skip
+        if run.metrics_history:
+            seen._measure(run.metrics_history[-1])
+        return seen
 
     def take(self, event: Event) -> str | None:
         """Apply an event; return a line if the event is printed as one."""
         if isinstance(event, StatusEvent):
             self.status, self.phase = event.to, ""
+            if event.to == "running":
+                self.started = event.ts
             return f"{event.to}{f': {event.reason}' if event.reason else ''}"
         if isinstance(event, MetricEvent):
             if event.step < self.step:
-                self.curve = {step: loss for step, loss in self.curve.items() if step < event.step}
+                self.curve = {step: it for step, it in self.curve.items() if step < event.step}
             self.step = event.step
-            if event.loss is not None:
-                self.loss = self.curve[event.step] = event.loss
+            self._measure(event)
+            objective = self.reward if self.learns_from_rewards else self.loss
+            if objective is not None:
+                self.curve[event.step] = objective
         elif isinstance(event, EvalEvent):
             found = event.metrics.get("eval_reward" if self.learns_from_rewards else "eval_loss")
             self.evaluated = found if isinstance(found, int | float) else self.evaluated
@@ -156,8 +166,6 @@ class WatchState:
             return f"step {event.step}  {event.action}: {event.status}{f' ({event.message})' if event.message else ''}"
         elif isinstance(event, ConfigEvent):
             self.total = event.total_steps or self.total
-            replaced = [f"{it.get('field')}={it.get('used')} ({it.get('reason')})" for it in event.replaced]
-            return f"replaced {'; '.join(replaced)}" if replaced else None
         elif isinstance(event, ProgressEvent):
             self.phase = event.message or event.phase
         elif isinstance(event, ErrorEvent):
@@ -166,6 +174,26 @@ class WatchState:
             return event.line
         return None
 
+    def _measure(self, metrics: "TrainingMetrics") -> None:
+        reward = metrics.extra.get("reward")
+        self.loss = self.loss if metrics.loss is None else metrics.loss
+        self.reward = reward if isinstance(reward, int | float) else self.reward
+
+    def progress(self, metrics: MetricEvent) -> str:
+        """Format a metric as a line of tqdm, `30%|###       | 30/100 [00:31<01:12]`, with its measurements."""
+        total, times = self.total or 0, []
+        if self.started is not None and metrics.ts is not None:
+            times.append(_clock((metrics.ts - self.started).total_seconds()))
+            if self.prediction is not None and self.prediction.finish_at is not None:
+                times.append(_clock((self.prediction.finish_at - metrics.ts).total_seconds()))
+        part = min(metrics.step / total, 1.0) if total else 0.0
+        bar = f"{part:4.0%}|{'#' * round(part * _BAR):<{_BAR}}| {metrics.step}/{total or '?'}"
+        measured = {"loss": metrics.loss, "learning_rate": metrics.learning_rate, "grad_norm": metrics.grad_norm}
+        if self.learns_from_rewards:
+            measured = {"reward": self.reward, **measured}
+        measured |= {name: metrics.extra.get(name) for name in ("tokens_per_second", "mfu")}
+        return "  ".join(filter(None, (bar + (f" [{'<'.join(times)}]" if times else ""), *_figures(measured))))
+
     @property
     def outlook(self) -> str:
         """Predicted finish, relative to now; empty once the run has ended."""
@@ -173,9 +201,17 @@ class WatchState:
 
     @property
     def figures(self) -> str:
-        """Latest loss, latest evaluation result and predicted finish."""
+        """Latest loss or reward, latest evaluation result and predicted finish."""
         held_out = "held-out reward" if self.learns_from_rewards else "held-out"
-        return "  ".join(filter(None, (_loss(self.loss), _loss(self.evaluated, held_out), self.outlook)))
+        now = _loss(self.reward, "reward") if self.learns_from_rewards else _loss(self.loss)
+        return "  ".join(filter(None, (now, _loss(self.evaluated, held_out), self.outlook)))
+
+
+def _clock(seconds: float) -> str:
+    """Format a duration as tqdm does: `01:12`, or `2:01:12`."""
+    minutes, left = divmod(max(round(seconds), 0), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes:02}:{left:02}"
 
 
 def _figures(metrics: dict[str, Any]) -> Iterator[str]:
@@ -191,12 +227,10 @@ class _Screen(Protocol):
 
 
 class _Lines:
-    """Output without a terminal: every change, and a step line every few seconds."""
+    """Output without a terminal: a line for every change, and for every metric."""
 
     def __init__(self, seen: WatchState) -> None:
         self._seen = seen
-        self._last_step_line = 0.0
-        self._is_step_pending = False
 
     def __enter__(self) -> None:
         seen = self._seen
@@ -209,17 +243,9 @@ class _Lines:
     def show(self, event: Event) -> None:
         line = self._seen.take(event)
         if isinstance(event, MetricEvent):
-            self._is_step_pending = True
-            if time.monotonic() - self._last_step_line > _SECONDS_BETWEEN_LINES:
-                self._print_step()
-        elif isinstance(event, StatusEvent) and event.to in _ENDED and self._is_step_pending:
-            self._print_step()
+            line = self._seen.progress(event)
         if line is not None:
             self._print(line)
-
-    def _print_step(self) -> None:
-        self._last_step_line, self._is_step_pending = time.monotonic(), False
-        self._print(f"step {self._seen.step}/{self._seen.total or '?'}  {self._seen.figures}")
 
     @staticmethod
     def _print(line: str) -> None:
@@ -228,7 +254,7 @@ class _Lines:
 
 
 class _Terminal:
-    """Output on a terminal: a progress bar below a loss plot; other lines scroll above both."""
+    """Output on a terminal: a progress bar below a plot of the loss or reward; other lines scroll above both."""
 
     def __init__(self, client: "Anneal", seen: WatchState) -> None:
         from rich.console import Console
@@ -236,9 +262,10 @@ class _Terminal:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._seen = seen
-        loss = client.runs.metrics(seen.run_id, names=["loss"], max_points=_POINTS).series.get("loss")
-        if loss is not None:
-            seen.curve = {step: it for step, it in zip(loss.steps, loss.values, strict=True) if it is not None}
+        name = "extra.reward" if seen.learns_from_rewards else "loss"
+        drawn = client.runs.metrics(seen.run_id, names=[name], max_points=_POINTS).series.get(name)
+        if drawn is not None:
+            seen.curve = {step: it for step, it in zip(drawn.steps, drawn.values, strict=True) if it is not None}
         self._console = Console(highlight=False)
         self._bar = Progress(
             TextColumn("{task.description}", markup=False), BarColumn(30), MofNCompleteColumn(),
@@ -275,7 +302,7 @@ class _Terminal:
 
 
 def draw(curve: dict[int, float], width: int, height: int) -> str:
-    """Draw the loss over the steps as lines of text; empty with fewer than two points."""
+    """Draw a curve over the steps as lines of text; empty with fewer than two points."""
     if len(curve) < 2:
         return ""
     import plotext

@@ -9,6 +9,13 @@ from app.contracts.attempt.device import AssignedDevice
 from app.contracts.attempt.messages import ActionRequest
 from app.contracts.attempt.repair import Repair
 from app.contracts.field_types import JsonObject
+from app.contracts.run_task import RunTask
+
+MERGED_BASE = "base_model"
+"""Folder in an output, and name in its adapter's configuration, of a base model that exists only there."""
+
+EXPORT = "export.json"
+"""File of an output that says which weights it contains: `weights`, `step` and `reason`, as in the event `export`."""
 
 
 class _Part(BaseModel):
@@ -35,6 +42,13 @@ class ModelSource(_Part):
     hub: str | None
     revision: str | None
     """Commit, branch or tag of a hub model."""
+    base: "ModelSource | None" = None
+    """Base of an adapter that is the output of a run, which names it as a user does."""
+
+    @property
+    def portable_name(self) -> str:
+        """Name that means the same on other machines."""
+        return self.hub or self.name
 
 
 class ResumePoint(_Part):
@@ -43,6 +57,22 @@ class ResumePoint(_Part):
     path: Path
     step: int
     manifest_sha256: str
+
+
+class EvaluatedCheckpoint(ResumePoint):
+    """Checkpoint whose weights were evaluated."""
+
+    metric: float
+    """Evaluation metric of the method."""
+
+
+class TrainedWeights(_Part):
+    """Weights to evaluate: the folder of a checkpoint or of an output."""
+
+    path: Path
+    step: int
+    """Optimizer steps after which they were saved."""
+    epoch: float
 
 
 class TokenCacheLocation(_Part):
@@ -71,6 +101,7 @@ class JobSpec(_Part):
     """Everything that a training process needs to know about its attempt, except secrets."""
 
     run_id: str
+    task: RunTask = RunTask.train
     attempt: int
     backend: Literal["celery", "fake"]
     config: JsonObject
@@ -80,6 +111,7 @@ class JobSpec(_Part):
     auto_repairs: list[Repair] = Field(default_factory=list)
     """Repairs of earlier attempts, in order."""
     dataset: DataSource
+    """Dataset to train on; for the task `evaluate`, to evaluate on."""
     eval_dataset: DataSource | None = None
     base_model: ModelSource
     reward_models: list[ModelSource] = Field(default_factory=list)
@@ -93,6 +125,10 @@ class JobSpec(_Part):
     disk_reserve_bytes: int = 0
     """Free space that a checkpoint must leave on the disk."""
     resume_from: ResumePoint | None = None
+    best_checkpoint: EvaluatedCheckpoint | None = None
+    """Checkpoint with the best evaluation so far, for the output."""
+    weights: TrainedWeights | None = None
+    """Weights to evaluate; None: those of the base model. Only for the task `evaluate`."""
     replayed_actions: list[ActionRequest] = Field(default_factory=list)
     """Actions that earlier attempts did after the step of `resume_from`, in order."""
     device: AssignedDevice | None = None

@@ -170,6 +170,25 @@ class SkippedRowsRecord(_Record):
     examples: list[int]
 
 
+class DistributionRecord(_Record):
+    """Histograms of weights and gradients before a step."""
+
+    type: Literal["distribution"]
+    step: int
+    edges: Sequence[float | None]
+    groups: Mapping[str, object]
+
+
+class ExportRecord(_Record):
+    """Output that was written."""
+
+    type: Literal["export"]
+    weights: Literal["best", "last", "checkpoint"]
+    step: int
+    reason: str
+    output: Literal["adapter", "merged"]
+
+
 class AnsweredAction(TypedDict):
     """Action that a checkpoint answers."""
 
@@ -256,12 +275,15 @@ class TrainingResult(TypedDict):
 
     outcome: Literal["completed", "stopped", "failed"]
     why: NotRequired[str | None]
-    """Reason for an end before the last step: stop, drain, time_limit, stop_at_step, early_stopping, epoch_end."""
+    """Reason for an end before the last step: stop, drain, time_limit, stop_at_step, early_stopping, epoch_end; or
+    `export`, for a run that only exports a checkpoint."""
     step: NotRequired[int | None]
     epoch: NotRequired[float | None]
     error: NotRequired[ErrorInfo | None]
     output: NotRequired[str | None]
     """Folder of the output below the attempt's own."""
+    exported: NotRequired[str | None]
+    """Weights in the output and the reason for the choice, as text for users."""
     hub: NotRequired[HubPush | None]
     metrics: NotRequired[Mapping[str, object] | None]
     repair: NotRequired[RepairProposal | None]
@@ -282,6 +304,8 @@ TrainerRecord = (
     | ProgressRecord
     | SampleRecord
     | SkippedRowsRecord
+    | DistributionRecord
+    | ExportRecord
     | CheckpointRecord
     | ActionRecord
     | ResultRecord

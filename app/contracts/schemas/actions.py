@@ -3,16 +3,12 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, RootModel, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Field, RootModel, model_validator
 from pydantic_core import PydanticCustomError
 
 from app.contracts.field_types import Timestamp
+from app.contracts.prompts import MOST_PROMPT_CHARACTERS, PromptText
 from app.contracts.training_config.fields import Steps
-
-MOST_CHARACTERS = 8_000
-"""Maximum total length of the prompts of an action."""
-
-Prompt = Annotated[str, StringConstraints(min_length=1, max_length=4_000)]
 
 
 class _Action(BaseModel):
@@ -36,19 +32,19 @@ class SampleAction(_Action):
     """Generate text with the current model."""
 
     action: Literal["sample"]
-    prompts: list[Prompt] = Field(
+    prompts: list[PromptText] = Field(
         min_length=1,
         max_length=8,
-        description=f"Prompts of at most 4,000 characters each and {MOST_CHARACTERS:,} in total. In a run on chat data "
-        "each prompt is a user message, otherwise a text to continue.",
+        description=f"Prompts of at most 4,000 characters each and {MOST_PROMPT_CHARACTERS:,} in total. In a run on "
+        "chat data each prompt is a user message, otherwise a text to continue.",
     )
     max_new_tokens: int = Field(default=64, ge=1, le=512, description="Maximum number of tokens of each completion.")
     temperature: float = Field(default=1.0, ge=0, le=10, description="Sampling temperature; 0 selects greedy decoding.")
 
     @model_validator(mode="after")
     def _fit(self) -> "SampleAction":
-        if sum(len(prompt) for prompt in self.prompts) > MOST_CHARACTERS:
-            raise ValueError(f"all prompts together exceed {MOST_CHARACTERS:,} characters; send several actions")
+        if sum(len(prompt) for prompt in self.prompts) > MOST_PROMPT_CHARACTERS:
+            raise ValueError(f"all prompts together exceed {MOST_PROMPT_CHARACTERS:,} characters; send several actions")
         return self
 
 

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.contracts.field_types import Timestamp
+from app.contracts.schemas.runs import Label
 
 
 class CheckpointEdit(BaseModel):
@@ -13,6 +14,18 @@ class CheckpointEdit(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra={"example": {"pinned": True}})
 
     pinned: bool = Field(description="True protects the checkpoint from retention, and its run from deletion.")
+
+
+class CheckpointExport(BaseModel):
+    """Request to export a checkpoint as the output of a run of its own."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra={"example": {"output": "merged"}})
+
+    output: Literal["adapter", "merged"] | None = Field(
+        default=None,
+        description="Form of the output of an adapter, as `output` in the configuration; null: that of the run.",
+    )
+    name: Label | None = Field(default=None, description="Name of the new run.")
 
 
 class CheckpointRead(BaseModel):

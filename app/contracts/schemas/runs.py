@@ -1,15 +1,25 @@
 """Wire schemas of runs."""
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    StringConstraints,
+    model_validator,
+)
 from pydantic.config import JsonDict
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from app.contracts.errors import FieldError
 from app.contracts.field_types import Timestamp
 from app.contracts.run_status import EndReason, TrainingStatus
+from app.contracts.run_task import RunTask
 from app.contracts.schemas.estimates import EXAMPLE, Measured, ProbeResult, RunEstimate
 from app.contracts.stop import StopMode
 from app.contracts.training_config.fields import TrainingConfig
@@ -59,11 +69,78 @@ class _DocumentedAs:
         return handler(self._model.__pydantic_core_schema__)
 
 
+def _limited(config: dict[str, Any]) -> dict[str, Any]:
+    size = len(json.dumps(config, ensure_ascii=False))
+    if size > _MOST_CONFIG_CHARACTERS:
+        message = "has {size} characters as JSON, and may have {most}: shorten its patterns, schemas and options"
+        raise PydanticCustomError(
+            "config_too_large", message, {"size": f"{size:,}", "most": f"{_MOST_CONFIG_CHARACTERS:,}"}
+        )
+    return config
+
+
+_MOST_CONFIG_CHARACTERS = 64 * 1024
+"""Length of a configuration as JSON; a page of a list has two hundred of them."""
 Config = Annotated[dict[str, Any], _DocumentedAs(TrainingConfig)]
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+WorkerLabel = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/=-]{0,62}$")]
+"""Label of a worker, such as `site-b` or `gpu=h100`."""
+
+
+class Resources(_Body):
+    """Resources that a run asks for; what it leaves out follows from its configuration and its estimate."""
+
+    kind: Literal["cpu", "cuda"] | None = Field(
+        default=None,
+        description="Kind of device; null: a GPU if the backend has had a worker with one within the last hour, or if "
+        "the configuration needs one, else a CPU.",
+    )
+    memory_mb: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**24,
+        description="Least memory of the device in MiB; null: the estimate, where there is one.",
+    )
+    devices: int = Field(default=1, ge=1, le=1024, description="Number of devices; this version accepts only 1.")
+    labels: list[WorkerLabel] = Field(
+        default_factory=list,
+        max_length=20,
+        description="Labels that the worker must have, all of them; an operator sets them in `ANNEAL_WORKER_LABELS`.",
+    )
+
+
+class Requirements(BaseModel):
+    """Conditions that a device must meet to take the run."""
+
+    kind: Literal["cpu", "cuda"] | None = Field(default=None, description="Kind of device; null: see `prefers_gpu`.")
+    memory_mb: int | None = Field(default=None, description="Memory that the request asked for, in MiB.")
+    estimated_mb: dict[str, int] = Field(
+        default_factory=dict,
+        description="Least memory in MiB by kind of device, from the estimate; counts if `memory_mb` is null. With "
+        "`on_out_of_memory: repair` it is that of one row at a time.",
+    )
+    labels: list[str] = Field(default_factory=list, description="Labels that the worker must have.")
+    prefers_gpu: bool = Field(
+        default=False, description="True: a CPU takes it only if the backend has had no GPU within the last hour."
+    )
+
+
+class PendingReason(BaseModel):
+    """Reason why no online worker can take a pending run."""
+
+    code: Literal[
+        "no_worker", "no_device_of_kind", "no_worker_with_labels", "no_device_fits", "devices_paused", "queued"
+    ] = Field(
+        description="`no_worker`: no worker of its backend is online; `no_device_of_kind`, `no_worker_with_labels`, "
+        "`no_device_fits`: none meets its requirements; `devices_paused`: those that do are paused after an error. "
+        "`queued` (events only): one can take it again."
+    )
+    message: str = Field(description="The reason in a sentence, with what to do.")
 
 
 class RunCreate(_Body):
@@ -87,11 +164,47 @@ class RunCreate(_Body):
     eval_dataset_id: str | None = Field(
         default=None, max_length=100, description="ID of the dataset to evaluate on, every `eval_steps`."
     )
-    config: Config = Field(description="Training configuration.")
+    config: Annotated[Config, AfterValidator(_limited)] = Field(
+        description="Training configuration; at most 65,536 characters of JSON."
+    )
     priority: int = Field(default=0, ge=-1000, le=1000, description="Runs with higher priority start first.")
     max_restarts: int = Field(
         default=3, ge=0, le=100, description="Maximum restarts after losses, counted since the last new checkpoint."
     )
+    resources: Resources = Field(default_factory=Resources, description="Device that the run needs.")
+    tags: list[Label] = Field(default_factory=list, max_length=MOST_TAGS)
+
+
+class EvaluationCreate(_Body):
+    """Request to evaluate a model."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {"model": RUN_ID, "dataset_id": _DATASET_ID, "config": {"max_eval_rows": 500}, "tags": ["demo"]}
+        }
+    )
+
+    model: str = Field(
+        min_length=1,
+        max_length=300,
+        description="Model to evaluate: `run_…` for the output of a run, `ckpt_…` for a checkpoint, otherwise a base "
+        "model as in `config.base_model` of a run.",
+    )
+    dataset_id: str = Field(max_length=100, description="ID of the dataset to evaluate on.")
+    config: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Fields of the training configuration. For a run or checkpoint only `max_eval_rows`, `seed`, "
+        "`extra.eval_batch_size` and `extra.metrics`: the others are those of the run. For a base model also `method` "
+        "and its options, which determine the loss and the metrics; the default is `full`.",
+    )
+    experiment_id: str | None = Field(
+        default=None,
+        max_length=100,
+        description="ID of the experiment; null: that of the run, for a base model the experiment `default`.",
+    )
+    name: Label | None = Field(default=None, description="Name of the evaluation; null: it names the model.")
+    resources: Resources = Field(default_factory=Resources, description="Device that the evaluation needs.")
+    priority: int = Field(default=0, ge=-1000, le=1000, description="Runs with higher priority start first.")
     tags: list[Label] = Field(default_factory=list, max_length=MOST_TAGS)
 
 
@@ -125,9 +238,19 @@ class RunStop(_Body):
         "checkpoint, from which the run can be resumed; otherwise like `checkpoint`. `discard`: end without saving.",
     )
     save_checkpoint: bool | None = Field(default=None, description="False: mode `discard`.")
+    deadline_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        le=86_400,
+        allow_inf_nan=False,
+        description="Seconds that the trainer has to finish its step and to save before it is killed; null: the grace "
+        "period of the service. Not with `epoch_end`. A later request may set another one.",
+    )
 
     @model_validator(mode="after")
     def _agree(self) -> "RunStop":
+        if self.mode == "epoch_end" and self.deadline_seconds is not None:
+            raise ValueError("`deadline_seconds` has no effect with the mode `epoch_end`; leave it out")
         if None not in (self.mode, self.save_checkpoint) and self.save_checkpoint is (self.mode == "discard"):
             raise ValueError(f"`save_checkpoint` contradicts the mode `{self.mode}`; leave `save_checkpoint` out")
         return self
@@ -152,7 +275,24 @@ class RunResume(_Body):
     from_: Literal["start"] | None = Field(
         default=None, alias="from", description="`start`: train from the first step, without a checkpoint."
     )
-    config: dict[str, Any] = Field(default_factory=dict, description="Fields to change; the others stay unchanged.")
+    config: Annotated[dict[str, Any], AfterValidator(_limited)] = Field(
+        default_factory=dict, description="Fields to change; the others stay unchanged."
+    )
+    stop_after_steps: int | None = Field(
+        default=None,
+        ge=1,
+        le=100_000_000,
+        description="Save and stop after so many further steps; sets `stop_at_step`, counted from the checkpoint.",
+    )
+    resources: Resources | None = Field(
+        default=None, description="Device that the new run needs; null: as the resumed run asked for."
+    )
+
+    @model_validator(mode="after")
+    def _agree(self) -> "RunResume":
+        if self.stop_after_steps is not None and self.config.get("stop_at_step") is not None:
+            raise ValueError("`stop_after_steps` and `config.stop_at_step` say the same; leave one of them out")
+        return self
 
 
 class RunCheck(BaseModel):
@@ -223,11 +363,17 @@ class TrainingRun(BaseModel):
 
 _RUN: JsonDict = {
     "id": RUN_ID, "run_id": RUN_ID, "experiment_id": _EXPERIMENT_ID, "name": "docstrings",
-    "tags": ["demo"], "backend": "celery", "dataset_id": _DATASET_ID, "eval_dataset_id": None,
+    "tags": ["demo"], "task": "train", "backend": "celery", "dataset_id": _DATASET_ID, "eval_dataset_id": None,
     "config": _CONFIG, "effective_config": None, "status": "running", "priority": 0,
     "max_restarts": 3, "parent_run_id": None, "resume_checkpoint_id": None, "base_run_id": None,
     "reward_run_ids": [], "attempt": 1, "worker_id": "wrk_01k3x9m6q2v8s4t0w7y5z1a3c0", "current_step": 40,
     "total_steps": 200, "current_epoch": 0.2, "best_loss": 2.31, "best_eval": None,
+    "resources": {"kind": None, "memory_mb": None, "devices": 1, "labels": []},
+    "requirements": {
+        "kind": None, "memory_mb": None, "estimated_mb": {"cpu": 9120, "cuda": 8714}, "labels": [],
+        "prefers_gpu": True,
+    },
+    "pending_reason": None,
     "checkpoint_path": f"/srv/anneal/runs/{RUN_ID}/a1/checkpoint-40", "end_reason": None, "error_code": None,
     "pinned": False, "error_message": None, "fine_tuned_model": None, "last_seq": 57, "created_by": None,
     "created_at": "2026-01-02T03:04:05.678Z", "started_at": "2026-01-02T03:04:06.001Z",
@@ -247,6 +393,9 @@ class RunSummary(TrainingRun):
     id: str
     name: str
     tags: list[str]
+    task: RunTask = Field(
+        description="`train`; `evaluate`: an evaluation without training; `export`: the output of a checkpoint."
+    )
     backend: str
     dataset_id: str
     eval_dataset_id: str | None
@@ -254,13 +403,19 @@ class RunSummary(TrainingRun):
     priority: int
     max_restarts: int
     pinned: bool = Field(description="Protected from deletion and from retention.")
-    parent_run_id: str | None = Field(description="The run that this one resumes.")
+    parent_run_id: str | None = Field(description="The run that this one resumes, or whose checkpoint it evaluates.")
     resume_checkpoint_id: str | None
-    base_run_id: str | None = Field(description="The run whose output is the base model.")
+    base_run_id: str | None = Field(description="The run whose output is the base model, or is evaluated.")
     reward_run_ids: list[str] = Field(description="Runs whose outputs are its reward models, oldest first.")
     best_eval: float | None = Field(
         description="Best `eval_loss` so far (`rlhf`: `eval_reward`), by which runs of a method are compared; null "
         "without an evaluation."
+    )
+    resources: Resources = Field(description="Resources that the request asked for.")
+    requirements: Requirements = Field(description="Conditions that a device must meet to take it.")
+    pending_reason: PendingReason | None = Field(
+        description="Reason why no online worker can take it, at most a few seconds old; null if it waits for its turn "
+        "or does not wait."
     )
     attempt: int = Field(description="Number of attempts so far; a lost worker costs one.")
     worker_id: str | None = Field(description="Worker that has the run, or had it last.")
@@ -302,6 +457,7 @@ class RunRead(RunSummary):
                     "step_seconds": 0.39,
                 },
                 "probe": None,
+                "evaluation": None,
                 "metrics_history": [
                     {
                         "step": 40, "epoch": 0.2, "loss": 2.31, "learning_rate": 0.0002, "grad_norm": 0.9,
@@ -321,6 +477,9 @@ class RunRead(RunSummary):
     )
     probe: ProbeResult | None = Field(
         description="Result of a probe for the run that it measures; null for other runs."
+    )
+    evaluation: dict[str, float | None] | None = Field(
+        description="Metrics of a run that only evaluates, by name; null before its end and for other runs."
     )
     metrics_history: list[TrainingMetrics] = Field(
         description="The last 100 points; GET …/metrics returns all of them."

@@ -4,8 +4,15 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from app.contracts.device_telemetry import DeviceTelemetry
 from app.contracts.field_types import Timestamp
 from app.contracts.schemas.runs import RUN_ID
+
+
+class DeviceState(DeviceTelemetry):
+    """Newest telemetry of a device."""
+
+    at: Timestamp = Field(description="End of the time that the figures cover.")
 
 
 class DeviceRead(BaseModel):
@@ -21,6 +28,9 @@ class DeviceRead(BaseModel):
     run_id: str | None = Field(description="Run that currently uses it.")
     trouble: str | None = Field(description="Error of the device; null once a run has trained on it again.")
     paused_until: Timestamp | None = Field(description="Time until which it takes no run because of that error.")
+    telemetry: DeviceState | None = Field(
+        description="Its newest telemetry, every ten seconds; null for CPUs and before the first."
+    )
 
 
 class WorkerRead(BaseModel):
@@ -37,6 +47,7 @@ class WorkerRead(BaseModel):
                 "state": "online",
                 "slots": 1,
                 "backends": ["celery", "fake"],
+                "labels": ["gpu=h100", "site-b"],
                 "launch_mode": "zygote",
                 "launch_reason": "",
                 "plugins": {"optimizer": ["lion-schedule-free"], "reward": ["unit_tests"]},
@@ -52,6 +63,16 @@ class WorkerRead(BaseModel):
                         "run_id": RUN_ID,
                         "trouble": None,
                         "paused_until": None,
+                        "telemetry": {
+                            "at": "2026-01-02T04:04:01.002Z",
+                            "seconds": 10.0,
+                            "utilization_percent": 97.4,
+                            "memory_mb": 61204,
+                            "temperature_celsius": 63,
+                            "power_watts": 512.3,
+                            "sm_clock_mhz": 1845.0,
+                            "ecc_uncorrected": 0,
+                        },
                     }
                 ],
                 "runs": [RUN_ID],
@@ -68,6 +89,7 @@ class WorkerRead(BaseModel):
     )
     slots: int
     backends: list[str]
+    labels: list[str] = Field(description="Labels from its `ANNEAL_WORKER_LABELS`; runs ask for them in `resources`.")
     launch_mode: Literal["zygote", "cold"] = Field(
         description="Start mode of training processes: `zygote` forks from a warm process, `cold` starts a new one."
     )

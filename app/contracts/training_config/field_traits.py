@@ -38,6 +38,8 @@ SUPERVISED_ONLY = tuple(name for name, traits in TRAITS.items() if traits.superv
 
 NEEDS_EVAL_DATA = tuple(name for name, traits in TRAITS.items() if traits.needs_eval_data)
 
+NEEDS_SAMPLES = tuple(name for name, traits in TRAITS.items() if traits.needs_samples)
+
 DEPENDS_ON_METHOD = frozenset(name for name, traits in TRAITS.items() if traits.depends_on_method)
 
 NOT_AVAILABLE = tuple(name for name, traits in TRAITS.items() if not traits.is_available)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
 from app.contracts.field_types import ModelName, Strict, Traits
 from app.contracts.human_numbers import COUNT, SECONDS
@@ -16,12 +16,21 @@ from app.contracts.methods import (
     TrainingMethod,
     method_of,
 )
-from app.contracts.plugins import Plugin
+from app.contracts.plugins import Plugin, checked_template
+from app.contracts.prompts import MOST_PROMPT_CHARACTERS, SamplePrompts
 from app.contracts.training_config.optimizers import OptimizerOptions, SchedulerOptions
 
-Steps = Annotated[int, Field(ge=1, le=100_000_000), COUNT]
+MOST_STEPS = 100_000_000
 
-LogSteps = Annotated[int, Field(ge=0, le=100_000_000), COUNT]
+Steps = Annotated[int, Field(ge=1, le=MOST_STEPS), COUNT]
+
+Interval = Annotated[
+    Annotated[Steps, Tag("steps")] | Annotated[Literal["epoch"], Tag("epoch")],
+    Discriminator(lambda value: "epoch" if value == "epoch" else "steps"),
+]
+"""Optimizer steps between two events, or `epoch`: after each pass over the data."""
+
+LogSteps = Annotated[int, Field(ge=0, le=MOST_STEPS), COUNT]
 
 BatchSize = Annotated[int, Field(ge=1, le=4096), COUNT]
 
@@ -36,6 +45,8 @@ Seconds = Annotated[float, Field(gt=0, le=31_536_000), SECONDS]
 ModuleName = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.]+$")]
 
 MetricName = Annotated[str, StringConstraints(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_.-]+$")]
+
+ChatTemplate = Annotated[str, Field(min_length=1, max_length=32_768), AfterValidator(checked_template)]
 
 DType = Literal["bfloat16", "float16", "float32"]
 
@@ -104,7 +115,7 @@ class TrainerOptions(Strict):
     double_quant: Annotated[bool, Traits(four_bit_only=True)] = Field(
         default=True, description="Nested quantization: also quantize the constants of 4-bit quantization."
     )
-    metrics: Annotated[list[MetricName], Traits(in_probe=False, supervised_only=True, needs_eval_data=True)] = Field(
+    metrics: Annotated[list[MetricName], Traits(in_probe=False, needs_eval_data=True)] = Field(
         default_factory=list,
         max_length=20,
         description="Metric functions for evaluations, installed on the workers by the operator.",
@@ -140,6 +151,13 @@ class TrainerOptions(Strict):
         description="Only measure: train two steps on the longest rows and save nothing. "
         "`POST /v1/runs/estimate` with `probe` creates such runs.",
     )
+    prune_fraction: Annotated[float | None, Traits(in_probe=False)] = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Set this fraction of the weights of each linear layer of the output to zero, those of the "
+        "smallest magnitude; only for runs that train all weights.",
+    )
     recipe: Annotated[Plugin | None, Traits()] = Field(
         default=None,
         description='`{"type": name, …}`: installed recipe that replaces that of the method (docs/guides/plugins.md).',
@@ -156,6 +174,15 @@ class TrainerOptions(Strict):
     )
     checkpoint_engine: Annotated[Plugin | None, Traits(in_probe=False)] = Field(
         default=None, description="Plugin that stores a replica of each checkpoint."
+    )
+    tokenizer: Annotated[Plugin | None, Traits()] = Field(
+        default=None, description="Plugin that creates the tokenizer, or changes that of the base model."
+    )
+    collator: Annotated[Plugin | None, Traits()] = Field(
+        default=None, description="Plugin that makes the batches, or changes those of the method; not for `rlhf`."
+    )
+    callbacks: Annotated[list[Plugin], Traits(in_probe=False)] = Field(
+        default_factory=list, max_length=10, description="Plugins that are called between steps, in this order."
     )
 
 
@@ -289,6 +316,11 @@ class TrainingConfig(Strict):
         default="all",
         description="Tokens in the loss: `all`; the `completion` (of a chat: its last answer); all `assistant` ones.",
     )
+    chat_template: Annotated[ChatTemplate | None, Traits()] = Field(
+        default=None,
+        description="Chat template, saved with the output: Jinja text, or the name of an installed plugin; `null` uses "
+        "that of the tokenizer.",
+    )
     overfit_first_batch: Annotated[bool, Traits()] = Field(
         default=False, description="Train on the first batch only, as a sanity check."
     )
@@ -296,18 +328,30 @@ class TrainingConfig(Strict):
         default=42, ge=0, le=2**32 - 1, description="Random seed of Python, NumPy, torch and the data order."
     )
 
-    save_steps: Annotated[Steps, Traits(changeable_on_resume=True, affects="duration")] = Field(
-        default=100, description="Steps between two checkpoints."
+    save_steps: Annotated[Interval, Traits(changeable_on_resume=True, affects="duration")] = Field(
+        default=100, description="Steps between two checkpoints, or `epoch`: after each epoch."
     )
     save_total_limit: Annotated[int | None, Traits(changeable_on_resume=True)] = Field(
         default=3, ge=1, le=10_000, description="Maximum number of checkpoints to keep; `null` keeps all."
+    )
+    export: Annotated[Literal["best", "last"], Traits(changeable_on_resume=True, in_probe=False)] = Field(
+        default="best",
+        description="Weights of the output: those of the checkpoint with the `best` evaluation (without one, the last "
+        "ones), or always the `last` ones.",
+    )
+    output: Annotated[
+        Literal["adapter", "merged"], Traits(changeable_on_resume=True, in_probe=False, adapter_only=True)
+    ] = Field(
+        default="adapter",
+        description="Form of the output of an adapter: the `adapter` alone, or `merged` into its base model, which "
+        "transformers loads without peft.",
     )
     logging_steps: Annotated[LogSteps, Traits(changeable_on_resume=True)] = Field(
         default=10,
         description="Steps between two logged metrics; the last step is always logged, and 0 logs only that.",
     )
-    eval_steps: Annotated[Steps | None, Traits(changeable_on_resume=True, affects="duration", in_probe=False)] = Field(
-        default=None, description="Steps between two evaluations."
+    eval_steps: Annotated[Interval | None, Traits(changeable_on_resume=True, affects="duration", in_probe=False)] = (
+        Field(default=None, description="Steps between two evaluations, or `epoch`: after each epoch.")
     )
     eval_split: Annotated[float, Traits(affects="step_time", in_probe=False)] = Field(
         default=0.0, ge=0, lt=1, description="Fraction of the data held out for evaluation."
@@ -315,6 +359,25 @@ class TrainingConfig(Strict):
     max_eval_rows: Annotated[Rows | None, Traits(affects="step_time", in_probe=False, needs_eval_data=True)] = Field(
         default=None,
         description="Evaluate on at most so many rows: the first ones of the evaluation data; `null` uses all.",
+    )
+    sample_steps: Annotated[Interval | None, Traits(changeable_on_resume=True, in_probe=False)] = Field(
+        default=None,
+        description="Steps between two samples, or `epoch`: the model completes each of `sample_prompts`, also after "
+        "the last step.",
+    )
+    sample_prompts: Annotated[SamplePrompts, Traits(changeable_on_resume=True, in_probe=False, needs_samples=True)] = (
+        Field(
+            default_factory=list,
+            max_length=8,
+            description="Prompts of the samples: texts, which are user messages if the data is chats, or chats "
+            f"(`[{{role, content}}, …]`); together at most {MOST_PROMPT_CHARACTERS:,} characters.",
+        )
+    )
+    sample_max_new_tokens: Annotated[int, Traits(changeable_on_resume=True, in_probe=False, needs_samples=True)] = (
+        Field(default=64, ge=1, le=512, description="Maximum number of tokens of each sample.")
+    )
+    sample_temperature: Annotated[float, Traits(changeable_on_resume=True, in_probe=False, needs_samples=True)] = Field(
+        default=1.0, ge=0, le=10, description="Sampling temperature of the samples; 0 selects greedy decoding."
     )
 
     time_limit_seconds: Annotated[

@@ -41,6 +41,7 @@ _OURS = {
     "truncation_mode": "truncation_side",
     "loss_on": "train_on_inputs train_on_prompt train_on_input completion_only_loss assistant_only_loss mask_prompt "
     "mask_history only_train_on_completion",
+    "chat_template": "template chat_template_jinja chat_template_path",
     "seed": "random_seed random_state data_seed",
     "save_steps": "save_strategy saves_per_epoch checkpoint_steps checkpointing_steps",
     "save_total_limit": "max_checkpoints keep_checkpoints",
@@ -61,6 +62,8 @@ _OURS = {
     "extra.packing_strategy": "packing_strategy",
     "extra.eval_on_start": "eval_on_start",
     "extra.eval_batch_size": "eval_batch_size per_device_eval_batch_size",
+    "extra.callbacks": "callbacks callback",
+    "extra.collator": "data_collator",
     "extra.double_quant": "double_quant double_quantization bnb_4bit_use_double_quant use_double_quant",
     "dpo.loss_type": "pref_loss dpo_loss dpo_loss_type loss_type",
     "dpo.beta": "pref_beta dpo_beta rl_beta beta",

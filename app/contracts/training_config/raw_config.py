@@ -83,17 +83,20 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def _friendly(annotations: Iterable[Any]) -> HumanNumber | None:
-    return next((one for one in annotations if isinstance(one, HumanNumber)), None)
+def _friendly(*annotations: Any) -> HumanNumber | None:
+    """Return the first human number among annotations and, for unions, those of their members."""
+    for one in annotations:
+        if isinstance(one, HumanNumber):
+            return one
+        if (found := _friendly(*get_args(one))) is not None:
+            return found
+    return None
 
 
 _FRIENDLY: dict[str, HumanNumber] = {
     name: friendly
     for name, field in TrainingConfig.model_fields.items()
-    # A nullable field has its annotations one level down.
-    for friendly in [
-        _friendly([*field.metadata, *(one for arg in get_args(field.annotation) for one in get_args(arg)[1:])])
-    ]
+    for friendly in [_friendly(*field.metadata, field.annotation)]
     if friendly is not None
 }
 

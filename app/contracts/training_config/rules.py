@@ -11,7 +11,13 @@ from pydantic import BaseModel, Field
 
 from app.contracts.errors import FieldError
 from app.contracts.methods import METHODS, OPTION_GROUPS, DpoOptions, KtoOptions, RlhfOptions
-from app.contracts.training_config.field_traits import ADAPTER_ONLY, FOUR_BIT_ONLY, NEEDS_EVAL_DATA, SUPERVISED_ONLY
+from app.contracts.training_config.field_traits import (
+    ADAPTER_ONLY,
+    FOUR_BIT_ONLY,
+    NEEDS_EVAL_DATA,
+    NEEDS_SAMPLES,
+    SUPERVISED_ONLY,
+)
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.optimizers import (
     ADAM_OPTIONS,
@@ -92,6 +98,7 @@ def method_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError
             if name in given
         ]
     found += _objective_conflicts(config, given)
+    found += _sample_conflicts(config, given)
     for group in OPTION_GROUPS:
         if method.name != group and any(name.split(".")[0] == group for name in given):
             message = f"applies only to method `{group}`, and the method is `{method.name}`"
@@ -107,6 +114,12 @@ def method_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError
     if config.extra.get("probe") is True and config.extra.get("recipe") is not None:
         message = "cannot be measured by a probe: a recipe controls its own training and may not end after two steps"
         found.append(field_error("extra.recipe", "conflict", message))
+    if config.extra.get("prune_fraction") is not None and wants_adapter(config):
+        message = "prunes a whole model, and this run trains an adapter; use method `full`, or `sft` with `lora_r` null"
+        found.append(field_error("extra.prune_fraction", "conflict", message))
+    if config.extra.get("collator") is not None and method.generates:
+        message = f"cannot be used with method `{method.name}`, whose batches are prompts as text; leave it out"
+        found.append(field_error("extra.collator", "conflict", message))
     if config.revision is not None and config.base_model.startswith("run_"):
         found.append(
             field_error("revision", "conflict", "applies only to hub models, and `base_model` is a run; leave it out")
@@ -206,6 +219,18 @@ def _objective_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldE
     if "extra.spike_threshold" in given and config.on_spike == "ignore":
         found.append(field_error("extra.spike_threshold", "conflict", "has no effect while `on_spike` is `ignore`"))
     return found
+
+
+def _sample_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError]:
+    if config.sample_steps is None:
+        message = "has no effect without `sample_steps`, the steps between two samples; set that, or leave this out"
+        return [field_error(name, "conflict", message) for name in NEEDS_SAMPLES if name in given]
+    if METHODS[config.method].has_reward_head:
+        message = f"cannot be used with method `{config.method}`, whose model generates no text; leave it out"
+        return [field_error("sample_steps", "conflict", message)]
+    if not config.sample_prompts:
+        return [field_error("sample_prompts", "missing", "must be set with `sample_steps`: the prompts to complete")]
+    return []
 
 
 def _dpo_conflicts(dpo: DpoOptions, given: set[str]) -> list[FieldError]:

@@ -133,12 +133,15 @@ def _not_available_yet(config: TrainingConfig) -> list[FieldError]:
     ]
 
 
+_INTERVALS = ("save_steps", "eval_steps", "sample_steps")
+"""Fields that accept a number of steps or `epoch`."""
+
 _CHOICES = {"gradient_checkpointing": '"selective" or "auto"', "memory_profile": '"steps"'}
 """Fields that accept true, false, or these values."""
 
 _NO_TYPE = {"union_tag_invalid": "unknown_value", "union_tag_not_found": "missing"}
 
-_OWN_CODES = ("bad_pattern", "bad_schema", "bad_bounds", "bad_count", "out_of_range")
+_OWN_CODES = ("bad_pattern", "bad_schema", "bad_bounds", "bad_count", "bad_template", "out_of_range")
 """Error codes of our own validators, whose messages are complete."""
 
 _CODES = {
@@ -156,8 +159,10 @@ def _from_pydantic(errors: list[ErrorDetails], model: type[BaseModel], *prefix: 
     found: dict[str, FieldError] = {}
     for error in errors[:200]:
         parts = [str(part) or '""' for part in error["loc"]]
-        if parts and parts[0] in _CHOICES:
+        if parts and parts[0] in (*_CHOICES, *_INTERVALS):
             parts = parts[:1]  # one error per field, not one per member of its union
+        if parts[0:1] == ["sample_prompts"]:
+            del parts[2:3]  # the kind of the prompt, which pydantic adds
         if parts[0:1] and parts[0] in OPTION_GROUPS and parts[1:2] == ["rewards"]:
             del parts[3:4]  # the discriminator that pydantic adds
             parts += ["type"] if error["type"] in _NO_TYPE else []
@@ -172,6 +177,8 @@ def _from_pydantic(errors: list[ErrorDetails], model: type[BaseModel], *prefix: 
 def _sentence(error: ErrorDetails, parts: list[str], model: type[BaseModel]) -> str:
     if error["type"] in ("missing", "union_tag_not_found"):
         return "is required"
+    if parts[:1] and parts[0] in _INTERVALS and isinstance(error["input"], str) and error["input"][:1].isalpha():
+        return _printable(f'must be a number of steps or "epoch", not {_shown(error["input"])}')
     if error["type"] in _OWN_CODES:
         return _printable(error["msg"])
     if error["type"] == "union_tag_invalid":

@@ -13,6 +13,7 @@ from app.contracts import plugins
 from app.contracts.errors import FieldError
 from app.contracts.methods import method_of
 from app.contracts.run_status import TERMINAL
+from app.contracts.run_task import RunTask
 from app.contracts.schemas.actions import AnyAction, EvaluateAction, ExtendAction, SampleAction, SetLearningRateAction
 from app.contracts.training_config.raw_config import is_probe
 from app.infra.ids import is_id, new_id
@@ -118,6 +119,11 @@ async def _replayed(
 
 
 def _problems(run: Run, wanted: AnyAction) -> Sequence[FieldError]:
+    if run.task != RunTask.train:
+        message = (
+            f"the task of the run is `{run.task}`, and actions take effect between steps of a training; stop it instead"
+        )
+        return [FieldError(field="action", code="not_for_this_task", message=message)]
     config = {**run.config, **(run.effective_config or {})}
     if is_probe(config):
         message = "the run is a probe, which takes two steps and saves nothing; use the action on the run it measures"

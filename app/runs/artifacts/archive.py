@@ -1,10 +1,13 @@
 """Tar archive of a folder, generated while it is sent: nothing is written to disk, and little is kept in memory."""
 
+import asyncio
 import os
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from starlette.responses import StreamingResponse
 
 from app.infra.untrusted_folder import OutsideStorage, open_below
 from app.runs.artifacts.service import files
@@ -62,3 +65,15 @@ def stream(folder: Path, archived: Sequence[Member]) -> Iterator[bytes]:
                 yield piece
         yield bytes(one.padding)
     yield _END
+
+
+async def tar_response(folder: Path, name: str) -> StreamingResponse:
+    """Return a response that sends all files below `folder` as `name`.tar."""
+    archived = await asyncio.to_thread(members, folder, name)
+    headers = {
+        "Content-Length": str(size(archived)),
+        "Content-Disposition": f'attachment; filename="{name}.tar"',
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "private, no-store",
+    }
+    return StreamingResponse(stream(folder, archived), media_type="application/x-tar", headers=headers)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import weakref
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.responses import FileResponse, StreamingResponse
@@ -10,9 +11,16 @@ from starlette.types import Receive, Scope, Send
 
 from app.api.dependencies import CurrentStorage, Session
 from app.contracts.schemas.artifacts import Artifacts
-from app.runs.artifacts import archive, service
+from app.runs.artifacts import service
+from app.runs.artifacts.archive import tar_response
 
 router = APIRouter(prefix="/runs/{run_id}", tags=["artifacts"])
+
+_FILE: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}},
+    206: {"description": "The ranges requested with `Range`."},
+    416: {"description": "`Range` starts after the end of the file."},
+}
 
 
 @router.get("/artifacts")
@@ -30,29 +38,30 @@ async def list_artifacts(run_id: str, session: Session, storage: CurrentStorage)
 async def download_artifacts(run_id: str, session: Session, storage: CurrentStorage) -> StreamingResponse:
     """Download all files in one tar archive, generated while it is sent: `curl … | tar x`."""
     folder = await service.output_folder(session, storage, run_id)
-    members = await asyncio.to_thread(archive.members, folder, run_id)
-    headers = {
-        "Content-Length": str(archive.size(members)),
-        "Content-Disposition": f'attachment; filename="{run_id}.tar"',
-        "X-Content-Type-Options": "nosniff",
-        "Cache-Control": "private, no-store",
-    }
-    return StreamingResponse(archive.stream(folder, members), media_type="application/x-tar", headers=headers)
+    return await tar_response(folder, run_id)
 
 
-@router.get(
-    "/artifacts/{path:path}",
-    response_class=FileResponse,
-    responses={
-        200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}},
-        206: {"description": "The ranges requested with `Range`."},
-        416: {"description": "`Range` starts after the end of the file."},
-    },
-)
+@router.get("/artifacts/{path:path}", response_class=FileResponse, responses=_FILE)
 async def download_artifact(run_id: str, path: str, session: Session, storage: CurrentStorage) -> FileResponse:
     """Download one file, whole or the requested ranges."""
     folder = await service.output_folder(session, storage, run_id)
     return _OpenFile(await asyncio.to_thread(service.open_file, folder, path), path.rpartition("/")[2])
+
+
+@router.get("/attempts/{attempt}/artifacts")
+async def list_attempt_artifacts(run_id: str, attempt: int, session: Session, storage: CurrentStorage) -> Artifacts:
+    """List the records of an attempt, however it ended: metrics, memory profile, distributions, TensorBoard files."""
+    folder = await service.attempt_folder(session, storage, run_id, attempt)
+    return Artifacts(data=await asyncio.to_thread(service.listed_records, folder))
+
+
+@router.get("/attempts/{attempt}/artifacts/{path:path}", response_class=FileResponse, responses=_FILE)
+async def download_attempt_artifact(
+    run_id: str, attempt: int, path: str, session: Session, storage: CurrentStorage
+) -> FileResponse:
+    """Download one record of an attempt, whole or the requested ranges."""
+    folder = await service.attempt_folder(session, storage, run_id, attempt)
+    return _OpenFile(await asyncio.to_thread(service.open_record, folder, path), path.rpartition("/")[2])
 
 
 class _OpenFile(FileResponse):

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 
 from fastapi import APIRouter
+from starlette.responses import StreamingResponse
 
-from app.api.dependencies import Session
+from app.api.dependencies import CurrentStorage, Session
 from app.api.pagination import PageQuery
 from app.contracts.schemas.checkpoints import CheckpointEdit, CheckpointRead
 from app.contracts.schemas.page import Page
+from app.runs.artifacts.archive import tar_response
 from app.runs.checkpoints import service
 from app.runs.service import get as get_run
 from app.tables.checkpoints import Checkpoint
@@ -37,6 +39,20 @@ async def edit_checkpoint(run_id: str, checkpoint_id: str, body: CheckpointEdit,
     run = await get_run(session, run_id)
     (shown,) = await _shown(session, run.id, [await service.pin(session, run.id, checkpoint_id, body.pinned)])
     return shown
+
+
+@router.get(
+    "/{checkpoint_id}/download",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}}},
+)
+async def download_checkpoint(
+    run_id: str, checkpoint_id: str, session: Session, storage: CurrentStorage
+) -> StreamingResponse:
+    """Download the files of a checkpoint in one tar archive, generated while it is sent."""
+    run = await get_run(session, run_id)
+    found = await service.get(session, run.id, checkpoint_id)
+    return await tar_response(storage.named_checkpoint(run.id, found.attempt, found.name), found.id)
 
 
 async def _shown(session: Session, run_id: str, rows: Sequence[Checkpoint]) -> list[CheckpointRead]:

@@ -26,9 +26,8 @@ def eval_score(one: Any) -> ColumnElement[float]:
 def retire(run_id: str, keep: int) -> Executable:
     """Mark all but the `keep` newest checkpoints as deleted; return the rows whose folders must be removed afterward.
 
-    Keeps the newest restorable one, the furthest one, the one with the best evaluation (lowest loss or highest reward)
-    and pinned ones. Only live runs call this, and only ended runs can be resumed by another run, so no other run needs
-    the deleted checkpoints.
+    Keeps the newest restorable one, the furthest one, the one with the best evaluation (lowest loss or highest reward),
+    pinned ones, and those that another run resumes or evaluates.
     """
     return _retire(run_id, keep).returning(Checkpoint.attempt, Checkpoint.name)
 
@@ -41,6 +40,7 @@ def _retire(run_id: str, keep: int) -> Update:
     newest = there.order_by(one.attempt.desc(), one.step.desc(), one.id.desc()).limit(max(keep, 1))
     # The furthest is kept as well: `restorable` returns it first, and a worker that has it resumes from it.
     furthest = there.order_by(one.step.desc(), one.id.desc()).limit(1)
+    used = exists().where(Run.resume_checkpoint_id == Checkpoint.id)
     best = there.where(eval_score(one).is_not(None)).order_by(eval_score(one), one.step).limit(1)
     return (
         update(Checkpoint)
@@ -51,15 +51,15 @@ def _retire(run_id: str, keep: int) -> Update:
             Checkpoint.id.not_in(furthest),
             Checkpoint.id.not_in(best),
             Checkpoint.pinned.is_(False),
+            ~used,
         )
         .values(deleted_at=func.clock_timestamp())
     )
 
 
 def retire_ended(run_id: str) -> Executable:
-    """Do the same as `retire` for an ended run; also keep every checkpoint from which a later run was resumed."""
-    resumed = exists().where(Run.resume_checkpoint_id == Checkpoint.id)
-    return _retire(run_id, 1).where(~resumed).returning(Checkpoint.attempt, Checkpoint.name, Checkpoint.bytes)
+    """Do the same as `retire` for an ended run, of which one checkpoint is enough."""
+    return _retire(run_id, 1).returning(Checkpoint.attempt, Checkpoint.name, Checkpoint.bytes)
 
 
 def retired(run_id: str) -> Executable:

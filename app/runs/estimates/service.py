@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import logging
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from app.base_models import resolver
 from app.base_models.model_folder import ModelFolder
 from app.config import Settings
+from app.contracts.attempt.job import MERGED_BASE
 from app.contracts.methods import METHODS
 from app.contracts.schemas.estimates import (
     Confidence,
@@ -37,11 +40,15 @@ from app.estimator.parameters import CannotTrain, total, trained
 from app.estimator.steps import Data, make_step_plan, max_sequence_length, plan
 from app.infra.storage import Storage
 from app.infra.untrusted_folder import OutsideStorage
+from app.runs.estimates import hub_config
 from app.runs.estimates.history import Speed, speed
+from app.runs.estimates.hub_config import HubConfig
 from app.tables.datasets import Dataset
 from app.tables.runs import Run
 from app.tables.workers import Device, Worker
 from app.workers.queries import online
+
+log = logging.getLogger(__name__)
 
 _MOST_CONFIG_BYTES = 2**20
 _WITH_PARAMETERS = "Unknown, because the model's parameters are unknown."
@@ -73,6 +80,8 @@ class EstimateInputs:
     """Kinds of devices that online workers offer."""
     attempt: int | None
     """Attempt whose output is the base model, if the base model is a run."""
+    hub_config: HubConfig | None = None
+    """Configuration of a hub model that is not on this machine, if it was requested."""
 
 
 async def estimate(
@@ -84,7 +93,9 @@ async def estimate(
     """
     async with sessions() as session:
         known = await look_up(session, settings, subject)
-    found, todo = await run_with_slot(settings, storage, subject, known, thorough=True)
+    known = replace(known, hub_config=await _fetched(sessions, settings, storage, subject))
+    loop = asyncio.get_running_loop()
+    found, todo = await loop.run_in_executor(_thread, by_formula, settings, storage, subject, known, True)
     if todo is None:
         return found
     config = resolve(subject.config, subject.given, _machine(found.device.kind)).config
@@ -93,20 +104,48 @@ async def estimate(
     return found.model_copy(update=_of_time(settings, found, took, todo.training + todo.writing))
 
 
+async def _fetched(
+    sessions: async_sessionmaker[AsyncSession], settings: Settings, storage: Storage, subject: Subject
+) -> HubConfig | None:
+    if not subject.loads_model:
+        return None
+    return await hub_config.fetch(sessions, settings, storage, subject.config.base_model, subject.config.revision)
+
+
+async def estimate_new(
+    sessions: async_sessionmaker[AsyncSession], settings: Settings, storage: Storage, subject: Subject
+) -> tuple[RunEstimate, dict[str, int]]:
+    """Estimate a run that was just created, without its duration; also return its `least_memory`."""
+    async with sessions() as session:
+        known = await look_up(session, settings, subject)
+    known = replace(known, hub_config=await _fetched(sessions, settings, storage, subject))
+    loop = asyncio.get_running_loop()
+    found, _ = await loop.run_in_executor(_thread, by_formula, settings, storage, subject, known, False)
+    least = {}
+    if known.hub_config is not None:  # otherwise it was computed before the run was created
+        least = await loop.run_in_executor(_thread, least_memory, settings, storage, subject, known)
+    return found, least
+
+
 async def look_up(session: AsyncSession, settings: Settings, subject: Subject) -> EstimateInputs:
     """Read everything that `by_formula` needs from the database."""
     attempt = None
     if resolver.is_run(subject.config.base_model):
         attempt = await session.scalar(select(Run.output_attempt).where(Run.id == subject.config.base_model))
-    return EstimateInputs(await _devices(session, settings, subject.backend), attempt)
+    return EstimateInputs(await online_devices(session, settings, subject.backend), attempt)
 
 
-async def run_with_slot(
-    settings: Settings, storage: Storage, subject: Subject, known: EstimateInputs, *, thorough: bool
-) -> tuple[RunEstimate, RunFlops | None]:
-    """Run `by_formula` in the thread that computes all estimates."""
+async def least_memory_of(
+    session: AsyncSession, settings: Settings, storage: Storage, subject: Subject
+) -> dict[str, int]:
+    """Compute `least_memory` of a run that is about to be created; empty after an error, which is logged."""
+    known = await look_up(session, settings, subject)
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_thread, by_formula, settings, storage, subject, known, thorough)
+    try:
+        return await loop.run_in_executor(_thread, least_memory, settings, storage, subject, known)
+    except Exception:
+        log.exception("the memory of a run with base model %r cannot be estimated", subject.config.base_model)
+        return {}
 
 
 def by_formula(
@@ -125,7 +164,7 @@ def by_formula(
             reason = f"`extra.{kind}` is the plugin `{plugin.type}`; its resource use cannot be estimated."
             return _unknown(known.devices, reason, None if kind == "recipe" else subject), None
     try:
-        model = read(_config_json(settings, storage, subject.config, known.attempt))
+        model = read(_config_json(settings, storage, subject.config, known))
         trained(model, resolve(subject.config, subject.given, None).config)
     except (_NoConfig, UnknownArchitecture, CannotTrain) as error:
         return _unknown(known.devices, str(error), subject), None
@@ -143,13 +182,43 @@ def by_formula(
     return _run_estimate(model, first, devices[0], choice, fits, thorough, is_assumed=not known.devices), todo
 
 
+def least_memory(settings: Settings, storage: Storage, subject: Subject, known: EstimateInputs) -> dict[str, int]:
+    """Return the least memory by kind of device, in MiB, below which the run cannot train; empty if it is not known.
+
+    With `on_out_of_memory: repair` that is the smallest micro-batch with full recomputation, to which repairs lead.
+    Call it in a thread, as `by_formula`.
+    """
+    extra = subject.config.trainer_options
+    if extra.recipe or extra.model_factory or extra.probe:
+        return {}  # unknown, or a probe, which finds out by trying
+    try:
+        model = read(_config_json(settings, storage, subject.config, known))
+        smallest = _smallest(subject)
+        return {"cpu": _OnKind(model, smallest, "cpu").least_mb(), "cuda": _OnKind(model, smallest, "cuda").least_mb()}
+    except (_NoConfig, UnknownArchitecture, CannotTrain):
+        return {}
+
+
+def _smallest(subject: Subject) -> Subject:
+    """Return the run after all repairs of its memory use."""
+    if subject.config.on_out_of_memory == "stop":
+        return subject
+    rows = min(METHODS[subject.config.method].min_batch_size, subject.config.batch_size)
+    smaller = {"batch_size": rows, "gradient_checkpointing": True}
+    return replace(
+        subject,
+        config=subject.config.model_copy(update=smaller),
+        given=sorted({*subject.given, *smaller}),
+    )
+
+
 async def data_of(session: AsyncSession, dataset_id: str) -> Data:
     """Return the known figures of an existing dataset."""
     dataset = await session.get_one(Dataset, dataset_id)
     return Data(dataset.rows, dataset.bytes, dataset.token_statistics)
 
 
-async def _devices(session: AsyncSession, settings: Settings, backend: str) -> list[EstimatedDevice]:
+async def online_devices(session: AsyncSession, settings: Settings, backend: str) -> list[EstimatedDevice]:
     """Return the kinds of devices that online workers offer, GPUs and largest memory first."""
     query = select(Device.kind, Device.name, Device.memory_mb).distinct().join(Worker, Worker.id == Device.worker_id)
     rows = (await session.execute(query.where(*online(settings, backend)))).all()
@@ -157,12 +226,16 @@ async def _devices(session: AsyncSession, settings: Settings, backend: str) -> l
     return sorted(found, key=lambda one: (one.kind == "cuda", one.memory_mb or 0), reverse=True)
 
 
-def _config_json(settings: Settings, storage: Storage, config: TrainingConfig, attempt: int | None) -> dict[str, Any]:
+def _config_json(settings: Settings, storage: Storage, config: TrainingConfig, known: EstimateInputs) -> dict[str, Any]:
     try:
-        located = resolver.locate(settings, storage, config.base_model, attempt, config.revision)
+        located = resolver.locate(settings, storage, config.base_model, known.attempt, config.revision)
     except resolver.BaseModelError as error:
         raise _NoConfig(error.message) from error
     if located["path"] is None:
+        if (fetched := known.hub_config) is not None:
+            if fetched.content is None:
+                raise _NoConfig(fetched.reason)
+            return _parsed("config.json", fetched.content)
         return _of_hub(storage, str(located["hub"]), config.revision)
     return _of_folder(ModelFolder(storage, Path(located["path"])), settings, storage)
 
@@ -173,44 +246,58 @@ def _of_folder(folder: ModelFolder, settings: Settings, storage: Storage, depth:
         return _read(folder, "config.json")
     base = str(_read(folder, described).get("base_model_name_or_path") or "")
     if not Path(base).is_absolute():
-        return _of_hub(storage, base, None)
+        inside = _base_by_name(base, folder, settings, storage)
+        if inside is None or depth >= 4:
+            return _of_hub(storage, base, None)
+        return _of_folder(ModelFolder(storage, inside), settings, storage, depth + 1)
     if depth < 4 and (path := _allowed(base, settings, storage)) is not None:
         return _of_folder(ModelFolder(storage, path), settings, storage, depth + 1)
     raise _NoConfig(f"The base model of the adapter {folder.path.name} is no longer on this machine.")
+
+
+def _base_by_name(base: str, folder: ModelFolder, settings: Settings, storage: Storage) -> Path | None:
+    """Return the folder of a base that an adapter names as users do; None for the name of a hub model."""
+    if base == MERGED_BASE:
+        return folder.path / MERGED_BASE
+    if resolver.is_run(base):
+        outputs = storage.run_dir(base).glob("a*/output")
+        return max(outputs, default=None, key=lambda path: int(path.parent.name[1:]))
+    with suppress(resolver.BaseModelError):
+        path = resolver.folder_of(settings, base)
+        return path if path.is_dir() else None
+    return None
 
 
 def _allowed(base: str, settings: Settings, storage: Storage) -> Path | None:
     """Return the folder that an adapter names, which a trainer has written, if it is one of a model."""
     with suppress(OSError, ValueError):  # too long, or with a NUL
         path = Path(os.path.realpath(base))
-        for root in (settings.models_folder, storage.root):
+        for root in (*settings.model_roots, storage.root):
             if path.is_relative_to(root.resolve()) and path.is_dir():
                 return root / path.relative_to(root.resolve())
     return None
 
 
 def _of_hub(storage: Storage, name: str, revision: str | None) -> dict[str, Any]:
-    from huggingface_hub import try_to_load_from_cache  # a slow import that only this call needs
-
-    cached = None
-    if resolver.is_hub_name(name) and ".." not in (revision or ""):
-        with suppress(ValueError):  # not a valid repository name
-            cached = try_to_load_from_cache(name, "config.json", revision=revision)
-    if not isinstance(cached, str):
-        raise _NoConfig(
-            f"The configuration of {name[:100]!r} was not found on the API's machine. The API searches only its models "
-            "root and its hub cache, never the network. Place the model's folder below ANNEAL_MODELS_ROOT."
-        )
-    return _read(ModelFolder(storage, Path(cached).parent), Path(cached).name)
+    cached = hub_config.cached_path(name, revision)
+    if cached is None:
+        raise _NoConfig(f"The configuration of {name[:100]!r} was not found on the API's machine.")
+    return _read(ModelFolder(storage, cached.parent), cached.name)
 
 
 def _read(folder: ModelFolder, name: str) -> dict[str, Any]:
     try:
-        found = json.loads(folder.read(name, _MOST_CONFIG_BYTES))
+        content = folder.read(name, _MOST_CONFIG_BYTES)
     except OSError as error:
         raise _NoConfig(f"{name} of the model cannot be read: {error.strerror or 'file not found'}.") from error
     except OutsideStorage as error:
         raise _NoConfig(f"{name} of the model cannot be read: {error}.") from error
+    return _parsed(name, content)
+
+
+def _parsed(name: str, content: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise _NoConfig(f"{name} of the model cannot be read: it is not valid JSON.") from error
     if not isinstance(found, dict):
@@ -240,6 +327,11 @@ class _OnKind:
         """Return the planner's choice for that device."""
         choices = memory_planner.allowed_choices(self.config.gradient_checkpointing)
         return memory_planner.first_that_fits(self._needs, _room(device), choices)
+
+    def least_mb(self) -> int:
+        """Return the memory of the smallest choice in MiB."""
+        choices = memory_planner.allowed_choices(self.config.gradient_checkpointing)
+        return math.ceil(min(self._needs(one).peak for one in choices) / 2**20)
 
     def fit(self, device: EstimatedDevice, thorough: bool) -> Fit:
         """Check that the run fits on the device; with `thorough`, advise a change if it does not."""

@@ -2,7 +2,7 @@
 
 import logging
 
-from sqlalchemy import select
+from sqlalchemy import select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
@@ -31,14 +31,18 @@ async def estimate_and_store(
             if await session.get(StoredEstimate, run.id) is not None:
                 return
             data = await service.data_of(session, run.dataset_id)
-            subject = service.Subject(TrainingConfig.model_validate(run.config), run.user_set_fields, run.backend, data)
-            known = await service.look_up(session, settings, subject)
-        found, _ = await service.run_with_slot(settings, storage, subject, known, thorough=False)
+        subject = service.Subject(TrainingConfig.model_validate(run.config), run.user_set_fields, run.backend, data)
+        found, least = await service.estimate_new(sessions, settings, storage, subject)
         async with sessions() as session, session.begin():
             # The run may have been deleted in the meantime.
             still = select(Run.id).where(Run.id == run.id).with_for_update(read=True, key_share=True)
             if await session.scalar(still) is not None:
                 await store(session, run.id, found)
+                kind = run.requirements.get("kind")
+                if least := {name: mb for name, mb in least.items() if kind in (None, name)}:
+                    needs = run.requirements | {"estimated_mb": least}
+                    waits = update(Run).where(Run.id == run.id, Run.attempt == 0, Run.status == "pending")
+                    await session.execute(waits.values(requirements=needs))
     except Exception:
         log.exception("estimate failed for run %s with base model %r", run.id, run.config.get("base_model"))
 

@@ -1,6 +1,7 @@
-"""Endpoint `GET /v1/runs/{id}/events`: the event stream of a run."""
+"""Endpoints of event streams: of one run, and of all runs."""
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
@@ -8,10 +9,11 @@ from sqlalchemy import select
 
 from app.api.errors import ApiError, not_found
 from app.contracts.errors import FieldError
-from app.contracts.events import EVENT_TYPES
+from app.contracts.events import EVENT_TYPES, FEED_TYPES
 from app.contracts.run_status import TERMINAL
-from app.runs.events import responses
-from app.runs.events.frames import truncation_frames
+from app.runs.events import feed, responses
+from app.runs.events.frames import Batch, truncation_frames
+from app.runs.events.sources import FeedSource, RunSource
 from app.runs.events.stream import Streams
 from app.tables.runs import Run
 
@@ -25,16 +27,22 @@ _EXAMPLE = (
 )
 
 
+_CONTENT: dict[str, Any] = {
+    "text/event-stream": {"schema": responses.EVENTS_SCHEMA, "example": _EXAMPLE},
+    "application/x-ndjson": {"schema": responses.LINES_SCHEMA},
+}
+
+Format = Annotated[Literal["sse", "ndjson"], Query(description="`ndjson`: one JSON object per line.")]
+Follow = Annotated[bool, Query(description="If false, end after the newest event instead of waiting for more.")]
+
+
 @router.get(
     "/runs/{run_id}/events",
     response_class=StreamingResponse,
     responses={
         200: {
             "description": "Stored events after the cursor, then live ones, until the run ends.",
-            "content": {
-                "text/event-stream": {"schema": responses.EVENTS_SCHEMA, "example": _EXAMPLE},
-                "application/x-ndjson": {"schema": responses.LINES_SCHEMA},
-            },
+            "content": _CONTENT,
         },
         204: {"description": "The run has ended and the cursor is at or after its `end`: no more events follow."},
     },
@@ -50,16 +58,14 @@ async def stream_events(
             description="Return only these types, comma-separated; `end` and `truncated` are always included.",
         ),
     ] = None,
-    follow: Annotated[
-        bool, Query(description="If false, end after the newest event instead of waiting for more.")
-    ] = True,
-    format: Annotated[Literal["sse", "ndjson"], Query(description="`ndjson`: one JSON object per line.")] = "sse",
+    follow: Follow = True,
+    format: Format = "sse",
     last_event_id: responses.LastEventId = None,
 ) -> Response:
     """Stream the events of a run (logs, metrics, status, checkpoints) in order and without gaps, from any cursor."""
     sent = responses.cursor(last_event_id)
     cursor = after if sent is None else sent
-    chosen = _types(types)
+    chosen = _chosen(types, EVENT_TYPES, always=("end", "truncated"))
     # Streams can last for days: the run is read before the first byte is sent, and no session stays open.
     async with request.app.state.sessions() as session:
         run = (
@@ -71,25 +77,80 @@ async def stream_events(
         return over
     streams: Streams = request.app.state.streams
     batches = streams.batches(
-        run_id,
+        RunSource(run_id),
         # A cursor ahead of the log (of another run, or from before a database restore) counts as the end of the log.
         max(min(cursor, run.event_seq), run.first_seq - 1),
         until=None if follow and run.status not in TERMINAL else run.event_seq,
         wanted=None if chosen is None else lambda frame: frame.type in chosen,
         still_allowed=lambda: responses.still_allowed(request),
     )
-    opening = truncation_frames(run_id, run, cursor)
+    return _streamed(request, format, batches, truncation_frames(run_id, run, cursor))
+
+
+@router.get(
+    "/events",
+    response_class=StreamingResponse,
+    responses={200: {"description": "Stored events after the cursor, then live ones.", "content": _CONTENT}},
+)
+async def stream_all_events(
+    request: Request,
+    after: Annotated[
+        int | None,
+        Query(
+            ge=0,
+            le=2**62,
+            description="Return events after this `cursor`; 0 starts with the oldest. By default the stream starts "
+            "now, with a `cursor` event.",
+        ),
+    ] = None,
+    types: Annotated[
+        str | None,
+        Query(
+            max_length=200,
+            description=f"Return only these types, comma-separated: {', '.join(FEED_TYPES)}. `truncated` is always "
+            "included.",
+        ),
+    ] = None,
+    follow: Follow = True,
+    format: Format = "sse",
+    last_event_id: responses.LastEventId = None,
+) -> Response:
+    """Stream status changes, progress and ends of all runs in one order and without gaps, from any cursor.
+
+    Events arrive about a second after they were stored. Those of deleted runs are left out; `truncated` stands in the
+    place of those that were pruned.
+    """
+    sent = responses.cursor(last_event_id)
+    cursor = after if sent is None else sent
+    chosen = _chosen(types, FEED_TYPES, always=("truncated",))
+    async with request.app.state.sessions() as session:
+        newest = await session.scalar(feed.NEWEST) or 0
+    source, streams = FeedSource(), request.app.state.streams
+    start = newest if cursor is None else min(cursor, newest)
+    batches = streams.batches(
+        source,
+        start,
+        until=None if follow else newest,
+        wanted=None if chosen is None else lambda frame: frame.type in chosen,
+        still_allowed=lambda: responses.still_allowed(request),
+    )
+    return _streamed(request, format, batches, Batch([source.cursor_frame(start)] if cursor is None else []))
+
+
+def _streamed(
+    request: Request, format: Literal["sse", "ndjson"], batches: responses.Batches, opening: Batch
+) -> Response:
     if format == "ndjson":
         return responses.StreamResponse(request, responses.as_ndjson(batches, opening.lines), "application/x-ndjson")
     return responses.StreamResponse(request, responses.as_sse(batches, opening.sse))
 
 
-def _types(text: str | None) -> frozenset[str] | None:
+def _chosen(text: str | None, valid: Sequence[str], always: Sequence[str]) -> frozenset[str] | None:
     if text is None:
         return None
     wanted = frozenset(part.strip() for part in text.split(",") if part.strip())
-    unknown = sorted(wanted - set(EVENT_TYPES))
+    unknown = sorted(wanted - set(valid))
     if unknown or not wanted:
-        message = f"unknown event types {', '.join(unknown) or '(none)'}; valid types: {', '.join(EVENT_TYPES)}"
+        message = f"unknown event types {', '.join(unknown) or '(none)'}; valid types: {', '.join(valid)}"
         raise ApiError(422, "invalid", message, errors=[FieldError(field="types", code="unknown", message=message)])
-    return wanted | {"end", "truncated"}
+    return wanted | frozenset(always)

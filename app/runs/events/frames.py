@@ -49,11 +49,6 @@ class Batch(list[Frame]):
         return sum(len(frame.json) for frame in self)
 
 
-def cursor_frame(run_id: str, seq: int) -> Frame:
-    """Return the frame that carries the cursor of a reader past events that it did not ask for."""
-    return Frame(seq, "cursor", b'{"run_id":"%s","seq":%d}' % (run_id.encode(), seq))
-
-
 def truncation_frames(run_id: str, run: Any, cursor: int) -> Batch:
     """Return the frames sent to a reader at `cursor` instead of dropped events; empty if it misses none.
 

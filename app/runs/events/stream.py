@@ -1,4 +1,4 @@
-"""Live streams: one tail per run and process reads new events once and passes the same bytes to every reader."""
+"""Live streams: one tail per source and process reads new events once and passes the same bytes to every reader."""
 
 import asyncio
 import logging
@@ -6,19 +6,18 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from contextvars import Context
 from typing import Any
 
 from prometheus_client import Histogram
-from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from app.infra import async_tasks
 from app.infra.broker import Broker
 from app.infra.log_setup import run_context
-from app.runs.events.frames import Batch, Frame, cursor_frame, truncation_frames
-from app.runs.events.log import READ_AFTER, payload
-from app.tables.runs import Run
+from app.runs.events.frames import Batch, Frame
+from app.runs.events.sources import RunSource, Source
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ _LAG_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 1.0, 2.5, 5.0, 15.0, 60.
 
 
 class Tail:
-    """Single reader of a run's new events in this process; buffers the newest ones for all readers.
+    """Single reader of a source's new events in this process; buffers the newest ones for all readers.
 
     A reader is only a position. A reader so slow that its next event is no longer buffered reads from Postgres until it
     has caught up, so slow readers never make the buffer grow.
@@ -45,13 +44,13 @@ class Tail:
 
     def __init__(
         self,
-        run_id: str,
+        source: Source,
         position: int,
-        read: Callable[[str, int], Awaitable[Batch]],
-        missed: Callable[[str, int], Awaitable[Batch | None]],
+        read: Callable[[Source, int], Awaitable[Batch]],
+        missed: Callable[[Source, int], Awaitable[Batch | None]],
         lag: Histogram,
     ) -> None:
-        self.run_id = run_id
+        self.source = source
         self.position = position
         self.start = position
         """Position after which all events are buffered."""
@@ -69,8 +68,8 @@ class Tail:
         self._lag = lag
 
     async def follow(self) -> None:
-        """Read and distribute events until the run ends or no reader is left."""
-        ticking = asyncio.create_task(self._tick(), name=f"tick {self.run_id}")
+        """Read and distribute events until a run ends or no reader is left."""
+        ticking = asyncio.create_task(self._tick(), name=f"tick {self.source.channel}")
         # Check for missed events at once as well: a read may return nothing because an ended run was deleted.
         check_missed_at = time.monotonic()
         try:
@@ -78,20 +77,20 @@ class Tail:
                 # Clear before reading: a notification that arrives during the read must lead to another read.
                 self.wake.clear()
                 try:
-                    frames = await self._read(self.run_id, self.position)
+                    frames = await self._read(self.source, self.position)
                     if not frames and time.monotonic() >= check_missed_at:
                         check_missed_at = time.monotonic() + KEEP_ALIVE_SECONDS
-                        missed = await self._missed(self.run_id, self.position)
+                        missed = await self._missed(self.source, self.position)
                         if missed is None:
                             self.is_gone = True
                             return
                         frames = missed
                 except (SQLAlchemyError, OSError) as error:
-                    log.info("cannot read events of %s, retrying: %s", self.run_id, error)
+                    log.info("cannot read events of %s, retrying: %s", self.source.channel, error)
                     frames = Batch()
                 if frames:
                     self._distribute(frames)
-                    if frames[-1].type == "end":
+                    if frames[-1].type == self.source.last_type:
                         return
                     if len(frames) == _BATCH or frames.size >= _BATCH_BYTES:
                         continue  # a full batch: there are probably more
@@ -161,10 +160,10 @@ class Streams:
     def __init__(self, engine: AsyncEngine, queue: Broker) -> None:
         self._engine = engine
         self._queue = queue
-        self._tails: dict[str, Tail] = {}
+        self._tails: dict[Source, Tail] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._reading: dict[tuple[str, int], asyncio.Task[Batch]] = {}
-        self._readers: set[tuple[str, Reader]] = set()
+        self._reading: dict[tuple[Source, int], asyncio.Task[Batch]] = {}
+        self._readers: set[tuple[Source, Reader]] = set()
         self.lag = Histogram(
             "anneal_event_lag_seconds",
             "Seconds from an event to its delivery to live streams, for the oldest event of each batch.",
@@ -182,53 +181,46 @@ class Streams:
     def load(self) -> tuple[int, int, int]:
         """Return the number of live streams, of streams that catch up, and of read events not yet delivered."""
         live = backlog = 0
-        for run_id, reader in self._readers:
+        for source, reader in self._readers:
             live += reader.tail is not None
-            if tail := self._tails.get(run_id):
+            if tail := self._tails.get(source):
                 backlog += max(0, tail.position - reader.position)
         return live, len(self._readers) - live, backlog
 
-    async def read(self, run_id: str, after: int) -> Batch:
+    async def read(self, source: Source, after: int) -> Batch:
         """Return the next stored events after a cursor, encoded; concurrent equal calls share one query.
 
         A shared query may have started before the call and miss later commits; the tail delivers these.
         """
-        place = (run_id, after)
+        place = (source, after)
         reading = self._reading.get(place)
         if reading is None:
-            reading = self._reading[place] = self._start_read(run_id, after)
+            reading = self._reading[place] = self._start_read(source, after)
             reading.add_done_callback(lambda _: self._reading.pop(place))
         return await asyncio.shield(reading)
 
-    async def read_now(self, run_id: str, after: int) -> Batch:
+    async def read_now(self, source: Source, after: int) -> Batch:
         """Read like `read`, but never share a query, so that everything committed before the call is included."""
-        return await asyncio.shield(self._start_read(run_id, after))
+        return await asyncio.shield(self._start_read(source, after))
 
-    def _start_read(self, run_id: str, after: int) -> "asyncio.Task[Batch]":
+    def _start_read(self, source: Source, after: int) -> "asyncio.Task[Batch]":
         # A reader that disconnects during a query must not cancel it, which would invalidate its connection.
-        reading = asyncio.create_task(self._read(run_id, after), name=f"read {run_id}")
+        reading = asyncio.create_task(self._read(source, after), name=f"read {source.channel}")
         self._tasks.add(reading)
         reading.add_done_callback(self._tasks.discard)
         return reading
 
-    async def _read(self, run_id: str, after: int) -> Batch:
+    async def _read(self, source: Source, after: int) -> Batch:
         async with self._reads, self._engine.connect() as connection:
-            place = {"run_id": run_id, "after": after, "limit": _BATCH, "most_bytes": _BATCH_BYTES}
-            rows = (await connection.execute(READ_AFTER, place)).all()
-        batch = Batch(Frame(seq, kind, payload(run_id, seq, ts, data).encode()) for seq, kind, ts, data in rows)
-        batch.oldest = rows[0][2] if rows else None
-        return batch
+            return await source.read(connection, after, _BATCH, _BATCH_BYTES)
 
-    async def _missed(self, run_id: str, position: int) -> Batch | None:
-        """Return the frames for dropped events after a position; None if the run no longer exists."""
+    async def _missed(self, source: Source, position: int) -> Batch | None:
         async with self._reads, self._engine.connect() as connection:
-            query = select(Run.status, Run.event_seq, Run.first_seq).where(Run.id == run_id)
-            run = (await connection.execute(query)).one_or_none()
-        return None if run is None else truncation_frames(run_id, run, position)
+            return await source.missed(connection, position)
 
     async def batches(
         self,
-        run_id: str,
+        source: Source,
         after: int,
         *,
         until: int | None = None,
@@ -244,12 +236,12 @@ class Streams:
         """
         keep_alive = KEEP_ALIVE_SECONDS if keep_alive is None else keep_alive
         reader = Reader(after)
-        self._readers.add((run_id, reader))
+        self._readers.add((source, reader))
         last_sent = last_checked = time.monotonic()
         reported = after
         try:
             while until is None or reader.position < until:
-                frames = await self._next(run_id, reader)
+                frames = await self._next(source, reader, waits=until is None or source.last_type is not None)
                 if frames is None:
                     return
                 now = time.monotonic()
@@ -257,7 +249,7 @@ class Streams:
                     if until is not None:
                         frames = Batch(frame for frame in frames if frame.seq <= until)
                     reader.position = frames[-1].seq if frames else until or reader.position
-                    over = not frames or frames[-1].type == "end"
+                    over = not frames or frames[-1].type == source.last_type
                     if wanted is not None:
                         frames = Batch(frame for frame in frames if wanted(frame))
                     if frames:
@@ -267,7 +259,7 @@ class Streams:
                         return
                 if not frames and now - last_sent >= keep_alive:
                     if reader.position > reported:
-                        frames = Batch([cursor_frame(run_id, reader.position)])
+                        frames = Batch([source.cursor_frame(reader.position)])
                     last_sent, reported = now, reader.position
                     yield reader.position, frames
                 if still_allowed and now - last_checked >= RECHECK_SECONDS:
@@ -275,11 +267,14 @@ class Streams:
                     if not await still_allowed():
                         return
         finally:
-            self._readers.discard((run_id, reader))
+            self._readers.discard((source, reader))
             self._leave(reader)
 
-    async def _next(self, run_id: str, reader: Reader) -> Batch | None:
-        """Return the reader's next frames; empty after a short time without any; None if the run was deleted."""
+    async def _next(self, source: Source, reader: Reader, waits: bool) -> Batch | None:
+        """Return the reader's next frames; empty after a short time without any.
+
+        Returns None if the run was deleted, and, for a reader that does not wait, if no more events are stored.
+        """
         tail = reader.tail
         if tail is not None and tail.start <= reader.position:
             if frames := tail.behind(reader.position):
@@ -291,36 +286,39 @@ class Streams:
                 return tail.behind(reader.position) if tail.start <= reader.position else Batch()
         # The reader has no tail yet, is too slow for it, or the tail has ended.
         self._leave(reader)
-        if self._join(run_id, reader):
+        if waits and self._join(source, reader):
             return Batch()
         try:
-            frames = await self.read(run_id, reader.position)
+            frames = await (self.read if waits else self.read_now)(source, reader.position)
         except (SQLAlchemyError, OSError):
             await asyncio.sleep(POLL_SECONDS)
             return Batch()
-        if not frames and not self._join(run_id, reader):
-            self._begin(run_id, reader)
+        if not frames and not waits:
+            return None
+        if not frames and not self._join(source, reader):
+            self._begin(source, reader)
             if reader.tail is None:
                 # The tail is ahead of the stored events. Never observed, but it would cause a busy loop.
                 await asyncio.sleep(POLL_SECONDS)
         return frames
 
-    def _join(self, run_id: str, reader: Reader) -> bool:
+    def _join(self, source: Source, reader: Reader) -> bool:
         """Join the tail if it buffers all events that the reader needs next; return False otherwise."""
-        tail = self._tails.get(run_id)
+        tail = self._tails.get(source)
         if tail is None or tail.start > reader.position:
             return False  # there is no tail, or it is too far ahead: read from Postgres
         tail.readers += 1
         reader.tail = tail
         return True
 
-    def _begin(self, run_id: str, reader: Reader) -> None:
+    def _begin(self, source: Source, reader: Reader) -> None:
         """Start a tail at the reader's position, which is at the end of the stored events."""
-        if run_id in self._tails:
+        if source in self._tails:
             return  # the reader is behind the existing tail: read from Postgres once more
-        tail = self._tails[run_id] = Tail(run_id, reader.position, self.read_now, self._missed, self.lag)
-        self._join(run_id, reader)
-        task = asyncio.create_task(self._run(tail), name=f"tail {run_id}", context=run_context(run_id))
+        tail = self._tails[source] = Tail(source, reader.position, self.read_now, self._missed, self.lag)
+        self._join(source, reader)
+        context = run_context(source.run_id) if isinstance(source, RunSource) else Context()
+        task = asyncio.create_task(self._run(tail), name=f"tail {source.channel}", context=context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -334,11 +332,11 @@ class Streams:
 
     async def _run(self, tail: Tail) -> None:
         try:
-            await self._queue.listen(tail.run_id, tail.wake.set)
+            await self._queue.listen(tail.source.channel, tail.wake.set)
             await tail.follow()
         finally:
             # Remove the tail first, so that a reader that arrives now starts a new one and misses nothing.
-            self._tails.pop(tail.run_id, None)
+            self._tails.pop(tail.source, None)
             tail.is_over = True
             tail.wake_readers()
-            await self._queue.unlisten(tail.run_id)
+            await self._queue.unlisten(tail.source.channel)

@@ -10,6 +10,7 @@ from fastapi.responses import StreamingResponse
 from app.contracts.run_status import TERMINAL
 from app.runs import service
 from app.runs.events import responses
+from app.runs.events.sources import RunSource
 from app.runs.events.stream import Streams
 from app.runs.logs import lines
 
@@ -62,7 +63,7 @@ async def get_logs(
         return over
     streams: Streams = request.app.state.streams
     batches = streams.batches(
-        run_id,
+        RunSource(run_id),
         after,
         until=None if follow and run.status not in TERMINAL else run.event_seq,
         wanted=(lambda frame: lines.is_shown(frame, grep)) if as_events else None,

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.api.errors import not_found
 from app.contracts.schemas.runs import Series
 from app.runs.events.log import MEASURED
-from app.runs.metrics.points import Points, read_points
+from app.runs.metrics.points import CHUNK, Points, read_points
 from app.runs.metrics.rollups import MOST_STEP, VALUES, highest_level, points_of, step_of, values
 
 READS_AT_A_TIME = 2
@@ -21,6 +21,9 @@ READS_AT_A_TIME = 2
 _FEW = 5000
 """Up to this many points, thinning is faster than handing it to a thread."""
 _NEVER = 2**62
+_LEAST_POINTS = 4
+_MOST_VALUES = 500_000
+"""Points of all series of an answer: each takes a hundred bytes on its way."""
 
 # One range at a time: a single condition over several would read the whole index.
 _EVENTS = """
@@ -35,7 +38,7 @@ _POINTS = text("SELECT type, attempt, cast(data AS text) " + _EVENTS.format("ORD
 _PASSES = text(
     """
     SELECT run.first_seq AS oldest_seq, row.attempt, segment, kind, first_step, last_step, row.first_seq,
-        last_seq, points
+        last_seq, points, (SELECT count(*) FROM json_object_keys(series)) AS names
     FROM runs AS run LEFT JOIN metric_rollups AS row ON row.run_id = run.id AND level = 0
     WHERE run.id = :run_id ORDER BY row.attempt, segment
     """
@@ -67,6 +70,8 @@ async def curves(
 ) -> dict[str, Series]:
     """Return every series (or those in `names`), each thinned to `max_points` with its extremes kept.
 
+    With very many series, each has fewer points.
+
     `extra.<name>` is a value from a metric's `extra`, `eval.<name>` a result of an evaluation. Of steps that were
     trained twice, after a lost worker or a rewind, the newest segment counts. The session must be a snapshot: the log
     and its roll-ups must be consistent with each other while the run continues.
@@ -78,6 +83,8 @@ async def curves(
     first_seq = rows[0].oldest_seq
     # The segments in training order, with a row for each kind.
     whole = [row for row in rows if row.attempt is not None]
+    count = len(names) if names is not None else sum(row.names for row in whole)
+    max_points = min(max_points, max(_MOST_VALUES // max(count, 1), _LEAST_POINTS))
     is_little = first_seq == 1 and sum(row.points for row in whole) <= max_points
     # Attempts by a worker of an earlier version have no roll-ups.
     if is_little or await _is_any_outside(session, run_id, whole):
@@ -285,8 +292,9 @@ class _Reading:
 
     async def _take_events(self, stretch: _Stretch, rows: Sequence[Any]) -> None:
         ranges = _ranges(self._run_id, ((row.first_seq, row.last_seq) for row in rows))
-        found = (await self._session.execute(_POINTS, ranges)).all()
-        await asyncio.to_thread(self._add, found, stretch)
+        found = await self._session.stream(_POINTS.execution_options(yield_per=CHUNK), ranges)
+        async for chunk in found.partitions():
+            await asyncio.to_thread(self._add, chunk, stretch)
 
     def _add(self, events: Iterable[Any], stretch: _Stretch) -> None:
         for kind, attempt, data in events:

@@ -26,7 +26,14 @@ async def get_metrics(
             examples=["loss,extra.tokens_per_second,eval.eval_loss"],
         ),
     ] = None,
-    max_points: Annotated[int, Query(ge=4, le=100_000, description="Maximum number of points per series.")] = 1000,
+    max_points: Annotated[
+        int,
+        Query(
+            ge=4,
+            le=100_000,
+            description="Maximum number of points per series; fewer if all series have more than 500,000 points.",
+        ),
+    ] = 1000,
     from_step: Annotated[int, Query(ge=0, le=2**53)] = 0,
     to_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
 ) -> RunMetrics:

@@ -6,22 +6,30 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sqlalchemy import BindParameter, Text, bindparam, cast, select
+from sqlalchemy import BindParameter, Text, bindparam, cast, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.contracts.schemas.runs import TrainingMetrics
 from app.runs.metrics.rollups import NAMED, step_of, values
 from app.tables.events import RunEvent
 
-_CHUNK = 5000
+CHUNK = 500
+"""Events that are in memory at a time: each may have 128 KiB."""
+_RECENT_BYTES = 2**20
 
 Points = dict[str, dict[int, float | None]]
 """Values of each series by step."""
 
 
 async def recent(session: AsyncSession, run_id: str, most: int) -> list[TrainingMetrics]:
-    """Return the newest points in step order, without those that were trained again later."""
-    query = _newest_first(run_id, ("metric",)).limit(most * 2)
+    """Return the newest points in step order, without those that were trained again later.
+
+    Returns fewer than `most` if their events have more than a megabyte.
+    """
+    newest_events = _newest_first(run_id, ("metric",)).limit(most * 2).subquery()
+    size = func.sum(func.octet_length(newest_events.c.data)).over(order_by=newest_events.c.seq.desc(), rows=(None, -1))
+    sized = select(newest_events, func.coalesce(size, 0).label("bytes_before")).subquery()
+    query = select(sized.c.type, sized.c.data).where(sized.c.bytes_before < _RECENT_BYTES).order_by(sized.c.seq.desc())
     newest = _NewestPass()
     kept = []
     for kind, text in (await session.execute(query)).all():
@@ -30,6 +38,14 @@ async def recent(session: AsyncSession, run_id: str, most: int) -> list[Training
         if step is not None and newest.has(kind, step):
             kept.append(_shown(step, data))
     return kept[:most][::-1]
+
+
+async def evaluated(session: AsyncSession, run_id: str) -> dict[str, float | None] | None:
+    """Return the metrics of the newest evaluation of a run by name, null where one was not finite; None without any."""
+    text = await session.scalar(_newest_first(run_id, ("eval",)).with_only_columns(cast(RunEvent.data, Text)).limit(1))
+    if text is None:
+        return None
+    return {name.removeprefix("eval."): value for name, value in values("eval", json.loads(text))}
 
 
 def _shown(step: int, data: dict[str, Any]) -> TrainingMetrics:
@@ -44,7 +60,7 @@ async def read_points(
 ) -> Points:
     """Return all valid points of every series, or of those in `names`; reads every event of the run."""
     found = _Counting(names, from_step, to_step)
-    rows = await session.stream(_newest_first(run_id, ("metric", "eval")).execution_options(yield_per=_CHUNK))
+    rows = await session.stream(_newest_first(run_id, ("metric", "eval")).execution_options(yield_per=CHUNK))
     async for chunk in rows.partitions():
         # In a thread: 100,000 points take a second to parse, which must not block other requests.
         if not await asyncio.to_thread(found.add, chunk):
@@ -54,7 +70,7 @@ async def read_points(
 
 
 def _newest_first(run_id: str, types: tuple[str, ...]) -> Any:
-    query = select(RunEvent.type, cast(RunEvent.data, Text))
+    query = select(RunEvent.type, cast(RunEvent.data, Text).label("data"), RunEvent.seq)
     # As literals: a generic plan could not use the partial index of these types.
     literal: BindParameter[str] = bindparam("types", types, expanding=True, literal_execute=True)
     return query.where(RunEvent.run_id == run_id, RunEvent.type.in_(literal)).order_by(RunEvent.seq.desc())
@@ -91,7 +107,7 @@ class _Counting:
 
     def add(self, rows: Iterable[Any]) -> bool:
         """Add rows of type and data; return False if no older row can matter."""
-        for kind, text in rows:
+        for kind, text, _ in rows:
             data = json.loads(text)
             step = step_of(data)
             if step is None or not self._newest.has(kind, step) or not self._from <= step <= self._to:

@@ -165,7 +165,7 @@ def _bad_step(code: str, anomaly: AnomalyDetails, config: Mapping[str, Any], bef
 def _disk_full(message: str, config: Mapping[str, Any]) -> Cause:
     kept = config.get("save_total_limit")
     changes = {"save_total_limit": 1} if kept is None or kept > 1 else {}
-    advice = "Free disk space first, for example with `anneal prune`; fewer checkpoints then need less space."
+    advice = "Free disk space first; `anneal prune --dry-run` shows what old data takes. Fewer checkpoints need less."
     return Cause(message or "The worker's disk is full.", changes, advice)
 
 

@@ -1,4 +1,4 @@
-"""Background loop of the API: notifies workers of pending runs and reaps lost ones."""
+"""Background loop of the API: notifies workers of pending runs, reaps lost ones, and numbers the feed of all runs."""
 
 import asyncio
 import logging
@@ -13,9 +13,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from app.config import Settings
 from app.infra import async_tasks
-from app.infra.broker import Broker
+from app.infra.broker import ALL_RUNS, Broker
 from app.infra.clock import utc_now
 from app.infra.db import is_away
+from app.runs.events.feed import number_events
+from app.runs.scheduler.fleet import read_fleet
+from app.runs.scheduler.placement import Needs, pending_reason
 from app.runs.state import machine
 from app.tables.events import ensure_partitions
 from app.tables.workers import Worker
@@ -27,6 +30,13 @@ T = TypeVar("T")
 
 _LOCK = 0x646973  # "dis": one replica at a time does a round, no matter which
 _HINTS_A_ROUND = 100
+_REASONS_A_ROUND = 200
+# A worker that restarts is back within these seconds, and a worker usually takes a new run at once.
+_WAITING = text("""
+    SELECT id, backend, devices_needed, requirements, pending_reason FROM runs
+    WHERE status = 'pending' AND not_before < clock_timestamp() - interval '5 s'
+    ORDER BY priority DESC, id LIMIT 1000
+""")
 _PARTITION_EVERY = 3600.0
 _PARTITION_AGAIN = 60.0
 
@@ -73,22 +83,25 @@ class Dispatcher:
                     owed = 0
                 for run_id in moved:
                     await self._queue.wake(run_id)
+                if await self._job("numbering the feed of all runs", number_events):
+                    await self._queue.wake(ALL_RUNS)
             except Exception:  # without this loop no run would start again
                 log.exception("dispatcher: a round failed")
             await asyncio.sleep(self._interval)
 
     async def round(self) -> tuple[int, list[str]]:
-        """Do one round; return how many hints to send (marked already, sent after the commit), and the reaped runs.
+        """Do one round; return how many hints to send (marked already), and the runs with new events.
 
         Each job has its own transaction, so that a failure does not affect the others.
         """
         now = time.monotonic()
         moved = await self._job("reaping lost runs", self._reap) if now >= self._no_reap_before else None
+        explained = await self._job("explaining why runs are pending", self._explain)
         hints = await self._job("notifying workers of pending runs", _hint)
         if now >= self._partitions_at:
             done = await self._job("creating partitions", _partitions)
             self._partitions_at = now + (_PARTITION_AGAIN if done is None else _PARTITION_EVERY)
-        return hints or 0, moved or []
+        return hints or 0, [*(moved or []), *(explained or [])]
 
     async def _job(self, what: str, job: Callable[[AsyncConnection], Awaitable[T]]) -> T | None:
         """Run one job in its own transaction; return None if another replica has the lock, or it failed."""
@@ -124,6 +137,21 @@ class Dispatcher:
         rows = (await connection.execute(machine.reap(self._lease))).mappings().all()
         await connection.execute(silent_workers(self._lease))
         return [self._report_loss(row) for row in rows]
+
+    async def _explain(self, connection: AsyncConnection) -> list[str]:
+        """Write an event for each pending run whose reason to wait has changed; return these runs."""
+        waiting = (await connection.execute(_WAITING)).all()
+        if not waiting:
+            return []
+        fleet = await read_fleet(connection, self._lease)
+        changed = []
+        for run in waiting:
+            reason = pending_reason(Needs.of(run.backend, run.devices_needed, run.requirements), fleet)
+            if (reason and reason.model_dump()) != run.pending_reason:
+                changed.append((run.id, reason))
+        for run_id, reason in changed[:_REASONS_A_ROUND]:
+            await connection.execute(machine.report_pending_reason(run_id, reason))
+        return [run_id for run_id, _ in changed[:_REASONS_A_ROUND]]
 
     def _report_loss(self, row: Any) -> str:
         run_id, worker_id, status = row["id"], row["worker_id"], row["status"]

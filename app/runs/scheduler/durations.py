@@ -104,17 +104,24 @@ class Workload:
         stops = [run.total_steps or counted_steps(run.backend, config, run.rows)]
         if config.get("stop_at_step") is not None and first < config["stop_at_step"]:
             stops.append(config["stop_at_step"])
+        in_epoch = steps_in_epoch(run.backend, config, run.rows)
+        if run.current_epoch:
+            # An average number of steps, which is rounded for the last batch.
+            in_epoch = max(round(run.current_step / run.current_epoch), 1)
         if run.stop_mode == "epoch_end" and run.current_epoch:
-            # Of the epoch that it is in: at an average number of steps, which is rounded for the last batch.
             stops.append(round((math.floor(run.current_epoch) + 1) * run.current_step / run.current_epoch))
+
+        def interval(every: Any) -> int | None:
+            return in_epoch if every == "epoch" else every
+
         return cls(
             twin=config_digest(config, run.dataset_id, run.eval_dataset_id),
             work=step_size(config),
             total_steps=min((step for step in stops if step is not None), default=None),
             first_step=first,
             next_step=max(first, run.saved_at),
-            evaluate_every=config.get("eval_steps"),
-            save_every=config.get("save_steps"),
+            evaluate_every=interval(config.get("eval_steps")),
+            save_every=interval(config.get("save_steps")),
             time_limit=config.get("time_limit_seconds"),
             may_end_early=config.get("early_stopping_patience") is not None,
         )
@@ -175,12 +182,17 @@ def counted_steps(backend: str, config: Mapping[str, Any], rows: int | None) -> 
     least = config.get("min_steps") or 0
     if config.get("max_steps") is not None:
         return max(int(config["max_steps"]), least)
+    in_epoch = steps_in_epoch(backend, config, rows)
+    return None if in_epoch is None else max(math.ceil((config.get("epochs") or 1) * in_epoch), least, 1)
+
+
+def steps_in_epoch(backend: str, config: Mapping[str, Any], rows: int | None) -> int | None:
+    """Return the steps of a pass over the data, or None if only the trainer of the run knows them."""
     # Packed sequences, completions and the rows of a data source are counted by the trainer.
     is_open = config.get("packing") or method_of(config).generates or (config.get("extra") or {}).get("data_source")
     if backend == "fake" or rows is None or is_open:
         return None
-    in_epoch = math.ceil(rows * (1 - (config.get("eval_split") or 0)) / step_size(config))
-    return max(math.ceil((config.get("epochs") or 1) * in_epoch), least, 1)
+    return math.ceil(rows * (1 - (config.get("eval_split") or 0)) / step_size(config))
 
 
 def step_seconds(windows: Sequence[tuple[int, float]]) -> float | None:

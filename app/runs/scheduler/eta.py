@@ -19,13 +19,15 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from app.config import Settings
 from app.contracts.run_status import LIVE, TERMINAL
+from app.contracts.run_task import RunTask
 from app.contracts.schemas.runs import Confidence, Prediction
 from app.contracts.training_config.field_traits import DURATION
 from app.runs.scheduler import durations
 from app.runs.scheduler.durations import Estimate, PastAttempt, Timings, Workload
+from app.runs.scheduler.fleet import read_fleet
+from app.runs.scheduler.placement import Fleet, Needs, pending_reason
 from app.runs.scheduler.simulation import PendingRun, PredictedStart, WorkerSlots, simulate_queue
 from app.tables.base import sql_list
-from app.workers.queries import IS_FRESH, silence_seconds
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +41,8 @@ _MOST_RUNS = 1000
 _MOST_LIKE = 20
 _FIELDS = ", ".join(f"'{name}', runs.config->'{name}'" for name in DURATION)
 _RUN = f"""
-    runs.id, runs.backend, runs.dataset_id, runs.eval_dataset_id, runs.total_steps, runs.started_at, runs.stop_mode,
-    runs.current_step, runs.current_epoch,
+    runs.id, runs.task, runs.backend, runs.dataset_id, runs.eval_dataset_id, runs.total_steps, runs.started_at,
+    runs.stop_mode, runs.current_step, runs.current_epoch,
     jsonb_build_object({_FIELDS}) AS config, datasets.rows, checkpoints.step AS resumed_at,
     coalesce(runs.checkpoint_step, 0) AS saved_at
 """
@@ -68,13 +70,6 @@ _PENDING = text(f"""
         ORDER BY runs.priority DESC, runs.id LIMIT {_MOST_RUNS}
     ) AS runs {_WITH}
     ORDER BY runs.priority DESC, runs.id LIMIT {_MOST_RUNS}
-""")
-_WORKERS = text(f"""
-    SELECT workers.id, workers.backends, min(devices.kind) AS kind, min(devices.name) AS device,
-        coalesce(max(devices.memory_mb), 0) AS memory_mb, array_agg(devices.run_id ORDER BY devices.index) AS runs
-    FROM workers JOIN devices ON devices.worker_id = workers.id
-    WHERE workers.state = 'online' AND {IS_FRESH}
-    GROUP BY workers.id ORDER BY workers.id
 """)
 # One attempt per run, the longest: a run that was lost or repaired many times must not dominate the history.
 _PAST = text(f"""
@@ -140,14 +135,12 @@ class EtaService:
             pending = (await session.execute(_PENDING, {"backends": self._backends})).all()
             if not live and not pending:
                 return {}
-            workers = (
-                await session.execute(_WORKERS, {"silence": silence_seconds(self._settings.lease_seconds)})
-            ).all()
+            fleet = await read_fleet(session, self._settings.lease_seconds)
             wanted = {durations.similarity_key(run.backend, run.config) for run in (*live, *pending)}
             past = (await session.execute(_PAST, {"likenesses": sorted(wanted)})).all()
         # In a thread: a thousand pending runs take some tenths of a second, which must not block other requests.
         forecast = _Forecast(now, past)
-        return await asyncio.to_thread(forecast.of, live, pending, workers, self._settings.save_grace_seconds)
+        return await asyncio.to_thread(forecast.of, live, pending, fleet, self._settings.save_grace_seconds)
 
 
 class _Forecast:
@@ -157,9 +150,7 @@ class _Forecast:
         for one in past:
             self._past[one.similarity_key].append(PastAttempt(one.run_id, one.device, Timings.stored(one.timings)))
 
-    def of(
-        self, live: Sequence[Any], pending: Sequence[Any], workers: Sequence[Any], grace: float
-    ) -> dict[str, Prediction]:
+    def of(self, live: Sequence[Any], pending: Sequence[Any], fleet: Fleet, grace: float) -> dict[str, Prediction]:
         """Return the predictions by run; `grace` is the most seconds that a run takes to stop."""
         found: dict[str, Prediction] = {}
         ends: dict[str | None, float] = {None: 0.0}
@@ -172,25 +163,34 @@ class _Forecast:
                 found[run.id] = self._prediction(run.started_at, ends[run.id], estimate.confidence, estimate.basis)
         slots = [
             WorkerSlots(
-                one.id, frozenset(one.backends), one.kind, one.device, one.memory_mb,
-                tuple(ends.get(run, math.inf) for run in one.runs),
+                worker,
+                tuple(math.inf if one.paused else ends.get(one.run_id, math.inf) for one in worker.devices),
             )
-            for one in workers
-        ]  # fmt: skip
+            for worker in fleet.workers
+        ]
         rows = {run.id: run for run in pending}
         estimates: dict[str, Estimate | None] = {}
 
         def seconds(run: PendingRun, worker: WorkerSlots) -> float:
-            estimate = estimates[run.run_id] = self._estimate(rows[run.run_id], worker.device)
+            estimate = estimates[run.run_id] = self._estimate(rows[run.run_id], worker.offer.device)
             return estimate.seconds if estimate else math.inf
 
-        queue = [_queued(run) for run in pending]
-        starts = simulate_queue(slots, queue, seconds)
+        queue = [
+            PendingRun(run.id, Needs.of(run.backend, run.devices_needed, run.requirements or {}), max(run.wait, 0.0))
+            for run in pending
+        ]
+        starts = simulate_queue(slots, queue, seconds, fleet.gpu_backends)
         for run in queue:
-            found[run.run_id] = self._pending(run, starts[run.run_id], estimates.get(run.run_id))
+            reason = pending_reason(run.needs, fleet)
+            if reason is not None:
+                found[run.run_id] = self._prediction(None, None, "low", reason.message.rstrip("."))
+            else:
+                found[run.run_id] = self._pending(starts[run.run_id], estimates.get(run.run_id))
         return found
 
     def _estimate(self, run: Any, device: str | None, so_far: Timings | None = None) -> Estimate | None:
+        if run.task != RunTask.train:
+            return None  # it has no steps, which all predictions are made of
         if run.stop_mode == "epoch_end" and not run.current_epoch:
             return None  # until a metric gives the length of an epoch
         wanted = Workload.of(run)
@@ -198,9 +198,7 @@ class _Forecast:
         past = [one for one in self._past[durations.similarity_key(run.backend, run.config)] if one.run_id != run.id]
         return durations.estimate(wanted, so_far, durations.typical_durations(past, wanted, device))
 
-    def _pending(self, run: PendingRun, start: PredictedStart, estimate: Estimate | None) -> Prediction:
-        if start.worker is None:
-            return self._prediction(None, None, "low", _no_worker(run))
+    def _pending(self, start: PredictedStart, estimate: Estimate | None) -> Prediction:
         runs = f"{start.before} {'run is' if start.before == 1 else 'runs are'} before it"
         ahead = runs if start.before and start.start else "it is next"
         if math.isinf(start.start):
@@ -224,17 +222,3 @@ class _Forecast:
     def _at(self, seconds: float) -> datetime:
         # A `datetime` cannot be some thousand years ahead.
         return self._now + timedelta(seconds=min(seconds, 1e10))
-
-
-def _queued(run: Any) -> PendingRun:
-    needs = run.requirements or {}
-    return PendingRun(
-        run.id, run.backend, needs.get("kind"), needs.get("memory_mb") or 0, run.devices_needed, max(run.wait, 0.0)
-    )
-
-
-def _no_worker(run: PendingRun) -> str:
-    wants = f"{run.devices} free device{'s' if run.devices > 1 else ''}"
-    kind = f" of kind `{run.kind}`" if run.kind else ""
-    memory = f" with {run.memory_mb:,} MB" if run.memory_mb else ""
-    return f"no online worker has backend `{run.backend}` and {wants}{kind}{memory}: the run starts once one does"

@@ -1,7 +1,8 @@
 """Simulates the queue to predict when each pending run starts. No database.
 
 Whenever a device of a worker becomes free, the worker claims runs as long as one fits its free devices: the first that
-fits, by priority and then age. So a run that needs two devices is overtaken by later ones that need one.
+fits, by priority and then age, on the smallest of them that it fits. So a run that needs two devices is overtaken by
+later ones that need one.
 """
 
 import heapq
@@ -9,18 +10,25 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from app.runs.scheduler.placement import Needs, WorkerOffer
+
 
 @dataclass(frozen=True)
 class WorkerSlots:
-    """An online worker with its devices."""
+    """An online worker, and when its devices are free."""
 
-    worker_id: str
-    backends: frozenset[str]
-    kind: str
-    device: str
-    memory_mb: int
+    offer: WorkerOffer
     free: tuple[float, ...]
     """Seconds until each device is free; infinite if unknown."""
+
+    def fitting(self, needs: Needs, gpu_backends: frozenset[str]) -> tuple[int, ...]:
+        """Return the devices that a run fits on, the smallest first; none if the worker cannot take it."""
+        offer = self.offer
+        if not needs.allows_worker(offer, gpu_backends):
+            return ()
+        memory = [device.memory_mb for device in offer.devices]
+        large = [at for at, room in enumerate(memory) if needs.memory_on(offer.kind) <= room]
+        return tuple(sorted(large, key=lambda at: memory[at])) if len(large) >= needs.devices else ()
 
 
 @dataclass(frozen=True)
@@ -28,21 +36,9 @@ class PendingRun:
     """A pending run in the queue."""
 
     run_id: str
-    backend: str
-    kind: str | None
-    memory_mb: int
-    devices: int
+    needs: Needs
     not_before: float
     """Seconds from now."""
-
-    def fits(self, worker: WorkerSlots) -> bool:
-        """Return True if a worker could ever take it, by the same conditions as a claim."""
-        return (
-            self.backend in worker.backends
-            and self.kind in (None, worker.kind)
-            and self.memory_mb <= worker.memory_mb
-            and self.devices <= len(worker.free)
-        )
 
 
 @dataclass(frozen=True)
@@ -58,40 +54,57 @@ class PredictedStart:
 
 
 def simulate_queue(
-    workers: Sequence[WorkerSlots], queue: Sequence[PendingRun], seconds: Callable[[PendingRun, WorkerSlots], float]
+    workers: Sequence[WorkerSlots],
+    queue: Sequence[PendingRun],
+    seconds: Callable[[PendingRun, WorkerSlots], float],
+    gpu_backends: frozenset[str] = frozenset(),
 ) -> dict[str, PredictedStart]:
     """Predict where and when each run of a queue starts, by id; `seconds` returns the duration of one on a worker.
 
     It is called once for each run that starts, in the order of starts, and may return infinity for unknown.
+    `gpu_backends` are those of `Fleet`.
     """
-    fitting = {run: [at for at, worker in enumerate(workers) if run.fits(worker)] for run in queue}
+    # For each run, the workers that could take it, with the devices on which it fits.
+    fitting = {
+        run.run_id: {
+            at: devices for at, worker in enumerate(workers) if (devices := worker.fitting(run.needs, gpu_backends))
+        }
+        for run in queue
+    }
     found = {run.run_id: PredictedStart(None, math.inf, 0) for run in queue}
-    waiting = dict.fromkeys(run for run in queue if fitting[run])
+    waiting = {run.run_id: run for run in queue if fitting[run.run_id]}
     claims = [0] * len(workers)
     free = [list(worker.free) for worker in workers]
     # Times at which a device of a worker becomes free, or a run may be claimed again.
-    pauses = {run.not_before for run in waiting if run.not_before > 0}
+    pauses = {run.not_before for run in waiting.values() if run.not_before > 0}
     events = [(when, at) for at, worker in enumerate(workers) for when in {*worker.free, *pauses} if when < math.inf]
     heapq.heapify(events)
 
     def claim(run: PendingRun, at: int, start: float) -> None:
-        del waiting[run]
-        found[run.run_id] = PredictedStart(workers[at], start, sum(claims[other] for other in fitting[run]))
+        del waiting[run.run_id]
+        found[run.run_id] = PredictedStart(workers[at], start, sum(claims[other] for other in fitting[run.run_id]))
         claims[at] += 1
+
+    def idle(run: PendingRun, at: int, now: float) -> list[int]:
+        return [device for device in fitting[run.run_id].get(at, ()) if free[at][device] <= now]
 
     while events and waiting:
         now, at = heapq.heappop(events)
-        while idle := [device for device, when in enumerate(free[at]) if when <= now]:
-            room = len(idle)
-            ready = (run for run in waiting if run.devices <= room and run.not_before <= now and at in fitting[run])
-            if (run := next(ready, None)) is None:
+        while any(when <= now for when in free[at]):
+            ready = (
+                (run, on)
+                for run in waiting.values()
+                if run.not_before <= now and len(on := idle(run, at, now)) >= run.needs.devices
+            )
+            if (taken := next(ready, None)) is None:
                 break
+            run, on = taken
             claim(run, at, now)
             until = now + seconds(run, workers[at])
-            for device in idle[: run.devices]:
+            for device in on[: run.needs.devices]:
                 free[at][device] = until
             if until < math.inf:
                 heapq.heappush(events, (until, at))
-    for run in list(waiting):
-        claim(run, fitting[run][0], math.inf)
+    for run in list(waiting.values()):
+        claim(run, next(iter(fitting[run.run_id])), math.inf)
     return found

@@ -17,11 +17,9 @@ from typing import Any
 from sqlalchemy import (
     ColumnElement,
     Executable,
-    Integer,
     Select,
     and_,
     case,
-    cast,
     func,
     literal,
     null,
@@ -34,8 +32,10 @@ from sqlalchemy.dialects.postgresql import aggregate_order_by, insert
 from sqlalchemy.sql.selectable import CTE
 
 from app.contracts.run_status import LIVE, TERMINAL, EndReason
+from app.contracts.schemas.runs import PendingReason
 from app.contracts.stop import StopMode
 from app.infra.db import seconds
+from app.runs.state.fitting import allows_kind, allows_labels, has_free_device, has_memory, label_array
 from app.runs.state.transitions import EVENT_COLUMNS, actions, as_json, attempts, devices, events, move, runs, statement
 
 WORKER_LOST = "worker lost"
@@ -60,14 +60,15 @@ def create(values: dict[str, Any], reason: str = "created") -> Executable:
     return select(made).add_cte(logged)
 
 
-def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, memory_mb: int | None) -> Executable:
-    """Claim the best pending run that fits the free devices of this worker, and those devices.
+def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, labels: list[str]) -> Executable:
+    """Claim the best pending run that fits the free devices of this worker, and the smallest of those that it fits.
 
-    The row adds `device_indexes`. The run of a hint does not matter: priority does, then age.
+    `kind` is that of the worker's devices. The row adds `device_indexes`. The run of a hint does not matter: priority
+    does, then age.
     """
     # No SKIP LOCKED: a second thread of this worker waits and then sees the remaining devices, instead of none.
     free = (
-        select(devices.c.index)
+        select(devices.c.index, devices.c.kind, devices.c.memory_mb)
         .where(
             devices.c.worker_id == worker_id,
             devices.c.run_id.is_(None),
@@ -77,7 +78,12 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
         .with_for_update()
         .cte("free")
     )
-    room = select(func.count()).select_from(free).scalar_subquery()
+    room = (
+        select(func.count())
+        .select_from(free)
+        .where(has_memory(runs.c.requirements, free.c.kind, free.c.memory_mb))
+        .scalar_subquery()
+    )
     picked = (
         select(runs.c.id, runs.c.status.label("from_status"))
         .where(
@@ -86,8 +92,8 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
             runs.c.not_before <= func.clock_timestamp(),
             runs.c.backend.in_(backends),
             runs.c.devices_needed <= room,
-            func.coalesce(runs.c.requirements["kind"].astext, kind) == kind,
-            func.coalesce(cast(runs.c.requirements["memory_mb"].astext, Integer), 0) <= (memory_mb or 0),
+            allows_kind(literal(kind)),
+            allows_labels(label_array(labels)),
         )
         .order_by(runs.c.priority.desc(), runs.c.id)
         .limit(1)
@@ -106,7 +112,14 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
         lease_expires_at=func.clock_timestamp() + seconds(lease_seconds),
         started_at=func.coalesce(runs.c.started_at, func.now()),
     )
-    chosen = select(free.c.index).order_by(free.c.index).limit(select(moved.c.devices_needed).scalar_subquery())
+    # The smallest that fits, so that a larger run does not wait for a device that a smaller one did not need.
+    needed = select(moved.c.requirements).scalar_subquery()
+    chosen = (
+        select(free.c.index)
+        .where(has_memory(needed, free.c.kind, free.c.memory_mb))
+        .order_by(free.c.memory_mb, free.c.index)
+        .limit(select(moved.c.devices_needed).scalar_subquery())
+    )
     taken = (
         update(devices)
         .where(devices.c.worker_id == moved.c.lease_owner, devices.c.index.in_(chosen))
@@ -237,10 +250,11 @@ def reap_dead(worker_ids: list[str]) -> Executable:
     )
 
 
-def request_stop(run_id: str, mode: StopMode) -> Executable:
+def request_stop(run_id: str, mode: StopMode, grace_seconds: float | None = None) -> Executable:
     """Request an immediate stop; a pending run ends at once, so no claim can intervene. No row: it has ended.
 
-    The first such request counts, unless a later one saves nothing. `mode` is checkpoint, best or discard.
+    The first such request counts, unless a later one saves nothing. `mode` is checkpoint, best or discard. The last
+    `grace_seconds` count: seconds that the trainer has.
     """
     is_first = runs.c.stop_requested_at.is_(None)
     unfinished = and_(runs.c.id == run_id, runs.c.status.not_in(TERMINAL))
@@ -250,6 +264,7 @@ def request_stop(run_id: str, mode: StopMode) -> Executable:
         "stopped on request",
         stop_requested_at=func.coalesce(runs.c.stop_requested_at, func.now()),
         stop_mode=case((or_(is_first, literal(mode == "discard")), mode), else_=runs.c.stop_mode),
+        stop_grace_seconds=runs.c.stop_grace_seconds if grace_seconds is None else grace_seconds,
     )
 
 
@@ -285,12 +300,16 @@ def renew(run_id: str, lease_epoch: int, lease_seconds: float) -> Executable:
         update(runs)
         .where(runs.c.id == run_id, runs.c.lease_epoch == lease_epoch, runs.c.lease_owner.is_not(None))
         .values(lease_expires_at=func.clock_timestamp() + seconds(lease_seconds))
-        .returning(runs.c.stop_mode, waiting)
+        .returning(runs.c.stop_mode, runs.c.stop_grace_seconds, waiting)
     )
 
 
 def mark_notified(limit: int) -> Executable:
-    """Mark the pending runs without a hint in the last 30 s; one row per hint to send."""
+    """Mark the pending runs without a hint in the last 30 s; one row per hint to send.
+
+    A run that fits a free device is due after a second: its hint has reached a worker that it does not fit.
+    """
+    silence = func.clock_timestamp() - runs.c.notified_at
     due = (
         select(runs.c.id)
         .where(
@@ -298,7 +317,8 @@ def mark_notified(limit: int) -> Executable:
             runs.c.not_before <= func.clock_timestamp(),
             or_(
                 runs.c.notified_at.is_(None),
-                runs.c.notified_at < func.clock_timestamp() - text("interval '30 s'"),
+                silence > text("interval '30 s'"),
+                and_(silence > text("interval '1 s'"), has_free_device()),
             ),
         )
         .order_by(runs.c.priority.desc(), runs.c.id)
@@ -307,6 +327,23 @@ def mark_notified(limit: int) -> Executable:
         .scalar_subquery()
     )
     return update(runs).where(runs.c.id.in_(due)).values(notified_at=func.clock_timestamp()).returning(runs.c.id)
+
+
+def report_pending_reason(run_id: str, reason: PendingReason | None) -> Executable:
+    """Store why a pending run cannot start, or that it can again (None), with an event; no row: it waits no more."""
+    shown = reason or PendingReason(code="queued", message="A worker that can take the run is online.")
+    picked = _pick(and_(runs.c.id == run_id, runs.c.status == "pending"), skip_locked=True)
+    moved = (
+        update(runs)
+        .where(runs.c.id == picked.c.id)
+        .values(pending_reason=null() if reason is None else reason.model_dump(), event_seq=runs.c.event_seq + 1)
+        .returning(runs.c.id, runs.c.event_seq, runs.c.attempt)
+        .cte("moved")
+    )
+    data = as_json(code=literal(shown.code), message=literal(shown.message))
+    new = select(moved.c.id, moved.c.event_seq, literal("pending"), moved.c.attempt, func.clock_timestamp(), data)
+    logged = insert(events).from_select(EVENT_COLUMNS, new).returning(events.c.seq).cte("logged")
+    return select(moved.c.id).add_cte(logged)
 
 
 def _live(run_id: str, lease_epoch: int) -> ColumnElement[bool]:

@@ -14,6 +14,7 @@ from sqlalchemy import (
     cast,
     func,
     literal,
+    null,
     select,
     text,
     union_all,
@@ -72,6 +73,7 @@ def move(
         .values(
             **values,
             status=target,
+            pending_reason=case((target == "pending", runs.c.pending_reason), else_=null()),
             finished_at=case((ends, func.now()), else_=runs.c.finished_at),
             event_seq=runs.c.event_seq + cast(changed, Integer) + cast(ends, Integer) + cast(fails, Integer),
         )

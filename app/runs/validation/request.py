@@ -1,7 +1,7 @@
 """Validation of a request for a run: reports all errors at once, before anything is written."""
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from sqlalchemy import select
@@ -10,9 +10,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES, BackendRules
 from app.contracts.errors import FieldError
-from app.contracts.schemas.runs import RunCreate
+from app.contracts.run_task import RunTask
+from app.contracts.schemas.runs import Resources, RunCreate
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.raw_config import given_fields, normalize_numbers
+from app.contracts.training_config.raw_config import given_fields, named_fields, normalize_numbers
 from app.contracts.training_config.resolution import resolve
 from app.contracts.training_config.rules import DeviceCapabilities
 from app.infra.storage import Storage
@@ -35,12 +36,14 @@ async def validate_request(
     wrong_rewards: Sequence[FieldError],
     *,
     needs_weights: bool = True,
+    task: RunTask = RunTask.train,
 ) -> ValidationResult:
     """Validate a whole request; the rows that it refers to stay locked against deletion until the commit.
 
     `wrong_rewards` is the result of `reward_problems`. Without `needs_weights`, the weights of the base model may be
-    missing.
+    missing. A run that evaluates does so on its dataset.
     """
+    has_eval_dataset = request.eval_dataset_id is not None or task is RunTask.evaluate
     found = ValidationResult()
     rules = BACKEND_RULES.get(request.backend)
     if rules is None:
@@ -59,7 +62,7 @@ async def validate_request(
     data_format = dataset.format if dataset else None
     # In a thread, here and below: a configuration of a megabyte takes a while, which must not block other requests.
     wrong, machine = await asyncio.to_thread(
-        config_problems, rules, request.config, request.eval_dataset_id is not None, data_format, machines
+        config_problems, rules, request.config, has_eval_dataset, data_format, machines
     )
     wrong += wrong_rewards
     reported = {problem.field for problem in wrong}
@@ -82,24 +85,58 @@ async def validate_request(
                 "and settings that depend on its device are checked then.",
             )
         )
+    if not found.errors and rules is not None:
+        asked = TrainingConfig.model_validate(dict(request.config))
+        found.errors += resource_problems(rules, asked, given_fields(request.config), request.resources)
     if not found.errors:
-        ignored = await asyncio.to_thread(
-            default_warnings, rules, request.config, request.eval_dataset_id is not None, data_format
-        )
+        ignored = await asyncio.to_thread(default_warnings, rules, request.config, has_eval_dataset, data_format)
         found.warnings += [_about_config(problem) for problem in ignored]
         await asyncio.to_thread(_resolve, request.config, machine, found)
     return found
 
 
-def requirements(rules: BackendRules, config: TrainingConfig, given: Iterable[str]) -> dict[str, Any]:
-    """Return the requirements on a worker that follow from the configuration alone."""
-    wanted = set(given)
+def requirements(
+    rules: BackendRules, config: TrainingConfig, given: Iterable[str], resources: Resources, least: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return the requirements on a device from the request, the configuration and the estimate.
+
+    `least` is the estimated memory by kind of device, in MiB; empty if it is not known.
+    """
+    kind = resources.kind or ("cuda" if _needs_gpu(rules, config, set(given)) else None)
+    found: dict[str, Any] = {
+        "kind": kind,
+        "memory_mb": resources.memory_mb,
+        "estimated_mb": {name: mb for name, mb in least.items() if kind in (None, name)},
+        "labels": sorted(set(resources.labels)),
+        "prefers_gpu": rules.machine_matters and kind is None,
+    }
+    return {name: value for name, value in found.items() if value not in (None, [], {}, False)}
+
+
+def _needs_gpu(rules: BackendRules, config: TrainingConfig, given: Set[str]) -> bool:
     needs_gpu = (
-        ("optim" in wanted and config.optim.startswith("paged_"))
+        ("optim" in given and config.optim.startswith("paged_"))
         or (config.attn_implementation or "").startswith("flash_attention")
-        or ("bnb_4bit_compute_dtype" in wanted and config.bnb_4bit_compute_dtype == "float16")
+        or ("bnb_4bit_compute_dtype" in given and config.bnb_4bit_compute_dtype == "float16")
     )
-    return {"kind": "cuda"} if rules.machine_matters and needs_gpu else {}
+    return rules.machine_matters and needs_gpu
+
+
+def resource_problems(
+    rules: BackendRules, config: TrainingConfig, given: Iterable[str], resources: Resources
+) -> list[FieldError]:
+    """Return the requested resources that no device can meet, with the configuration as it is."""
+    found = []
+    if resources.devices != 1:
+        message = "this version trains a run on one device; leave the field out, or set 1"
+        found.append(FieldError(field="resources.devices", code="not_supported", message=message))
+    if resources.kind == "cpu" and _needs_gpu(rules, config, set(given)):
+        message = (
+            "contradicts `config`, which needs a GPU: a paged optimizer, flash attention or float16 computation; leave "
+            "`resources.kind` out, or change the configuration"
+        )
+        found.append(FieldError(field="resources.kind", code="conflict", message=message))
+    return found
 
 
 async def _check_experiment(session: AsyncSession, experiment_id: str, found: ValidationResult) -> None:
@@ -129,6 +166,7 @@ def _resolve(config: Mapping[str, Any], machine: DeviceCapabilities | None, foun
     given = given_fields(config)
     found.config = TrainingConfig.model_validate(dict(config))
     found.given = sorted(given)
+    named = named_fields(config)
     effective = resolve(found.config, given, machine, found.longest_sequence)
     found.effective = effective.config
     found.warnings += [
@@ -138,6 +176,7 @@ def _resolve(config: Mapping[str, Any], machine: DeviceCapabilities | None, foun
             message=f"`{item.field}` will be {_shown(item.used)} instead of {_shown(item.requested)}: {item.reason}",
         )
         for item in effective.replaced
+        if item.field in named  # `effective_config` shows the others, which the request does not name
     ]
 
 

@@ -96,6 +96,16 @@ def test_a_wrong_query_is_named(shared_api: ApiServer) -> None:
         assert [item["field"] for item in body["errors"]] == [field]
 
 
+@pytest.mark.parametrize("path", ["/v1/runs", "/v1/runs/validate", "/v1/runs/estimate"])
+def test_very_many_values_and_a_huge_configuration_are_refused(shared_api: ApiServer, path: str) -> None:
+    many = shared_api.client.post(path, json={f"k{number}": number for number in range(10_001)})
+    huge = shared_api.client.post(path, json={"dataset_id": "ds_1", "config": {"base_model": "x" * 66_000}})
+    for answer, field, code in ((many, "", "too_many_values"), (huge, "config", "config_too_large")):
+        errors = _check(answer, 422, "invalid_request")["errors"]
+        assert [(error["field"], error["code"]) for error in errors] == [(field, code)]
+        assert errors[0]["message"].endswith((".", "options", "it"))
+
+
 def test_huge_input_is_never_sent_back(shared_api: ApiServer) -> None:
     huge = "x" * 900_000
     for body in ({"name": huge}, {huge: 1}, {"name": "x", "tags": [huge]}, {"name": [huge]}):
@@ -120,8 +130,10 @@ def test_huge_input_is_never_sent_back(shared_api: ApiServer) -> None:
         (b'{"name": 1e999}', "not_finite"),
         (b'{"name": ' + b"9" * 5000 + b"}", "number_too_long"),
         (b'{"name": ' + b"[" * 32 + b"]" * 32 + b"}", "too_deep"),
-        (b"[" * 400_000, "too_deep"),
-        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "too_deep"),
+        (b"[" * 9_000, "too_deep"),
+        (b'{"a":' * 9_000 + b"1" + b"}" * 9_000, "too_deep"),
+        (b"[" * 400_000, "too_many_values"),
+        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "too_many_values"),
         (b"{", "invalid_json"),
         (b"nonsense", "invalid_json"),
     ],

@@ -1,5 +1,7 @@
 """Promises of /healthz and /readyz."""
 
+from importlib.metadata import version
+
 from app.config import Settings
 from app.infra.ids import new_id
 from app.tables import migrate
@@ -14,7 +16,8 @@ def test_healthz_answers_without_a_key(api: ApiServer) -> None:
 def test_readyz_says_that_database_schema_and_broker_are_there(api: ApiServer) -> None:
     answer = api.client.get("/readyz")
     assert answer.status_code == 200, answer.text
-    assert answer.json() == {"database": "ok", "migrations": migrate.head(), "broker": "ok"}
+    expected = {"version": version("anneal"), "database": "ok", "migrations": migrate.head(), "broker": "ok"}
+    assert answer.json() == expected
 
 
 def test_readyz_needs_a_key(api: ApiServer) -> None:

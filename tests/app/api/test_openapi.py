@@ -45,6 +45,9 @@ class Things:
         trainer.log("a line")
         trainer.metric(1, loss=1.0)
         self.checkpoint = trainer.checkpoint(40)
+        storage = Storage(api.settings)
+        storage.named_checkpoint(ended, 1, "checkpoint-40").mkdir(parents=True)
+        (storage.attempt_dir(ended, 1) / "metrics.jsonl").write_text("")
         trainer.cancel_on_request().write_output(Storage(api.settings))
         self.ended, self.waiting = ended, self._run()
 
@@ -103,6 +106,7 @@ def test_the_example_of_a_call_is_answered_with_success(
         things.dataset = unused.json()["id"]
     if "secrets" in path:
         shared_api.client.put("/v1/secrets/hf_token", json={"value": "hf_example"})
+    key = shared_api.client.post("/v1/keys", json={"name": "example"}).json()["id"]
     asked = shared_api.client.post(f"/v1/runs/{things.waiting}/actions", json={"action": "checkpoint"}).json()["id"]
     if path.endswith("/stop") or "/actions" in path:
         things.ended = things.waiting
@@ -114,13 +118,16 @@ def test_the_example_of_a_call_is_answered_with_success(
     name = "hf_token" if "secrets" in path else "celery"
     values = {
         "experiment_id": things.experiment, "dataset_id": things.dataset, "run_id": things.ended, "name": name,
-        "checkpoint_id": things.checkpoint, "action_id": asked, "path": "adapter_config.json",
+        "checkpoint_id": things.checkpoint, "action_id": asked, "key_id": key, "attempt": 1,
+        "path": "metrics.jsonl" if "/attempts/" in path else "adapter_config.json",
     }  # fmt: skip
     parameters = operation.get("parameters", [])
     query = {one["name"]: things.fill(one["schema"]["examples"][0]) for one in parameters
              if one["in"] == "query" and one["required"]}  # fmt: skip
     if method == "delete" and "experiment" in path:
         query = {"cascade": "true"}  # it has runs
+    if path == "/v1/events":
+        query = {"follow": "false"}  # it would never end
     contents = operation.get("requestBody", {}).get("content", {})
     address = path.format(**values)
     if "multipart/form-data" in contents:

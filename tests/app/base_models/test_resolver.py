@@ -92,6 +92,44 @@ class TestLocate:
         (settings.models_folder / "link").symlink_to(outside)
         assert code_of(settings, storage, "link") == "outside_models_root"
 
+    def test_an_absolute_path_and_a_link_lead_below_an_extra_root(self, tmp_path: Path, storage: Storage) -> None:
+        shared = Settings(home=tmp_path, extra_model_roots=f"{tmp_path}/shared, {tmp_path}/more")
+        folder = tmp_path / "shared" / "llama"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        shared.models_folder.mkdir(parents=True)
+        (shared.models_folder / "link").symlink_to(folder)
+        (shared.models_folder / "org").symlink_to(tmp_path / "shared")
+        for name, shown in ((str(folder), "llama"), ("llama", "llama"), ("link", "link"), ("org/llama", "org/llama")):
+            located = locate(shared, storage, name, None)
+            assert (located["name"], located["path"], located["hub"]) == (shown, str(folder), None)
+        own = make_model(shared, "tiny")
+        assert locate(shared, storage, str(own), None)["path"] == str(own)
+
+    def test_links_and_paths_leave_no_root(self, tmp_path: Path, storage: Storage) -> None:
+        shared = Settings(home=tmp_path, extra_model_roots=str(tmp_path / "shared"))
+        for name in ("shared/m", "shared-not/m", "elsewhere/m"):
+            (tmp_path / name).mkdir(parents=True)
+            (tmp_path / name / "config.json").write_text("{}")
+        shared.models_folder.mkdir(parents=True)
+        (tmp_path / "shared" / "out").symlink_to(tmp_path / "elsewhere")
+        (tmp_path / "shared" / "loop").symlink_to("loop")
+        (shared.models_folder / "chain").symlink_to(tmp_path / "shared" / "out" / "m")
+        (shared.models_folder / "above").symlink_to(tmp_path)
+        root = f"{tmp_path}/shared"
+        for name in (
+            f"{tmp_path}/elsewhere/m", f"{tmp_path}/shared-not/m", f"{root}/../elsewhere/m", f"{root}/out/m", root,
+            f"{root}/", "chain", "above/elsewhere/m", "above", "/etc/passwd",
+        ):  # fmt: skip
+            assert code_of(shared, storage, name) == "outside_models_root", name
+        with pytest.raises(BaseModelError):
+            locate(shared, storage, f"{root}/loop", None)
+
+    @pytest.mark.parametrize("roots", ["relative", "/", "{home}/storage", "{home}/storage/runs", "{home}"])
+    def test_an_extra_root_is_absolute_and_apart_from_the_storage(self, tmp_path: Path, roots: str) -> None:
+        with pytest.raises(ValueError, match=r"extra_model_roots|EXTRA_MODEL_ROOTS"):
+            Settings(home=tmp_path, extra_model_roots=roots.format(home=tmp_path))
+
     def test_without_leave_nothing_comes_from_the_hub(self, tmp_path: Path, storage: Storage) -> None:
         closed = Settings(home=tmp_path, allow_hub=False)
         assert code_of(closed, storage, "org/model") == "hub_not_allowed"

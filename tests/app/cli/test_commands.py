@@ -12,6 +12,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from app.cli.runs.postmortem import typed
 from app.cli.runs.watch import WatchState
 from app.client import client
 from app.client.transport import SyncTransport
-from app.contracts.events import EvalEvent
+from app.contracts.events import EvalEvent, MetricEvent
 from app.contracts.schemas.postmortem import CorrectedRequest
 from app.infra.db import sync_engine
 from app.infra.ids import new_id
@@ -96,6 +98,42 @@ class TestSentences:
         with serving(Failing) as url:
             there = {"ANNEAL_HOME": str(tmp_path), "ANNEAL_URL": url, "ANNEAL_API_KEY": "key"}
             assert CliRunner().invoke(cli, ["workers", "list"], env=there).exit_code == 0 and pauses == [RETRY_SECONDS]
+
+    def test_a_service_that_does_not_answer_is_reported_before_the_first_retry(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("app.cli.console._PATIENCE", 1.0)
+        there = {"ANNEAL_HOME": str(tmp_path), "ANNEAL_URL": "http://127.0.0.1:1", "ANNEAL_API_KEY": "key"}
+        refused = CliRunner().invoke(cli, ["runs", "list"], env=there)
+        first, *last = refused.stderr.splitlines()
+        assert refused.exit_code == 1 and "is unreachable" in first and "Trying again for 1 s" in first
+        assert len(last) == 1 and last[0].startswith("anneal: The service at http://127.0.0.1:1 is unreachable")
+        (error,) = CliRunner().invoke(cli, ["runs", "list", "--json"], env=there).stderr.splitlines()
+        assert json.loads(error)["code"] == "unreachable"
+
+    def test_with_json_an_error_has_its_code_and_its_fields(self, anneal: Anneal, run_file: Path) -> None:
+        refused = anneal("runs", "create", "-f", str(run_file), "--set", "config.lora_r=-1", "--json", code=1)
+        error = json.loads(refused.stderr)
+        assert refused.stdout == "" and error["code"] == "out_of_range" and "lora_r" in error["detail"]
+        assert [(item["field"], item["code"]) for item in error["errors"]] == [("config.lora_r", "out_of_range")]
+        missing = json.loads(anneal("runs", "show", new_id("run"), "--json", code=1).stderr)
+        assert missing["code"] == "run_not_found" and missing["errors"] == []
+        assert json.loads(anneal("runs", "show", "none", "--json", code=1).stderr)["code"] == "run_not_found"
+        file = anneal("runs", "create", "-f", "none.yaml", "--json", code=1).stderr
+        assert json.loads(file)["code"] == "file_error"
+
+    def test_status_shows_what_runs_and_open_saves_the_reference(
+        self, anneal: Anneal, shared_api: ApiServer, trainer: Trainer, tmp_path: Path
+    ) -> None:
+        shown = anneal("status").stdout
+        assert f"ready, version {version('anneal')}" in shown and shared_api.url in shown and "/home/logs" in shown
+        assert f"{trainer.run_id}  running  0/100  counting" in shown
+        found = json_of(anneal("status", "--json"))
+        assert [run["id"] for run in found["active"]] == [trainer.run_id] and found["pending"] == []
+        down = CliRunner().invoke(cli, ["status"], env={"ANNEAL_HOME": str(tmp_path / "other")})
+        assert down.exit_code == 1 and "down" in down.stdout and "`anneal up`" in down.stderr
+        page = json_of(anneal("open", "--print", "--json"))["page"].removeprefix("file://")
+        assert "GET /v1/runs" in Path(page).read_text() and Path(page).stat().st_mode & 0o77 == 0
 
     def test_every_wrong_field_is_reported(self, anneal: Anneal, run_file: Path) -> None:
         changes = ["--set", "config.lora_r=-1", "--set", "config.epochs=0"]
@@ -392,16 +430,26 @@ class TestFollowing:
             assert "internal: it broke" in watched.stdout
 
     @pytest.mark.parametrize(
-        ("learns_from_rewards", "shown"), [(False, "loss 0.5000  held-out 2.0000"),
-                                           (True, "loss 0.5000  held-out reward 0.7500")],
-    )  # fmt: skip
-    def test_of_an_evaluation_what_the_method_goes_by_is_shown(self, learns_from_rewards: bool, shown: str) -> None:
-        seen = WatchState("run_1", "counting", "running", 0, 10, learns_from_rewards, loss=0.5)
+        ("learns_from_rewards", "shown", "line"),
+        [
+            (False, "loss 0.5000  held-out 2.0000", "loss 0.5  learning_rate 0.001"),
+            (True, "reward 0.2500  held-out reward 0.7500", "reward 0.25  loss 0.5  learning_rate 0.001"),
+        ],
+    )
+    def test_what_the_method_goes_by_is_shown(self, learns_from_rewards: bool, shown: str, line: str) -> None:
+        began = datetime(2026, 1, 2, tzinfo=UTC)
+        seen = WatchState("run_1", "counting", "running", 0, 10, learns_from_rewards, started=began)
         measured = {"eval_loss": 2.0, "eval_reward": 0.75}
-        seen.take(EvalEvent(type="eval", run_id="run_1", seq=1, step=5, metrics=measured))
+        metric = MetricEvent(
+            type="metric", run_id="run_1", seq=1, step=5, loss=0.5, learning_rate=1e-3, extra={"reward": 0.25},
+            ts=began + timedelta(seconds=3725),
+        )  # fmt: skip
+        assert seen.take(metric) is None and seen.curve == {5: 0.25 if learns_from_rewards else 0.5}
+        assert seen.progress(metric) == f" 50%|#####     | 5/10 [1:02:05]  {line}"
+        seen.take(EvalEvent(type="eval", run_id="run_1", seq=2, step=5, metrics=measured))
         assert seen.figures == shown
 
-    def test_the_last_step_is_reported_before_the_end(
+    def test_every_metric_is_a_line_before_the_end(
         self, anneal: Anneal, trainer: Trainer, shared_api: ApiServer
     ) -> None:
         def is_watched() -> bool:
@@ -419,8 +467,9 @@ class TestFollowing:
         ending.start()
         lines = anneal("runs", "watch", trainer.run_id).stdout.splitlines()
         ending.join()
-        (last,) = (place for place, line in enumerate(lines) if line.startswith("step 30/100  loss 0.3000"))
-        assert lines[last + 1].startswith("completed")
+        shown = [line for line in lines if "/100 [" in line]
+        assert [line.partition(" [")[0] for line in shown] == [f" {n}%|###       | {n}/100" for n in (28, 29, 30)]
+        assert shown[-1].endswith("  loss 0.3") and lines[lines.index(shown[-1]) + 1].startswith("completed")
 
     def test_json_is_a_line_for_each_event(self, anneal: Anneal, trainer: Trainer) -> None:
         trainer.log("first", "second")
@@ -433,6 +482,25 @@ class TestFollowing:
         assert [json.loads(line).get("line") for line in lines] == ["second", None]
         assert anneal("runs", "logs", trainer.run_id, "--grep", "fir").stdout == "first\n"
 
+    def test_events_of_all_runs_are_printed_with_their_cursors(self, anneal: Anneal, trainer: Trainer) -> None:
+        trainer.events("progress", {"phase": "evaluating", "done": 1, "total": 2, "message": None})
+        trainer.complete()
+
+        def printed(*arguments: str) -> list[str]:
+            return anneal("runs", "events", "--no-follow", *arguments).stdout.splitlines()
+
+        shown = eventually(
+            lambda: (lines := [it for it in printed() if trainer.run_id in it]) and len(lines) == 6 and lines
+        )
+        assert [line.split("  ")[-1] for line in shown[-3:]] == [
+            "evaluating 1 of 2",
+            "completed: all steps done",
+            "ended: completed",
+        ]
+        ends = [json.loads(line) for line in printed("--types", "end", "--json")]
+        assert ends[-1]["run_id"] == trainer.run_id
+        assert printed("--after", str(ends[-1]["cursor"])) == []
+
     def test_a_run_is_made_and_watched_in_one(self, anneal: Anneal, shared_api: ApiServer, run_file: Path) -> None:
         def stop() -> None:
             with client.Anneal(shared_api.url, shared_api.key) as there:
@@ -443,6 +511,14 @@ class TestFollowing:
         stopping.start()
         anneal("runs", "create", "-f", str(run_file), "--set", "tags=[watched]", "--watch", code=4)
         stopping.join()
+
+    def test_show_has_the_values_that_actions_changed(self, anneal: Anneal, trainer: Trainer, engine: Engine) -> None:
+        assert "config.learning_rate  0.0001" in anneal("runs", "show", trainer.run_id).stdout
+        in_force = {"learning_rate": 1e-6, "max_steps": 500, "optim": "adamw_8bit"}
+        with engine.begin() as connection:
+            connection.execute(update(Run).where(Run.id == trainer.run_id).values(effective_config=in_force))
+        shown = " ".join(anneal("runs", "show", trainer.run_id).stdout.split())
+        assert "config.learning_rate 1e-06" in shown and "config.max_steps 500" in shown and "adamw_8bit" not in shown
 
     def test_stop_can_wait_for_the_end(self, anneal: Anneal, trainer: Trainer) -> None:
         assert "was asked to stop; it is running" in anneal("runs", "stop", trainer.run_id).stdout

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 import httpx
@@ -17,6 +18,7 @@ from app.cli.main import cli
 from app.config import Settings, get_settings
 from tests import programs
 from tests.conftest import Services
+from tests.server import ApiServer
 from tests.waiting import eventually
 
 TOKEN = "hf_" + "abcdefgh" * 4
@@ -115,6 +117,28 @@ class TestKeys:
 
     def test_an_unknown_key_says_where_to_look(self, servers: dict[str, str]) -> None:
         assert "`anneal keys list`" in refused(anneal("keys", "revoke", "key_none", **servers))
+
+    def test_with_a_url_the_keys_are_those_of_that_service(self, emptied_api: ApiServer, tmp_path: Path) -> None:
+        there = {"ANNEAL_HOME": str(tmp_path), "ANNEAL_URL": emptied_api.url, "ANNEAL_API_KEY": emptied_api.key}
+        made = json.loads(anneal("keys", "create", "ci", "--scope", "read", "--json", **there).stdout)
+        assert made["scopes"] == ["read"] and made["key"].startswith("anneal_")
+        assert made["key"] not in anneal("keys", "list", **there).stdout
+        assert anneal("keys", "revoke", made["id"], **there).stdout.strip() == f"{made['id']} is revoked."
+        listed = json.loads(anneal("keys", "list", "--json", **there).stdout)["data"]
+        assert [key["id"] for key in listed if key["revoked_at"]] == [made["id"]]
+        assert "scopes" in anneal("keys", "create", "x", "--scope", "root", **there).stderr
+        assert "`anneal keys list`" in anneal("keys", "revoke", "key_none", **there).stderr
+
+
+class TestVersion:
+    def test_it_is_that_of_the_package(self) -> None:
+        assert anneal("--version").stdout == f"anneal {version('anneal')}\n"
+
+    def test_an_unknown_command_is_answered_with_a_similar_one_that_deletes_nothing(self) -> None:
+        for typed, near in (("run", "`anneal runs`"), ("prun", ""), ("stat", "`anneal status`"), ("xyz", "")):
+            refused = anneal(typed)
+            assert refused.returncode == 2 and f"There is no command '{typed}'; " in refused.stderr
+            assert near in refused.stderr and "`anneal prune`" not in refused.stderr
 
 
 class TestMigrate:

@@ -28,9 +28,13 @@ def sentences(**fields: Any) -> list[tuple[str, str, str]]:
 
 def form(name: str) -> str:
     """The pattern of the texts that a field takes."""
-    (pattern,) = (one["pattern"] for option in SCHEMA[name]["anyOf"] for one in option.get("anyOf", [option])
-                  if one.get("type") == "string")  # fmt: skip
-    return str(pattern)
+
+    def patterns(schema: dict[str, Any]) -> list[str]:
+        inner = [one for key in ("anyOf", "oneOf") for option in schema.get(key, []) for one in patterns(option)]
+        return inner + ([schema["pattern"]] if "pattern" in schema else [])
+
+    (pattern,) = patterns(SCHEMA[name])
+    return pattern
 
 
 @pytest.mark.parametrize(

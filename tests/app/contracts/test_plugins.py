@@ -11,7 +11,7 @@ from tests.factories import make_dataset, make_model
 from tests.rows import add_worker
 from tests.server import ApiServer
 
-HERE = {"optimizer": ["slow-sign"], "reward": ["brevity"], "scheduler": []}
+HERE = {"optimizer": ["slow-sign"], "callback": ["tally"], "reward": ["brevity"], "scheduler": []}
 
 
 @pytest.fixture
@@ -42,6 +42,11 @@ def test_a_name_that_no_worker_has_is_refused_with_those_there_are(check: Any, e
     assert errors(found) == [(f"config.extra.{field}", "plugin_not_installed") for field in named]
     assert "'slow-sing', which no worker has installed; installed are: slow-sign" in found["errors"][0]["message"]
     assert "entry point of `anneal.schedulers`" in found["errors"][1]["message"]
+    callbacks = [{"type": "tally", "end_at": 3}, {"type": "count"}]
+    found = check({"tokenizer": {"type": "own"}, "callbacks": callbacks}, chat_template="loud")
+    named = ("extra.tokenizer", "extra.callbacks.1", "chat_template")
+    assert errors(found) == [(f"config.{field}", "plugin_not_installed") for field in named]
+    assert errors(check(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")) == []
     rlhf: dict[str, Any] = {"rewards": [{"type": "plugin", "name": "brevity"}, {"type": "plugin", "name": "wit"}]}
     assert errors(check(method="rlhf", rlhf=rlhf)) == [("config.rlhf.rewards.1.name", "plugin_not_installed")]
 
@@ -76,6 +81,16 @@ def test_no_one_is_refused_where_no_worker_reports(check: Any, engine: Engine) -
         ({"optimizer": {}}, {}, ("config.extra.optimizer.type", "missing")),
         ({"optimizer": {"type": "/etc/x.py"}}, {}, ("config.extra.optimizer.type", "invalid_name")),
         ({"optimizer": {"type": "a", "x": "y" * 9000}}, {}, ("config.extra.optimizer", "out_of_range")),
+        ({"callbacks": {"type": "a"}}, {}, ("config.extra.callbacks", "wrong_type")),
+        ({"callbacks": [{"type": "a"}, "b"]}, {}, ("config.extra.callbacks.1", "wrong_type")),
+        ({"callbacks": [{"type": "a"}] * 11}, {}, ("config.extra.callbacks", "out_of_range")),
+        ({"collator": {"type": "a"}}, {"method": "rlhf"}, ("config.extra.collator", "conflict")),
+        ({"prune_fraction": 0.5}, {}, ("config.extra.prune_fraction", "conflict")),
+        ({"prune_fraction": 1}, {"method": "full"}, ("config.extra.prune_fraction", "out_of_range")),
+        ({}, {"chat_template": "a b"}, ("config.chat_template", "bad_template")),
+        ({}, {"chat_template": ""}, ("config.chat_template", "out_of_range")),
+        ({}, {"chat_template": "{{ x }}" * 5000}, ("config.chat_template", "out_of_range")),
+        ({}, {"chat_template": ["{{ x }}"]}, ("config.chat_template", "wrong_type")),
     ],
 )
 def test_what_makes_no_sense_is_refused(
@@ -90,5 +105,5 @@ def test_each_worker_shows_what_it_has(api: ApiServer, engine: Engine) -> None:
     assert [one["plugins"] for one in api.client.get("/v1/workers").json()["data"]] == [None, HERE]
 
 
-def test_every_kind_but_rewards_is_a_field_of_extra() -> None:
-    assert plugins.PLUGINS.keys() - {"reward"} <= TrainerOptions.model_fields.keys()
+def test_the_other_kinds_are_fields_of_extra() -> None:
+    assert plugins.PLUGINS.keys() - {"reward", "callback", "chat_template"} <= TrainerOptions.model_fields.keys()

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import time
+import traceback
 import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -228,6 +229,22 @@ _HEADER = st.text(st.characters(max_codepoint=255), max_size=20)  # as a server 
 async def test_any_content_type_is_taken_or_refused(tmp_path: Path, content_type: str) -> None:
     reported = await upload(tmp_path, [b"--x\r\n"], content_type)
     assert reported[0] in (415, 422)
+
+
+async def test_the_row_of_a_refused_upload_is_released_at_once(tmp_path: Path) -> None:
+    columns = b",".join(b"c%d" % number for number in range(700_000)) + b"\n"
+    head = b'--x\r\nContent-Disposition: form-data; name="file"; filename="x.csv"\r\n\r\n'
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield head + columns + b"\r\n--x--\r\n"
+
+    with pytest.raises(ApiError) as refused:
+        settings = Settings(home=tmp_path)
+        await receive("multipart/form-data; boundary=x", pieces(), tmp_path, settings, no_tokenizer)
+    frames = [frame for frame, _ in traceback.walk_tb(refused.tb)]
+    assert {frame.f_code.co_name for frame in frames} >= {"receive", "end"}
+    assert not {"_take", "_end_record"} & {frame.f_code.co_name for frame in frames}
+    assert refused.value.__context__ is None
 
 
 def no_tokenizer(name: str) -> TokenCounter:

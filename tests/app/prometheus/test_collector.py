@@ -23,6 +23,7 @@ from app.infra.ids import id_at, new_id
 from app.prometheus import snapshot
 from app.prometheus.snapshot import MOST_LIVE, Snapshots
 from app.runs.events.log import NewEvent, append
+from app.runs.events.sources import RunSource
 from app.runs.events.stream import Streams
 from app.runs.scheduler.dispatcher import Dispatcher
 from app.runs.state import machine
@@ -272,7 +273,7 @@ class TestStreams:
         seen: list[int] = []
 
         async def read() -> None:
-            async for _, frames in streams.batches(run_id, 0):
+            async for _, frames in streams.batches(RunSource(run_id), 0):
                 seen.extend(frame.seq for frame in frames)
 
         reader = asyncio.create_task(read())
@@ -310,7 +311,7 @@ class TestStreams:
         claimed = claim(engine, add_worker(engine))
         reading, queue = async_engine(settings.database_url or ""), Broker(settings)
         streams = Streams(reading, queue)
-        slow, fast = streams.batches(run_id, 0), streams.batches(run_id, 0)
+        slow, fast = streams.batches(RunSource(run_id), 0), streams.batches(RunSource(run_id), 0)
         try:
             await anext(slow)
 

@@ -37,11 +37,13 @@ def trained(api: ApiServer, engine: Engine, **body: object) -> str:
 def left_of(engine: Engine, run_id: str) -> dict[str, int]:
     """How many rows there are of it, where."""
     tables = {"events": RunEvent, "curves": MetricRollup, "run_deletions": RunDeletion}
+    in_feed = "SELECT count(*) FROM (TABLE event_feed UNION ALL TABLE event_feed_queue) AS f WHERE run_id = :id"
     with engine.connect() as connection:
         found = {
             name: connection.scalar(select(func.count()).select_from(table).where(table.run_id == run_id)) or 0
             for name, table in tables.items()
         }
+        found["feed"] = connection.scalar(text(in_feed), {"id": run_id}) or 0
         for table in ("run_attempts", "checkpoints"):
             found[table] = connection.scalar(text(f"SELECT count(*) FROM {table} WHERE run_id = :id"), {"id": run_id})
     return found
@@ -82,7 +84,7 @@ class TestDeleteRun:
         run_id, other = trained(shared_api, engine), trained(shared_api, engine)
         folder = Storage(shared_api.settings).run_dir(run_id)
         before = left_of(engine, other)
-        assert folder.is_dir() and left_of(engine, run_id)["events"] > 40
+        assert folder.is_dir() and left_of(engine, run_id)["events"] > 40 and left_of(engine, run_id)["feed"] == 5
         assert shared_api.client.delete(f"/v1/runs/{run_id}").status_code == 204
         assert shared_api.client.get(f"/v1/runs/{run_id}").status_code == 404
         assert shared_api.client.get(f"/v1/runs/{run_id}/events").status_code == 404
@@ -114,7 +116,8 @@ class TestDeleteRun:
         assert shared_api.client.patch(checkpoint, json={"pinned": True}).status_code == 200
         for path in (run, group):
             refused = shared_api.client.delete(path)
-            assert (refused.status_code, refused.json()["code"]) == (409, "checkpoint_is_pinned")
+            assert refused.status_code == 409
+            assert refused.json()["code"] == "checkpoint_is_pinned"
             assert saved["id"] in refused.json()["detail"]
         assert shared_api.client.get(checkpoint).json() == saved | {"pinned": True}
         assert shared_api.client.patch(checkpoint, json={"pinned": False}).status_code == 200

@@ -1,5 +1,6 @@
 """Runs over the API: accepted once and for good, listed, read, stopped."""
 
+import json
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +14,14 @@ from app.infra.db import sync_engine
 from app.infra.ids import is_id, new_id
 from app.infra.storage import Storage
 from app.runs.creation import DEFAULT_ID
-from tests.factories import Trainer, count_runs, make_dataset, make_experiment, make_run
-from tests.rows import events_of, run_row
+from tests.factories import Trainer, count_runs, make_dataset, make_experiment, make_model, make_run
+from tests.rows import add_worker, claim, events_of, run_row
 from tests.server import ApiServer, ThreadServer
+
+QWEN3_8B = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 40960,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -90,8 +96,66 @@ class TestCreate:
         paged = make_run(
             api.client, dataset, backend="celery", config={"base_model": "org/model", "optim": "paged_adamw_32bit"}
         )
-        assert run_row(engine, plain["id"]).requirements == {}
+        assert run_row(engine, plain["id"]).requirements == {"prefers_gpu": True}
         assert run_row(engine, paged["id"]).requirements == {"kind": "cuda"}
+
+
+class TestResources:
+    def test_are_stored_and_shown_with_what_a_device_must_have(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        asked = {"kind": "cuda", "memory_mb": 24_000, "labels": ["site-b", "gpu=h100"]}
+        run = make_run(api.client, dataset, resources=asked)
+        assert run["resources"] == {**asked, "devices": 1}
+        needs = {"kind": "cuda", "memory_mb": 24_000, "labels": ["gpu=h100", "site-b"]}
+        assert run["requirements"] == {**needs, "estimated_mb": {}, "prefers_gpu": False}
+        (listed,) = api.client.get("/v1/runs").json()["data"]
+        assert (listed["resources"], listed["pending_reason"]) == (run["resources"], None)
+        assert run_row(engine, run["id"]).requirements == needs
+
+    def test_follow_from_the_estimate_unless_they_are_named(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        (make_model(api.settings, "qwen") / "config.json").write_text(json.dumps(QWEN3_8B))
+        config = {"base_model": "qwen", "method": "qlora"}
+        needs, named, full = (
+            make_run(api.client, dataset, backend="celery", config=config | more, resources=asked)["requirements"]
+            for asked, more in (({}, {}), ({"memory_mb": 1}, {}), ({"kind": "cuda"}, {"method": "full"}))
+        )
+        assert needs["prefers_gpu"] and 4_000 < needs["estimated_mb"]["cuda"] < 16_000
+        assert (named["memory_mb"], named["estimated_mb"]) == (1, needs["estimated_mb"])
+        assert full["kind"] == "cuda" and full["estimated_mb"]["cuda"] > 60_000 and "cpu" not in full["estimated_mb"]
+        small = add_worker(engine, kind="cuda", backends=["celery"], memory_mb=[3000])
+        assert claim(engine, small, backends=("celery",), kind="cuda").requirements["memory_mb"] == 1
+        assert claim(engine, small, backends=("celery",), kind="cuda") is None
+        cpu = add_worker(engine, backends=["celery"], memory_mb=[10**6])
+        assert claim(engine, cpu, backends=("celery",)) is None, "no 8B model on a CPU beside a GPU"
+
+    @pytest.mark.parametrize(
+        ("resources", "field", "code"),
+        [
+            ({"devices": 2}, "resources.devices", "not_supported"),
+            ({"devices": 0}, "resources.devices", None),
+            ({"kind": "tpu"}, "resources.kind", None),
+            ({"memory_mb": "80GB"}, "resources.memory_mb", None),
+            ({"memory_mb": 2**40}, "resources.memory_mb", None),
+            ({"labels": ["no spaces"]}, "resources.labels.0", None),
+            ({"labels": ["a"] * 21}, "resources.labels", None),
+            ({"gpu": 1}, "resources.gpu", None),
+            (7, "resources", None),
+        ],
+    )
+    def test_that_cannot_be_are_refused(
+        self, api: ApiServer, dataset: str, resources: Any, field: str, code: str | None
+    ) -> None:
+        body = {"dataset_id": dataset, "backend": "fake", "config": {"base_model": "any"}, "resources": resources}
+        answer = api.client.post("/v1/runs", json=body)
+        assert answer.status_code == 422
+        (error,) = answer.json()["errors"]
+        assert error["field"] == field and code in (None, error["code"]), error
+
+    def test_a_cpu_contradicts_settings_that_need_a_gpu(self, api: ApiServer, dataset: str) -> None:
+        body = {"dataset_id": dataset, "config": {"base_model": "org/m", "optim": "paged_adamw_32bit"}}
+        answer = api.client.post("/v1/runs", json={**body, "resources": {"kind": "cpu"}})
+        assert [(one["field"], one["code"]) for one in answer.json()["errors"]] == [("resources.kind", "conflict")]
 
 
 class TestBrokerAway:

@@ -171,6 +171,11 @@ class TestRefusals:
         assert refused(resume(api, run_id)) == (422, "nothing_left_to_train")
         assert child_of(api, run_id, config={"stop_at_step": None})["current_step"] == 40
         assert child_of(api, run_id, config={"stop_at_step": 60})["current_step"] == 40
+        assert child_of(api, run_id, stop_after_steps=5)["config"]["stop_at_step"] == 45
+        assert child_of(api, run_id, stop_after_steps=5, **{"from": "start"})["config"]["stop_at_step"] == 5
+        both = resume(api, run_id, stop_after_steps=5, config={"stop_at_step": 60})
+        assert both.status_code == 422 and "leave one of them out" in both.json()["detail"]
+        assert resume(api, run_id, stop_after_steps=0).status_code == 422
 
     def test_what_was_learned_so_far_depends_on_cannot_change(
         self, api: ApiServer, engine: Engine, dataset: str

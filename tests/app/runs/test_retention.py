@@ -20,8 +20,10 @@ from app.infra.db import async_engine, sync_engine
 from app.infra.ids import id_at
 from app.infra.storage import Storage
 from app.runs import retention
-from app.runs.events import stream
+from app.runs.events import feed, stream
+from app.runs.events.feed import TRUNCATED
 from app.runs.events.frames import Frame
+from app.runs.events.sources import RunSource
 from app.runs.events.stream import Streams
 from app.runs.retention import Policy, PruneResult, prune
 from app.tables.checkpoints import Checkpoint
@@ -82,6 +84,24 @@ def events(engine: Engine, run_id: str) -> int:
         return connection.scalar(select(func.count()).where(RunEvent.run_id == run_id)) or 0
 
 
+def queued(engine: Engine) -> set[str]:
+    """Runs of which the feed of all runs has events."""
+    with engine.connect() as connection:
+        return set(connection.scalars(text("SELECT run_id FROM event_feed UNION SELECT run_id FROM event_feed_queue")))
+
+
+def number_events(settings: Settings) -> None:
+    """Number the events of the feed of all runs, as the dispatcher does."""
+
+    async def number() -> None:
+        engine = async_engine(settings.database_url or "")
+        async with engine.begin() as connection:
+            await feed.number_events(connection)
+        await engine.dispose()
+
+    asyncio.run(number())
+
+
 def partitions(engine: Engine) -> set[str]:
     query = text("SELECT relname FROM pg_class WHERE relname LIKE 'run_events_2025%' AND relkind = 'r'")
     with engine.connect() as connection:
@@ -122,16 +142,24 @@ class TestEvents:
     ) -> None:
         pinned, other = made.run(JANUARY, pinned=True), made.run(JANUARY)
         before = events(engine, pinned.run_id)
+        number_events(settings)
         assert prune(settings, Policy(events_days=30), dry_run=False).months == ["2025-01"]
         assert (events(engine, pinned.run_id), events(engine, other.run_id)) == (before, 0)
+        assert queued(engine) == {pinned.run_id, TRUNCATED}
         assert run_row(engine, pinned.run_id).first_seq == 1
         assert "run_events_2025_01" in partitions(engine)
         assert prune(settings, Policy(events_days=30), dry_run=False) == PruneResult()
 
     def test_a_stream_says_what_is_gone_and_how_the_run_has_ended(self, made: Made, settings: Settings) -> None:
-        trainer = made.run(JANUARY)
+        trainer, later = made.run(JANUARY), made.run(datetime.now(UTC))
+        number_events(settings)
         prune(settings, Policy(events_days=30), dry_run=False)
         with ThreadServer(settings) as api:
+            with Anneal(api.url, api.key) as client:
+                gone, *rest = client.runs.all_events(after=0, types="end", follow=False)
+                assert isinstance(gone, TruncatedEvent) and (gone.cursor, gone.first_seq) == (5, None)
+                assert [(event.run_id, event.cursor) for event in rest] == [(later.run_id, 10)]
+                assert list(client.runs.all_events(after=gone.cursor, types="end", follow=False)) == rest
             path = f"/v1/runs/{trainer.run_id}"
             answer = api.client.get(f"{path}/events")
             assert "event: truncated" in answer.text and "event: end" in answer.text
@@ -200,7 +228,7 @@ class TestReaders:
         """What comes behind the first of several batches, and the `seq` of the end."""
         trainer = made.run(JANUARY)
         last = run_row(made.engine, trainer.run_id).event_seq
-        batches = streams.batches(trainer.run_id, 0, until=last if had_ended else None)
+        batches = streams.batches(RunSource(trainer.run_id), 0, until=last if had_ended else None)
         _, first = await anext(batches)
         assert len(first) == 20
         await asyncio.to_thread(prune, settings, policy, False)

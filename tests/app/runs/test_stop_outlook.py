@@ -52,6 +52,25 @@ class TestModes:
         row = run_row(engine, trainer.run_id)
         assert (row.stop_requested_at is None) is (mode == "epoch_end")
 
+    def test_a_deadline_of_the_caller_replaces_the_grace_period(
+        self, shared_api: ApiServer, engine: Engine, trainer: Trainer
+    ) -> None:
+        usual = shared_api.settings.save_grace_seconds
+        assert stop(shared_api, trainer.run_id)["stop"]["grace_seconds"] == usual
+        assert stop(shared_api, trainer.run_id, deadline_seconds=900)["stop"]["grace_seconds"] == 900
+        assert stop(shared_api, trainer.run_id)["stop"]["grace_seconds"] == 900
+        assert run_row(engine, trainer.run_id).stop_grace_seconds == 900
+
+    @pytest.mark.parametrize(
+        "body", [{"deadline_seconds": 0}, {"deadline_seconds": 1e9}, {"deadline_seconds": "soon"},
+                 {"deadline_seconds": 5, "mode": "epoch_end"}],
+    )  # fmt: skip
+    def test_a_deadline_that_makes_no_sense_is_refused(
+        self, shared_api: ApiServer, trainer: Trainer, body: dict[str, Any]
+    ) -> None:
+        answer = shared_api.client.post(f"/v1/runs/{trainer.run_id}/stop", json=body)
+        assert answer.status_code == 422 and "deadline_seconds" in answer.text
+
     @pytest.mark.parametrize("mode", ["checkpoint", "epoch_end", "best", "discard"])
     def test_that_contradict_save_checkpoint_are_refused(
         self, shared_api: ApiServer, trainer: Trainer, mode: str

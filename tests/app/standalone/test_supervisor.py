@@ -23,6 +23,7 @@ import pytest
 
 from app.config import Settings
 from app.standalone.supervisor import SupervisedProcess, Up
+from app.workers.status_files import read_statuses
 from tests.waiting import eventually
 
 READY_SECONDS = 90.0
@@ -156,6 +157,10 @@ class TestReady:
         assert pids["up"] == running.process.pid
         assert all(psutil.Process(pid).ppid() == pids["up"] for name, pid in pids.items() if name != "up")
 
+    def test_it_says_when_training_processes_start_at_once(self, running: Running) -> None:
+        eventually(lambda: any(note.warm for note in read_statuses(running.home)))
+        eventually(lambda: ("still loading" in running.said) == ("are loaded" in running.said))
+
     def test_its_log_files_are_for_people(self, running: Running) -> None:
         assert running.answers()
         lines = (running.home / "logs" / "api.log").read_text().splitlines()
@@ -169,6 +174,12 @@ class TestReady:
         assert running.answers()
 
     def test_commands_on_the_same_home_find_its_servers(self, running: Running) -> None:
+        running.until_worker_is_online()
+        status = subprocess.run(command("status", "--json"), env=running.environment, capture_output=True, timeout=60)
+        shown = json.loads(status.stdout)
+        assert status.returncode == 0 and shown["ready"] and shown["up_pid"] == running.process.pid
+        assert (shown["home"], shown["logs"]) == (str(running.home), str(running.home / "logs"))
+        assert [worker["state"] for worker in shown["workers"]].count("online") == 1
         made = subprocess.run(
             command("keys", "create", "laptop"), env=running.environment, capture_output=True, text=True, timeout=60
         )
@@ -254,7 +265,11 @@ class TestEnd:
         listed = subprocess.run(command("keys", "list"), env=running.environment, capture_output=True, text=True)
         (key_id,) = (line.split()[0] for line in listed.stdout.splitlines() if line.endswith("  anneal up"))
         subprocess.run(command("keys", "revoke", key_id), env=running.environment, check=True, capture_output=True)
-        running.end()
+        down = subprocess.run(command("down"), env=running.environment, capture_output=True, text=True, timeout=60)
+        assert (down.returncode, down.stderr.splitlines()[-1]) == (0, "Stopped.")
+        assert running.process.wait(10) == 0
+        again = subprocess.run(command("down"), env=running.environment, capture_output=True, text=True, timeout=60)
+        assert again.returncode == 0 and "nothing to stop" in again.stderr
         running.start().until_ready()
         assert running.connection["api_key"] != key
         assert running.answers()

@@ -64,6 +64,17 @@ class TestBackends:
         assert set(celery["supported_methods"]) == {"full", "lora", "qlora", "dpo", "kto", "reward", "rlhf", "sft"}
         assert celery["supported_quantization"] == ["4bit", "8bit"] and celery["supports_streaming_logs"]
 
+    def test_report_the_largest_model_of_their_best_device(self, api: ApiServer, engine: Engine) -> None:
+        def sizes() -> list[float | None]:
+            return [backend["max_model_size_b"] for backend in api.client.get("/v1/backends").json()["data"]]
+
+        assert sizes() == [None, None]
+        add_worker(engine, backends=["celery", "fake"], memory_mb=[1])
+        assert sizes() == [0.0, None]
+        add_worker(engine, kind="cuda", backends=["celery"], memory_mb=[24_000, 81_559])
+        largest, nothing = sizes()
+        assert nothing is None and largest is not None and 60 < largest < 150
+
     def test_an_unknown_one_is_a_404(self, api: ApiServer) -> None:
         answer = api.client.get("/v1/backends/slurm")
         assert (answer.status_code, answer.json()["code"]) == (404, "backend_not_found")

@@ -48,9 +48,7 @@ MUTANTS = (
         name="pruning-forgets-who-resumed",
         promises=(12,),
         about="Retention deletes a checkpoint that a later run resumed from.",
-        changes=(
-            Change("app/runs/checkpoints/retention.py", "_retire(run_id, 1).where(~resumed)", "_retire(run_id, 1)"),
-        ),
+        changes=(Change("app/runs/checkpoints/retention.py", "~used,", ""),),
         test="tests/app/runs/test_retention.py::TestCheckpoints::"
         "test_the_furthest_the_best_the_pinned_and_those_resumed_from_stay",
     ),

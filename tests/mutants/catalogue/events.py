@@ -87,6 +87,23 @@ MUTANTS = (
         test="tests/app/runs/events/test_stream.py::test_a_reader_continues_behind_its_cursor_without_seam",
     ),
     Mutant(
+        name="feed-numbered-by-run",
+        promises=(5,),
+        about="The feed of all runs numbers the events of a run in reverse.",
+        changes=(
+            Change("app/runs/events/feed.py", "FROM taken ORDER BY position", "FROM taken ORDER BY position DESC"),
+        ),
+        test="tests/app/runs/events/test_feed.py::"
+        "test_what_is_committed_later_is_numbered_later_however_early_it_was_written",
+    ),
+    Mutant(
+        name="feed-pruned-in-silence",
+        promises=(5,),
+        about="Retention leaves no mark in the feed of all runs, so that a reader does not learn that events are gone.",
+        changes=(Change("app/runs/retention.py", "    await session.execute(marked)\n", ""),),
+        test="tests/app/runs/test_retention.py::TestEvents::test_a_stream_says_what_is_gone_and_how_the_run_has_ended",
+    ),
+    Mutant(
         name="join-without-being-level",
         promises=(5,),
         about="A reader that lags behind the live tail joins it and misses the events in between.",

@@ -77,7 +77,7 @@ MUTANTS = (
         changes=(
             Change(
                 _LIFECYCLE,
-                "                runs.c.notified_at < func.clock_timestamp() - text(\"interval '30 s'\"),\n",
+                "                silence > text(\"interval '30 s'\"),\n",
                 "",
             ),
         ),

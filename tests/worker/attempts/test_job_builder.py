@@ -222,9 +222,9 @@ def test_it_says_where_each_reward_model_lies_in_the_order_of_the_rewards(lab: L
     rewards = [*REWARDS, {"type": "model", "model": judge.run_id, "weight": 1.0}]
     _, reported = _prepared(lab, {"method": "rlhf", "rlhf": {"rewards": rewards}})
     assert reported["reward_models"] == [
-        {"name": "judge", "path": str(folder), "hub": None, "revision": None},
-        {"name": "org/judge", "path": None, "hub": "org/judge", "revision": None},
-        {"name": judge.run_id, "path": str(output), "hub": None, "revision": None},
+        {"name": "judge", "path": str(folder), "hub": None, "revision": None, "base": None},
+        {"name": "org/judge", "path": None, "hub": "org/judge", "revision": None, "base": None},
+        {"name": judge.run_id, "path": str(output), "hub": None, "revision": None, "base": None},
     ]
 
 

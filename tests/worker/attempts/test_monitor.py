@@ -27,7 +27,7 @@ def test_a_discard_late_in_a_stop_that_saves_has_its_own_seconds_and_no_more(now
     record_handler: Any = SimpleNamespace(last_output_at=now[0], training_started=True, say=lambda *_: None)
     process: Any = SimpleNamespace(send=lambda message: sent.append(message) or True)
     nothing: Any = None
-    monitor = Monitor(context, lease, nothing, record_handler, process, nothing)
+    monitor = Monitor(context, lease, nothing, record_handler, process, nothing, nothing)
 
     def killed_at(second: float) -> bool:
         now[0] = 1000.0 + second
@@ -47,11 +47,15 @@ def test_to_ask_for_the_same_once_more_gives_no_more_time(now: list[float]) -> N
     record_handler: Any = SimpleNamespace(last_output_at=now[0], training_started=True, say=lambda *_: None)
     process: Any = SimpleNamespace(send=lambda _: True)
     nothing: Any = None
-    monitor = Monitor(context, lease, nothing, record_handler, process, nothing)
+    monitor = Monitor(context, lease, nothing, record_handler, process, nothing, nothing)
     assert monitor._reason_to_kill() is None
     now[0], lease.stop = 1100.0, StopRequest("checkpoint")
     assert monitor._reason_to_kill() is None
     now[0] = 1121.0
+    assert monitor._reason_to_kill() == "stop"
+    lease.stop = StopRequest("checkpoint", grace_seconds=60.0)
+    assert monitor._reason_to_kill() is None, "a request may set a deadline of its own"
+    now[0] = 1181.5
     assert monitor._reason_to_kill() == "stop"
 
 
@@ -67,7 +71,7 @@ def test_output_is_not_read_while_too_much_waits_or_is_reported_and_the_process_
         last_output_at=now[0], training_started=True, is_over_budget=is_over_budget, take=pytest.fail
     )
     nothing: Any = None
-    monitor = Monitor(context, lease, writer, record_handler, nothing, nothing)
+    monitor = Monitor(context, lease, writer, record_handler, nothing, nothing, nothing)
     for _ in range(3):
         now[0] += 8.0
         monitor._take()

@@ -195,6 +195,7 @@ def test_what_a_killed_trainer_has_written_by_half_goes_with_it(
     storage = Storage(settings)
     run: Any = SimpleNamespace(
         id=new_id("run"),
+        task="train",
         lease_epoch=1,
         attempt=1,
         device_indexes=[0],
@@ -225,7 +226,7 @@ def test_what_a_killed_trainer_has_written_by_half_goes_with_it(
         monkeypatch.setattr(supervisor, name, instead)
     context: Any = SimpleNamespace(
         machine=SimpleNamespace(devices=[device]), storage=storage, replicator=None,
-        health=SimpleNamespace(started=lambda: None), draining=threading.Event(),
+        health=SimpleNamespace(started=lambda: None), draining=threading.Event(), telemetry=None,
     )  # fmt: skip
     lease: Any = SimpleNamespace(stop=StopRequest("discard"), fenced=False)
     writer: Any = SimpleNamespace(put=lambda _: None, persist=lambda work: work(), progress=None)

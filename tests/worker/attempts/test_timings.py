@@ -38,7 +38,7 @@ def test_runs_say_when_they_start_and_finish_from_the_queue_to_their_end(stack: 
     first = create()
     reported = eventually(lambda: stack.run(first)["prediction"])
     assert (reported["start_at"], reported["finish_at"]) == (None, None)
-    assert reported["basis"].startswith("No online worker has backend `fake`")
+    assert reported["basis"].startswith("No worker of backend `fake` is online")
 
     stack.add_worker()
     stack.until(first, "running")

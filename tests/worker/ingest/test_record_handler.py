@@ -279,6 +279,12 @@ def test_a_record_beyond_the_limit_of_its_size_is_a_line_in_the_log(lab: Lab) ->
     assert kept == "sample" and "at most 131,072" in too_long["line"] and "the limit of 131,072" in too_large["line"]
 
 
+def test_a_record_cannot_speak_for_another_run(lab: Lab) -> None:
+    lab.says("progress", phase="loading", done=1, run_id="run_other", seq=9, cursor=9)
+    lab.writer.drain()
+    assert lab.events()[2:] == [("progress", {"phase": "loading", "done": 1})]
+
+
 def test_names_of_non_finite_values_are_bounded(lab: Lab) -> None:
     values = ",".join(["NaN"] * 9000)
     lab.record_handler.take([("report", f'{{"type": "progress", "{"x" * 60_000}": [{values}]}}'.encode())])
@@ -300,6 +306,50 @@ def test_a_process_that_reports_too_much_has_to_wait_and_its_log_says_so(
     assert len([line for line in handler.tail if "report less often" in line]) == 1
     now[0] += 0.3
     assert not handler.is_over_budget
+
+
+def test_an_attempt_has_a_limit_of_curves(lab: Lab) -> None:
+    values = {f"value.{number}": 1.0 for number in range(700)}
+    for step in (1, 2):
+        lab.says("metric", step=step, extra=values)
+    lab.says("eval", step=2, metrics={"eval_loss": 2.0, "x" * 201: 1.0})
+    lab.says("metric", step=3, extra={f"step.{number}": 1.0 for number in range(700)} | values)
+    lab.writer.drain()
+    first, again, log, (_, measured), (_, last) = lab.events()[2:]
+    assert first[1]["extra"] == again[1]["extra"] == values
+    assert measured["metrics"] == {"eval_loss": 2.0}
+    assert log[0] == "log" and "more than 1,000 names" in log[1]["line"]
+    assert len(last["extra"]) == 1000 - 1 and last["extra"].keys() >= values.keys()
+
+
+@pytest.mark.parametrize(
+    ("record", "most"),
+    [
+        (b'{"type": "progress", "phase": "loading", "done": 1}', 200),
+        (b"{", 200),
+        (b'{"type": "metric", "step": 1}', 6000),
+    ],
+    ids=["the stream of all runs", "the log with errors", "the database with rows"],
+)
+def test_a_process_cannot_flood(lab: Lab, monkeypatch: pytest.MonkeyPatch, record: bytes, most: int) -> None:
+    monkeypatch.setattr(lab.writer, "put", lambda _: None)
+    lab.record_handler._budget.spend(15 * 2**20, time.monotonic())
+    count = 0
+    while not lab.record_handler.is_over_budget:
+        lab.record_handler.take([("report", record)] * 10)
+        count += 10
+    assert most / 2 < count <= most
+
+
+def test_the_best_losses_take_bounded_memory(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.ingest.record_handler._MAX_BESTS", 100)
+    for step in range(1, 1001):
+        lab.says("metric", step=step, loss=float(-step))
+    assert len(lab.record_handler._bests) <= 101
+    lab.says("checkpoint", **checkpoint(1000))
+    lab.writer.drain()
+    with lab.engine.connect() as connection:
+        assert connection.scalar(select(Checkpoint.metrics)) == {"loss": 1.0, "best_loss": -1000.0}
 
 
 def test_an_invalid_detail_of_a_result_does_not_cost_the_run_its_outcome(lab: Lab) -> None:

@@ -38,10 +38,11 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "grpo": {"method": "rlhf", "algorithm": "grpo", "beta": 0.05},
     "rloo": {"method": "rlhf", "algorithm": "rloo", "beta": 0.05},
 }
-DIFFICULTIES = ("remainder", "dropout", "packing", "evaluation")
+DIFFICULTIES = ("remainder", "dropout", "packing", "evaluation", "epochs")
 """A last step of an epoch with fewer micro-batches than the others (rounds of `rlhf` are always whole, there rows are
 left over); dropout in adapter and attention; several rows in a sequence (supervised methods only); an evaluation after
-every second step, which for `rlhf` draws random numbers."""
+every second step, which for `rlhf` draws random numbers; an evaluation after every epoch, and a sample after every
+step."""
 PLACES = ("first step", "mid-epoch", "epoch end", "second epoch", "last step")
 
 
@@ -123,7 +124,7 @@ class Lab:
         config: dict[str, Any] = {
             "method": objective.pop("method"), "max_steps": STEPS, "save_steps": 1, "save_total_limit": None,
             "logging_steps": 2, "learning_rate": 1e-2, "optim": "adamw_torch_fused", "max_seq_length": 128,
-            "batch_size": 2, "gradient_accumulation_steps": 3, **ADAPTERS[cell.adapter],
+            "batch_size": 2, "gradient_accumulation_steps": 3, "export": "last", **ADAPTERS[cell.adapter],
         }  # fmt: skip
         kind = {"sft": "chat", "dpo": "preference", "kto": "rated", "reward": "preference", "rlhf": "prompt"}[
             config["method"]
@@ -138,6 +139,10 @@ class Lab:
             config["packing"] = True
         if cell.difficulty == "evaluation":
             config |= {"eval_split": 0.2, "eval_steps": 2}
+        if cell.difficulty == "epochs":
+            config |= {"eval_split": 0.2, "eval_steps": "epoch"}
+            if config["method"] != "reward":
+                config |= {"sample_steps": 1, "sample_prompts": ["what is row 3"], "sample_max_new_tokens": 4}
         data = self._data["packed" if is_packed else kind]
         model = self._models[0.1 if has_dropout else 0.0]
         job = make_job(folder, model, data, data_format=kind, attempt=attempt, resume_from=resume_from, **config)

@@ -253,13 +253,16 @@ class TestFailures:
         self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
         adapter = forks.run(make_job(tmp_path / "1", tiny_model, chats, max_steps=1, **QUICK)).output
+        base = {"base": {"name": "tiny", "path": str(tiny_model), "hub": None, "revision": None}}
         stopped = make_job(tmp_path / "2", adapter, chats, max_steps=100_000, logging_steps=1, **QUICK)
+        stopped["base_model"] |= base
         pid = forks.start(stopped)
         eventually(lambda: [r for r in forks.said() if r["type"] == "metric"], timeout=60)
         assert (Path(stopped["attempt_dir"]) / "base_model").is_dir()
         os.kill(pid, signal.SIGTERM)
         assert forks.wait().result["outcome"] == "stopped"
-        wrong = forks.run(make_job(tmp_path / "3", adapter, chats, **QUICK, target_modules=["nope"]))
+        job = make_job(tmp_path / "3", adapter, chats, **QUICK, target_modules=["nope"])
+        wrong = forks.run(job | {"base_model": job["base_model"] | base})
         failed(wrong, "config_error")
         for folder in (Path(stopped["attempt_dir"]), wrong.folder):
             assert not (folder / "base_model").exists()

@@ -196,6 +196,18 @@ def make_job(
     }
 
 
+def load_output(output: Path, base: Path, kind: str = "CausalLM", **options: Any) -> Any:
+    """The model of an output, loaded as its card says: an adapter on `base`, or on the base that it contains."""
+    import transformers
+    from peft import PeftModel
+
+    auto = getattr(transformers, f"AutoModelFor{kind}")
+    if not (output / "adapter_config.json").exists():
+        return auto.from_pretrained(output)
+    own = output / "base_model"
+    return PeftModel.from_pretrained(auto.from_pretrained(own if own.is_dir() else base, **options), str(output))
+
+
 @dataclass
 class Outcome:
     """What a training process said and left behind."""

@@ -197,7 +197,7 @@ class TestControl:
             "control.stop_on_sigterm(); os.kill(os.getpid(), 15); print(control.stop_requested)"
         )
         assert child.stdout is not None
-        assert child.stdout.read() == b"StopRequest(mode='checkpoint', why='drain')\n"
+        assert child.stdout.read() == b"StopRequest(mode='checkpoint', why='drain', grace_seconds=None)\n"
         ours.close()
 
     def test_children_still_die_of_sigterm(self) -> None:

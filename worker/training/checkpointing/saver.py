@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit as BnbOptimizer
 
+from app.contracts.attempt.job import EvaluatedCheckpoint
 from worker.checkpoint_files import manifest, resume_fidelity
 from worker.training.checkpointing import fidelity_check
 from worker.training.checkpointing.async_writer import AsyncWriter
@@ -114,8 +115,8 @@ class CheckpointSaver:
         self.engine_copier.check()
         if not self._is_prepared:
             self._is_prepared = True
-            config, left = self._run.config, trainer.state.max_steps - trainer.state.global_step
-            if min(config.save_steps, config.eval_steps or config.save_steps) <= left:
+            run, left = self._run, trainer.state.max_steps - trainer.state.global_step
+            if min(run.save_every, run.eval_every or run.save_every) <= left:
                 self._memory.prepare(expected_bytes(trainer))
 
     @contextmanager
@@ -178,7 +179,7 @@ class CheckpointSaver:
         if not during_training:
             self.leave_out(trainer, f"it does not fit on the disk: {why}")
             return False
-        every = run.config.save_steps
+        every = run.save_every
         is_due = run.save_kind == "periodic" and step % every == 0
         next_step = min((step // every + 1) * every, trainer.state.max_steps)
         line = self._disk_space.skip(step, why, next_step, is_due)
@@ -281,6 +282,9 @@ def _complete(
     seconds = time.monotonic() - began
     run.report.checkpoint(name, step=about.step, bytes=size, manifest_sha256=sha256, seconds=seconds, **about.record)
     saving.kept_step = about.step
+    metric = about.record["metrics"][run.method.eval_metric]
+    if metric is not None:
+        run.saved(EvaluatedCheckpoint(path=run.folder / name, step=about.step, manifest_sha256=sha256, metric=metric))
     saving.engine_copier.keep(run.folder / name)
 
 

@@ -1,11 +1,14 @@
 """Chats as tokens: the chat template that renders them, and the tokens that the model learns."""
 
+import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from worker.training.data.tokenization import IGNORED, BadRow, Encoded, TextTokenizer, mask_prefix
@@ -29,12 +32,72 @@ def ensure_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Set a plain chat template if the tokenizer has none; return True if it was needed."""
     if tokenizer.chat_template:
         return False
+    tokenizer.chat_template = default_template(tokenizer)
+    return True
+
+
+def default_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a plain chat template with the tokenizer's special tokens."""
     eos = str(tokenizer.eos_token).replace("\\", "\\\\").replace("'", "\\'")
     template = DEFAULT_TEMPLATE.format(eos=eos)
     if tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]:
         template = "{{ bos_token }}" + template
+    return template
+
+
+_MOST_SECONDS = 5.0
+_MOST_CHARACTERS = 1_000_000
+_SHORT_CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello."}]
+
+
+def set_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    """Set the configured chat template, and render a short chat with it in the sandbox of transformers.
+
+    An error that the template raises itself is not one here: it may require other messages.
+
+    Raises:
+        TrainingFailure: `config_error`: it is not valid Jinja, or it costs too much time or memory.
+    """
     tokenizer.chat_template = template
-    return True
+    try:
+        with _limited_time():
+            text = tokenizer.apply_chat_template(_SHORT_CHAT, tokenize=False)
+    except TemplateSyntaxError as error:
+        raise _bad_template(f"is not valid Jinja: {str(error.message)[:200]} (line {error.lineno})") from error
+    except SecurityError as error:
+        raise _bad_template(f"uses what a template may not: {str(error)[:200]}") from error
+    except _OutOfTime:
+        raise _bad_template(f"takes more than {_MOST_SECONDS:g} s for a short chat; simplify it") from None
+    except (MemoryError, RecursionError, OverflowError) as error:
+        raise _bad_template(f"cannot be rendered: {type(error).__name__}; simplify it") from error
+    except Exception:
+        return  # it raises for this chat; rows that it rejects are reported with their numbers
+    if len(text) > _MOST_CHARACTERS:
+        raise _bad_template(f"makes {len(text):,} characters of a short chat; simplify it")
+
+
+class _OutOfTime(BaseException):
+    """The processor time is used up; not an `Exception`, so that no library handles it."""
+
+
+@contextmanager
+def _limited_time() -> Iterator[None]:
+    """Raise `_OutOfTime` if the block takes too much processor time; call it in the main thread."""
+
+    def end(*_: Any) -> None:
+        raise _OutOfTime
+
+    before = signal.signal(signal.SIGPROF, end)
+    signal.setitimer(signal.ITIMER_PROF, _MOST_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def _bad_template(why: str) -> TrainingFailure:
+    return TrainingFailure("config_error", f"`chat_template` {why}.")
 
 
 class ChatEncoder:

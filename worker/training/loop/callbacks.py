@@ -9,6 +9,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from app.contracts.attempt.messages import AnomalyDetails
 from worker.training.context import TrainingContext
 from worker.training.failures import TrainingFailure
+from worker.training.loop import sampling
 from worker.training.trainer_protocol import ServiceTrainer
 
 
@@ -26,6 +27,8 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         self.run.report.phase("training", start_step=state.global_step, total_steps=state.max_steps)
         if self.run.stop_requested is not None:
             self.trainer.end_early(self.run.stop_requested.why, "discard")
+        elif self.run.state.samples_pending:
+            sampling.sample(self.trainer)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._step_began = time.monotonic()
@@ -47,6 +50,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
             self.trainer.throughput.stepped(took, len(rows))
         self.trainer.saving.stepped(self.trainer)
         self.trainer.actions.repeat_due(control)
+        sampling.sample_if_due(self.trainer)
 
         if step >= state.max_steps:  # a stop that arrives now finds the run complete
             control.should_log = control.should_save = True
@@ -54,7 +58,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
             return
         # The database is unreachable: save now, in case it stays unreachable for longer than the lease allows.
         asked = run.control.take_checkpoint_request()
-        if asked or step % run.config.save_steps == 0:
+        if asked or step % run.save_every == 0:
             control.should_save = True
             run.save_kind = "periodic"
         limit = run.state.limit_reached(run.config, step) or self.trainer.actions.epoch_is_over()
@@ -82,7 +86,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         run, name = self.run, self.run.method.eval_metric
         found = metrics.get(name)
-        if found is None:
+        if found is None or run.only_evaluates:
             return
         if not self.trainer.evaluation_is_due():  # only requested: training does not depend on it
             if math.isfinite(found):

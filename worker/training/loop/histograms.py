@@ -69,8 +69,8 @@ class HistogramCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._run.report.message(
-            f"Distributions of weights and gradients, every {self._every} steps, are saved with the output as "
-            f"`{DISTRIBUTIONS}`, the first {MOST_RECORDS[DISTRIBUTIONS]:,} of them."
+            f"Distributions of weights and gradients, every {self._every} steps, are reported as events and "
+            f"saved with the output as `{DISTRIBUTIONS}`, the first {MOST_RECORDS[DISTRIBUTIONS]:,} of them."
         )
 
     def on_pre_optimizer_step(
@@ -92,7 +92,10 @@ class HistogramCallback(TrainerCallback):  # type: ignore[misc]
             self._run.report.alive()
         recorded = {group: {of: one.summary() for of, one in found.items()} for group, found in groups.items()}
         edges = [None, *EDGES[1:]]  # JSON has no infinity
-        self._run.profile(self._run.distributions, {"step": step, "edges": edges, "groups": recorded})
+        record = {"step": step, "edges": edges, "groups": recorded}
+        self._run.profile(self._run.distributions, record)
+        self._run.report.distribution(step, edges, recorded)
+        self._run.trackers.add_distributions(record)
 
 
 def _finite(number: float) -> float | None:

@@ -1,7 +1,7 @@
 """Text generation during training without a trace in it: no random number is drawn, and no mode changes."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,12 +10,49 @@ import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from worker.training.context import TrainingContext
+from worker.training.data.chat_template import default_template
 from worker.training.data.preferences import is_conversational
-from worker.training.failures import Stopped
+from worker.training.failures import Stopped, one_line
 from worker.training.trainer_protocol import ServiceTrainer
 
+Prompt = str | list[dict[str, str]]
+"""A text, or a chat of messages with `role` and `content`."""
 
-def generate(trainer: ServiceTrainer, prompts: list[str], max_new_tokens: int, temperature: float) -> list[str]:
+
+def sample_if_due(trainer: ServiceTrainer) -> None:
+    """Generate and report the samples that the configuration schedules after the current step."""
+    every, step = trainer.run.sample_every, trainer.state.global_step
+    if every is not None and (step % every == 0 or step >= trainer.state.max_steps):
+        sample(trainer)
+
+
+def sample(trainer: ServiceTrainer) -> None:
+    """Generate and report a text for each configured prompt; a stop request leaves them to the resumed run."""
+    run, config = trainer.run, trainer.run.config
+    prompts: list[Prompt] = [
+        one if isinstance(one, str) else [message.model_dump() for message in one] for one in config.sample_prompts
+    ]
+    run.state.samples_pending = False
+    try:
+        texts = generate(trainer, prompts, config.sample_max_new_tokens, config.sample_temperature)
+    except Stopped:
+        run.state.samples_pending = True
+        return
+    except Exception as error:  # training continues after any failure
+        reason = f"{type(error).__name__}: {one_line(error)}".rstrip(".")
+        run.report.message(f"Sampling failed: {reason}. Training continues.", level="warning")
+        return
+    for prompt, text in zip(prompts, texts, strict=True):
+        run.report.sample(trainer.state.global_step, _shown(prompt), text)
+
+
+def _shown(prompt: Prompt) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def generate(trainer: ServiceTrainer, prompts: Sequence[Prompt], max_new_tokens: int, temperature: float) -> list[str]:
     """Return the text that the current model generates after each prompt.
 
     With a temperature, tokens are drawn with the run's seed and step, so the same weights generate the same text again.
@@ -41,7 +78,9 @@ def generate(trainer: ServiceTrainer, prompts: list[str], max_new_tokens: int, t
         torch.manual_seed(run.config.seed + trainer.state.global_step)
         for prompt in prompts:
             run.progress("sampling", len(texts), len(prompts))
-            prompt_ids = tokenizer(_render(run, tokenizer, prompt), add_special_tokens=not _is_chat(run))["input_ids"]
+            is_chat = not isinstance(prompt, str) or _is_chat(run)
+            rendered = _render(tokenizer, prompt) if is_chat else prompt
+            prompt_ids = tokenizer(rendered, add_special_tokens=not is_chat)["input_ids"]
             if most is not None:
                 prompt_ids = prompt_ids[-max(most - max_new_tokens, 1) :]
             ids = torch.tensor([prompt_ids], device=model.device)
@@ -74,12 +113,13 @@ def _is_chat(run: TrainingContext) -> bool:
     return run.job.dataset.format == "chat"
 
 
-def _render(run: TrainingContext, tokenizer: Any, prompt: str) -> str:
-    """Return the prompt in the form that the run's data has."""
-    if not _is_chat(run):
-        return prompt
-    message = [{"role": "user", "content": prompt}]
-    return str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+def _render(tokenizer: Any, prompt: Prompt) -> str:
+    """Return the prompt as the chat template renders it, with the plain one if the tokenizer has none."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    template = tokenizer.chat_template or default_template(tokenizer)
+    return str(
+        tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=True)
+    )
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 
+from app.contracts.attempt.job import TrainedWeights
 from app.contracts.stop import StopMode, StopRequest
 from app.contracts.training_config.resolution import Replacement
 from worker.training.checkpointing import fidelity_check, saver
@@ -25,7 +26,8 @@ from worker.training.loop.evaluation_means import EvaluationMeans
 from worker.training.loop.memory import GpuMemory
 from worker.training.loop.throughput import Throughput
 from worker.training.model import flops
-from worker.training.plugins import hooks
+from worker.training.plugins import hooks, metric_functions
+from worker.training.plugins.callbacks import PluginCallbacks
 from worker.training.run_state import RunState
 
 
@@ -67,11 +69,15 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         self._eval_batches = 0
         self._eval_total = 0
         self._eval_means = EvaluationMeans()
+        self.own_metrics = metric_functions.Evaluation({})
+        """Metric functions of the current evaluation."""
         self._micro_losses: list[torch.Tensor] = []
         self._step_loss = 0.0
         self.actions = Actions(self)
+        self.plugin_callbacks = PluginCallbacks(self)
         super().__init__(**options)
-        self.data_collator: Any = self.collate_with_rows(self.data_collator)
+        collate = hooks.collator(run, self.data_collator, self.processing_class)
+        self.data_collator: Any = self.collate_with_rows(collate)
 
     def collate_with_rows(self, collate: Any) -> Any:
         """Return a collator that keeps the row numbers of each batch, for `take_rows`."""
@@ -210,10 +216,12 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         # A requested evaluation leaves no trace in training; one that is due is part of it, as in TRL.
         trace = nullcontext() if is_due else sampling.preserve_rng()
         self._eval_batches = 0
+        self.own_metrics = metric_functions.Evaluation(run.metric_factories)
         try:
             with trace:
                 metrics = super().evaluate(*args, **options)
                 found = self.evaluated(metrics)
+                found |= self.own_metrics.results(found)
         except Stopped:
             torch.random.set_rng_state(random_state)
             self._metrics["eval"].clear()
@@ -235,7 +243,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         run.state.eval_pending = False
         run.evaluation(self.state.global_step, self.state.epoch, found)
         self.actions.evaluated(found)
-        if not self.control.should_training_stop:
+        if not self.control.should_training_stop and not run.only_evaluates:
             run.report.phase("training")
         return dict(metrics)
 
@@ -255,7 +263,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
 
     def evaluation_is_due(self) -> bool:
         """Return True if the configuration schedules an evaluation after the current step, requested or not."""
-        step, every = self.state.global_step, self.run.config.eval_steps
+        step, every = self.state.global_step, self.run.eval_every
         return step == 0 or step >= self.state.max_steps or (every is not None and step % every == 0)
 
     def evaluated(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -279,7 +287,20 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         self.run.progress("evaluating", self._eval_batches, self._eval_total)
         found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         self._eval_means.add(found[0].item(), terms, self._metrics["eval"])
+        if self.run.metric_factories:
+            with torch.no_grad(), self.compute_loss_context_manager():
+                self.update_own_metrics(model, inputs)
         return found
+
+    def update_own_metrics(self, model: Any, inputs: Any) -> None:
+        """Pass a batch of an evaluation to the metric functions; by default it has `input_ids` and `completion_mask`.
+
+        The loss is computed without the logits of a whole batch, so metrics need another forward pass.
+        """
+        batch = self._prepare_inputs(inputs)
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        self.own_metrics.update(logits, ids.masked_fill(batch["completion_mask"] == 0, -100))
 
     def eval_terms(self, inputs: Any) -> int:
         """Return the number of terms that the loss and the metrics of a batch are means of: by default its rows."""
@@ -304,6 +325,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         self.run.state.averages = {name: list(values) for name, values in self._metrics["train"].items()}
         self.run.state.tokens = self.trained_tokens()
         self.run.state.bad_rows = self.guard.bad_rows
+        self.run.state.callbacks = self.plugin_callbacks.states()
 
     # Checkpoints
 
@@ -324,6 +346,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         self.guard.take_over(self.run.state.bad_rows)
         for history in self.run.histories:
             history.begin(folder)
+        self.plugin_callbacks.restore(self.run.state.callbacks)
         self.actions.apply_changes()
         self._total_train_tokens = self.run.state.tokens
         for name, values in self.run.state.averages.items():
@@ -366,6 +389,12 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
     def _report_loaded(self, checkpoint: Path) -> None:
         self.facts |= fidelity_check.compare_fidelity(self, checkpoint)
         self.report_run_info()
+
+    def load_weights(self, weights: TrainedWeights) -> None:
+        """Load weights to evaluate, and the position at which they were saved."""
+        self.run.report.progress("loading", 1, 2, "weights to evaluate")
+        self._load_from_checkpoint(str(weights.path))
+        self.state.global_step, self.state.epoch = weights.step, weights.epoch
 
     def restore_finished(self, folder: Path) -> None:
         """Restore weights and position from a checkpoint after which no step is left."""

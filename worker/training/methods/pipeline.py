@@ -23,7 +23,7 @@ from worker.training.model import flops, loader, memory_plan
 from worker.training.model.base_model import BaseModelSource
 from worker.training.model.peak_flops import peak_tflops
 from worker.training.output import hub_push
-from worker.training.output.export import export
+from worker.training.output.export import OUTPUT, export
 
 _COMPLETES = {None, "early_stopping"}
 _EXPORTS = _COMPLETES | {"time_limit", "stop_at_step"}
@@ -73,6 +73,8 @@ def train_on_tokens(
             peft_config=loader.lora_config(run.config, start.revision, head),
         )
         facts = report_run_info(trainer, base, replaced, training, held_out, max_length=max_length, **tokenized)
+        if run.only_evaluates:
+            return evaluate(trainer)
         train(trainer)
         return finish(trainer, start, facts)
 
@@ -110,7 +112,7 @@ def trainer_arguments(run: TrainingContext, total_steps: int) -> dict[str, Any]:
         "logging_steps": 1 if run.is_probe else config.logging_steps,
         "logging_nan_inf_filter": False,
         "eval_strategy": "steps" if config.eval_steps else "no",
-        "eval_steps": config.eval_steps,
+        "eval_steps": run.eval_every,
         # A resumed run was evaluated when it first started.
         "eval_on_start": options.eval_on_start and run.resume_from is None,
         # Our callback decides after each step whether to save: the Trainer's own saving is not atomic.
@@ -132,8 +134,10 @@ def build(make: Callable[..., Trains], run: TrainingContext, **options: Any) -> 
     except ValueError as error:  # TRL and peft reject options with it
         raise TrainingFailure("config_error", str(error)) from error
     loader.check_modules(trainer.model, run.config)
+    loader.name_base(trainer.model, run.job.base_model.portable_name)
     loader.keep_full_precision(trainer.model)
     trainer.add_callback(StepCallback(run, trainer))
+    trainer.add_callback(trainer.plugin_callbacks)
     asked = run.config.trainer_options
     if asked.distributions_steps is not None:
         trainer.add_callback(HistogramCallback(run, asked.distributions_steps))
@@ -156,7 +160,8 @@ def report_run_info(
     facts |= _costs(trainer, training, facts.get("device_name"))
     facts |= {
         "rows": training.rows, "tokens": training.tokens, "sequences": len(training.dataset),
-        "eval_rows": held_out.rows if held_out else 0, "total_steps": trainer.args.max_steps,
+        "eval_rows": held_out.rows if held_out else 0,
+        "total_steps": None if run.only_evaluates else trainer.args.max_steps,
         "weights_dtype": str(loader.weights_dtype(run.config, run.machine)), "base_revision": base.revision, **more,
     }  # fmt: skip
     if run.is_probe:
@@ -206,15 +211,38 @@ def train(trainer: ServiceTrainerMixin) -> None:
         run.ended_by = None
 
 
+def evaluate(trainer: ServiceTrainerMixin) -> TrainingResult:
+    """Evaluate the weights of the job, and return the fields of the result record.
+
+    The evaluation is that of a training: the trainer is created from the base model, so that a reference model is the
+    same, and then loads the weights as it does to resume.
+    """
+    run, weights = trainer.run, trainer.run.job.weights
+    for history in run.histories:
+        history.begin(None)
+    if weights is not None:
+        trainer.load_weights(weights)
+    found = trainer.evaluate()
+    return {
+        "outcome": "completed" if run.stop_requested is None else "stopped",
+        "why": None if run.stop_requested is None else run.stop_requested.why,
+        "output": None,
+        "step": trainer.state.global_step,
+        "epoch": trainer.state.epoch,
+        "metrics": {name: value for name, value in found.items() if name == run.method.eval_metric},
+    }
+
+
 def finish(trainer: ServiceTrainerMixin, start: BaseModelSource, facts: dict[str, Any]) -> TrainingResult:
     """Export and push the output if training is over, and return the fields of the result record."""
     run, state = trainer.run, trainer.run.state
-    output = export(trainer, start, facts) if run.ended_by in _EXPORTS and not run.is_probe else None
+    exported = export(trainer, start, facts) if run.ended_by in _EXPORTS and not run.is_probe else None
     return {
         "outcome": "completed" if run.ended_by in _COMPLETES else "stopped",
         "why": run.ended_by,
-        "output": output,
-        "hub": hub_push.push(run, run.folder / output) if output else None,
+        "output": OUTPUT if exported else None,
+        "exported": exported,
+        "hub": hub_push.push(run, run.folder / OUTPUT) if exported else None,
         "step": trainer.state.global_step,
         "epoch": trainer.state.epoch,
         "metrics": {

@@ -18,7 +18,7 @@ from app.contracts.training_config.resolution import LONGEST_SEQUENCE, Replaceme
 from worker.training.checkpointing import saver
 from worker.training.context import TrainingContext
 from worker.training.data import dataset as data
-from worker.training.data.chat_template import ensure_template
+from worker.training.data.chat_template import ensure_template, set_template
 from worker.training.data.preferences import is_conversational
 from worker.training.data.reader import Purpose, RowSource, count_rows
 from worker.training.data.remarks import Remark
@@ -92,7 +92,11 @@ def prepare_start(run: TrainingContext, replaced: list[Replacement]) -> Setup:
     run.report.phase("loading")
     run.report.progress("loading", 0, 2, "tokenizer and configuration")
     base = base_model.find_base(run.job, run.config)
-    tokenizer = base_model.load_tokenizer(base)
+    tokenizer = hooks.tokenizer(run, lambda: base_model.load_tokenizer(base))
+    base_model.complete_tokenizer(tokenizer)
+    template = hooks.chat_template(run, tokenizer)
+    if template is not None:
+        set_template(tokenizer, template)
     run.raise_if_stopped()
     hooks.write_source_rows(run)
     return Setup(base, tokenizer, _max_sequence_length(run, base, tokenizer, replaced))
@@ -164,6 +168,8 @@ def chat_template(run: TrainingContext, tokenizer: PreTrainedTokenizerBase) -> N
 def read_data(run: TrainingContext, read: Read[Some], cache: TokenCache) -> tuple[Some, Some | None]:
     """Prepare the training data and the held-out data, before any weights are loaded.
 
+    A run that only evaluates has one dataset, which is returned as both.
+
     Progress is reported, and a stop request interrupts it.
 
     Raises:
@@ -177,6 +183,11 @@ def read_data(run: TrainingContext, read: Read[Some], cache: TokenCache) -> tupl
     run.report.phase("tokenizing")
     config, source, other = run.config, run.job.dataset, run.job.eval_dataset
     try:
+        if run.only_evaluates:
+            chosen = None if config.max_eval_rows is None else list(range(count_rows(str(source.path))))
+            evaluated = read_rows(source, chosen and chosen[: config.max_eval_rows], "evaluation")
+            _finish_reading(run, evaluation=evaluated)
+            return evaluated, evaluated
         chosen = held = None
         if config.eval_split > 0:
             chosen, held = data.split(count_rows(str(source.path)), config.eval_split, config.seed)
@@ -187,17 +198,22 @@ def read_data(run: TrainingContext, read: Read[Some], cache: TokenCache) -> tupl
         held_out = read_rows(rest, held, "evaluation") if rest else None
     except FileNotFoundError as error:
         raise TrainingFailure("bad_data", "The dataset's file no longer exists.") from error
+    _finish_reading(run, training=training, evaluation=held_out)
+    return training, held_out
+
+
+def _finish_reading(run: TrainingContext, **read: Rows | None) -> None:
+    """Delete the rows that a data source has written, and report the remarks about each data."""
     hooks.delete_source_rows(run)
-    for name, one in (("training", training), ("evaluation", held_out)):
+    for name, one in read.items():
         for remark in one.remarks if one else []:
             run.report.message(remark["reason"], level="warning")
             run.report.skipped_rows(name, **remark)
-    return training, held_out
 
 
 def training_rows(run: TrainingContext, training: Rows) -> Dataset:
     """Return the rows to train on: all, the rows of one step only, or in a probe the longest rows."""
-    if run.config.overfit_first_batch:
+    if run.config.overfit_first_batch or run.only_evaluates:  # a trainer needs some, even if it never trains
         return data.first_batch(training.dataset, run.config)
     return probe.longest_rows(training.dataset, run.config) if run.is_probe else training.dataset
 
@@ -223,12 +239,16 @@ def token_cache(run: TrainingContext) -> TokenCache:
         run.raise_if_stopped()
         run.report.alive()
 
+    if run.config.trainer_options.tokenizer is not None:
+        return TokenCache()  # what the tokens of a plugin depend on is not known
     return TokenCache.of_job(run.job, warn=lambda text: run.report.message(text, level="warning"), alive=alive)
 
 
 def total_steps(run: TrainingContext, steps_per_epoch: int) -> int:
     """Return the optimizer steps of the whole run, as the trainer counts them; for a probe, its own number."""
     run.steps_per_epoch = steps_per_epoch
+    if run.only_evaluates:
+        return 1  # no trainer accepts 0, and it is never asked to train
     return probe.STEPS if run.is_probe else configured_steps(run)
 
 

@@ -24,7 +24,8 @@ def is_precomputed(run: TrainingContext) -> bool:
     Without an adapter the alternative is a second copy of the model. With an adapter it is a forward pass in every
     step, which is more work from the second epoch on.
     """
-    return run.config.lora_r is None or preparation.configured_steps(run) > run.steps_per_epoch
+    trains_again = not run.only_evaluates and preparation.configured_steps(run) > run.steps_per_epoch
+    return run.config.lora_r is None or trains_again
 
 
 class ReferenceMixin(ServiceTrainerMixin):

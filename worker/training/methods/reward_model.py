@@ -26,6 +26,10 @@ class RewardModelTrainer(ServiceTrainerMixin, RewardTrainer):  # type: ignore[mi
         "max_reward": "reward_max",
     }
 
+    def update_own_metrics(self, model: Any, inputs: Any) -> None:
+        scores = model(**self._prepare_inputs(inputs) | {"use_cache": False}).logits.squeeze(-1)
+        self.own_metrics.update_scores(*scores.chunk(2))
+
     def usual_length(self, tokens_of_a_row: float) -> float:
         return tokens_of_a_row / 2
 

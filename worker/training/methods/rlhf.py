@@ -79,6 +79,15 @@ class RewardTrainerMixin(ServiceTrainerMixin):
                 description = "the model's output became non-finite while it generated completions"
                 raise self.guard.failure(self, Anomaly("non_finite", description)) from error
 
+    def _calculate_rewards(self, inputs: Any, prompts: list[Any], completions: list[Any], *more: Any) -> Any:
+        rewards = super()._calculate_rewards(inputs, prompts, completions, *more)
+        if not self.model.training:
+            self.own_metrics.update_completions(prompts, completions, rewards)
+        return rewards
+
+    def update_own_metrics(self, model: Any, inputs: Any) -> None:
+        """Do nothing: the metric functions got the completions when they were generated."""
+
     def collate_with_rows(self, collate: Any) -> Any:
         return collate  # a batch is the list of its rows
 
@@ -164,7 +173,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
     training, held_out = preparation.read_data(run, read, TokenCache())
     prompts_in_a_step = config.batch_size * config.gradient_accumulation_steps // wanted.num_generations
     steps_per_epoch = len(training.dataset) // prompts_in_a_step
-    if steps_per_epoch < 1:
+    if steps_per_epoch < 1 and not run.only_evaluates:
         raise TrainingFailure(
             "bad_data",
             f"A step takes {prompts_in_a_step} prompts, but there are only {len(training.dataset)}: lower `batch_size` "
@@ -172,8 +181,8 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
         )
     total_steps = preparation.total_steps(run, steps_per_epoch)
     seen = training.dataset
-    if config.overfit_first_batch:
-        seen = seen.select(range(prompts_in_a_step))
+    if config.overfit_first_batch or run.only_evaluates:
+        seen = seen.select(range(min(prompts_in_a_step, len(seen))))
     elif run.is_probe:
         seen = probe.longest_rows(seen, config, tokenizer)
     memory_plan.choose_checkpointing(run, replaced, base, training.dataset, max_length)
@@ -216,6 +225,8 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
         facts = pipeline.report_run_info(
             trainer, base, replaced, training, held_out, max_length=max_length, reward_models=fingerprints or None
         )
+        if run.only_evaluates:
+            return pipeline.evaluate(trainer)
         pipeline.train(trainer)
         return pipeline.finish(trainer, start, facts)
 

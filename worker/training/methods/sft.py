@@ -2,10 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from trl import SFTConfig, SFTTrainer
 
 from app.contracts.attempt.messages import TrainingResult
@@ -16,8 +14,6 @@ from worker.training.data.dataset import Tokens
 from worker.training.data.reader import RowSource
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.methods import pipeline, preparation
-from worker.training.plugins import metric_functions
-from worker.training.plugins.metric_functions import Evaluation, Factories
 
 
 class SupervisedTrainer(ServiceTrainerMixin, SFTTrainer):  # type: ignore[misc]
@@ -25,24 +21,10 @@ class SupervisedTrainer(ServiceTrainerMixin, SFTTrainer):  # type: ignore[misc]
 
     MEASURES: ClassVar[Mapping[str, str]] = {"mean_token_accuracy": "token_accuracy", "entropy": "entropy"}
 
-    def __init__(self, run: TrainingContext, metric_functions: Factories, **options: Any) -> None:
-        self._factories = metric_functions
-        self._evaluation = Evaluation({})
-        super().__init__(run, **options)
-
-    def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
-        self._evaluation = Evaluation(self._factories)
-        return super().evaluate(*args, **options)
-
-    def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        found = super().prediction_step(model, inputs, *args, **options)
-        if self._factories:
-            # The loss is computed without the logits of a whole batch, so metrics need another forward pass.
-            batch = self._prepare_inputs(inputs) | {"use_cache": False}
-            labels = batch.pop("labels")
-            with torch.no_grad(), self.compute_loss_context_manager():
-                self._evaluation.update(model(**batch).logits, labels)
-        return found
+    def update_own_metrics(self, model: Any, inputs: Any) -> None:
+        batch = self._prepare_inputs(inputs) | {"use_cache": False}
+        labels = batch.pop("labels")
+        self.own_metrics.update(model(**batch).logits, labels)
 
     def eval_terms(self, inputs: Any) -> int:
         return int((inputs["labels"][:, 1:] != -100).sum())  # the first token of a sequence is never predicted
@@ -50,7 +32,7 @@ class SupervisedTrainer(ServiceTrainerMixin, SFTTrainer):  # type: ignore[misc]
     def evaluated(self, metrics: Mapping[str, float]) -> dict[str, float]:
         reported = super().evaluated(metrics)
         reported["eval_perplexity"] = math.exp(min(reported["eval_loss"], 700.0))
-        return {**reported, **self._evaluation.results(reported)}
+        return reported
 
 
 def train(
@@ -60,7 +42,6 @@ def train(
 
     A recipe installed by the operator may pass another trainer class.
     """
-    functions = metric_functions.load(run.config.trainer_options.metrics)
     setup = preparation.prepare_start(run, replaced)
     max_length, config = setup.max_length, run.config
     if "chat" in {one.format for one in (run.job.dataset, run.job.eval_dataset) if one}:
@@ -82,5 +63,4 @@ def train(
             dataset_kwargs={"skip_prepare_dataset": True},
         )
 
-    make = partial(trainer_class, metric_functions=functions)
-    return pipeline.train_on_tokens(run, replaced, setup, read, make, arguments)
+    return pipeline.train_on_tokens(run, replaced, setup, read, trainer_class, arguments)

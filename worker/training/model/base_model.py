@@ -74,7 +74,7 @@ def find_base(job: JobSpec, config: TrainingConfig) -> BaseModelSource:
     if not folder.is_dir():
         raise TrainingFailure("model_not_found", f"The base model {named.name} no longer exists.")
     if (folder / ADAPTER_CONFIG).is_file():
-        return _adapter_base(folder, named.name, options)
+        return _adapter_base(folder, named, options)
     return replace(
         _pin(str(folder), options, None),
         from_scratch=_has_no_weights(folder, named.name, config),
@@ -93,7 +93,7 @@ def find_reward_model(job: JobSpec, named: ModelSource) -> BaseModelSource:
     if not folder.is_dir():
         raise TrainingFailure("model_not_found", f"The reward model {named.name} no longer exists.")
     if (folder / ADAPTER_CONFIG).is_file():
-        return _adapter_base(folder, named.name, _options(job))
+        return _adapter_base(folder, named, _options(job))
     return _pin(str(folder), _options(job), None)
 
 
@@ -129,6 +129,15 @@ def load_tokenizer(base: BaseModelSource) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(base.tokenizer_source, **base.options)
     except Exception as error:
         raise load_failure(error, base.tokenizer_source, "tokenizer") from error
+    return complete_tokenizer(tokenizer)
+
+
+def complete_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Set a padding token if the tokenizer has none, and return it.
+
+    Raises:
+        TrainingFailure: it has no end-of-sequence token.
+    """
     if tokenizer.eos_token is None:
         raise TrainingFailure(
             "config_error", "The tokenizer has no end-of-sequence token; set `eos_token` in its configuration."
@@ -204,7 +213,8 @@ def _pin(source: str, options: dict[str, Any], revision: str | None) -> BaseMode
     return BaseModelSource(source, source, options, architecture, identity, revision=commit)
 
 
-def _adapter_base(folder: Path, name: str, options: dict[str, Any]) -> BaseModelSource:
+def _adapter_base(folder: Path, named: ModelSource, options: dict[str, Any]) -> BaseModelSource:
+    name = named.name
     if not (folder / _ADAPTER_WEIGHTS).is_file():
         raise TrainingFailure(
             "model_not_found",
@@ -217,7 +227,9 @@ def _adapter_base(folder: Path, name: str, options: dict[str, Any]) -> BaseModel
         raise load_failure(error, name, "adapter") from error
     if not described.base_model_name_or_path:
         raise TrainingFailure("model_not_found", f"The adapter {name} does not name its base model.")
-    base = _pin(described.base_model_name_or_path, options, described.revision)
+    # The output of a run names its base as a user does, and the worker has located it.
+    place = str(named.base.path or named.base.hub) if named.base else described.base_model_name_or_path
+    base = _pin(place, options, described.revision)
     own_tokenizer = (folder / "tokenizer_config.json").is_file()
     return replace(
         base,

@@ -4,6 +4,7 @@ import importlib
 import platform
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, Literal
 
 import accelerate
@@ -111,6 +112,25 @@ def load_model(
     if machine.kind == "cpu":
         keep_evaluation_neutral(model)
     return model
+
+
+def load_for_merge(base: BaseModelSource, config: TrainingConfig, head: Head = "causal") -> PreTrainedModel:
+    """Load the base model on the CPU in its own data type; a quantized one as the adapter saw it, dequantized."""
+    dtype = base.architecture.get_text_config().dtype or torch.float32
+    model = load_model(base, config, DeviceCapabilities(kind="cpu", bf16=True), head)
+    return model.dequantize(dtype=dtype).to(dtype) if config.load_in_4bit or config.load_in_8bit else model.to(dtype)
+
+
+def load_saved(folder: Path, head: Head, *, trust_remote_code: bool) -> PreTrainedModel:
+    """Load a whole model from a folder onto the CPU, in the data type of its weights."""
+    return _AUTO[head].from_pretrained(folder, dtype="auto", use_safetensors=True, trust_remote_code=trust_remote_code)
+
+
+def name_base(model: Any, name: str) -> None:
+    """Replace the place that a model was loaded from by a name that means the same on other machines."""
+    for adapter in getattr(model, "peft_config", {}).values():
+        adapter.base_model_name_or_path = name
+    model.config._name_or_path = name
 
 
 def _attention(base: BaseModelSource, config: TrainingConfig, machine: DeviceCapabilities) -> str | None:

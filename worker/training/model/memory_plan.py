@@ -27,6 +27,9 @@ def choose_checkpointing(
 
     The choice changes neither losses nor updates beyond rounding, so a resumed run may choose again.
     """
+    if run.only_evaluates:
+        run.config = run.config.model_copy(update={"gradient_checkpointing": False})  # there is no backward pass
+        return
     if run.config.gradient_checkpointing != "auto":
         return
     used, reason = _choose(run, found, longest_row(data, run.config, max_length), len(data))

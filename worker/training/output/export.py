@@ -2,59 +2,176 @@
 
 import json
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from peft import PeftModel
+from transformers import PreTrainedTokenizerBase
+
+from app.contracts.attempt.job import EXPORT, MERGED_BASE
 from worker.checkpoint_files import manifest
+from worker.training.checkpointing.snapshot import save_weights
+from worker.training.context import TrainingContext
 from worker.training.failures import classify
 from worker.training.loop.memory import write_profile
 from worker.training.loop.trainer import ServiceTrainerMixin
+from worker.training.model import loader
 from worker.training.model.base_model import ADAPTER_CONFIG, BaseModelSource
-from worker.training.model.loader import versions
 from worker.training.output.model_card import model_card
+from worker.training.output.pruning import prune_smallest
 from worker.wire.heartbeat import heartbeat_while_growing
 
 OUTPUT = "output"
+_MODEL_FILES = (
+    "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", ADAPTER_CONFIG, "*.py",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ExportedWeights:
+    """Weights that an output contains, and why these were chosen."""
+
+    which: Literal["best", "last", "checkpoint"]
+    step: int
+    reason: str
+    save: Callable[[Path], None]
+    """Writes the weights with their configuration into a folder."""
+
+    @property
+    def text(self) -> str:
+        """Description for users."""
+        name = "weights of the checkpoint" if self.which == "checkpoint" else f"{self.which} weights"
+        return f"{name} of step {self.step}, {self.reason}"
 
 
 def export(trainer: ServiceTrainerMixin, base: BaseModelSource, facts: dict[str, Any]) -> str:
-    """Write `output/` to the attempt's folder, atomically, and return its name relative to that folder.
+    """Write `output/` with the best or the last weights of a run that has ended, and describe them.
 
     Raises:
         TrainingFailure: `disk_full`.
     """
-    run = trainer.run
+    return write_output(trainer.run, _choose(trainer), trainer.processing_class, base, facts)
+
+
+def copy_weights(checkpoint: Path, folder: Path) -> None:
+    """Copy the model or the adapter, with its configuration, from a checkpoint."""
+    for pattern in _MODEL_FILES:
+        for path in checkpoint.glob(pattern):
+            shutil.copyfile(path, folder / path.name)
+
+
+def write_output(
+    run: TrainingContext,
+    chosen: ExportedWeights,
+    tokenizer: PreTrainedTokenizerBase,
+    base: BaseModelSource,
+    facts: dict[str, Any],
+) -> str:
+    """Write `output/` to the attempt's folder, atomically, report it, and return a description of its weights.
+
+    Args:
+        run: context of the run.
+        chosen: weights to export, and the reason.
+        tokenizer: tokenizer of the model.
+        base: weights that the run started from.
+        facts: initial run info, for the model card.
+
+    Raises:
+        TrainingFailure: `disk_full`.
+    """
     run.report.phase("exporting")
+    weights = chosen.text
     final = run.folder / OUTPUT
     staging = run.folder / f".{OUTPUT}.tmp"
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
         with heartbeat_while_growing(run.report.alive, staging):
-            trainer.model.save_pretrained(staging)
-        trainer.processing_class.save_pretrained(staging)
+            chosen.save(staging)
+            if run.config.output == "merged":
+                _merge(run, base, staging)
+            if run.config.trainer_options.prune_fraction is not None:
+                _prune(run, staging, run.config.trainer_options.prune_fraction)
+        tokenizer.save_pretrained(staging)
         if base.merged is not None and (staging / ADAPTER_CONFIG).is_file():
             # The adapter is only valid with the exact weights it was trained on, which exist only here.
-            base.merged.rename(staging / "base_model")
-            _name_base(staging, final / "base_model")
+            base.merged.rename(staging / MERGED_BASE)
+            _name_base(staging, MERGED_BASE)
         run.history.copy_to(staging)
         run.trackers.copy_files(staging)
         if run.config.trainer_options.distributions_steps:
             run.distributions.copy_to(staging)
         if run.config.trainer_options.memory_profile:
             write_profile(run, staging)
-        where = run.config.push_to_hub or str(final)
-        card = model_card(run.job, run.config, facts, versions(), run.state, where, run.method.eval_metric)
+        has_own_base = (staging / MERGED_BASE).is_dir()
+        card = model_card(run, facts, loader.versions(), weights, has_own_base=has_own_base)
         (staging / "README.md").write_text(card)
+        about = {"weights": chosen.which, "step": chosen.step, "reason": chosen.reason}
+        (staging / EXPORT).write_text(json.dumps(about, indent=1))
         manifest.commit(staging, final, run.report.alive)
     except Exception as error:
         shutil.rmtree(staging, ignore_errors=True)
         raise classify(error) from error
-    return OUTPUT
+    run.report.export(chosen.which, step=chosen.step, reason=chosen.reason, output=run.config.output)
+    return weights
 
 
-def _name_base(folder: Path, base: Path) -> None:
+def _choose(trainer: ServiceTrainerMixin) -> ExportedWeights:
+    """Return the best evaluated weights if the run asks for them and there are any, else the last ones."""
+    run, method, step = trainer.run, trainer.run.method, trainer.state.global_step
+    last = partial(save_weights, trainer.model)
+    if run.config.export == "last":
+        return ExportedWeights("last", step, "because `export` is `last`", last)
+    name, best = method.eval_metric, run.best_checkpoint
+    current = run.state.objective if run.state.eval_step == step else None
+    if best is None and current is None:
+        return ExportedWeights("last", step, "because no saved weights were evaluated", last)
+    if best is None or (current is not None and method.score(current) <= method.score(best.metric)):
+        return ExportedWeights("best", step, f"with the best `{name}`, {current:.6g}, which are also the last", last)
+    problems = manifest.verify(best.path, best.manifest_sha256, run.report.alive)
+    if problems:
+        run.report.message(
+            f"The best checkpoint, that of step {best.step}, cannot be exported: {'; '.join(problems[:3])}. The last "
+            "weights are exported instead.",
+            level="warning",
+        )
+        return ExportedWeights("last", step, f"because the best checkpoint (step {best.step}) is damaged", last)
+    return ExportedWeights(
+        "best", best.step, f"with the best `{name}`, {best.metric:.6g}", partial(copy_weights, best.path)
+    )
+
+
+def _prune(run: TrainingContext, folder: Path, fraction: float) -> None:
+    """Set a fraction of the weights in a folder to zero, those of the smallest magnitude."""
+    head: loader.Head = "reward" if run.method.has_reward_head else "causal"
+    model = loader.load_saved(folder, head, trust_remote_code=run.job.trust_remote_code)
+    zeros, total = prune_smallest(model, fraction, run.report.alive)
+    model.save_pretrained(folder)
+    run.report.message(
+        f"The output is pruned: {zeros:,} of the {total:,} weights of its linear layers are zero. The "
+        "evaluations of this run were made before that."
+    )
+
+
+def _merge(run: TrainingContext, base: BaseModelSource, folder: Path) -> None:
+    """Replace the adapter in a folder by the whole model, merged on the CPU in the data type of the base."""
+    adapter = folder / "adapter"
+    adapter.mkdir()
+    for path in [path for path in folder.iterdir() if path.is_file()]:
+        path.rename(adapter / path.name)
+    head: loader.Head = "reward" if run.method.has_reward_head else "causal"
+    whole = loader.load_for_merge(base, run.config, head)
+    merged = PeftModel.from_pretrained(whole, str(adapter), is_trainable=False).merge_and_unload(safe_merge=True)
+    loader.name_base(merged, run.job.base_model.portable_name)
+    merged.save_pretrained(folder)
+    shutil.rmtree(adapter)
+
+
+def _name_base(folder: Path, name: str) -> None:
     path = folder / ADAPTER_CONFIG
     described = json.loads(path.read_text())
-    described["base_model_name_or_path"] = str(base)
+    described["base_model_name_or_path"] = name
     path.write_text(json.dumps(described, indent=2, sort_keys=True))

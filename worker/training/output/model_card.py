@@ -3,27 +3,21 @@
 import json
 from typing import Any
 
-from app.contracts.attempt.job import JobSpec
+from app.contracts.attempt.job import MERGED_BASE
 from app.contracts.methods import METHODS
-from app.contracts.training_config.fields import TrainingConfig
-from worker.training.run_state import RunState
+from worker.training.context import TrainingContext
 
 
 def model_card(
-    job: JobSpec,
-    config: TrainingConfig,
-    facts: dict[str, Any],
-    versions: dict[str, str],
-    state: RunState,
-    where: str,
-    objective: str,
+    run: TrainingContext, facts: dict[str, Any], versions: dict[str, str], weights: str, *, has_own_base: bool
 ) -> str:
     """Return the text of `README.md`: YAML front matter for hubs, then prose for people.
 
-    `where` is the folder or hub name to load the output from; `objective` is the metric that evaluations are compared
-    by.
+    It names no path of this machine. `weights` says which weights the output contains; `has_own_base` is
+    true if the adapter's base is part of it.
     """
-    adapter = config.lora_r is not None
+    job, config, state, objective = run.job, run.config, run.state, run.method.eval_metric
+    adapter = config.lora_r is not None and config.output == "adapter"
     is_reward_model = METHODS[config.method].has_reward_head
     name, hub = job.base_model.name, job.base_model.hub
     data, held_out = job.dataset, job.eval_dataset
@@ -36,7 +30,7 @@ def model_card(
         f"{objective} (last)": state.objective,
         f"{objective} (best)": state.best_objective,
         "tokens trained on": state.tokens,
-        "seconds in training": round(state.seconds, 1),
+        "seconds in training": round(state.seconds, 1) or None,
     }
     lines = [
         "---",
@@ -50,13 +44,16 @@ def model_card(
         f"# {name}, fine-tuned ({config.method})",
         "",
         f"Trained by Anneal in run `{job.run_id}`, attempt {job.attempt}: "
-        + (f"a LoRA adapter on `{name}`." if adapter else f"all weights of `{name}`."),
+        + (f"a LoRA adapter on `{name}`" if config.lora_r is not None else f"all weights of `{name}`")
+        + (", merged into it." if config.lora_r is not None and not adapter else "."),
+        "",
+        f"Exported weights: {weights}.",
         "",
         *([f"The base is commit `{facts['base_revision']}`.", ""] if facts.get("base_revision") else []),
         "## How to load it",
         "",
         "```python",
-        *_loading(adapter, is_reward_model, where),
+        *_loading(run, adapter=adapter, is_reward_model=is_reward_model, has_own_base=has_own_base),
         "```",
         *(["", _REWARD_USAGE] if is_reward_model else []),
         "",
@@ -70,14 +67,11 @@ def model_card(
         lines.append(f"- evaluation: {config.eval_split:.1%} of the rows, held out by seed {config.seed}")
     lines += ["", "## Figures", "", "| figure | value |", "|---|---|"]
     lines += [f"| {what} | {_number(value)} |" for what, value in figures.items() if value is not None]
-    lines += ["", "## Configuration in force", "", "```json"]
-    lines += [json.dumps(config.model_dump(mode="json"), indent=1), "```", "", "## Environment", ""]
+    in_force = json.dumps(config.model_dump(mode="json") | {"base_model": hub or name}, indent=1)
+    lines += ["", "## Configuration in force", "", "```json", in_force, "```", "", "## Environment", ""]
     lines += [f"- {library} {version}" for library, version in versions.items()]
     lines += [
-        f"- device: {facts.get('device_name', facts.get('device'))}",
-        f"- parameters: {facts.get('parameters_total'):,} in total, {facts.get('parameters_trainable'):,} trained",
-        f"- FLOPs per trained token: {facts['flops_per_token']:.4g} (sequences of {facts['flops_sequence_length']})",
-        *([f"- peak of the device: {facts['peak_tflops']:g} TFLOP/s"] if facts["peak_tflops"] else []),
+        *_costs(facts),
         "",
     ]
     return "\n".join(lines)
@@ -89,16 +83,41 @@ _REWARD_USAGE = (
 )
 
 
-def _loading(adapter: bool, is_reward_model: bool, place: str) -> list[str]:
-    where = json.dumps(place)
-    kind = f"Auto{'Peft' if adapter else ''}ModelFor{'SequenceClassification' if is_reward_model else 'CausalLM'}"
-    # An adapter's configuration does not contain `num_labels`; that of a full model does.
-    more = ", num_labels=1" if is_reward_model and adapter else ""
-    library = ["from peft import " + kind, "from transformers import AutoTokenizer"]
+def _costs(facts: dict[str, Any]) -> list[str]:
+    """Return the lines about the device and the model; none for an export, which trains nothing."""
+    if "flops_per_token" not in facts:
+        return []
     return [
-        *(library if adapter else [f"from transformers import {kind}, AutoTokenizer"]),
+        f"- device: {facts.get('device_name', facts.get('device'))}",
+        f"- parameters: {facts.get('parameters_total'):,} in total, {facts.get('parameters_trainable'):,} trained",
+        f"- FLOPs per trained token: {facts['flops_per_token']:.4g} (sequences of {facts['flops_sequence_length']})",
+        *([f"- peak of the device: {facts['peak_tflops']:g} TFLOP/s"] if facts["peak_tflops"] else []),
+    ]
+
+
+def _loading(run: TrainingContext, *, adapter: bool, is_reward_model: bool, has_own_base: bool) -> list[str]:
+    """Return a program that loads the output from the folder it was downloaded to, or from the hub."""
+    named, where = run.job.base_model, json.dumps(run.config.push_to_hub or ".")
+    kind = f"AutoModelFor{'SequenceClassification' if is_reward_model else 'CausalLM'}"
+    more = ", num_labels=1" if is_reward_model and adapter else ""
+    if not adapter:
+        load = [f"model = {kind}.from_pretrained({where})"]
+    else:
+        note = "" if named.hub or has_own_base else "  # or its folder on your machine"
+        if has_own_base:
+            base = f'{where}, subfolder="{MERGED_BASE}"'
+        else:
+            revision = f", revision={json.dumps(named.revision)}" if named.hub and named.revision else ""
+            base = json.dumps(named.hub or named.name) + revision
+        load = [
+            f"base = {kind}.from_pretrained({base}{more}){note}",
+            f"model = PeftModel.from_pretrained(base, {where})",
+        ]
+    return [
+        *(["from peft import PeftModel"] if adapter else []),
+        f"from transformers import {kind}, AutoTokenizer",
         "",
-        f"model = {kind}.from_pretrained({where}{more})",
+        *load,
         f"tokenizer = AutoTokenizer.from_pretrained({where})",
     ]
 

@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from app.contracts.attempt.job import DataSource
 from app.contracts.attempt.messages import TrainingResult
-from app.contracts.plugins import Plugin, named_plugins
+from app.contracts.plugins import Plugin, is_template_name, named_plugins
 from app.contracts.rewards import PluginReward
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.resolution import Replacement
@@ -23,7 +23,7 @@ from worker.training.failures import Stopped, TrainingFailure
 from worker.training.plugins import registry
 from worker.training.trainer_protocol import ServiceTrainer
 
-_RESULT = {"outcome", "why", "step", "epoch", "error", "output", "hub", "metrics"}
+_RESULT = {"outcome", "why", "step", "epoch", "error", "output", "exported", "hub", "metrics"}
 
 _ROWS_BETWEEN_HEARTBEATS = 256
 
@@ -35,7 +35,7 @@ def check(config: TrainingConfig) -> None:
         TrainingFailure: `config_error` that names what is not installed, cannot be imported or cannot be called.
     """
     for _, kind, name in named_plugins(config.model_dump(mode="json")):
-        if kind != "metrics":  # loaded by the recipes that use them
+        if kind != "metrics":  # they are loaded for the method
             registry.load(kind, name)
 
 
@@ -60,7 +60,8 @@ def write_source_rows(run: TrainingContext) -> None:
     if plugin is None:
         return
     job = run.job
-    changes = {"dataset": _write_rows(run, plugin, job.dataset, "training")}
+    purpose = "evaluation" if run.only_evaluates else "training"
+    changes = {"dataset": _write_rows(run, plugin, job.dataset, purpose)}
     if job.eval_dataset is not None:
         changes["eval_dataset"] = _write_rows(run, plugin, job.eval_dataset, "evaluation")
     run.job = job.model_copy(update=changes)
@@ -113,6 +114,61 @@ def model(run: TrainingContext, load: Callable[[], PreTrainedModel]) -> PreTrain
         return load()
     made = registry.call("model_factory", plugin.type, load, **plugin.parameters)
     return registry.check_type("model_factory", plugin.type, made, PreTrainedModel, "transformers.PreTrainedModel")
+
+
+def tokenizer(run: TrainingContext, load: Callable[[], PreTrainedTokenizerBase]) -> PreTrainedTokenizerBase:
+    """Load the base model's tokenizer, or through an installed factory."""
+    plugin = run.config.trainer_options.tokenizer
+    if plugin is None:
+        return load()
+    made = registry.call("tokenizer", plugin.type, load, **plugin.parameters)
+    called = "transformers.PreTrainedTokenizerBase"
+    return registry.check_type("tokenizer", plugin.type, made, PreTrainedTokenizerBase, called)
+
+
+def chat_template(run: TrainingContext, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the chat template of the configuration, or that of an installed plugin; None: the tokenizer's own."""
+    asked = run.config.chat_template
+    if asked is None or not is_template_name(asked):
+        return asked
+    made = registry.call("chat_template", asked, tokenizer)
+    registry.check_type("chat_template", asked, made, str, "str with a Jinja template")
+    return str(made)
+
+
+class Collator:
+    """An installed collator around that of the method, whose batches it changes or replaces."""
+
+    def __init__(self, plugin: Plugin, own: Callable[[list[Any]], Mapping[str, Any]], tokenizer: Any) -> None:
+        self._name = plugin.type
+        self._own = own
+        self._columns: set[str] | None = None
+        self._function: Any = registry.call("collator", plugin.type, own, tokenizer, **plugin.parameters)
+        if not callable(self._function):
+            raise registry.plugin_error(
+                "collator", self._name, f"returned a {type(self._function).__name__}, not a function"
+            )
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the batch of these examples.
+
+        Raises:
+            TrainingFailure: `config_error`: the plugin failed, or its batch lacks a column of the method's own.
+        """
+        batch = registry.guarded("collator", self._name, self._function, examples)
+        if not isinstance(batch, Mapping):
+            raise registry.plugin_error("collator", self._name, f"returned a {type(batch).__name__}, not a dict")
+        if self._columns is None:
+            self._columns = set(self._own(examples))
+        if missing := sorted(self._columns - batch.keys()):
+            raise registry.plugin_error("collator", self._name, f"returned a batch without {', '.join(missing)}")
+        return dict(batch)
+
+
+def collator(run: TrainingContext, own: Any, tokenizer: Any) -> Any:
+    """Return the collator of the method, or an installed one around it."""
+    plugin = run.config.trainer_options.collator
+    return own if plugin is None else Collator(plugin, own, tokenizer)
 
 
 def optimizer(trainer: ServiceTrainer, network: torch.nn.Module) -> torch.optim.Optimizer | None:

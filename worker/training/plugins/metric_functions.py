@@ -1,8 +1,8 @@
 """Metric functions of evaluations, installed on the workers by the operator: entry points of `anneal.metrics`.
 
-An entry point is a factory without arguments. For each evaluation it creates an object with two methods:
-`update(logits, labels)`, called with each batch, and `result() -> dict[str, float]`, called once at the end. `logits`
-(batch x length x vocabulary) predict `labels` (batch x length) at the same position; ignore labels of -100.
+An entry point is a factory without arguments. For each evaluation it creates an object with `result() -> dict[str,
+float]`, called once at the end, and with a method that is called with each batch. That method depends on what the
+training method evaluates (`_UPDATES`), and one object may have several of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,16 +11,30 @@ from typing import Any, Protocol
 
 import torch
 
+from app.contracts.methods import Method
 from worker.training.failures import TrainingFailure
 
 GROUP = "anneal.metrics"
 
 
-class MetricFunction(Protocol):
-    """Object created by a factory for one evaluation."""
+_UPDATES = {
+    "supervised": "update",
+    "preference": "update",
+    "reward": "update_scores",
+    "rl": "update_completions",
+}
+"""Method that adds a batch, by the objective of the training method."""
 
-    def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Add a batch."""
+
+class MetricFunction(Protocol):
+    """Object created by a factory for one evaluation; besides `result` it needs the method of the run's objective.
+
+    - `update(logits, labels)`: `logits` (batch x length x vocabulary) predict `labels` (batch x length) at the same
+      position; ignore labels of -100. In a batch of pairs, the better answers come first, then the worse ones.
+    - `update_scores(chosen, rejected)`: scores of the better and the worse answers (pairs each).
+    - `update_completions(prompts, completions, rewards)`: lists of texts or chats, and `rewards` (completions x reward
+      functions), NaN where a function gave none.
+    """
 
     def result(self) -> Mapping[str, float]:
         """Return the metrics by name; `eval_` is prepended to each name."""
@@ -29,8 +43,8 @@ class MetricFunction(Protocol):
 Factories = dict[str, Callable[[], MetricFunction]]
 
 
-def load(names: Sequence[str]) -> Factories:
-    """Load the factories with these names, and call each once to check it.
+def load(names: Sequence[str], method: Method) -> Factories:
+    """Load the factories with these names, and call each once to check that it can evaluate this method.
 
     Raises:
         TrainingFailure: `config_error` that names what is not installed or not valid.
@@ -52,11 +66,17 @@ def load(names: Sequence[str]) -> Factories:
             factories[name] = installed[name].load()
         except Exception as error:  # third-party code can raise anything
             raise _wrong(name, f"cannot be imported: {error!r}") from error
-        create_metric_function(factories, name)
+        made = create_metric_function(factories, name)
+        update = _UPDATES[method.objective]
+        if not callable(getattr(made, update, None)):
+            raise _wrong(
+                name,
+                f"returned {_type_name(made)}, which has no method {update}, so it cannot evaluate `{method.name}`",
+            )
     return factories
 
 
-def create_metric_function(factories: Factories, name: str) -> MetricFunction:
+def create_metric_function(factories: Mapping[str, Callable[[], Any]], name: str) -> MetricFunction:
     """Create the object for one evaluation.
 
     Raises:
@@ -69,16 +89,15 @@ def create_metric_function(factories: Factories, name: str) -> MetricFunction:
         made = factory()
     except Exception as error:
         raise _wrong(name, f"cannot be created: {error!r}") from error
-    missing_methods = [method for method in ("update", "result") if not callable(getattr(made, method, None))]
-    if missing_methods:
-        raise _wrong(name, f"returned {_type_name(made)}, which has no method {' and no '.join(missing_methods)}")
+    if not callable(getattr(made, "result", None)):
+        raise _wrong(name, f"returned {_type_name(made)}, which has no method result")
     return made  # type: ignore[no-any-return]
 
 
 class Evaluation:
     """All metric functions of a run during one evaluation; without any it does nothing."""
 
-    def __init__(self, factories: Factories) -> None:
+    def __init__(self, factories: Mapping[str, Callable[[], Any]]) -> None:
         self._functions = {name: create_metric_function(factories, name) for name in factories}
 
     def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
@@ -89,11 +108,22 @@ class Evaluation:
         Raises:
             TrainingFailure: `config_error` that names a function which failed.
         """
+        self._call("update", logits[:, :-1], labels[:, 1:])
+
+    def update_scores(self, chosen: torch.Tensor, rejected: torch.Tensor) -> None:
+        """Pass the scores of a batch of pairs to all functions; raises as `update`."""
+        self._call("update_scores", chosen, rejected)
+
+    def update_completions(self, prompts: list[Any], completions: list[Any], rewards: torch.Tensor) -> None:
+        """Pass completions and their rewards to all functions; raises as `update`."""
+        self._call("update_completions", prompts, completions, rewards)
+
+    def _call(self, update: str, *batch: Any) -> None:
         for name, function in self._functions.items():
             try:
-                function.update(logits[:, :-1], labels[:, 1:])
+                getattr(function, update)(*batch)
             except Exception as error:
-                raise _wrong(name, f"failed in `update`: {error!r}") from error
+                raise _wrong(name, f"failed in `{update}`: {error!r}") from error
 
     def results(self, taken: Mapping[str, float]) -> dict[str, float]:
         """Return the results of all functions, with `eval_` before each name; `taken` has the names in use.

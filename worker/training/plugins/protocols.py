@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from app.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
@@ -47,6 +47,40 @@ class SchedulerFactory(Protocol):
         self, optimizer: torch.optim.Optimizer, /, num_training_steps: int, num_warmup_steps: int, **parameters: Any
     ) -> LRScheduler:
         """Create the scheduler, which is stepped once after each optimizer step."""
+
+
+class TokenizerFactory(Protocol):
+    """Factory of the tokenizer (`anneal.tokenizers`)."""
+
+    def __call__(self, load: Callable[[], PreTrainedTokenizerBase], /, **parameters: Any) -> PreTrainedTokenizerBase:
+        """Return the tokenizer, the same one each time; `load` loads that of the base model."""
+
+
+class CollatorFactory(Protocol):
+    """Factory of a collator (`anneal.collators`)."""
+
+    def __call__(
+        self,
+        collate: Callable[[list[dict[str, Any]]], dict[str, Any]],
+        tokenizer: PreTrainedTokenizerBase,
+        /,
+        **parameters: Any,
+    ) -> Callable[[list[dict[str, Any]]], Mapping[str, Any]]:
+        """Return a function from examples to their batch that depends on nothing else; `collate` is the method's."""
+
+
+class CallbackFactory(Protocol):
+    """Factory of a callback (`anneal.callbacks`), such as a subclass of `transformers.TrainerCallback`."""
+
+    def __call__(self, **parameters: Any) -> TrainerCallback:
+        """Create the callback; `worker/training/plugins/callbacks.py` lists the methods that it may have."""
+
+
+class ChatTemplateFactory(Protocol):
+    """Factory of a chat template (`anneal.chat_templates`)."""
+
+    def __call__(self, tokenizer: PreTrainedTokenizerBase, /) -> str:
+        """Return the Jinja text of the template."""
 
 
 class RewardFunction(Protocol):

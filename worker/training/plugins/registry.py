@@ -53,8 +53,19 @@ def call(kind: str, name: str, *arguments: Any, **named: Any) -> Any:
         raise plugin_error(kind, name, f"does not accept its arguments: {error}") from error
     except ValueError:
         pass  # compiled code without a signature
+    return guarded(kind, name, found, *arguments, **named)
+
+
+def guarded(kind: str, name: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Call a function of a plugin, and name the plugin in its errors.
+
+    Errors about memory and stops are raised unchanged.
+
+    Raises:
+        TrainingFailure: `config_error`: it failed.
+    """
     try:
-        return found(*arguments, **named)
+        return function(*arguments, **named)
     except _RAISED_UNCHANGED:
         raise
     except Exception as error:

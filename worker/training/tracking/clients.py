@@ -11,14 +11,14 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
 import psutil
 
 from app.contracts.attempt.job import JobSpec
-from worker.training.run_state import METRICS
+from worker.training.run_state import DISTRIBUTIONS, METRICS
 
 Status = Literal["completed", "failed", "cancelled", "pending"]
 """Status of a run after an attempt."""
@@ -30,6 +30,34 @@ _CALL_TIMEOUT_SECONDS = 10
 
 
 @dataclass(frozen=True)
+class TrackedHistogram:
+    """Histogram of numbers, without empty bins at both ends."""
+
+    edges: list[float]
+    """Edges of the bins, one more than there are bins."""
+    counts: list[int]
+    count: int
+    mean: float
+    std: float
+    min: float
+    max: float
+
+    @classmethod
+    def of(cls, edges: Sequence[float | None], one: Mapping[str, Any]) -> "TrackedHistogram | None":
+        """Create it from a part of a line of `distributions.jsonl`; None if a number was not finite."""
+        if any(one[name] is None for name in ("mean", "std", "min", "max")):
+            return None
+        filled = [at for at, count in enumerate(one["bins"]) if count]
+        first, last = filled[0], filled[-1] + 1
+        # The outer bins are unbounded; the extremes bound what is in them.
+        lower = edges[first]
+        upper = edges[last] if last < len(edges) else None
+        inner = [edge for edge in edges[first + 1 : last] if edge is not None]
+        bounds = [one["min"] if lower is None else lower, *inner, one["max"] if upper is None else upper]
+        return cls(bounds, one["bins"][first:last], one["count"], one["mean"], one["std"], one["min"], one["max"])
+
+
+@dataclass(frozen=True)
 class TrackedPoint:
     """Metrics measured after a step."""
 
@@ -38,6 +66,8 @@ class TrackedPoint:
     """Unix seconds."""
     values: dict[str, float]
     """Values by their names in our events; members of `extra` as `extra.<name>`."""
+    histograms: dict[str, TrackedHistogram] = field(default_factory=dict)
+    """Histograms by the kind of parameter and `weights` or `gradients`; MLflow has none."""
 
     @classmethod
     def of(cls, record: Mapping[str, Any], at: float) -> "TrackedPoint":
@@ -47,6 +77,16 @@ class TrackedPoint:
         flat = dict(flattened({name: value for name, value in record.items() if name not in left_out}))
         numbers = {name: float(value) for name, value in flat.items() if _is_number(value)}
         return cls(int(record["step"]), at, numbers)
+
+    @classmethod
+    def of_distributions(cls, record: Mapping[str, Any], at: float) -> "TrackedPoint":
+        """Create a point from a line of `distributions.jsonl`."""
+        found = {
+            f"{group}/{of}": TrackedHistogram.of(record["edges"], one)
+            for group, parts in record["groups"].items()
+            for of, one in parts.items()
+        }
+        return cls(int(record["step"]), at, {}, {name: one for name, one in found.items() if one is not None})
 
 
 @dataclass(frozen=True)
@@ -127,6 +167,19 @@ class TensorBoard:
         for point in points:
             for name, value in point.values.items():
                 self._writer.add_scalar(name, value, point.step, walltime=point.at)
+            for name, one in point.histograms.items():
+                self._writer.add_histogram_raw(
+                    name,
+                    min=one.min,
+                    max=one.max,
+                    num=one.count,
+                    sum=one.mean * one.count,
+                    sum_squares=(one.std**2 + one.mean**2) * one.count,
+                    bucket_limits=one.edges[1:],
+                    bucket_counts=one.counts,
+                    global_step=point.step,
+                    walltime=point.at,
+                )
         self._writer.flush()
 
     def end(self, status: Status) -> None:
@@ -280,9 +333,15 @@ class Wandb:
         self._run.config.update(json.loads(json.dumps(parameters, default=str)), allow_val_change=True)
 
     def log(self, points: Sequence[TrackedPoint]) -> None:
+        import wandb
+
         for point in points:
             if point.step >= self._run.step:
-                self._run.log(point.values, step=point.step)
+                histograms = {
+                    name: wandb.Histogram(np_histogram=(one.counts, one.edges))
+                    for name, one in point.histograms.items()
+                }
+                self._run.log({**point.values, **histograms}, step=point.step)
 
     def end(self, status: Status) -> None:
         self._run.summary["anneal.status"] = status
@@ -308,10 +367,12 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 def _history(checkpoint: Path | None) -> Iterable[TrackedPoint]:
     if checkpoint is None:
         return
-    with (checkpoint / METRICS).open() as lines:
-        written = (checkpoint / METRICS).stat().st_mtime
-        for line in lines:
-            yield TrackedPoint.of(json.loads(line), written)
+    for name, point in ((METRICS, TrackedPoint.of), (DISTRIBUTIONS, TrackedPoint.of_distributions)):
+        path = checkpoint / name
+        if path.is_file():
+            written = path.stat().st_mtime
+            with path.open() as lines:
+                yield from (point(json.loads(line), written) for line in lines)
 
 
 def _is_number(value: Any) -> bool:

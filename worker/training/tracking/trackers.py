@@ -176,6 +176,13 @@ class Trackers:
             for feed in self._feeds:
                 feed.add(point)
 
+    def add_distributions(self, record: Mapping[str, Any]) -> None:
+        """Send histograms, in the format of `distributions.jsonl`."""
+        if self._feeds:
+            point = TrackedPoint.of_distributions(record, time.time())
+            for feed in self._feeds:
+                feed.add(point)
+
     def copy_files(self, target: Path) -> None:
         """Copy the files that trackers have written so far into an output."""
         until = time.monotonic() + _SETTLE_SECONDS

@@ -36,6 +36,7 @@ class TestTraits:
             (field_traits.FOUR_BIT_ONLY, "extra.double_quant"),
             (field_traits.SUPERVISED_ONLY, "loss_on"),
             (field_traits.NEEDS_EVAL_DATA, "extra.eval_on_start"),
+            (field_traits.NEEDS_SAMPLES, "sample_prompts"),
             (field_traits.DEPENDS_ON_METHOD, "load_in_4bit"),
             (field_traits.NOT_AVAILABLE, "torch_compile"),
         ],

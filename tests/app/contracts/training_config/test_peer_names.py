@@ -25,6 +25,7 @@ def said(**fields: object) -> str:
         ("sequence_len", "use `max_seq_length`"), ("cutoff_len", "use `max_seq_length`"),
         ("lora_rank", "use `lora_r`"), ("lora_target", "use `target_modules`"), ("val_size", "use `eval_split`"),
         ("max_grad_norm", "use `extra.max_grad_norm`"), ("max_rewinds", "use `extra.max_rewinds`"),
+        ("template", "use `chat_template`"),
         ("bf16", "bfloat16"), ("warmup_steps", "`warmup_ratio`"), ("beta", "use `dpo.beta`"),
         ("reward_funcs", "use `rlhf.rewards`"), ("learning_rat", "perhaps `learning_rate`"),
         ("Learning-Rate", "perhaps `learning_rate`"), ("dataset_id", "beside `config`"),
@@ -34,7 +35,7 @@ def test_the_names_of_others_lead_to_ours(name: str, ours: str) -> None:
     assert ours in said(**{name: 1})
 
 
-@pytest.mark.parametrize("name", ["gizmo", "x", "frobnicate_level", "wandb_watch", "chat_template_path"])
+@pytest.mark.parametrize("name", ["gizmo", "x", "frobnicate_level", "wandb_watch", "chat_history_path"])
 def test_a_name_that_is_nothing_gets_no_absurd_hint(name: str) -> None:
     assert said(**{name: 1}) == f"`{name}` is not a field of the configuration."
 

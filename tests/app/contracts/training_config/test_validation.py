@@ -59,7 +59,9 @@ class TestFieldsAndDefaults:
             "packing": False, "seed": 42, "extra": {}, "eval_steps": None, "eval_split": 0.0, "loss_on": "all",
             "truncation_mode": "keep_start", "time_limit_seconds": None, "stop_at_step": None, "min_steps": None,
             "early_stopping_patience": None, "on_non_finite": "stop", "on_spike": "ignore",
-            "on_out_of_memory": "repair", "max_eval_rows": None,
+            "on_out_of_memory": "repair", "max_eval_rows": None, "export": "best", "output": "adapter",
+            "sample_steps": None, "sample_prompts": [], "sample_max_new_tokens": 64, "sample_temperature": 1.0,
+            "chat_template": None,
             "overfit_first_batch": False, "attn_implementation": None, "torch_compile": False,
             "activation_offload": False, "use_rslora": False, "use_dora": False, "modules_to_save": None,
             "neftune_noise_alpha": None, "revision": None, "report_to": [], "push_to_hub": None,
@@ -170,7 +172,10 @@ class TestEachFieldIsChecked:
         [
             "../secret",
             "a/../../b",
-            "/etc",
+            "/",
+            "/../etc",
+            "/srv/../etc",
+            "//etc",
             "a//b",
             "~/m",
             "a\\b",
@@ -188,7 +193,16 @@ class TestEachFieldIsChecked:
         assert codes({"base_model": name}) == {("base_model", "invalid_name")}
 
     @pytest.mark.parametrize(
-        "name", ["tiny", "owner/model-1.5B", "run_01k0000000000000000000000a", "a/b/c", "a..b", "my model/v 2"]
+        "name",
+        [
+            "tiny",
+            "owner/model-1.5B",
+            "run_01k0000000000000000000000a",
+            "a/b/c",
+            "a..b",
+            "my model/v 2",
+            "/srv/models/tiny",
+        ],
     )
     def test_folders_hub_names_and_runs_are_names(self, name: str) -> None:
         assert codes({"base_model": name}) == set()
@@ -214,6 +228,39 @@ class TestEachFieldIsChecked:
         fields = {"eval_split": 0.1, "eval_steps": 1}
         assert codes({**fields, "extra": {"metrics": ["a b"]}}) == {("extra.metrics.0", "invalid_name")}
         assert codes({**fields, "extra": {"metrics": ["brier"]}}) == set()
+        assert codes({**fields, "method": "dpo", "extra": {"metrics": ["brier"]}}) == set()
+
+    @pytest.mark.parametrize(
+        ("steps", "code"),
+        [("epoch", None), ("1k", None), (5, None), ("epochs", "bad_count"), (0, "out_of_range"), (True, "wrong_type"),
+         ([1], "wrong_type")],
+    )  # fmt: skip
+    def test_an_interval_is_a_number_of_steps_or_an_epoch(self, steps: Any, code: str | None) -> None:
+        for name in ("save_steps", "eval_steps", "sample_steps"):
+            fields = {"eval_split": 0.1, "eval_steps": 1, "sample_steps": 1, "sample_prompts": ["why"], name: steps}
+            assert {problem for problem in codes(fields) if problem[0] == name} == ({(name, code)} if code else set())
+        (problem,) = config_errors({"base_model": "m", "save_steps": "epochs"}, has_eval_dataset=False)
+        assert problem.message == "`save_steps` must be a number of steps or \"epoch\", not 'epochs'."
+        assert given_fields({"save_steps": "1e2"}) == set() and given_fields({"save_steps": "epoch"}) == {"save_steps"}
+
+    @pytest.mark.parametrize(
+        ("prompts", "problem"),
+        [
+            ([], ("sample_prompts", "missing")),
+            ("why", ("sample_prompts", "wrong_type")),
+            (["why"] * 9, ("sample_prompts", "out_of_range")),
+            ([""], ("sample_prompts.0", "out_of_range")),
+            (["x" * 4001], ("sample_prompts.0", "out_of_range")),
+            (["x" * 4000] * 3, ("sample_prompts", "out_of_range")),
+            ([3], ("sample_prompts.0", "wrong_type")),
+            ([[]], ("sample_prompts.0", "out_of_range")),
+            (["why", [{"role": "user"}]], ("sample_prompts.1.0.content", "missing")),
+            ([[{"role": "boss", "content": "why"}]], ("sample_prompts.0.0.role", "unknown_value")),
+            ([[{"role": "user", "content": "why", "name": "me"}]], ("sample_prompts.0.0.name", "unknown_field")),
+        ],
+    )
+    def test_bad_prompts_are_refused_by_place(self, prompts: Any, problem: tuple[str, str]) -> None:
+        assert codes({"sample_steps": 5, "sample_prompts": prompts}) == {problem}
 
     def test_a_near_miss_names_the_field_that_was_meant(self) -> None:
         (problem,) = config_errors({"base_model": "m", "learning_rat": 1}, has_eval_dataset=False)
@@ -244,7 +291,9 @@ class TestConflicts:
             ({"load_in_8bit": True, "bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type"),
             ({"target_modules": ["lm_head"]}, "target_modules"),
             ({"dpo": {"beta": 0.2}}, "dpo"),
-            ({"method": "dpo", "eval_split": 0.1, "eval_steps": 1, "extra": {"metrics": ["a"]}}, "extra.metrics"),
+            ({"sample_prompts": ["why"]}, "sample_prompts"),
+            ({"sample_max_new_tokens": 8}, "sample_max_new_tokens"),
+            ({"method": "reward", "sample_steps": 5, "sample_prompts": ["why"]}, "sample_steps"),
             ({"rlhf": {"beta": 0.2}}, "rlhf"),
             ({"lr_scheduler_type": "constant", "warmup_ratio": 0.1}, "warmup_ratio"),
             ({"max_steps": 5, "min_steps": 6}, "min_steps"),

@@ -235,3 +235,35 @@ def _raw(api: ApiServer, request: bytes) -> bytes:
         while piece := connection.recv(65536):
             received += piece
     return received
+
+
+class TestRecordsOfAnAttempt:
+    @pytest.fixture
+    def failed(self, shared_api: ApiServer) -> str:
+        """A failed run with records of its attempt beside what is not served."""
+        engine = sync_engine(shared_api.settings.database_url or "", pool_size=0)
+        run_id: str = Trainer(engine, add_run(engine).id).begin().fail().run_id
+        folder = Storage(shared_api.settings).attempt_dir(run_id, 1)
+        for name in ("tensorboard/events.1", "metrics.jsonl", "job.json", "checkpoint-1/metrics.jsonl"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text("{}\n")
+        (folder / "distributions.jsonl").symlink_to("/etc/passwd")
+        return run_id
+
+    def test_are_listed_and_fetched_although_the_run_failed(self, shared_api: ApiServer, failed: str) -> None:
+        path = f"/v1/runs/{failed}/attempts/1/artifacts"
+        listed = [one["path"] for one in shared_api.client.get(path).json()["data"]]
+        assert listed == ["metrics.jsonl", "tensorboard/events.1"]
+        assert [shared_api.client.get(f"{path}/{name}").text for name in listed] == ["{}\n", "{}\n"]
+
+    @pytest.mark.parametrize(
+        "name", ["job.json", "checkpoint-1/metrics.jsonl", "distributions.jsonl", "tensorboard/..%2Fjob.json"]
+    )
+    def test_nothing_else_of_the_folder_is_served(self, shared_api: ApiServer, failed: str, name: str) -> None:
+        answer = shared_api.client.get(f"/v1/runs/{failed}/attempts/1/artifacts/{name}")
+        assert (answer.status_code, answer.json()["code"]) == (404, "artifact_not_found")
+
+    @pytest.mark.parametrize("attempt", [0, 2, 10**30])
+    def test_an_attempt_that_never_was_is_a_404(self, shared_api: ApiServer, failed: str, attempt: int) -> None:
+        answer = shared_api.client.get(f"/v1/runs/{failed}/attempts/{attempt}/artifacts")
+        assert (answer.status_code, answer.json()["code"]) == (404, "attempt_not_found")

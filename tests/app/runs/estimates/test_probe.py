@@ -165,8 +165,18 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "probe": {"extra": {"probe": False}},
     **{
         kind: {"extra": {kind: {"type": "mine"}}}
-        for kind in ("data_source", "model_factory", "optimizer", "scheduler", "checkpoint_engine")
+        for kind in (
+            "data_source",
+            "model_factory",
+            "optimizer",
+            "scheduler",
+            "checkpoint_engine",
+            "tokenizer",
+            "collator",
+        )
     },
+    "callbacks": {"extra": {"callbacks": [{"type": "mine"}]}},
+    "prune_fraction": {"method": "full", "extra": {"prune_fraction": 0.5}},
 }
 
 
@@ -175,7 +185,7 @@ def test_what_a_run_may_ask_for_its_probe_may_too(api: ApiServer, engine: Engine
     dataset = make_dataset(engine)
     replaced = (
         "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args", "optim_target_modules", "lr_scheduler_kwargs",
-        "optimizer",
+        "optimizer", "prune_fraction",
     )  # fmt: skip
     together: dict[str, Any] = {"extra": {}}
     for name, config in _OPTIONS.items():

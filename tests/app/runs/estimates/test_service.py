@@ -11,10 +11,11 @@ from sqlalchemy import Engine, insert, text, update
 from app.client.client import Anneal
 from app.config import Settings
 from app.infra.db import sync_engine
-from app.runs.estimates import history, service
+from app.runs.estimates import history, hub_config, service
 from app.runs.scheduler.durations import similarity_key
 from app.tables.runs import AttemptTimings, StoredEstimate
 from app.tables.workers import Device
+from tests.app import hub_server
 from tests.factories import Trainer, make_dataset, make_model, make_run
 from tests.rows import add_worker
 from tests.server import ApiServer, ThreadServer
@@ -128,10 +129,60 @@ def test_what_cannot_be_known_is_null_with_its_reason(api: ApiServer, engine: En
     assert json.dumps(found).count(says) == 1 and says in found["unknown"][0]["reason"]
 
 
-def test_a_hub_model_that_is_not_here_is_not_guessed(api: ApiServer, engine: Engine) -> None:
-    found = estimated(api, make_dataset(engine), base_model="nobody/has-this")
-    assert found["memory_mb"] is None
-    assert "never the network" in found["unknown"][0]["reason"]
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.Hub]:
+    hub_config._kept.clear()
+    with hub_server.running() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
+    hub_config._kept.clear()
+
+
+def test_a_hub_model_is_estimated_from_its_configuration_before_any_download(
+    api: ApiServer, engine: Engine, hub: hub_server.Hub
+) -> None:
+    dataset = make_dataset(engine)
+    hub.files["/org/qwen/resolve/v1/config.json"] = json.dumps(_CONFIG).encode()
+    found, local = (estimated(api, dataset, **named) for named in ({"base_model": "org/qwen", "revision": "v1"}, {}))
+    assert found["parameters"] == local["parameters"] and found["memory_mb"] == local["memory_mb"]
+    assert estimated(api, dataset, base_model="org/qwen", revision="v1")["memory_mb"] == local["memory_mb"]
+    assert hub.asked == ["/org/qwen/resolve/v1/config.json"], "one small file, once"
+    config = {"base_model": "org/qwen", "revision": "v1"}
+    run = make_run(api.client, dataset, backend="celery", config=config)
+    assert run["requirements"]["estimated_mb"] == {}
+    read = eventually(lambda: (it := api.client.get(f"/v1/runs/{run['id']}").json())["estimate"] and it)
+    assert 4_000 < read["requirements"]["estimated_mb"]["cuda"] < 16_000
+
+
+@pytest.mark.parametrize(
+    ("content", "redirect", "says"),
+    [
+        (None, None, "no model 'org/m' with a config.json"),
+        (b"[" * 3_000_000, None, "more than 1,048,576 bytes"),
+        (b"[1]", None, "is not a JSON object"),
+        (b"{", None, "is not valid JSON"),
+        (b"", "http://10.0.0.1/config.json", "private network address"),
+    ],
+    ids=["missing", "large", "list", "broken", "private"],
+)
+def test_a_hub_model_whose_configuration_cannot_be_read_is_not_guessed(
+    api: ApiServer, engine: Engine, hub: hub_server.Hub, content: bytes | None, redirect: str | None, says: str
+) -> None:
+    path = "/org/m/resolve/main/config.json"
+    if content is not None:
+        hub.files[path] = content
+    if redirect is not None:
+        hub.redirects[path] = redirect
+    found = estimated(api, make_dataset(engine), base_model="org/m")
+    assert found["memory_mb"] is None and says in found["unknown"][0]["reason"]
+
+
+def test_an_offline_hub_is_not_asked(
+    api: ApiServer, engine: Engine, hub: hub_server.Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = estimated(api, make_dataset(engine), base_model="org/m")
+    assert "HF_HUB_OFFLINE is set" in found["unknown"][0]["reason"] and hub.asked == []
 
 
 def test_steps_and_tokens_are_reported_without_the_model(api: ApiServer, engine: Engine) -> None:

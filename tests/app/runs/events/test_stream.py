@@ -13,6 +13,7 @@ from app.infra.db import async_engine, sync_engine
 from app.runs.events import stream
 from app.runs.events.frames import Batch, Frame
 from app.runs.events.log import NewEvent, append
+from app.runs.events.sources import RunSource, Source
 from app.runs.events.stream import Streams
 from app.runs.state import machine
 from tests.rows import add_run, add_worker, claim
@@ -27,6 +28,7 @@ class Lab:
         self.queue = queue
         self.streams = Streams(reading, queue)
         self.run_id: str = add_run(engine).id
+        self.source = RunSource(self.run_id)
         self.written = 0
         claim(engine, add_worker(engine))
 
@@ -55,7 +57,7 @@ class Lab:
     ) -> list[int]:
         """Follow to the end; `seen` shows how far it is. One that does not go on yet stands after its first batch."""
         seen = [] if seen is None else seen
-        async for cursor, frames in self.streams.batches(self.run_id, after):
+        async for cursor, frames in self.streams.batches(self.source, after):
             seen.extend(frame.seq for frame in frames)
             assert not frames or cursor == frames[-1].seq
             if goes_on:
@@ -103,7 +105,7 @@ async def test_readers_lose_nothing_when_every_wake_up_is_lost(lab: Lab) -> None
 async def test_a_reader_continues_behind_its_cursor_without_seam(lab: Lab) -> None:
     await lab.write(30)
     first = []
-    async for _, frames in lab.streams.batches(lab.run_id, 0):
+    async for _, frames in lab.streams.batches(lab.source, 0):
         first += [frame.seq for frame in frames]
         break
     rest = asyncio.create_task(lab.read(after=first[-1]))
@@ -139,10 +141,10 @@ async def test_a_reader_far_ahead_of_the_log_costs_the_others_nothing(
     reads = 0
     read = lab.streams._read
 
-    async def counted(run_id: str, after: int) -> Batch:
+    async def counted(source: Source, after: int) -> Batch:
         nonlocal reads
         reads += 1
-        return await read(run_id, after)
+        return await read(source, after)
 
     monkeypatch.setattr(lab.streams, "_read", counted)
     ahead = asyncio.create_task(lab.read(after=2**62))
@@ -173,23 +175,23 @@ async def test_a_batch_ends_at_its_size_in_bytes_and_has_at_least_one_event(
 ) -> None:
     monkeypatch.setattr(stream, "_BATCH_BYTES", 20_000)
     await lab.write(30, width=6000)
-    batches = [frames async for _, frames in lab.streams.batches(lab.run_id, 0, until=32)]
+    batches = [frames async for _, frames in lab.streams.batches(lab.source, 0, until=32)]
     assert [frame.seq for frames in batches for frame in frames] == list(range(1, 33))
     assert all(frames.size < 20_000 + 6200 for frames in batches) and len(batches) < 10
     await lab.write(1, width=30_000)
-    (alone,) = await lab.streams.read(lab.run_id, 32)
+    (alone,) = await lab.streams.read(lab.source, 32)
     assert alone.seq == 33
 
 
 async def test_silence_is_answered_with_the_cursor(lab: Lab) -> None:
-    batches = lab.streams.batches(lab.run_id, 0, keep_alive=0.1)
+    batches = lab.streams.batches(lab.source, 0, keep_alive=0.1)
     _, first = await anext(batches)
     assert [frame.seq for frame in first] == [1, 2]
     assert await anext(batches) == (2, [])
 
 
 async def test_a_reader_who_wants_little_hears_the_cursor_while_much_else_flows(lab: Lab) -> None:
-    batches = lab.streams.batches(lab.run_id, 0, wanted=lambda frame: frame.type == "end", keep_alive=0.3)
+    batches = lab.streams.batches(lab.source, 0, wanted=lambda frame: frame.type == "end", keep_alive=0.3)
 
     async def flow() -> None:
         while True:
@@ -214,7 +216,7 @@ async def test_a_caller_who_may_no_longer_read_is_cut_off(lab: Lab, monkeypatch:
     async def no() -> bool:
         return False
 
-    seen = [frames async for _, frames in lab.streams.batches(lab.run_id, 0, still_allowed=no)]
+    seen = [frames async for _, frames in lab.streams.batches(lab.source, 0, still_allowed=no)]
     assert len(seen) <= 1
 
 

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 
 from app.infra.db import async_engine, session_maker, sync_engine
 from app.runs.events.log import NewEvent, append
+from app.runs.metrics import curves
 from app.runs.metrics.points import Points, read_points
 from app.runs.metrics.rollups import MOST_STEP, Rollups, highest_level, points_of
 from app.tables.events import RunEvent
@@ -217,6 +218,18 @@ class TestCost:
             event.remove(server, "after_cursor_execute", count)
         assert (loss["min"], loss["max"]) == (0.0, 76.0) and 50 <= len(loss["steps"]) <= 200
         assert 0 < rows < 150
+
+    def test_the_points_of_all_series_are_bounded(
+        self, shared_api: ApiServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(curves, "_MOST_VALUES", 400)
+        trainer = new_trainer(shared_api, engine)
+        extra = {f"value.{number}": 1.0 for number in range(19)}
+        trainer.events("metric", *({"step": step, "loss": float(step % 77), "extra": extra} for step in range(500)))
+        found = series(shared_api, trainer.run_id, max_points=100_000)
+        assert len(found) == 20 and all(4 <= len(one["steps"]) <= 20 for one in found.values())
+        assert (found["loss"]["min"], found["loss"]["max"]) == (0.0, 76.0)
+        assert 20 < len(series(shared_api, trainer.run_id, names="loss", max_points=100_000)["loss"]["steps"]) <= 400
 
 
 class TestWriting:

@@ -59,6 +59,12 @@ class TestSeries:
         assert found["loss"] == {"steps": [1, 2], "values": [1.0, None], "min": 1.0, "max": 1.0}
         assert found["extra.kl"]["values"] == found["eval.loss"]["values"] == [None]
 
+    def test_the_history_of_a_run_with_large_points_is_short(self, api: ApiServer, trainer: Trainer) -> None:
+        for step in range(1, 31):
+            trainer.metric(step, loss=float(step), extra={"note": "x" * 100_000})
+        history = api.client.get(f"/v1/runs/{trainer.run_id}").json()["metrics_history"]
+        assert [point["step"] for point in history] == list(range(20, 31))
+
     def test_what_is_not_as_agreed_makes_no_run_unreadable_or_unstoppable(
         self, api: ApiServer, trainer: Trainer
     ) -> None:

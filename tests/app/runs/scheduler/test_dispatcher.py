@@ -17,7 +17,7 @@ from app.infra.broker import Broker
 from app.infra.db import async_engine
 from app.infra.ids import id_at
 from app.runs.scheduler.dispatcher import Dispatcher
-from tests.rows import add_run, add_worker, claim, run_row
+from tests.rows import add_run, add_worker, claim, events_of, run_row
 from tests.waiting import eventually, eventually_async
 
 
@@ -66,6 +66,25 @@ async def test_one_round_takes_back_lost_runs_and_hints_waiting_ones(dispatcher:
     assert moved == [lost]
     assert hints >= 1
     assert run_row(engine, lost).status == "pending"
+
+
+async def test_a_run_that_cannot_start_says_why_once_and_again_when_it_changes(
+    dispatcher: Dispatcher, engine: Engine
+) -> None:
+    run = add_run(engine, requirements={"memory_mb": 5000}).id
+    assert await dispatcher.round() == (1, []), "a worker may be about to take it"
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE runs SET not_before = now() - interval '6 s'"))
+    assert [(await dispatcher.round())[1] for _ in range(2)] == [[run], []]
+    add_worker(engine)
+    assert [(await dispatcher.round())[1] for _ in range(2)] == [[run], []]
+    stored = run_row(engine, run).pending_reason
+    assert stored["code"] == "no_device_fits" and "asks for 5,000 MiB" in stored["message"]
+    add_worker(engine, memory_mb=[8000])
+    assert [(await dispatcher.round())[1] for _ in range(2)] == [[run], []]
+    assert run_row(engine, run).pending_reason is None
+    events = [(event.seq, event.data["code"]) for event in events_of(engine, run) if event.type == "pending"]
+    assert events == [(2, "no_worker"), (3, "no_device_fits"), (4, "queued")]
 
 
 async def test_a_partition_that_cannot_be_created_stops_neither_hints_nor_reaping(

@@ -5,15 +5,20 @@ from dataclasses import replace
 
 import pytest
 
+from app.runs.scheduler.placement import DeviceOffer, Needs, WorkerOffer
 from app.runs.scheduler.simulation import PendingRun, WorkerSlots, simulate_queue
 
 
-def waiting(run_id: str = "a", **change: object) -> PendingRun:
-    return replace(PendingRun(run_id, "celery", None, 0, 1, 0.0), **change)  # type: ignore[arg-type]
+def waiting(run_id: str = "a", not_before: float = 0.0, **needs: object) -> PendingRun:
+    return PendingRun(run_id, replace(Needs("celery"), **needs), not_before)  # type: ignore[arg-type]
 
 
-def slots(*free: float, **change: object) -> WorkerSlots:
-    return replace(WorkerSlots("w", frozenset({"celery"}), "cuda", "H100", 80_000, free), **change)  # type: ignore[arg-type]
+def slots(*free: float, memory_mb: int | tuple[int, ...] = 80_000, **change: object) -> WorkerSlots:
+    """Return a worker with a device per number: the seconds until it is free."""
+    memory = memory_mb if isinstance(memory_mb, tuple) else (memory_mb,) * len(free)
+    devices = tuple(DeviceOffer(one) for one in memory)
+    offer = WorkerOffer("w", frozenset({"celery"}), "cuda", "H100", devices)
+    return WorkerSlots(replace(offer, **change), free)  # type: ignore[arg-type]
 
 
 def starts(workers: list[WorkerSlots], queue: list[PendingRun], **seconds: float) -> dict[str, float]:
@@ -43,6 +48,18 @@ def test_who_needs_more_than_is_free_is_overtaken_as_a_claim_does_it() -> None:
 def test_a_worker_passes_over_what_does_not_fit_it() -> None:
     workers = [slots(0.0, worker_id="small", memory_mb=1000), slots(40.0, worker_id="large")]
     assert starts(workers, [waiting("big", memory_mb=9000), waiting("b")]) == {"big": 40.0, "b": 0.0}
+
+
+def test_a_run_takes_the_smallest_device_so_that_a_larger_run_does_not_wait() -> None:
+    queue = [waiting("small", memory_mb=1000), waiting("big", memory_mb=70_000)]
+    assert starts([slots(0.0, 0.0, memory_mb=(80_000, 24_000))], queue) == {"small": 0.0, "big": 0.0}
+
+
+def test_a_run_that_prefers_a_gpu_waits_for_one_only_where_its_backend_has_any() -> None:
+    workers = [slots(0.0, kind="cpu"), slots(30.0, worker_id="gpu")]
+    for gpu_backends, start in ((frozenset({"celery"}), 30.0), (frozenset[str](), 0.0)):
+        found = simulate_queue(workers, [waiting("prefers", prefers_gpu=True)], lambda *_: 1.0, gpu_backends)
+        assert found["prefers"].start == start
 
 
 @pytest.mark.parametrize(

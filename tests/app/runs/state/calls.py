@@ -29,6 +29,7 @@ class Offer:
     kind: str
     memory_mb: int | None
     devices: int
+    labels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def _create(call: Call, connection: Connection, fixed: dict[str, Any]) -> Any:
 def _claim(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
     worker = call.worker
     assert worker
-    statement = machine.claim(worker.id, list(worker.backends), LEASE, worker.kind, worker.memory_mb)
+    statement = machine.claim(worker.id, list(worker.backends), LEASE, worker.kind, list(worker.labels))
     row = connection.execute(statement).one_or_none()
     return (*_moved([row])[0], sorted(row.device_indexes)) if row else None
 

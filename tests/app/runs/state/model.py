@@ -4,6 +4,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+from app.runs.scheduler.placement import Needs, WorkerOffer
 from tests.app.runs.state.calls import REAP_LEASE, START_STEP, Call, Offer, line
 
 LIVE = ("initializing", "running", "checkpointing")
@@ -34,8 +35,7 @@ class ModelRun:
     priority: int
     backend: str
     devices_needed: int
-    kind: str | None
-    memory_mb: int
+    needs: Needs
     max_restarts: int
     status: str = "pending"
     lease_epoch: int = 0
@@ -91,6 +91,7 @@ class Model:
 
     def __init__(self, workers: list[Offer]) -> None:
         self.runs: dict[str, ModelRun] = {}
+        self.workers = workers
         self.devices: dict[tuple[str, int], tuple[str, int] | None] = {
             (worker.id, index): None for worker in workers for index in range(worker.devices)
         }
@@ -119,7 +120,7 @@ class Model:
             values = dict(call.values)
             wants = values.pop("requirements")
             run = self.runs[call.run] = ModelRun(
-                id=call.run, kind=wants.get("kind"), memory_mb=wants.get("memory_mb", 0), **values
+                id=call.run, needs=Needs.of(values["backend"], values["devices_needed"], wants), **values
             )
             run.record("status", **{"from": None, "to": "pending", "reason": "created", "attempt": 0})
             return "pending"
@@ -161,6 +162,8 @@ class Model:
     def _best(self, call: Call, locked: set[str]) -> ModelRun | None:
         worker = call.worker
         assert worker
+        gpu_backends = frozenset(backend for one in self.workers if one.kind == "cuda" for backend in one.backends)
+        offer = WorkerOffer(worker.id, frozenset(worker.backends), worker.kind, "", (), frozenset(worker.labels))
         room = len(self._free(worker))
         fitting = [
             run
@@ -168,10 +171,9 @@ class Model:
             if run.status == "pending"
             and not run.paused
             and run.id not in locked
-            and run.backend in worker.backends
             and run.devices_needed <= room
-            and run.kind in (None, worker.kind)
-            and run.memory_mb <= (worker.memory_mb or 0)
+            and run.needs.allows_worker(offer, gpu_backends)
+            and run.needs.memory_on(worker.kind) <= (worker.memory_mb or 0)
         ]
         return min(fitting, key=lambda run: (-run.priority, run.id), default=None)
 

@@ -109,7 +109,7 @@ class TestClaim:
         run, (one, two) = add_run(engine), (add_worker(engine), add_worker(engine))
         got: list[object] = []
         with engine.connect() as first:
-            statement = machine.claim(one, ["fake"], 60.0, "cpu", 1000)
+            statement = machine.claim(one, ["fake"], 60.0, "cpu", [])
             assert first.execute(statement).one().id == run.id
             second = threading.Thread(target=lambda: got.append(claim(engine, two)))
             second.start()
@@ -214,8 +214,10 @@ class TestStop:
         assert row["status"] == "initializing"
         (renewed,) = move(engine, machine.renew(run.id, 1, 60))
         assert renewed["stop_mode"] == "checkpoint"
+        assert renewed["stop_grace_seconds"] is None
+        move(engine, machine.request_stop(run.id, "best", 90.0))
         (row,) = move(engine, machine.request_stop(run.id, "discard"))
-        assert row["stop_mode"] == "discard"
+        assert (row["stop_mode"], row["stop_grace_seconds"]) == ("discard", 90.0), "the last deadline counts"
 
     @pytest.mark.parametrize("verb", ["release", "retry", "reap_dead"])
     def test_is_never_followed_by_another_attempt(self, engine: Engine, verb: str) -> None:

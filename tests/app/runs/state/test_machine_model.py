@@ -122,7 +122,21 @@ class RunMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         backend=st.sampled_from(["fake", "fake", "celery"]),
         devices_needed=st.sampled_from([1, 1, 1, 2, 3]),
-        requirements=st.sampled_from([{}, {}, {}, {"kind": "cuda"}, {"kind": "cpu"}, {"memory_mb": 2000}]),
+        requirements=st.sampled_from(
+            [
+                {},
+                {},
+                {},
+                {"kind": "cuda"},
+                {"kind": "cpu"},
+                {"memory_mb": 2000},
+                {"labels": ["b"]},
+                {"labels": ["a", "b"]},
+                {"prefers_gpu": True},
+                {"estimated_mb": {"cpu": 900, "cuda": 2000}},
+                {"memory_mb": 500, "estimated_mb": {"cpu": 2000, "cuda": 500}},
+            ]
+        ),
         max_restarts=st.integers(0, 2),
     )
     def create(self, **values: Any) -> None:
@@ -316,13 +330,14 @@ class Database:
             self._looking.execute(text(f"DELETE FROM {table}"))
         return [
             self._worker(1, ("fake", "celery"), "cpu", 1000),
-            self._worker(2, ("fake",), "cuda", 24_000),
+            self._worker(2, ("fake",), "cuda", 24_000, "a", "b"),
             self._worker(3, ("celery", "fake"), "cpu", None),
         ]
 
-    def _worker(self, devices: int, backends: tuple[str, ...], kind: str, memory_mb: int | None) -> Offer:
-        worker_id = add_worker(self.engine, devices=devices, backends=list(backends))
-        return Offer(worker_id, backends, kind, memory_mb, devices)
+    def _worker(self, devices: int, backends: tuple[str, ...], kind: str, memory_mb: int | None, *labels: str) -> Offer:
+        memory = [memory_mb] * devices
+        worker_id = add_worker(self.engine, kind=kind, memory_mb=memory, backends=list(backends), labels=list(labels))
+        return Offer(worker_id, backends, kind, memory_mb, devices, labels)
 
     def state(self) -> tuple[Any, ...]:
         """Runs, events, attempts and devices."""

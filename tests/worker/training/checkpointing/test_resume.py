@@ -213,7 +213,7 @@ class TestChanges:
 
 
 class TestLimits:
-    CONFIG: dict[str, Any] = {"method": "lora", "max_seq_length": 64, "max_steps": 6}
+    CONFIG: dict[str, Any] = {"method": "lora", "max_seq_length": 64, "max_steps": 6, "export": "last"}
 
     @pytest.mark.parametrize(
         ("limit", "outcome", "why"),

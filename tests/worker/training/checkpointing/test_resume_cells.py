@@ -18,6 +18,7 @@ def computes_reference(outcome: Outcome) -> bool:
 @pytest.mark.parametrize(
     "cell",
     [
+        Cell("sft", "full", "epochs"),
         Cell("dpo", "qlora", "dropout"),
         Cell("kto", "lora", "evaluation"),
         Cell("grpo", "full", "dropout"),

@@ -69,6 +69,7 @@ class Training:
         self.run: Any = SimpleNamespace(
             folder=folder, job=make_spec(folder, run_id="run_a", disk_reserve_bytes=reserve), report=self.report,
             config=config, state=RunState(), save_kind="periodic", ended_by=None, fingerprint={}, is_probe=False,
+            save_every=2, eval_every=None,
             method=METHODS[TrainingMethod.sft],
             journal=SimpleNamespace(save=lambda step: None), control=self.control, stop_requested=None,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from app.contracts.training_config.fields import TrainingConfig
 from tests.worker.training.tiny import make_chat_dataset, write_rows
 from worker.training.data import dataset
-from worker.training.data.chat_template import ensure_template
+from worker.training.data.chat_template import ensure_template, set_template
 from worker.training.data.dataset import Tokens
 from worker.training.failures import TrainingFailure
 
@@ -138,6 +138,33 @@ class TestLossMasks:
         tokenizer.chat_template = CHATML
         assert not ensure_template(tokenizer)
         assert tokenizer.chat_template == CHATML
+
+
+class TestATemplateOfTheConfiguration:
+    def test_replaces_that_of_the_tokenizer_even_if_it_rejects_a_short_chat(
+        self, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        tokenizer.chat_template = CHATML
+        own = "{% if messages | length > 2 %}{{ messages[0].content }}{% else %}{{ raise_exception('x') }}{% endif %}"
+        set_template(tokenizer, own)
+        assert tokenizer.apply_chat_template(CHAT, tokenize=False) == CHAT[0]["content"]
+
+    @pytest.mark.parametrize(
+        ("template", "says"),
+        [
+            ("{% for m in messages %}", r"is not valid Jinja: .*endfor.* \(line 1\)"),
+            ("{{ ''.__class__.__mro__ }}", "uses what a template may not"),
+            ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "takes more than"),
+            ("{{ 'a' * 2000000 }}", "makes 2,000,000 characters of a short chat"),
+        ],
+    )
+    def test_is_rendered_in_a_sandbox_within_bounds(
+        self, template: str, says: str, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("worker.training.data.chat_template._MOST_SECONDS", 0.2)
+        with pytest.raises(TrainingFailure, match=f"^`chat_template` {says}") as refused:
+            set_template(tokenizer, template)
+        assert refused.value.code == "config_error"
 
 
 class TestCutting:

@@ -86,6 +86,7 @@ class Watched:
         writer: Any = SimpleNamespace(put=self.stored.append, check=lambda: None, is_full=False, progress=None)
         run: Any = SimpleNamespace(
             id="run_test",
+            task="train",
             lease_epoch=1,
             attempt=1,
             config={},
@@ -103,8 +104,9 @@ class Watched:
         began = time.monotonic()
         try:
             memory_watch: Any = SimpleNamespace(look=lambda phase: None)
+            device_feed: Any = SimpleNamespace(look=lambda: None)
             _, self.killed_for = Monitor(
-                context, lease, writer, self.record_handler, process, memory_watch
+                context, lease, writer, self.record_handler, process, memory_watch, device_feed
             ).run_until_exit()
         finally:
             process.close()
@@ -138,7 +140,9 @@ def test_a_slow_trainer_is_left_alone_however_long_it_has_nothing_to_report(
     watched = Watched(launcher, {**job, "slow": {name: seconds * factor() for name, seconds in slow.items()}})
     assert watched.reported == (None, "completed"), watched.record_handler.tail
     assert watched.seconds > hang_seconds()
-    assert watched.types <= {"config", "metric", "progress", "checkpoint", "log"}, "a sign of life is no event"
+    assert watched.types <= {"config", "metric", "progress", "checkpoint", "export", "log"}, (
+        "a sign of life is no event"
+    )
 
 
 @pytest.mark.parametrize("place", ["step", "evaluation"])

@@ -273,6 +273,8 @@ class TestDistributions:
 
         whole = lines(watched.output / "distributions.jsonl")
         assert [line["step"] for line in whole] == [1, 2, 3, 4]
+        events = [{name: one[name] for name in ("step", "edges", "groups")} for one in watched.of("distribution")]
+        assert events == whole
         trained = watched.of("config")[0]["facts"]["parameters_trainable"]
         for line in whole:
             groups = line["groups"].values()

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from peft import AutoPeftModelForCausalLM
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from app.contracts.methods import METHODS as TRAINING_METHODS
 from app.contracts.methods import TrainingMethod
@@ -16,6 +15,7 @@ from tests.specified_config import SpecifiedConfig
 from tests.worker.training.tiny import (
     Forks,
     Outcome,
+    load_output,
     make_chat_dataset,
     make_job,
     make_pairs,
@@ -40,10 +40,9 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 
 
-def generates(output: Path) -> str:
+def generates(output: Path, base: Path) -> str:
     """What the exported model writes, loaded as its card says."""
-    adapter = (output / "adapter_config.json").exists()
-    model = (AutoPeftModelForCausalLM if adapter else AutoModelForCausalLM).from_pretrained(str(output))
+    model = load_output(output, base)
     tokenizer = AutoTokenizer.from_pretrained(str(output))
     chat = [{"role": "user", "content": "what is row 3"}]
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
@@ -67,7 +66,7 @@ def test_a_method_learns_and_its_output_loads_with_plain_libraries_and_generates
     adapter = METHODS[method].get("lora_r", 16) is not None and method != "full"
     weights = "adapter_model.safetensors" if adapter else "model.safetensors"
     assert (done.output / weights).stat().st_mode & 0o777 == 0o644
-    assert "<|user|>\nwhat is row 3\n<|assistant|>\n" in generates(done.output)
+    assert "<|user|>\nwhat is row 3\n<|assistant|>\n" in generates(done.output, tiny_model)
     card = (done.output / "README.md").read_text()
     assert "from_pretrained" in card and '"learning_rate": 0.02' in card and "torch 2." in card
     points = [json.loads(line) for line in (done.output / "metrics.jsonl").read_text().splitlines()]
@@ -124,19 +123,27 @@ def test_the_first_facts_come_before_the_first_step(
     assert phases == ["loading", "tokenizing", "loading", "training", "saving", "exporting"]
 
 
+def on_adapter(folder: Path, adapter: Path, base: dict[str, Any], data: Path, method: str) -> dict[str, Any]:
+    """A job whose base model is the output of a run, an adapter of which the worker has located the base."""
+    job = make_job(folder, adapter, data, method=method, **COMMON)
+    return {**job, "base_model": {**job["base_model"], "base": base}}
+
+
 def test_runs_build_on_runs_also_on_adapters_of_quantized_bases(
     forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:
     full = completed(forks.run(make_job(tmp_path / "1", tiny_model, chats, method="full", **COMMON)))
     adapter = completed(forks.run(make_job(tmp_path / "2", full.output, chats, method="qlora", **COMMON)))
-    again = completed(forks.run(make_job(tmp_path / "3", adapter.output, chats, method="qlora", **COMMON)))
+    on_full = {"name": "run_full", "path": str(full.output), "hub": None, "revision": None}
+    again = completed(forks.run(on_adapter(tmp_path / "3", adapter.output, on_full, chats, "qlora")))
     assert (again.output / "base_model" / "model.safetensors").is_file()
     assert not (again.folder / "base_model").exists()
-    assert "<|assistant|>" in generates(again.output)
+    assert "<|assistant|>" in generates(again.output, tiny_model)
     last = full.of("metric")[-1]["loss"]
     assert adapter.of("metric")[0]["loss"] < last + 0.3
     assert again.of("metric")[0]["loss"] < adapter.of("metric")[0]["loss"]
-    whole = completed(forks.run(make_job(tmp_path / "4", again.output, chats, method="full", **COMMON)))
+    own = {"name": "base_model", "path": str(again.output / "base_model"), "hub": None, "revision": None}
+    whole = completed(forks.run(on_adapter(tmp_path / "4", again.output, own, chats, "full")))
     assert whole.of("metric")[0]["loss"] < again.of("metric")[0]["loss"]
 
 
@@ -262,4 +269,4 @@ def test_an_architecture_without_weights_is_trained_from_scratch(
         completed(forks.run(make_job(tmp_path / str(n), model, chats, method="full", **COMMON))) for n in range(2)
     )
     assert one.steps == two.steps
-    assert "<|assistant|>" in generates(one.output)
+    assert "<|assistant|>" in generates(one.output, model)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, LoraConfig
+from peft import LoraConfig
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -31,7 +31,16 @@ from trl import (
 )
 
 from tests.worker.training.data.test_dataset import CHATML
-from tests.worker.training.tiny import Forks, Outcome, make_job, make_pairs, make_prompts, make_rated, make_tiny_model
+from tests.worker.training.tiny import (
+    Forks,
+    Outcome,
+    load_output,
+    make_job,
+    make_pairs,
+    make_prompts,
+    make_rated,
+    make_tiny_model,
+)
 from worker.training.model import loader
 
 STEPS = 6
@@ -104,8 +113,7 @@ class TestEveryAdapter:
         evaluated = [record["metrics"] for record in done.of("eval")]
         assert evaluated[-1]["eval_preference_accuracy"] > 0.7
         assert done.result["metrics"]["best_eval_loss"] == min(one["eval_loss"] for one in evaluated)
-        kind = AutoModelForCausalLM if adapter == "full" else AutoPeftModelForCausalLM
-        kind.from_pretrained(str(done.output))
+        load_output(done.output, model)
 
     @every_adapter("lora")
     def test_kto_comes_to_prefer_what_is_desirable(
@@ -134,10 +142,7 @@ class TestEveryAdapter:
         card = (done.output / "README.md").read_text()
         assert "SequenceClassification" in card and "text-classification" in card
 
-        if adapter == "full":
-            judge = AutoModelForSequenceClassification.from_pretrained(str(done.output))
-        else:
-            judge = AutoPeftModelForSequenceClassification.from_pretrained(str(done.output), num_labels=1)
+        judge = load_output(done.output, model, "SequenceClassification", num_labels=1)
         tokenizer = AutoTokenizer.from_pretrained(str(done.output))
         rows = [json.loads(line) for line in pairs.read_text().splitlines()]
 
@@ -152,7 +157,9 @@ class TestEveryAdapter:
             tmp_path / "2", model, prompts, data_format="prompt", method="rlhf", **COMMON,
             rlhf=RLHF | {"rewards": [LENGTH, {"type": "model", "model": "run_judge", "weight": 0.5}]},
         )  # fmt: skip
-        job["reward_models"] = [{"name": "run_judge", "path": str(done.output), "hub": None, "revision": None}]
+        base = {"name": "tiny", "path": str(model), "hub": None, "revision": None}
+        judged = {"name": "run_judge", "path": str(done.output), "hub": None, "revision": None, "base": base}
+        job["reward_models"] = [judged]
         rewarded = completed(forks.run(job))
         points = [record["extra"] for record in rewarded.of("metric")]
         assert [point["reward"] for point in points] == pytest.approx(

@@ -61,6 +61,7 @@ def decided(monkeypatch: pytest.MonkeyPatch, free: int, repairs: Any = (), **con
         config=asked,
         machine=DeviceCapabilities(kind="cuda", bf16=True),
         given=set(config),
+        only_evaluates=False,
         job=SimpleNamespace(auto_repairs=[Repair(reason="out of memory", **one) for one in repairs]),
     )
     found: Any = SimpleNamespace(architecture=_LLAMA)

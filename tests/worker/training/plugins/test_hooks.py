@@ -1,4 +1,4 @@
-"""Parts of a training that an operator has installed: each does what it is for, and what is none is refused by name."""
+"""Parts of a training that an operator has installed: each does its part, and what is none is refused by name."""
 
 import json
 import math
@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from app.contracts.plugins import PLUGINS, Plugin
 from app.contracts.rewards import PluginReward
@@ -19,6 +21,7 @@ from tests.worker.training.tiny import Forks, Outcome, make_job, make_prompts
 from worker.registration import installed
 from worker.training.failures import TrainingFailure
 from worker.training.plugins import hooks
+from worker.training.plugins.callbacks import PluginCallbacks
 from worker.training.plugins.checkpoint_engines import restore_replica, store_replica
 from worker.wire.reporter import Reporter
 
@@ -56,7 +59,7 @@ def rates(outcome: Outcome) -> list[float]:
 
 
 class TestARunMadeOfPlugins:
-    """Data, model, optimizer, scheduler and checkpoints all by plugins, once through and once resumed."""
+    """Everything between the file and the checkpoint by plugins, once through and once resumed."""
 
     @pytest.fixture(scope="class")
     def extra(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -66,6 +69,9 @@ class TestARunMadeOfPlugins:
             "optimizer": {"type": "slow-sign", "memory": 0.8},
             "scheduler": {"type": "stairs", "height": 0.5},
             "checkpoint_engine": {"type": "second-folder", "root": str(tmp_path_factory.mktemp("copies"))},
+            "tokenizer": {"type": "lower-case"},
+            "collator": {"type": "late-labels", "first": 4},
+            "callbacks": [{"type": "tally", "save_at": 2}],
         }
 
     @pytest.fixture(scope="class")
@@ -75,7 +81,7 @@ class TestARunMadeOfPlugins:
         folder = tmp_path_factory.mktemp("run_made")
         requests = [("set_learning_rate", {"learning_rate": 0.1}), ("extend", {"max_steps": 20})]
         actions = [{"id": f"act_{name}", "action": name, "parameters": of, "step": 3} for name, of in requests]
-        job = make_job(folder, tiny_model, chats, run_id=folder.name, extra=extra, **CONFIG)
+        job = make_job(folder, tiny_model, chats, run_id=folder.name, extra=extra, chat_template="loud", **CONFIG)
         return completed(forks.run(job | {"replayed_actions": actions}))
 
     def test_what_would_change_rates_that_a_plugin_makes_is_refused_and_training_goes_on(self, done: Outcome) -> None:
@@ -96,7 +102,11 @@ class TestARunMadeOfPlugins:
         state = torch.load(done.folder / "checkpoint-4" / "optimizer.pt", weights_only=True)
         assert {"average"} == {name for one in state["state"].values() for name in one}
         copies = Path(extra["checkpoint_engine"]["root"]) / done.folder.parent.name / "a1"
-        assert sorted(path.name for path in copies.iterdir()) == ["checkpoint-4", "checkpoint-8"]
+        assert sorted(path.name for path in copies.iterdir()) == ["checkpoint-2", "checkpoint-4", "checkpoint-8"]
+        tokenizer = AutoTokenizer.from_pretrained(str(done.output))
+        chat = [{"role": "user", "content": "A Word"}]
+        assert tokenizer.apply_chat_template(chat, tokenize=False) == "USER: A Word<|end|>\n"
+        assert tokenizer("A Word").input_ids == tokenizer("a word").input_ids
         assert not list(done.folder.glob("rows-*"))
 
     def test_it_goes_on_exactly_from_a_checkpoint_whose_folder_is_gone(
@@ -104,8 +114,16 @@ class TestARunMadeOfPlugins:
     ) -> None:
         point = done.checkpoint(4)
         shutil.rmtree(point["path"])
-        job = make_job(tmp_path, tiny_model, chats, run_id="other", resume_from=point, extra=extra, **CONFIG)
+        job = make_job(
+            tmp_path, tiny_model, chats, run_id="other", resume_from=point, extra=extra, chat_template="loud", **CONFIG
+        )
         again = completed(forks.run(job))
+        # The callback goes on with its state, so at the end it is that of a run without an interruption.
+        losses = [record["loss"] for record in done.of("metric")]
+        expected = {"0.tally": {"count": dict.fromkeys(("starts", "ends", "metrics"), STEPS), "seen": losses}}
+        for outcome in (done, again):
+            state = json.loads((Path(outcome.checkpoint(8)["path"]) / "anneal_state.json").read_text())
+            assert state["callbacks"] == expected
         assert again.steps == {step: reported for step, reported in done.steps.items() if step > 4}
         assert rates(again) == rates(done)[4:]
         (config,) = again.of("config")
@@ -119,7 +137,8 @@ class TestARunMadeOfPlugins:
     ) -> None:
         point = done.checkpoint(8)
         config = {**CONFIG, "learning_rate": 5e-4, "max_steps": 9}
-        ended = forks.run(make_job(tmp_path, tiny_model, chats, resume_from=point, extra=extra, **config))
+        job = make_job(tmp_path, tiny_model, chats, resume_from=point, extra=extra, chat_template="loud", **config)
+        ended = forks.run(job)
         assert ended.result["error"]["code"] == "config_error"
         assert "`learning_rate` cannot change" in ended.result["error"]["message"]
 
@@ -136,6 +155,30 @@ def test_a_recipe_trains_in_the_place_of_the_methods_own(
     losses = [float.fromhex(one.steps[1][0]) for one in (own, factored)]
     assert losses[1] == pytest.approx(3 * losses[0], rel=1e-5)
     assert (factored.output / "adapter_model.safetensors").is_file()
+
+
+def test_a_callback_ends_training_as_early_stopping_does_and_the_output_is_pruned_as_asked(
+    forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    tallies = [{"type": "tally", "end_at": 3}, {"type": "tally"}]
+    extra = {"callbacks": tallies, "prune_fraction": 0.75}
+    done = completed(forks.run(make_job(tmp_path, tiny_model, chats, extra=extra, **CONFIG)))
+    assert (done.result["why"], done.result["step"]) == ("early_stopping", 3)
+    assert (done.output / "model.safetensors").is_file()
+    assert [record["step"] for record in done.of("checkpoint")] == [3]
+    saved, out = (load_file(folder / "model.safetensors") for folder in (done.folder / "checkpoint-3", done.output))
+    assert {float((out[name] == 0).float().mean()) for name in out if "_proj" in name} == {0.75}
+    assert all(((out[name] == saved[name]) | (out[name] == 0) & ("_proj" in name)).all() for name in out)
+    assert any("The output is pruned" in record["line"] for record in done.of("message"))
+
+
+def test_an_error_of_a_callback_ends_the_run_and_names_it(
+    forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    tally = {"type": "tally", "fail_at": 1}
+    ended = forks.run(make_job(tmp_path, tiny_model, chats, extra={"callbacks": [tally]}, **CONFIG))
+    message = "`anneal.callbacks` entry `tally` failed: ValueError('the tally is full')."
+    assert ended.result["error"] == {"code": "config_error", "message": message}
 
 
 def test_a_reward_is_learned_from_and_reported_under_its_name(forks: Forks, tiny_model: Path, tmp_path: Path) -> None:
@@ -158,6 +201,7 @@ def stub(tmp_path: Path, **extra: Any) -> Any:
     gone = {"path": tmp_path / "gone" / "checkpoint-1", "step": 1, "manifest_sha256": ""}
     job = make_spec(tmp_path, dataset=dataset, resume_from=gone)
     run = types.SimpleNamespace(
+        only_evaluates=False,
         config=config, folder=tmp_path, job=job, resume_from=job.resume_from, report=Reporter(None),
         raise_if_stopped=lambda: None,
     )  # fmt: skip
@@ -188,10 +232,18 @@ class TestWhatIsNone:
             ("scheduler", "a-dict", "returned a dict, not a torch.optim.lr_scheduler.LRScheduler"),
             ("scheduler", "plateau", "depends on a metric and not on steps"),
             ("checkpoint_engine", "a-dict", "returned a dict, which has no method save and no fetch"),
+            ("tokenizer", "a-dict", "returned a dict, not a transformers.PreTrainedTokenizerBase"),
+            ("collator", "a-dict", "returned a dict, not a function"),
+            ("collator", "no-labels", "returned a batch without labels"),
+            ("callback", "a-dict", "returned a dict, not a transformers.TrainerCallback"),
+            ("chat_template", "a-dict", "returned a dict, not a str with a Jinja template"),
         ],
     )
     def test_is_refused_by_group_and_name(self, kind: str, name: str, says: str, tmp_path: Path) -> None:
-        trainer = stub(tmp_path, **{kind: {"type": name}})
+        extra = {"callbacks": [{"type": name}]} if kind == "callback" else {kind: {"type": name}}
+        trainer = stub(tmp_path, **({} if kind == "chat_template" else extra))
+        named = types.SimpleNamespace(config=types.SimpleNamespace(chat_template=name))
+        own = lambda examples: {"input_ids": examples, "labels": examples}  # noqa: E731
         use = {
             "recipe": lambda: hooks.train(trainer.run, [], Plugin(type=name)),
             "data_source": lambda: hooks.write_source_rows(trainer.run),
@@ -199,6 +251,10 @@ class TestWhatIsNone:
             "optimizer": lambda: hooks.optimizer(trainer, NETWORK),
             "scheduler": lambda: hooks.scheduler(trainer, 10, PLAIN),
             "checkpoint_engine": lambda: restore_replica(trainer.run),
+            "tokenizer": lambda: hooks.tokenizer(trainer.run, lambda: None),  # type: ignore[arg-type,return-value]
+            "collator": lambda: hooks.collator(trainer.run, own, None)([]),
+            "callback": lambda: PluginCallbacks(trainer),
+            "chat_template": lambda: hooks.chat_template(named, None),  # type: ignore[arg-type]
         }[kind]
         with pytest.raises(TrainingFailure, match=f"`{PLUGINS[kind]}` entry `{name}` .*{says}") as refused:
             use()

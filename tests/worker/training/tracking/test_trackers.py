@@ -84,12 +84,24 @@ def same_in_32_bits(found: list[tuple[str, int, float]], expected: Points) -> No
         assert math.isclose(value, wanted[name, step], rel_tol=1e-6, abs_tol=1e-30), (name, step)
 
 
+def tensorboard_histograms(folder: Path) -> set[tuple[str, int, int]]:
+    """Name, step and count of the histograms in the event files."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder), size_guidance={"histograms": 0})
+    found.Reload()
+    return {
+        (name, one.step, int(sum(one.histogram_value.bucket)))
+        for name in found.Tags()["histograms"] for one in found.Histograms(name)
+    }  # fmt: skip
+
+
 @pytest.mark.full
 class TestTensorBoard:
     def test_the_output_holds_event_files_with_every_point_and_a_resumed_attempt_the_whole_curve_once(
         self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
-        config = {**CONFIG, "report_to": ["tensorboard"]}
+        config = {**CONFIG, "report_to": ["tensorboard"], "extra": {"distributions_steps": 1}}
         first = completed(forks.run(make_job(tmp_path, tiny_model, chats, max_steps=6, **config)))
         points = reported(first)
         assert {"loss", "learning_rate", "grad_norm", "extra.tokens_per_second", "eval_loss"} <= {p[0] for p in points}
@@ -99,6 +111,15 @@ class TestTensorBoard:
         second = completed(forks.run(job))
         earlier = {point for point in points if point[1] <= 4}
         same_in_32_bits(tensorboard_points(second.output / "tensorboard"), earlier | reported(second))
+        histograms = {
+            (f"{group}/{of}", one["step"], part["count"])
+            for one in first.of("distribution") for group, parts in one["groups"].items() for of, part in parts.items()
+        }  # fmt: skip
+        assert {step for _, step, _ in histograms} == set(range(1, 7))
+        for done in (first, second):
+            assert tensorboard_histograms(done.output / "tensorboard") == histograms
+            files = [path for path in done.output.rglob("*") if path.is_file()]
+            assert [path for path in files if str(tiny_model).encode() in path.read_bytes()] == []
 
 
 @pytest.mark.full

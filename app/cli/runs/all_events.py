@@ -1,0 +1,58 @@
+"""Command `anneal runs events`: status changes, progress and ends of all runs."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from app.cli.console import AsJson, connected, json_line, say
+
+if TYPE_CHECKING:
+    from app.contracts.events import Event
+
+
+def events(
+    after: Annotated[
+        int | None,
+        typer.Option(min=0, help="Start after this cursor of an earlier event, 0 for the oldest. Unset: start now."),
+    ] = None,
+    types: Annotated[str | None, typer.Option(help="Only these types, comma-separated: status, progress, end.")] = None,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow/--no-follow", help="Wait for more events until Ctrl-C, or end after the newest stored one."
+        ),
+    ] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Print status changes, progress and ends of all runs. With --json, each event has the cursor for --after.
+
+    Example: `anneal runs events --types status,end`
+    """
+    start = after if follow else after or 0
+    with connected() as client:
+        for event in client.runs.all_events(after=start, types=types, follow=follow):
+            if as_json:
+                json_line(event)
+            else:
+                say(_line(event))
+                sys.stdout.flush()
+
+
+def _line(event: "Event") -> str:
+    when = f"{event.ts:%Y-%m-%d %H:%M:%S}" if event.ts else ""
+    return f"{when:19}  {event.run_id:30}  {_text(event)}"
+
+
+def _text(event: "Event") -> str:
+    from app.contracts.events import EndEvent, ProgressEvent, StatusEvent
+
+    if isinstance(event, StatusEvent):
+        return f"{event.to}: {event.reason}" if event.reason else event.to
+    if isinstance(event, ProgressEvent):
+        of = "" if event.total is None else f" of {event.total:g}"
+        done = "" if event.done is None else f" {event.done:g}{of}"
+        return f"{event.message or event.phase}{done}"
+    if isinstance(event, EndEvent):
+        return f"ended: {event.status}"
+    return "older events were pruned" if event.type == "truncated" else event.type

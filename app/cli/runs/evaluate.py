@@ -1,0 +1,70 @@
+"""Command `anneal eval`."""
+
+from typing import Annotated, Any
+
+import typer
+
+from app.cli.console import AsJson, connected, details, document, note
+from app.cli.names import DatasetId, id_within, run_or_other
+from app.infra.ids import is_id
+
+commands = typer.Typer()
+
+
+@commands.command("eval")
+def evaluate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="Run (its id, or `last`) for its output, checkpoint (`ckpt_…`), or base model.",
+            callback=run_or_other,
+        ),
+    ],
+    dataset_id: DatasetId,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option("--checkpoint", help="Checkpoint of the run: its id or the beginning of it, or `last`."),
+    ] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help="Field of the configuration, e.g. method=dpo; repeatable."),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the evaluation.")] = None,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Print the id of the run and do not wait.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate a model on a dataset and print the metrics. Exit code: 0 completed, 3 failed, 4 cancelled.
+
+    Example: `anneal eval run_01k3x9m6q2v8s4t0w7y5z1a3b6 heldout --set max_eval_rows=500`
+    """
+    from app.cli.runs import run_file
+    from app.cli.runs.watch import continue_on_interrupt, exit_code
+
+    with connected() as client:
+        if checkpoint is not None:
+            if not is_id(model, "run"):
+                raise typer.BadParameter(f"--checkpoint needs a run, and {model} is none.")
+            model = id_within("checkpoint", checkpoint, client.runs.checkpoints(model))
+        body: dict[str, Any] = {
+            "model": model,
+            "dataset_id": dataset_id,
+            "config": run_file.change({}, sets or []),
+            "name": name,
+        }
+        run = client.runs.evaluate(body, wait=False)
+        if no_wait:
+            return document(run) if as_json else typer.echo(run.id)
+        if not as_json:
+            note(f"{run.name} is {run.status}: {run.id}")
+        with continue_on_interrupt(run.id):
+            for _ in client.runs.events(run.id, after=run.last_seq, types="end"):
+                pass
+        run = client.runs.get(run.id)
+    if as_json:
+        document(run)
+    elif run.evaluation is not None:
+        details(run.evaluation)
+    else:
+        note(f"{run.id} is {run.status}: {run.error_message or 'it was stopped before it was done'}")
+    raise typer.Exit(exit_code(run.status))

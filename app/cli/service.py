@@ -1,0 +1,169 @@
+"""Commands about the service as a whole: `status`, `open` and `down`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from app.cli.console import AsJson, connected, details, document, fail, note, say
+from app.contracts.run_status import LIVE
+
+if TYPE_CHECKING:
+    from app.client.client import Anneal
+    from app.config import ClientSettings
+
+_MOST_SHOWN = 20
+_EXTRA_SECONDS = 60.0
+"""Time to stop beyond the save grace of trainers: that of the API and of the embedded servers."""
+
+
+def status(as_json: AsJson = False) -> None:
+    """Show if the service is up, its version and workers, the queue, the active runs, and where data and logs are.
+
+    Exit code 1 if the service does not answer or is not ready.
+
+    Example: `anneal status`
+    """
+    from app.config import ClientSettings
+    from app.infra import home_lock
+
+    settings = ClientSettings()
+    pid = home_lock.holder(settings.home)
+    local: dict[str, Any] = {"home": str(settings.home), "logs": None, "up_pid": pid}
+    if pid is not None:
+        local["logs"] = str(settings.home / "logs")
+    found = _service(settings) | local
+    if as_json:
+        document(found)
+    else:
+        _show(found)
+    raise typer.Exit(0 if found["ready"] else 1)
+
+
+def _service(settings: "ClientSettings") -> dict[str, Any]:
+    """Return what the service reports, or why it does not."""
+    from app.client.client import Anneal
+    from app.client.errors import AnnealError
+
+    found: dict[str, Any] = {"url": settings.url, "ready": False, "version": None, "problem": None}
+    try:
+        with Anneal(patience=0) as client:
+            found["url"] = client.url
+            found["version"] = _version(client, found)
+            found["workers"] = [worker.model_dump(mode="json") for worker in client.workers.list(limit=_MOST_SHOWN)]
+            for name, statuses in (("active", LIVE), ("pending", ("pending",))):
+                runs = list(client.runs.list(status=list(statuses), limit=_MOST_SHOWN + 1))
+                found[name] = [
+                    {key: getattr(run, key) for key in ("id", "name", "status", "current_step", "total_steps")}
+                    for run in runs[:_MOST_SHOWN]
+                ]
+                found[f"more_{name}"] = len(runs) > _MOST_SHOWN
+    except AnnealError as error:
+        found["problem"] = error.detail
+    else:
+        found["ready"] = found["problem"] is None
+    return found
+
+
+def _version(client: "Anneal", found: dict[str, Any]) -> str | None:
+    from app.client.errors import AnnealError
+
+    try:
+        return client.service.ready().version
+    except AnnealError as error:
+        if error.code != "not_ready":
+            raise
+        found["problem"] = error.detail  # what works is shown all the same
+        return None
+
+
+def _show(found: dict[str, Any]) -> None:
+    state = "ready" if found["ready"] else "not ready" if "workers" in found else "down"
+    version = f", version {found['version']}" if found["version"] else ""
+    workers, shown = found.get("workers"), {}
+    if workers is not None:
+        online = [worker for worker in workers if worker["state"] == "online"]
+        names = [f"{worker['host']} ({', '.join(one['name'] for one in worker['devices'])})" for worker in online]
+        shown = {
+            "workers": f"{len(online)} online{': ' if names else ''}{', '.join(names)}",
+            "active runs": _count(found, "active"),
+            "pending runs": _count(found, "pending"),
+        }
+    up = None if found["up_pid"] is None else f"process {found['up_pid']}"
+    details({"service": f"{state}{version}", "url": found["url"], "anneal up": up, **shown,
+             "data": found["home"], "logs": found["logs"]})  # fmt: skip
+    for run in found.get("active", ()):
+        say(f"  {run['id']}  {run['status']}  {run['current_step']}/{run['total_steps'] or '?'}  {run['name']}")
+    if found["problem"]:
+        note(f"anneal: {found['problem']}")
+
+
+def _count(found: dict[str, Any], name: str) -> str:
+    return f"more than {_MOST_SHOWN}" if found[f"more_{name}"] else str(len(found[name]))
+
+
+def open_docs(
+    print_only: Annotated[bool, typer.Option("--print", help="Only print the address; open no browser.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Open the reference of the service's HTTP API in a browser, or print its address where there is none.
+
+    The page is saved in ANNEAL_HOME first, because a browser cannot send an API key.
+
+    Example: `anneal open`
+    """
+    import webbrowser
+
+    from app.config import ClientSettings
+    from app.infra.private_files import make_private_folder, write_private
+
+    with connected() as client:
+        page = client.service.docs().decode()
+        path = make_private_folder(ClientSettings().home) / "docs.html"
+        write_private(path, page, durable=False)
+        found = {"url": client.url, "page": path.as_uri()}
+    if as_json:
+        document(found)
+    else:
+        note(f"The service is at {found['url']}.")
+        say(found["page"])
+    if not print_only and not webbrowser.open(found["page"]):
+        note("No browser was found: open this address in one.")
+
+
+def down(as_json: AsJson = False) -> None:
+    """Stop the `anneal up` of this home: active runs save a checkpoint and resume at the next start.
+
+    Ctrl-C stops the command, not the stopping.
+
+    Example: `anneal down`
+    """
+    from app.cli.errors import environment_settings, plain_errors
+    from app.infra import home_lock
+
+    with plain_errors():
+        settings = environment_settings()
+    home: Path = settings.home
+    stopping = home_lock.stop_holder(home)
+    if stopping is None:
+        if home_lock.is_held(home):
+            fail(f"The `anneal up` of {home} runs in another container or as another user: stop it there.")
+        note(f"No `anneal up` runs for {home}; nothing to stop.")
+        _print_down(as_json, None)
+        return
+    with stopping:
+        note(f"Stopping process {stopping.pid}: active runs save a checkpoint …")
+        try:
+            ended = stopping.wait(settings.save_grace_seconds + _EXTRA_SECONDS)
+        except KeyboardInterrupt:
+            note("It continues to stop. Run the command again to wait for it.")
+            raise typer.Exit(130) from None
+    if not ended:
+        fail(f"Process {stopping.pid} does not exit. Check {home / 'logs'}, or kill it.")
+    note("Stopped.")
+    _print_down(as_json, stopping.pid)
+
+
+def _print_down(as_json: bool, pid: int | None) -> None:
+    if as_json:
+        document({"stopped": pid is not None, "up_pid": pid})

@@ -1,0 +1,32 @@
+"""Methods of `client.keys`."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from app.client.api_resource import ApiResource, without_none
+from app.client.sync_async import M, call, stream
+from app.contracts.schemas.api_keys import KeyCreated, KeyScope, KeyView
+
+
+class Keys(ApiResource[M]):
+    """API keys; every method needs a key with the scope `admin`."""
+
+    @call
+    async def create(
+        self, name: str, *, scopes: Sequence[KeyScope] | None = None, expires_days: float | None = None
+    ) -> KeyCreated:
+        """Create a key; `key` of the result is its value, which cannot be read again."""
+        body = without_none(name=name, scopes=scopes, expires_days=expires_days)
+        return await self._session.post(KeyCreated, "/keys", body)
+
+    @stream
+    async def list(self, *, limit: int | None = None, after: str | None = None) -> AsyncGenerator[KeyView]:
+        """Iterate over keys, newest first, including revoked and expired ones."""
+        async with aclosing(self._items("/keys", KeyView, {}, limit, after)) as items:
+            async for item in items:
+                yield item
+
+    @call
+    async def revoke(self, key_id: str) -> None:
+        """Revoke a key; it is rejected within 30 seconds. Raises `AnnealError` `last_admin_key` for that one."""
+        await self._session.request("DELETE", f"/keys/{key_id}")

@@ -1,0 +1,82 @@
+"""Exports of checkpoints, each a run of its own."""
+
+from typing import Any
+
+from app.api.errors import conflict, invalid
+from app.contracts.backends import BACKEND_RULES
+from app.contracts.errors import FieldError
+from app.contracts.run_status import TERMINAL
+from app.contracts.run_task import RunTask
+from app.contracts.schemas.checkpoints import CheckpointExport
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.raw_config import drop_unknown_fields
+from app.contracts.training_config.rules import wants_adapter
+from app.infra.ids import new_id
+from app.runs import service
+from app.runs.checkpoints.service import get
+from app.runs.creation import RunTransaction, find_by_idempotency_key, insert
+from app.tables.runs import Run
+
+
+async def export(transaction: RunTransaction, run_id: str, checkpoint_id: str, request: CheckpointExport) -> Run:
+    """Create a run that writes the weights of a checkpoint as its output; the same idempotency key returns the same.
+
+    Raises 404 without such a checkpoint, 409 while its run is live (`run_is_live`) or if it is corrupt
+    (`checkpoint_unusable`), 422 for an output that the run cannot have.
+    """
+    session = transaction.session
+    if earlier := await find_by_idempotency_key(session, transaction.caller_id, transaction.idempotency):
+        return earlier
+    # Locked, so that this and the deletion of the run or its checkpoints wait for each other.
+    source = await service.lock(session, run_id, for_child=True)
+    checkpoint = await get(session, source.id, checkpoint_id)
+    rules = BACKEND_RULES[source.backend]
+    if not rules.loads_model:
+        message = f"run {run_id} is of backend `{source.backend}`, whose checkpoints contain no model to export"
+        raise invalid([FieldError(field="checkpoint_id", code="not_supported", message=message)])
+    if source.config["extra"].get("recipe"):
+        message = f"run {run_id} was trained by a recipe of a plugin, and only that recipe can read its checkpoints"
+        raise invalid([FieldError(field="checkpoint_id", code="trained_by_a_recipe", message=message)])
+    if source.status not in TERMINAL:
+        raise conflict(
+            "run_is_live",
+            f"Run {run_id} is {source.status}, and may replace this checkpoint; only those of a run that has ended "
+            "can be exported: wait, or stop it first.",
+        )
+    if checkpoint.bad_reason is not None:
+        raise conflict(
+            "checkpoint_unusable",
+            f"Checkpoint {checkpoint.id} is corrupt ({checkpoint.bad_reason}); export another one of the run.",
+        )
+    given = set(source.user_set_fields) - {"push_to_hub", "report_to"}
+    changed: dict[str, Any] = {"push_to_hub": None, "report_to": []}
+    if request.output is not None:
+        given.add("output")
+        changed["output"] = request.output
+    config = TrainingConfig.model_validate(drop_unknown_fields({**source.config, **changed}, given))
+    if request.output is not None and not wants_adapter(config):
+        message = "applies only to adapters, and this run trained all weights; leave it out"
+        raise invalid([FieldError(field="output", code="conflict", message=message)])
+    values = {
+        "id": new_id("run"),
+        "task": RunTask.export,
+        "experiment_id": source.experiment_id,
+        "name": request.name or f"step {checkpoint.step} of {source.name}"[:200],
+        "tags": source.tags,
+        "backend": source.backend,
+        "dataset_id": source.dataset_id,
+        "eval_dataset_id": source.eval_dataset_id,
+        "config": config.model_dump(mode="json"),
+        "user_set_fields": sorted(given),
+        "base_run_id": source.base_run_id,
+        "devices_needed": source.devices_needed,
+        "resources": source.resources,
+        "requirements": source.requirements,
+        "priority": source.priority,
+        "max_restarts": source.max_restarts,
+        "parent_run_id": source.id,
+        "resume_checkpoint_id": checkpoint.id,
+        "current_step": checkpoint.step,
+        "current_epoch": checkpoint.epoch,
+    }
+    return await insert(transaction, values, f"exports the checkpoint of step {checkpoint.step} of {source.id}")

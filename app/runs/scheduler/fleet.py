@@ -1,0 +1,43 @@
+"""Reads the online workers and their devices, as the queue sees them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import text
+
+from app.runs.scheduler.placement import DeviceOffer, Fleet, WorkerOffer
+from app.runs.state.fitting import GPU_MEMORY_SECONDS
+from app.workers.queries import IS_FRESH, silence_seconds
+
+_WORKERS = text(f"""
+    SELECT workers.id, workers.host, workers.backends, workers.labels, min(devices.kind) AS kind,
+        min(devices.name) AS device,
+        json_agg(json_build_array(devices.memory_mb, devices.run_id,
+            coalesce(devices.paused_until > clock_timestamp(), false)) ORDER BY devices.index) AS devices
+    FROM workers JOIN devices ON devices.worker_id = workers.id
+    WHERE workers.state = 'online' AND {IS_FRESH}
+    GROUP BY workers.id ORDER BY workers.id
+""")
+_GPU_BACKENDS = text("""
+    SELECT DISTINCT unnest(workers.backends) FROM workers JOIN devices ON devices.worker_id = workers.id
+    WHERE devices.kind = 'cuda' AND workers.heartbeat_at > clock_timestamp() - make_interval(secs => :seconds)
+""")
+
+
+async def read_fleet(connection: Any, lease_seconds: float) -> Fleet:
+    """Return the workers that claim runs now; `connection` is an async session or connection."""
+    rows: Sequence[Any] = (await connection.execute(_WORKERS, {"silence": silence_seconds(lease_seconds)})).all()
+    with_gpu = (await connection.execute(_GPU_BACKENDS, {"seconds": GPU_MEMORY_SECONDS})).all()
+    workers = [
+        WorkerOffer(
+            row.id,
+            frozenset(row.backends),
+            row.kind,
+            row.device,
+            tuple(DeviceOffer(memory or 0, run_id, paused) for memory, run_id, paused in row.devices),
+            frozenset(row.labels),
+            row.host,
+        )
+        for row in rows
+    ]
+    return Fleet(workers, frozenset(row[0] for row in with_gpu))

@@ -1,0 +1,160 @@
+"""Fitting of runs to devices, and the reason why a pending run has none. No database.
+
+A claim applies the same conditions in SQL (`app.runs.state.fitting`); a test compares the two.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from app.contracts.schemas.runs import PendingReason
+
+
+@dataclass(frozen=True)
+class DeviceOffer:
+    """Device of a worker, whether a run uses it or not."""
+
+    memory_mb: int
+    run_id: str | None = None
+    paused: bool = False
+    """True if it takes no run for a while, because of an error."""
+
+
+@dataclass(frozen=True)
+class WorkerOffer:
+    """Online worker with its devices, which are all of one kind."""
+
+    worker_id: str
+    backends: frozenset[str]
+    kind: str
+    device: str
+    """Name of its devices."""
+    devices: tuple[DeviceOffer, ...]
+    labels: frozenset[str] = frozenset()
+    host: str = ""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Online workers, and the backends that have had a worker with a GPU lately."""
+
+    workers: Sequence[WorkerOffer]
+    gpu_backends: frozenset[str] = frozenset()
+    """Backends of all workers with a GPU that have sent a heartbeat within an hour."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Requirements of a run on the device that trains it."""
+
+    backend: str
+    kind: str | None = None
+    memory_mb: int | None = None
+    """Memory that the user asks for; None: `estimated_mb` counts."""
+    estimated_mb: Mapping[str, int] = field(default_factory=dict)
+    """Least memory by kind of device, as far as it can be estimated."""
+    labels: frozenset[str] = frozenset()
+    devices: int = 1
+    prefers_gpu: bool = False
+    """True: a CPU takes it only where the backend has no GPU."""
+
+    @classmethod
+    def of(cls, backend: str, devices: int, requirements: Mapping[str, Any]) -> Self:
+        """Read `runs.requirements`."""
+        return cls(
+            backend,
+            requirements.get("kind"),
+            requirements.get("memory_mb"),
+            requirements.get("estimated_mb") or {},
+            frozenset(requirements.get("labels") or ()),
+            devices,
+            bool(requirements.get("prefers_gpu")),
+        )
+
+    def memory_on(self, kind: str) -> int:
+        """Return the memory that it needs on a kind of device, in MiB; 0 if that is not known."""
+        return self.memory_mb if self.memory_mb is not None else self.estimated_mb.get(kind, 0)
+
+    def allows_kind(self, kind: str, gpu_backends: frozenset[str]) -> bool:
+        """Return True if it may train on this kind of device."""
+        if self.kind is not None:
+            return self.kind == kind
+        return kind == "cuda" or not (self.prefers_gpu and self.backend in gpu_backends)
+
+    def allows_worker(self, worker: WorkerOffer, gpu_backends: frozenset[str]) -> bool:
+        """Return True if a worker has its backend, kind and labels, whatever the memory of its devices."""
+        return (
+            self.backend in worker.backends
+            and self.allows_kind(worker.kind, gpu_backends)
+            and self.labels <= worker.labels
+        )
+
+
+def pending_reason(needs: Needs, fleet: Fleet) -> PendingReason | None:
+    """Return the reason why no online worker can take a run now or later; None if it only waits for its turn."""
+    serving = [worker for worker in fleet.workers if needs.backend in worker.backends]
+    if not serving:
+        message = (
+            f"No worker of backend `{needs.backend}` is online. Start one with `anneal worker` on a machine that "
+            "shares database, Redis and storage, or restart `anneal up`."
+        )
+        return PendingReason(code="no_worker", message=message)
+    allowed = [worker for worker in serving if needs.allows_kind(worker.kind, fleet.gpu_backends)]
+    if not allowed:
+        return PendingReason(code="no_device_of_kind", message=_no_kind(needs))
+    labeled = [worker for worker in allowed if needs.labels <= worker.labels]
+    if not labeled:
+        labels = ", ".join(f"`{label}`" for label in sorted(needs.labels))
+        message = (
+            f"No online worker that could take the run has the labels {labels}. Start one with them in "
+            "ANNEAL_WORKER_LABELS, or create the run with other `resources.labels`."
+        )
+        return PendingReason(code="no_worker_with_labels", message=message)
+    fitting = [
+        (worker, [device for device in worker.devices if needs.memory_on(worker.kind) <= device.memory_mb])
+        for worker in labeled
+    ]
+    if not any(len(devices) >= needs.devices for _, devices in fitting):
+        return PendingReason(code="no_device_fits", message=_too_small(needs, labeled))
+    if not any(sum(not device.paused for device in devices) >= needs.devices for _, devices in fitting):
+        message = (
+            "Every device that the run fits on is paused after an error. `anneal workers list` shows the errors; each "
+            "device is tried again after its pause."
+        )
+        return PendingReason(code="devices_paused", message=message)
+    return None
+
+
+def _no_kind(needs: Needs) -> str:
+    if needs.kind is None:
+        return (
+            "No worker with a GPU is online, but one was within the last hour, so the run waits for it. Start it "
+            "again, or create the run with `resources.kind: cpu` to train on a CPU."
+        )
+    return (
+        f"The run needs a device of kind `{needs.kind}`, and no online worker of backend `{needs.backend}` has one. "
+        "Start such a worker, or create the run with another `resources.kind` and settings that allow it."
+    )
+
+
+def _too_small(needs: Needs, workers: Sequence[WorkerOffer]) -> str:
+    count = max(len(worker.devices) for worker in workers)
+    if needs.devices > count:
+        return f"The run needs {needs.devices} devices of one worker, and no online worker has more than {count}."
+    # Where the memory is estimated, it differs by kind: the sentence is about the device that lacks the least.
+    worker, memory = min(
+        ((worker, device.memory_mb) for worker in workers for device in worker.devices),
+        key=lambda one: needs.memory_on(one[0].kind) - one[1],
+    )
+    need = needs.memory_on(worker.kind)
+    largest = f"the largest device, {worker.device} of {worker.host or worker.worker_id}, has {memory:,} MiB"
+    if needs.memory_mb is not None:
+        return (
+            f"The run asks for {need:,} MiB of device memory (`resources.memory_mb`), and {largest}. Start a worker "
+            "with a larger device, or create the run with a smaller value."
+        )
+    return (
+        f"The run needs about {need:,} MiB of device memory, and {largest}. Start a worker with a larger device, or "
+        "create the run with settings that need less; `anneal runs estimate` names some. If the estimate is wrong, set "
+        "`resources.memory_mb`."
+    )

@@ -1,0 +1,126 @@
+"""Runs in a mixed fleet: none is claimed where it cannot fit, none starves, and one that cannot start says why."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, text
+
+from app.runs.scheduler.placement import DeviceOffer, Fleet, Needs, WorkerOffer, pending_reason
+from app.runs.state import machine
+from tests.rows import add_run, add_worker, claim, run_row
+
+CPU = WorkerOffer("wrk_cpu", frozenset({"celery", "fake"}), "cpu", "Xeon", (DeviceOffer(256_000),), host="node-1")
+GPU = WorkerOffer("wrk_gpu", frozenset({"celery"}), "cuda", "A10", (DeviceOffer(24_000),), frozenset({"site-b"}))
+FLEET = Fleet((CPU, GPU), frozenset({"celery"}))
+NEEDS = Needs("celery", estimated_mb={"cpu": 12_000, "cuda": 12_000}, prefers_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("needs", "fleet", "code", "says"),
+    [
+        (NEEDS, FLEET, None, ""),
+        (replace(NEEDS, backend="fake"), FLEET, None, ""),
+        (NEEDS, Fleet(()), "no_worker", "No worker of backend `celery` is online"),
+        (replace(NEEDS, prefers_gpu=False, kind="cuda"), Fleet((CPU,)), "no_device_of_kind", "of kind `cuda`"),
+        (NEEDS, Fleet((CPU,), frozenset({"celery"})), "no_device_of_kind", "within the last hour"),
+        (NEEDS, Fleet((CPU,)), None, ""),
+        (replace(NEEDS, labels=frozenset({"site-c"})), FLEET, "no_worker_with_labels", "the labels `site-c`"),
+        (replace(NEEDS, labels=frozenset({"site-b"})), FLEET, None, ""),
+        (replace(NEEDS, estimated_mb={"cuda": 70_000}), FLEET, "no_device_fits", "about 70,000 MiB"),
+        (replace(NEEDS, memory_mb=70_000), FLEET, "no_device_fits", "asks for 70,000 MiB"),
+        (replace(NEEDS, devices=2), FLEET, "no_device_fits", "2 devices of one worker"),
+        (NEEDS, Fleet((replace(GPU, devices=(DeviceOffer(24_000, paused=True),)),)), "devices_paused", "is paused"),
+    ],
+)
+def test_a_run_that_no_worker_can_take_has_a_reason(needs: Needs, fleet: Fleet, code: str | None, says: str) -> None:
+    found = pending_reason(needs, fleet)
+    assert (found and found.code) == code
+    assert found is None or says in found.message
+
+
+FLEET_ROWS: tuple[tuple[str, tuple[int, ...]], ...] = (
+    ("cpu", (64_000,)), ("cuda", (24_000, 80_000)), ("cuda", (40_000,)),
+)  # fmt: skip
+
+
+def test_in_a_mixed_fleet_no_run_is_claimed_where_it_cannot_fit_and_none_starves(engine: Engine) -> None:
+    workers = {add_worker(engine, kind=kind, memory_mb=memory): (kind, memory) for kind, memory in FLEET_ROWS}
+    dice = random.Random(16)
+    wanted: list[dict[str, Any]] = [
+        {"prefers_gpu": True, "estimated_mb": {"cpu": 8000, "cuda": dice.choice([6000, 30_000, 70_000])}}
+        for _ in range(12)
+    ] + [{"kind": "cpu", "memory_mb": 9000}, {"kind": "cuda", "memory_mb": 79_000}, {"prefers_gpu": True}]
+    dice.shuffle(wanted)
+    runs = {add_run(engine, requirements=one).id: one for one in wanted}
+    for turn in range(40):
+        for worker, (kind, memory) in dice.sample(sorted(workers.items()), len(workers)):
+            while (row := claim(engine, worker, kind=kind)) is not None:
+                del runs[row.id]
+                needs, (index,) = Needs.of("fake", 1, row.requirements), row.device_indexes
+                assert needs.kind in (None, kind) and not (needs.prefers_gpu and kind == "cpu")
+                assert needs.memory_on(kind) <= memory[index]
+                older = [Needs.of("fake", 1, wants) for run_id, wants in runs.items() if run_id < row.id]
+                large = memory[index] == 80_000
+                assert not large or max((one.memory_on("cuda") for one in older), default=0) <= 40_000
+                with engine.begin() as connection:
+                    connection.execute(machine.complete(row.id, row.lease_epoch, None, "done"))
+                break
+        if turn < 8:
+            # Small runs keep coming, which fit every device: they must not keep the large one from the big runs.
+            for _ in range(3):
+                small = {"prefers_gpu": True, "estimated_mb": {"cpu": 500, "cuda": 500}}
+                runs[add_run(engine, requirements=small).id] = small
+    assert runs == {}, "these wait for ever"
+
+
+def test_a_small_run_leaves_the_large_device_free(engine: Engine) -> None:
+    worker = add_worker(engine, kind="cuda", memory_mb=[80_000, 24_000])
+    add_run(engine, requirements={"estimated_mb": {"cuda": 5000}})
+    big = add_run(engine, requirements={"estimated_mb": {"cuda": 70_000}})
+    assert list(claim(engine, worker, kind="cuda").device_indexes) == [1]
+    taken = claim(engine, worker, kind="cuda")
+    assert (taken.id, list(taken.device_indexes)) == (big.id, [0])
+
+
+def test_a_cpu_takes_a_run_that_prefers_a_gpu_once_the_last_gpu_is_gone_for_an_hour(engine: Engine) -> None:
+    cpu, gpu = add_worker(engine), add_worker(engine, kind="cuda")
+    run = add_run(engine, requirements={"prefers_gpu": True})
+    assert claim(engine, cpu) is None
+    with engine.begin() as connection:
+        away = text("UPDATE workers SET heartbeat_at = now() - interval '59 min', state = 'offline' WHERE id = :id")
+        connection.execute(away, {"id": gpu})
+    assert claim(engine, cpu) is None, "a GPU worker that restarts does not hand its runs to a CPU"
+    with engine.begin() as connection:
+        connection.execute(
+            text("UPDATE workers SET heartbeat_at = now() - interval '61 min' WHERE id = :id"), {"id": gpu}
+        )
+    assert claim(engine, cpu).id == run.id
+
+
+def test_a_hint_that_reached_the_wrong_worker_is_sent_again_at_once(engine: Engine) -> None:
+    add_worker(engine)
+    add_run(engine, requirements={"kind": "cuda"})
+
+    def due(seconds: int) -> int:
+        with engine.begin() as connection:
+            connection.execute(text("UPDATE runs SET notified_at = now() - make_interval(secs => :s)"), {"s": seconds})
+            return len(connection.execute(machine.mark_notified(10)).all())
+
+    assert [due(2), due(31)] == [0, 1], "no device that fits is free"
+    add_worker(engine, kind="cuda")
+    assert [due(0), due(2)] == [0, 1]
+
+
+def test_the_reason_is_cleared_when_the_run_starts(engine: Engine) -> None:
+    run, worker = add_run(engine), add_worker(engine)
+    with engine.begin() as connection:
+        reason = pending_reason(Needs("fake"), Fleet(()))
+        assert len(connection.execute(machine.report_pending_reason(run.id, reason)).all()) == 1
+    assert run_row(engine, run.id).pending_reason["code"] == "no_worker"
+    assert claim(engine, worker).pending_reason is None
+    with engine.begin() as connection:
+        assert connection.execute(machine.report_pending_reason(run.id, reason)).all() == [], (
+            "it does not wait any more"
+        )

@@ -1,0 +1,205 @@
+"""Runs that evaluate a model without training: how they are asked for, and what they refuse."""
+
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy import Engine, func
+
+from app.config import Settings
+from app.infra.ids import new_id
+from app.infra.storage import Storage
+from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run, mark_checkpoint, mark_run
+from tests.rows import events_of, run_row
+from tests.server import ApiServer
+
+LORA = {"base_model": "tiny", "method": "lora", "lora_r": 8, "max_steps": 100, "eval_split": 0.1, "eval_steps": 10}
+KEPT = {"batch_size": 2, "report_to": ["tensorboard"], "sample_steps": 5, "sample_prompts": ["why"]}
+
+
+@pytest.fixture
+def settings(emptied_api: ApiServer) -> Settings:
+    return emptied_api.settings
+
+
+@pytest.fixture
+def api(emptied_api: ApiServer) -> ApiServer:
+    if not (emptied_api.settings.models_folder / "tiny").exists():
+        make_model(emptied_api.settings)
+    return emptied_api
+
+
+@pytest.fixture
+def dataset(engine: Engine) -> str:
+    return make_dataset(engine)
+
+
+def evaluate(api: ApiServer, model: str, dataset: str, **body: Any) -> httpx.Response:
+    return api.client.post("/v1/runs/evaluate", json={"model": model, "dataset_id": dataset, **body})
+
+
+def evaluation_of(api: ApiServer, model: str, dataset: str, **body: Any) -> dict[str, Any]:
+    answer = evaluate(api, model, dataset, **body)
+    assert answer.status_code == 202, answer.text
+    run: dict[str, Any] = answer.json()
+    return run
+
+
+def refused(answer: httpx.Response) -> dict[str, str]:
+    """Codes of the errors by field."""
+    assert answer.status_code == 422, answer.text
+    return {error["field"]: error["code"] for error in answer.json()["errors"]}
+
+
+def trained(api: ApiServer, engine: Engine, dataset: str, **config: Any) -> tuple[str, str]:
+    """A completed run with an output; answers its id and that of its checkpoint."""
+    body = {"config": {**LORA, **KEPT, **config}, "backend": "celery", "name": "mine"}
+    run_id = make_run(api.client, dataset, **body)["id"]
+    trainer = Trainer(engine, run_id).begin()
+    saved = trainer.checkpoint(20)
+    trainer.complete().write_output(Storage(api.settings))
+    return run_id, saved
+
+
+class TestRequest:
+    def test_the_output_of_a_run_is_evaluated_with_its_configuration(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        run_id, _ = trained(api, engine, dataset, extra={"double_quant": True, "eval_on_start": True})
+        other = make_dataset(engine)
+        asked = {"max_eval_rows": "1k", "extra": {"eval_batch_size": 3}}
+        answer = evaluate(api, run_id, other, config=asked, tags=["t"], priority=3)
+        run = answer.json()
+        assert answer.status_code == 202 and answer.headers["location"] == f"/v1/runs/{run['id']}"
+        assert (run["task"], run["status"], run["dataset_id"]) == ("evaluate", "pending", other)
+        assert (run["base_run_id"], run["parent_run_id"], run["resume_checkpoint_id"]) == (run_id, None, None)
+        assert (run["name"], run["tags"], run["priority"]) == ("evaluation of mine", ["t"], 3)
+        parent = api.client.get(f"/v1/runs/{run_id}").json()
+        assert parent["task"] == "train" and run["experiment_id"] == parent["experiment_id"]
+        config = run["config"]
+        kept = {"method": "lora", "lora_r": 8, "batch_size": 2, "base_model": "tiny"}
+        assert {name: config[name] for name in kept} == kept
+        assert (config["max_eval_rows"], config["extra"]) == (1000, {"double_quant": True, "eval_batch_size": 3})
+        assert (config["report_to"], config["eval_steps"], config["eval_split"]) == ([], None, 0.0)
+        assert (config["sample_steps"], config["sample_prompts"]) == (None, [])
+        given = run_row(engine, run["id"]).user_set_fields
+        assert {"lora_r", "max_eval_rows"} <= set(given) and not {"eval_steps", "report_to"} & set(given)
+        assert events_of(engine, run["id"])[0].data["reason"] == f"evaluates {run_id}"
+
+    def test_a_checkpoint_also_of_a_run_that_trains_is_evaluated(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        run_id = make_run(api.client, dataset, config=LORA, backend="celery")["id"]
+        saved = Trainer(engine, run_id).begin().checkpoint(20)
+        run = evaluation_of(api, saved, dataset)
+        assert (run["base_run_id"], run["parent_run_id"], run["resume_checkpoint_id"]) == (None, run_id, saved)
+
+    def test_a_base_model_is_evaluated_without_an_adapter(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        run = evaluation_of(api, "tiny", dataset)
+        assert (run["config"]["method"], run["config"]["base_model"], run["base_run_id"]) == ("full", "tiny", None)
+        pairs = make_dataset(engine, "preference", ["prompt", "chosen", "rejected"])
+        assert evaluation_of(api, "tiny", pairs, config={"method": "dpo"})["config"]["lora_r"] is None
+        assert evaluation_of(api, "tiny", pairs, config={"method": "dpo", "lora_r": 4})["config"]["lora_r"] == 4
+
+    def test_repeated_with_its_key_is_one_run(self, api: ApiServer, dataset: str) -> None:
+        body = {"model": "tiny", "dataset_id": dataset}
+        ids = {
+            api.client.post("/v1/runs/evaluate", json=body, headers={"Idempotency-Key": "k"}).json()["id"]
+            for _ in range(2)
+        }
+        assert len(ids) == 1
+
+
+class TestRefusals:
+    def test_a_model_that_cannot_be_evaluated(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        live = make_run(api.client, dataset, config=LORA, backend="celery")["id"]
+        trainer = Trainer(engine, live).begin()
+        gone, bad = trainer.checkpoint(20), trainer.checkpoint(40)
+        mark_checkpoint(engine, gone, deleted_at=func.now())
+        mark_checkpoint(engine, bad, bad_reason="torn")
+        trainer.fail()
+        fake = make_run(api.client, dataset)["id"]
+        Trainer(engine, fake).begin().complete()
+        recipe, _ = trained(api, engine, dataset)
+        mark_run(engine, recipe, config={**run_row(engine, recipe).config, "extra": {"recipe": {"type": "ours"}}})
+        before = count_runs(engine)
+        for model, code in (
+            (live, "run_without_output"),
+            (gone, "checkpoint_unusable"),
+            (bad, "checkpoint_unusable"),
+            (fake, "not_a_model"),
+            (recipe, "trained_by_a_recipe"),
+            (new_id("run"), "run_not_found"),
+            (new_id("ckpt"), "checkpoint_not_found"),
+        ):
+            assert refused(evaluate(api, model, dataset)) == {"model": code}
+        assert refused(evaluate(api, "nowhere", dataset)) == {"model": "model_not_found"}
+        assert refused(evaluate(api, "../tiny", dataset)) == {"model": "invalid_name"}
+        assert count_runs(engine) == before
+
+    @pytest.mark.parametrize(
+        ("config", "errors"),
+        [
+            ({"lora_r": 4}, {"config.lora_r": "not_changeable"}),
+            ({"extra": {"eval_batch_size": 2, "probe": True}}, {"config.extra.probe": "not_changeable"}),
+            ({"max_eval_rows": 0}, {"config.max_eval_rows": "out_of_range"}),
+            ({"extra": [1]}, {"config.extra": "not_changeable"}),
+            ({"nonsense": 1}, {"config.nonsense": "not_changeable"}),
+        ],
+    )  # fmt: skip
+    def test_a_field_that_is_that_of_the_run(
+        self, api: ApiServer, engine: Engine, dataset: str, config: dict[str, Any], errors: dict[str, str]
+    ) -> None:
+        run_id, _ = trained(api, engine, dataset)
+        assert refused(evaluate(api, run_id, dataset, config=config)) == errors
+
+    @pytest.mark.parametrize(
+        ("config", "errors"),
+        [
+            ({"save_steps": 1, "nonsense": 1}, {"config.nonsense": "unknown_field"}),
+            ({"early_stopping_patience": 1}, {"config.early_stopping_patience": "conflict"}),
+            ({"base_model": "tiny"}, {"config.base_model": "conflict"}),
+            ({"method": "lora", "lora_r": None}, {"config.lora_r": "conflict"}),
+            ({"extra": [1]}, {"config.extra": "wrong_type"}),
+            ({"method": "dpo"}, {"dataset_id": "wrong_dataset_format"}),
+            ({"method": "best"}, {"config.method": "unknown_value"}),
+        ],
+    )
+    def test_a_configuration_of_a_base_model(
+        self, api: ApiServer, dataset: str, config: dict[str, Any], errors: dict[str, str]
+    ) -> None:
+        assert refused(evaluate(api, "tiny", dataset, config=config)) == errors
+
+    def test_an_evaluation_neither_resumes_nor_acts_nor_estimates(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        run_id = evaluation_of(api, "tiny", dataset)["id"]
+        path = f"/v1/runs/{run_id}"
+        assert refused(api.client.post(f"{path}/actions", json={"action": "checkpoint"})) == {
+            "action": "not_for_this_task"
+        }
+        stopped = api.client.post(f"{path}/stop")
+        assert (stopped.json()["status"], stopped.json()["stop"]["mode"]) == ("cancelled", "discard")
+        resumed = api.client.post(f"{path}/resume", json={"from": "start"})
+        assert (resumed.status_code, resumed.json()["code"]) == (409, "not_a_training")
+        assert api.client.get(path).json()["estimate"] is None
+
+
+class TestResult:
+    def test_is_on_the_run_and_no_run_to_compare_with(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        run_id, _ = trained(api, engine, dataset)
+        evaluated = evaluation_of(api, run_id, dataset)["id"]
+        trainer = Trainer(engine, evaluated).begin()
+        assert api.client.get(f"/v1/runs/{evaluated}").json()["evaluation"] is None
+        metrics = {"eval_loss": 0.5, "eval_perplexity": None}
+        trainer.events("eval", {"step": 100, "metrics": metrics, "non_finite": ["metrics.eval_perplexity"]})
+        mark_run(engine, evaluated, best_score=0.5)
+        trainer.complete()
+        shown = api.client.get(f"/v1/runs/{evaluated}").json()
+        assert (shown["evaluation"], shown["best_eval"]) == (metrics, 0.5)
+        listed = [run["id"] for run in api.client.get("/v1/runs", params={"task": "evaluate"}).json()["data"]]
+        assert listed == [evaluated]
+        ranked = [run["id"] for run in api.client.get("/v1/runs", params={"sort": "best"}).json()["data"]]
+        assert ranked == [run_id]
+        deleted = api.client.delete(f"/v1/runs/{run_id}")
+        assert (deleted.status_code, deleted.json()["code"]) == (409, "run_is_needed")

@@ -1,0 +1,109 @@
+"""Exports and downloads of checkpoints over the API; `tests/e2e/test_run.py` has one from the checkpoint to a model."""
+
+import io
+import tarfile
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy import Engine
+
+from app.config import Settings
+from app.infra.ids import new_id
+from app.infra.storage import Storage
+from tests.factories import Trainer, make_dataset, make_model, make_run, mark_checkpoint
+from tests.rows import run_row
+from tests.server import ApiServer
+
+CONFIG = {"base_model": "tiny", "method": "lora", "report_to": ["tensorboard"]}
+
+
+@pytest.fixture
+def settings(emptied_api: ApiServer) -> Settings:
+    return emptied_api.settings
+
+
+@pytest.fixture
+def api(emptied_api: ApiServer) -> ApiServer:
+    folder = emptied_api.settings.models_folder / "tiny"
+    if not folder.exists():
+        make_model(emptied_api.settings)
+    return emptied_api
+
+
+def trained(api: ApiServer, engine: Engine, **config: Any) -> Trainer:
+    body = {"backend": "celery", "config": {**CONFIG, **config}}
+    return Trainer(engine, make_run(api.client, make_dataset(engine), **body)["id"]).begin()
+
+
+def export(api: ApiServer, run_id: str, checkpoint_id: str, **body: Any) -> httpx.Response:
+    return api.client.post(f"/v1/runs/{run_id}/checkpoints/{checkpoint_id}/export", json=body)
+
+
+class TestExport:
+    @pytest.mark.parametrize("end", ["complete", "fail", "cancel_on_request"])
+    def test_is_a_run_of_its_own_however_the_run_ended(self, api: ApiServer, engine: Engine, end: str) -> None:
+        trainer = trained(api, engine)
+        saved = trainer.checkpoint(40)
+        getattr(trainer, end)()
+        answer = export(api, trainer.run_id, saved, output="merged", name="the best")
+        assert answer.status_code == 202, answer.text
+        run = answer.json()
+        assert answer.headers["location"] == f"/v1/runs/{run['id']}"
+        assert (run["status"], run["name"], run["parent_run_id"]) == ("pending", "the best", trainer.run_id)
+        assert run["current_step"] == 40
+        assert run["config"]["output"] == "merged" and run["task"] == "export"
+        assert (run["config"]["report_to"], run["config"]["push_to_hub"]) == ([], None)
+        assert run_row(engine, run["id"]).resume_checkpoint_id == saved
+        # Its checkpoint and its source are kept for it.
+        assert api.client.delete(f"/v1/runs/{trainer.run_id}").status_code == 409
+
+    def test_the_same_idempotency_key_makes_one(self, api: ApiServer, engine: Engine) -> None:
+        trainer = trained(api, engine)
+        path = f"/v1/runs/{trainer.run_id}/checkpoints/{trainer.checkpoint(40)}/export"
+        trainer.fail()
+        made = {api.client.post(path, headers={"Idempotency-Key": "one"}).json()["id"] for _ in range(2)}
+        assert len(made) == 1
+
+    def test_is_refused_with_the_reason(self, api: ApiServer, engine: Engine) -> None:
+        trainer = trained(api, engine)
+        saved, bad = trainer.checkpoint(40), trainer.checkpoint(50)
+        mark_checkpoint(engine, bad, bad_reason="weights have another hash")
+
+        def refusal(answer: httpx.Response) -> tuple[int, str, str]:
+            problem = answer.json()
+            return answer.status_code, problem["code"], (problem.get("errors") or [{"field": ""}])[0]["field"]
+
+        assert refusal(export(api, trainer.run_id, saved)) == (409, "run_is_live", "")
+        trainer.fail()
+        assert refusal(export(api, trainer.run_id, bad)) == (409, "checkpoint_unusable", "")
+        assert refusal(export(api, trainer.run_id, new_id("ckpt"))) == (404, "checkpoint_not_found", "")
+        assert export(api, trainer.run_id, saved, output="gguf").status_code == 422
+        assert export(api, trainer.run_id, saved, name="").status_code == 422
+
+        whole = trained(api, engine, method="full")
+        saved = whole.checkpoint(40)
+        whole.fail()
+        assert refusal(export(api, whole.run_id, saved, output="merged"))[2] == "output"
+
+        fake = Trainer(engine, make_run(api.client, make_dataset(engine))["id"]).begin()
+        saved = fake.checkpoint(40)
+        fake.fail()
+        assert refusal(export(api, fake.run_id, saved))[2] == "checkpoint_id"
+
+
+class TestDownload:
+    def test_is_an_archive_of_the_files_without_links(self, api: ApiServer, engine: Engine) -> None:
+        trainer = trained(api, engine)
+        saved, missing = trainer.checkpoint(40), trainer.checkpoint(50)
+        folder = Storage(api.settings).named_checkpoint(trainer.run_id, 1, "checkpoint-40")
+        folder.mkdir(parents=True)
+        (folder / "weights.bin").write_bytes(bytes(1000))
+        (folder / "link").symlink_to("/etc/passwd")
+        path = f"/v1/runs/{trainer.run_id}/checkpoints"
+        answer = api.client.get(f"{path}/{saved}/download")
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "application/x-tar")
+        with tarfile.open(fileobj=io.BytesIO(answer.content)) as tar:
+            assert {one.name: one.size for one in tar} == {f"{saved}/weights.bin": 1000}
+        answer = api.client.get(f"{path}/{missing}/download")
+        assert (answer.status_code, answer.json()["code"]) == (404, "artifacts_missing")

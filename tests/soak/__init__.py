@@ -1,0 +1,1 @@
+"""Soak: memory and latency of a service under attack."""

@@ -1,0 +1,123 @@
+"""Evaluations without training: they equal those of the training whose weights they load."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.contracts.attempt.messages import ControlMessage
+from app.contracts.stop import StopRequest
+from tests.worker.training.tiny import Forks, Outcome, make_chat_dataset, make_job, make_pairs, make_prompts, make_rated
+
+COMMON: dict[str, Any] = {
+    "max_seq_length": 64, "max_steps": 4, "save_steps": 2, "eval_steps": 2, "batch_size": 2, "learning_rate": 1e-2,
+    "gradient_accumulation_steps": 2, "optim": "adamw_torch", "load_in_4bit": False, "save_total_limit": None,
+}  # fmt: skip
+LENGTH = {"type": "length", "min": 4, "max": 8, "unit": "characters", "slack": 30}
+DATA: dict[str, Any] = {
+    "chat": make_chat_dataset, "preference": make_pairs, "rated": make_rated, "prompt": make_prompts,
+}  # fmt: skip
+MAIN = ("eval_loss", "eval_perplexity", "eval_preference_accuracy", "eval_reward_margin")
+NOT_COMPARED = ("eval_seconds", "eval_samples_per_second")
+
+
+def evaluation_job(
+    folder: Path, model: Path, data: Path, weights: Path | None = None, step: int = 0, **fields: Any
+) -> dict[str, Any]:
+    loaded = {"path": str(weights), "step": step, "epoch": 0.5} if weights else None
+    job = make_job(folder, model, data, **fields) | {"task": "evaluate", "weights": loaded}
+    job.setdefault("reward_models", [])
+    return job
+
+
+def found(outcome: Outcome) -> dict[str, Any]:
+    """The metrics of the only evaluation, but for those about time; the run has completed and has no output."""
+    assert outcome.result["outcome"] == "completed", (outcome.result, outcome.stderr[-2000:])
+    (record,) = outcome.of("eval")
+    assert outcome.steps == {} and outcome.of("checkpoint") == outcome.of("metric") == []
+    assert outcome.result["output"] is None and not outcome.output.exists()
+    return {name: value for name, value in record["metrics"].items() if name not in NOT_COMPARED}
+
+
+@pytest.mark.parametrize(
+    ("method", "fields"),
+    [
+        ("full", {}),
+        ("lora", {"lora_r": 4, "lora_dropout": 0.1}),
+        ("dpo", {"lora_r": 4}),
+        ("dpo", {"lora_r": None}),
+        ("kto", {"lora_r": 4}),
+        ("reward", {"lora_r": 4}),
+    ],
+)
+def test_an_evaluation_equals_that_of_the_training_and_does_not_depend_on_the_batch_size(
+    method: str, fields: dict[str, Any], forks: Forks, tiny_model: Path, tmp_path: Path
+) -> None:
+    data_format = {"dpo": "preference", "kto": "rated", "reward": "preference"}.get(method, "chat")
+    data, held_out = DATA[data_format](tmp_path / "data.jsonl", 16), DATA[data_format](tmp_path / "held_out.jsonl", 10)
+    config = {"method": method, "export": "last", **fields, **COMMON}
+    trained = forks.run(
+        make_job(tmp_path / "train", tiny_model, data, eval_data=held_out, data_format=data_format, **config)
+    )
+    assert trained.result["outcome"] == "completed", (trained.result, trained.stderr[-2000:])
+    during = {one["step"]: one["metrics"] for one in trained.of("eval")}
+    places = [(trained.folder / "checkpoint-2", 2, {}), (trained.output, 4, {})]
+    if method != "kto":  # its KL term compares the rows of a batch
+        places.append((trained.output, 4, {"extra": {"eval_batch_size": 3}}))
+    for number, (weights, step, more) in enumerate(places):
+        job = evaluation_job(
+            tmp_path / str(number), tiny_model, held_out, weights, step, data_format=data_format, **config, **more
+        )
+        done = forks.run(job)
+        again = found(done)
+        assert (done.of("eval")[0]["step"], done.result["step"]) == (step, step)
+        expected = {name: value for name, value in during[step].items() if name not in NOT_COMPARED}
+        if more:  # others, such as the lowest reward, are means of batches
+            expected, again = ({name: one[name] for name in MAIN if name in one} for one in (expected, again))
+        # Reference log-probabilities are computed in batches of other shapes; then the last bits may differ.
+        exact = not more and method in ("full", "lora", "reward")
+        assert again == (expected if exact else pytest.approx(expected, rel=1e-4, abs=1e-5))
+    phases = [record["name"] for record in done.of("phase")]
+    assert phases == ["loading", "tokenizing", "loading", "evaluating"]
+    assert done.of("config")[0]["facts"]["eval_rows"] == 10
+
+
+def test_a_base_model_is_evaluated_as_it_is_on_the_first_rows(
+    forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    first = tmp_path / "first.jsonl"
+    first.write_text("".join(chats.read_text().splitlines(keepends=True)[:3]))
+    config = COMMON | {"method": "full", "eval_steps": None}
+    limited, few = (
+        forks.run(evaluation_job(tmp_path / name, tiny_model, data, **config, **fields))
+        for name, data, fields in (("limited", chats, {"max_eval_rows": 3}), ("few", first, {}))
+    )
+    assert found(limited) == found(few)
+    trained = forks.run(
+        make_job(
+            tmp_path / "train", tiny_model, chats, eval_data=first,
+            **config | {"max_steps": 1, "eval_steps": 1, "extra": {"eval_on_start": True}},
+        )
+    )  # fmt: skip
+    assert trained.of("eval")[0]["metrics"]["eval_loss"] == found(few)["eval_loss"]
+
+
+def test_completions_of_prompts_are_rewarded(forks: Forks, tiny_model: Path, tmp_path: Path) -> None:
+    data = make_prompts(tmp_path / "prompts.jsonl", 3)
+    config = COMMON | {"batch_size": 4, "rlhf": {"num_generations": 2, "max_completion_length": 8, "rewards": [LENGTH]}}
+    job = evaluation_job(tmp_path, tiny_model, data, data_format="prompt", method="rlhf", lora_r=None, **config)
+    assert {"eval_reward", "eval_reward_length"} <= found(forks.run(job)).keys()
+
+
+def test_a_stop_ends_it_without_a_result(forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
+    job = evaluation_job(tmp_path, tiny_model, chats, method="full", **COMMON | {"eval_steps": None})
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(str(tmp_path / "control"))
+        listening.listen()
+        forks.start(job, control=tmp_path / "control")
+        control, _ = listening.accept()
+    with control:
+        control.send(ControlMessage(stop=StopRequest("discard")).to_json())
+        ended = forks.wait()
+    assert (ended.result["outcome"], ended.result["why"], ended.of("eval")) == ("stopped", "stop", [])

@@ -1,0 +1,145 @@
+"""The output of a run: whose weights it has, in which form, and that it names no place of this machine."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.worker.training.tiny import Forks, Outcome, load_output, make_job
+
+QUICK: dict[str, Any] = {
+    "max_seq_length": 64, "max_steps": 4, "logging_steps": 2, "batch_size": 4, "gradient_accumulation_steps": 1,
+    "optim": "adamw_torch", "warmup_ratio": 0.0,
+}  # fmt: skip
+WEIGHTS = "model.safetensors"
+
+
+def same(first: Path, second: Path) -> bool:
+    """Whether two files of weights hold the same numbers."""
+    one, two = load_file(first), load_file(second)
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def paths_in(output: Path, *places: Path) -> list[str]:
+    """The files of an output that name one of these places."""
+    files = [path for path in output.rglob("*") if path.is_file()]
+    return [path.name for path in files if any(str(place).encode() in path.read_bytes() for place in places)]
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = model.eval()(torch.arange(5, 45).reshape(2, 20)).logits
+    return found
+
+
+@pytest.fixture(scope="class")
+def stopped_early(
+    forks: Forks, tiny_model: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Outcome]:
+    """A run of which the evaluations get worse after the first."""
+    config = QUICK | {"method": "full", "learning_rate": 1.0, "max_steps": 50, "early_stopping_patience": 2}
+    folder = tmp_path_factory.mktemp("early")
+    config |= {"eval_split": 0.2, "eval_steps": 1, "extra": {"memory_profile": True}}
+    yield forks.run(make_job(folder, tiny_model, chats, **config))
+
+
+def best_of(done: Outcome) -> int:
+    """The step of the best evaluation."""
+    losses = {one["step"]: one["metrics"]["eval_loss"] for one in done.of("eval")}
+    return min(losses, key=lambda step: (losses[step], step))
+
+
+class TestWeights:
+    def test_an_early_stop_exports_the_best_evaluated_weights_and_says_so(self, stopped_early: Outcome) -> None:
+        done, best = stopped_early, best_of(stopped_early)
+        assert (done.result["why"], done.result["step"]) == ("early_stopping", best + 2)
+        assert same(done.output / WEIGHTS, done.folder / f"checkpoint-{best}" / WEIGHTS)
+        assert not same(done.output / WEIGHTS, done.folder / f"checkpoint-{best + 2}" / WEIGHTS)
+        (event,) = done.of("export")
+        assert (event["weights"], event["step"], event["output"]) == ("best", best, "adapter")
+        assert done.result["exported"] == f"best weights of step {best}, {event['reason']}"
+        assert "best `eval_loss`" in event["reason"]
+        assert json.loads((done.output / "export.json").read_text())["step"] == best
+        assert f"best weights of step {best}" in (done.output / "README.md").read_text()
+
+    def test_no_file_of_an_output_names_a_place_of_this_machine(self, stopped_early: Outcome, tiny_model: Path) -> None:
+        assert paths_in(stopped_early.output, tiny_model, stopped_early.folder) == []
+        assert 'from_pretrained(".")' in (stopped_early.output / "README.md").read_text()
+
+    @pytest.mark.parametrize("state", ["whole", "damaged"])
+    def test_the_best_of_an_earlier_attempt_is_exported_unless_it_is_damaged(
+        self, state: str, stopped_early: Outcome, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        step = best_of(stopped_early)
+        saved = stopped_early.checkpoint(step)
+        sha256 = saved["manifest_sha256"] if state == "whole" else "0" * 64
+        job = make_job(tmp_path, tiny_model, chats, method="full", eval_split=0.2, eval_steps=4, **QUICK)
+        job["best_checkpoint"] = {**saved, "manifest_sha256": sha256, "metric": 0.001}
+        done = forks.run(job)
+        (event,) = done.of("export")
+        if state == "whole":
+            assert (event["weights"], event["step"]) == ("best", step)
+            assert same(done.output / WEIGHTS, Path(saved["path"]) / WEIGHTS)
+        else:
+            assert (event["weights"], event["step"]) == ("last", 4)
+            assert any("cannot be exported" in one["line"] for one in done.of("message"))
+
+    def test_the_last_weights_are_exported_on_request(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = QUICK | {"method": "full", "learning_rate": 1.0, "export": "last", "eval_split": 0.2, "eval_steps": 1}
+        done = forks.run(make_job(tmp_path, tiny_model, chats, **config))
+        assert best_of(done) < 4
+        (event,) = done.of("export")
+        assert (event["weights"], event["step"]) == ("last", 4)
+        assert same(done.output / WEIGHTS, done.folder / "checkpoint-4" / WEIGHTS)
+
+
+class TestForm:
+    @pytest.mark.parametrize("method", ["lora", "qlora"])
+    def test_a_merged_output_loads_with_transformers_alone_and_computes_the_same(
+        self, method: str, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = QUICK | {"method": method, "learning_rate": 2e-2, "use_dora": method == "lora", "output": "merged"}
+        done = forks.run(make_job(tmp_path, tiny_model, chats, **config))
+        assert done.result["outcome"] == "completed", done.result
+        assert not (done.output / "adapter_config.json").exists() and not (done.output / "adapter").exists()
+        assert "quantization_config" not in json.loads((done.output / "config.json").read_text())
+        assert paths_in(done.output, tiny_model, tmp_path) == []
+        assert "peft" not in (done.output / "README.md").read_text().split("## Data")[0]
+        merged = logits(load_output(done.output, tiny_model))
+
+        plain = AutoModelForCausalLM.from_pretrained(tiny_model)
+        untrained = logits(plain)
+        adapted = logits(PeftModel.from_pretrained(plain, str(done.folder / "checkpoint-4")))
+        # The base of a 4-bit adapter differs from the original by its quantization.
+        most = 1e-4 if method == "lora" else 0.3 * (adapted - untrained).abs().max()
+        assert (merged - adapted).abs().max() < most
+        assert (merged - untrained).abs().max() > 1e-2
+
+
+class TestExportOfACheckpoint:
+    def test_writes_its_weights_without_data_and_without_training(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = QUICK | {"method": "lora", "learning_rate": 2e-2, "save_steps": 2}
+        trained = forks.run(make_job(tmp_path / "1", tiny_model, chats, **config))
+        saved = trained.checkpoint(2)
+        for form in ("adapter", "merged"):
+            job = make_job(tmp_path / form, tiny_model, "missing.jsonl", resume_from=saved, output=form, **config)
+            done = forks.run({**job, "task": "export"})
+            assert (done.result["outcome"], done.result["why"]) == ("completed", "export"), done.result
+            assert (done.of("metric"), done.of("checkpoint"), done.steps) == ([], [], {})
+            (event,) = done.of("export")
+            assert (event["weights"], event["step"], event["output"]) == ("checkpoint", 2, form)
+            assert paths_in(done.output, tiny_model, tmp_path) == []
+        name = "adapter_model.safetensors"
+        assert same(tmp_path / "adapter" / "a1" / "output" / name, Path(saved["path"]) / name)
+        adapted, merged = (load_output(tmp_path / form / "a1" / "output", tiny_model) for form in ("adapter", "merged"))
+        assert (logits(adapted) - logits(merged)).abs().max() < 1e-4
