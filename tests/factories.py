@@ -33,7 +33,8 @@ def make_experiment(engine: Engine, name: str = "an experiment") -> str:
 def make_dataset(engine: Engine, format: str = "chat", columns: Sequence[str] = ("messages",)) -> str:
     """Create a dataset without files and return its id."""
     dataset_id = new_id("ds")
-    row = {"format": format, "extension": "jsonl", "rows": 8, "bytes": 800, "sha256": "0" * 64}
+    source = {"file_format": "jsonl", "delimiter": None, "gzip": False, "layout": None}
+    row = {"format": format, "source": source, "extension": "jsonl", "rows": 8, "bytes": 800, "sha256": "0" * 64}
     with engine.begin() as connection:
         connection.execute(
             insert(Dataset).values(id=dataset_id, name=f"{format}.jsonl", columns=[*columns], preview=[], **row)

@@ -94,6 +94,7 @@ def parents(connection: Connection) -> tuple[str, str]:
         insert(Dataset).values(
             id=dataset, name="data", format="text", extension="jsonl", rows=1, bytes=1, sha256="0" * 64,
             columns=["text"], preview=[],
+            source={"file_format": "jsonl", "delimiter": None, "gzip": False, "layout": None},
         )
     )  # fmt: skip
     return experiment, dataset

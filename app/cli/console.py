@@ -266,7 +266,7 @@ def size(count: int) -> str:
 
 
 @contextmanager
-def transfer(label: str, total: int) -> "Iterator[Any]":
+def transfer(label: str, total: int | None) -> "Iterator[Any]":
     """Show a progress bar on a terminal for a transfer.
 
     Yields a callback that takes the number of bytes transferred so far, or None without a terminal.

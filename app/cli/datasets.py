@@ -42,11 +42,11 @@ Tokenizer = Annotated[str | None, typer.Option(metavar="MODEL", help="Count toke
 
 @commands.command()
 def upload(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to upload.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to upload; `-`: standard input.")],
     name: Annotated[str | None, typer.Option(help="Name of the dataset. Default: the file name.")] = None,
     format: Format = None,
     file_format: Annotated[
-        str | None, typer.Option(help="jsonl, json, csv or parquet. Default: from the file name.")
+        str | None, typer.Option(help="jsonl, json, csv, tsv or parquet. Default: from the file's name or content.")
     ] = None,
     column: Columns = None,
     tokenizer: Tokenizer = None,
@@ -54,13 +54,14 @@ def upload(
 ) -> None:
     """Upload a file, validate every row and print the id of the dataset.
 
-    Example: `anneal datasets upload chats.jsonl --name "support, May"`
+    Example: `anneal datasets upload chats.jsonl --name "support, May"`, or `… | anneal datasets upload - --name chats`
     """
     columns = _columns(column)
     with connected() as client:
-        with transfer(file.name, file.stat().st_size) as update:
+        is_piped = str(file) == "-"
+        with transfer(file.name, None if is_piped else file.stat().st_size) as update:
             dataset = client.datasets.upload(
-                file,
+                sys.stdin.buffer if is_piped else file,
                 name=name,
                 format=format,
                 file_format=file_format,
@@ -117,6 +118,14 @@ def _print_created(dataset: "DatasetView", as_json: bool) -> None:
     say(dataset.id)
 
 
+def _source(dataset: "DatasetView") -> str:
+    """Return the recognized type of the uploaded file in words, such as `csv with semicolons, gzip, alpaca`."""
+    source = dataset.source
+    delimiters = {";": " with semicolons", "\t": " with tabs"} if source.file_format == "csv" else {}
+    parts = [source.file_format + delimiters.get(source.delimiter or "", ""), source.gzip and "gzip", source.layout]
+    return ", ".join(part for part in parts if part)
+
+
 @commands.command("list")
 def list_datasets(limit: Limit = 50, after: After = None, as_json: AsJson = False) -> None:
     """List datasets, newest first.
@@ -144,7 +153,7 @@ def show(dataset_id: DatasetId, as_json: AsJson = False) -> None:
             {
                 "id": dataset.id, "name": dataset.name, "format": dataset.format, "rows": f"{dataset.rows:,}",
                 "size": size(dataset.bytes), "sha256": dataset.sha256, "columns": dataset.columns,
-                "created": dataset.created_at, "tokens": dataset.token_statistics,
+                "uploaded as": _source(dataset), "created": dataset.created_at, "tokens": dataset.token_statistics,
                 **{f"row {number}": row for number, row in enumerate(dataset.preview, 1)},
             }
         )  # fmt: skip

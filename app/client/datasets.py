@@ -27,7 +27,7 @@ class Datasets(ApiResource[M]):
     @call
     async def upload(
         self,
-        file: str | Path | bytes,
+        file: str | Path | bytes | BinaryIO,
         *,
         name: str | None = None,
         format: str | None = None,
@@ -37,9 +37,10 @@ class Datasets(ApiResource[M]):
         on_progress: Callable[[int], None] | None = None,
         idempotency_key: str | None = None,
     ) -> DatasetView:
-        """Upload a file, given by its path or as JSONL bytes; every row is validated, and one bad row rejects the file.
+        """Upload a file; every row is validated, and one bad row rejects the file.
 
-        `file_format` (jsonl, json, csv, parquet) is required if the file name does not show it. `columns` maps the
+        `file` is a path, JSONL as bytes, or an open file such as `sys.stdin.buffer`, which is copied to disk first.
+        `file_format` (jsonl, json, csv, tsv, parquet) is required if the file name does not show it. `columns` maps the
         columns of the dataset format to those of the file. `tokenizer` names the model whose tokenizer counts tokens.
         `on_progress` is called with the number of bytes sent so far.
         """
@@ -141,19 +142,27 @@ class _Counted(io.RawIOBase):
         return self._file.tell()
 
 
-def _opened(file: str | Path | bytes) -> BinaryIO:
+def _opened(file: str | Path | bytes | BinaryIO) -> BinaryIO:
     if isinstance(file, bytes):
         return io.BytesIO(file)
+    if not isinstance(file, str | Path):
+        return _copy_of(file)
     path = Path(file)
     if path.is_file() or path.is_dir():
         return path.open("rb")
-    # A pipe has no known size, and a retry could not read it again.
-    copy = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     with path.open("rb") as pipe:
-        shutil.copyfileobj(pipe, copy)
+        return _copy_of(pipe)
+
+
+def _copy_of(pipe: BinaryIO) -> BinaryIO:
+    """Return a temporary copy: a pipe has no known size, and a retry could not read it again."""
+    copy = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+    shutil.copyfileobj(pipe, copy)
     copy.seek(0)
     return cast(BinaryIO, copy)
 
 
-def _file_name(file: str | Path | bytes) -> str:
-    return "rows.jsonl" if isinstance(file, bytes) else Path(file).name
+def _file_name(file: str | Path | bytes | BinaryIO) -> str:
+    if isinstance(file, bytes):
+        return "rows.jsonl"
+    return Path(file).name if isinstance(file, str | Path) else "stdin"

@@ -45,7 +45,7 @@ async def upload_dataset(
     storage: CurrentStorage,
     idempotency_key: IdempotencyKey = None,
 ) -> DatasetView:
-    """Upload a file (JSONL, JSON, CSV, Parquet), or import a dataset of the Hugging Face Hub named in JSON.
+    """Upload a file (JSONL, JSON, CSV, TSV, Parquet), or import a dataset of the Hugging Face Hub named in JSON.
 
     The dataset is validated row by row and stored as JSONL only if every row is valid.
     """

@@ -18,6 +18,7 @@ from app.config import Settings
 from app.contracts.errors import FieldError
 from app.datasets.readers.csv_table import TableReader
 from app.datasets.readers.file_type import HEAD_BYTES, FileType, Reader, kind_of
+from app.datasets.readers.gzip_stream import GzipStream
 from app.datasets.readers.json_array import ArrayReader
 from app.datasets.readers.jsonl import LineReader
 from app.datasets.readers.parquet import ParquetReader
@@ -70,6 +71,8 @@ class ImportedFile:
     sha256: str
     columns: list[str]
     preview: list[Any]
+    source: dict[str, Any]
+    """Recognized source, as `app.contracts.schemas.datasets.DatasetSource`."""
     token_statistics: dict[str, Any] | None = None
     digest: str = ""
     """Digest of the request: of the original file and of all fields."""
@@ -101,7 +104,11 @@ class DatasetImporter:
         self._reader: Reader | None = None
         self._name = ""
         self._head = bytearray()
+        self._kind: FileType | None = None
+        self._delimiter: str | None = None
+        self._gzip = GzipStream(self._rows)
         self._bytes_received = 0
+        self._bytes_read = 0
         self._sha256 = hashlib.sha256()
 
     @property
@@ -122,6 +129,7 @@ class DatasetImporter:
         """Start a file; `place` is the prefix of its error locations."""
         self._name, self._rows.file = name, place
         self._head.clear()
+        self._gzip = GzipStream(self._rows)
         self._drop_reader()
 
     def feed(self, data: bytes) -> None:
@@ -131,22 +139,22 @@ class DatasetImporter:
             raise too_large("A dataset", self._settings.max_upload_bytes)
         self._sha256.update(data)
         try:
-            if self._reader is not None:
-                self._reader.feed(data)
-                return
-            self._head += data
-            if len(self._head) >= HEAD_BYTES:
-                self._read_head()
+            for piece in self._gzip.pieces(data):
+                self._read(piece)
         except TooManyBadRows:
             raise self._bad_rows_error() from None
 
     def end(self) -> None:
         """Handle the end of the file."""
         try:
+            for piece in self._gzip.end():
+                self._read(piece)
             if self._reader is None:
                 self._read_head()
             if self._reader is not None:
                 self._reader.end()
+            if isinstance(self._reader, TableReader):
+                self._delimiter = self._reader.delimiter
         except TooManyBadRows:
             raise self._bad_rows_error() from None
 
@@ -175,6 +183,12 @@ class DatasetImporter:
             sha256=self._stored.sha256.hexdigest(),
             columns=list(self._rows.columns),
             preview=self._rows.preview,
+            source={
+                "file_format": self._kind,
+                "delimiter": self._delimiter,
+                "gzip": self._gzip.is_gzip,
+                "layout": self._rows.layout,
+            },
             token_statistics=tokens.statistics(self._rows.count) if tokens else None,
             digest=digest,
         )
@@ -183,6 +197,17 @@ class DatasetImporter:
         """Release files and processes; received data stays in the folder."""
         self._drop_reader()
         self._stored.close()
+
+    def _read(self, data: bytes) -> None:
+        self._bytes_read += len(data)
+        if self._bytes_read > self._settings.max_upload_bytes:
+            raise too_large("A dataset, decompressed,", self._settings.max_upload_bytes)
+        if self._reader is not None:
+            self._reader.feed(data)
+            return
+        self._head += data
+        if len(self._head) >= HEAD_BYTES:
+            self._read_head()
 
     def _read_head(self) -> None:
         # Spreadsheets and some editors write a byte order mark into UTF-8 files.
@@ -193,17 +218,17 @@ class DatasetImporter:
         kind = self._reading.file_format or kind_of(self._name, head)
         most = self._settings.max_line_bytes
         if kind is None:
-            message = "the file type cannot be detected: name the file .jsonl, .json, .csv or .parquet, or send "
+            message = "the file type cannot be detected: name the file .jsonl, .json, .csv, .tsv or .parquet, or send "
             raise invalid([FieldError(field="file", code="unknown_file_format", message=message + "`file_format`")])
         if kind == "parquet":
             reader: Reader = ParquetReader(self._rows, most, self._folder / "spool", self._settings)
-        elif kind == "csv":
-            reader = TableReader(self._rows, most)
+        elif kind in ("csv", "tsv"):
+            reader = TableReader(self._rows, most, "\t" if kind == "tsv" else None)
         elif kind == "json":
             reader = ArrayReader(self._rows, most)
         else:
             reader = LineReader(self._rows, most)
-        self._reader = reader
+        self._kind, self._reader = kind, reader
         return reader
 
     def _drop_reader(self) -> None:

@@ -41,6 +41,8 @@ class RowWriter:
         self.columns: dict[str, None] = {}
         self.preview: list[Any] = []
         self.errors: list[FieldError] = []
+        self.layout: str | None = None
+        """Layout of the first row, if its columns are converted; see `formats.layout_of`."""
         self.file = ""
         """Prefix of error locations when a dataset consists of several files."""
         self._write = write
@@ -122,13 +124,25 @@ class RowWriter:
         if self._sources:
             row = self._renamed(row)
         if self._is_table:
-            row = {name: _parse_cell(name, value) for name, value in row.items() if _has_value(name, value)}
+            row = {name: self._parse_cell(name, value) for name, value in row.items() if _has_value(name, value)}
         if self.format is None:
             self.format = formats.detect(row)
+        if not self.count:
+            self.layout = formats.layout_of(row) if self.format == "chat" else None
         kept = formats.validate_row(self.format, row)
         if not kept.keys() <= self.columns.keys():
             self._add_columns(kept)
         return kept
+
+    def _parse_cell(self, name: str, value: Any) -> Any:
+        if not isinstance(value, str) or not formats.is_json(name, self.format):
+            return value
+        try:
+            return parse(value.encode(errors="surrogatepass"))
+        except BadJson as error:
+            raise BadRow(
+                error.code, f"`{name}` must contain JSON, such as a list of messages: {error.message}"
+            ) from None
 
     def _renamed(self, row: formats.Row) -> formats.Row:
         moved = {name: row[source] for name, source in self._sources.items() if source in row}
@@ -153,15 +167,6 @@ class RowWriter:
 
 def _has_value(name: str, value: Any) -> bool:
     return name in formats.REQUIRED_COLUMNS or (value is not None and value != "")
-
-
-def _parse_cell(name: str, value: Any) -> Any:
-    if name not in formats.JSON_COLUMNS or not isinstance(value, str):
-        return value
-    try:
-        return parse(value.encode(errors="surrogatepass"))
-    except BadJson as error:
-        raise BadRow(error.code, f"`{name}` must contain JSON, such as a list of messages: {error.message}") from None
 
 
 def line_of(row: formats.Row) -> bytes:

@@ -91,6 +91,7 @@ async def _commit(
         sha256=received.sha256,
         columns=received.columns,
         preview=received.preview,
+        source=received.source,
         token_statistics=received.token_statistics,
         created_by=created_by,
     )
@@ -200,7 +201,7 @@ def content(storage: Storage, dataset: Dataset) -> Path:
 
 def file_name(dataset: Dataset) -> str:
     """Return the file name for downloads: the dataset's name with the stored file's extension."""
-    stem = Path(dataset.name.replace("/", "_")).stem or "data"
+    stem = Path(dataset.name.replace("/", "_").removesuffix(".gz")).stem or "data"
     return f"{stem}.{dataset.extension}"
 
 

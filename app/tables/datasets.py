@@ -28,6 +28,8 @@ class Dataset(Owned, Base):
     sha256: Mapped[str]
     columns: Mapped[list[str]]
     preview: Mapped[list[Any]]
+    source: Mapped[dict[str, Any]]
+    """A `DatasetSource`."""
     token_statistics: Mapped[dict[str, Any] | None]
 
 

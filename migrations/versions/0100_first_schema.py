@@ -53,6 +53,7 @@ def upgrade() -> None:
         sa.Column("sha256", sa.Text(), nullable=False),
         sa.Column("columns", postgresql.JSONB(astext_type=sa.Text()), nullable=False),
         sa.Column("preview", postgresql.JSONB(astext_type=sa.Text()), nullable=False),
+        sa.Column("source", postgresql.JSONB(astext_type=sa.Text()), nullable=False),
         sa.Column("token_statistics", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
         sa.Column("created_by", sa.Text(), nullable=True),
         sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),

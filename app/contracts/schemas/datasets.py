@@ -1,6 +1,6 @@
 """Wire models of datasets."""
 
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
@@ -59,6 +59,22 @@ class TokenStatistics(BaseModel):
     max: int
 
 
+_SOURCE: JsonDict = {"file_format": "jsonl", "delimiter": None, "gzip": False, "layout": None}
+
+
+class DatasetSource(BaseModel):
+    """Recognized type of the uploaded file, or of the last file of an import."""
+
+    model_config = ConfigDict(json_schema_extra={"example": _SOURCE})
+
+    file_format: Literal["jsonl", "json", "csv", "tsv", "parquet"]
+    delimiter: str | None = Field(description="Delimiter of the cells of a CSV or TSV file; null for other types.")
+    gzip: bool = Field(description="True if the file was compressed.")
+    layout: Literal["sharegpt", "alpaca"] | None = Field(
+        description="Layout of the first row if its columns were converted to `messages`; null: stored as they were."
+    )
+
+
 class DatasetSummary(BaseModel):
     """Dataset in a list."""
 
@@ -79,10 +95,13 @@ class DatasetView(DatasetSummary):
     """Dataset with its first rows; long texts are shortened."""
 
     model_config = ConfigDict(
-        json_schema_extra={"example": {**_SUMMARY, "preview": [_ROW], "token_statistics": _STATISTICS}}
+        json_schema_extra={
+            "example": {**_SUMMARY, "preview": [_ROW], "source": _SOURCE, "token_statistics": _STATISTICS}
+        }
     )
 
     preview: list[dict[str, Any]]
+    source: DatasetSource
     token_statistics: TokenStatistics | None
     """Null if no tokenizer was named."""
 
@@ -124,9 +143,9 @@ _TOKENIZER_HELP = (
     "completed run, or a name on the Hugging Face Hub. Must come before the part `file`."
 )
 _FILE_HELP = (
-    'JSONL (one object per line), JSON (an array of objects, or `{"data": […]}`), CSV (header, commas, UTF-8) or '
-    "Parquet. Always stored as JSONL; the original is not kept. In CSV and Parquet an empty or null cell means "
-    "no value, and a `messages` cell may contain JSON."
+    'JSONL (one object per line), JSON (an array of objects, or `{"data": […]}`), CSV (a header; commas, semicolons or '
+    "tabs; UTF-8), TSV or Parquet, each also compressed with gzip. Always stored as JSONL; the original is not kept. "
+    "In tables and Parquet an empty or null cell means no value, and a `messages` cell may contain JSON."
 )
 UPLOAD_BODY: dict[str, Any] = {
     "required": True,
@@ -149,7 +168,7 @@ UPLOAD_BODY: dict[str, Any] = {
                     },
                     "file_format": {
                         "type": "string",
-                        "enum": ["jsonl", "json", "csv", "parquet"],
+                        "enum": ["jsonl", "json", "csv", "tsv", "parquet"],
                         "description": "File type; by default detected from the file's name and first bytes. "
                         "Must come before the part `file`.",
                     },

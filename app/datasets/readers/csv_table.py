@@ -1,4 +1,4 @@
-"""CSV reader: a header, then one record per row (RFC 4180), in UTF-8."""
+"""Reader of tables as text: a header, then one record per row (RFC 4180), cells between delimiters, in UTF-8."""
 
 import csv
 import re
@@ -8,15 +8,25 @@ from app.datasets.row_writer import MOST_COLUMNS, MOST_KEY_CHARACTERS, RowWriter
 
 # Disables the csv module's limit of 128 KiB per cell: the size of the whole record is checked before parsing.
 csv.field_size_limit(2**31 - 1)
+DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab"}
+"""Names of the delimiters, in the order in which a header is searched for them."""
 # One cell and its terminator. Possessive quantifiers prevent backtracking.
-_CELL = re.compile(rb'(?:"[^"]*+(?:""[^"]*+)*+"[^,]*+|[^",][^,]*+|)(?:,|\Z)')
+_CELLS = {
+    d: re.compile(rb'(?:"[^"]*+(?:""[^"]*+)*+"[^%(d)b]*+|[^"%(d)b][^%(d)b]*+|)(?:%(d)b|\Z)' % {b"d": d.encode()})
+    for d in DELIMITERS
+}
+_QUOTED = re.compile(rb'"[^"]*+"')
 _BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class TableReader:
-    """Splits bytes into records and cells; buffers at most one incomplete record of `most_bytes`."""
+    """Splits bytes into records and cells; buffers at most one incomplete record of `most_bytes`.
 
-    def __init__(self, rows: RowWriter, most_bytes: int) -> None:
+    `delimiter` of None: the first of `DELIMITERS` that the header contains outside quotes, or else a comma.
+    """
+
+    def __init__(self, rows: RowWriter, most_bytes: int, delimiter: str | None = None) -> None:
+        self.delimiter = delimiter
         self._rows = rows
         self._most_bytes = most_bytes
         self._record = bytearray()
@@ -94,11 +104,13 @@ class TableReader:
         if self._began == 1 and record.startswith(_BYTE_ORDER_MARKS):
             self._refuse("byte_order_mark", "the file is UTF-16; save it as CSV in UTF-8")
             return None
-        if _has_many_cells(record):
+        if self.delimiter is None:
+            self.delimiter = _delimiter_of(record)
+        if _has_many_cells(record, self.delimiter):
             self._refuse_cells(f"more than {MOST_COLUMNS:,}")
             return None
         try:
-            return next(csv.reader([record.decode()], strict=True))
+            return next(csv.reader([record.decode()], strict=True, delimiter=self.delimiter))
         except UnicodeDecodeError as error:
             self._refuse("not_utf8", f"byte {error.start} of the row is not UTF-8; save the file as CSV in UTF-8")
         except (csv.Error, StopIteration) as error:
@@ -129,21 +141,30 @@ class TableReader:
         if self._columns is None:
             self._refuse("too_many_columns", f"a dataset may have at most {MOST_COLUMNS:,} columns")
             return
-        message = f"the row has {count} cells but the header has {len(self._columns)}; quote cells that contain a comma"
+        delimiter = DELIMITERS[self.delimiter or ","]
+        message = (
+            f"the row has {count} cells but the header has {len(self._columns)}; quote cells that contain a {delimiter}"
+        )
         self._refuse("wrong_cell_count", message)
 
     def _refuse(self, code: str, message: str) -> None:
         self._rows.refuse(f"line {self._began}", code, message)
 
 
-def _has_many_cells(record: bytes) -> bool:
+def _delimiter_of(header: bytes) -> str:
+    unquoted = _QUOTED.sub(b"", header)
+    return next((delimiter for delimiter in DELIMITERS if delimiter.encode() in unquoted), ",")
+
+
+def _has_many_cells(record: bytes, delimiter: str) -> bool:
     """Return True if a record has too many cells. Checked first, because parsed cells take 30 times their bytes."""
-    if record.count(b",") < MOST_COLUMNS:
+    end = delimiter.encode()
+    if record.count(end) < MOST_COLUMNS:
         return False
     at = 0
     for _ in range(MOST_COLUMNS):
-        cell = _CELL.match(record, at)
-        if cell is None or not cell[0].endswith(b","):
+        cell = _CELLS[delimiter].match(record, at)
+        if cell is None or not cell[0].endswith(end):
             return False
         at = cell.end()
     return True

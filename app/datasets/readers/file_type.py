@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Literal, Protocol, get_args
 
-FileType = Literal["jsonl", "json", "csv", "parquet"]
+FileType = Literal["jsonl", "json", "csv", "tsv", "parquet"]
 KINDS: tuple[FileType, ...] = get_args(FileType)
 HEAD_BYTES = 4096
 """Number of first bytes used for detection, if the file has that many."""
@@ -12,6 +12,8 @@ _SUFFIXES: dict[str, FileType] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".csv": "csv",
+    ".tsv": "tsv",
+    ".tab": "tsv",
     ".parquet": "parquet",
     ".pq": "parquet",
 }
@@ -36,7 +38,7 @@ class Reader(Protocol):
 
 def kind_of(name: str, head: bytes) -> FileType | None:
     """Return the type of a file from its name and its first bytes `head`, or None if neither determines it."""
-    suffix = Path(name.lower()).suffix
+    suffix = Path(name.lower().removesuffix(".gz")).suffix
     if suffix in _SUFFIXES:
         return _SUFFIXES[suffix]
     if head.startswith(b"PAR1"):

@@ -1,5 +1,6 @@
 """The command line over HTTP: from a shell, without reading the docs, and from scripts by JSON and exit codes."""
 
+import gzip
 import json
 import os
 import pty
@@ -187,6 +188,17 @@ class TestNouns:
         assert "name a file in it" in anneal("datasets", "content", uploaded.stdout.strip(), "-o", ".", code=1).stderr
         anneal("datasets", "upload", "table", "--column", "prompt", code=2)
         assert "JSONL" in anneal("datasets", "content", "--help").stdout
+
+    def test_a_dataset_may_come_from_standard_input(self, anneal: Anneal) -> None:
+        uploaded = anneal("datasets", "upload", "-", "--name", "piped", input=gzip.compress(ROWS.encode()))
+        assert "piped: 5 rows, text" in uploaded.stderr
+        shown = anneal("datasets", "show", uploaded.stdout.strip()).stdout
+        assert "jsonl, gzip" in shown
+        table = b"instruction;output\nq;a\n"
+        assert "file_format" in anneal("datasets", "upload", "-", input=table, code=1).stderr
+        uploaded = anneal("datasets", "upload", "-", "--file-format", "csv", input=table)
+        assert "stdin: 1 rows, chat" in uploaded.stderr
+        assert "csv with semicolons, alpaca" in anneal("datasets", "show", uploaded.stdout.strip()).stdout
 
     def test_a_dataset_of_the_hub_is_imported(self, anneal: Anneal, hub: Hub) -> None:
         hub.serve({"main/train.jsonl": b'{"t": "a"}\n', "main/test.jsonl": b'{"t": "b"}\n', "x/test.jsonl": b""})

@@ -73,6 +73,96 @@ def test_pairs_in_the_shape_of_openai_are_kept_in_ours(shared_api: ApiServer) ->
     assert kept(shared_api, table, "a.csv") == [{name: ours[name] for name in list(ours)[:4]}]
 
 
+TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+ASKED = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+SYSTEM = {"role": "system", "content": "s"}
+CALL = {"id": "1", "type": "function", "function": {"name": "search", "arguments": {"q": 1}}}
+TEXT_CALL = {**CALL, "function": {"name": "search", "arguments": '{"q": 1}'}}
+TOOLS = [{"type": "function", "function": {"name": "search"}}]
+
+
+@pytest.mark.parametrize(
+    ("row", "stored", "layout"),
+    [
+        ({"conversations": TURNS, "id": 7}, {"messages": ASKED, "id": 7}, "sharegpt"),
+        ({"conversations": TURNS, "system": "s"}, {"messages": [SYSTEM, *ASKED]}, "sharegpt"),
+        ({"conversations": ASKED, "system": ""}, {"messages": ASKED}, "sharegpt"),
+        ({"instruction": "q", "output": "a"}, {"messages": ASKED}, "alpaca"),
+        ({"instruction": "q", "input": "", "output": "a", "n": 1}, {"messages": ASKED, "n": 1}, "alpaca"),
+        (
+            {"instruction": "q", "input": "i", "output": "a", "system": "s", "history": [["q", "a"]]},
+            {"messages": [SYSTEM, *ASKED, {"role": "user", "content": "q\n\ni"}, ASKED[1]]},
+            "alpaca",
+        ),
+        ({"instruction": "q", "output": "a", "text": "t"}, {"instruction": "q", "output": "a", "text": "t"}, None),
+        ({"messages": ASKED, "conversations": 1}, {"messages": ASKED, "conversations": 1}, None),
+    ],
+)
+def test_chats_of_sharegpt_and_alpaca_are_kept_as_messages(
+    shared_api: ApiServer, row: dict[str, Any], stored: dict[str, Any], layout: str | None
+) -> None:
+    assert kept(shared_api, lines(row, row)) == [stored, stored]
+    dataset = upload(shared_api, lines(row, row)).json()
+    assert (dataset["format"], dataset["source"]["layout"]) == ("text" if "text" in row else "chat", layout)
+
+
+def test_alpaca_may_be_a_table(shared_api: ApiServer) -> None:
+    table = b"instruction;input;output\nq;;a\n"
+    assert kept(shared_api, table, "a.csv") == [{"messages": ASKED}]
+    (error,) = upload(shared_api, table + b"q;;\n", "a.csv").json()["errors"]
+    assert (error["field"], error["code"]) == ("line 3", "missing_column") and "`output`" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("row", "code", "place"),
+    [
+        ({"conversations": []}, "wrong_type", "`conversations`"),
+        ({"conversations": ["q"]}, "wrong_type", "`conversations[0]`"),
+        ({"conversations": [*TURNS, {"from": "alien", "value": "x"}]}, "unknown_role", "`conversations[2].from`"),
+        ({"conversations": [{"from": "gpt"}]}, "wrong_type", "`conversations[0].value`"),
+        ({"conversations": TURNS[:1]}, "no_assistant_message", "`messages`"),
+        ({"conversations": TURNS, "system": 1}, "wrong_type", "`system`"),
+        ({"instruction": "q"}, "missing_column", "`output`"),
+        ({"instruction": 1, "output": "a"}, "wrong_type", "`instruction`"),
+        ({"instruction": "q", "input": 1, "output": "a"}, "wrong_type", "`input`"),
+        ({"instruction": "q", "output": "a", "history": [["q"]]}, "wrong_type", "`history[0]`"),
+        ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "wrong_type", "`messages[0].tool_calls`"),
+        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "wrong_type", "`messages[0].content`"),
+        ({"messages": [{"role": "user", "tool_calls": [CALL]}]}, "unknown_key", "`tool_calls`"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
+            "wrong_type",
+            "`messages[0].tool_calls[0].function`",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]},
+            "invalid_json",
+            "`messages[0].tool_calls[0].function.arguments`",
+        ),
+        ({"messages": ASKED, "tools": "hammer"}, "invalid_json", "`tools`"),
+        ({"messages": ASKED, "tools": [1]}, "wrong_type", "`tools`"),
+    ],
+)
+def test_what_is_wrong_with_a_chat_is_named_by_row_and_field(
+    shared_api: ApiServer, row: dict[str, Any], code: str, place: str
+) -> None:
+    (error,) = upload(shared_api, lines({"messages": ASKED}, row)).json()["errors"]
+    assert (error["field"], error["code"]) == ("line 2", code)
+    assert place in error["message"]
+
+
+def test_calls_of_tools_need_no_content(shared_api: ApiServer) -> None:
+    result = {"role": "tool", "tool_call_id": "1", "name": "search", "content": "found"}
+    exact = {"messages": [*ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}, result], "tools": TOOLS}
+    assert kept(shared_api, lines(exact)) == [exact]
+    for content in ({}, {"content": None}):
+        call = {"role": "assistant", **content, "tool_calls": [TEXT_CALL]}
+        given = {"messages": [*ASKED, call, {**result}], "tools": json.dumps(TOOLS)}
+        assert kept(shared_api, lines(given)) == [exact]
+    prompts = {"prompt": USER, "chosen": [{"role": "assistant", "tool_calls": [CALL]}], "rejected": BAD}
+    assert kept(shared_api, lines(prompts))[0]["chosen"] == [{"role": "assistant", "content": "", "tool_calls": [CALL]}]
+
+
 @pytest.mark.parametrize(
     ("row", "code"),
     [

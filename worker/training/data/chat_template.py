@@ -15,10 +15,12 @@ from worker.training.data.tokenization import IGNORED, BadRow, Encoded, TextToke
 from worker.training.failures import TrainingFailure
 
 DEFAULT_TEMPLATE = (
+    "{{% if tools %}}{{{{ '<|tools|>\\n' }}}}{{{{ tools | tojson }}}}{{{{ '\\n' }}}}{{% endif %}}"
     "{{% for message in messages %}}"
     "{{{{ '<|' + message['role'] + '|>\\n' }}}}"
     "{{% if message['role'] == 'assistant' %}}"
-    "{{% generation %}}{{{{ message['content'] + '{eos}' }}}}{{% endgeneration %}}"
+    "{{% set calls = message['tool_calls'] | tojson if message['tool_calls'] else '' %}}"
+    "{{% generation %}}{{{{ message['content'] + calls + '{eos}' }}}}{{% endgeneration %}}"
     "{{% else %}}{{{{ message['content'] }}}}{{% endif %}}"
     "{{{{ '\\n' }}}}"
     "{{% endfor %}}"

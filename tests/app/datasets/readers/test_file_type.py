@@ -2,6 +2,7 @@
 
 import datetime
 import decimal
+import gzip
 import io
 import json
 from codecs import BOM_UTF8
@@ -44,6 +45,71 @@ CSV = 'prompt,completion,n\r\nhäh?,"so, ""that""\nis it",1\r\nb,c,\r\n'.encode(
 )
 def test_every_kind_of_file_gives_the_same_rows(shared_api: ApiServer, name: str, content: bytes) -> None:
     assert kept(shared_api, content, name) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "source"),
+    [
+        ("a.csv", b'prompt;completion;n\n"a;""b""";c,d;\n', ("csv", ";", False)),
+        ("a.csv", b'prompt\tcompletion\n"a;""b"""\tc,d\n', ("csv", "\t", False)),
+        ("a.tsv", b'prompt\tcompletion\na;"b"\tc,d\n', ("tsv", "\t", False)),
+        ("a.csv", b'"prompt","completion"\n"a;""b""","c,d"\n', ("csv", ",", False)),
+        ("a.tsv.gz", gzip.compress(b'prompt\tcompletion\na;"b"\tc,d\n'), ("tsv", "\t", True)),
+        (
+            "a",
+            gzip.compress(b'{"prompt": "a;\\"b\\"",') + gzip.compress(b' "completion": "c,d"}\n'),
+            ("jsonl", None, True),
+        ),
+        ("a.gz", gzip.compress(parquet([{"prompt": 'a;"b"', "completion": "c,d"}])) + b"\0\0", ("parquet", None, True)),
+    ],
+)
+def test_delimiters_and_compression_are_recognized(
+    shared_api: ApiServer, name: str, content: bytes, source: tuple[str, str | None, bool]
+) -> None:
+    assert kept(shared_api, content, name) == [{"prompt": 'a;"b"', "completion": "c,d"}]
+    dataset = upload(shared_api, content, name).json()
+    assert dataset["source"] == dict(zip(("file_format", "delimiter", "gzip"), source, strict=True)) | {"layout": None}
+    shown = shared_api.client.get(f"/v1/datasets/{dataset['id']}").json()
+    assert shown["source"] == dataset["source"]
+
+
+def test_the_name_of_a_wrong_delimiter_is_in_the_error(shared_api: ApiServer) -> None:
+    (error,) = upload(shared_api, b"prompt;completion\na;b\na;b;c\n", "a.csv").json()["errors"]
+    assert (error["field"], error["code"]) == ("line 3", "wrong_cell_count")
+    assert "contain a semicolon" in error["message"]
+
+
+def test_damaged_gzip_is_refused(shared_api: ApiServer) -> None:
+    whole = gzip.compress(lines({"text": "a"}) * 100)
+    for content in (whole[:-3], whole[:30], whole[:12] + b"\xff\xff" + whole[14:], whole + b"rest", whole + whole[:9]):
+        assert errors(shared_api, content, "a.jsonl.gz") == [("file", "unreadable_gzip")]
+    assert errors(shared_api, gzip.compress(b""), "a.jsonl.gz") == [("file", "empty_file")]
+    assert errors(shared_api, gzip.compress(lines({"text": "a"}, {"text": 1})), "a.gz") == [("line 2", "wrong_type")]
+
+
+def test_a_gzip_bomb_is_refused(settings: Settings, tmp_path: Path) -> None:
+    """Rows that compress a thousandfold: refused by the ratio, and a smaller one by the limit of uploads."""
+    bomb = gzip.compress(lines({"text": "x" * 1_000_000}) * 40)
+    assert len(bomb) < 50_000
+    for most, code, words in ((2**40, "invalid_request", "200 times its size"), (8_000_000, "body_too_large", "413")):
+        reading = settings.model_copy(update={"max_upload_bytes": most})
+        importer = DatasetImporter(tmp_path, reading, ImportOptions())
+        importer.begin("x.jsonl.gz")
+        with pytest.raises(ApiError) as refused:
+            importer.feed(bomb)
+        importer.close()
+        assert refused.value.code == code
+        assert words in str((refused.value.status, refused.value.detail, refused.value.errors))
+
+
+def test_gzip_may_come_in_any_pieces(settings: Settings, tmp_path: Path) -> None:
+    importer = DatasetImporter(tmp_path, settings, ImportOptions())
+    importer.begin("x")
+    for byte in gzip.compress(lines({"text": "a"}) * 5):
+        importer.feed(bytes([byte]))
+    importer.end()
+    assert importer.finish("x").rows == 5
+    importer.close()
 
 
 def test_what_is_kept_is_the_same_whatever_came(shared_api: ApiServer) -> None:
@@ -131,7 +197,8 @@ def test_a_record_is_named_by_its_line(small_api: ApiServer, record: bytes, plac
         (b"text,text", "duplicate_column"),
         (b"text,", "missing_column_name"),
         (b"a,b", "unknown_format"),
-        (b"text;n", "unknown_format"),
+        (b"a;b", "unknown_format"),
+        (b"\t".join(b"c%d" % n for n in range(1001)), "too_many_columns"),
         (b'"text', "unfinished_csv"),
         (b"\xff\xfet\x00", "byte_order_mark"),
         (b",".join(b"c%d" % n for n in range(1001)), "too_many_columns"),

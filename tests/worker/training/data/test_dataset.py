@@ -84,6 +84,18 @@ class TestLossMasks:
         (row,) = tokens(tokenizer, tmp_path, [{"messages": CHAT}], "chat", loss_on="assistant").dataset
         assert learned(tokenizer, row) == ["first answer<|im_end|>\n", "second answer<|im_end|>\n"]
 
+    def test_calls_of_tools_and_the_tools_reach_the_template(
+        self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    ) -> None:
+        ensure_template(tokenizer)
+        call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+        chat = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+        rows = [{"messages": chat, "tools": [{"name": "add"}]}, {"messages": CHAT[:2]}]
+        first, second = tokens(tokenizer, tmp_path, rows, "chat", loss_on="assistant").dataset
+        unspaced = tokenizer.decode(first["input_ids"]).replace(" ", "")
+        assert unspaced.startswith('<|tools|>\n[{"name":"add"}]\n<|user|>') and "add" in learned(tokenizer, first)[0]
+        assert learned(tokenizer, second) == ["first answer<|end|>"]
+
     def test_assistant_is_refused_when_the_template_hides_where_answers_are(
         self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
     ) -> None:
