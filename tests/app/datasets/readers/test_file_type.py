@@ -54,13 +54,17 @@ def test_every_kind_of_file_gives_the_same_rows(shared_api: ApiServer, name: str
         ("a.csv", b'prompt\tcompletion\n"a;""b"""\tc,d\n', ("csv", "\t", False)),
         ("a.tsv", b'prompt\tcompletion\na;"b"\tc,d\n', ("tsv", "\t", False)),
         ("a.csv", b'"prompt","completion"\n"a;""b""","c,d"\n', ("csv", ",", False)),
-        ("a.tsv.gz", gzip.compress(b'prompt\tcompletion\na;"b"\tc,d\n'), ("tsv", "\t", True)),
+        ("a.tsv.gz", gzip.compress(b'prompt\tcompletion\na;"b"\tc,d\n', mtime=0), ("tsv", "\t", True)),
         (
             "a",
-            gzip.compress(b'{"prompt": "a;\\"b\\"",') + gzip.compress(b' "completion": "c,d"}\n'),
+            gzip.compress(b'{"prompt": "a;\\"b\\"",', mtime=0) + gzip.compress(b' "completion": "c,d"}\n', mtime=0),
             ("jsonl", None, True),
         ),
-        ("a.gz", gzip.compress(parquet([{"prompt": 'a;"b"', "completion": "c,d"}])) + b"\0\0", ("parquet", None, True)),
+        (
+            "a.gz",
+            gzip.compress(parquet([{"prompt": 'a;"b"', "completion": "c,d"}]), mtime=0) + b"\0\0",
+            ("parquet", None, True),
+        ),
     ],
 )
 def test_delimiters_and_compression_are_recognized(
@@ -80,16 +84,18 @@ def test_the_name_of_a_wrong_delimiter_is_in_the_error(shared_api: ApiServer) ->
 
 
 def test_damaged_gzip_is_refused(shared_api: ApiServer) -> None:
-    whole = gzip.compress(lines({"text": "a"}) * 100)
+    whole = gzip.compress(lines({"text": "a"}) * 100, mtime=0)
     for content in (whole[:-3], whole[:30], whole[:12] + b"\xff\xff" + whole[14:], whole + b"rest", whole + whole[:9]):
         assert errors(shared_api, content, "a.jsonl.gz") == [("file", "unreadable_gzip")]
-    assert errors(shared_api, gzip.compress(b""), "a.jsonl.gz") == [("file", "empty_file")]
-    assert errors(shared_api, gzip.compress(lines({"text": "a"}, {"text": 1})), "a.gz") == [("line 2", "wrong_type")]
+    assert errors(shared_api, gzip.compress(b"", mtime=0), "a.jsonl.gz") == [("file", "empty_file")]
+    assert errors(shared_api, gzip.compress(lines({"text": "a"}, {"text": 1}), mtime=0), "a.gz") == [
+        ("line 2", "wrong_type")
+    ]
 
 
 def test_a_gzip_bomb_is_refused(settings: Settings, tmp_path: Path) -> None:
     """Rows that compress a thousandfold: refused by the ratio, and a smaller one by the limit of uploads."""
-    bomb = gzip.compress(lines({"text": "x" * 1_000_000}) * 40)
+    bomb = gzip.compress(lines({"text": "x" * 1_000_000}) * 40, mtime=0)
     assert len(bomb) < 50_000
     for most, code, words in ((2**40, "invalid_request", "200 times its size"), (8_000_000, "body_too_large", "413")):
         reading = settings.model_copy(update={"max_upload_bytes": most})
@@ -105,7 +111,7 @@ def test_a_gzip_bomb_is_refused(settings: Settings, tmp_path: Path) -> None:
 def test_gzip_may_come_in_any_pieces(settings: Settings, tmp_path: Path) -> None:
     importer = DatasetImporter(tmp_path, settings, ImportOptions())
     importer.begin("x")
-    for byte in gzip.compress(lines({"text": "a"}) * 5):
+    for byte in gzip.compress(lines({"text": "a"}) * 5, mtime=0):
         importer.feed(bytes([byte]))
     importer.end()
     assert importer.finish("x").rows == 5
