@@ -21,7 +21,7 @@ WEIGHTS = "model.safetensors"
 
 
 def same(first: Path, second: Path) -> bool:
-    """Whether two files of weights hold the same numbers."""
+    """Return True if two files of weights contain the same numbers."""
     one, two = load_file(first), load_file(second)
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
