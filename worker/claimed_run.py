@@ -22,6 +22,8 @@ class ClaimedRun:
     """Fields of the configuration that the user has set."""
     dataset_id: str
     eval_dataset_id: str | None
+    extra_eval_datasets: dict[str, str]
+    """IDs of further datasets to evaluate on, by name."""
     task: RunTask
     base_run_id: str | None
     parent_run_id: str | None
@@ -33,4 +35,5 @@ class ClaimedRun:
     def of(cls, row: Row[Any]) -> Self:
         """Create it from the row that `machine.claim` returns."""
         columns = {field.name: row._mapping[field.name] for field in fields(cls)}
-        return cls(**{**columns, "task": RunTask(columns["task"])})
+        extra = columns["extra_eval_datasets"] or {}
+        return cls(**{**columns, "task": RunTask(columns["task"]), "extra_eval_datasets": extra})

@@ -215,7 +215,10 @@ class WorkerContext:
 
     def _register(self, connection: Connection) -> None:
         labels = self.settings.labels
-        registration.register(connection, self.id, self.name, self.machine, self.backends, labels, self.launcher)
+        gguf = registration.has_gguf_converter(self.settings.gguf_converter)
+        registration.register(
+            connection, self.id, self.name, self.machine, self.backends, labels, self.launcher, gguf=gguf
+        )
 
     def _beat(self) -> None:
         while True:

@@ -4,8 +4,9 @@ A context in this process, or in one that training processes fork from, would ho
 all information comes from the driver's management library (NVML).
 """
 
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +17,13 @@ import psutil
 from app.config import Settings, visible_gpus
 from app.contracts.attempt.device import AssignedDevice
 
+log = logging.getLogger(__name__)
+
+_MOST_OCCUPIED = 0.5
+"""Fraction of an idle GPU's memory that other programs may use, such as a display or a small model server."""
+_NO_GPU = ("", "-1")
+"""Entries of CUDA_VISIBLE_DEVICES that hide every GPU on purpose."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -23,11 +31,12 @@ class Device:
 
     kind: Literal["cpu", "cuda"]
     index: int
+    """Number of the device on this machine; a GPU that MIG partitions counts as its instances."""
     id: str
-    """`cpu-0`, or the UUID of a GPU, which does not change when other GPUs are added or removed."""
+    """`cpu-0`, or the UUID of a GPU or a MIG instance, which does not change when other GPUs are added or removed."""
     name: str
     memory_bytes: int
-    """Memory of the GPU, or an equal share of the machine's memory."""
+    """Memory of the GPU or the MIG instance, or an equal share of the machine's memory."""
     capability: tuple[int, int] | None = None
     """Compute capability of a GPU, such as (9, 0)."""
 
@@ -72,13 +81,17 @@ def find(settings: Settings) -> Machine:
 
 @lru_cache(maxsize=1)
 def gpus() -> tuple[Device, ...]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves visible, in its order; empty without a driver."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves visible, in its order; empty without a driver.
+
+    The instances of a GPU that MIG partitions are GPUs of their own, since a process can use only one of them.
+    """
     with nvml() as library:
         if library is None:
             return ()
-        every = tuple(_gpu(library, index) for index in range(library.nvmlDeviceGetCount()))
+        every = list(_every(library))
     visible = visible_gpus()
-    return every if visible is None else tuple(_visible(every, visible))
+    shown = (gpu.devices for gpu in every) if visible is None else _visible(every, visible)
+    return tuple(dict.fromkeys(device for devices in shown for device in devices))
 
 
 def has_gpu() -> bool:
@@ -111,20 +124,85 @@ def memory(device: Device) -> tuple[int, int] | None:
     return int(info.used), int(info.free)
 
 
-def _visible(every: tuple[Device, ...], visible: str) -> Iterator[Device]:
-    """Apply CUDA's rule: entries are indexes or UUID prefixes; the first invalid one hides itself and the rest."""
+def occupation(device: Device) -> str | None:
+    """Return a sentence about other programs that use the memory of an idle GPU; None if it is free for a run."""
+    used, _ = memory(device) or (0, 0)
+    if used <= device.memory_bytes * _MOST_OCCUPIED:
+        return None
+    return (
+        f"other programs use {used / 2**30:.1f} of {device.memory_bytes / 2**30:.1f} GiB of its memory: end them, or "
+        "start the worker with a CUDA_VISIBLE_DEVICES that leaves it out"
+    )
+
+
+@dataclass(frozen=True)
+class _Gpu:
+    """Physical GPU: one device, or its MIG instances."""
+
+    uuid: str
+    devices: tuple[Device, ...]
+
+
+def _visible(every: Sequence[_Gpu], visible: str) -> Iterator[tuple[Device, ...]]:
+    """Apply CUDA's rule: entries are indexes or UUID prefixes; the first invalid one hides itself and the rest.
+
+    An entry that names a partitioned GPU shows all its instances.
+    """
+    matching: list[tuple[Device, ...]]
     for entry in (part.strip() for part in visible.split(",")):
-        matching = [
-            gpu for gpu in every if str(gpu.index) == entry or (entry.startswith("GPU-") and gpu.id.startswith(entry))
-        ]
+        if entry.startswith("MIG-"):
+            matching = [(one,) for gpu in every for one in gpu.devices if one.id.startswith(entry)]
+        else:
+            matching = [
+                gpu.devices
+                for number, gpu in enumerate(every)
+                if str(number) == entry or (entry.startswith("GPU-") and gpu.uuid.startswith(entry))
+            ]
         if len(matching) != 1:
+            if entry not in _NO_GPU:
+                log.warning(
+                    "CUDA_VISIBLE_DEVICES hides %s and what follows it: there is %s GPU or MIG instance of that name; "
+                    "`nvidia-smi -L` lists them",
+                    entry,
+                    "more than one" if matching else "no",
+                )
             return
         yield matching[0]
 
 
-def _gpu(library: Any, index: int) -> Device:
-    handle = library.nvmlDeviceGetHandleByIndex(index)
-    major, minor = library.nvmlDeviceGetCudaComputeCapability(handle)
+def _every(library: Any) -> Iterator[_Gpu]:
+    """Yield every GPU; their devices are numbered throughout."""
+    begin = 0
+    for number in range(library.nvmlDeviceGetCount()):
+        gpu = library.nvmlDeviceGetHandleByIndex(number)
+        uuid, instances = _text(library.nvmlDeviceGetUUID(gpu)), _instances(library, gpu)
+        if instances == []:
+            log.warning("GPU %d (%s) has MIG enabled and no instance: create some, or disable MIG", number, uuid)
+        handles = [gpu] if instances is None else instances
+        yield _Gpu(uuid, tuple(_device(library, gpu, handle, index) for index, handle in enumerate(handles, begin)))
+        begin += len(handles)
+
+
+def _instances(library: Any, gpu: Any) -> list[Any] | None:
+    """Return the MIG instances of a GPU; None if it is not partitioned."""
+    try:
+        current, _pending = library.nvmlDeviceGetMigMode(gpu)
+    except library.NVMLError:  # a GPU or a driver without MIG
+        return None
+    if current != library.NVML_DEVICE_MIG_ENABLE:
+        return None
+    found = []
+    for number in range(library.nvmlDeviceGetMaxMigDeviceCount(gpu)):
+        try:
+            found.append(library.nvmlDeviceGetMigDeviceHandleByIndex(gpu, number))
+        except library.NVMLError:  # there may be fewer instances, with gaps between their numbers
+            continue
+    return found
+
+
+def _device(library: Any, gpu: Any, handle: Any, index: int) -> Device:
+    """Return the device of a handle, which is that of the GPU or of an instance of it."""
+    major, minor = library.nvmlDeviceGetCudaComputeCapability(gpu)
     return Device(
         kind="cuda",
         index=index,

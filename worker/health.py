@@ -11,6 +11,8 @@ _FIRST_PAUSE_SECONDS = 5.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _FIRST_DEVICE_PAUSE_SECONDS = 60.0
 _LONGEST_DEVICE_PAUSE_SECONDS = 3600.0
+UNUSABLE_PAUSE_SECONDS = 15.0
+"""Time until a GPU whose memory other programs use, or on which a check failed, is looked at again."""
 
 
 class WorkerHealth:
@@ -22,6 +24,8 @@ class WorkerHealth:
         self._paused_until = 0.0
         self._why = ""
         self._device_pauses: dict[int, float] = {}
+        self.unusable: set[int] = set()
+        """Devices that take no run because other programs use their memory, or because a check failed on them."""
 
     def trouble(self) -> str | None:
         """Return the reason why no run should be taken now; None if the worker is healthy."""

@@ -2,6 +2,7 @@
 
 import logging
 from importlib.metadata import entry_points, version
+from pathlib import Path
 
 from sqlalchemy import Connection
 
@@ -23,6 +24,13 @@ def pid_scope(identity: ProcessIdentity) -> str:
 def installed() -> dict[str, list[str]]:
     """Return the names of all installed plugins, by kind."""
     return {kind: sorted({point.name for point in entry_points(group=group)}) for kind, group in PLUGINS.items()}
+
+
+def has_gguf_converter(converter: Path | None) -> bool:
+    """Return True if the converter that the operator names exists; log a warning if it does not."""
+    if converter is not None and not converter.is_file():
+        log.warning("ANNEAL_GGUF_CONVERTER names %s, which is no file: runs with `gguf` are refused", converter)
+    return converter is not None and converter.is_file()
 
 
 def release_dead(connection: Connection, host: str) -> None:
@@ -47,6 +55,8 @@ def register(
     backends: list[str],
     labels: tuple[str, ...],
     launcher: Launcher,
+    *,
+    gguf: bool,
 ) -> None:
     """Write this worker and its devices into the database."""
     me = ProcessIdentity.own()
@@ -65,6 +75,7 @@ def register(
                 "launch_mode": launcher.mode,
                 "launch_reason": launcher.reason,
                 "plugins": installed(),
+                "gguf": gguf,
             }
         )
     )

@@ -124,7 +124,7 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
         self, transaction: RunTransaction, run_id: str, checkpoint_id: str, request: CheckpointExport
     ) -> Run:
         """Insert the run that exports a checkpoint; after the commit, send a hint to the workers."""
-        run = await export(transaction, run_id, checkpoint_id, request)
+        run = await export(transaction, self._settings, run_id, checkpoint_id, request)
         transaction.after_commit.add_task(self._queue.hint)
         return run
 

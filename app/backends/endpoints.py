@@ -1,6 +1,7 @@
 """Endpoints `/v1/backends`."""
 
 import asyncio
+from typing import Any
 
 from fastapi import APIRouter
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -10,19 +11,34 @@ from app.api.errors import not_found
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES, BackendRead, BackendRules
 from app.contracts.schemas.page import Page
+from app.contracts.training_config import groups
 from app.estimator.model_sizes import largest_model
 from app.runs.estimates.service import online_devices
 
-router = APIRouter(prefix="/backends", tags=["backends"])
+router = APIRouter(tags=["backends"])
 
 
-@router.get("")
+@router.get(
+    "/config-schema",
+    responses={
+        200: {
+            "description": "A JSON schema of draft 2020-12.",
+            "content": {"application/json": {"example": {"type": "object", "properties": {}, "x-groups": {}}}},
+        }
+    },
+)
+async def get_config_schema() -> dict[str, Any]:
+    """Get the JSON schema of a training configuration, with its fields by group in `x-groups`, for forms."""
+    return groups.schema()
+
+
+@router.get("/backends")
 async def list_backends(session: Session, settings: CurrentSettings) -> Page[BackendRead]:
     """List the backends on which runs can execute."""
     return Page(data=[await _read(session, settings, rules) for rules in BACKEND_RULES.values()], has_more=False)
 
 
-@router.get("/{name}")
+@router.get("/backends/{name}")
 async def get_backend(name: str, session: Session, settings: CurrentSettings) -> BackendRead:
     """Get a backend and its capabilities."""
     if name not in BACKEND_RULES:

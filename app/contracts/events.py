@@ -85,8 +85,8 @@ class PendingEvent(Event):
 
     type: Literal["pending"]
     code: str = Field(
-        description="`no_worker`, `no_device_of_kind`, `no_worker_with_labels`, `no_device_fits` or `devices_paused`; "
-        "`queued`: a worker can take the run again."
+        description="`no_worker`, `no_device_of_kind`, `no_worker_with_labels`, `no_gguf_converter`, `no_device_fits` "
+        "or `devices_paused`; `queued`: a worker can take the run again."
     )
     message: str = Field(description="The reason in a sentence, with what to do.")
 
@@ -131,7 +131,9 @@ class EvalEvent(TrainerEvent):
     step: int = Field(description="Optimizer steps before the evaluation.")
     epoch: float | None = Field(default=None, description="Passes over the data before the evaluation.")
     metrics: JsonObject = Field(
-        default_factory=dict, description="Metrics by name, such as `eval_loss` in nats per token."
+        default_factory=dict,
+        description="Metrics by name, such as `eval_loss` in nats per token; those of an extra "
+        "evaluation set begin with `eval_<name>_`.",
     )
 
 
@@ -240,7 +242,7 @@ class SkippedRowsEvent(TrainerEvent):
     is_trainer_record = True
 
     type: Literal["skipped_rows"]
-    data: str = Field(description="`training` or `evaluation`.")
+    data: str = Field(description="`training`, `evaluation`, or `evaluation.<name>` for an extra evaluation set.")
     count: int = Field(description="Number of these rows.")
     total: int = Field(description="Number of rows that were considered.")
     reason: str = Field(description="Sentence for users; also a line of the log.")

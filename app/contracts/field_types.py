@@ -29,6 +29,12 @@ ModelName = Annotated[
 
 PluginName = Annotated[str, StringConstraints(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_.-]+$")]
 
+GgufType = Literal["f32", "f16", "bf16", "q8_0"]
+"""Data types of the weights in a GGUF file, by their names in llama.cpp's converter."""
+
+EvaluationSetName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]{1,32}$")]
+"""Name of an extra evaluation set, which is part of the names of its metrics: `eval_<name>_loss`."""
+
 DatasetFormat = Literal["chat", "prompt_completion", "text", "preference", "rated", "prompt"]
 
 

@@ -278,6 +278,17 @@ METHODS: Mapping[TrainingMethod, Method] = {
 }
 """Properties of each training method; the only place that lists them."""
 
+EVALUATION_METRICS = frozenset(
+    {
+        *("loss", "perplexity", "seconds", "samples_per_second", "token_accuracy", "entropy", "kl"),
+        *("preference_accuracy", "reward_margin", "reward_chosen", "reward_rejected", "logps_chosen", "logps_rejected"),
+        *("reward_desirable", "reward_undesirable", "logps_desirable", "logps_undesirable"),
+        *("reward_mean", "reward_min", "reward_max", "reward", "reward_std", "rewards_all_equal"),
+        *("completion_length", "completions_cut"),
+    }
+)
+"""Metrics of evaluations of all methods, without `eval_`; no extra evaluation set has such a name."""
+
 OPTION_GROUPS: Mapping[str, type[Strict]] = {
     method.name.value: method.options for method in METHODS.values() if method.options is not None
 }

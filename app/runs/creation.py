@@ -1,6 +1,6 @@
 """Create runs: validation, idempotency, default experiment and insertion."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +12,21 @@ from starlette.background import BackgroundTasks
 from app.api.idempotency import Idempotency, idempotency_key_reused
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES
+from app.contracts.errors import FieldError
 from app.contracts.schemas.runs import RunCheck, RunCreate
+from app.contracts.training_config.fields import TrainingConfig
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.runs.estimates import service as estimates
+from app.runs.scheduler.fleet import read_fleet
+from app.runs.scheduler.placement import Needs, pending_reason
 from app.runs.service import get
 from app.runs.state import machine
 from app.runs.validation.request import requirements, validate_request
 from app.runs.validation.result import ValidationResult, validation_failed
 from app.runs.validation.rewards import reward_problems
 from app.tables.experiments import Experiment
-from app.tables.runs import Run, RunRewardModel
+from app.tables.runs import Run, RunEvalDataset, RunRewardModel
 
 DEFAULT_ID = "exp_" + "0" * 26
 """Experiment of runs that specify none; the id is fixed, so that two concurrent first runs create only one."""
@@ -66,12 +70,6 @@ async def create(
         experiment_id = (await default_experiment(session, caller_id)).id
     else:
         experiment_id = request.experiment_id
-    rules = BACKEND_RULES[request.backend]
-    least: dict[str, int] = {}
-    if rules.loads_model:
-        data = await estimates.data_of(session, request.dataset_id)
-        subject = estimates.Subject(found.config, found.given, request.backend, data)
-        least = await estimates.least_memory_of(session, settings, storage, subject)
     values = {
         "id": run_id or new_id("run"),
         "experiment_id": experiment_id,
@@ -84,23 +82,48 @@ async def create(
         "user_set_fields": found.given,
         "base_run_id": found.base_run_id,
         "resources": request.resources.model_dump(),
-        "requirements": requirements(rules, found.config, found.given, request.resources, least),
+        "requirements": await _requirements(session, settings, storage, request, found.config, found.given),
         "priority": request.priority,
         "max_restarts": request.max_restarts,
     }
-    return await insert(transaction, values, reward_run_ids=found.reward_run_ids)
+    extra = request.extra_eval_datasets
+    return await insert(transaction, values, reward_run_ids=found.reward_run_ids, extra_eval_datasets=extra)
 
 
 async def check(session: AsyncSession, settings: Settings, storage: Storage, request: RunCreate) -> RunCheck:
     """Validate a request as `create` does, without creating anything."""
     wrong_rewards = await reward_problems(settings, request.config)
     found: ValidationResult = await validate_request(session, settings, storage, request, wrong_rewards)
+    if not found.errors and found.config is not None:
+        needed = await _requirements(session, settings, storage, request, found.config, found.given)
+        needs = Needs.of(request.backend, request.resources.devices, needed)
+        waits = pending_reason(needs, await read_fleet(session, settings.lease_seconds))
+        if waits is not None and waits.code != "no_worker":  # a warning of the validation says that
+            found.warnings.append(FieldError(field="resources", code=waits.code, message=waits.message))
     return RunCheck(
         valid=not found.errors,
         errors=found.errors,
         warnings=found.warnings,
         effective_config=found.effective.model_dump(mode="json") if found.effective else None,
     )
+
+
+async def _requirements(
+    session: AsyncSession,
+    settings: Settings,
+    storage: Storage,
+    request: RunCreate,
+    config: TrainingConfig,
+    given: list[str],
+) -> dict[str, Any]:
+    """Return what a device needs to train the run, from the request and the estimate."""
+    rules = BACKEND_RULES[request.backend]
+    least: dict[str, int] = {}
+    if rules.loads_model:
+        data = await estimates.data_of(session, request.dataset_id)
+        subject = estimates.Subject(config, given, request.backend, data)
+        least = await estimates.least_memory_of(session, settings, storage, subject)
+    return requirements(rules, config, given, request.resources, least)
 
 
 async def find_by_idempotency_key(
@@ -121,10 +144,12 @@ async def insert(
     values: dict[str, Any],
     reason: str = "created",
     reward_run_ids: Sequence[str] = (),
+    extra_eval_datasets: Mapping[str, str] | None = None,
 ) -> Run:
     """Insert a run and its first event, or return the one that a duplicate of this request has just created.
 
-    `reward_run_ids` are other runs whose outputs are its reward models; the caller has locked them.
+    `reward_run_ids` are other runs whose outputs are its reward models, and `extra_eval_datasets` ids of datasets by
+    name; the caller has locked both.
     """
     session, idempotency = transaction.session, transaction.idempotency
     values = {
@@ -138,6 +163,12 @@ async def insert(
         if reward_run_ids:
             uses = [{"run_id": made["id"], "reward_run_id": reward_run_id} for reward_run_id in reward_run_ids]
             await session.execute(postgresql.insert(RunRewardModel), uses)
+        if extra_eval_datasets:
+            named = [
+                {"run_id": made["id"], "name": name, "dataset_id": dataset_id}
+                for name, dataset_id in extra_eval_datasets.items()
+            ]
+            await session.execute(postgresql.insert(RunEvalDataset), named)
         return Run(**made)
     # A duplicate of this request came first and has committed: the insert waited for that.
     return await find_by_idempotency_key(session, transaction.caller_id, idempotency) or await get(

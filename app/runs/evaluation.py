@@ -58,8 +58,9 @@ async def evaluate(transaction: RunTransaction, settings: Settings, storage: Sto
         return earlier
     subject = await _subject(session, settings, storage, request)
     run = subject.trained
-    # A configuration with evaluation data must say how often to evaluate.
-    wanted = RunCreate(
+    # A configuration with evaluation data must say how often to evaluate. Not validated again: that of a run, with what
+    # the request adds, may be longer than one that a request may send.
+    wanted = RunCreate.model_construct(
         backend=_BACKEND,
         experiment_id=request.experiment_id,
         dataset_id=request.dataset_id,
@@ -109,6 +110,9 @@ async def _subject(session: AsyncSession, settings: Settings, storage: Storage, 
     """Find the model that the request names; its run stays locked against deletion until the commit."""
     run = checkpoint = None
     if is_id(request.model, "ckpt"):
+        # In the order in which the deletion of a run locks both: the run first.
+        owner = await session.scalar(select(Checkpoint.run_id).where(Checkpoint.id == request.model))
+        run = await _locked(session, owner) if owner else None
         query = select(Checkpoint).where(Checkpoint.id == request.model).with_for_update(read=True)
         checkpoint = await session.scalar(query)
         if checkpoint is None:
@@ -117,7 +121,6 @@ async def _subject(session: AsyncSession, settings: Settings, storage: Storage, 
         if checkpoint.deleted_at is not None or checkpoint.bad_reason is not None:
             why = "was deleted" if checkpoint.deleted_at else f"is corrupt ({checkpoint.bad_reason})"
             raise _refused("checkpoint_unusable", f"this checkpoint {why}; evaluate another one")
-        run = await _locked(session, checkpoint.run_id)
     elif resolver.is_run(request.model):
         run = await _locked(session, request.model)
         if run is None:
@@ -130,7 +133,7 @@ async def _subject(session: AsyncSession, settings: Settings, storage: Storage, 
         message = f"run {run.id} was trained by a recipe of a plugin, which only that recipe can evaluate"
         raise _refused("trained_by_a_recipe", message)
     if checkpoint is None and run.config.get("output") == "merged":
-        why = f"the output of run {run.id} is merged into its base model; evaluate one of its checkpoints (`ckpt_…`)"
+        why = f"the output of run {run.id} is merged into its base model; {_instead(run)}"
         raise _refused("merged_output", why)
     if checkpoint is None:
         await _check_output(settings, storage, run)
@@ -145,12 +148,20 @@ async def _subject(session: AsyncSession, settings: Settings, storage: Storage, 
 
 async def _check_output(settings: Settings, storage: Storage, run: Run) -> None:
     if run.output_attempt is None:
-        message = f"run {run.id} is {run.status} and has no output; evaluate one of its checkpoints (`ckpt_…`)"
+        message = f"run {run.id} is {run.status} and has no output; {_instead(run)}"
         raise _refused("run_without_output", message)
     try:
         await asyncio.to_thread(resolver.locate, settings, storage, run.id, run.output_attempt)
     except resolver.BaseModelError as error:
         raise _refused(error.code, error.message) from error
+
+
+def _instead(run: Run) -> str:
+    """Return what to evaluate instead of the output of a run."""
+    if run.task == RunTask.train:
+        return "evaluate one of its checkpoints (`ckpt_…`)"
+    subject = run.resume_checkpoint_id or run.base_run_id or run.config["base_model"]
+    return f"its task is `{run.task}`, so it has no checkpoints: evaluate {subject}, whose weights these are"
 
 
 def _of_base_model(request: EvaluationCreate) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from app.api.errors import conflict, invalid
+from app.config import Settings
 from app.contracts.backends import BACKEND_RULES
 from app.contracts.errors import FieldError
 from app.contracts.run_status import TERMINAL
@@ -10,15 +11,18 @@ from app.contracts.run_task import RunTask
 from app.contracts.schemas.checkpoints import CheckpointExport
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import drop_unknown_fields
-from app.contracts.training_config.rules import wants_adapter
+from app.contracts.training_config.rules import gguf_conflicts, wants_adapter
 from app.infra.ids import new_id
 from app.runs import service
 from app.runs.checkpoints.service import get
 from app.runs.creation import RunTransaction, find_by_idempotency_key, insert
+from app.runs.validation.destinations import gguf_problems
 from app.tables.runs import Run
 
 
-async def export(transaction: RunTransaction, run_id: str, checkpoint_id: str, request: CheckpointExport) -> Run:
+async def export(
+    transaction: RunTransaction, settings: Settings, run_id: str, checkpoint_id: str, request: CheckpointExport
+) -> Run:
     """Create a run that writes the weights of a checkpoint as its output; the same idempotency key returns the same.
 
     Raises 404 without such a checkpoint, 409 while its run is live (`run_is_live`) or if it is corrupt
@@ -53,10 +57,15 @@ async def export(transaction: RunTransaction, run_id: str, checkpoint_id: str, r
     if request.output is not None:
         given.add("output")
         changed["output"] = request.output
+    if request.gguf is not None or request.output == "adapter":
+        given = given | {"gguf"} if request.gguf is not None else given - {"gguf"}
+        changed["gguf"] = request.gguf
     config = TrainingConfig.model_validate(drop_unknown_fields({**source.config, **changed}, given))
     if request.output is not None and not wants_adapter(config):
         message = "applies only to adapters, and this run trained all weights; leave it out"
         raise invalid([FieldError(field="output", code="conflict", message=message)])
+    if config.gguf is not None and (refused := gguf_conflicts(config) or await gguf_problems(session, settings)):
+        raise invalid(refused)
     values = {
         "id": new_id("run"),
         "task": RunTask.export,
@@ -71,7 +80,7 @@ async def export(transaction: RunTransaction, run_id: str, checkpoint_id: str, r
         "base_run_id": source.base_run_id,
         "devices_needed": source.devices_needed,
         "resources": source.resources,
-        "requirements": source.requirements,
+        "requirements": _requirements(source, config),
         "priority": source.priority,
         "max_restarts": source.max_restarts,
         "parent_run_id": source.id,
@@ -79,4 +88,12 @@ async def export(transaction: RunTransaction, run_id: str, checkpoint_id: str, r
         "current_step": checkpoint.step,
         "current_epoch": checkpoint.epoch,
     }
-    return await insert(transaction, values, f"exports the checkpoint of step {checkpoint.step} of {source.id}")
+    reason = f"exports the checkpoint of step {checkpoint.step} of {source.id}"
+    extra = await service.extra_eval_datasets(session, source)
+    return await insert(transaction, values, reason, extra_eval_datasets=extra)
+
+
+def _requirements(source: Run, config: TrainingConfig) -> dict[str, Any]:
+    """Return the requirements of the run that was trained, with what the export writes."""
+    kept = {name: value for name, value in source.requirements.items() if name != "gguf"}
+    return kept if config.gguf is None else {**kept, "gguf": True}

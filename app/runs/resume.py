@@ -60,7 +60,7 @@ async def resume(
         config = config.model_copy(update={"stop_at_step": last})
         given = sorted({*given, "stop_at_step"})
     if checkpoint is not None:
-        _refuse_if_done(parent, config, given, checkpoint)
+        _refuse_if_done(parent, config, checkpoint)
     rules = BACKEND_RULES[parent.backend]
     least: dict[str, int] = {}
     if rules.loads_model:
@@ -92,9 +92,10 @@ async def resume(
         "current_epoch": checkpoint.epoch if checkpoint else 0.0,
     }
     reason = f"resumes {parent.id} " + (f"from step {checkpoint.step}" if checkpoint else "from the start")
-    # The parent is locked, which also keeps its reward models.
+    # The parent is locked, which also keeps its reward models and its datasets.
     reward_runs = await service.reward_run_ids(session, parent)
-    return await insert(transaction, values, reason, reward_runs)
+    extra = await service.extra_eval_datasets(session, parent)
+    return await insert(transaction, values, reason, reward_runs, extra)
 
 
 async def _ended(session: AsyncSession, run_id: str) -> Run:
@@ -119,6 +120,9 @@ def _configuration(
     `changed` are the fields that actions have changed while the parent trained, `sent` the errors of destinations.
     """
     refused = resume_problems(parent.config, request.config) + sent
+    replaces_steps = "epochs" in request.config and "max_steps" not in request.config
+    if replaces_steps and {**parent.config, **changed}.get("max_steps") is not None:
+        changed = {**changed, "max_steps": None}  # `max_steps` would take precedence over `epochs`
     merged: dict[str, Any] = {**parent.config, **changed, **request.config}
     given = set(parent.user_set_fields) | named_fields(changed) | given_fields(request.config)
     asked = without_defaults(merged, given)
@@ -194,21 +198,22 @@ def _usable(checkpoint: Checkpoint) -> Checkpoint:
     )
 
 
-def _refuse_if_done(parent: Run, config: TrainingConfig, given: list[str], checkpoint: Checkpoint) -> None:
-    last = _last_step(parent, config)
+def _refuse_if_done(parent: Run, config: TrainingConfig, checkpoint: Checkpoint) -> None:
+    unit, at, last = "step", float(checkpoint.step), _last_step(parent, config)
+    if last is None and config.max_steps is None and config.min_steps is None:
+        unit, at, last = "epoch", checkpoint.epoch, config.epochs
     # A run that was lost or stopped after its last step may still have to write its output.
-    left = last is None or checkpoint.step < last or (checkpoint.step == last and parent.status != "completed")
-    if left:
+    if last is None or at < last or (at == last and parent.status != "completed"):
         return
     raise ApiError(
         422,
         "nothing_left_to_train",
-        f"The checkpoint of run {parent.id} at step {checkpoint.step} is at or after the last step, {last}; "
+        f"The checkpoint of run {parent.id} at {unit} {at:.10g} is at or after the last {unit}, {last:.10g}; "
         "raise `max_steps`, `epochs` or `stop_at_step` in `config`, or use an earlier checkpoint.",
     )
 
 
-def _last_step(parent: Run, config: TrainingConfig) -> int | None:
+def _last_step(parent: Run, config: TrainingConfig) -> float | None:
     """Return the step at which the new run would end; None if it is unknown."""
     if config.max_steps is not None:
         total: int | None = config.max_steps

@@ -2,7 +2,7 @@
 
 from datetime import datetime
 
-from sqlalchemy import CheckConstraint, Text
+from sqlalchemy import CheckConstraint, ForeignKey, Text, func
 from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.orm import Mapped, mapped_column
 
@@ -26,3 +26,20 @@ class ApiKey(Owned, Base):
     expires_at: Mapped[datetime | None]
     last_used_at: Mapped[datetime | None]
     revoked_at: Mapped[datetime | None]
+
+
+class Token(Base):
+    """Credential of a browser that acts for a key: a session, a link that creates one, or a ticket for streams."""
+
+    __tablename__ = "tokens"
+    __table_args__ = (CheckConstraint("octet_length(digest) = 64", name="digest_is_sha256_hex"),)
+
+    digest: Mapped[str] = mapped_column(primary_key=True)
+    """SHA-256 of the token, which is not stored."""
+    kind: Mapped[str]
+    """`session`, `link` or `ticket`."""
+    key_id: Mapped[str] = mapped_column(ForeignKey("api_keys.id", ondelete="CASCADE"), index=True)
+    run_id: Mapped[str | None]
+    """The only run whose events a ticket opens; null: all of them."""
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    expires_at: Mapped[datetime] = mapped_column(index=True)

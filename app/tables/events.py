@@ -11,6 +11,8 @@ from app.infra.ids import id_at
 from app.tables.base import Base
 
 _MONTHS_AHEAD = 3
+FREQUENT_TYPES = "('log', 'metric', 'device', 'progress', 'distribution')"
+"""Event types of which a run has many; the others are its history."""
 
 
 class RunEvent(Base):
@@ -19,6 +21,7 @@ class RunEvent(Base):
     __tablename__ = "run_events"
     __table_args__ = (
         Index("ix_run_events_metric", "run_id", "seq", postgresql_where=text("type IN ('metric', 'eval')")),
+        Index("ix_run_events_history", "run_id", "seq", postgresql_where=text(f"type NOT IN {FREQUENT_TYPES}")),
         # Ids sort by time, so a range of run ids is a time range and old partitions can be dropped.
         {"postgresql_partition_by": "RANGE (run_id)"},
     )

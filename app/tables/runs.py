@@ -54,6 +54,8 @@ class Run(Owned, Base):
             "id",
             postgresql_where=text("status = 'pending'"),
         ),
+        # A worker of several backends claims in this order.
+        Index("ix_runs_queue", text("priority DESC"), "id", postgresql_where=text("status = 'pending'")),
         Index("ix_runs_live", "id", postgresql_where=text(f"status IN {sql_list(LIVE)}")),
         Index("ix_runs_experiment_id_id", "experiment_id", "id"),
         Index("ix_runs_parent_run_id", "parent_run_id"),
@@ -111,7 +113,7 @@ class Run(Owned, Base):
     devices_needed: Mapped[int] = mapped_column(server_default=text("1"))
     requirements: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
     """Requirements on a worker, from `resources`, the configuration and the estimate: `kind`, `memory_mb`, `labels`,
-    `estimated_mb` (least MiB by kind of device) and `prefers_gpu`."""
+    `gguf`, `estimated_mb` (least MiB by kind of device) and `prefers_gpu`."""
     resources: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
     """Resources that the user asked for."""
     pending_reason: Mapped[dict[str, Any] | None]
@@ -192,6 +194,24 @@ class RunRewardModel(Base):
     reward_run_id: Mapped[str] = mapped_column(ForeignKey("runs.id"), primary_key=True)
 
 
+class RunEvalDataset(Base):
+    """A run, and a dataset that it evaluates on besides `eval_dataset_id`."""
+
+    __tablename__ = "run_eval_datasets"
+    __table_args__ = (Index("ix_run_eval_datasets_dataset_id", "dataset_id"),)
+
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    """Name in the metrics."""
+    dataset_id: Mapped[str] = mapped_column(ForeignKey("datasets.id"))
+
+
+EXTRA_EVAL_DATASETS = (
+    "(SELECT coalesce(jsonb_object_agg(name, dataset_id), '{}') FROM run_eval_datasets WHERE run_id = runs.id)"
+)
+"""SQL expression for the extra evaluation datasets of a row of `runs`: a JSON object of ids by name."""
+
+
 class Attempt(Base):
     """One attempt of a run on one worker."""
 
@@ -238,7 +258,10 @@ class MetricRollup(Base):
 
     __tablename__ = "metric_rollups"
     # The last row of each level is rewritten while it fills: with free space on its page it stays there.
-    __table_args__ = ({"postgresql_with": {"fillfactor": "80"}},)
+    __table_args__ = (
+        Index("ix_metric_rollups_whole", "run_id", postgresql_where=text("level = 0")),
+        {"postgresql_with": {"fillfactor": "80"}},
+    )
 
     run_id: Mapped[str] = mapped_column(primary_key=True)
     attempt: Mapped[int] = mapped_column(primary_key=True)

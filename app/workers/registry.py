@@ -23,10 +23,16 @@ def register_devices(devices: list[dict[str, Any]]) -> Executable:
     return insert(Device).values(devices).on_conflict_do_nothing()
 
 
-def pause_device(worker_id: str, index: int, trouble: str, pause_seconds: float) -> Executable:
+def pause_device(worker_id: str, index: int, trouble: str, pause_seconds: float) -> Update:
     """Let a device take no run for a while."""
     until = func.clock_timestamp() + seconds(pause_seconds)
     return _device(worker_id, index).values(trouble=trouble, paused_until=until)
+
+
+def pause_idle_device(worker_id: str, index: int, trouble: str, pause_seconds: float) -> Executable:
+    """Let a device without a run take none for a while; returns no row if it has one."""
+    paused = pause_device(worker_id, index, trouble, pause_seconds)
+    return paused.where(Device.run_id.is_(None)).returning(Device.index)
 
 
 def resume_device(worker_id: str, index: int) -> Executable:

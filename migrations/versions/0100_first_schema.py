@@ -100,6 +100,9 @@ def upgrade() -> None:
         ),
         postgresql_with={"fillfactor": "80"},
     )
+    op.create_index(
+        "ix_metric_rollups_whole", "metric_rollups", ["run_id"], unique=False, postgresql_where=sa.text("level = 0")
+    )
     op.create_table(
         "replica_deletions",
         sa.Column("run_id", sa.Text(), nullable=False),
@@ -125,6 +128,13 @@ def upgrade() -> None:
         postgresql_partition_by="RANGE (run_id)",
     )
     op.create_index(
+        "ix_run_events_history",
+        "run_events",
+        ["run_id", "seq"],
+        unique=False,
+        postgresql_where=sa.text("type NOT IN ('log', 'metric', 'device', 'progress', 'distribution')"),
+    )
+    op.create_index(
         "ix_run_events_metric",
         "run_events",
         ["run_id", "seq"],
@@ -142,6 +152,20 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("name", name=op.f("pk_secrets")),
     )
     op.create_table(
+        "tokens",
+        sa.Column("digest", sa.Text(), nullable=False),
+        sa.Column("kind", sa.Text(), nullable=False),
+        sa.Column("key_id", sa.Text(), nullable=False),
+        sa.Column("run_id", sa.Text(), nullable=True),
+        sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.Column("expires_at", sa.DateTime(timezone=True), nullable=False),
+        sa.CheckConstraint("octet_length(digest) = 64", name=op.f("ck_tokens_digest_is_sha256_hex")),
+        sa.ForeignKeyConstraint(["key_id"], ["api_keys.id"], name=op.f("fk_tokens_key_id"), ondelete="CASCADE"),
+        sa.PrimaryKeyConstraint("digest", name=op.f("pk_tokens")),
+    )
+    op.create_index("ix_tokens_key_id", "tokens", ["key_id"], unique=False)
+    op.create_index("ix_tokens_expires_at", "tokens", ["expires_at"], unique=False)
+    op.create_table(
         "workers",
         sa.Column("id", sa.Text(), nullable=False),
         sa.Column("host", sa.Text(), nullable=False),
@@ -156,6 +180,7 @@ def upgrade() -> None:
         sa.Column("launch_mode", sa.Text(), nullable=False),
         sa.Column("launch_reason", sa.Text(), server_default="", nullable=False),
         sa.Column("plugins", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
+        sa.Column("gguf", sa.Boolean(), server_default="false", nullable=False),
         sa.Column("started_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
         sa.Column("heartbeat_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
         sa.CheckConstraint("launch_mode IN ('zygote','cold')", name=op.f("ck_workers_launch_mode_known")),
@@ -352,6 +377,13 @@ def upgrade() -> None:
         unique=False,
         postgresql_where=sa.text("status = 'pending'"),
     )
+    op.create_index(
+        "ix_runs_queue",
+        "runs",
+        [sa.literal_column("priority DESC"), "id"],
+        unique=False,
+        postgresql_where=sa.text("status = 'pending'"),
+    )
     op.create_index("ix_runs_resume_checkpoint_id", "runs", ["resume_checkpoint_id"], unique=False)
     op.create_index("ix_runs_status_id", "runs", ["status", "id"], unique=False)
     op.create_index(
@@ -468,6 +500,16 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_run_estimates_run_id"), ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("run_id", name=op.f("pk_run_estimates")),
     )
+    op.create_table(
+        "run_eval_datasets",
+        sa.Column("run_id", sa.Text(), nullable=False),
+        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column("dataset_id", sa.Text(), nullable=False),
+        sa.ForeignKeyConstraint(["dataset_id"], ["datasets.id"], name=op.f("fk_run_eval_datasets_dataset_id")),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_run_eval_datasets_run_id"), ondelete="CASCADE"),
+        sa.PrimaryKeyConstraint("run_id", "name", name=op.f("pk_run_eval_datasets")),
+    )
+    op.create_index("ix_run_eval_datasets_dataset_id", "run_eval_datasets", ["dataset_id"], unique=False)
     op.create_table(
         "run_reward_models",
         sa.Column("run_id", sa.Text(), nullable=False),

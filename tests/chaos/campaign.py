@@ -18,7 +18,7 @@ from tests.chaos.checker import MOMENTS, MOMENTS_OF_WRONG_CLOCKS, check
 from tests.chaos.clients import Clients
 from tests.chaos.collect import collect, profile, reference_plans
 from tests.chaos.faults import FAULTS
-from tests.chaos.history import Profile, Violation
+from tests.chaos.history import History, Profile, Violation
 from tests.chaos.machine import SLOWNESS
 from tests.chaos.processes import Sizes
 from tests.chaos.profiles import PLANS
@@ -106,7 +106,8 @@ def print_line(line: str) -> None:
 def run(seed: int, rounds: int, jobs: int = 1, say: Callable[[str], None] = print_line) -> Result:
     """Run a campaign; all randomness derives from the seed, except the timing of the machine.
 
-    Its segments run in `jobs` parallel worlds.
+    Its segments run in `jobs` parallel worlds. A campaign shorter than one round of each fault is a sample: a fault
+    that missed its window is not tried again.
     """
     began = time.monotonic()
     if SLOWNESS > 1:
@@ -174,9 +175,10 @@ def _segment(
     clients.start()
     for number, fault in enumerate(order, first + 1):
         _round(scene, number, fault, result, say)
-    for number in range(1, _SECOND_TRIES + 1):
+    tries = _SECOND_TRIES if is_last and result.rounds >= len(FAULTS) else 0
+    for number in range(1, tries + 1):
         # Faults depend on timing, so those that missed are tried again.
-        missed = set(result.missed_after(scene.hits)) if is_last else set()
+        missed = set(result.missed_after(scene.hits))
         for fault in [fault for fault, windows in FAULTS.items() if missed & set(windows)]:
             _round(scene, first + len(order) + number, fault, result, say)
     clients.create("hanger")  # no faults from here on: only its missing heartbeat reveals it
@@ -208,8 +210,28 @@ def _segment(
     result.violations += found
     for violation in found:
         say(f"BROKEN promise {violation.promise} {violation.run_id}: {violation.what}")
+    for run_id in sorted({violation.run_id for violation in found} & history.runs.keys()):
+        say(_course(history, run_id))
     for run_id in history.runs:
         shutil.rmtree(world.storage / "runs" / run_id, ignore_errors=True)
+
+
+def _course(history: History, run_id: str) -> str:
+    """Format what happened to a run: its attempts, its checkpoints, and its events other than lines and metrics."""
+    attempts = [f"  attempt {row['attempt']}: {dict(row)}" for row in history.attempts.get(run_id, ())]
+    saved = [
+        f"  checkpoint of step {row['step']}, attempt {row['attempt']}: bad {row['bad_reason']}, deleted "
+        f"{row['deleted_at']}"
+        for row in history.checkpoints.get(run_id, ())
+    ]
+    events = [
+        f"  event {event.seq} {event.ts:%H:%M:%S.%f} {event.type}, attempt {event.attempt}: {dict(event.data)}"
+        for event in history.events.get(run_id, ())
+        if event.type not in ("log", "metric", "progress", "config")
+    ]
+    row = history.runs[run_id]
+    head = f"run {run_id}, {row.get('name')}: {row['status']} at step {row['current_step']} in attempt {row['attempt']}"
+    return "\n".join([head, *attempts, *saved, *events])
 
 
 def _round(

@@ -11,8 +11,8 @@ from app.contracts.fake_options import FakeOptions
 from app.contracts.run_status import LIVE, TERMINAL
 from tests.chaos.history import Creation, Event, History, Profile, Row, StopCall, Violation
 
-WRITTEN_BY_LIFECYCLE = ("status", "error", "end")
-"""Event types that are not written by trainers, but together with a status change."""
+WRITTEN_BY_LIFECYCLE = ("status", "pending", "error", "end")
+"""Event types that are not written by trainers: with a status change, or while a run waits for a worker."""
 REQUEUES = ("lost", "handed_back", "retried")
 REPAIRED = "repaired"
 """Outcome of a failed attempt that is retried with a change; it does not count as a loss."""

@@ -108,6 +108,8 @@ RIGHT: list[tuple[str, Spoil]] = [
      run_added(training(2, max_restarts=1).lost().claimed().begins().trains(6).lost().claimed().begins(4).completes(),
                after=LATE)),
     ("lost before its trainer began", run_added(waiting().claimed().lost().claimed().begins().completes(), after=LATE)),
+    ("lost with the only worker that can train it",
+     run_added(training().lost().waits().claimed().begins().completes(), after=LATE)),
     ("lost with its last events", killed_before_the_last_words_were_stored()),
     ("lost for long, because the database was unreachable",
      lost_in_the_time_of(

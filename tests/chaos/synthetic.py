@@ -132,6 +132,11 @@ class Story:
     def lost(self, target: str = "pending") -> "Story":
         return self.requeued("lost", "worker lost: its lease ran out", target)
 
+    def waits(self) -> "Story":
+        """Report that no worker can train the run."""
+        self._event("pending", code="no_worker", message="No worker offers this backend.")
+        return self
+
     def stop_accepted(self, save: bool = True) -> "Story":
         self.stop_requested_at = self.stop_requested_at or moment(self.now)
         if self.status == "pending":

@@ -87,7 +87,7 @@ def undisturbed(shared_stack: Stack) -> dict[int, str]:
     return losses(shared_stack, run_id)
 
 
-@pytest.mark.parametrize("how", ["stopped", "killed"])
+@pytest.mark.parametrize("how", [pytest.param("stopped", marks=pytest.mark.full), "killed"])
 class TestShorterThanTwoThirdsOfTheLease:
     def test_training_goes_on_and_every_line_of_the_meantime_is_stored_in_order(
         self, stack: Stack, undisturbed: dict[int, str], how: str
@@ -104,7 +104,7 @@ class TestShorterThanTwoThirdsOfTheLease:
         assert losses(stack, run_id) == undisturbed
 
 
-@pytest.mark.parametrize("how", ["stopped", "killed"])
+@pytest.mark.parametrize("how", ["stopped", pytest.param("killed", marks=pytest.mark.full)])
 class TestLongerThanTheLease:
     def test_the_trainer_goes_what_it_said_is_stored_and_the_run_resumes_from_a_checkpoint_of_the_meantime(
         self, stack: Stack, undisturbed: dict[int, str], how: str

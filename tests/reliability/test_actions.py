@@ -94,6 +94,7 @@ class TestStopAtTheEndOfTheEpoch:
     def run_id(self, stack: Stack) -> str:
         run_id = stack.create({"step_seconds": 0.05}, LONG)
         stack.add_worker()
+        stack.until(run_id, "running")  # stored after the trainer's own journal says so
         stack.until_step(run_id, 3)
         answer = stack.client.post(f"/v1/runs/{run_id}/stop", json={"mode": "epoch_end"})
         assert answer.status_code == 202 and answer.json()["status"] in ("running", "checkpointing")

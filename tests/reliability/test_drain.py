@@ -269,6 +269,7 @@ class TestDrain:
             assert redis.llen(QUEUE) == before + 1
             redis.delete(QUEUE)
 
+    @pytest.mark.full
     def test_anneal_up_does_not_start_a_drained_worker_again(self, stack: Stack, tmp_path: Path) -> None:
         variables = {
             **stack.settings.model_copy(update={"home": tmp_path / "up"}).child_environment(),

@@ -23,7 +23,10 @@ CRASHES: dict[str, tuple[dict[str, Any], str, str, int]] = {
 lack of memory after all repairs."""
 
 
-@pytest.mark.parametrize("kind", CRASHES)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.full if kind in ("kill", "reported", "exit") else ()) for kind in CRASHES],
+)
 def test_a_crash_is_classified_and_shows_its_last_lines(stack: Stack, kind: str) -> None:
     extra, code, says, attempts = CRASHES[kind]
     run_id = stack.create({"steps": 20, "step_seconds": 0.01, **extra})

@@ -73,9 +73,14 @@ class TestOutOfMemory:
         request = found["correction"]["request"]
         assert stack.client.post(f"{request['path']}/validate", json=request["body"]).json()["valid"]
 
+    @pytest.mark.full
     def test_a_run_that_is_to_end_instead_does(self, stack: Stack) -> None:
         stack.add_worker()
-        run_id = stack.create({"out_of_memory_above": 1}, {"on_out_of_memory": "stop"})
+        sets = {"code": stack.dataset_id}
+        evaluated = {"eval_split": 0.5, "eval_steps": "epoch"}
+        run_id = stack.create(
+            {"out_of_memory_above": 1}, {"on_out_of_memory": "stop", **evaluated}, extra_eval_datasets=sets
+        )
         shown = stack.until(run_id, "completed", "failed")
         assert (shown["error_code"], shown["attempt"]) == ("out_of_memory", 1)
         found = postmortem(stack, run_id)["correction"]
@@ -83,6 +88,9 @@ class TestOutOfMemory:
         again = stack.client.post(found["request"]["path"], json=found["request"]["body"])
         assert again.status_code == 202, again.text
         assert stack.until(again.json()["id"], "completed", "failed")["status"] == "completed"
+        assert again.json()["extra_eval_datasets"] == sets
+        evaluations = [event["metrics"] for event in stack.events(again.json()["id"]) if event["type"] == "eval"]
+        assert evaluations and all(one["eval_code_loss"] == one["eval_loss"] for one in evaluations)
 
 
 class TestRewind:

@@ -48,7 +48,7 @@ def steps(stack: Stack, run_id: str) -> int:
 
 
 class TestAFrozenServer:
-    @pytest.mark.parametrize("server", ["postgres", "valkey"])
+    @pytest.mark.parametrize("server", ["postgres", pytest.param("valkey", marks=pytest.mark.full)])
     def test_does_not_make_the_trainer_wait(self, stack: Stack, server: str) -> None:
         run_id = stack.create(LONG)
         stack.add_worker(lease_seconds=60)  # two thirds of it are longer than this test
@@ -126,8 +126,9 @@ class TestAnotherUser:
         assert shown["status"] == "completed", shown["error_message"]
         run_folder = Storage(stack.settings).run_dir(run_id)
         assert run_folder.stat().st_uid == os.getuid(), "the trainer can plant no link where the worker writes next"
-        assert (run_folder / "a1" / "job.json").stat().st_uid == os.getuid()
-        assert (run_folder / "a1" / "output").stat().st_uid == user.pw_uid
+        attempt = run_folder / f"a{shown['attempt']}"  # on a busy machine the lease of the first may end
+        assert (attempt / "job.json").stat().st_uid == os.getuid()
+        assert (attempt / "output").stat().st_uid == user.pw_uid
         assert (run_folder / "journal.jsonl").stat().st_uid == user.pw_uid
         stopped = stack.create({**LONG, "ignore_stop": True})
         stack.until_step(stopped, 5)

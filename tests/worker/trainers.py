@@ -1,6 +1,8 @@
 """Small training processes for the tests of launching; each takes `[job, --report-fd, n, --control-fd, m]`."""
 
+import atexit
 import ctypes
+import importlib
 import json
 import logging
 import os
@@ -8,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from worker.wire.control import Control
 from worker.wire.reporter import Reporter
 
 libc = ctypes.CDLL(None)
+_kept: list[object] = []
 
 
 def start(arguments: list[str]) -> tuple[dict[str, Any], Reporter, Control]:
@@ -82,6 +86,18 @@ def chatty(arguments: list[str]) -> int:
     ]
     for n in range(3 * len(ways)):
         ways[n % len(ways)](n)
+    return 0
+
+
+def cleans_up(arguments: list[str]) -> int:
+    """Name the temporary folders of the zygote's modules, and make two that go with this process."""
+    _, report, _ = start(arguments)
+    theirs = importlib.import_module("tests.worker.process.preloads.cleans_up")
+    finalized, registered = tempfile.TemporaryDirectory(), tempfile.TemporaryDirectory()
+    atexit.register(registered.cleanup)
+    _kept.append(finalized)
+    made = (theirs.finalized, theirs.registered, finalized, registered)
+    send(report, "folders", exist=[folder.name for folder in made])
     return 0
 
 

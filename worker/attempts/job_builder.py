@@ -106,6 +106,7 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
         # them as corrupt.
         dataset = _dataset(context, connection, run.dataset_id)
         evaluation = _dataset(context, connection, run.eval_dataset_id) if run.eval_dataset_id else None
+        extra = {name: _dataset(context, connection, id) for name, id in sorted(run.extra_eval_datasets.items())}
     folder.parent.mkdir(parents=True, exist_ok=True)
     cleanup.before_attempt(context, run)
     remarks: list[str] = []
@@ -113,12 +114,13 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
     with context.engine.connect() as connection:
         repaired = auto_repair.previous_repairs(connection, run.id)
     checkpoint = weights = None
-    if run.task == RunTask.evaluate:
-        weights = _evaluated(context, run, restore_control)
-    else:
-        checkpoint = _newest_good(context, run, remarks, restore_control)
-    if run.task is RunTask.export and (checkpoint is None or checkpoint.id != run.resume_checkpoint_id):
-        raise JobError("config_error", " ".join([*remarks, "Export another checkpoint of the run."]))
+    match run.task:
+        case RunTask.train:
+            checkpoint = _newest_good(context, run, remarks, restore_control)
+        case RunTask.evaluate:
+            weights = _evaluated(context, run, restore_control)
+        case RunTask.export:
+            checkpoint, _ = _chosen(context, run, restore_control)
     config, changed = auto_repair.apply(run.config, repaired)
     with context.engine.connect() as connection:
         base_model = _base_model(context, connection, run)
@@ -135,6 +137,7 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
             auto_repairs=repaired,
             dataset=dataset,
             eval_dataset=evaluation,
+            extra_eval_datasets=extra,
             base_model=base_model,
             reward_models=reward_models,
             attempt_dir=folder,
@@ -148,6 +151,7 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
             device=device,
             trust_remote_code=context.settings.trust_remote_code,
             hub_allowed=context.settings.allow_hub,
+            gguf_converter=context.settings.gguf_converter,
             trackers=TrackerServers(mlflow_tracking_uri=context.settings.mlflow_tracking_uri, wandb_mode=wandb_mode()),
             worker=WorkerInfo(id=context.id, host=context.name),
         )
@@ -254,9 +258,10 @@ def _locate_model(
     """Locate a model by its name; with `follow`, also the base of an adapter that is the output of a run."""
     if run.backend == "fake":
         return ModelSource(name=name, path=None, hub=name if resolver.is_hub_name(name) else None, revision=None)
-    output_attempt = None
+    output_attempt, trained_on = None, ""
     if resolver.is_run(name):
-        output_attempt = connection.scalar(select(Run.output_attempt).where(Run.id == name))
+        query = select(Run.output_attempt, Run.config["base_model"].astext).where(Run.id == name)
+        output_attempt, trained_on = connection.execute(query).one_or_none() or (None, "")
     try:
         located = resolver.locate(context.settings, context.storage, name, output_attempt, revision)
     except resolver.BaseModelError as error:
@@ -265,16 +270,17 @@ def _locate_model(
     path = Path(located["path"]) if located["path"] is not None else None
     base = None
     if path is not None and output_attempt is not None and follow:
-        base = _base_of_output(context, connection, run, path)
+        base = _base_of_output(context, connection, run, path, trained_on)
     return ModelSource(name=located["name"], path=path, hub=located["hub"], revision=located["revision"], base=base)
 
 
 def _base_of_output(
-    context: WorkerContext, connection: Connection, run: ClaimedRun, output: Path
+    context: WorkerContext, connection: Connection, run: ClaimedRun, output: Path, trained_on: str
 ) -> ModelSource | None:
     """Locate the base of an adapter in the output of a run; None if the output is a whole model.
 
-    A base that is an adapter itself is part of the output, merged.
+    `trained_on` is `base_model` of that run. The adapter names its base without a folder of this server, and several
+    models roots may have one of that name. A base that is an adapter itself is part of the output, merged.
     """
     described = ModelFolder(context.storage, output).read_json("adapter_config.json")
     name, revision = described.get("base_model_name_or_path"), described.get("revision")
@@ -283,7 +289,7 @@ def _base_of_output(
     if name == MERGED_BASE:
         return ModelSource(name=name, path=output / MERGED_BASE, hub=None, revision=None)
     pinned = revision if isinstance(revision, str) else None
-    return _locate_model(context, connection, run, name, pinned, follow=False)
+    return _locate_model(context, connection, run, trained_on, pinned, follow=False)
 
 
 def _secrets(
@@ -389,19 +395,37 @@ def _evaluated(context: WorkerContext, run: ClaimedRun, restore_control: Restore
     """
     if run.resume_checkpoint_id is None:
         return _evaluated_output(context, run.base_run_id) if run.base_run_id else None
+    checkpoint, place = _chosen(context, run, restore_control)
+    return TrainedWeights(path=place, step=checkpoint.step, epoch=checkpoint.epoch)
+
+
+def _chosen(context: WorkerContext, run: ClaimedRun, restore_control: RestoreControl) -> tuple[Any, Path]:
+    """Return the one checkpoint that a run evaluates or exports, and its folder; no other one can take its place.
+
+    Raises:
+        JobError: It no longer exists, or is not reachable now.
+    """
     query = select(Checkpoint.__table__).where(Checkpoint.id == run.resume_checkpoint_id)
     checkpoint = _rows(context.engine, query)[0]
     place = context.storage.named_checkpoint(checkpoint.run_id, checkpoint.attempt, checkpoint.name)
-    why = "it was deleted" if checkpoint.deleted_at else None
+    is_export = run.task == RunTask.export
+    why = "it was deleted" if checkpoint.deleted_at else checkpoint.bad_reason
+    fetches_itself = is_export and has_replicas(run.config) and checkpoint.replicated_at is None
+    if why is None and fetches_itself and not place.exists():
+        return checkpoint, place  # the trainer fetches its copy
     if why is None and (wrong := manifest.verify(place, checkpoint.manifest_sha256, restore_control.check)):
         fetched = restore.restore_checkpoint(context, run, checkpoint, place, wrong, restore_control)
         if fetched.outcome is RestoreOutcome.AWAY:
             message = f"checkpoint {checkpoint.id} cannot be read: {fetched.why}; the run waits for another try"
             raise JobError("internal", message, is_transient=True, pause_seconds=_pause(context.engine, run))
+        if fetched.outcome is RestoreOutcome.BAD and is_export:
+            with context.engine.begin() as connection:
+                connection.execute(retention.mark_corrupt(checkpoint.id, fetched.why, run.id, run.lease_epoch))
         why = None if fetched.outcome is RestoreOutcome.WHOLE else fetched.why
     if why is not None:
-        raise JobError("config_error", f"checkpoint {checkpoint.id} cannot be evaluated: {why}; evaluate another one")
-    return TrainedWeights(path=place, step=checkpoint.step, epoch=checkpoint.epoch)
+        done, again = ("exported", "export") if is_export else ("evaluated", "evaluate")
+        raise JobError("config_error", f"checkpoint {checkpoint.id} cannot be {done}: {why}; {again} another one")
+    return checkpoint, place
 
 
 def _evaluated_output(context: WorkerContext, run_id: str) -> TrainedWeights:

@@ -16,6 +16,7 @@ from app.infra.lean_structlog import bound_contextvars
 from app.runs.events.log import LeaseFenced
 from app.runs.state import machine
 from app.workers import registry
+from worker import devices
 from worker.attempts import auto_repair, failure_report
 from worker.attempts.job_builder import Job, JobError, prepare
 from worker.attempts.memory_watch import MemoryWatch
@@ -36,6 +37,7 @@ from worker.checkpoint_store.restore import RestoreControl
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 from worker.devices import Device
+from worker.health import UNUSABLE_PAUSE_SECONDS
 from worker.ingest.event_writer import EventWriter
 from worker.ingest.record_handler import RecordHandler, StartPoint
 from worker.lease import Lease, LeaseLost
@@ -46,6 +48,8 @@ from worker.telemetry import DeviceFeed
 log = logging.getLogger(__name__)
 
 
+_LOOK_SECONDS = 1.0
+
 ENTRIES = {"celery": "worker.training.__main__:main", "fake": "worker.fake.trainer:main"}
 
 
@@ -54,7 +58,10 @@ Ending = Callable[[], Executable]
 
 
 def work(context: WorkerContext) -> None:
-    """Train pending runs that fit, the most urgent first, until none is left."""
+    """Train pending runs that fit, the most urgent first, until none is left; first wait until GPUs are checked."""
+    while context.kind == "cuda" and not context.closing.is_set():
+        if context.launcher.wait_checked(_LOOK_SECONDS):
+            break
     while not context.closing.is_set():
         if context.health.trouble():
             return
@@ -76,6 +83,7 @@ def _claim(
 def claim(context: WorkerContext) -> ClaimedRun | None:
     """Claim a run and its devices; None if there is none or the database is unavailable."""
     settings = context.settings
+    _pause_unusable_devices(context)
     statement = _claim(context.id, tuple(context.backends), settings.lease_seconds, context.kind, settings.labels)
     try:
         with context.engine.begin() as connection:
@@ -91,6 +99,42 @@ def claim(context: WorkerContext) -> ClaimedRun | None:
     log.info("%s: attempt %d starts", run.id, run.attempt, extra={"run_id": run.id, "attempt": run.attempt})
     context.wake(run.id)
     return run
+
+
+def _pause_unusable_devices(context: WorkerContext) -> None:
+    """Pause the idle GPUs on which a run would fail; resume those that are usable again.
+
+    While the database is unavailable nothing changes, and nothing is claimed either.
+    """
+    found = {device.index: _trouble(context, device) for device in context.machine.devices}
+    unusable = context.health.unusable
+    if not unusable and not any(found.values()):
+        return
+    try:
+        with context.engine.begin() as connection:
+            for index, why in found.items():
+                if why is None and index in unusable:
+                    connection.execute(registry.resume_device(context.id, index))
+                    unusable.remove(index)
+                elif why is not None:
+                    statement = registry.pause_idle_device(context.id, index, why, UNUSABLE_PAUSE_SECONDS)
+                    if connection.scalar(statement) is not None and index not in unusable:
+                        log.warning("device %d takes no run: %s", index, why)
+                        unusable.add(index)
+    except SQLAlchemyError as error:
+        if not is_away(error):
+            raise
+
+
+def _trouble(context: WorkerContext, device: Device) -> str | None:
+    """Return a sentence about what would fail a run on an idle device; None if nothing is known."""
+    broken = context.launcher.broken.get(device.id)
+    if broken is not None:
+        return (
+            f"a training step failed on it when the worker started ({broken}): check it with `nvidia-smi`, and the "
+            "kernel's log for Xid errors, then restart the worker"
+        )
+    return devices.occupation(device)
 
 
 def supervise(context: WorkerContext, run: ClaimedRun, claimed_at: float) -> None:

@@ -113,7 +113,8 @@ class RemoteStore:
         try:
             self._files, root = fsspec.url_to_fs(url, **_options(protocol))
         except (ImportError, ValueError) as error:
-            more = " (for S3: pip install 'anneal[s3]')" if protocol.startswith("s3") else ""
+            install = " (for S3: `pip install -c constraints.txt -e '.[s3]'` in the clone of Anneal)"
+            more = install if protocol.startswith("s3") else ""
             raise SetupError(f"ANNEAL_CHECKPOINT_URL={url} cannot be used: {error}{more}") from error
         if protocol == "s3":
             self._files.retries = 1  # its own retries, each of which includes all tries of the library below it

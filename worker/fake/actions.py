@@ -33,8 +33,9 @@ class ActionTarget(Protocol):
         """Return the position in epochs."""
         ...
 
-    def evaluate(self, loss: float, *, is_due: bool = True) -> None:
-        """Report an evaluation."""
+    def evaluate(self, loss: float, *, is_due: bool = True) -> dict[str, float]:
+        """Report an evaluation and return its metrics."""
+        ...
 
     def rate(self) -> float:
         """Return the learning rate of the next step."""
@@ -86,8 +87,7 @@ class Actions:
                 self._saves.append(asked)
             case "evaluate":
                 loss = (training.state.loss or 0.0) + 0.1
-                training.evaluate(loss, is_due=False)
-                self._answer(asked, "done", result={"metrics": {"eval_loss": loss}})
+                self._answer(asked, "done", result={"metrics": training.evaluate(loss, is_due=False)})
             case "sample":
                 self._sample(asked, parameters["prompts"], parameters["max_new_tokens"], parameters["temperature"])
             case "set_learning_rate":

@@ -273,16 +273,18 @@ class FakeTrainer:
             return None
         return {"kind": "non_finite", "step": step, "rows": samples, "singled_out": []}
 
-    def evaluate(self, loss: float, *, is_due: bool = True) -> None:
-        """Simulate an evaluation with this loss; one requested by an action affects no decision."""
+    def evaluate(self, loss: float, *, is_due: bool = True) -> dict[str, float]:
+        """Simulate an evaluation with this loss, and return its metrics; a requested one affects no decision."""
         state = self.state
+        metrics = {"eval_loss": loss, **{f"eval_{name}_loss": loss for name in self.job.extra_eval_datasets}}
         self.report.phase("evaluating")
-        self.report.eval(state.step, {"eval_loss": loss}, epoch=self.epoch())
+        self.report.eval(state.step, metrics, epoch=self.epoch())
         state.eval_loss, state.eval_step = loss, state.step
         if is_due:
             self.improved = state.best_eval_loss is None or loss < state.best_eval_loss
             state.best_eval_loss = min(loss, state.best_eval_loss or math.inf)
         self.report.phase("training", start_step=state.step, total_steps=self.total)
+        return metrics
 
     def _samples(self, step: int) -> list[int]:
         first = (step - 1) * self.per_step

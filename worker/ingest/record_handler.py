@@ -1,6 +1,7 @@
 """Record handler: turns the output of a training process into events and changes of its run, in order."""
 
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import Connection, Executable, select, update
 
 from app.contracts.attempt.messages import (
@@ -25,6 +26,7 @@ from app.contracts.events import TRAINER_RECORDS
 from app.contracts.methods import method_of
 from app.contracts.run_status import LIVE
 from app.contracts.run_task import RunTask
+from app.contracts.training_config.fields import TrainingConfig
 from app.infra.ids import new_id
 from app.infra.storage import checkpoint_name
 from app.infra.terminal_text import plain_text
@@ -65,6 +67,9 @@ _TOO_FAST = (
     f"{COSTLY_BYTES // 2**10} KiB more, and has to wait: report less often, or less text at a time"
 )
 _MAX_STEPS = 2**31 - 1
+_ERROR_CODE = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_MAX_ERROR_TEXT = 8000
+"""Characters of an error, which is part of the run, of its events and of the report of its attempt."""
 _MESSAGE = TypeAdapter(MessageRecord)
 _CONFIG = TypeAdapter(ConfigRecord)
 _PHASE = TypeAdapter(PhaseRecord)
@@ -204,8 +209,17 @@ class RecordHandler:
         self._writer.put(NewEvent.of(record.pop("type"), ts, record))
 
     def _handle_config(self, record: dict[str, Any], ts: float) -> None:
-        effective = self.effective = validated(_CONFIG, record)["effective"]
-        del record["type"]
+        effective = validated(_CONFIG, record)["effective"]
+        event = NewEvent.of(record.pop("type"), ts, record)
+        try:
+            TrainingConfig.model_validate(effective)
+        except ValidationError as error:  # repairs and post-mortems compute with it
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            self.say(f"the reported configuration is invalid and not used (`{where}`: {first['msg']})", "warning")
+            self._writer.put(event)
+            return
+        self.effective = effective
 
         def keep(connection: Connection) -> None:
             connection.execute(
@@ -214,7 +228,7 @@ class RecordHandler:
                 .values(effective_config=effective)
             )
 
-        self._writer.put(RunUpdate(keep, NewEvent.of("config", ts, record)))
+        self._writer.put(RunUpdate(keep, event))
 
     def _handle_metric(self, record: dict[str, Any], ts: float) -> None:
         """Store a `MetricRecord`; frequent, so that only what is used here is checked."""
@@ -290,6 +304,11 @@ class RecordHandler:
         if ignored := sorted(invalid_fields(_RESULT, record) - {"outcome"}):
             self.say(f"invalid fields of the result are ignored: {', '.join(ignored)}", "warning")
         self.result = validated(_RESULT, {name: value for name, value in record.items() if name not in ignored})
+        if error := self.result.get("error"):
+            error["code"] = error["code"] if _ERROR_CODE.fullmatch(error["code"]) else "internal"
+            error["message"] = plain_text(error["message"])[:_MAX_ERROR_TEXT]
+            if details := error.get("details"):
+                details["summary"] = plain_text(details["summary"])[:_MAX_ERROR_TEXT]
         self._stopwatch.end(self.result["outcome"])
         self._store_timings(self._stopwatch.training_started)
 
@@ -380,8 +399,7 @@ class RecordHandler:
             )
             keep_last = run.config.get("save_total_limit")
             if keep_last:
-                rows = connection.execute(retention.retire(run.id, keep_last)).all()
-                retired[:] = [(attempt, name) for attempt, name in rows]
+                retired[:] = retention.retire(connection, run.id, keep_last)
             for one in answered:
                 connection.execute(one.change)
 

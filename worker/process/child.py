@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -79,6 +80,21 @@ def die_with_parent(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
         os._exit(1)
+
+
+def forget_exit_handlers() -> None:
+    """Forget the exit handlers and finalizers of the process that this one was forked from; its own run at its end.
+
+    They clean up what that process made, such as temporary folders of W&B that its other children use. Those of
+    `multiprocessing` are kept: they end what this process starts.
+    """
+    atexit._clear()
+    for name in ("multiprocessing.util", "multiprocess.util"):  # the second is a fork that `datasets` uses
+        if name in sys.modules:
+            atexit.register(sys.modules[name]._exit_function)
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]  # the next one registers again
 
 
 def run(start: LaunchSpec, fds: Sequence[int], parent: int) -> None:

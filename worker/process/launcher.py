@@ -52,6 +52,7 @@ _MAX_BACKOFF = 30.0
 _HEALTHY_SECONDS = 60.0
 _MAX_EARLY_DEATHS = 3
 _MAX_FORKS = 3
+_LARGEST_MESSAGE = 64 * 1024
 
 
 class Launcher:
@@ -62,6 +63,8 @@ class Launcher:
 
         `preload` names the modules that the zygote imports; by default those of training, if installed.
         """
+        self.broken: dict[str, str] = {}
+        """Reasons why GPUs take no run, by UUID: a training step failed on them when the zygote started."""
         self._settings = settings
         self._preload = list(preload) if preload is not None else _default_preload()
         self._environment = settings.trainer_environment()
@@ -72,6 +75,7 @@ class Launcher:
         self._zygote: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._ready = False
+        self._was_ready = False
         self._backing_off = False
         self._cold_because = "ANNEAL_LAUNCH=cold" if settings.launch == "cold" else ""
         self._early_deaths = 0
@@ -116,6 +120,13 @@ class Launcher:
         """Wait until a launch would not block: the zygote is ready, or processes start cold."""
         with self._changed:
             return self._changed.wait_for(lambda: self._ready or bool(self._cold_because), timeout)
+
+    def wait_checked(self, timeout: float) -> bool:
+        """Wait until the first zygote has checked the GPUs; also True if there is none to wait for."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._was_ready or self._backing_off or bool(self._cold_because), timeout
+            )
 
     def launch(
         self,
@@ -304,13 +315,14 @@ class Launcher:
         if self._socket is None:
             return
         try:
-            packet = b"" if timed_out else self._socket.recv(4096)
+            packet = b"" if timed_out else self._socket.recv(_LARGEST_MESSAGE)
         except ConnectionError:
             packet = b""
         message = json.loads(packet) if packet else {}
         if message.get("ready"):
             with self._changed:
-                self._ready, self._early_deaths = True, 0
+                self._ready, self._was_ready, self._early_deaths = True, True, 0
+                self.broken = message["broken"]
                 self._changed.notify_all()
             return
         was_ready = self._ready

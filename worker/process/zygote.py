@@ -5,7 +5,8 @@ request to start a process in a packet with that process's descriptors, forks, a
 that child's own status socket, so that the threads waiting for them share nothing. It ends with its worker, and its
 children end with it.
 
-Protocol: over a SOCK_SEQPACKET pair it sends `{"ready": true}` or `{"failed": reason}` once, then receives one
+Protocol: over a SOCK_SEQPACKET pair it sends `{"ready": true, "broken": {UUID of a GPU: reason}}` or
+`{"failed": reason}` once, then receives one
 `worker.process.child.LaunchSpec` per packet with five descriptors (status, report, stdout, stderr, control). On the
 status socket it sends `{"pid", "start_time"}` with a pidfd and later the exit, or `{"failed": reason}` once.
 """
@@ -19,18 +20,26 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from app.infra.process.identity import start_time
 from worker import devices
+from worker.devices import Device
 from worker.process import child
 from worker.process.orphans import Orphans
 
-_PROBE_SECONDS = 120
+_CHECK = "worker.training.model.device_check"
+_CHECK_SECONDS = 40
+"""Time limit of a check; two of them and the imports fit into the time in which the launcher wants this process."""
+_CHECKS_AT_ONCE = 8
+"""Checks at the same time; each holds a CUDA context, and the host memory for it."""
+_MAX_REASON = 300
 _LARGEST_REQUEST = 64 * 1024
 _FDS_PER_REQUEST = 5
 
@@ -50,13 +59,13 @@ def main(arguments: Sequence[str]) -> None:
     worker = socket.socket(fileno=given.fd)
     try:
         preload(given.modules)
-        probe_gpu()
+        broken = check_gpus()
     except Exception as problem:
         worker.send(json.dumps({"failed": f"{type(problem).__name__}: {problem}"[:2000]}).encode())
         raise SystemExit(1) from problem
     gc.collect()
     gc.freeze()  # the collector would write to, and so copy, every page that the children share
-    worker.send(b'{"ready": true}')
+    worker.send(json.dumps({"ready": True, "broken": broken}).encode())
     serve(worker)
 
 
@@ -108,40 +117,73 @@ def _index(device: Any) -> int:
     return int(index) if str(index).isdigit() else 0
 
 
-def probe_gpu() -> None:
-    """Use the GPU in a child, on a machine that has one; raise RuntimeError if that fails."""
-    if "torch" not in sys.modules or not devices.has_gpu():
-        return
+def check_gpus() -> dict[str, str]:
+    """Take a training step on each GPU, in a child that sees only that one; return why it fails where it does, by UUID.
+
+    Raises:
+        RuntimeError: A step works in a new process, and not in a forked one.
+    """
+    if "torch" not in sys.modules:
+        return {}
+    found = devices.gpus()
+    failed: dict[Device, str] = {}
+    for begin in range(0, len(found), _CHECKS_AT_ONCE):
+        started = [(gpu, *_start_check(gpu)) for gpu in found[begin : begin + _CHECKS_AT_ONCE]]
+        failed |= {gpu: reason for gpu, pid, answer in started if (reason := _end_check(pid, answer)) is not None}
+    deadline = time.monotonic() + _CHECK_SECONDS
+    for gpu, process in [(gpu, _start_new_check(gpu)) for gpu in failed]:
+        try:
+            code = process.wait(max(deadline - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+        if code == 0:
+            raise RuntimeError(f"a forked process cannot use the GPU {gpu.id}, though a new one can: {failed[gpu]}")
+    return {gpu.id: reason for gpu, reason in failed.items()}
+
+
+def _start_check(gpu: Device) -> tuple[int, int]:
+    """Fork a child that checks a GPU; return its id and a descriptor from which its answer is read."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _probe_in_child(writing)
+        _check_in_child(gpu, writing)
     os.close(writing)
+    return pid, reading
+
+
+def _end_check(pid: int, reading: int) -> str | None:
+    """Wait for a check; return the reason why it failed, or None."""
     with os.fdopen(reading, "rb") as answer:
-        said = answer.read().decode(errors="replace")
+        said = " ".join(answer.read().decode(errors="replace").split())
     _, status = os.waitpid(pid, 0)
-    if status != 0:
-        code = os.waitstatus_to_exitcode(status)
-        raise RuntimeError(f"a forked process cannot use the GPU (exit {code}): {said or 'no output'}")
+    if status == 0:
+        return None
+    code = os.waitstatus_to_exitcode(status)
+    silent = f"no answer within {_CHECK_SECONDS} s" if code == -signal.SIGALRM else f"its process ended with {code}"
+    return (said or silent)[:_MAX_REASON]
 
 
-def _probe_in_child(writing: int) -> None:
+def _check_in_child(gpu: Device, writing: int) -> NoReturn:
     code = 1
     try:
-        signal.alarm(_PROBE_SECONDS)
-        import bitsandbytes.functional
-        import torch
-
-        ones = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)
-        packed, state = bitsandbytes.functional.quantize_4bit(ones, quant_type="nf4")
-        back = bitsandbytes.functional.dequantize_4bit(packed, state)
-        if float((back @ ones).sum()) != 64.0**3:
-            raise RuntimeError("a product of NF4 ones is wrong")
+        signal.alarm(_CHECK_SECONDS)
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu.id
+        importlib.import_module(_CHECK).check_device(gpu.for_job())
         code = 0
     except BaseException as problem:
         os.write(writing, f"{type(problem).__name__}: {problem}"[:2000].encode())
     finally:
         os._exit(code)
+
+
+def _start_new_check(gpu: Device) -> "subprocess.Popen[bytes]":
+    """Start a check in a new process, which shows whether the GPU or the fork is at fault."""
+    return subprocess.Popen(
+        ["env", f"CUDA_VISIBLE_DEVICES={gpu.id}", sys.executable, "-m", _CHECK, gpu.id],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def serve(worker: socket.socket) -> None:
@@ -172,7 +214,8 @@ def serve(worker: socket.socket) -> None:
 def _fork(start: child.LaunchSpec, fds: list[int]) -> tuple[int, int, socket.socket] | None:
     """Fork a child; return its pidfd, process id and status socket, or None after reporting a lack of resources.
 
-    A failure must not end this process: every run of the machine would end with it.
+    The child does nothing before it is reported: if this process is killed until then, the launcher has another one
+    forked. A failure must not end this process: every run of the machine would end with it.
     """
     if not fds:
         return None  # no descriptor was left: the launcher sees its status socket closed
@@ -180,11 +223,17 @@ def _fork(start: child.LaunchSpec, fds: list[int]) -> tuple[int, int, socket.soc
     status = socket.socket(fileno=status_fd)
     parent = os.getpid()
     pid = None
+    gate: list[int] = []
     try:
         if len(fds) < _FDS_PER_REQUEST:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        gate = list(os.pipe())
         pid = os.fork()
         if pid == 0:
+            os.close(gate[1])
+            if os.read(gate[0], 1) == b"":
+                os._exit(1)
+            child.forget_exit_handlers()
             child.run(start, trainer_fds, parent)
         pidfd = os.pidfd_open(pid)
         # Read before the child can be reaped, these identify that child and no other, permanently.
@@ -196,11 +245,16 @@ def _fork(start: child.LaunchSpec, fds: list[int]) -> tuple[int, int, socket.soc
         failed = json.dumps({"failed": str(problem)}).encode()
         _try_send(lambda: status.send(failed))
         status.close()
+        for descriptor in gate:
+            os.close(descriptor)
         return None
     finally:
         for descriptor in trainer_fds:
             os.close(descriptor)
     _try_send(lambda: socket.send_fds(status, [json.dumps(started).encode()], [pidfd]))
+    _try_send(lambda: os.write(gate[1], b"1"))
+    for descriptor in gate:
+        os.close(descriptor)
     return pidfd, pid, status
 
 

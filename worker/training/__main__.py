@@ -29,7 +29,7 @@ from worker.training.context import TrainingContext
 from worker.training.failures import Stopped, TrainingFailure, classify
 from worker.training.methods.checkpoint_export import export_checkpoint
 from worker.training.model.loader import machine_of
-from worker.training.output import hub_push
+from worker.training.output import gguf, hub_push
 from worker.training.plugins import hooks, metric_functions
 from worker.training.tracking import trackers
 from worker.wire.arguments import parse_args
@@ -87,6 +87,7 @@ def _train(job: JobSpec, report: Reporter, control: Control, journal: Journal) -
     hooks.check(run.config)
     run.metric_factories = metric_functions.load(run.config.trainer_options.metrics, run.method)
     hub_push.check(run)
+    gguf.check(run)
     run.trackers = trackers.open_trackers(job, run.config, report)
     try:
         recipe = run.config.trainer_options.recipe

@@ -157,8 +157,8 @@ class TrainingContext:
         if history.is_full:
             self.report.message(f"`{history.name}` is full after step {record['step']:,}; later steps are left out.")
 
-    def progress(self, phase: str, done: int, total: int) -> None:
-        """Report the progress of a phase, at most twice a second and at its end.
+    def progress(self, phase: str, done: int, total: int, message: str | None = None) -> None:
+        """Report the progress of a phase, at most twice a second and at its end; `message` describes it to users.
 
         Raises:
             Stopped: a stop was requested.
@@ -167,4 +167,4 @@ class TrainingContext:
         now = time.monotonic()
         if done >= total or now - self._progress_sent_at > _SECONDS_BETWEEN_PROGRESS:
             self._progress_sent_at = now
-            self.report.progress(phase, done, total)
+            self.report.progress(phase, done, total, message)

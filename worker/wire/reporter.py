@@ -15,6 +15,7 @@ from app.contracts.attempt.messages import (
     AnsweredAction,
     ErrorInfo,
     HubPush,
+    Phase,
     RepairProposal,
     SampleOrigin,
     SampleRecord,
@@ -54,8 +55,8 @@ class Reporter:
         """Report the configuration in effect, replaced defaults (field, requested, used, reason), initial run info."""
         self.send({"type": "config", "effective": effective, "replaced": replaced, "facts": facts})
 
-    def phase(self, name: str, *, start_step: int | None = None, total_steps: int | None = None) -> None:
-        """Enter a phase: loading, tokenizing, training, evaluating, saving or exporting."""
+    def phase(self, name: Phase, *, start_step: int | None = None, total_steps: int | None = None) -> None:
+        """Enter a phase."""
         self.send({"type": "phase", "name": name, "start_step": start_step, "total_steps": total_steps})
 
     def progress(self, phase: str, done: float, total: float | None = None, message: str | None = None) -> None:

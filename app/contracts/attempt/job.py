@@ -113,6 +113,8 @@ class JobSpec(_Part):
     dataset: DataSource
     """Dataset to train on; for the task `evaluate`, to evaluate on."""
     eval_dataset: DataSource | None = None
+    extra_eval_datasets: dict[str, DataSource] = Field(default_factory=dict)
+    """Further datasets to evaluate on, by the name in their metrics; no decision of the training depends on them."""
     base_model: ModelSource
     reward_models: list[ModelSource] = Field(default_factory=list)
     """Models of the rewards of type `model`, in the order of these rewards."""
@@ -135,8 +137,15 @@ class JobSpec(_Part):
     """None (a run by hand): a GPU if there is one."""
     trust_remote_code: bool = False
     hub_allowed: bool = True
+    gguf_converter: Path | None = None
+    """Converter of llama.cpp on this worker."""
     trackers: TrackerServers = TrackerServers()
     worker: WorkerInfo | None = None
+
+    @property
+    def datasets(self) -> list[DataSource]:
+        """All datasets that the run trains or evaluates on."""
+        return [self.dataset, *([self.eval_dataset] if self.eval_dataset else []), *self.extra_eval_datasets.values()]
 
     def to_json(self) -> str:
         """Encode the job; inverse of `read`."""

@@ -9,8 +9,9 @@ samples and skipped rows.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal, NotRequired
+from typing import Annotated, Literal, NotRequired
 
+from annotated_types import Ge
 from typing_extensions import TypedDict  # pydantic reads no TypedDict of `typing` before Python 3.12
 
 from app.contracts.stop import StopRequest
@@ -122,11 +123,14 @@ class EvalRecord(_Record):
     metrics: Mapping[str, object]
 
 
+Phase = Literal["loading", "tokenizing", "training", "evaluating", "saving", "exporting", "pushing"]
+
+
 class PhaseRecord(_Record):
-    """Start of a phase: loading, tokenizing, training, evaluating, saving or exporting."""
+    """Start of a phase."""
 
     type: Literal["phase"]
-    name: str
+    name: Phase
     start_step: NotRequired[int | None]
     total_steps: NotRequired[int | None]
 
@@ -205,7 +209,7 @@ class CheckpointRecord(_Record):
     epoch: NotRequired[float | None]
     kind: str
     """periodic, stop, best or final."""
-    bytes: int
+    bytes: Annotated[int, Ge(0)]
     manifest_sha256: str
     seconds: NotRequired[float | None]
     """Time that it took to save."""

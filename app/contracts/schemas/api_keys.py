@@ -1,8 +1,11 @@
-"""Wire models of API keys: the key itself is in one response only, that to the call which created it."""
+"""Wire models of API keys and of what browsers use in their place: sessions, sign-in links and stream tickets.
+
+A key itself is in one response only, that to the call which created it.
+"""
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from app.contracts.field_types import Timestamp
 from app.contracts.schemas.runs import Label
@@ -54,3 +57,80 @@ class KeyCreated(KeyView):
     model_config = ConfigDict(json_schema_extra={"example": {**_VIEW, "key": "anneal_9f2KcQ" + "x" * 37}})
 
     key: str = Field(description="Value to send as `Authorization: Bearer <key>`; store it now.")
+
+
+_SESSION: dict[str, JsonValue] = {
+    "credential": "session", "key_id": "key_01k3x9m6q2v8s4t0w7y5z1a3d1", "name": "laptop", "scopes": ["read", "write"],
+    "expires_at": "2026-02-01T03:04:05.678Z",
+}  # fmt: skip
+
+
+class SessionCreate(BaseModel):
+    """Sign-in of a browser: with a key, or with a link."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra={"example": {"key": "anneal_" + "x" * 43}})
+
+    key: str | None = Field(default=None, max_length=200, description="API key.")
+    link: str | None = Field(
+        default=None, max_length=200, description="Part behind the `#` of a link of POST /v1/session/links."
+    )
+
+    @model_validator(mode="after")
+    def _one(self) -> "SessionCreate":
+        if (self.key is None) == (self.link is None):
+            raise ValueError("send either `key` or `link`")
+        return self
+
+
+class SessionRead(BaseModel):
+    """Caller of a request, and the session that acts for it."""
+
+    model_config = ConfigDict(json_schema_extra={"example": _SESSION})
+
+    credential: str = Field(description="`session`, or `key` for a caller that sends an API key.")
+    key_id: str
+    name: str = Field(description="Name of the key.")
+    scopes: list[str]
+    expires_at: Timestamp | None = Field(description="End of the session; null for a key.")
+
+
+class LinkRead(BaseModel):
+    """Link that signs a browser in, once."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "url": "http://127.0.0.1:8000/login#anneal-link_" + "x" * 43,
+                "expires_at": "2026-01-02T03:14:05.678Z",
+            }
+        }
+    )
+
+    url: str = Field(description="Address to open in a browser. What follows `#` is sent to no server and in no log.")
+    expires_at: Timestamp
+
+
+class TicketCreate(BaseModel):
+    """Request for a ticket."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra={"example": {"run_id": None}})
+
+    run_id: str | None = Field(
+        default=None, max_length=100, description="The only run whose events the ticket opens; null: all runs."
+    )
+
+
+class TicketRead(BaseModel):
+    """Ticket that opens event streams, for pages that cannot send a key."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "ticket": "anneal-ticket_" + "x" * 43, "run_id": None, "expires_at": "2026-01-02T03:14:05.678Z",
+            }
+        }
+    )  # fmt: skip
+
+    ticket: str = Field(description="Value of the parameter `ticket` of GET /v1/runs/{run_id}/events and /v1/events.")
+    run_id: str | None
+    expires_at: Timestamp = Field(description="Until then it opens streams; an open one goes on.")

@@ -1,6 +1,6 @@
 """Wire models of artifacts."""
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Artifact(BaseModel):
@@ -24,9 +24,15 @@ class Artifacts(BaseModel):
                     {"path": "adapter_model.safetensors", "bytes": 1048576},
                 ],
                 "has_more": False,
+                "left_out": 0,
             }
         }
     )
 
     data: list[Artifact]
     has_more: bool = False
+    left_out: int = Field(
+        default=0,
+        description="Files that are neither listed nor sent, because their paths have control characters, a backslash, "
+        "or bytes that are not UTF-8.",
+    )

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.contracts.field_types import Timestamp
+from app.contracts.field_types import GgufType, Timestamp
 from app.contracts.schemas.runs import Label
 
 
@@ -24,6 +24,10 @@ class CheckpointExport(BaseModel):
     output: Literal["adapter", "merged"] | None = Field(
         default=None,
         description="Form of the output of an adapter, as `output` in the configuration; null: that of the run.",
+    )
+    gguf: GgufType | None = Field(
+        default=None,
+        description="Also write `model.gguf` with weights of this type, as `gguf` of a run; null: that of the run.",
     )
     name: Label | None = Field(default=None, description="Name of the new run.")
 

@@ -1,9 +1,10 @@
 """Wire models of datasets."""
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.config import JsonDict
+from pydantic_core import PydanticCustomError
 
 from app.contracts.field_types import DatasetFormat, Timestamp
 
@@ -75,6 +76,78 @@ class DatasetSource(BaseModel):
     )
 
 
+class MixSource(BaseModel):
+    """Source of a mix."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    dataset_id: str = Field(max_length=100, description="ID of the dataset.")
+    weight: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e6,
+        description="Share of the source's rows, relative to the other weights. Set it for all sources or for none: "
+        "without weights the sources follow each other, each row once.",
+    )
+    weight_column: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=200,
+        description="Column with the number of times that a row is used: 0, false or null leaves it out, 1 or true "
+        "uses it once, 2 twice, and 0.5 with a probability of one half. At most 1,000.",
+    )
+
+
+class DatasetMix(BaseModel):
+    """Dataset to make of rows of other datasets."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "example": {
+                "name": "chats and code",
+                "sources": [
+                    {"dataset_id": _SUMMARY["id"], "weight": 0.7},
+                    {"dataset_id": _SUMMARY["id"], "weight": 0.3},
+                ],
+                "stopping_strategy": "first_exhausted",
+                "seed": 42,
+            }
+        },
+    )
+
+    name: str = Field(min_length=1, max_length=200)
+    sources: list[MixSource] = Field(min_length=1, max_length=64, description="Datasets of one format.")
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = Field(
+        default="first_exhausted",
+        description="End of a mix with weights: once one source has no more rows, or once every row of every source "
+        "has been used, where the other sources start again.",
+    )
+    seed: int = Field(default=42, ge=0, le=2**32 - 1, description="Seed of the order.")
+
+    @model_validator(mode="after")
+    def _has_weights_for_all_or_none(self) -> Self:
+        if len({source.weight is None for source in self.sources}) > 1:
+            raise PydanticCustomError("missing_weights", "set `weight` for all sources or for none")
+        return self
+
+
+class UsedSource(MixSource):
+    """Source of a mix, with what it contributed."""
+
+    name: str
+    rows: int
+    """Rows of the mix that are from this source."""
+
+
+class MixRecipe(BaseModel):
+    """How a mix was made."""
+
+    mixed_from: list[UsedSource]
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"]
+    seed: int
+
+
 class DatasetSummary(BaseModel):
     """Dataset in a list."""
 
@@ -101,9 +174,28 @@ class DatasetView(DatasetSummary):
     )
 
     preview: list[dict[str, Any]]
-    source: DatasetSource
+    source: DatasetSource | MixRecipe
     token_statistics: TokenStatistics | None
     """Null if no tokenizer was named."""
+
+
+class DatasetRow(BaseModel):
+    """Row of a dataset."""
+
+    line: int = Field(description="Number of the row, from 1.")
+    row: dict[str, Any] = Field(description="Its columns; long texts and lists are cut.")
+
+
+class DatasetRows(BaseModel):
+    """Page of the rows of a dataset."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"data": [{"line": 1, "row": _ROW}], "has_more": True, "next": "1.64"}}
+    )
+
+    data: list[DatasetRow]
+    has_more: bool
+    next: str | None = Field(description="`after` of the next page; null on the last one.")
 
 
 class HubImport(BaseModel):

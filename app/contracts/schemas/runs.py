@@ -17,7 +17,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from app.contracts.errors import FieldError
-from app.contracts.field_types import Timestamp
+from app.contracts.field_types import EvaluationSetName, Timestamp
 from app.contracts.run_status import EndReason, TrainingStatus
 from app.contracts.run_task import RunTask
 from app.contracts.schemas.estimates import EXAMPLE, Measured, ProbeResult, RunEstimate
@@ -54,6 +54,8 @@ _EXPERIMENT_ID = "exp_01k3x9m6q2v8s4t0w7y5z1a3b9"
 _CONFIG: JsonDict = {"base_model": "my-model", "method": "qlora", "lora_r": 16, "epochs": 1}
 
 MOST_TAGS = 50
+
+MOST_EXTRA_EVAL_DATASETS = 16
 
 Label = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 """A name or tag."""
@@ -125,6 +127,7 @@ class Requirements(BaseModel):
         "`on_out_of_memory: repair` it is that of one row at a time.",
     )
     labels: list[str] = Field(default_factory=list, description="Labels that the worker must have.")
+    gguf: bool = Field(default=False, description="True: the worker must have the converter of llama.cpp.")
     prefers_gpu: bool = Field(
         default=False, description="True: a CPU takes it only if the backend has had no GPU within the last hour."
     )
@@ -134,11 +137,18 @@ class PendingReason(BaseModel):
     """Reason why no online worker can take a pending run."""
 
     code: Literal[
-        "no_worker", "no_device_of_kind", "no_worker_with_labels", "no_device_fits", "devices_paused", "queued"
+        "no_worker",
+        "no_device_of_kind",
+        "no_worker_with_labels",
+        "no_gguf_converter",
+        "no_device_fits",
+        "devices_paused",
+        "queued",
     ] = Field(
         description="`no_worker`: no worker of its backend is online; `no_device_of_kind`, `no_worker_with_labels`, "
-        "`no_device_fits`: none meets its requirements; `devices_paused`: those that do are paused after an error. "
-        "`queued` (events only): one can take it again."
+        "`no_gguf_converter`, `no_device_fits`: none meets its requirements; `devices_paused`: those that do are "
+        "paused after an error, or while other programs use their memory. `queued` (events only): one can take it "
+        "again."
     )
     message: str = Field(description="The reason in a sentence, with what to do.")
 
@@ -163,6 +173,13 @@ class RunCreate(_Body):
     dataset_id: str = Field(max_length=100, description="ID of the dataset to train on.")
     eval_dataset_id: str | None = Field(
         default=None, max_length=100, description="ID of the dataset to evaluate on, every `eval_steps`."
+    )
+    extra_eval_datasets: dict[EvaluationSetName, Annotated[str, StringConstraints(max_length=100)]] = Field(
+        default_factory=dict,
+        max_length=MOST_EXTRA_EVAL_DATASETS,
+        description="IDs of further datasets to evaluate on, by a name of `a-z`, `0-9` and `_`: each evaluation also "
+        "reports `eval_<name>_loss` and the other metrics of each. `eval_dataset_id` or `eval_split` must be set too, "
+        "and alone decides about the best checkpoint and early stopping.",
     )
     config: Annotated[Config, AfterValidator(_limited)] = Field(
         description="Training configuration; at most 65,536 characters of JSON."
@@ -191,7 +208,7 @@ class EvaluationCreate(_Body):
         "model as in `config.base_model` of a run.",
     )
     dataset_id: str = Field(max_length=100, description="ID of the dataset to evaluate on.")
-    config: dict[str, Any] = Field(
+    config: Annotated[dict[str, Any], AfterValidator(_limited)] = Field(
         default_factory=dict,
         description="Fields of the training configuration. For a run or checkpoint only `max_eval_rows`, `seed`, "
         "`extra.eval_batch_size` and `extra.metrics`: the others are those of the run. For a base model also `method` "
@@ -364,6 +381,7 @@ class TrainingRun(BaseModel):
 _RUN: JsonDict = {
     "id": RUN_ID, "run_id": RUN_ID, "experiment_id": _EXPERIMENT_ID, "name": "docstrings",
     "tags": ["demo"], "task": "train", "backend": "celery", "dataset_id": _DATASET_ID, "eval_dataset_id": None,
+    "extra_eval_datasets": {},
     "config": _CONFIG, "effective_config": None, "status": "running", "priority": 0,
     "max_restarts": 3, "parent_run_id": None, "resume_checkpoint_id": None, "base_run_id": None,
     "reward_run_ids": [], "attempt": 1, "worker_id": "wrk_01k3x9m6q2v8s4t0w7y5z1a3c0", "current_step": 40,
@@ -371,7 +389,7 @@ _RUN: JsonDict = {
     "resources": {"kind": None, "memory_mb": None, "devices": 1, "labels": []},
     "requirements": {
         "kind": None, "memory_mb": None, "estimated_mb": {"cpu": 9120, "cuda": 8714}, "labels": [],
-        "prefers_gpu": True,
+        "gguf": False, "prefers_gpu": True,
     },
     "pending_reason": None,
     "checkpoint_path": f"/srv/anneal/runs/{RUN_ID}/a1/checkpoint-40", "end_reason": None, "error_code": None,
@@ -399,6 +417,7 @@ class RunSummary(TrainingRun):
     backend: str
     dataset_id: str
     eval_dataset_id: str | None
+    extra_eval_datasets: dict[str, str] = Field(description="IDs of further evaluation datasets by name.")
     effective_config: dict[str, Any] | None = Field(description="Configuration that the trainer reported at its start.")
     priority: int
     max_restarts: int
@@ -442,6 +461,62 @@ class RunSummary(TrainingRun):
         description="Predicted start and finish; null for runs that have ended, and if there is no basis for it. "
         "Responses that create, stop or resume a run have none, so that they do not wait for it.",
     )
+
+
+class RunRow(BaseModel):
+    """A run in a table of many; values that are not known are absent."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "id": RUN_ID, "name": "docstrings", "status": "running", "method": "qlora",
+                "base_model": "Qwen/Qwen3-0.6B", "experiment_id": _EXPERIMENT_ID, "tags": ["demo"], "step": 40,
+                "total_steps": 200, "best_loss": 2.31, "worker": "gpu-1", "by": "laptop",
+                "created_at": "2026-01-02T03:04:05Z", "started_at": "2026-01-02T03:04:06Z",
+                "finishes_at": "2026-01-02T03:19:00Z", "losses": [3.1, 2.6, 2.31], "tokens_per_second": 7031,
+            }
+        }
+    )  # fmt: skip
+
+    id: str
+    name: str
+    task: RunTask = Field(default=RunTask.train, description="Absent for a training.")
+    status: TrainingStatus
+    method: str
+    base_model: str
+    experiment_id: str
+    tags: list[str] = []
+    step: int = Field(default=0, description="Optimizer steps so far.")
+    total_steps: int | None = None
+    best_loss: float | None = Field(default=None, description="Lowest logged loss.")
+    best_eval: float | None = Field(default=None, description="Best `eval_loss` (`rlhf`: `eval_reward`).")
+    tokens_per_second: int | None = Field(default=None, description="Newest measured speed.")
+    losses: list[float | None] = Field(
+        default_factory=list,
+        max_length=32,
+        description="Up to 32 losses from the first step to the newest, with three digits; null for a value "
+        "that was not finite. Of steps that were trained twice, the newest pass counts.",
+    )
+    reason: str | None = Field(
+        default=None, description="Error code of a failed run, or `code` of the `pending_reason` of a pending one."
+    )
+    end_reason: EndReason | None = Field(default=None, description="Absent for a run that reached its last step.")
+    worker: str | None = Field(default=None, description="Host of the worker that has the run, or had it last.")
+    by: str | None = Field(default=None, description="Name of the API key that created it.")
+    created_at: Timestamp
+    started_at: Timestamp | None = None
+    finished_at: Timestamp | None = None
+    starts_at: Timestamp | None = Field(default=None, description="Predicted start of a pending run.")
+    finishes_at: Timestamp | None = Field(default=None, description="Predicted finish.")
+
+
+class RunCounts(BaseModel):
+    """Numbers of runs."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"counts": {"running": 2, "completed": 40}, "total": 42}})
+
+    counts: dict[TrainingStatus, int] = Field(description="By status; a status without runs is absent.")
+    total: int
 
 
 class RunRead(RunSummary):
@@ -525,20 +600,60 @@ class Series(BaseModel):
     max: float | None
 
 
+class Clock(BaseModel):
+    """Times of some steps, to draw curves along time; those of steps between them follow by interpolation."""
+
+    steps: list[int]
+    seconds: list[float] = Field(description="Seconds since the run first started, at these steps.")
+
+
+_SERIES: JsonDict = {"steps": [10, 20], "values": [3.1, 2.31], "min": 2.31, "max": 3.1}
+_CLOCK: JsonDict = {"steps": [1, 20], "seconds": [4.2, 61.5]}
+
+
 class RunMetrics(BaseModel):
     """Curves of a run."""
 
     model_config = ConfigDict(
-        json_schema_extra={
-            "example": {
-                "run_id": RUN_ID,
-                "series": {"loss": {"steps": [10, 20], "values": [3.1, 2.31], "min": 2.31, "max": 3.1}},
-            }
-        }
+        json_schema_extra={"example": {"run_id": RUN_ID, "last_seq": 57, "series": {"loss": _SERIES}, "clock": _CLOCK}}
     )
 
     run_id: str
+    last_seq: int = Field(
+        description="`seq` of the newest event that the curves include: a stream after it continues them."
+    )
     series: dict[str, Series]
+    clock: Clock | None = Field(default=None, description="With `clock`: the times of some steps.")
+
+
+class RunCurve(BaseModel):
+    """A curve of one of several runs."""
+
+    run_id: str
+    series: Series = Field(description="Empty for a run without it.")
+    epoch: Series = Field(description="Passes over the data, by step.")
+    clock: Clock
+
+
+class RunCurves(BaseModel):
+    """One curve of several runs."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "name": "loss",
+                "data": [
+                    {
+                        "run_id": RUN_ID, "series": _SERIES, "clock": _CLOCK,
+                        "epoch": {"steps": [10, 20], "values": [0.5, 1.0], "min": 0.5, "max": 1.0},
+                    }
+                ],
+            }
+        }
+    )  # fmt: skip
+
+    name: str
+    data: list[RunCurve] = Field(description="In the requested order.")
 
 
 _COMPARED: JsonDict = {
@@ -587,3 +702,27 @@ class RunComparison(BaseModel):
     runs: list[ComparedRun] = Field(description="In the requested order.")
     differences: dict[str, dict[str, Any]] = Field(description="Fields whose values differ, by run.")
     common: dict[str, Any] = Field(description="Fields whose values are the same in all runs.")
+
+
+class AttemptRead(BaseModel):
+    """Attempt of a run on one worker."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "attempt": 1, "worker_id": "wrk_01k3x9m6q2v8s4t0w7y5z1a3c0", "worker": "gpu-1", "start_step": 0,
+                "started_at": "2026-01-02T03:04:06.001Z", "ended_at": None, "outcome": None,
+            }
+        }
+    )  # fmt: skip
+
+    attempt: int
+    worker_id: str
+    worker: str | None = Field(description="Host of the worker; null for a worker that is no longer known.")
+    start_step: int | None = Field(description="Step from which it trained; null if it ended before.")
+    started_at: Timestamp
+    ended_at: Timestamp | None
+    outcome: str | None = Field(
+        description="`completed`, `failed`, `cancelled`, `lost`, `handed_back`, `retried` or `repaired`; null: not "
+        "ended."
+    )

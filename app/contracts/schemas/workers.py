@@ -26,8 +26,10 @@ class DeviceRead(BaseModel):
     name: str
     memory_mb: int | None
     run_id: str | None = Field(description="Run that currently uses it.")
-    trouble: str | None = Field(description="Error of the device; null once a run has trained on it again.")
-    paused_until: Timestamp | None = Field(description="Time until which it takes no run because of that error.")
+    trouble: str | None = Field(
+        description="Error of the device, or other programs that use its memory; null once it works again."
+    )
+    paused_until: Timestamp | None = Field(description="Time until which it takes no run because of that.")
     telemetry: DeviceState | None = Field(
         description="Its newest telemetry, every ten seconds; null for CPUs and before the first."
     )
@@ -51,6 +53,7 @@ class WorkerRead(BaseModel):
                 "launch_mode": "zygote",
                 "launch_reason": "",
                 "plugins": {"optimizer": ["lion-schedule-free"], "reward": ["unit_tests"]},
+                "gguf": True,
                 "started_at": "2026-01-02T03:04:05.678Z",
                 "heartbeat_at": "2026-01-02T04:04:05.678Z",
                 "devices": [
@@ -97,6 +100,7 @@ class WorkerRead(BaseModel):
     plugins: dict[str, list[str]] | None = Field(
         description="Names of installed plugins, by kind; null if the worker's version does not report them."
     )
+    gguf: bool = Field(description="True if it can write GGUF files: the operator has set `ANNEAL_GGUF_CONVERTER`.")
     started_at: Timestamp
     heartbeat_at: Timestamp
     devices: list[DeviceRead]

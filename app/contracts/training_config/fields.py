@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
-from app.contracts.field_types import ModelName, Strict, Traits
+from app.contracts.field_types import GgufType, ModelName, Strict, Traits
 from app.contracts.human_numbers import COUNT, SECONDS
 from app.contracts.methods import (
     DEFAULT_METHOD,
@@ -345,6 +345,11 @@ class TrainingConfig(Strict):
         default="adapter",
         description="Form of the output of an adapter: the `adapter` alone, or `merged` into its base model, which "
         "transformers loads without peft.",
+    )
+    gguf: Annotated[GgufType | None, Traits(changeable_on_resume=True, in_probe=False)] = Field(
+        default=None,
+        description="Also write the output as `model.gguf` with weights of this type, by the converter of llama.cpp, "
+        "which the operator installs on the workers; an adapter must be `merged` for it.",
     )
     logging_steps: Annotated[LogSteps, Traits(changeable_on_resume=True)] = Field(
         default=10,

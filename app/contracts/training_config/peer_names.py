@@ -79,6 +79,11 @@ _OURS = {
 FIELDS: Mapping[str, str] = {theirs: ours for ours, names in _OURS.items() for theirs in names.split()}
 """Our dotted field by the name that others use."""
 
+OFFLOADED_OPTIMIZER = (
+    "use a paged optimizer, such as `paged_adamw_8bit` as `optim`: its state moves to the memory of the machine when "
+    "that of the GPU is full"
+)
+"""Advice about torchao's `CPUOffloadOptimizer`, which copies gradients before they are clipped and checked."""
 _REMEDIES = {
     "a run trains on one device, so leave it out": "deepspeed deepspeed_config fsdp fsdp_config accelerator_config ddp "
     "ddp_backend ddp_find_unused_parameters ddp_timeout local_rank num_gpus tensor_parallel_size "
@@ -87,10 +92,11 @@ _REMEDIES = {
     "precision mixed_precision pure_bf16 bf16_full_eval fp16_full_eval",
     "the service chooses where a run writes; leave it out, and download the result": "output_dir logging_dir run_dir "
     "checkpoint_dir save_dir overwrite_output_dir",
-    "name the dataset as `dataset_id`, beside `config`": "dataset datasets dataset_id dataset_name dataset_dir "
-    "train_file data",
-    "name the dataset as `eval_dataset_id`, beside `config`, or set `eval_split`": "eval_dataset eval_dataset_id "
-    "test_datasets validation_file",
+    "name the dataset as `dataset_id`, beside `config`": "dataset dataset_id dataset_name dataset_dir train_file data",
+    "mix the datasets with POST /v1/datasets/mix, and name the mix as `dataset_id`, beside `config`": "datasets "
+    "interleave_probs mix_strategy dataset_mixer dataset_mixture train_datasets",
+    "name the dataset as `eval_dataset_id`, beside `config`, and further ones in `extra_eval_datasets`, or set "
+    "`eval_split`": "eval_dataset eval_dataset_id eval_datasets extra_eval_datasets test_datasets validation_file",
     "use `warmup_ratio`, the fraction of steps with a rising rate": "warmup_steps warmup num_warmup_steps",
     "use `method`, and `lora_r` null to train all weights": "adapter stage trainer trainer_type task",
     "use `load_in_4bit` or `load_in_8bit`": "quantization quantization_bit quantization_config",
@@ -102,6 +108,7 @@ _REMEDIES = {
     "the service decides this itself; leave it out": "do_train do_eval do_predict remove_unused_columns disable_tqdm "
     "dataloader_num_workers dataloader_pin_memory dataset_num_proc preprocessing_num_workers group_by_length use_cpu "
     "no_cuda",
+    OFFLOADED_OPTIMIZER: "cpu_offload optim_cpu_offload optimizer_cpu_offload offload_optimizer optimizer_offload",
     "use `max_seq_length`, which includes the prompt": "max_prompt_length",
     "the operator of the worker decides this; leave it out": "trust_remote_code",
 }

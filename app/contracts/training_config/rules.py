@@ -27,6 +27,10 @@ from app.contracts.training_config.optimizers import (
     SchedulerOptions,
 )
 
+INSTALL_GGUF_CONVERTER = (
+    "run `git clone https://github.com/ggml-org/llama.cpp` and `pip install sentencepiece` on the workers, and set "
+    "ANNEAL_GGUF_CONVERTER to the path of the clone's `convert_hf_to_gguf.py`"
+)
 _SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
 """Losses of `dpo` that allow for reversed pairs."""
 
@@ -99,6 +103,7 @@ def method_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError
         ]
     found += _objective_conflicts(config, given)
     found += _sample_conflicts(config, given)
+    found += gguf_conflicts(config)
     for group in OPTION_GROUPS:
         if method.name != group and any(name.split(".")[0] == group for name in given):
             message = f"applies only to method `{group}`, and the method is `{method.name}`"
@@ -231,6 +236,21 @@ def _sample_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldErro
     if not config.sample_prompts:
         return [field_error("sample_prompts", "missing", "must be set with `sample_steps`: the prompts to complete")]
     return []
+
+
+def gguf_conflicts(config: TrainingConfig) -> list[FieldError]:
+    """Return the reason why the output cannot be a GGUF file."""
+    if config.gguf is None:
+        return []
+    if METHODS[config.method].has_reward_head:
+        message = (
+            f"cannot be used with method `{config.method}`: llama.cpp runs models that generate text; leave it out"
+        )
+    elif wants_adapter(config) and config.output == "adapter":
+        message = "needs the whole model; set `output` to `merged`, which merges the adapter into its base model"
+    else:
+        return []
+    return [field_error("gguf", "conflict", message)]
 
 
 def _dpo_conflicts(dpo: DpoOptions, given: set[str]) -> list[FieldError]:

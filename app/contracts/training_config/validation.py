@@ -18,7 +18,7 @@ from app.contracts.plugins import replaced_fields
 from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME, NOT_AVAILABLE
 from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
 from app.contracts.training_config.optimizers import NOT_SUPPORTED
-from app.contracts.training_config.peer_names import hint
+from app.contracts.training_config.peer_names import OFFLOADED_OPTIMIZER, hint
 from app.contracts.training_config.raw_config import given_fields, named_fields, normalize_numbers
 from app.contracts.training_config.rules import (
     DeviceCapabilities,
@@ -197,6 +197,8 @@ def _sentence(error: ErrorDetails, parts: list[str], model: type[BaseModel]) -> 
     if error["type"] == "literal_error" and isinstance(error["input"], str):
         if error["input"] in NOT_SUPPORTED:
             return f"cannot be {got}: {NOT_SUPPORTED[error['input']]}; use another one"
+        if parts == ["optim"] and "offload" in error["input"].lower():
+            return _printable(f"cannot be {got}; {OFFLOADED_OPTIMIZER}")
         choices = re.findall(r"'([^']+)'", error["ctx"]["expected"])
         near = difflib.get_close_matches(error["input"].lower(), choices, n=1)
     return _printable(f"{sentence}, not {got}" + (f"; perhaps `{near[0]}`" if near else ""))

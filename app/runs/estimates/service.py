@@ -51,6 +51,8 @@ from app.workers.queries import online
 log = logging.getLogger(__name__)
 
 _MOST_CONFIG_BYTES = 2**20
+_MOST_MB = 2**31 - 1
+"""Largest estimated memory; claims compare it as an integer of Postgres."""
 _WITH_PARAMETERS = "Unknown, because the model's parameters are unknown."
 # An estimate takes about ten milliseconds of Python; a single thread keeps the event loop responsive.
 _thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="estimates")
@@ -329,9 +331,9 @@ class _OnKind:
         return memory_planner.first_that_fits(self._needs, _room(device), choices)
 
     def least_mb(self) -> int:
-        """Return the memory of the smallest choice in MiB."""
+        """Return the memory of the smallest choice in MiB, at most `_MOST_MB`."""
         choices = memory_planner.allowed_choices(self.config.gradient_checkpointing)
-        return math.ceil(min(self._needs(one).peak for one in choices) / 2**20)
+        return min(_MOST_MB, math.ceil(min(self._needs(one).peak for one in choices) / 2**20))
 
     def fit(self, device: EstimatedDevice, thorough: bool) -> Fit:
         """Check that the run fits on the device; with `thorough`, advise a change if it does not."""

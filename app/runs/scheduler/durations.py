@@ -115,7 +115,7 @@ class Workload:
             return in_epoch if every == "epoch" else every
 
         return cls(
-            twin=config_digest(config, run.dataset_id, run.eval_dataset_id),
+            twin=config_digest(config, run.dataset_id, run.eval_dataset_id, *sorted(run.extra_eval_datasets.values())),
             work=step_size(config),
             total_steps=min((step for step in stops if step is not None), default=None),
             first_step=first,

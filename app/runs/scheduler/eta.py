@@ -28,6 +28,7 @@ from app.runs.scheduler.fleet import read_fleet
 from app.runs.scheduler.placement import Fleet, Needs, pending_reason
 from app.runs.scheduler.simulation import PendingRun, PredictedStart, WorkerSlots, simulate_queue
 from app.tables.base import sql_list
+from app.tables.runs import EXTRA_EVAL_DATASETS
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ _FIELDS = ", ".join(f"'{name}', runs.config->'{name}'" for name in DURATION)
 _RUN = f"""
     runs.id, runs.task, runs.backend, runs.dataset_id, runs.eval_dataset_id, runs.total_steps, runs.started_at,
     runs.stop_mode, runs.current_step, runs.current_epoch,
+    {EXTRA_EVAL_DATASETS} AS extra_eval_datasets,
     jsonb_build_object({_FIELDS}) AS config, datasets.rows, checkpoints.step AS resumed_at,
     coalesce(runs.checkpoint_step, 0) AS saved_at
 """

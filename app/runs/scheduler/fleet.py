@@ -10,7 +10,7 @@ from app.runs.state.fitting import GPU_MEMORY_SECONDS
 from app.workers.queries import IS_FRESH, silence_seconds
 
 _WORKERS = text(f"""
-    SELECT workers.id, workers.host, workers.backends, workers.labels, min(devices.kind) AS kind,
+    SELECT workers.id, workers.host, workers.backends, workers.labels, workers.gguf, min(devices.kind) AS kind,
         min(devices.name) AS device,
         json_agg(json_build_array(devices.memory_mb, devices.run_id,
             coalesce(devices.paused_until > clock_timestamp(), false)) ORDER BY devices.index) AS devices
@@ -37,6 +37,7 @@ async def read_fleet(connection: Any, lease_seconds: float) -> Fleet:
             tuple(DeviceOffer(memory or 0, run_id, paused) for memory, run_id, paused in row.devices),
             frozenset(row.labels),
             row.host,
+            row.gguf,
         )
         for row in rows
     ]

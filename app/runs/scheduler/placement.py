@@ -32,6 +32,8 @@ class WorkerOffer:
     devices: tuple[DeviceOffer, ...]
     labels: frozenset[str] = frozenset()
     host: str = ""
+    gguf: bool = False
+    """True if it can write GGUF files."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Needs:
     """Least memory by kind of device, as far as it can be estimated."""
     labels: frozenset[str] = frozenset()
     devices: int = 1
+    gguf: bool = False
+    """True: it writes a GGUF file."""
     prefers_gpu: bool = False
     """True: a CPU takes it only where the backend has no GPU."""
 
@@ -68,7 +72,8 @@ class Needs:
             requirements.get("estimated_mb") or {},
             frozenset(requirements.get("labels") or ()),
             devices,
-            bool(requirements.get("prefers_gpu")),
+            gguf=bool(requirements.get("gguf")),
+            prefers_gpu=bool(requirements.get("prefers_gpu")),
         )
 
     def memory_on(self, kind: str) -> int:
@@ -82,11 +87,12 @@ class Needs:
         return kind == "cuda" or not (self.prefers_gpu and self.backend in gpu_backends)
 
     def allows_worker(self, worker: WorkerOffer, gpu_backends: frozenset[str]) -> bool:
-        """Return True if a worker has its backend, kind and labels, whatever the memory of its devices."""
+        """Return True if a worker has its backend, kind, labels and programs, whatever the memory of its devices."""
         return (
             self.backend in worker.backends
             and self.allows_kind(worker.kind, gpu_backends)
             and self.labels <= worker.labels
+            and self.gguf <= worker.gguf
         )
 
 
@@ -110,12 +116,19 @@ def pending_reason(needs: Needs, fleet: Fleet) -> PendingReason | None:
             "ANNEAL_WORKER_LABELS, or create the run with other `resources.labels`."
         )
         return PendingReason(code="no_worker_with_labels", message=message)
+    equipped = [worker for worker in labeled if needs.gguf <= worker.gguf]
+    if not equipped:
+        message = (
+            "The run writes a GGUF file (`gguf`), and no online worker that could take it has the converter of "
+            "llama.cpp. Set ANNEAL_GGUF_CONVERTER on one and start it again, or create the run without `gguf`."
+        )
+        return PendingReason(code="no_gguf_converter", message=message)
     fitting = [
         (worker, [device for device in worker.devices if needs.memory_on(worker.kind) <= device.memory_mb])
-        for worker in labeled
+        for worker in equipped
     ]
     if not any(len(devices) >= needs.devices for _, devices in fitting):
-        return PendingReason(code="no_device_fits", message=_too_small(needs, labeled))
+        return PendingReason(code="no_device_fits", message=_too_small(needs, equipped))
     if not any(sum(not device.paused for device in devices) >= needs.devices for _, devices in fitting):
         message = (
             "Every device that the run fits on is paused after an error. `anneal workers list` shows the errors; each "

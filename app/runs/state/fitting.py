@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import ColumnElement, Integer, Text, and_, cast, exists, func, literal, or_, select, text
+from sqlalchemy import ColumnElement, Integer, Text, and_, case, cast, exists, func, literal, or_, select, true
 from sqlalchemy.dialects.postgresql import ARRAY, JSONB
 
 from app.infra.db import seconds
@@ -32,13 +32,20 @@ def allows_kind(kind: ColumnElement[Any]) -> ColumnElement[bool]:
     )
     prefers_gpu = _runs.c.requirements["prefers_gpu"].astext.is_not_distinct_from("true")
     free_choice = or_(kind == "cuda", ~and_(prefers_gpu, has_gpu))
-    return or_(wanted == kind, and_(wanted.is_(None), free_choice))
+    # A CASE, here and below: Postgres takes it to be true for half of the runs, and so reads the queue in its order
+    # until one fits. It would take the bare conditions to be true for none, and read and sort the whole queue.
+    return case((wanted.is_not(None), wanted == kind), else_=free_choice)
 
 
 def allows_labels(labels: ColumnElement[Any]) -> ColumnElement[bool]:
     """Return the condition that a worker with these labels (an array of text) has all that a run asks for."""
-    wanted = func.coalesce(_runs.c.requirements["labels"], text("'[]'::jsonb"))
-    return cast(func.to_jsonb(labels), JSONB).contains(wanted)
+    wanted = _runs.c.requirements["labels"]
+    return case((wanted.is_not(None), cast(func.to_jsonb(labels), JSONB).contains(wanted)), else_=true())
+
+
+def allows_gguf(writes_gguf: ColumnElement[bool]) -> ColumnElement[bool]:
+    """Return the condition that a worker can write the GGUF file that a run asks for."""
+    return case((_runs.c.requirements["gguf"].is_not(None), writes_gguf), else_=true())
 
 
 def label_array(labels: list[str]) -> ColumnElement[Any]:
@@ -55,20 +62,30 @@ def has_memory(requirements: ColumnElement[Any], kind: ColumnElement[Any], memor
 
 def has_free_device() -> ColumnElement[bool]:
     """Return the condition that an online worker has a free device which fits a run."""
+    # Alike devices count once, since this is compared with each run of the queue.
     free = (
-        select(literal(1))
+        select(
+            _workers.c.backends,
+            _workers.c.labels,
+            _workers.c.gguf,
+            _devices.c.kind,
+            func.max(_devices.c.memory_mb).label("memory_mb"),
+        )
         .select_from(_devices.join(_workers, _workers.c.id == _devices.c.worker_id))
         .where(
             _workers.c.state == "online",
             _devices.c.run_id.is_(None),
             or_(_devices.c.paused_until.is_(None), _devices.c.paused_until <= func.clock_timestamp()),
         )
+        .group_by(_workers.c.backends, _workers.c.labels, _workers.c.gguf, _devices.c.kind)
+        .cte("free")
     )
-    fitting = free.where(
-        _runs.c.backend == func.any(_workers.c.backends),
-        allows_kind(_devices.c.kind),
-        allows_labels(_workers.c.labels),
-        has_memory(_runs.c.requirements, _devices.c.kind, _devices.c.memory_mb),
+    fitting = select(literal(1)).where(
+        _runs.c.backend == func.any(free.c.backends),
+        allows_kind(free.c.kind),
+        allows_labels(free.c.labels),
+        allows_gguf(free.c.gguf),
+        has_memory(_runs.c.requirements, free.c.kind, free.c.memory_mb),
     )
     # The first condition does not depend on the run: Postgres checks it once, and with all devices busy nothing else.
-    return and_(exists(free), exists(fitting))
+    return and_(exists(select(literal(1)).select_from(free)), exists(fitting))

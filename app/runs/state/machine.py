@@ -28,15 +28,27 @@ from sqlalchemy import (
     text,
     update,
 )
-from sqlalchemy.dialects.postgresql import aggregate_order_by, insert
+from sqlalchemy.dialects.postgresql import JSONB, aggregate_order_by, insert
 from sqlalchemy.sql.selectable import CTE
 
 from app.contracts.run_status import LIVE, TERMINAL, EndReason
 from app.contracts.schemas.runs import PendingReason
 from app.contracts.stop import StopMode
 from app.infra.db import seconds
-from app.runs.state.fitting import allows_kind, allows_labels, has_free_device, has_memory, label_array
-from app.runs.state.transitions import EVENT_COLUMNS, actions, as_json, attempts, devices, events, move, runs, statement
+from app.runs.state.fitting import allows_gguf, allows_kind, allows_labels, has_free_device, has_memory, label_array
+from app.runs.state.transitions import (
+    EVENT_COLUMNS,
+    actions,
+    as_json,
+    attempts,
+    devices,
+    eval_datasets,
+    events,
+    move,
+    runs,
+    statement,
+)
+from app.tables.workers import Worker
 
 WORKER_LOST = "worker lost"
 """Start of the reason, and of the error message, if the worker of an attempt was lost."""
@@ -63,7 +75,8 @@ def create(values: dict[str, Any], reason: str = "created") -> Executable:
 def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, labels: list[str]) -> Executable:
     """Claim the best pending run that fits the free devices of this worker, and the smallest of those that it fits.
 
-    `kind` is that of the worker's devices. The row adds `device_indexes`. The run of a hint does not matter: priority
+    `kind` is that of the worker's devices. The row adds `device_indexes`, and `extra_eval_datasets` (ids by name; None
+    without any). The run of a hint does not matter: priority
     does, then age.
     """
     # No SKIP LOCKED: a second thread of this worker waits and then sees the remaining devices, instead of none.
@@ -94,6 +107,7 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
             runs.c.devices_needed <= room,
             allows_kind(literal(kind)),
             allows_labels(label_array(labels)),
+            allows_gguf(select(Worker.gguf).where(Worker.id == worker_id).scalar_subquery()),
         )
         .order_by(runs.c.priority.desc(), runs.c.id)
         .limit(1)
@@ -137,7 +151,9 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
         .cte("opened")
     )
     indexes = select(func.array_agg(taken.c.index)).scalar_subquery().label("device_indexes")
-    return select(moved, indexes).add_cte(*parts, opened)
+    named = func.jsonb_object_agg(eval_datasets.c.name, eval_datasets.c.dataset_id, type_=JSONB)
+    extra = select(named).where(eval_datasets.c.run_id == moved.c.id).scalar_subquery().label("extra_eval_datasets")
+    return select(moved, indexes, extra).add_cte(*parts, opened)
 
 
 def begin(

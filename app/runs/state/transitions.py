@@ -26,10 +26,12 @@ from sqlalchemy.sql.selectable import CTE
 from app.contracts.run_status import TERMINAL
 from app.tables.actions import RunAction
 from app.tables.events import RunEvent
-from app.tables.runs import Attempt, Run
+from app.tables.runs import Attempt, Run, RunEvalDataset
 from app.tables.workers import Device
 
 runs: Any = Run.__table__
+
+eval_datasets: Any = RunEvalDataset.__table__
 
 attempts: Any = Attempt.__table__
 

@@ -1,22 +1,19 @@
 """Checks of a dataset against a configuration: its format, its columns and its number of rows."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from app.contracts import rewards
 from app.contracts.errors import FieldError
 from app.contracts.methods import DEFAULT_METHOD, METHODS, method_of, rewards_of
 from app.tables.datasets import Dataset
 
-Place = Literal["dataset_id", "eval_dataset_id"]
 
-
-def data_problems(
-    config: Mapping[str, Any], place: Place, dataset: Dataset | None, splits: bool
-) -> Iterator[FieldError]:
+def data_problems(config: Mapping[str, Any], place: str, dataset: Dataset | None, splits: bool) -> Iterator[FieldError]:
     """Yield errors of a dataset for a configuration as the user wrote it; `dataset` None: there is none to check.
 
-    `splits`: True if the backend holds out the fraction `eval_split`.
+    `place` is the field of the request that names it. `splits`: True if the backend holds out the fraction
+    `eval_split`.
     """
     if dataset is None:
         return
@@ -26,7 +23,7 @@ def data_problems(
         yield from _split(config, dataset)
 
 
-def _format(config: Mapping[str, Any], place: Place, dataset: Dataset) -> Iterator[FieldError]:
+def _format(config: Mapping[str, Any], place: str, dataset: Dataset) -> Iterator[FieldError]:
     method = method_of(config)
     is_known = config.get("method", DEFAULT_METHOD) in list(METHODS)
     if is_known and dataset.format not in method.formats:
@@ -38,7 +35,7 @@ def _format(config: Mapping[str, Any], place: Place, dataset: Dataset) -> Iterat
         yield FieldError(field=place, code="wrong_dataset_format", message=message)
 
 
-def _answers(config: Mapping[str, Any], place: Place, dataset: Dataset) -> Iterator[FieldError]:
+def _answers(config: Mapping[str, Any], place: str, dataset: Dataset) -> Iterator[FieldError]:
     if dataset.format != "prompt" or "answer" in dataset.columns:
         return
     for _, reward in rewards_of(config):

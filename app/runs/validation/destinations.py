@@ -1,4 +1,4 @@
-"""Checks of the destinations of a run's results that the API can make: experiment trackers and the hub."""
+"""Checks of the destinations of a run's results that the API can make: trackers, the hub, GGUF files."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,9 +8,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.config import Settings, wandb_mode
 from app.contracts.errors import FieldError
-from app.contracts.training_config.rules import field_error
+from app.contracts.training_config.rules import INSTALL_GGUF_CONVERTER, field_error
 from app.secrets import store
 from app.tables.secrets import Secret
+from app.tables.workers import Worker
+from app.workers.queries import online
 
 
 async def destination_problems(
@@ -29,6 +31,8 @@ async def destination_problems(
     if needs_key and not await session.scalar(select(exists().where(Secret.name == store.WANDB_API_KEY))):
         message = "contains `wandb`, and no key is set; ask an admin to set it with `anneal secrets set wandb_api_key`"
         found.append(field_error("report_to", "tracker_not_set_up", message))
+    if config.get("gguf") is not None:
+        found += await gguf_problems(session, settings)
     if config.get("push_to_hub") is None:
         return found
     if not settings.allow_hub:
@@ -38,3 +42,14 @@ async def destination_problems(
         message = "needs a hub token with write access; ask an admin to set it with `anneal secrets set hf_token`"
         found.append(field_error("push_to_hub", "hub_token_missing", message))
     return found
+
+
+async def gguf_problems(session: AsyncSession, settings: Settings) -> list[FieldError]:
+    """Return an error if workers are online and none of them can write GGUF files; a run waits for the first worker."""
+    found = (await session.scalars(select(Worker.gguf).where(*online(settings, "celery")))).all()
+    if not found or any(found):
+        return []
+    message = (
+        f"needs the converter of llama.cpp, which no online worker has; ask the operator to {INSTALL_GGUF_CONVERTER}"
+    )
+    return [field_error("gguf", "gguf_converter_missing", message)]

@@ -39,7 +39,7 @@ async def plugin_problems(
         message = (
             f"names {name!r}, which no worker has installed; installed are: {', '.join(there) or 'none'}. Ask the "
             f"operator to install a package with an entry point of `{PLUGINS[kind]}` on the workers "
-            "(docs/guides/plugins.md)"
+            "and to restart them (docs/guides/plugins.md)"
         )
         refused.append(field_error(field, "plugin_not_installed", message))
     return refused, warned

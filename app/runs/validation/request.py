@@ -10,6 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES, BackendRules
 from app.contracts.errors import FieldError
+from app.contracts.methods import EVALUATION_METRICS
 from app.contracts.run_task import RunTask
 from app.contracts.schemas.runs import Resources, RunCreate
 from app.contracts.training_config.fields import TrainingConfig
@@ -18,7 +19,7 @@ from app.contracts.training_config.resolution import resolve
 from app.contracts.training_config.rules import DeviceCapabilities
 from app.infra.storage import Storage
 from app.runs.validation.config import config_problems, default_warnings
-from app.runs.validation.dataset import Place, data_problems
+from app.runs.validation.dataset import data_problems
 from app.runs.validation.destinations import destination_problems
 from app.runs.validation.models import _check_base_model, _check_reward_models
 from app.runs.validation.plugins import plugin_problems
@@ -51,13 +52,16 @@ async def validate_request(
         found.refuse("backend", "unknown_backend", f"unknown backend; choose one of {names}")
     if request.experiment_id is not None:
         await _check_experiment(session, request.experiment_id, found)
-    dataset = await _dataset(session, "dataset_id", request.dataset_id, found)
-    evaluation = None
+    places = {"dataset_id": request.dataset_id}
     if request.eval_dataset_id is not None:
-        evaluation = await _dataset(session, "eval_dataset_id", request.eval_dataset_id, found)
-    places: tuple[tuple[Place, Dataset | None], ...] = (("dataset_id", dataset), ("eval_dataset_id", evaluation))
-    for name, item in places:
-        found.errors += data_problems(request.config, name, item, splits=rules is None or rules.loads_model)
+        places["eval_dataset_id"] = request.eval_dataset_id
+    places |= {f"extra_eval_datasets.{name}": id for name, id in request.extra_eval_datasets.items()}
+    datasets = {place: await _dataset(session, place, id, found) for place, id in places.items()}
+    for place, item in datasets.items():
+        found.errors += data_problems(request.config, place, item, splits=rules is None or rules.loads_model)
+    config = normalize_numbers(request.config)
+    _check_extra_eval_datasets(request, has_eval_dataset or bool(config.get("eval_split")), found)
+    dataset = datasets["dataset_id"]
     machines = await online_machines(session, settings, request.backend, rules)
     data_format = dataset.format if dataset else None
     # In a thread, here and below: a configuration of a megabyte takes a while, which must not block other requests.
@@ -73,7 +77,6 @@ async def validate_request(
         found.warnings += [_about_config(problem) for problem in warned]
     found.errors += [_about_config(problem) for problem in wrong]
     loads_model = rules is None or rules.loads_model
-    config = normalize_numbers(request.config)
     await _check_base_model(session, settings, storage, config, loads_model, found, needs_weights=needs_weights)
     await _check_reward_models(session, settings, storage, request.config, loads_model, found)
     if rules is not None and not await is_any_online(session, settings, request.backend):
@@ -108,6 +111,7 @@ def requirements(
         "memory_mb": resources.memory_mb,
         "estimated_mb": {name: mb for name, mb in least.items() if kind in (None, name)},
         "labels": sorted(set(resources.labels)),
+        "gguf": rules.loads_model and config.gguf is not None,
         "prefers_gpu": rules.machine_matters and kind is None,
     }
     return {name: value for name, value in found.items() if value not in (None, [], {}, False)}
@@ -157,9 +161,25 @@ async def _dataset(session: AsyncSession, name: str, dataset_id: str, found: Val
         found.refuse(
             name,
             "dataset_not_found",
-            f"there is no dataset {dataset_id[:60]!r}; upload one with POST /v1/datasets",
+            f"there is no dataset with the id {dataset_id[:60]!r}; upload one with POST /v1/datasets",
         )
     return dataset
+
+
+def _check_extra_eval_datasets(request: RunCreate, has_eval_data: bool, found: ValidationResult) -> None:
+    """Check what the datasets themselves do not determine: their names, and that there is main evaluation data."""
+    for name in request.extra_eval_datasets:
+        if name in EVALUATION_METRICS:
+            message = (
+                f"`{name}` is the name of a metric, so `eval_{name}_loss` would be misleading; choose another name"
+            )
+            found.refuse(f"extra_eval_datasets.{name}", "reserved_name", message)
+    if request.extra_eval_datasets and not has_eval_data:
+        message = (
+            "are evaluated beside the evaluation data that decides about the best checkpoint and early stopping, and "
+            "there is none; set `eval_dataset_id` or `eval_split`"
+        )
+        found.refuse("extra_eval_datasets", "needs_eval_data", message)
 
 
 def _resolve(config: Mapping[str, Any], machine: DeviceCapabilities | None, found: ValidationResult) -> None:

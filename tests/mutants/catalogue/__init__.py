@@ -1,6 +1,13 @@
 """All mutants."""
 
-from tests.mutants.catalogue import checkpoints, events, runs, workers
+from tests.mutants.catalogue import checkpoints, events, outputs, placement, runs, workers
 from tests.mutants.mutant import Mutant
 
-MUTANTS: tuple[Mutant, ...] = (*runs.MUTANTS, *events.MUTANTS, *workers.MUTANTS, *checkpoints.MUTANTS)
+MUTANTS: tuple[Mutant, ...] = (
+    *runs.MUTANTS,
+    *placement.MUTANTS,
+    *events.MUTANTS,
+    *workers.MUTANTS,
+    *checkpoints.MUTANTS,
+    *outputs.MUTANTS,
+)

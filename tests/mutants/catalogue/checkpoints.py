@@ -32,6 +32,20 @@ MUTANTS = (
         test="tests/app/runs/actions/test_service.py::test_an_attempt_does_again_what_lies_behind_its_checkpoint",
     ),
     Mutant(
+        name="extra-set-draws-numbers",
+        promises=(10,),
+        about="The evaluation of an extra set moves the random state that the training goes on with.",
+        changes=(
+            Change(
+                "worker/training/loop/trainer.py",
+                "            with sampling.preserve_rng():\n",
+                "            with nullcontext():\n",
+            ),
+        ),
+        test="tests/worker/training/checkpointing/test_resume.py::TestChanges::"
+        "test_extra_evaluation_sets_leave_no_trace_in_the_training_even_if_a_stop_interrupts_one",
+    ),
+    Mutant(
         name="a-bad-step-is-taken-again",
         promises=(14,),
         about="The next attempt does not know which rows failed on their own, and trains on them in a later epoch.",

@@ -5,13 +5,14 @@ import hashlib
 import json
 import os
 import pwd
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, select, update
+from sqlalchemy import Engine, func, select, update
 
 from app.config import Settings
 from app.infra.db import sync_engine
@@ -19,7 +20,7 @@ from app.infra.storage import Storage
 from app.tables.checkpoints import Checkpoint
 from app.tables.datasets import Dataset
 from app.tables.runs import Run
-from tests.factories import Trainer, make_model
+from tests.factories import Trainer, make_model, mark_checkpoint, mark_run
 from tests.rows import add_run, run_row
 from worker.attempts import job_builder
 from worker.attempts.job_builder import Job, JobError, prepare
@@ -144,6 +145,41 @@ def test_a_run_that_resumes_another_never_starts_over_by_itself(lab: Lab) -> Non
     assert '{"from": "start"}' in refused.value.message
 
 
+def export_of(lab: Lab, step: int) -> Any:
+    """A run that exports a checkpoint of the lab's run."""
+    values = {"parent_run_id": lab.trainer.run_id, "resume_checkpoint_id": lab.ids[step], "task": "export"}
+    made = add_run(lab.engine, **values)
+    with lab.engine.begin() as connection:
+        connection.execute(update(Run).where(Run.id == made.id).values(dataset_id=_dataset_of(lab)))
+    return run_row(lab.engine, made.id)
+
+
+def test_an_export_waits_for_a_store_that_is_away_and_takes_no_other_checkpoint(lab: Lab) -> None:
+    lab.save(10)
+    shutil.rmtree(lab.save(20))
+    lab.trainer.complete()
+    mark_checkpoint(lab.engine, lab.ids[20], replicated_at=func.now())
+    with pytest.raises(JobError) as waits:
+        prepare(lab.context, export_of(lab, 20), CPU, WAITS)
+    assert waits.value.is_transient and waits.value.pause_seconds is not None
+    assert lab.bad_reasons() == {10: None, 20: None}
+
+
+def test_an_export_of_a_damaged_checkpoint_names_it_and_reads_no_other_one(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab.save(10)
+    flip(lab.save(20))
+    lab.trainer.complete()
+    verified: list[Path] = []
+    verify = manifest.verify
+    monkeypatch.setattr(manifest, "verify", lambda place, *more: verified.append(place) or verify(place, *more))
+    with pytest.raises(JobError, match=f"{lab.ids[20]} cannot be exported: .*; export another one") as refused:
+        prepare(lab.context, export_of(lab, 20), CPU, WAITS)
+    assert not refused.value.is_transient and [place.name for place in verified] == ["checkpoint-20"]
+    assert lab.bad_reasons()[20] is not None
+
+
 def test_half_written_folders_of_a_killed_trainer_are_swept(lab: Lab) -> None:
     whole = lab.save(10)
     torn = whole.with_name(".checkpoint-20.tmp")
@@ -226,6 +262,20 @@ def test_it_says_where_each_reward_model_lies_in_the_order_of_the_rewards(lab: L
         {"name": "org/judge", "path": None, "hub": "org/judge", "revision": None, "base": None},
         {"name": judge.run_id, "path": str(output), "hub": None, "revision": None, "base": None},
     ]
+
+
+def test_the_base_of_an_output_is_that_of_its_training_where_two_roots_have_its_name(lab: Lab, tmp_path: Path) -> None:
+    settings = lab.context.settings
+    lab.context.settings = settings.model_copy(update={"extra_model_roots": str(tmp_path / "more")})
+    folder = make_model(settings, "tiny")
+    other = tmp_path / "more" / "tiny"
+    shutil.copytree(folder, other)
+    trained = lab.trainer.complete()
+    (trained.write_output(lab.storage) / "adapter_config.json").write_text('{"base_model_name_or_path": "tiny"}')
+    for name, base in ((str(other), other), ("tiny", folder)):
+        mark_run(lab.engine, trained.run_id, config={"base_model": name, "method": "lora"})
+        _, reported = _prepared(lab, {"method": "lora", "base_model": trained.run_id})
+        assert (reported["base_model"]["base"]["path"], reported["base_model"]["base"]["name"]) == (str(base), "tiny")
 
 
 def test_of_other_methods_it_names_none(lab: Lab) -> None:

@@ -343,7 +343,7 @@ class TestTheThread:
         worker.replicator.start()
         worker.until_copied(3)
         with worker.engine.begin() as connection:
-            connection.execute(retention.retire(worker.lab.trainer.run_id, 1))
+            retention.retire(connection, worker.lab.trainer.run_id, 1)
         worker.replicator.tidy()
         # What is being removed cannot be walked through.
         eventually(lambda: [row.replica_started_at is None for row in worker.rows()] == [True, True, False])

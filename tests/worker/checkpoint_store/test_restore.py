@@ -54,7 +54,7 @@ def test_what_an_attempt_saves_on_another_machine_is_what_the_next_one_there_goe
         assert worker.lab.next_attempt()[0].start_step == start
         worker.lab.save(start + 10)
         with worker.engine.begin() as connection:
-            connection.execute(retention.retire(worker.lab.trainer.run_id, 1))
+            retention.retire(connection, worker.lab.trainer.run_id, 1)
     assert worker.lab.bad_reasons()[100] is None
 
 

@@ -13,6 +13,8 @@ from sqlalchemy import Engine, event, select
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from app.config import Settings
+from app.contracts.attempt.failure_report import MemoryPoint
+from app.contracts.training_config.fields import TrainingConfig
 from app.infra.db import sync_engine
 from app.infra.storage import Storage
 from app.runs.events.log import LeaseFenced, NewEvent
@@ -21,10 +23,12 @@ from app.tables.actions import RunAction
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import AttemptTimings
 from tests.rows import add_run, add_worker, claim, events_of, run_row
+from worker.attempts.failure_report import build_failure_report
 from worker.ingest.event_writer import EventWriter
 from worker.ingest.record_handler import RecordHandler, StartPoint
 from worker.ingest.spool import RunUpdate
 from worker.lease import LeaseLost
+from worker.process.training_process import Exit
 from worker.wire.heartbeat import HEARTBEAT
 
 
@@ -367,9 +371,11 @@ def test_an_invalid_detail_of_a_result_does_not_cost_the_run_its_outcome(lab: La
     [
         ("phase", {}),
         ("phase", {"name": 1}),
+        ("phase", {"name": "x" * 1000}),
         ("message", {"line": ["a"]}),
         ("config", {"effective": 1, "replaced": [], "facts": {}}),
         ("checkpoint", {**checkpoint(1), "bytes": "many"}),
+        ("checkpoint", {**checkpoint(1), "bytes": -1}),
         ("checkpoint", {**checkpoint(1), "step": True}),
         ("action", {"id": "act_1", "action": "sample", "step": 1, "status": "perhaps"}),
         ("action", {"id": "act_1", "action": "sample", "step": -1, "status": "done"}),
@@ -387,6 +393,32 @@ def test_no_message_of_a_trainer_controls_a_terminal(lab: Lab) -> None:
     lab.says("message", line="\x1b]0;owned\x07\x1b[2Jfirst\rline\nsecond\u202e \x9b2J\ttab")
     lab.writer.drain()
     assert lab.events()[-1][1]["line"] == "first␍line\nsecond\\u202e \\x9b2J\ttab"
+    lab.says("result", outcome="failed", error={"code": "bad\x07", "message": "\x1b[31mred\nand\rblue"})
+    assert lab.record_handler.result["error"] == {"code": "internal", "message": "red\nand␍blue"}
+
+
+def test_nothing_that_a_trainer_reports_makes_the_report_of_its_attempt_large_or_costly(lab: Lab) -> None:
+    """Its phase is in each point of the memory timeline; repairs and post-mortems look for divisors of its batch."""
+    junk, config = "x" * 30_000, TrainingConfig.model_validate({"base_model": "tiny"}).model_dump(mode="json")
+    lab.says("phase", name=junk)
+    lab.says("config", effective={**config, "batch_size": 2**61 - 1}, replaced=[], facts={})
+    details = {"summary": junk, "in_evaluation": False, "singled_out": []}
+    lab.says("result", outcome="failed", error={"code": junk, "message": junk, "details": details})
+    lab.writer.drain()
+    (_, phase), (_, config_line), (kind, _) = lab.events()[2:]
+    assert kind == "config" and "invalid record" in phase["line"] and "`batch_size`" in config_line["line"]
+    handler = lab.record_handler
+    assert handler.phase == "loading"
+    assert handler.effective is None and run_row(lab.engine, lab.run.id).effective_config is None
+    point = MemoryPoint(seconds=1.0, phase=handler.phase, host_mb=1, host_free_mb=1)
+    watch: Any = SimpleNamespace(peaks={}, timeline=[point] * 260)
+    report = build_failure_report(handler, watch, Exit(code=1), None, None)
+    assert report.error is not None and report.error["code"] == "internal"
+    assert len(report.error["message"]) == len(report.error["details"]["summary"]) == 8000
+    assert len(report.model_dump_json()) < 64 * 1024
+    lab.says("config", effective=config, replaced=[], facts={})
+    lab.writer.drain()
+    assert handler.effective == run_row(lab.engine, lab.run.id).effective_config == config
 
 
 def test_an_error_that_trying_again_does_not_cure_is_raised_at_once(lab: Lab) -> None:

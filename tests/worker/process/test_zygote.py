@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -71,6 +72,53 @@ class TestFork:
         children = Path(f"/proc/{zygote_pid(launcher)}/task/{zygote_pid(launcher)}/children")
         assert children.read_text() == ""
 
+    def test_what_goes_with_a_child_is_its_own_and_nothing_of_the_zygote(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TMPDIR", str(tmp_path))
+        preload = ("tests.worker.trainers", "tests.worker.process.preloads.cleans_up")
+        launcher = start_launcher(tmp_path / "home", "zygote", preload=preload)
+        try:
+            said = Said(launch(launcher, tmp_path, "cleans_up"))
+            assert said.to_the_end().code == 0
+            exist = [Path(name).is_dir() for name in said.record("folders")["exist"]]
+            assert exist == [True, True, False, False]
+            assert [source for source, _ in said.pieces if source != "report"] == []
+        finally:
+            launcher.stop()
+
+    def test_a_child_does_nothing_before_the_launcher_can_know_of_it(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """A zygote that is killed in between leaves no trace, since the launcher has another child forked."""
+        alive, ours = os.pipe()
+
+        def die(*_: Any) -> None:
+            select.select([alive], [], [], 0.5)  # time in which the child could act
+            os._exit(9)
+
+        def act(*_: Any) -> None:
+            (tmp_path / "acted").touch()
+            os._exit(0)
+
+        monkeypatch.setattr(child, "run", act)
+        monkeypatch.setattr(socket, "send_fds", die)
+        status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        fds = [theirs.detach(), *(os.open(os.devnull, os.O_RDWR) for _ in range(4))]
+        pid = os.fork()
+        if pid == 0:
+            try:
+                zygote._fork(child.LaunchSpec("x:y", [], "/", CPU), fds)
+            finally:
+                os._exit(1)
+        for descriptor in (*fds, ours):
+            os.close(descriptor)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+        assert os.read(alive, 1) == b"", "the child has ended too"
+        os.close(alive)
+        status.close()
+        assert list(tmp_path.iterdir()) == []
+
     def test_a_crash_in_one_child_leaves_the_next_alone(self, launcher: Launcher, tmp_path: Path) -> None:
         for how in ("segv", "kill", "exception"):
             Said(launch(launcher, tmp_path, "die", how=how)).to_the_end()
@@ -128,6 +176,7 @@ class TestWant:
 
 
 class TestTraining:
+    @pytest.mark.full
     def test_a_fork_has_the_training_libraries_warm_and_computes_with_several_threads(self, tmp_path: Path) -> None:
         launcher = Launcher(Settings(home=tmp_path))
         launcher.start()
@@ -283,13 +332,9 @@ class TestGpu:
         with zygote.capability_from_nvml():
             assert gpu.cuda.get_device_capability(device) == (8, 0)
 
-    def test_a_gpu_that_no_forked_process_can_use_is_found_by_the_probe(self, gpu: Any) -> None:
-        with pytest.raises(RuntimeError, match="cannot use the GPU"):
-            zygote.probe_gpu()
-
-    def test_without_a_gpu_there_is_no_probe(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_a_gpu_there_is_no_check(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(devices, "gpus", lambda: ())
-        zygote.probe_gpu()
+        assert zygote.check_gpus() == {}
 
     @pytest.mark.full
     def test_the_real_libraries_reach_no_real_cuda_function(self) -> None:
@@ -303,6 +348,42 @@ class TestGpu:
         )
         assert done.returncode == 0, done.stderr[-3000:]
         assert json.loads(done.stdout.splitlines()[-1]) == {"asked": True, "reached": []}
+
+
+class TestCheck:
+    """Of three GPUs the second fails, and the third hangs; a new process fares as `tests.worker…bad_gpus` says."""
+
+    def start(self, home: Path, monkeypatch: pytest.MonkeyPatch, new_process: str) -> Launcher:
+        monkeypatch.setenv("HF_XET_TEST_NEW_PROCESS", new_process)  # one of the variables that reach the zygote
+        preload = ["tests.worker.trainers", "tests.worker.process.preloads.bad_gpus"]
+        launcher = Launcher(Settings(home=home), preload=preload)
+        launcher.start()
+        assert launcher.wait_checked(30)
+        return launcher
+
+    def test_gpus_on_which_a_step_fails_are_named_and_the_zygote_serves_the_others(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        launcher = self.start(tmp_path / "home", monkeypatch, new_process="/bin/false")
+        try:
+            assert launcher.mode == "zygote", launcher.reason
+            assert launcher.broken == {
+                "GPU-1abc": "RuntimeError: illegal memory access",
+                "GPU-2abc": "no answer within 1 s",
+            }
+            assert Said(launch(launcher, tmp_path, "quick")).to_the_end().code == 0
+        finally:
+            launcher.stop()
+
+    def test_where_only_a_forked_process_fails_launches_are_cold_and_no_gpu_is_broken(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        launcher = self.start(tmp_path, monkeypatch, new_process="/bin/true")
+        try:
+            assert (launcher.mode, launcher.broken) == ("cold", {})
+            assert "a forked process cannot use the GPU GPU-1abc, though a new one can" in launcher.reason
+        finally:
+            launcher.stop()
 
 
 _IMPORT_WITH_PRETENDED_GPU = """

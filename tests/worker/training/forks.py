@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 gc.disable()  # imports create a million objects and hardly any garbage
-from tests.worker.training import troubles  # noqa: E402
+from tests.worker.training import half_attention, troubles  # noqa: E402
 from worker.training.__main__ import main  # noqa: E402
 
 
@@ -28,6 +28,8 @@ def _child(request: dict[str, Any]) -> None:
             troubles.begin(json.loads(str(request["disk"])))
         if "course" in request:
             troubles.follow(request["course"])
+        if "half_attention" in request:
+            half_attention.begin()
         if "control" in request:
             control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             control.connect(str(request["control"]))

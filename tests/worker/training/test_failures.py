@@ -338,6 +338,11 @@ class TestNotLoaded:
         assert failure.code == "model_not_found"
         assert "owner/gated" in failure.message and "`anneal secrets set hf_token`" in failure.message
 
+    def test_a_model_of_a_hub_that_is_out_of_reach_may_be_a_folder_instead(self) -> None:
+        failure = load_failure(OSError("We couldn't connect to the hub."), "owner/model", "configuration")
+        assert failure.code == "model_not_found" and "below ANNEAL_MODELS_ROOT" in failure.message
+        assert "ANNEAL_MODELS_ROOT" not in load_failure(OSError("no config.json"), "/models/m", "model").message
+
     @pytest.mark.parametrize(("wrong", "reason"), [
         ({"hidden_size": 65}, "not a multiple of the number of attention heads (4)"),
         ({"hidden_size": "big"}, "expected int, got str"),

@@ -5,11 +5,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from app.contracts.training_config.fields import TrainingConfig
 from worker.checkpoint_files.manifest import verify
 from worker.wire.journal import read_journal
 
@@ -166,6 +167,7 @@ def make_job(
     attempt: int = 1,
     data_format: str = "chat",
     eval_data: Path | str | None = None,
+    extra_eval: Mapping[str, Path | str] | None = None,
     resume_from: dict[str, Any] | None = None,
     **config: Any,
 ) -> dict[str, Any]:
@@ -185,6 +187,7 @@ def make_job(
         "user_set_fields": ["base_model", *config],
         "dataset": described(data),
         "eval_dataset": described(eval_data) if eval_data else None,
+        "extra_eval_datasets": {name: described(path) for name, path in (extra_eval or {}).items()},
         "base_model": {"name": "tiny", "path": str(model), "hub": None, "revision": None},
         "attempt_dir": str(output),
         "resume_from": resume_from,
@@ -268,6 +271,8 @@ def parse_records(text: str) -> list[dict[str, Any]]:
         except ValueError:
             continue
         if isinstance(record, dict) and "type" in record:
+            if record["type"] == "config":
+                TrainingConfig.model_validate(record["effective"])  # the worker would not use it otherwise
             records.append(record)
     return records
 
@@ -317,7 +322,7 @@ class Forks:
         """Run a job to its end.
 
         `file_bytes` limits the size of its files, `variables` join its environment, `disk` and `course` are for
-        `troubles`.
+        `troubles`; `half_attention` begins that.
         """
         self.start(job, **limits)
         return self.wait()

@@ -1,5 +1,6 @@
 """A disk slow or deadly to the thread behind a training loop, a drain at a step, evaluations that go wrong."""
 
+import itertools
 import math
 import os
 import signal
@@ -45,9 +46,11 @@ def begin(asked: dict[str, Any]) -> None:
 
 
 def follow(course: Any) -> None:
-    """From now on here: SIGTERM within step `drain_at`; `evaluations` in turn raise, or find NaN or a given loss."""
+    """From now on here: SIGTERM within step `drain_at`, or before the evaluation of set number `drain_at_evaluation`;
+    `evaluations` in turn raise, or find NaN or a given loss."""
     reported, evaluate = Journal.step, ServiceTrainerMixin.evaluation_loop
     left = list(course.get("evaluations", ()))
+    sets = itertools.count(1)
 
     def step(journal: Journal, n: int, *about: Any) -> None:
         reported(journal, n, *about)
@@ -55,6 +58,8 @@ def follow(course: Any) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def evaluation_loop(trainer: Any, *arguments: Any, **options: Any) -> Any:
+        if next(sets) == course.get("drain_at_evaluation"):
+            os.kill(os.getpid(), signal.SIGTERM)
         found = evaluate(trainer, *arguments, **options)
         match left.pop(0) if left else None:
             case "raises":

@@ -17,7 +17,7 @@ from app.contracts.training_config.fields import TrainingConfig
 from worker.training.data import reader, tokenization
 from worker.training.data.chat_template import ChatEncoder
 from worker.training.data.packing import Sequences
-from worker.training.data.reader import Progress, Purpose
+from worker.training.data.reader import Progress
 from worker.training.data.remarks import NotedRows, Remark
 from worker.training.data.token_cache import TokenCache, Write
 from worker.training.data.tokenization import CompletionEncoder, Encoded, TextEncoder, TextsEncoder
@@ -63,7 +63,7 @@ def tokenize(
     max_length: int,
     chosen: list[int] | None,
     progress: Progress,
-    purpose: Purpose = "training",
+    purpose: str = "training",
     sha256: str | None = None,
     cache: TokenCache | None = None,
 ) -> Tokens:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from worker.training.data.token_cache import TokenCache
 from worker.training.data.tokenization import BadRow, Encoder
@@ -25,8 +25,6 @@ _UNUSABLE = (BadRow, KeyError, TypeError, IndexError)
 Progress = Callable[[int, int], None]
 """Callback with the rows done and the rows in total; may raise to stop."""
 
-Purpose = Literal["training", "evaluation"]
-
 Result = TypeVar("Result")
 
 
@@ -40,8 +38,8 @@ class RowSource:
     """Digest of the file; None: the result is not kept for later runs."""
     chosen: list[int] | None
     """Numbers of the rows; None: all."""
-    purpose: Purpose
-    """Name of the data in messages."""
+    purpose: str
+    """Name of the data in messages: `training`, `evaluation`, or an extra evaluation set."""
     progress: Progress
     cache: TokenCache
 

@@ -1,15 +1,19 @@
 """Service features for every TRL trainer: exact losses, early stops and atomic checkpoints."""
 
 import sys
+import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from datasets import Dataset
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import speed_metrics
 
 from app.contracts.attempt.job import TrainedWeights
 from app.contracts.stop import StopMode, StopRequest
@@ -18,7 +22,7 @@ from worker.training.checkpointing import fidelity_check, saver
 from worker.training.context import TrainingContext
 from worker.training.data.dataset import RowIdCollator
 from worker.training.data.preferences import answer_columns
-from worker.training.failures import Stopped
+from worker.training.failures import Stopped, TrainingFailure
 from worker.training.loop import sampling
 from worker.training.loop.actions import Actions
 from worker.training.loop.anomalies import REMEMBERED, AnomalyGuard
@@ -30,6 +34,9 @@ from worker.training.plugins import hooks, metric_functions
 from worker.training.plugins.callbacks import PluginCallbacks
 from worker.training.run_state import RunState
 
+MAIN = "eval"
+"""Name of the evaluation data that decisions depend on, if a trainer is given several sets."""
+
 
 class EndedBeforeStep(Exception):
     """Training ends at the step it resumed from, because of the evaluation that was still due there."""
@@ -40,7 +47,8 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
 
     It precedes the trainer, as in `class SupervisedTrainer(ServiceTrainerMixin, SFTTrainer)`, and does not change its
     loss, data order or updates.
-    Rows carry their numbers in the dataset in a column `rows`.
+    Rows carry their numbers in the dataset in a column `rows`. `eval_dataset` may be a dictionary: the rows that
+    decisions depend on as `MAIN`, and further sets, each by the start of the names of its metrics.
     """
 
     MEASURES: ClassVar[Mapping[str, str]] = {}
@@ -49,6 +57,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
     NOT_COUNTED: ClassVar[str | None] = None
     """Work of the method that is part of the step time, but not of the operations that MFU is computed from."""
 
+    eval_dataset: Any
     optimizer: Any
     lr_scheduler: Any
 
@@ -68,6 +77,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         """True if an earlier attempt found the current step to be bad: it then changes nothing."""
         self._eval_batches = 0
         self._eval_total = 0
+        self._eval_message: str | None = None
         self._eval_means = EvaluationMeans()
         self.own_metrics = metric_functions.Evaluation({})
         """Metric functions of the current evaluation."""
@@ -76,6 +86,11 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         self.actions = Actions(self)
         self.plugin_callbacks = PluginCallbacks(self)
         super().__init__(**options)
+        self.extra_eval_datasets: dict[str, Dataset] = {}
+        """Evaluation sets that nothing but their metrics depends on."""
+        if isinstance(self.eval_dataset, dict):
+            self.extra_eval_datasets = dict(self.eval_dataset)
+            self.eval_dataset = self.extra_eval_datasets.pop(MAIN)
         collate = hooks.collator(run, self.data_collator, self.processing_class)
         self.data_collator: Any = self.collate_with_rows(collate)
 
@@ -215,13 +230,15 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         is_due = self.evaluation_is_due()
         # A requested evaluation leaves no trace in training; one that is due is part of it, as in TRL.
         trace = nullcontext() if is_due else sampling.preserve_rng()
-        self._eval_batches = 0
-        self.own_metrics = metric_functions.Evaluation(run.metric_factories)
         try:
             with trace:
+                # First, so that a stop during one of them finds that the evaluation has decided nothing yet.
+                extra = self._evaluate_extra_datasets()
+                self._begin_evaluation(None)
                 metrics = super().evaluate(*args, **options)
                 found = self.evaluated(metrics)
                 found |= self.own_metrics.results(found)
+                found |= _without_collisions(extra, found)
         except Stopped:
             torch.random.set_rng_state(random_state)
             self._metrics["eval"].clear()
@@ -246,6 +263,31 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         if not self.control.should_training_stop and not run.only_evaluates:
             run.report.phase("training")
         return dict(metrics)
+
+    def _begin_evaluation(self, message: str | None) -> None:
+        self._eval_batches = 0
+        self._eval_message = message
+        self.own_metrics = metric_functions.Evaluation(self.run.metric_factories)
+
+    def _evaluate_extra_datasets(self) -> dict[str, float]:
+        """Return the metrics of the extra sets, without a trace in training and in the evaluation that follows."""
+        found: dict[str, float] = {}
+        for prefix, rows in self.extra_eval_datasets.items():
+            self._begin_evaluation(f"evaluating {prefix.removeprefix(f'{MAIN}_')}")
+            with sampling.preserve_rng():
+                measured = self._measure(rows)
+            named = {f"{prefix}_{name.removeprefix('eval_')}": value for name, value in measured.items()}
+            found |= _without_collisions(named, found)
+        return found
+
+    def _measure(self, rows: Dataset) -> dict[str, float]:
+        """Return the metrics of rows by the names used here, as `evaluate` does, but without any callback or log."""
+        began = time.time()
+        done = self.evaluation_loop(self.get_eval_dataloader(rows), "Evaluation", prediction_loss_only=True)
+        means, self._metrics["eval"] = self._metrics["eval"], defaultdict(list)
+        metrics = done.metrics | speed_metrics("eval", began, num_samples=done.num_samples)
+        found = self.evaluated(metrics | {f"eval_{name}": values[0] for name, values in means.items()})
+        return found | self.own_metrics.results(found)
 
     def end_early(self, why: str, mode: StopMode) -> None:
         """End training after the current step, with what the stop mode saves: `checkpoint`, `best` or `discard`."""
@@ -284,7 +326,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         terms = self.eval_terms(inputs)
         self.take_rows(inputs)
         self._eval_batches += 1
-        self.run.progress("evaluating", self._eval_batches, self._eval_total)
+        self.run.progress("evaluating", self._eval_batches, self._eval_total, self._eval_message)
         found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         self._eval_means.add(found[0].item(), terms, self._metrics["eval"])
         if self.run.metric_factories:
@@ -401,3 +443,17 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         self._load_from_checkpoint(str(folder))
         self._report_loaded(folder)
         self.state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
+
+
+def _without_collisions(extra: dict[str, float], found: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics of extra sets, whose names must differ from those of the other metrics.
+
+    Raises:
+        TrainingFailure: `config_error` that names two metrics with the same name.
+    """
+    if taken := sorted(extra.keys() & found.keys()):
+        raise TrainingFailure(
+            "config_error",
+            f"Two metrics of the evaluation are named `{taken[0]}`: give the extra evaluation set another name.",
+        )
+    return extra

@@ -18,7 +18,7 @@ from worker.training.loop.histograms import HistogramCallback
 from worker.training.loop.memory import MemoryProfiler
 from worker.training.loop.trainer import EndedBeforeStep, ServiceTrainerMixin
 from worker.training.methods import preparation
-from worker.training.methods.preparation import Read, Rows, Setup
+from worker.training.methods.preparation import Read, Rows, RunData, Setup
 from worker.training.model import flops, loader, memory_plan
 from worker.training.model.base_model import BaseModelSource
 from worker.training.model.peak_flops import peak_tflops
@@ -55,24 +55,25 @@ def train_on_tokens(
         Stopped: a stop was requested before there was anything to save.
     """
     base, tokenizer, max_length = setup
-    training, held_out = preparation.read_data(run, read, preparation.token_cache(run))
-    tokenized = preparation.cache_messages(run, training, held_out)
+    data = preparation.read_data(run, read, preparation.token_cache(run))
+    training = data.training
+    tokenized = preparation.cache_messages(run, data.parts)
     total_steps = preparation.total_steps(run, dataset.steps_per_epoch(training.dataset, run.config))
     memory_plan.choose_checkpointing(run, replaced, base, training.dataset, max_length)
     head: loader.Head = "reward" if run.method.has_reward_head else "causal"
     with preparation.base_weights(run, base) as start:
-        network = preparation.load_network(run, start, preparation.highest_id(tokenizer, training, held_out), head)
+        network = preparation.load_network(run, start, preparation.highest_id(tokenizer, data.parts), head)
         trainer = build(
             make,
             run,
             model=network,
             args=arguments(trainer_arguments(run, total_steps)),
             train_dataset=preparation.training_rows(run, training),
-            eval_dataset=held_out.dataset if held_out else None,
+            eval_dataset=data.evaluated,
             processing_class=tokenizer,
             peft_config=loader.lora_config(run.config, start.revision, head),
         )
-        facts = report_run_info(trainer, base, replaced, training, held_out, max_length=max_length, **tokenized)
+        facts = report_run_info(trainer, base, replaced, data, max_length=max_length, **tokenized)
         if run.only_evaluates:
             return evaluate(trainer)
         train(trainer)
@@ -150,17 +151,17 @@ def report_run_info(
     trainer: ServiceTrainerMixin,
     base: BaseModelSource,
     replaced: list[Replacement],
-    training: Rows,
-    held_out: Rows | None,
+    data: RunData[Any],
     **more: Any,
 ) -> dict[str, Any]:
     """Report the effective configuration and the initial run info, and set the run's fingerprint."""
-    run = trainer.run
+    run, training, held_out = trainer.run, data.training, data.held_out
     facts = loader.initial_run_info(trainer.model, run.machine)
     facts |= _costs(trainer, training, facts.get("device_name"))
     facts |= {
         "rows": training.rows, "tokens": training.tokens, "sequences": len(training.dataset),
         "eval_rows": held_out.rows if held_out else 0,
+        "extra_eval_rows": {name: one.rows for name, one in data.extra.items()},
         "total_steps": None if run.only_evaluates else trainer.args.max_steps,
         "weights_dtype": str(loader.weights_dtype(run.config, run.machine)), "base_revision": base.revision, **more,
     }  # fmt: skip
@@ -263,6 +264,8 @@ def _resume(trainer: ServiceTrainerMixin, checkpoint: Path) -> None:
         # Training had already finished; the earlier attempt was lost before its output was written.
         run.ended_by = limit
         trainer.restore_finished(checkpoint)
+        # As `on_train_begin` does: the run is `running` while its output is written, and the attempt has a first step.
+        run.report.phase("training", start_step=trainer.saved_step, total_steps=trainer.args.max_steps)
         return
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint))

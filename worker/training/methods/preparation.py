@@ -2,17 +2,18 @@
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar, get_args
 
 import transformers
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from app.contracts.attempt.job import DataSource
-from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.fields import Attention, TrainingConfig
 from app.contracts.training_config.optimizers import OPTIMIZERS
 from app.contracts.training_config.resolution import LONGEST_SEQUENCE, Replacement, length_replacement
 from worker.training.checkpointing import saver
@@ -20,11 +21,12 @@ from worker.training.context import TrainingContext
 from worker.training.data import dataset as data
 from worker.training.data.chat_template import ensure_template, set_template
 from worker.training.data.preferences import is_conversational
-from worker.training.data.reader import Purpose, RowSource, count_rows
+from worker.training.data.reader import RowSource, count_rows
 from worker.training.data.remarks import Remark
 from worker.training.data.token_cache import TokenCache
 from worker.training.failures import TrainingFailure
 from worker.training.loop import probe
+from worker.training.loop.trainer import MAIN
 from worker.training.model import base_model, loader, memory_plan
 from worker.training.model.base_model import BaseModelSource
 from worker.training.plugins import hooks
@@ -63,6 +65,29 @@ class Rows(Protocol):
 Some = TypeVar("Some", bound=Rows)
 Read = Callable[[RowSource], Some]
 """Function that prepares rows of a dataset for training."""
+
+
+@dataclass(frozen=True)
+class RunData(Generic[Some]):
+    """Data of a run, ready to train and to evaluate on."""
+
+    training: Some
+    held_out: Some | None
+    """Evaluation data that decisions depend on."""
+    extra: Mapping[str, Some] = field(default_factory=dict)
+    """Further evaluation sets by name."""
+
+    @property
+    def parts(self) -> list[Some]:
+        """All of the data."""
+        return [one for one in (self.training, self.held_out, *self.extra.values()) if one is not None]
+
+    @property
+    def evaluated(self) -> dict[str, Dataset] | None:
+        """Rows to evaluate on as `ServiceTrainerMixin` takes them, by the start of the names of their metrics."""
+        if self.held_out is None:
+            return None
+        return {MAIN: self.held_out.dataset, **{f"{MAIN}_{name}": one.dataset for name, one in self.extra.items()}}
 
 
 class Setup(NamedTuple):
@@ -165,10 +190,10 @@ def chat_template(run: TrainingContext, tokenizer: PreTrainedTokenizerBase) -> N
         )
 
 
-def read_data(run: TrainingContext, read: Read[Some], cache: TokenCache) -> tuple[Some, Some | None]:
-    """Prepare the training data and the held-out data, before any weights are loaded.
+def read_data(run: TrainingContext, read: Read[Some], cache: TokenCache) -> RunData[Some]:
+    """Prepare the training data and all evaluation data, before any weights are loaded.
 
-    A run that only evaluates has one dataset, which is returned as both.
+    A run that only evaluates has one dataset, which is returned as training and as held-out data.
 
     Progress is reported, and a stop request interrupts it.
 
@@ -176,33 +201,42 @@ def read_data(run: TrainingContext, read: Read[Some], cache: TokenCache) -> tupl
         TrainingFailure: `bad_data` that names the rows.
     """
 
-    def read_rows(file: DataSource, chosen: list[int] | None, purpose: Purpose) -> Some:
+    def read_rows(file: DataSource, chosen: list[int] | None, purpose: str) -> Some:
         progress = partial(run.progress, "tokenizing")
         return read(RowSource(str(file.path), file.format, file.sha256, chosen, purpose, progress, cache))
+
+    def first_rows(file: DataSource) -> list[int] | None:
+        most = run.config.max_eval_rows
+        return None if most is None else list(range(count_rows(str(file.path))))[:most]
 
     run.report.phase("tokenizing")
     config, source, other = run.config, run.job.dataset, run.job.eval_dataset
     try:
         if run.only_evaluates:
-            chosen = None if config.max_eval_rows is None else list(range(count_rows(str(source.path))))
-            evaluated = read_rows(source, chosen and chosen[: config.max_eval_rows], "evaluation")
-            _finish_reading(run, evaluation=evaluated)
-            return evaluated, evaluated
+            evaluated = read_rows(source, first_rows(source), "evaluation")
+            _finish_reading(run, {"evaluation": evaluated})
+            return RunData(evaluated, evaluated)
         chosen = held = None
         if config.eval_split > 0:
             chosen, held = data.split(count_rows(str(source.path)), config.eval_split, config.seed)
         training = read_rows(source, chosen, "training")
-        rest = source if held else other
-        if rest and config.max_eval_rows is not None:
-            held = (held or list(range(count_rows(str(rest.path)))))[: config.max_eval_rows]
-        held_out = read_rows(rest, held, "evaluation") if rest else None
+        held_out = None
+        if held:
+            held_out = read_rows(source, held[: config.max_eval_rows], "evaluation")
+        elif other is not None:
+            held_out = read_rows(other, first_rows(other), "evaluation")
+        extra = {
+            name: read_rows(file, first_rows(file), f"`{name}` evaluation")
+            for name, file in run.job.extra_eval_datasets.items()
+        }
     except FileNotFoundError as error:
         raise TrainingFailure("bad_data", "The dataset's file no longer exists.") from error
-    _finish_reading(run, training=training, evaluation=held_out)
-    return training, held_out
+    named = {f"evaluation.{name}": one for name, one in extra.items()}
+    _finish_reading(run, {"training": training, "evaluation": held_out, **named})
+    return RunData(training, held_out, extra)
 
 
-def _finish_reading(run: TrainingContext, **read: Rows | None) -> None:
+def _finish_reading(run: TrainingContext, read: Mapping[str, Rows | None]) -> None:
     """Delete the rows that a data source has written, and report the remarks about each data."""
     hooks.delete_source_rows(run)
     for name, one in read.items():
@@ -220,13 +254,13 @@ def training_rows(run: TrainingContext, training: Rows) -> Dataset:
 
 def chat_template_if_needed(run: TrainingContext, tokenizer: PreTrainedTokenizerBase) -> None:
     """Call `chat_template` if the pairs or prompts of a dataset are messages."""
-    if any(is_conversational(str(one.path)) for one in (run.job.dataset, run.job.eval_dataset) if one):
+    if any(is_conversational(str(one.path)) for one in run.job.datasets):
         chat_template(run, tokenizer)
 
 
-def cache_messages(run: TrainingContext, *some: Rows | None) -> dict[str, str]:
+def cache_messages(run: TrainingContext, some: Iterable[Rows]) -> dict[str, str]:
     """Report whether an earlier run made all of the tokens, and return the run info about it."""
-    if not all(one.are_cached for one in some if one):
+    if not all(one.are_cached for one in some):
         return {"tokenized": "now"}
     run.report.message("An earlier run tokenized this data with the same settings: its tokens are reused.")
     return {"tokenized": "cached"}
@@ -283,7 +317,9 @@ def load_network(
         )
     with heartbeat_while_growing(run.report.alive, start.folder):
         network = hooks.model(run, lambda: loader.load_model(start, run.config, run.machine, head))
-    run.config = run.config.model_copy(update={"attn_implementation": network.config._attn_implementation})
+    used = network.config._attn_implementation
+    if used in get_args(Attention):  # a model of a plugin may have its own
+        run.config = run.config.model_copy(update={"attn_implementation": used})
     if run.config.gradient_checkpointing == "selective":
         memory_plan.checkpoint_every_second_layer(network)
     loader.check_vocabulary(network, highest_id)
@@ -291,6 +327,6 @@ def load_network(
     return network
 
 
-def highest_id(tokenizer: PreTrainedTokenizerBase, *some: Rows | None) -> int:
+def highest_id(tokenizer: PreTrainedTokenizerBase, some: Iterable[Rows]) -> int:
     """Return the highest token id that the model will receive."""
-    return max([int(tokenizer.pad_token_id or 0), *(one.highest_id for one in some if one)])
+    return max([int(tokenizer.pad_token_id or 0), *(one.highest_id for one in some)])

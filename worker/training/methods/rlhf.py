@@ -170,7 +170,8 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
     def read(rows: RowSource) -> Pairs:
         return preferences.read_prompts(rows, tokenizer, max_length=longest_prompt, compared_by=wanted.rewards)
 
-    training, held_out = preparation.read_data(run, read, TokenCache())
+    data = preparation.read_data(run, read, TokenCache())
+    training = data.training
     prompts_in_a_step = config.batch_size * config.gradient_accumulation_steps // wanted.num_generations
     steps_per_epoch = len(training.dataset) // prompts_in_a_step
     if steps_per_epoch < 1 and not run.only_evaluates:
@@ -187,7 +188,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
         seen = probe.longest_rows(seen, config, tokenizer)
     memory_plan.choose_checkpointing(run, replaced, base, training.dataset, max_length)
     with preparation.base_weights(run, base) as start:
-        network = preparation.load_network(run, start, preparation.highest_id(tokenizer, training, held_out))
+        network = preparation.load_network(run, start, preparation.highest_id(tokenizer, data.parts))
         # Generation takes long, so each token sends a heartbeat.
         network.register_forward_pre_hook(lambda *_: run.report.alive())
         functions = _rewards(run, tokenizer, max_length)
@@ -217,13 +218,13 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
             else RLOOConfig(**arguments, normalize_advantages=True),
             reward_funcs=functions,
             train_dataset=seen,
-            eval_dataset=held_out.dataset if held_out else None,
+            eval_dataset=data.evaluated,
             processing_class=tokenizer,
             peft_config=loader.lora_config(config, start.revision),
         )
         fingerprints = [one.identity for one in functions if isinstance(one, RewardScorer)]
         facts = pipeline.report_run_info(
-            trainer, base, replaced, training, held_out, max_length=max_length, reward_models=fingerprints or None
+            trainer, base, replaced, data, max_length=max_length, reward_models=fingerprints or None
         )
         if run.only_evaluates:
             return pipeline.evaluate(trainer)

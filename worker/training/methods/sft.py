@@ -44,7 +44,7 @@ def train(
     """
     setup = preparation.prepare_start(run, replaced)
     max_length, config = setup.max_length, run.config
-    if "chat" in {one.format for one in (run.job.dataset, run.job.eval_dataset) if one}:
+    if "chat" in {one.format for one in run.job.datasets}:
         preparation.chat_template(run, setup.tokenizer)
 
     def read(rows: RowSource) -> Tokens:

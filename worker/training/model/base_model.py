@@ -25,6 +25,10 @@ from worker.wire.heartbeat import HeartbeatCallback, heartbeat_while_growing
 ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
+_HUB_ADVICE = (
+    " Check the name, and that the worker reaches the hub; or put the model's folder below ANNEAL_MODELS_ROOT, where "
+    "it is found without the hub."
+)
 _CONFIG_ERRORS = (huggingface_hub.errors.StrictDataclassError, ArithmeticError, KeyError, TypeError)
 """Exceptions raised for a config.json whose fields have the wrong type or are inconsistent."""
 
@@ -168,7 +172,8 @@ def load_failure(error: Exception, source: str, what: str) -> TrainingFailure:
             "config_error", f"The {what} {name} cannot be loaded: {problem} ({text}). Copy or download it again."
         )
     if isinstance(error, missing):
-        return TrainingFailure("model_not_found", f"The {what} {name} cannot be loaded: {text}")
+        advice = "" if Path(source).is_absolute() else _HUB_ADVICE
+        return TrainingFailure("model_not_found", f"The {what} {name} cannot be loaded: {text.rstrip('.')}.{advice}")
     message = f"The {what} {name} cannot be used: {type(error).__name__}: {text.rstrip('.')}."
     is_config_problem = what in ("configuration", "architecture") or isinstance(error, _CONFIG_ERRORS)
     return TrainingFailure(

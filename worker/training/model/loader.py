@@ -137,7 +137,8 @@ def _attention(base: BaseModelSource, config: TrainingConfig, machine: DeviceCap
     """Return the attention implementation; None leaves it to the model, which uses sdpa if it supports it."""
     if config.attn_implementation is not None:
         return config.attn_implementation
-    half = weights_dtype(config, machine) is not torch.float32
+    # Every pass of our trainers has mixed precision, which computes 32-bit weights in 16 bits; a plugin's may not.
+    half = weights_dtype(config, machine) is not torch.float32 or config.trainer_options.recipe is None
     flash = ("flash_attention_2", machine.flash_attention), ("flash_attention_3", machine.flash_attention_3)
     installed = next((name for name, is_installed in flash if is_installed), None)
     if machine.kind == "cuda" and installed and half:

@@ -15,11 +15,12 @@ from app.contracts.attempt.job import EXPORT, MERGED_BASE
 from worker.checkpoint_files import manifest
 from worker.training.checkpointing.snapshot import save_weights
 from worker.training.context import TrainingContext
-from worker.training.failures import classify
+from worker.training.failures import Stopped, classify
 from worker.training.loop.memory import write_profile
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.model import loader
 from worker.training.model.base_model import ADAPTER_CONFIG, BaseModelSource
+from worker.training.output import gguf
 from worker.training.output.model_card import model_card
 from worker.training.output.pruning import prune_smallest
 from worker.wire.heartbeat import heartbeat_while_growing
@@ -52,6 +53,7 @@ def export(trainer: ServiceTrainerMixin, base: BaseModelSource, facts: dict[str,
 
     Raises:
         TrainingFailure: `disk_full`.
+        Stopped: the worker drains while the GGUF file is written; the run's next attempt exports again.
     """
     return write_output(trainer.run, _choose(trainer), trainer.processing_class, base, facts)
 
@@ -80,7 +82,8 @@ def write_output(
         facts: initial run info, for the model card.
 
     Raises:
-        TrainingFailure: `disk_full`.
+        TrainingFailure: `disk_full`, or an export cannot write its GGUF file.
+        Stopped: a stop was requested while the GGUF file was written.
     """
     run.report.phase("exporting")
     weights = chosen.text
@@ -96,6 +99,7 @@ def write_output(
             if run.config.trainer_options.prune_fraction is not None:
                 _prune(run, staging, run.config.trainer_options.prune_fraction)
         tokenizer.save_pretrained(staging)
+        gguf.add(run, staging)
         if base.merged is not None and (staging / ADAPTER_CONFIG).is_file():
             # The adapter is only valid with the exact weights it was trained on, which exist only here.
             base.merged.rename(staging / MERGED_BASE)
@@ -112,6 +116,9 @@ def write_output(
         about = {"weights": chosen.which, "step": chosen.step, "reason": chosen.reason}
         (staging / EXPORT).write_text(json.dumps(about, indent=1))
         manifest.commit(staging, final, run.report.alive)
+    except Stopped:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
     except Exception as error:
         shutil.rmtree(staging, ignore_errors=True)
         raise classify(error) from error

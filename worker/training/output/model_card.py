@@ -5,6 +5,7 @@ from typing import Any
 
 from app.contracts.attempt.job import MERGED_BASE
 from app.contracts.methods import METHODS
+from app.infra.ids import is_id
 from worker.training.context import TrainingContext
 
 
@@ -65,6 +66,9 @@ def model_card(
         lines.append(f"- evaluation: `{held_out.id}`, {held_out.rows} rows")
     elif config.eval_split:
         lines.append(f"- evaluation: {config.eval_split:.1%} of the rows, held out by seed {config.seed}")
+    lines += [
+        f"- evaluation `{name}`: `{one.id}`, {one.rows} rows" for name, one in sorted(job.extra_eval_datasets.items())
+    ]
     lines += ["", "## Figures", "", "| figure | value |", "|---|---|"]
     lines += [f"| {what} | {_number(value)} |" for what, value in figures.items() if value is not None]
     in_force = json.dumps(config.model_dump(mode="json") | {"base_model": hub or name}, indent=1)
@@ -103,7 +107,7 @@ def _loading(run: TrainingContext, *, adapter: bool, is_reward_model: bool, has_
     if not adapter:
         load = [f"model = {kind}.from_pretrained({where})"]
     else:
-        note = "" if named.hub or has_own_base else "  # or its folder on your machine"
+        note = "" if named.hub or has_own_base else f"  # {_way_to(named.name)}"
         if has_own_base:
             base = f'{where}, subfolder="{MERGED_BASE}"'
         else:
@@ -120,6 +124,13 @@ def _loading(run: TrainingContext, *, adapter: bool, is_reward_model: bool, has_
         *load,
         f"tokenizer = AutoTokenizer.from_pretrained({where})",
     ]
+
+
+def _way_to(base_model: str) -> str:
+    """Return how to get a base model that is not on the hub."""
+    if is_id(base_model, "run"):
+        return f"download it first: anneal runs download {base_model}"
+    return "or its folder on your machine"
 
 
 def _number(value: Any) -> str:

@@ -64,7 +64,11 @@ def write_source_rows(run: TrainingContext) -> None:
     changes = {"dataset": _write_rows(run, plugin, job.dataset, purpose)}
     if job.eval_dataset is not None:
         changes["eval_dataset"] = _write_rows(run, plugin, job.eval_dataset, "evaluation")
-    run.job = job.model_copy(update=changes)
+    extra = {
+        name: _write_rows(run, plugin, source, "evaluation", f"-{name}")
+        for name, source in job.extra_eval_datasets.items()
+    }
+    run.job = job.model_copy(update=changes | {"extra_eval_datasets": extra})
 
 
 def delete_source_rows(run: TrainingContext) -> None:
@@ -73,12 +77,12 @@ def delete_source_rows(run: TrainingContext) -> None:
         path.unlink()
 
 
-def _write_rows(run: TrainingContext, plugin: Plugin, source: DataSource, purpose: str) -> DataSource:
+def _write_rows(run: TrainingContext, plugin: Plugin, source: DataSource, purpose: str, suffix: str = "") -> DataSource:
     kind, name = "data_source", plugin.type
     rows = registry.call(kind, name, source.path, purpose=purpose, **plugin.parameters)
     if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
         raise registry.plugin_error(kind, name, f"returned a {type(rows).__name__}, not rows to iterate over")
-    digest, count, target = hashlib.sha256(), 0, run.folder / f"rows-{purpose}.jsonl"
+    digest, count, target = hashlib.sha256(), 0, run.folder / f"rows-{purpose}{suffix}.jsonl"
     each = iter(rows)
     with target.open("wb") as file:
         while True:

@@ -212,7 +212,7 @@ def open_trackers(job: JobSpec, config: TrainingConfig, report: Reporter) -> Tra
         raise TrainingFailure(
             "config_error",
             f"`report_to` names {', '.join(missing)}, which is not installed on this worker: "
-            "run `pip install 'anneal[trackers]'` there, or leave it out.",
+            "run `pip install -c constraints.txt -e '.[trackers]'` in its clone of Anneal, or leave it out.",
         )
     if "mlflow" in names and not job.trackers.mlflow_tracking_uri:
         raise TrainingFailure(

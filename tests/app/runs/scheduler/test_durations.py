@@ -153,7 +153,8 @@ class TestWorkload:
     def work(self, config: dict[str, object], **columns: object) -> Workload:
         row = {
             "backend": "celery", "dataset_id": "ds_1", "eval_dataset_id": None, "rows": 100, "total_steps": None,
-            "resumed_at": None, "saved_at": 0, "stop_mode": None, "current_step": 0, "current_epoch": 0.0,
+            "extra_eval_datasets": {}, "resumed_at": None, "saved_at": 0, "stop_mode": None, "current_step": 0,
+            "current_epoch": 0.0,
         }  # fmt: skip
         return Workload.of(SimpleNamespace(config={**self.CONFIG, **config}, **{**row, **columns}))
 
@@ -197,6 +198,8 @@ class TestWorkload:
         assert twin() == twin(learning_rate=1.0, seed=3, max_steps=9, save_steps=1)
         different = [twin(), twin(batch_size=8), twin(max_seq_length=9), twin("ds_1"), twin(extra={"steps": 1})]
         assert len(set(different)) == len(different)
+        one, same, more = (self.work({}, extra_eval_datasets=sets).twin for sets in ({"a": "1"}, {"b": "1"}, {}))
+        assert one == same != more
 
 
 class TestWords:

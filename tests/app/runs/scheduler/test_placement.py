@@ -28,6 +28,8 @@ NEEDS = Needs("celery", estimated_mb={"cpu": 12_000, "cuda": 12_000}, prefers_gp
         (NEEDS, Fleet((CPU,)), None, ""),
         (replace(NEEDS, labels=frozenset({"site-c"})), FLEET, "no_worker_with_labels", "the labels `site-c`"),
         (replace(NEEDS, labels=frozenset({"site-b"})), FLEET, None, ""),
+        (replace(NEEDS, gguf=True), FLEET, "no_gguf_converter", "ANNEAL_GGUF_CONVERTER"),
+        (replace(NEEDS, gguf=True), Fleet((CPU, replace(GPU, gguf=True))), None, ""),
         (replace(NEEDS, estimated_mb={"cuda": 70_000}), FLEET, "no_device_fits", "about 70,000 MiB"),
         (replace(NEEDS, memory_mb=70_000), FLEET, "no_device_fits", "asks for 70,000 MiB"),
         (replace(NEEDS, devices=2), FLEET, "no_device_fits", "2 devices of one worker"),
@@ -38,6 +40,15 @@ def test_a_run_that_no_worker_can_take_has_a_reason(needs: Needs, fleet: Fleet, 
     found = pending_reason(needs, fleet)
     assert (found and found.code) == code
     assert found is None or says in found.message
+
+
+def test_a_run_that_writes_a_gguf_file_is_claimed_where_the_converter_is(engine: Engine) -> None:
+    without, equipped = add_worker(engine), add_worker(engine, gguf=True)
+    run = add_run(engine, requirements={"gguf": True})
+    assert claim(engine, without) is None
+    assert claim(engine, equipped).id == run.id
+    add_run(engine)
+    assert claim(engine, without) is not None
 
 
 FLEET_ROWS: tuple[tuple[str, tuple[int, ...]], ...] = (

@@ -6,9 +6,11 @@ from typing import Any
 import httpx
 import pytest
 from pydantic import ValidationError
+from sqlalchemy import Engine
 
 from app.config import Settings
 from tests.factories import make_model
+from tests.rows import add_worker
 from tests.server import ApiServer, ThreadServer
 
 Ask = Callable[..., httpx.Response]
@@ -43,7 +45,7 @@ def ask(api: ApiServer, **config: Any) -> httpx.Response:
 def refused(answer: httpx.Response) -> tuple[str, str]:
     assert answer.status_code == 422, answer.text
     (error,) = answer.json()["errors"]
-    assert error["field"] in ("config.report_to", "config.push_to_hub")
+    assert error["field"] in ("config.report_to", "config.push_to_hub", "config.gguf")
     return error["code"], error["message"]
 
 
@@ -75,6 +77,17 @@ def test_a_push_needs_the_hub_and_a_token(served: Callable[..., ApiServer]) -> N
     assert code == "hub_token_missing" and "anneal secrets set hf_token" in message
     api.client.put("/v1/secrets/hf_token", json={"value": "hf_" + "x" * 34})
     assert ask(api, push_to_hub="ada/tuned").status_code == 202
+
+
+def test_a_gguf_file_needs_a_worker_with_the_converter(served: Callable[..., ApiServer], engine: Engine) -> None:
+    api = served()
+    # Without any worker, the run waits for one.
+    assert ask(api, gguf="f16", output="merged").status_code == 202
+    add_worker(engine, backends=["celery"])
+    code, message = refused(ask(api, gguf="f16", output="merged"))
+    assert code == "gguf_converter_missing" and "ANNEAL_GGUF_CONVERTER" in message
+    add_worker(engine, backends=["celery"], gguf=True)
+    assert ask(api, gguf="f16", output="merged").status_code == 202
 
 
 @pytest.mark.parametrize("name", ["tuned", "ada/", "/tuned", "ada/tuned/more", "https://hub/ada/tuned", "../ada"])

@@ -22,6 +22,7 @@ from tests.rows import add_worker, run_row
 from tests.server import ApiServer, ThreadServer
 from tests.specified_config import SpecifiedConfig
 
+FAKE = {"backend": "fake"}
 _LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -345,11 +346,70 @@ class TestMachine:
         found = self.check(api, dataset, self.WANTS_GPU)
         assert found["valid"] and found["warnings"] == []
 
+    def test_a_run_that_no_device_fits_is_valid_with_a_warning_that_says_what_to_do(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        add_worker(engine, backends=["celery"], kind="cuda", memory_mb=[24_000])
+        body: dict[str, Any] = {"dataset_id": dataset, "config": {"base_model": "org/model"}}
+        for resources, code, says in (
+            ({"memory_mb": 80_000}, "no_device_fits", "asks for 80,000 MiB"),
+            ({"labels": ["site-b"]}, "no_worker_with_labels", "`site-b`"),
+            ({"kind": "cpu"}, "no_device_of_kind", "`cpu`"),
+            ({"memory_mb": 20_000}, None, ""),
+        ):
+            found = api.client.post("/v1/runs/validate", json=body | {"resources": resources}).json()
+            warnings = [it for it in found["warnings"] if it["field"] == "resources"]
+            assert found["valid"] and [it["code"] for it in warnings] == ([code] if code else [])
+            assert all(says in it["message"] for it in warnings)
+
     def test_a_silent_worker_does_not_count(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         add_worker(engine, backends=["celery"])
         with engine.begin() as connection:
             connection.exec_driver_sql("UPDATE workers SET heartbeat_at = now() - interval '1 hour'")
         assert self.check(api, dataset, self.WANTS_GPU)["valid"]
+
+
+class TestExtraEvaluationSets(OnSharedApi):
+    EVALUATED: dict[str, Any] = {"base_model": "any", "eval_split": 0.1, "eval_steps": 1}
+
+    def test_each_is_checked_as_the_main_data_is(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        sets = {"code": dataset, "pairs": make_dataset(engine, "preference"), "gone": new_id("ds"), "loss": dataset}
+        problem = refused(
+            api, engine, {"dataset_id": dataset, "config": self.EVALUATED, "extra_eval_datasets": sets, **FAKE}
+        )
+        assert {(error["field"], error["code"]) for error in problem["errors"]} == {
+            ("extra_eval_datasets.pairs", "wrong_dataset_format"),
+            ("extra_eval_datasets.gone", "dataset_not_found"),
+            ("extra_eval_datasets.loss", "reserved_name"),
+        }
+
+    @pytest.mark.parametrize(
+        ("sets", "field", "says"),
+        [
+            (["Code"], "extra_eval_datasets.Code", "the name must match pattern '^[a-z0-9_]{1,32}$'"),
+            ([""], "extra_eval_datasets.", "the name must match"),
+            (["x" * 33], f"extra_eval_datasets.{'x' * 33}", "the name must match"),
+            ([f"set_{n}" for n in range(17)], "extra_eval_datasets", "16"),
+        ],
+    )
+    def test_names_are_short_and_few(
+        self, sets: list[str], field: str, says: str, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        named = dict.fromkeys(sets, dataset)
+        problem = refused(
+            api, engine, {"dataset_id": dataset, "config": self.EVALUATED, "extra_eval_datasets": named, **FAKE}
+        )
+        (error,) = problem["errors"]
+        assert error["field"] == field and says in error["message"]
+
+    @pytest.mark.parametrize("config", [{}, {"eval_split": 0.0}])
+    def test_there_must_be_data_that_decides(
+        self, config: dict[str, Any], api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        body = {"dataset_id": dataset, "config": {"base_model": "any", **config}, "extra_eval_datasets": {"a": dataset}}
+        found = only_error(refused(api, engine, {**body, **FAKE}))
+        assert found[:2] == ("extra_eval_datasets", "needs_eval_data")
+        assert "set `eval_dataset_id` or `eval_split`" in found[2]
 
 
 class TestDefaultValues:

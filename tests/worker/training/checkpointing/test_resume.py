@@ -80,21 +80,24 @@ def resumed(
     again = make_job(
         tmp_path, job["base_model"]["path"], job["dataset"]["path"], attempt=2,
         resume_from=original.checkpoint(step), run_id=run_id, **config,
+        extra_eval={name: one["path"] for name, one in job["extra_eval_datasets"].items()},
     )  # fmt: skip
     return forks.run(again)
 
 
+IN_THE_MIDDLE = {("qlora", "mid-epoch"), ("sft", "mid-epoch")}
 PLACES = {"first": 1, "epoch-boundary": 3, "mid-epoch": 5, "last": STEPS}
 
 
 class TestExact:
-    # `make test` interrupts every method in the middle of an epoch, and one of them at the other places too.
+    # `make test` interrupts three methods in the middle of an epoch, and one of them at the other places too;
+    # `test_resume_cells.py` has more methods.
     @pytest.mark.parametrize(
         ("undisturbed", "step"),
         [
             pytest.param(
                 method, step, id=f"{method}-{place}",
-                marks=[] if method == "lora" or place == "mid-epoch" else pytest.mark.full,
+                marks=[] if method == "lora" or (method, place) in IN_THE_MIDDLE else pytest.mark.full,
             )
             for method in METHODS
             for place, step in PLACES.items()
@@ -109,6 +112,8 @@ class TestExact:
         assert again.steps == {n: reported for n, reported in undisturbed.steps.items() if n > step}
         assert weights(again) == weights(undisturbed)
         assert figures(again) == figures(undisturbed)
+        training = next(record for record in again.of("phase") if record["name"] == "training")
+        assert training["start_step"] == step, "also if only the output is left to be written"
         facts = again.of("config")[0]["facts"]
         assert (facts["fidelity"], facts["fidelity_reasons"]) == ("exact", [])
         # Checkpoints on the way are not held against a pinned text, for that costs a forward pass.
@@ -210,6 +215,28 @@ class TestChanges:
         assert caught_up["metrics"]["eval_loss"] == again.of("eval")[0]["metrics"]["eval_loss"]
         assert figures(again) == figures(whole)
         assert weights(again) == weights(whole)
+
+    def test_extra_evaluation_sets_leave_no_trace_in_the_training_even_if_a_stop_interrupts_one(
+        self,
+        undisturbed_run: Callable[[str], Outcome],
+        forks: Forks,
+        tiny_model: Path,
+        chats: Path,
+        tmp_path: Path,
+    ) -> None:
+        """Compared with a run without any. Each evaluation is one of the extra set, then one of the main data."""
+        plain, config = undisturbed_run("lora"), METHODS["lora"] | COMMON
+        whole = forks.run(make_job(tmp_path / "1", tiny_model, chats, extra_eval={"all": chats}, **config))
+        assert (whole.steps, weights(whole)) == (plain.steps, weights(plain))
+        assert {"eval_all_loss", "eval_all_token_accuracy"} <= whole.of("eval")[0]["metrics"].keys()
+        for number in (3, 4):
+            job = make_job(tmp_path / f"{number}", tiny_model, chats, extra_eval={"all": chats}, **config)
+            part = forks.run(job, course={"drain_at_evaluation": number})
+            assert (part.result["outcome"], part.result["why"], part.result["step"]) == ("stopped", "drain", 6)
+            again = resumed(forks, part, 6, tmp_path / f"{number}-resumed")
+            assert [record["step"] for record in [*part.of("eval"), *again.of("eval")]] == [3, 6, 9, 10]
+            assert part.steps | again.steps == plain.steps
+            assert weights(again) == weights(whole) and figures(again) == figures(whole)
 
 
 class TestLimits:

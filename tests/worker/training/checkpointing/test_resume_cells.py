@@ -20,9 +20,9 @@ def computes_reference(outcome: Outcome) -> bool:
     [
         Cell("sft", "full", "epochs"),
         Cell("dpo", "qlora", "dropout"),
-        Cell("kto", "lora", "evaluation"),
+        pytest.param(Cell("kto", "lora", "evaluation"), marks=pytest.mark.full),
         Cell("grpo", "full", "dropout"),
-        Cell("rloo", "lora", "evaluation"),
+        pytest.param(Cell("rloo", "lora", "evaluation"), marks=pytest.mark.full),
     ],
     ids=str,
 )

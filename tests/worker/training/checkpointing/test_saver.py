@@ -13,7 +13,7 @@ import torch
 from bitsandbytes.optim import PagedAdamW8bit
 from peft import LoraConfig, get_peft_model
 from peft.utils import save_and_load
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer
 
 from app.contracts.attempt.messages import ActionRequest
 from app.contracts.methods import METHODS, TrainingMethod
@@ -27,7 +27,7 @@ from worker.training.checkpointing.snapshot import Snapshot
 from worker.training.failures import TrainingFailure
 from worker.training.loop.actions import Actions
 from worker.training.loop.trainer import ServiceTrainerMixin
-from worker.training.plugins import checkpoint_engines
+from worker.training.plugins import checkpoint_engines, hooks
 from worker.training.plugins.checkpoint_engines import EngineCopier
 from worker.training.run_state import RunState
 from worker.wire.control import Control
@@ -292,11 +292,20 @@ def test_the_state_of_a_paged_optimizer_is_paged_again_after_a_load(monkeypatch:
         optimizer.step()
         return weights, optimizer
 
+    def load(_trainer: Any, _checkpoint: str) -> None:
+        loaded.load_state_dict(trained.state_dict())
+        monkeypatch.setattr(PagedAdamW8bit, "get_state_buffer", paged_buffer)
+
     weights, trained = stepped()
     _, loaded = stepped()
-    loaded.load_state_dict(trained.state_dict())
-    monkeypatch.setattr(PagedAdamW8bit, "get_state_buffer", paged_buffer)
-    saver.restore_paging(loaded)
+    trainer: Any = object.__new__(ServiceTrainerMixin)
+    trainer.optimizer = SimpleNamespace(optimizer=loaded, param_groups=loaded.param_groups)  # as accelerate wraps it
+    trainer.run = SimpleNamespace(config=None)
+    monkeypatch.setattr(Trainer, "_load_optimizer_and_scheduler", load)
+    monkeypatch.setattr(ServiceTrainerMixin, "_report_loaded", lambda *_: None)
+    monkeypatch.setattr(hooks, "controls_learning_rate", lambda _config: False)
+    monkeypatch.setattr(saver, "reapply_rates", lambda *_: None)
+    trainer._load_optimizer_and_scheduler("checkpoint-1")
     (state,) = loaded.state.values()
     for name in ("state1", "state2"):
         assert state[name].is_paged

@@ -131,7 +131,9 @@ class TestOrder:
 
 
 class TestExactness:
-    @pytest.mark.parametrize("step", [2, 5, 6, 10])
+    @pytest.mark.parametrize(
+        "step", [2, pytest.param(5, marks=pytest.mark.full), pytest.param(6, marks=pytest.mark.full), 10]
+    )
     def test_an_attempt_from_a_checkpoint_trains_the_same(
         self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path, whole: Outcome, step: int
     ) -> None:

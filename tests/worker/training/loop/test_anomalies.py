@@ -77,7 +77,7 @@ def again(job: dict[str, Any], done: Outcome, *, resume: bool = True) -> dict[st
 
 
 class TestRewind:
-    @pytest.mark.parametrize("adapter", ["full", "lora"])
+    @pytest.mark.parametrize("adapter", ["full", pytest.param("lora", marks=pytest.mark.full)])
     def test_goes_past_a_step_without_numbers_and_names_its_row(
         self, forks: Forks, tmp_path: Path, tainted_model: Path, poisoned: Path, adapter: str
     ) -> None:
@@ -151,7 +151,7 @@ class TestRewind:
         assert second.result["outcome"] == "completed", second.result
         assert all(LATE not in rows for _, rows in second.steps.values())
 
-    @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+    @pytest.mark.parametrize("algorithm", ["grpo", pytest.param("rloo", marks=pytest.mark.full)])
     def test_a_round_that_is_skipped_is_neither_written_nor_learned_and_a_resume_is_exact(
         self, forks: Forks, tmp_path: Path, tiny_model: Path, algorithm: str
     ) -> None:

@@ -94,6 +94,7 @@ class Watched:
             user_set_fields=[],
             dataset_id="ds",
             eval_dataset_id=None,
+            extra_eval_datasets={},
         )
         self.record_handler = RecordHandler(context, run, writer)
         slow = job.pop("slow")
@@ -129,7 +130,11 @@ class Watched:
     ("slow", "config"),
     [
         pytest.param({"micro_batch": 0.7}, {"max_steps": 10}, id="steps-between-two-metrics"),
-        pytest.param({"micro_batch": 0.7}, {"max_steps": 1, "gradient_accumulation_steps": 10}, id="one-large-step"),
+        pytest.param(
+            {"micro_batch": 0.7},
+            {"max_steps": 1, "gradient_accumulation_steps": 10},
+            id="one-large-step",
+        ),
         pytest.param({"fsync": 0.35}, {"max_steps": 1}, id="a-checkpoint-on-a-slow-disk"),
     ],
 )

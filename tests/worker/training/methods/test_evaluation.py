@@ -7,8 +7,15 @@ from typing import Any
 import pytest
 
 from app.contracts.attempt.messages import ControlMessage
+from app.contracts.methods import EVALUATION_METRICS
 from app.contracts.stop import StopRequest
 from tests.worker.training.tiny import Forks, Outcome, make_chat_dataset, make_job, make_pairs, make_prompts, make_rated
+from worker.training.loop.trainer import ServiceTrainerMixin
+from worker.training.methods.dpo import PreferenceTrainer
+from worker.training.methods.kto import RatedAnswerTrainer
+from worker.training.methods.reward_model import RewardModelTrainer
+from worker.training.methods.rlhf import GroupTrainer
+from worker.training.methods.sft import SupervisedTrainer
 
 COMMON: dict[str, Any] = {
     "max_seq_length": 64, "max_steps": 4, "save_steps": 2, "eval_steps": 2, "batch_size": 2, "learning_rate": 1e-2,
@@ -40,13 +47,26 @@ def found(outcome: Outcome) -> dict[str, Any]:
     return {name: value for name, value in record["metrics"].items() if name not in NOT_COMPARED}
 
 
+def main_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
+    """The metrics of the main data; those of the extra sets `same`, with the same rows, and `seen` are checked."""
+    same, seen = (
+        {f"eval_{name.removeprefix(prefix)}": value for name, value in metrics.items() if name.startswith(prefix)}
+        for prefix in ("eval_same_", "eval_seen_")
+    )
+    main = {name: value for name, value in metrics.items() if not name.startswith(("eval_same_", "eval_seen_"))}
+    assert same.keys() == seen.keys() == main.keys()
+    timeless = [{name: one[name] for name in one if name not in NOT_COMPARED} for one in (same, seen, main)]
+    assert timeless[0] == timeless[2] != timeless[1]
+    return main
+
+
 @pytest.mark.parametrize(
     ("method", "fields"),
     [
         ("full", {}),
         ("lora", {"lora_r": 4, "lora_dropout": 0.1}),
         ("dpo", {"lora_r": 4}),
-        ("dpo", {"lora_r": None}),
+        pytest.param("dpo", {"lora_r": None}, marks=pytest.mark.full),
         ("kto", {"lora_r": 4}),
         ("reward", {"lora_r": 4}),
     ],
@@ -58,10 +78,13 @@ def test_an_evaluation_equals_that_of_the_training_and_does_not_depend_on_the_ba
     data, held_out = DATA[data_format](tmp_path / "data.jsonl", 16), DATA[data_format](tmp_path / "held_out.jsonl", 10)
     config = {"method": method, "export": "last", **fields, **COMMON}
     trained = forks.run(
-        make_job(tmp_path / "train", tiny_model, data, eval_data=held_out, data_format=data_format, **config)
-    )
+        make_job(
+            tmp_path / "train", tiny_model, data, eval_data=held_out, extra_eval={"same": held_out, "seen": data},
+            data_format=data_format, **config,
+        )
+    )  # fmt: skip
     assert trained.result["outcome"] == "completed", (trained.result, trained.stderr[-2000:])
-    during = {one["step"]: one["metrics"] for one in trained.of("eval")}
+    during = {one["step"]: main_metrics(one["metrics"]) for one in trained.of("eval")}
     places = [(trained.folder / "checkpoint-2", 2, {}), (trained.output, 4, {})]
     if method != "kto":  # its KL term compares the rows of a batch
         places.append((trained.output, 4, {"extra": {"eval_batch_size": 3}}))
@@ -81,6 +104,40 @@ def test_an_evaluation_equals_that_of_the_training_and_does_not_depend_on_the_ba
     phases = [record["name"] for record in done.of("phase")]
     assert phases == ["loading", "tokenizing", "loading", "evaluating"]
     assert done.of("config")[0]["facts"]["eval_rows"] == 10
+    assert trained.of("config")[0]["facts"]["extra_eval_rows"] == {"same": 10, "seen": 16}
+    assert "- evaluation `seen`: `ds_test`" in (trained.output / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "trainer", [SupervisedTrainer, PreferenceTrainer, RatedAnswerTrainer, RewardModelTrainer, GroupTrainer]
+)
+def test_no_extra_set_can_have_the_name_of_a_metric(trainer: type[ServiceTrainerMixin]) -> None:
+    assert EVALUATION_METRICS.issuperset(trainer.MEASURES.values())
+
+
+def test_extra_sets_change_nothing_in_learning_from_rewards(forks: Forks, tiny_model: Path, tmp_path: Path) -> None:
+    data = make_prompts(tmp_path / "prompts.jsonl", 6)
+    config = COMMON | {
+        "batch_size": 4, "method": "rlhf", "lora_r": 4, "lora_dropout": 0.1, "eval_split": 0.4, "max_steps": 3,
+        "max_eval_rows": 2,
+        "rlhf": {"num_generations": 2, "max_completion_length": 8, "rewards": [LENGTH]},
+    }  # fmt: skip
+    plain, extra = (
+        forks.run(make_job(tmp_path / name, tiny_model, data, data_format="prompt", extra_eval=extra, **config)
+                  | {"reward_models": []})
+        for name, extra in (("plain", {}), ("extra", {"all": data, "again": data}))
+    )  # fmt: skip
+    assert plain.result["outcome"] == extra.result["outcome"] == "completed", extra.stderr[-2000:]
+    assert len(plain.steps) == 3 and plain.steps == extra.steps
+    assert plain.result["metrics"] == extra.result["metrics"]
+    assert extra.of("config")[0]["facts"]["extra_eval_rows"] == {"all": 2, "again": 2}
+    for one, other in zip(plain.of("eval"), extra.of("eval"), strict=True):
+        assert {name: other["metrics"][name] for name in one["metrics"] if name not in NOT_COMPARED} == {
+            name: value for name, value in one["metrics"].items() if name not in NOT_COMPARED
+        }
+        # Each set is sampled with the random state of the step, so a set more or less changes none of them.
+        assert other["metrics"]["eval_all_reward"] == other["metrics"]["eval_again_reward"]
+        assert {"eval_all_loss", "eval_all_reward_length"} <= other["metrics"].keys()
 
 
 def test_a_base_model_is_evaluated_as_it_is_on_the_first_rows(

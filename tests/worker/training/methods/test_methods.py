@@ -216,7 +216,7 @@ def test_the_batch_size_of_an_evaluation_does_not_change_its_results(
         assert several[f"eval_{name}"] == pytest.approx(one_batch[f"eval_{name}"], rel=2e-6), name
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.full)])
 def test_an_evaluation_may_be_limited_to_the_first_rows(
     method: str, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:

@@ -424,7 +424,9 @@ class TestData:
         assert skipped["reason"] == remark and skipped["examples"] == sorted(skipped["examples"])
         assert len(skipped["examples"]) == min(skipped["count"], 10) and set(skipped["examples"]) <= set(range(40))
 
-    @pytest.mark.parametrize("method", ["dpo", "kto", "reward"])
+    @pytest.mark.parametrize(
+        "method", ["dpo", *(pytest.param(one, marks=pytest.mark.full) for one in ("kto", "reward"))]
+    )
     def test_a_second_run_on_the_same_rows_does_not_tokenise(
         self, method: str, forks: Forks, model: Path, pairs: Path, tmp_path: Path
     ) -> None:

@@ -20,6 +20,11 @@ from transformers import (
     Qwen2Config,
 )
 
+from worker.training.methods.dpo import PreferenceTrainer
+from worker.training.methods.kto import RatedAnswerTrainer
+from worker.training.methods.reward_model import RewardModelTrainer
+from worker.training.methods.rlhf import GroupTrainer, LeaveOneOutTrainer
+from worker.training.methods.sft import SupervisedTrainer
 from worker.training.model import flops
 from worker.training.model.peak_flops import peak_tflops
 
@@ -154,3 +159,13 @@ def test_pairs_are_the_squares_of_the_lengths_padded_or_packed() -> None:
 )  # fmt: skip
 def test_a_peak_is_that_of_the_very_device_or_none(name: str | None, peak: float | None) -> None:
     assert peak_tflops(name) == peak
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [SupervisedTrainer, PreferenceTrainer, RatedAnswerTrainer, RewardModelTrainer, GroupTrainer, LeaveOneOutTrainer],
+)
+def test_no_micro_batch_has_all_parameters_counted_for_a_sum_that_nothing_reads(trainer: Any) -> None:
+    """By default transformers asks the model, which walks over its parameters; this one would raise."""
+    without_a_model = trainer.__new__(trainer)
+    assert trainer.floating_point_ops(without_a_model, {"input_ids": torch.ones(1, 8)}) == 0

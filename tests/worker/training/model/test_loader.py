@@ -77,13 +77,15 @@ class TestAttention:
         [
             ({"method": "qlora"}, FLASH_GPU, "flash_attention_2"),
             ({"method": "qlora"}, FLASH_3_GPU, "flash_attention_3"),
-            ({"method": "full", "lora_r": None}, FLASH_GPU, None),
+            ({"method": "full", "lora_r": None}, FLASH_GPU, "flash_attention_2"),
+            ({"method": "full", "lora_r": None, "extra": {"recipe": {"type": "own"}}}, FLASH_GPU, None),
             ({"method": "qlora"}, OLD_GPU, None),
             ({"method": "qlora"}, CPU, None),
+            ({"method": "full", "lora_r": None}, CPU, None),
             ({"method": "qlora", "attn_implementation": "eager"}, FLASH_GPU, "eager"),
         ],
     )
-    def test_flash_attention_is_used_where_it_is_there_and_the_weights_have_16_bits(
+    def test_flash_attention_is_used_where_it_is_there_and_computes_in_16_bits(
         self, fields: dict[str, Any], machine: DeviceCapabilities, used: str | None, tiny_model: Path
     ) -> None:
         config = TrainingConfig(base_model="tiny", **fields)

@@ -209,6 +209,20 @@ def stub(tmp_path: Path, **extra: Any) -> Any:
     return types.SimpleNamespace(run=run, args=arguments, get_decay_parameter_names=lambda model: ["weight"])
 
 
+@pytest.mark.usefixtures("here")
+def test_a_data_source_makes_the_rows_of_each_evaluation_set(tmp_path: Path) -> None:
+    run = stub(tmp_path, data_source={"type": "repeated", "times": 3}).run
+    run.job = run.job.model_copy(update={"extra_eval_datasets": dict.fromkeys(("one", "two"), run.job.dataset)})
+    hooks.write_source_rows(run)
+    made = [run.job.dataset, *run.job.extra_eval_datasets.values()]
+    assert [one.path.name for one in made] == [
+        "rows-training.jsonl", "rows-evaluation-one.jsonl", "rows-evaluation-two.jsonl",
+    ]  # fmt: skip
+    assert [len(one.path.read_text().splitlines()) for one in made] == [one.rows for one in made] == [3, 3, 3]
+    hooks.delete_source_rows(run)
+    assert not any(one.path.exists() for one in made)
+
+
 NETWORK = torch.nn.Linear(2, 2)
 PLAIN = torch.optim.SGD(NETWORK.parameters(), lr=0.1)
 

@@ -113,20 +113,28 @@ class TestMetricFunctions:
         self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path, plugins: Path
     ) -> None:
         plain = completed(forks.run(make_job(tmp_path / "1", tiny_model, chats, eval_data=chats, **CONFIG)))
-        job = make_job(tmp_path / "2", tiny_model, chats, eval_data=chats, **CONFIG, extra={"metrics": ["brier"]})
+        job = make_job(
+            tmp_path / "2", tiny_model, chats, eval_data=chats, extra_eval={"same": chats}, **CONFIG,
+            extra={"metrics": ["brier"]},
+        )  # fmt: skip
         path = f"{plugins}:{Path.cwd()}"
         done = completed(run_cold(job, PYTHONPATH=path))
         (one,), (other,) = ([record["metrics"] for record in run.of("eval")] for run in (plain, done))
         assert other["eval_own_accuracy"] == pytest.approx(other["eval_token_accuracy"], abs=0.05)
         assert other["eval_own_loss"] == pytest.approx(other["eval_loss"], rel=0.01)
         assert (one["eval_loss"], plain.steps) == (other["eval_loss"], done.steps)
-        assert {name for name in other if name not in one} == {"eval_own_accuracy", "eval_own_loss"}
+        own = {"eval_own_accuracy", "eval_own_loss"}
+        assert {name for name in other if name not in one and not name.startswith("eval_same_")} == own
+        assert all(other[name] == other[name.replace("eval_", "eval_same_")] for name in own)
         assert (
             json.loads((done.output / "metrics.jsonl").read_text().splitlines()[-1])["eval_own_loss"]
             == other["eval_own_loss"]
         )
 
-    @pytest.mark.parametrize("method", ["dpo", "kto", "reward", "rlhf"])
+    @pytest.mark.parametrize(
+        "method",
+        ["dpo", pytest.param("kto", marks=pytest.mark.full), pytest.param("reward", marks=pytest.mark.full), "rlhf"],
+    )
     def test_every_method_has_them(
         self, method: str, forks: Forks, tiny_model: Path, tmp_path: Path, plugins: Path
     ) -> None:

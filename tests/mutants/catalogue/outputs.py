@@ -1,0 +1,63 @@
+"""Mutants of outputs, of exports of checkpoints and of evaluations without training."""
+
+from tests.mutants.mutant import Change, Mutant
+
+_OUTPUT = "tests/worker/training/output"
+
+MUTANTS = (
+    Mutant(
+        name="export-unverified",
+        promises=(11,),
+        about="The best checkpoint is exported without a check of its files.",
+        changes=(
+            Change(
+                "worker/training/output/export.py",
+                "problems = manifest.verify(best.path, best.manifest_sha256, run.report.alive)",
+                "problems: list[str] = []",
+            ),
+        ),
+        test=f"{_OUTPUT}/test_export.py"
+        "::TestWeights::test_the_best_of_an_earlier_attempt_is_exported_unless_it_is_damaged[damaged]",
+    ),
+    Mutant(
+        name="converter-fails-the-training",
+        promises=(14,),
+        about="A failure of the GGUF converter fails the run that has trained.",
+        changes=(
+            Change(
+                "worker/training/output/gguf.py",
+                "    except TrainingFailure as error:\n        if is_export:\n            raise\n",
+                "    except TrainingFailure as error:\n        raise\n",
+            ),
+        ),
+        test=f"{_OUTPUT}/test_gguf.py"
+        "::TestRuns::test_a_failure_costs_a_training_nothing_else_and_an_export_of_the_checkpoint_repairs_it",
+    ),
+    Mutant(
+        name="evaluation-of-the-base",
+        promises=(10,),
+        about="An evaluation does not load the weights that it is to evaluate.",
+        changes=(
+            Change(
+                "worker/training/methods/pipeline.py",
+                "    if weights is not None:\n        trainer.load_weights",
+                "    if weights is None:\n        trainer.load_weights",
+            ),
+        ),
+        test="tests/worker/training/methods/test_evaluation.py"
+        "::test_an_evaluation_equals_that_of_the_training_and_does_not_depend_on_the_batch_size[lora-fields1]",
+    ),
+    Mutant(
+        name="evaluation-forgets-its-model",
+        promises=(12,),
+        about="An evaluation does not keep the run whose output it evaluates.",
+        changes=(
+            Change(
+                "app/runs/evaluation.py",
+                'values["base_run_id"] = run.id',
+                'values["base_run_id"] = None',
+            ),
+        ),
+        test="tests/app/runs/test_evaluation.py::TestResult::test_is_on_the_run_and_no_run_to_compare_with",
+    ),
+)

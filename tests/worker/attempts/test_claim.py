@@ -1,0 +1,78 @@
+"""A claim takes no GPU whose memory other programs use, or on which the check of the worker's start failed."""
+
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import Engine, text
+
+from app.config import Settings
+from tests.rows import add_run, add_worker
+from tests.worker.test_devices import install
+from worker import devices
+from worker.attempts import supervisor
+from worker.context import WorkerContext
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """GiB of memory in use on each of two GPUs of 80 GiB; a test may change it."""
+    used = [0, 0]
+    driver = install(monkeypatch, len(used))
+    driver.used = used
+    devices.gpus.cache_clear()
+    return used
+
+
+@pytest.fixture
+def context(settings: Settings, engine: Engine, used: list[int]) -> Iterator[WorkerContext]:
+    context = WorkerContext(settings)
+    context.id = add_worker(engine, devices=2, kind="cuda")
+    yield context
+    context.engine.dispose()
+    context.lease_engine.dispose()
+    devices.gpus.cache_clear()
+
+
+def test_a_gpu_full_of_other_programs_takes_no_run_until_it_is_free(
+    context: WorkerContext, engine: Engine, used: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "UNUSABLE_PAUSE_SECONDS", 600.0)
+    for _ in range(2):
+        add_run(engine)
+    used[:] = [70, 3]
+    first = supervisor.claim(context)
+    assert first is not None and first.device_indexes == [1]
+    assert supervisor.claim(context) is None
+    query = text("SELECT trouble FROM devices ORDER BY index")
+    with engine.connect() as connection:
+        occupied, free = connection.execute(query).scalars()
+    assert occupied.startswith("other programs use 70.0 of 80.0 GiB of its memory: end them") and free is None
+    used[:] = [3, 70]  # the second is that of the first run by now
+    second = supervisor.claim(context)
+    assert second is not None and second.device_indexes == [0]
+    with engine.connect() as connection:
+        assert connection.execute(query).scalars().all() == [None, None]
+
+
+def test_a_gpu_on_which_the_check_failed_takes_no_run_and_the_others_do(
+    context: WorkerContext, engine: Engine, used: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (context.storage.root / "datasets").mkdir(parents=True, exist_ok=True)
+    for _ in range(2):
+        add_run(engine)
+    seen: list[object] = []
+
+    def wait_checked(_seconds: float) -> bool:
+        seen.append("checked" if seen else "not checked yet")
+        context.launcher.broken = {"GPU-0abc": "RuntimeError: illegal memory access"}
+        return len(seen) == 2
+
+    monkeypatch.setattr(context.launcher, "wait_checked", wait_checked)
+    monkeypatch.setattr(supervisor, "supervise", lambda _context, run, _sent: seen.append(run.device_indexes))
+    supervisor.work(context)
+    assert seen == ["not checked yet", "checked", [1]]
+    with engine.connect() as connection:
+        broken, fine = connection.execute(text("SELECT trouble FROM devices ORDER BY index")).scalars()
+        assert connection.scalar(text("SELECT sum(attempt) FROM runs")) == 1, "the broken one has cost no attempt"
+    assert broken.startswith("a training step failed on it when the worker started (RuntimeError: illegal memory")
+    assert fine is None

@@ -1,0 +1,32 @@
+"""Pretends three GPUs, as a driver and torch would: a step works on the first, fails on the second, hangs on the third.
+
+A new process that checks one of them is the program that an environment variable names.
+"""
+
+import os
+import signal
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from app.contracts.attempt.device import AssignedDevice
+from tests.worker.test_devices import Driver
+from worker import devices
+
+
+def check_device(device: AssignedDevice) -> None:
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == device.id
+    if device.index == 1:
+        raise RuntimeError("illegal memory access")
+    if device.index == 2:
+        signal.pause()
+
+
+zygote: Any = sys.modules["__main__"]
+zygote._CHECK_SECONDS = 1
+sys.executable = os.environ["HF_XET_TEST_NEW_PROCESS"]
+torch: Any = ModuleType("torch")
+torch.cuda = SimpleNamespace(is_initialized=lambda: False)
+driver: Any = Driver(3)
+sys.modules |= {"torch": torch, "pynvml": driver, "worker.training.model.device_check": sys.modules[__name__]}
+devices.gpus.cache_clear()

@@ -1,0 +1,68 @@
+"""The check of a device takes a step as a run does, and finds one that computes wrongly."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from app.contracts.attempt.device import AssignedDevice
+from worker.training.failures import TrainingFailure
+from worker.training.model import device_check, loader
+
+CPU = AssignedDevice("cpu", 0, "cpu-0")
+
+
+def test_a_device_that_works_passes_with_the_4_bit_weights_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Any] = []
+    load = loader.load_model
+    monkeypatch.setattr(loader, "load_model", lambda *given: loaded.append(load(*given)) or loaded[-1])
+    device_check.check_device(CPU)
+    (model,) = loaded
+    assert model.is_loaded_in_4bit
+    stepped = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert stepped and all("lora_" in name for name in stepped)
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, 100.0])
+def test_one_that_computes_wrongly_does_not(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
+    load = loader.load_model
+
+    def broken(*given: Any) -> Any:
+        model = load(*given)
+        with torch.no_grad():
+            model.model.norm.weight.mul_(wrong)
+        return model
+
+    monkeypatch.setattr(loader, "load_model", broken)
+    with pytest.raises(RuntimeError, match=r"wrong results: a loss of .* instead of about 4\.16"):
+        device_check.check_device(CPU)
+
+
+def test_one_that_fails_with_4_bit_weights_alone_is_logged_and_not_broken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = loader.load_model
+
+    def without_kernels(base: Any, config: Any, machine: Any) -> Any:
+        if config.method == "qlora":
+            raise RuntimeError("no kernel image is available for 4 bits")
+        return load(base, config, machine)
+
+    monkeypatch.setattr(loader, "load_model", without_kernels)
+    device_check.check_device(CPU)
+    assert "4-bit weights do not work on device cpu-0: no kernel image" in capsys.readouterr().err
+
+
+def test_one_that_is_gone_fails_as_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(TrainingFailure) as failed:
+        device_check.check_device(AssignedDevice("cuda", 0, "GPU-1"))
+    assert failed.value.code == "device_error"
+
+
+def test_one_whose_memory_other_programs_use_is_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    monkeypatch.setattr(loader, "load_model", full)
+    device_check.check_device(CPU)
