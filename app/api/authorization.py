@@ -1,7 +1,9 @@
-"""Callers, scopes and the paths that need no key."""
+"""Callers, scopes and the requests that need no key."""
 
+import re
 from dataclasses import dataclass
-from typing import Annotated
+from datetime import datetime
+from typing import Annotated, Literal
 
 from fastapi import Depends, Request
 from starlette.types import Scope
@@ -10,16 +12,33 @@ from app.api.errors import ApiError
 
 SCOPES = ("read", "write", "admin")
 
-PUBLIC = {"/healthz"}
+_READ = ("GET", "HEAD")
+_PAGE = r"/(?:compare|workers|new|login|favicon\.ico|runs/[^/]+|(?:experiments|datasets)(?:/[^/]+)?)?"
+PUBLIC: tuple[tuple[tuple[str, ...], re.Pattern[str]], ...] = (
+    (_READ, re.compile(r"/healthz")),
+    # The pages of the dashboard are one file without data; a page for signing in is among them.
+    (_READ, re.compile(_PAGE)),
+    (_READ, re.compile(r"/assets/.+")),
+    (("POST",), re.compile(r"/v1/session")),
+)
+"""Methods and paths of the requests that need no key."""
+
+FOR_ITSELF = {("DELETE", "/v1/session"), ("POST", "/v1/session/links"), ("POST", "/v1/stream-tickets")}
+"""Unsafe requests that need only the scope `read`: they affect nothing but the caller's own sign-in."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Authenticated caller of a request: the API key's id, scopes and name."""
+    """Authenticated caller of a request: the API key's id, scopes and name, and the credential that acts for it."""
 
     key_id: str
     scopes: frozenset[str]
     name: str
+    credential: Literal["key", "session", "ticket"] = "key"
+    expires_at: datetime | None = None
+    """End of the session or ticket; None for a key."""
+    run_id: str | None = None
+    """The only run whose events a ticket opens; None: all of them."""
 
     def may(self, scope: str) -> bool:
         """Return True if the key has this scope; `admin` includes every scope."""
@@ -45,7 +64,19 @@ AdminOnly = Depends(_needs_admin)
 
 def is_public(scope: Scope) -> bool:
     """Return True if the request needs no key."""
-    return scope["path"] in PUBLIC and scope["method"] in ("GET", "HEAD")
+    return is_public_call(scope["method"], scope["path"])
+
+
+def is_public_call(method: str, path: str) -> bool:
+    """Return True if requests with this method and path need no key."""
+    return any(method in methods and pattern.fullmatch(path) for methods, pattern in PUBLIC)
+
+
+def needed_scope(method: str, path: str) -> str:
+    """Return the scope that every request with this method and path needs at least."""
+    if method in (*_READ, "OPTIONS") or (method, path) in FOR_ITSELF:
+        return "read"
+    return "write"
 
 
 def _scope_missing(caller: Caller, needed: str) -> ApiError:

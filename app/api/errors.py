@@ -179,6 +179,8 @@ def from_validation(problems: Sequence[Any], known: Collection[str] = ()) -> lis
         message = _sentence(item, known)
         if named := item.get("ctx", {}).get("field"):
             location.append(str(named))  # the discriminator field
+        if location[-1:] == ["[key]"]:  # a name that the sender has chosen
+            location, message = location[:-1], f"the name {message}"
         if item["type"] == "json_invalid":
             location, message = [], f"the body is not JSON: {item.get('ctx', {}).get('error', message)}"
         found.append(
@@ -201,7 +203,7 @@ def _sentence(item: Any, known: Collection[str]) -> str:
     if kind == "extra_forbidden":
         name = str(item["loc"][-1])
         near = difflib.get_close_matches(name, known, n=1) if len(item["loc"]) == 2 else []
-        if not near and "config" in known and name in TrainingConfig.model_fields:
+        if "config" in known and name in TrainingConfig.model_fields:
             near = [f"config.{name}"]
         return "is not a field of this request" + (f"; perhaps `{near[0]}`" if near else "; leave it out")
     return re.sub(r"^[A-Z]\w+ should ", "must ", message)

@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from app.api.authorization import PUBLIC
+from app.api.authorization import is_public_call
 from app.api.errors import MEDIA_TYPE
 from app.contracts.errors import FieldError, ProblemDetails
 from app.contracts.events import EVENTS
@@ -42,22 +42,31 @@ def describe(app: FastAPI) -> dict[str, Any]:
         schemas |= events["$defs"]
         schemas["ProblemDetails"] = ProblemDetails.model_json_schema(ref_template=template)
         schemas["ProblemDetails"].pop("$defs", None)
-        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["components"]["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"},
+            "session": {
+                "type": "apiKey",
+                "in": "cookie",
+                "name": "anneal_session",
+                "description": "Session of a browser, from POST /v1/session; its name ends with the port.",
+            },
+        }
         for path, item in document["paths"].items():
             for method, operation in item.items():
                 if method in _METHODS:
-                    _complete(path, operation)
+                    _complete(method.upper(), path, operation)
         app.openapi_schema = document
     return app.openapi_schema
 
 
-def _complete(path: str, operation: dict[str, Any]) -> None:
+def _complete(method: str, path: str, operation: dict[str, Any]) -> None:
     """Add the security scheme and the error responses of `operation`."""
     responses: dict[str, Any] = operation["responses"]
-    described = {} if path in PUBLIC else dict(_ALWAYS)
-    if path not in PUBLIC:
-        operation["security"] = [{"key": []}]
-        described |= _WITH_INPUT
+    is_public = is_public_call(method, path)
+    # The health check answers in every state, and takes nothing.
+    described = {} if is_public and method == "GET" else _ALWAYS | _WITH_INPUT
+    if not is_public:
+        operation["security"] = [{"key": []}, {"session": []}]
     if "{" in path:
         described["404"] = "The resource does not exist; `detail` says where to look."
     if "requestBody" in operation:

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 HEAD_SECONDS = 20.0
 """Seconds from the connection, or the first byte of a further request, to the end of its headers."""
@@ -12,6 +13,8 @@ UNREAD_RESPONSE_SECONDS = 300.0
 """Seconds a client may take to read enough of a response that more can be sent."""
 MAX_HEADER_BYTES = 64 * 1024
 """Bytes without a byte of a body: a request's headers, the extensions of its chunks, its trailers."""
+MAX_WAITING_REQUESTS = 16
+"""Requests of one connection that may wait for the response to an earlier one; each takes about 10 KiB."""
 
 
 class Protocol(HttpToolsProtocol):
@@ -21,6 +24,8 @@ class Protocol(HttpToolsProtocol):
     _unread_timer: asyncio.TimerHandle | None = None
     _in_head = True
     _bytes_without_body = 0
+    _answered: RequestResponseCycle | None = None
+    """Request that is being answered; `cycle` is the newest one, which may wait for that."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -29,6 +34,10 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
         self._cancel_unread_timer()
+        self.pipeline.clear()
+        if self._answered is not None:
+            self._answered.disconnected = True  # uvicorn informs only the newest request
+            self._answered.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -56,7 +65,10 @@ class Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._cancel_timer()
-        super().on_headers_complete()
+        if len(self.pipeline) < MAX_WAITING_REQUESTS:
+            super().on_headers_complete()
+        else:
+            self.transport.close()  # the rest of the received bytes is parsed, and ignored
 
     def on_body(self, body: bytes) -> None:
         self._bytes_without_body = 0
@@ -68,6 +80,8 @@ class Protocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self.pipeline:
+            self.flow.pause_reading()  # uvicorn would read more, and queue it, after each response
         if self._timer is not None:
             return
         if self.cycle is not None and self.cycle.more_body:
@@ -88,8 +102,13 @@ class Protocol(HttpToolsProtocol):
         self._cancel_unread_timer()
         super().resume_writing()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
     def _refuse_endless_headers(self) -> None:
-        if not self._in_head and self.cycle.response_started:
+        is_waiting = self._answered is not None and self.cycle is not self._answered
+        if is_waiting or (not self._in_head and self.cycle.response_started):
             self.transport.close()  # a second response would be read as a part of the first
             return
         limit = f"{MAX_HEADER_BYTES:,} bytes"

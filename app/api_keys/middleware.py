@@ -1,27 +1,36 @@
-"""API keys, and the middleware that verifies one before the request body is read."""
+"""Middleware that authenticates a request before its body is read: by key, by session or by ticket."""
 
 import asyncio
 import ipaddress
 import re
+from urllib.parse import parse_qs, quote
 
 from starlette.datastructures import Headers
+from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.api.authorization import Caller, _scope_missing, is_public
+from app.api.authorization import Caller, _scope_missing, is_public, needed_scope
 from app.api.errors import ApiError, as_api_error, problem_response
+from app.api_keys import cookies
 from app.api_keys.failure_limit import _FAILURE_INTERVAL_SECONDS, FailureLimit
-from app.api_keys.verifier import KeyVerifier
+from app.api_keys.verifier import KeyVerifier, TokenKind
 
 WITHOUT_DATABASE = {"/metrics"}
 """Paths that a recently verified key can still access while the database is unavailable, to report the outage."""
 
 _OUTAGE_TIMEOUT_SECONDS = 3.0
 
-_KEY = re.compile(r"anneal_[A-Za-z0-9_-]{43}")
+KEY = re.compile(r"anneal_[A-Za-z0-9_-]{43}")
+_TOKEN = {kind: re.compile(rf"anneal-{kind}_[A-Za-z0-9_-]{{43}}") for kind in ("session", "ticket")}
+_STREAM = re.compile(r"/v1/(?:runs/([^/]+)/)?events")
+_SAFE = ("GET", "HEAD", "OPTIONS")
+_CREATE_KEY = "Create one on the server with `anneal keys create`."
+_FOR_PEOPLE = {"/docs"}
+"""Pages that lead a browser without a session to the page for signing in."""
 
 
 class AuthenticationMiddleware:
-    """Middleware that requires a key for every path except `PUBLIC` and stores the `Caller` in the request state."""
+    """Middleware that stores the `Caller` in the request state; only `PUBLIC` requests pass without one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -34,29 +43,92 @@ class AuthenticationMiddleware:
             try:
                 scope.setdefault("state", {})["caller"] = await _authenticate(scope)
             except ApiError as error:
-                await problem_response(scope, error)(scope, receive, send)
+                await _refusal(scope, error)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
 
+def _refusal(scope: Scope, error: ApiError) -> Response:
+    accepts = Headers(scope=scope).get("accept", "")
+    if error.status == 401 and scope["path"] in _FOR_PEOPLE and scope["method"] == "GET" and "text/html" in accepts:
+        return RedirectResponse(f"/login?next={quote(scope['path'], safe='')}", status_code=303)
+    return problem_response(scope, error)
+
+
 async def _authenticate(scope: Scope) -> Caller:
-    auth: KeyVerifier = scope["app"].state.auth
-    sent = Headers(scope=scope).getlist("authorization")
-    if not sent:
-        raise _unauthorized("missing_key", "Send your key as `Authorization: Bearer <key>`")
-    kind, _, key = sent[0].partition(" ")
-    caller = None
-    # A malformed key never reaches the database. A valid key is accepted even if its address has no attempts left.
-    if len(sent) == 1 and kind.lower() == "bearer":
-        caller = auth.remembered(key)
-        if caller is None and _KEY.fullmatch(key):
-            caller = await _verified(auth, key, scope["path"])
-    if caller is None:
-        raise _wrong_key(auth.failures, _address(scope))
-    needed = "read" if scope["method"] in ("GET", "HEAD", "OPTIONS") else "write"
+    caller = await _caller_of(scope)
+    needed = needed_scope(scope["method"], scope["path"])
     if not caller.may(needed):
         raise _scope_missing(caller, needed)
     return caller
+
+
+async def _caller_of(scope: Scope) -> Caller:
+    """Return the caller by the `Authorization` header, or else by a ticket in the URL, or else by the cookie."""
+    auth: KeyVerifier = scope["app"].state.auth
+    headers = Headers(scope=scope)
+    sent = headers.getlist("authorization")
+    if sent:
+        return await _by_key(auth, scope, sent)
+    if (stream := _STREAM.fullmatch(scope["path"])) and scope["method"] == "GET":
+        tickets = parse_qs(scope["query_string"].decode("latin-1")).get("ticket")
+        if tickets:
+            return await _by_ticket(auth, scope, tickets, stream[1])
+    if (token := cookies.session_of(headers)) is not None:
+        return await _by_session(auth, scope, headers, token)
+    raise _unauthorized("missing_key", f"Send your key as `Authorization: Bearer <key>`. {_CREATE_KEY}")
+
+
+async def _by_key(auth: KeyVerifier, scope: Scope, sent: list[str]) -> Caller:
+    kind, _, key = sent[0].partition(" ")
+    if not key:  # such as an empty variable in the header
+        raise _unauthorized("missing_key", f"Send your key as `Authorization: Bearer <key>`. {_CREATE_KEY}")
+    caller = None
+    # A malformed key never reaches the database. A valid key is accepted even if its address has no attempts left.
+    if len(sent) == 1 and kind.lower() == "bearer" and KEY.fullmatch(key):
+        caller = auth.remembered(key) or await _verified(auth, key, scope["path"])
+    if caller is None:
+        raise wrong_credentials(auth.failures, scope)
+    return caller
+
+
+async def _by_ticket(auth: KeyVerifier, scope: Scope, tickets: list[str], run_id: str | None) -> Caller:
+    caller = await _of_token(auth, "ticket", tickets[0]) if len(tickets) == 1 else None
+    if caller is None:
+        detail = (
+            "This ticket is unknown or expired, or its key is not valid any more; create another one with "
+            "POST /v1/stream-tickets."
+        )
+        raise wrong_credentials(auth.failures, scope, "invalid_ticket", detail)
+    if caller.run_id is not None and caller.run_id != run_id:
+        raise ApiError(
+            403,
+            "ticket_of_other_run",
+            f"This ticket opens only the events of {caller.run_id}; create one for the streams that you need.",
+        )
+    return caller
+
+
+async def _by_session(auth: KeyVerifier, scope: Scope, headers: Headers, token: str) -> Caller:
+    caller = await _of_token(auth, "session", token)
+    if caller is None:
+        detail = "This session has ended; sign in again at /login."
+        raise wrong_credentials(auth.failures, scope, "session_ended", detail)
+    # The guard of the host compares the origin with this server's own. Browsers send it with every change.
+    if scope["method"] not in _SAFE and "origin" not in headers:
+        raise ApiError(
+            403,
+            "origin_required",
+            "A change with the cookie of a session needs the header `Origin`, which browsers send; other programs send "
+            "an API key.",
+        )
+    return caller
+
+
+async def _of_token(auth: KeyVerifier, kind: TokenKind, token: str) -> Caller | None:
+    if not _TOKEN[kind].fullmatch(token):
+        return None
+    return auth.remembered(token) or await auth.verify_token(kind, token)
 
 
 async def _verified(auth: KeyVerifier, key: str, path: str) -> Caller | None:
@@ -73,20 +145,27 @@ async def _verified(auth: KeyVerifier, key: str, path: str) -> Caller | None:
         raise answer from error
 
 
-def _wrong_key(failures: FailureLimit, address: str) -> ApiError:
+def wrong_credentials(
+    failures: FailureLimit,
+    scope: Scope,
+    code: str = "invalid_key",
+    detail: str = "This key is unknown, expired or revoked; that of `anneal up` is valid until its next start. "
+    + _CREATE_KEY,
+) -> ApiError:
+    """Count a failure of the request's address; return the error 401, or 429 if it has had too many."""
+    address = _address(scope)
     if failures.exhausted(address):
         return ApiError(
             429,
             "too_many_failures",
-            "Too many wrong keys were sent from your address; wait a few seconds and use a valid key.",
+            "Too many wrong keys or sessions were sent from your address; wait a few seconds and use a valid one.",
             headers={"Retry-After": str(int(_FAILURE_INTERVAL_SECONDS))},
         )
     failures.count(address)
-    return _unauthorized("invalid_key", "This key is unknown, expired or revoked")
+    return _unauthorized(code, detail)
 
 
-def _unauthorized(code: str, what: str) -> ApiError:
-    detail = f"{what}; create one on the server with `anneal keys create`."
+def _unauthorized(code: str, detail: str) -> ApiError:
     return ApiError(401, code, detail, headers={"WWW-Authenticate": 'Bearer realm="anneal"'})
 
 

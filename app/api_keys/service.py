@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 from app.api.authorization import SCOPES
 from app.api.errors import conflict, not_found
 from app.api.pagination import Paging, fetch
-from app.api_keys.verifier import _digest, is_valid
+from app.api_keys.verifier import digest_of, is_valid
 from app.audit.log import command_entry
 from app.config import Settings
 from app.contracts.schemas.api_keys import KeyCreate, KeyView
@@ -126,7 +126,7 @@ def _row(name: str, scopes: list[str], stored: dict[str, str], expires_in: timed
 def _new_value() -> tuple[str, dict[str, str]]:
     """Return a new key, and what is stored of it."""
     key = "anneal_" + secrets.token_urlsafe(32)
-    return key, {"prefix": key[:_PREFIX_LENGTH], "digest": _digest(key)}
+    return key, {"prefix": key[:_PREFIX_LENGTH], "digest": digest_of(key)}
 
 
 def _sync_session(settings: Settings) -> Session:

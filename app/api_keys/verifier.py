@@ -5,7 +5,7 @@ import hmac
 import time
 from collections import OrderedDict
 from datetime import timedelta
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from sqlalchemy import ColumnElement, and_, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
@@ -13,9 +13,10 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from app.api.authorization import Caller
 from app.api.errors import as_api_error
 from app.api_keys.failure_limit import FailureLimit
-from app.tables.api_keys import ApiKey
+from app.tables.api_keys import ApiKey, Token
 
 T = TypeVar("T")
+TokenKind = Literal["session", "ticket"]
 
 CACHE_SECONDS = 10.0
 
@@ -37,17 +38,17 @@ class KeyVerifier:
 
     def remembered(self, key: str) -> Caller | None:
         """Return the cached caller of a key that was verified in the last ten seconds."""
-        caller, until = self._callers.get(_digest(key), (None, 0.0))
+        caller, until = self._callers.get(digest_of(key), (None, 0.0))
         return caller if time.monotonic() < until else None
 
     def known(self, key: str) -> Caller | None:
         """Return the caller of a key verified within the last `OUTAGE_SECONDS`, for use during an outage."""
-        caller, until = self._recently_verified.get(_digest(key), (None, 0.0))
+        caller, until = self._recently_verified.get(digest_of(key), (None, 0.0))
         return caller if time.monotonic() < until else None
 
     async def verify(self, key: str) -> Caller | None:
         """Return the caller of this key, or None if the key is unknown, expired or revoked."""
-        digest = _digest(key)
+        digest = digest_of(key)
         idle = func.coalesce(ApiKey.last_used_at < func.now() - timedelta(minutes=1), True)
         remaining = func.extract("epoch", ApiKey.expires_at - func.now())
         async with self._sessions() as session, session.begin():
@@ -65,6 +66,30 @@ class KeyVerifier:
         _cache_value(self._callers, digest, (caller, now + min(CACHE_SECONDS, remaining_seconds)))
         _cache_value(self._recently_verified, digest, (caller, now + min(OUTAGE_SECONDS, remaining_seconds)))
         return caller
+
+    async def verify_token(self, kind: TokenKind, token: str) -> Caller | None:
+        """Return the caller for which a session or ticket acts; None if it or its key is not valid any more."""
+        digest = digest_of(token)
+        ends = func.least(Token.expires_at, ApiKey.expires_at)
+        query = (
+            select(ApiKey.id, ApiKey.scopes, ApiKey.name, Token.expires_at, Token.run_id)
+            .add_columns(func.extract("epoch", ends - func.now()))
+            .join(Token, Token.key_id == ApiKey.id)
+            .where(Token.digest == digest, Token.kind == kind, Token.expires_at > func.now(), is_valid())
+        )
+        async with self._sessions() as session:
+            row = (await session.execute(query)).one_or_none()
+        if row is None:
+            self._callers.pop(digest, None)
+            return None
+        key_id, scopes, name, expires_at, run_id, remaining = row
+        caller = Caller(key_id, frozenset(scopes), name, kind, expires_at, run_id)
+        _cache_value(self._callers, digest, (caller, time.monotonic() + min(CACHE_SECONDS, float(remaining))))
+        return caller
+
+    def forget(self, token: str) -> None:
+        """Drop what is cached about a session that was ended."""
+        self._callers.pop(digest_of(token), None)
 
     async def still_valid(self, key_id: str) -> bool:
         """Return True if a stream opened with this key may continue; queries the database at most every ten seconds.
@@ -93,7 +118,8 @@ def _cache_value(cache: OrderedDict[str, T], name: str, value: T) -> None:
         cache.popitem(last=False)
 
 
-def _digest(key: str) -> str:
+def digest_of(key: str) -> str:
+    """Return the SHA-256 of a key or token, which is stored and looked up in its place."""
     return hashlib.sha256(key.encode(errors="replace")).hexdigest()
 
 

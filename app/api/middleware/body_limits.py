@@ -14,6 +14,8 @@ from app.infra import strict_json
 
 STREAMED = {("POST", "/v1/datasets")}
 """Endpoints that stream their body, up to `max_upload_bytes`; all others take JSON up to `max_json_bytes`."""
+_MOST_PUBLIC_BYTES = {("POST", "/v1/session"): 4096}
+"""Most bytes of a body that is read without a key, where there is one."""
 _MULTIPART_OVERHEAD = 64 * 1024
 _PARSE_IN_THREAD = 64 * 1024
 _MOST_VALUES = 10_000
@@ -53,7 +55,11 @@ class BodyLimitMiddleware:
             return _limited(receive, limit)
         if length == 0 and "transfer-encoding" not in headers:
             return receive
-        limit = 0 if is_public(scope) else self.settings.max_json_bytes
+        limit = (
+            _MOST_PUBLIC_BYTES.get((scope["method"], scope["path"]), 0)
+            if is_public(scope)
+            else self.settings.max_json_bytes
+        )
         if length > limit:
             raise too_large("The body of this request", limit)
         body = await _read(receive, limit)

@@ -6,6 +6,7 @@ import re
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.api.authorization import is_public
 from app.api.errors import ApiError, printable, problem_response
 from app.config import Settings
 
@@ -22,6 +23,7 @@ class HostGuardMiddleware:
         extra = {name.strip().lower().removesuffix(".") for name in settings.allowed_hosts.split(",") if name.strip()}
         self.allowed = _LOOPBACK | {settings.host.lower()} | extra
         self.any_address = settings.host in ("0.0.0.0", "::")
+        self.foreign_origins = frozenset(settings.foreign_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Health probes send the address of the container as Host, and /healthz reveals nothing.
@@ -49,10 +51,15 @@ class HostGuardMiddleware:
         # Behind a proxy that terminates TLS, this server sees http while the page uses https.
         if origin.lower() in {f"{scheme}://{hosts[0]}".lower() for scheme in (scope["scheme"], "https")}:
             return None
+        # A page of an allowed origin needs a key: browsers send no cookie of this service with its requests.
+        # Signing in stays with our own pages: browsers would keep the cookie that another page of this host causes.
+        if origin in self.foreign_origins and "authorization" in headers and not is_public(scope):
+            return None
         return ApiError(
             403,
             "origin_not_allowed",
-            f"Write requests from pages of {printable(origin, 80)} are not allowed; open the page from this server.",
+            f"Write requests from pages of {printable(origin, 80)} are not allowed; open the page from this server, or "
+            "send an API key from an origin of ANNEAL_ALLOWED_ORIGINS.",
         )
 
     def _is_allowed(self, name: str) -> bool:

@@ -67,6 +67,10 @@ def test_every_wrong_field_is_named_at_once(shared_api: ApiServer) -> None:
     [
         ({"nmae": "x", "dataset_id": "ds_1", "config": {}}, "is not a field of this request; perhaps `name`"),
         ({"lora_r": 8, "dataset_id": "ds_1", "config": {}}, "is not a field of this request; perhaps `config.lora_r`"),
+        (
+            {"max_steps": 8, "dataset_id": "ds_1", "config": {}},
+            "is not a field of this request; perhaps `config.max_steps`",
+        ),
         ({"zzz": 8, "dataset_id": "ds_1", "config": {}}, "is not a field of this request; leave it out"),
         ({"dataset_id": 1, "config": {}}, "must be a valid string"),
         ({"config": {}}, "is required"),

@@ -1,8 +1,10 @@
 """Promises about clients that send slowly, without an end, or far too much: each costs little, and for a short time."""
 
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -16,6 +18,7 @@ from tests.waiting import eventually
 
 _MEGABYTE = b"x" * 2**20
 _CHUNKED = b"POST /v1/experiments HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+_REQUEST = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 _TRAILERS = b"A: xxxxxxx\r\n" * (2**20 // 12)
 
 
@@ -186,8 +189,70 @@ class TestFieldsOfTrailers:
         assert answer.startswith(b"HTTP/1.1 201")
 
 
+class TestPipelining:
+    """Requests that are sent before the responses to earlier ones."""
+
+    def _answers(self, api: ApiServer, requests: int) -> int:
+        received = b""
+        with _connect(api) as connection:
+            connection.sendall(_REQUEST * requests)
+            try:
+                while received.count(b'{"status":"ok"}') < requests and (piece := connection.recv(65536)):
+                    received += piece
+            except ConnectionError:
+                pass
+        return received.count(b'{"status":"ok"}')
+
+    def test_a_few_requests_are_answered_and_very_many_end_the_connection(self, shared_api: ApiServer) -> None:
+        most = 1 + uvicorn_protocol.MAX_WAITING_REQUESTS
+        assert self._answers(shared_api, most) == most
+        assert self._answers(shared_api, 1000) < 1000
+
+    def test_a_stream_ends_with_its_connection_although_another_request_waits(self, emptied_api: ApiServer) -> None:
+        head = f"GET /v1/events HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {emptied_api.key}\r\n\r\n"
+
+        def streams() -> float:
+            text = emptied_api.client.get("/metrics").text
+            return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("anneal_streams{"))
+
+        with _connect(emptied_api) as connection:
+            connection.sendall(head.encode() + _REQUEST)
+            eventually(lambda: streams() == 1)
+        eventually(lambda: streams() == 0, timeout=8)
+
+
+def _send_trailers(api: ApiServer) -> None:
+    """Send trailers without an end until the connection is refused."""
+    with suppress(OSError), _connect(api) as connection:
+        connection.sendall(_CHUNKED + b"0\r\n")
+        while True:
+            connection.sendall(_TRAILERS)
+
+
+def _slowest_answer_beside(api: ApiServer, attack: Callable[[ApiServer], None]) -> float:
+    """Seconds of the slowest of 30 calls of `/healthz` while three clients repeat an attack."""
+    over = threading.Event()
+
+    def repeat() -> None:
+        while not over.is_set():
+            attack(api)
+
+    attackers = [threading.Thread(target=repeat) for _ in range(3)]
+    for one in attackers:
+        one.start()
+    try:
+        return max(api.client.get("/healthz").raise_for_status().elapsed.total_seconds() for _ in range(30))
+    finally:
+        over.set()
+        for one in attackers:
+            one.join()
+
+
 def test_two_hundred_megabytes_without_a_key_leave_no_byte(settings: Settings) -> None:
-    """All of them are sent, over a connection that was refused with its first kilobyte; and thirty of trailers."""
+    """All of them are sent, over a connection that was refused with its first kilobyte; and thirty of trailers.
+
+    Then 160,000 requests whose responses are not read.
+    """
     with ProcessServer(settings) as api:
         process = psutil.Process(api.process.pid)
         before = process.memory_info().rss
@@ -213,6 +278,15 @@ def test_two_hundred_megabytes_without_a_key_leave_no_byte(settings: Settings) -
                     peak = max(peak, process.memory_info().rss)
             except OSError:
                 pass
+        assert _slowest_answer_beside(api, _send_trailers) < 3
+        with ExitStack() as connections:
+            for _ in range(8):
+                connection = connections.enter_context(_connect(api))
+                connection.setblocking(False)
+                connection.send(_REQUEST * 20_000)  # the responses are not read
+            for _ in range(50):
+                assert api.client.get("/healthz").elapsed.total_seconds() < 5
+                peak = max(peak, process.memory_info().rss)
         assert api.client.get("/healthz").elapsed.total_seconds() < 5
         files = [path for path in Path(settings.storage_root).rglob("*") if path.is_file()]
         assert files == []

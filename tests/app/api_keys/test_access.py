@@ -11,7 +11,7 @@ from fastapi import APIRouter, FastAPI
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from app.api.authorization import PUBLIC
+from app.api.authorization import FOR_ITSELF, is_public_call
 from app.api_keys.failure_limit import FailureLimit
 from app.api_keys.service import create_key_sync, list_keys_sync, revoke_key_sync
 from tests.app.routes import SAFE, UNSAFE, calls, paths
@@ -25,10 +25,22 @@ _UPLOAD = (
 
 def _calls(api: ApiServer) -> list[tuple[str, str]]:
     assert isinstance(api, ThreadServer)
-    found = [call for call in calls(api.application.routes) if call not in {("GET", path) for path in PUBLIC}]
+    everything = set(calls(api.application.routes))
     documented = api.application.openapi()["paths"].values()
-    assert len(found) >= sum(len(item) for item in documented), "and those that are not documented"
-    return found
+    assert len(everything) >= sum(len(item) for item in documented), "and those that are not documented"
+    return sorted(call for call in everything if not is_public_call(*call))
+
+
+def test_public_are_the_health_check_the_pages_and_signing_in_and_nothing_else(shared_api: ApiServer) -> None:
+    assert isinstance(shared_api, ThreadServer)
+    run = "run_" + "0" * 26
+    pages = [
+        "/", f"/assets/{run}/{run}", "/compare", "/datasets", f"/datasets/{run}", "/experiments", f"/experiments/{run}",
+        "/favicon.ico", "/login", "/new", f"/runs/{run}", "/workers",
+    ]  # fmt: skip
+    reading = [(method, path) for path in pages for method in ("GET", "HEAD")]
+    public = {call for call in calls(shared_api.application.routes) if is_public_call(*call)}
+    assert public == {("GET", "/healthz"), ("POST", "/v1/session"), *reading}
 
 
 def test_the_walk_sees_included_routers_mounts_and_what_is_mounted_in_them(tmp_path: Path) -> None:
@@ -72,9 +84,12 @@ def test_a_key_that_only_reads_changes_nothing_anywhere(shared_api: ApiServer) -
             for method in UNSAFE
         }
     assert len(answers) > 100
-    wrong = {call: answer.status_code for call, answer in answers.items() if answer.status_code != 403}
+    # What signs a browser in or out affects nothing but the caller.
+    allowed = {*FOR_ITSELF, ("POST", "/v1/session")}
+    refused = {call: answer for call, answer in answers.items() if call not in allowed}
+    wrong = {call: answer.status_code for call, answer in refused.items() if answer.status_code != 403}
     assert wrong == {}
-    assert {answer.json()["code"] for answer in answers.values()} == {"scope_missing"}
+    assert {answer.json()["code"] for answer in refused.values()} == {"scope_missing"}
 
 
 @pytest.mark.parametrize("ended", ["expired", "revoked"])
