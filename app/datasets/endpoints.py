@@ -12,9 +12,9 @@ from app.api.idempotency import Idempotency
 from app.api.pagination import FindQuery, PageQuery
 from app.audit.log import call_of
 from app.contracts.field_types import DatasetFormat
-from app.contracts.schemas.datasets import UPLOAD_BODY, DatasetSummary, DatasetView
+from app.contracts.schemas.datasets import UPLOAD_BODY, DatasetMix, DatasetRows, DatasetSummary, DatasetView
 from app.contracts.schemas.page import Page
-from app.datasets import service, sources
+from app.datasets import mix, rows, service, sources
 
 router = APIRouter(prefix="/datasets", tags=["datasets"])
 
@@ -60,6 +60,35 @@ async def upload_dataset(
     return DatasetView.model_validate(dataset)
 
 
+@router.post(
+    "/mix",
+    status_code=201,
+    responses={404: {"description": "The file of a source is missing from the storage."}},
+)
+async def mix_datasets(
+    body: DatasetMix,
+    request: Request,
+    response: Response,
+    caller: CurrentCaller,
+    settings: CurrentSettings,
+    storage: CurrentStorage,
+    idempotency_key: IdempotencyKey = None,
+) -> DatasetView:
+    """Make a dataset of rows of other datasets, in an order that its seed determines.
+
+    With weights, the rows and their order are those of `datasets.interleave_datasets` for the same probabilities, seed
+    and stopping strategy.
+    """
+    sessions = request.app.state.sessions
+    Idempotency.of(idempotency_key, "", b"")  # rejects an invalid key before anything is written
+    with storage.staging() as folder:
+        mixed = await mix.mix(sessions, settings, storage, folder, body)
+        idempotency = Idempotency.of(idempotency_key, "/v1/datasets/mix", mixed.digest.encode())
+        dataset = await service.store(sessions, storage, mixed, caller.key_id, idempotency, call_of(request.scope))
+    response.headers["Location"] = f"/v1/datasets/{dataset.id}"
+    return DatasetView.model_validate(dataset)
+
+
 @router.get("")
 async def list_datasets(
     session: Session,
@@ -69,8 +98,8 @@ async def list_datasets(
     find: FindQuery = None,
 ) -> Page[DatasetSummary]:
     """List datasets, newest first."""
-    rows, has_more = await service.page(session, service.Filters(name, format, find), paging)
-    return Page(data=[DatasetSummary.model_validate(row) for row in rows], has_more=has_more)
+    found, has_more = await service.page(session, service.Filters(name, format, find), paging)
+    return Page(data=[DatasetSummary.model_validate(row) for row in found], has_more=has_more)
 
 
 @router.get("/{dataset_id}")
@@ -90,6 +119,22 @@ async def delete_dataset(
     """Delete a dataset and its file, unless a run refers to it, because a finished run can be resumed."""
     await service.delete(session, dataset_id)
     after_commit.add_task(storage.remove_dataset, dataset_id)
+
+
+@router.get("/{dataset_id}/rows")
+async def list_rows(
+    dataset_id: str,
+    session: Session,
+    storage: CurrentStorage,
+    after: Annotated[
+        str | None, Query(max_length=40, description="`next` of the page before; absent: from the first row.")
+    ] = None,
+    limit: Annotated[int, Query(ge=1, le=100, description="Maximum number of rows; fewer if they are large.")] = 20,
+) -> DatasetRows:
+    """Get rows of a dataset, with long texts cut; GET …/content has them whole."""
+    dataset = await service.get(session, dataset_id)
+    file = await asyncio.to_thread(service.content, storage, dataset)
+    return await asyncio.to_thread(rows.read, file, after, limit)
 
 
 @router.get(

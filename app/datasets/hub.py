@@ -26,7 +26,8 @@ _PROTOCOLS = ipaddress.ip_network("192.0.0.0/24")
 _MAX_LISTING_BYTES = 16 * 1024**2
 _MAX_FILES = 10_000
 _TOKEN_HINT = "if it is private or gated, an admin must set the secret `hf_token`"
-_SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv")
+_TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv")
+_SUFFIXES = (".parquet", *_TEXT_SUFFIXES, *(f"{suffix}.gz" for suffix in _TEXT_SUFFIXES))
 """Supported file types, in order of preference."""
 
 
@@ -219,7 +220,8 @@ def _choose(paths: list[str], request: HubImport) -> list[str]:
     else:
         available = ", ".join(path for path in paths if not path.startswith("."))
         message = (
-            f"no file of {request.hub} has rows of this split (JSONL, JSON, CSV, Parquet); it has {available[:200]}"
+            f"no file of {request.hub} has rows of this split (Parquet, or JSONL, JSON and CSV, also as .gz); it has "
+            f"{available[:200]}"
         )
         raise _refused("split", "split_not_found", message)
     folders = sorted({path.rpartition("/")[0] for path in found})
@@ -270,7 +272,10 @@ def _refused(field: str, code: str, message: str) -> ApiError:
 
 
 def _bad_gateway(why: str) -> ApiError:
-    detail = f"The hub could not be used ({printable(why, 200)}); try again later, or upload the file yourself."
+    detail = (
+        f"The hub could not be used ({printable(why, 200)}). Try again later, or do without it: upload the dataset's "
+        "file, or put the model's folder below ANNEAL_MODELS_ROOT."
+    )
     return ApiError(502, "hub_unusable", detail)
 
 

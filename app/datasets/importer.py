@@ -99,7 +99,7 @@ class DatasetImporter:
         self._folder = folder
         self._settings = settings
         self._reading = reading
-        self._stored = _StoredFile(folder / "data", settings.max_upload_bytes)
+        self._stored = StoredFile(folder / "data", settings.max_upload_bytes)
         self._rows = RowWriter(reading.format, self._stored.write, reading.columns, reading.tokens)
         self._reader: Reader | None = None
         self._name = ""
@@ -251,10 +251,11 @@ class DatasetImporter:
         return invalid(errors, f"Nothing was stored: {found}. Correct the file and upload it again.", code="bad_rows")
 
 
-class _StoredFile:
+class StoredFile:
     """Stored file: written in blocks, counted and hashed."""
 
     def __init__(self, path: Path, most_bytes: int) -> None:
+        """Create the file, which may have at most `most_bytes`."""
         self.path = path
         self.bytes = 0
         self.sha256 = hashlib.sha256()
@@ -263,15 +264,18 @@ class _StoredFile:
         self._block = bytearray()
 
     def write(self, line: bytes) -> None:
+        """Append a line; raises a 413 error if the file becomes too large."""
         self._block += line
         if len(self._block) >= _WRITE_BYTES:
             self._flush()
 
     def finish(self) -> None:
+        """Write what is buffered and flush the file to disk."""
         self._flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        """Close the file; it stays in its folder."""
         self._file.close()
 
     def _flush(self) -> None:

@@ -18,7 +18,7 @@ from app.infra.db import is_away
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.tables.datasets import Dataset, DatasetIdempotencyKey
-from app.tables.runs import Run
+from app.tables.runs import Run, RunEvalDataset
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +174,8 @@ async def delete(session: AsyncSession, dataset_id: str) -> None:
     dataset = await session.scalar(select(Dataset).where(Dataset.id == dataset_id).with_for_update())
     if dataset is None:
         raise not_found("dataset", dataset_id)
-    uses = or_(Run.dataset_id == dataset_id, Run.eval_dataset_id == dataset_id)
+    evaluating = select(RunEvalDataset.run_id).where(RunEvalDataset.dataset_id == dataset_id)
+    uses = or_(Run.dataset_id == dataset_id, Run.eval_dataset_id == dataset_id, Run.id.in_(evaluating))
     query = select(Run.id, Run.status).where(uses).order_by(Run.id.desc()).limit(_MAX_LISTED_RUNS + 1)
     runs = (await session.execute(query)).all()
     if runs:

@@ -10,11 +10,13 @@ from app.api.errors import invalid, not_found
 from app.contracts.errors import FieldError
 from app.contracts.run_status import TrainingStatus
 from app.contracts.schemas.runs import ComparedRun, Reached, RunComparison
+from app.runs import service
 from app.runs.metrics.curves import curves
 from app.tables.runs import Run
 
 _MOST = 20
 _FEWEST_POINTS = 4
+_EXTRA = "extra_eval_datasets"
 _COMPARED = ("backend", "dataset_id", "eval_dataset_id", "parent_run_id", "base_run_id")
 
 
@@ -29,7 +31,7 @@ async def compare(session: AsyncSession, ids: Sequence[str]) -> RunComparison:
         if id not in found:
             raise not_found("run", id)
     runs = [found[id] for id in wanted]
-    fields = {run.id: _fields(run) for run in runs}
+    fields = {run.id: _fields(run) | {_EXTRA: await service.extra_eval_datasets(session, run)} for run in runs}
     differences, common = {}, {}
     for name in dict.fromkeys(name for of_run in fields.values() for name in of_run):
         values = {id: of_run.get(name) for id, of_run in fields.items()}

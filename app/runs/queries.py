@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from sqlalchemy import ColumnElement, Select, Text, literal_column, select, tuple_, union_all
+from sqlalchemy import ColumnElement, Select, Text, func, literal_column, select, tuple_, union_all
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.errors import invalid
@@ -17,7 +17,7 @@ from app.contracts.schemas.runs import Requirements, Resources
 from app.runs.checkpoints.service import preferred_place
 from app.runs.serializers import DOCUMENTS, MOMENTS, NUMBERS, PLAIN
 from app.tables.base import sql_list
-from app.tables.runs import IS_COMPARABLE, Run
+from app.tables.runs import EXTRA_EVAL_DATASETS, IS_COMPARABLE, Run
 
 Sort = Literal["created_at", "best"]
 
@@ -46,6 +46,7 @@ def _shown() -> ColumnElement[str]:
     shown |= {name: f"to_char(runs.{name} AT TIME ZONE 'UTC', '{_RFC_3339}')" for name in MOMENTS}
     shown["best_eval"] = f"CASE WHEN {_METHOD} IN {_HIGHER_IS_BETTER} THEN -runs.best_score ELSE runs.best_score END"
     shown["reward_run_ids"] = _REWARD_RUN_IDS
+    shown["extra_eval_datasets"] = EXTRA_EVAL_DATASETS
     pairs = ", ".join(f"'{name}', {value}" for name, value in shown.items())
     return literal_column(f"cast(json_build_object({pairs}) AS text)", Text)
 
@@ -55,6 +56,46 @@ _LISTED = select(
     preferred_place(Run.__table__.c).label("furthest"),
     _shown().label("shown"),
 )
+
+
+def _row() -> ColumnElement[str]:
+    """Return the expression for a run in a table of many, as JSON without nulls."""
+    moment = "to_char(runs.{} AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS\"Z\"')"
+    # As float4, a number has seven digits and not seventeen.
+    number = f"CASE WHEN {{0}} NOT IN {_NOT_FINITE} AND abs({{0}}) < 1e38 THEN cast({{0}} AS float4) END"
+    score = f"CASE WHEN {_METHOD} IN {_HIGHER_IS_BETTER} THEN -runs.best_score ELSE runs.best_score END"
+    shown = {
+        "id": "runs.id",
+        "name": "runs.name",
+        "task": "nullif(runs.task, 'train')",
+        "status": "runs.status",
+        "method": _METHOD,
+        "base_model": "runs.config ->> 'base_model'",
+        "experiment_id": "runs.experiment_id",
+        "tags": "nullif(runs.tags, '[]')",
+        "step": "nullif(runs.current_step, 0)",
+        "total_steps": "runs.total_steps",
+        "best_loss": number.format("runs.best_loss"),
+        "best_eval": number.format(f"({score})"),
+        "reason": "coalesce(runs.error_code, runs.pending_reason ->> 'code')",
+        "end_reason": "nullif(runs.end_reason, 'finished')",
+        "worker": "(SELECT host FROM workers WHERE workers.id = runs.worker_id)",
+        "by": "(SELECT name FROM api_keys WHERE api_keys.id = runs.created_by)",
+        "created_at": moment.format("created_at"),
+        "started_at": moment.format("started_at"),
+        "finished_at": moment.format("finished_at"),
+    }
+    pairs = ", ".join(f"'{name}', {value}" for name, value in shown.items())
+    return literal_column(f"cast(json_strip_nulls(json_build_object({pairs})) AS text)", Text)
+
+
+_ROWS = select(
+    *Run.__table__.c["id", "status", "event_seq", "output_attempt"],
+    literal_column("NULL").label("furthest"),
+    _row().label("shown"),
+)
+View = Literal["summary", "row"]
+_VIEWS = {"summary": _LISTED, "row": _ROWS}
 
 
 class Listed(NamedTuple):
@@ -115,7 +156,7 @@ class Filters:
 
 
 async def page(
-    session: AsyncSession, filters: Filters, paging: Paging, sort: Sort = "created_at"
+    session: AsyncSession, filters: Filters, paging: Paging, sort: Sort = "created_at", view: View = "summary"
 ) -> tuple[list[Listed], bool]:
     """Return a page of runs and whether there are more: newest first, or best first.
 
@@ -124,8 +165,8 @@ async def page(
     either come last. Probes, which measure two steps on the longest rows, and runs that do not train are excluded.
     """
     if sort == "best":
-        return await _best_first(session, filters, paging)
-    runs = await _fetch(session, newest_first(_chosen(filters, paging), Run.id, paging))
+        return await _best_first(session, _VIEWS[view], filters, paging)
+    runs = await _fetch(session, newest_first(_chosen(_VIEWS[view], filters, paging), Run.id, paging))
     return runs[: paging.limit], len(runs) > paging.limit
 
 
@@ -137,9 +178,9 @@ async def _fetch(session: AsyncSession, query: Select[*tuple[Any, ...]]) -> list
     return [Listed._make((*head, one)) for head, one in pairs]
 
 
-def _chosen(filters: Filters, paging: Paging) -> Select[*tuple[Any, ...]]:
+def _chosen(shown: Select[*tuple[Any, ...]], filters: Filters, paging: Paging) -> Select[*tuple[Any, ...]]:
     if len(filters.status) < 2:
-        return _LISTED.where(*filters.conditions(), *filters.on_status())
+        return shown.where(*filters.conditions(), *filters.on_status())
     # An index returns each status in the right order; all together would have to be sorted.
     some: list[Select[Any]] = []
     for status in set(filters.status):
@@ -148,7 +189,13 @@ def _chosen(filters: Filters, paging: Paging) -> Select[*tuple[Any, ...]]:
             of_status = of_status.where(Run.id < paging.after)
         some.append(of_status.order_by(Run.id.desc()).limit(paging.limit + 1))
     ids = union_all(*(one.subquery().select() for one in some)).subquery()
-    return _LISTED.where(Run.id.in_(select(ids.c.id)))
+    return shown.where(Run.id.in_(select(ids.c.id)))
+
+
+async def counts(session: AsyncSession, filters: Filters) -> dict[str, int]:
+    """Count the runs of each status that pass the filters, without the one on the status."""
+    query = select(Run.status, func.count().label("number")).where(*filters.conditions()).group_by(Run.status)
+    return {row.status: row.number for row in (await session.execute(query)).all()}
 
 
 class _Tier(NamedTuple):
@@ -169,7 +216,9 @@ class _Place(NamedTuple):
     id: str
 
 
-async def _best_first(session: AsyncSession, filters: Filters, paging: Paging) -> tuple[list[Listed], bool]:
+async def _best_first(
+    session: AsyncSession, shown: Select[*tuple[Any, ...]], filters: Filters, paging: Paging
+) -> tuple[list[Listed], bool]:
     conditions = [*filters.conditions(), *filters.on_status(), IS_COMPARABLE]
     after = None if paging.after is None else await _place(session, paging.after)
     first = 0
@@ -181,11 +230,11 @@ async def _best_first(session: AsyncSession, filters: Filters, paging: Paging) -
             break
         if filters.method in (None, tier.method):
             start = after if after is not None and after.tier == tier else None
-            runs += await _fetch(session, _ranked(_LISTED, tier, conditions, start, paging.limit + 1 - len(runs)))
+            runs += await _fetch(session, _ranked(shown, tier, conditions, start, paging.limit + 1 - len(runs)))
     if len(runs) <= paging.limit:
         last = after.id if after is not None and after.tier is None else None
         measures = (Run.final_score, Run.final_loss, Run.best_score, Run.best_loss)
-        without = _LISTED.where(*conditions, *(one.is_(None) for one in measures))
+        without = shown.where(*conditions, *(one.is_(None) for one in measures))
         runs += await _fetch(session, newest_first(without, Run.id, Paging(paging.limit - len(runs), last)))
     return runs[: paging.limit], len(runs) > paging.limit
 

@@ -17,6 +17,7 @@ from app.runs import service
 from app.runs.checkpoints.service import preferred
 from app.runs.estimates import probe
 from app.runs.estimates.store import estimate_and_measurements
+from app.runs.metrics.outlines import Outline
 from app.runs.metrics.points import evaluated, recent
 from app.tables.runs import Run
 
@@ -59,6 +60,7 @@ async def _fields(session: AsyncSession, storage: Storage, run: Run) -> dict[str
         "measured": real,
         "probe": result,
         "reward_run_ids": list(reward_runs),
+        "extra_eval_datasets": await service.extra_eval_datasets(session, run),
     }
     best_eval = None if run.best_score is None else method_of(run.config).score(run.best_score)
     evaluation = await evaluated(session, run.id) if run.task == RunTask.evaluate else None
@@ -80,6 +82,29 @@ def run_page(
         more = {"prediction": prediction.model_dump(mode="json") if prediction else None}
         head = to_json(_derived(storage, row, row.furthest) | more).decode()
         items.append(f"{head[:-1]},{row.shown[1:]}")
+    return f'{{"data":[{",".join(items)}],"has_more":{"true" if has_more else "false"}}}'.encode()
+
+
+def row_page(
+    rows: Sequence[Any],
+    has_more: bool,
+    predictions: Mapping[str, Prediction | None],
+    outlines: Mapping[str, Outline],
+) -> bytes:
+    """Return a page of `RunRow` as JSON, from the rows of `app.runs.queries`; values that are not known are absent."""
+    items = []
+    for row in rows:
+        prediction, outline = predictions.get(row.id), outlines.get(row.id)
+        more: dict[str, Any] = {}
+        if prediction is not None:
+            start = prediction.start_at if row.status == "pending" else None
+            known = {"starts_at": start, "finishes_at": prediction.finish_at}
+            more |= {name: at.strftime("%Y-%m-%dT%H:%M:%SZ") for name, at in known.items() if at is not None}
+        if outline is not None:
+            more |= {"losses": outline.losses}
+            if outline.tokens_per_second is not None:
+                more["tokens_per_second"] = outline.tokens_per_second
+        items.append(f"{row.shown[:-1]},{to_json(more).decode()[1:]}" if more else row.shown)
     return f'{{"data":[{",".join(items)}],"has_more":{"true" if has_more else "false"}}}'.encode()
 
 

@@ -12,7 +12,7 @@ from app.contracts.schemas.runs import RunEdit
 from app.contracts.stop import StopMode
 from app.infra.ids import is_id
 from app.runs.state import machine
-from app.tables.runs import Run, RunRewardModel
+from app.tables.runs import Run, RunEvalDataset, RunRewardModel
 
 
 async def get(session: AsyncSession, run_id: str) -> Run:
@@ -29,6 +29,14 @@ async def reward_run_ids(session: AsyncSession, run: Run) -> Sequence[str]:
         return []
     query = select(RunRewardModel.reward_run_id).where(RunRewardModel.run_id == run.id)
     return (await session.scalars(query.order_by(RunRewardModel.reward_run_id))).all()
+
+
+async def extra_eval_datasets(session: AsyncSession, run: Run) -> dict[str, str]:
+    """Return the ids of the run's extra evaluation datasets by name, in the order of the names."""
+    if run.eval_dataset_id is None and not run.config.get("eval_split"):
+        return {}
+    query = select(RunEvalDataset.name, RunEvalDataset.dataset_id).where(RunEvalDataset.run_id == run.id)
+    return dict((await session.execute(query.order_by(RunEvalDataset.name))).tuples().all())
 
 
 async def trains(session: AsyncSession, run_id: str) -> bool:

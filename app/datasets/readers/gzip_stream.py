@@ -8,6 +8,8 @@ from app.datasets.row_writer import RowWriter, TooManyBadRows
 
 _MAGIC = b"\x1f\x8b"
 _PIECE_BYTES = 1024 * 1024
+_INPUT_BYTES = 16 * 1024
+"""Compressed bytes given to zlib at once: it copies what follows a member, and a member may have 20 bytes."""
 _GZIP = 16 + zlib.MAX_WBITS
 MAX_RATIO = 200
 """Maximum expansion of a file; rows of text expand to 3 to 30 times their compressed size."""
@@ -48,7 +50,8 @@ class GzipStream:
             yield data
             return
         self._received += len(data)
-        yield from self._inflated(data)
+        for start in range(0, len(data), _INPUT_BYTES):
+            yield from self._inflated(data[start : start + _INPUT_BYTES])
 
     def end(self) -> Iterator[bytes]:
         """Yield what is left at the end of the file; raises `TooManyBadRows` if the file is truncated."""

@@ -34,7 +34,7 @@ class ArrayReader:
 
     def feed(self, data: bytes) -> None:
         if self._head is not None:
-            self._head += data
+            self._head = (self._head + data).lstrip()
             is_decided = len(self._head) >= _MAX_OPENING_BYTES or _OPENING.match(self._head) is not None
             data = self._open() if is_decided else b""
         if data:
@@ -59,7 +59,7 @@ class ArrayReader:
     def _open(self) -> bytes:
         """Check the start of the file and return the bytes after the opening bracket."""
         head, self._head = bytes(self._head or b""), None
-        opening = _OPENING.match(head)
+        opening = _OPENING.match(head, 0, _MAX_OPENING_BYTES)
         if opening is not None:
             self._closing = b"" if opening[1] else b"}"
             return head[opening.end() :]
@@ -94,12 +94,14 @@ class ArrayReader:
             elif token in b"[{":
                 self._depth += 1
                 if self._depth > MAX_DEPTH:
+                    self._keep(data[start : found.start()])
                     self._fail("too_deep", f"nested more than {MAX_DEPTH} levels deep", self._number)
             elif self._depth:
                 self._depth -= token in b"]}"
                 self._separators += 1
                 if self._separators > 2 * MAX_VALUES:  # one before each value, and a bracket after it
                     message = f"more than {MAX_VALUES:,} values in lists and objects; split it"
+                    self._keep(data[start : found.start()])
                     self._fail("too_many_values", message, self._number)
             else:
                 self._keep(data[start : found.start()])
@@ -139,6 +141,8 @@ class ArrayReader:
             self._fail("trailing_data", "unexpected content after the array; the object may contain only `data`")
 
     def _fail(self, code: str, message: str, row: int | None = None) -> None:
-        """Report an error and stop reading, because row boundaries are unknown from here on."""
+        """Report the first error and stop reading, because row boundaries are unknown from here on."""
+        if self._broken:
+            return
         self._broken = True
         self._rows.refuse("" if row is None else f"row {row}", code, message)

@@ -38,10 +38,8 @@ async def create(
     if earlier := await _replayed(session, run, created_by, idempotency):
         return earlier
     if run.status in TERMINAL:
-        raise conflict(
-            "run_has_ended",
-            f"Run {run_id} is {run.status} and accepts no more actions. Resume the run to continue training.",
-        )
+        way = " Resume the run to continue training." if run.task == RunTask.train else ""
+        raise conflict("run_has_ended", f"Run {run_id} is {run.status} and accepts no more actions.{way}")
     if run.stop_requested_at is not None:
         raise conflict(
             "run_is_stopping", f"Run {run_id} is {run.status} and a stop was requested: it accepts no more actions."

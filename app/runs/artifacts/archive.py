@@ -34,7 +34,7 @@ class Member:
 def members(folder: Path, name: str) -> list[Member]:
     """List all files below `folder`, sorted by path, archived below `name`; links are skipped."""
     found = []
-    for path, status in sorted(files(folder)):
+    for path, status in files(folder)[0]:
         info = tarfile.TarInfo(f"{name}/{path}")
         info.size, info.mode, info.mtime = status.st_size, 0o644, int(status.st_mtime)
         header = info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")

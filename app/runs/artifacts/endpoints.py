@@ -16,6 +16,8 @@ from app.runs.artifacts.archive import tar_response
 
 router = APIRouter(prefix="/runs/{run_id}", tags=["artifacts"])
 
+_MANY: dict[int | str, dict[str, Any]] = {409: {"description": "There are too many files to list."}}
+
 _FILE: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}},
     206: {"description": "The ranges requested with `Range`."},
@@ -23,17 +25,17 @@ _FILE: dict[int | str, dict[str, Any]] = {
 }
 
 
-@router.get("/artifacts")
+@router.get("/artifacts", responses=_MANY)
 async def list_artifacts(run_id: str, session: Session, storage: CurrentStorage) -> Artifacts:
     """List the files of the fine-tuned model: weights, tokenizer, model card, metrics."""
     folder = await service.output_folder(session, storage, run_id)
-    return Artifacts(data=await asyncio.to_thread(service.listed, folder))
+    return await asyncio.to_thread(service.listed, folder)
 
 
 @router.get(
     "/artifacts.tar",
     response_class=StreamingResponse,
-    responses={200: {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}}},
+    responses={200: {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}}, **_MANY},
 )
 async def download_artifacts(run_id: str, session: Session, storage: CurrentStorage) -> StreamingResponse:
     """Download all files in one tar archive, generated while it is sent: `curl … | tar x`."""
@@ -48,11 +50,11 @@ async def download_artifact(run_id: str, path: str, session: Session, storage: C
     return _OpenFile(await asyncio.to_thread(service.open_file, folder, path), path.rpartition("/")[2])
 
 
-@router.get("/attempts/{attempt}/artifacts")
+@router.get("/attempts/{attempt}/artifacts", responses=_MANY)
 async def list_attempt_artifacts(run_id: str, attempt: int, session: Session, storage: CurrentStorage) -> Artifacts:
     """List the records of an attempt, however it ended: metrics, memory profile, distributions, TensorBoard files."""
     folder = await service.attempt_folder(session, storage, run_id, attempt)
-    return Artifacts(data=await asyncio.to_thread(service.listed_records, folder))
+    return await asyncio.to_thread(service.listed_records, folder)
 
 
 @router.get("/attempts/{attempt}/artifacts/{path:path}", response_class=FileResponse, responses=_FILE)

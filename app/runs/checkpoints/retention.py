@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import ColumnElement, Executable, Update, exists, func, select, update
+from sqlalchemy import ColumnElement, Connection, Executable, Update, exists, func, select, update
 from sqlalchemy.orm import aliased
 
 from app.tables.checkpoints import Checkpoint
@@ -23,13 +23,20 @@ def eval_score(one: Any) -> ColumnElement[float]:
     return func.coalesce(one.metrics["eval_loss"].as_float(), -one.metrics["eval_reward"].as_float())
 
 
-def retire(run_id: str, keep: int) -> Executable:
-    """Mark all but the `keep` newest checkpoints as deleted; return the rows whose folders must be removed afterward.
+def retire(connection: Connection, run_id: str, keep: int) -> list[tuple[int, str]]:
+    """Mark all but the `keep` newest checkpoints as deleted; return attempt and name of each.
+
+    Their folders must be removed after the commit.
 
     Keeps the newest restorable one, the furthest one, the one with the best evaluation (lowest loss or highest reward),
     pinned ones, and those that another run resumes or evaluates.
     """
-    return _retire(run_id, keep).returning(Checkpoint.attempt, Checkpoint.name)
+    # A request to evaluate a checkpoint of a live run keeps it locked: wait, and then see the run that evaluates it.
+    # One statement would not, since it sees what was there when it began.
+    there = select(Checkpoint.id).where(Checkpoint.run_id == run_id, Checkpoint.deleted_at.is_(None))
+    connection.execute(there.order_by(Checkpoint.id).with_for_update(key_share=True)).all()
+    gone = connection.execute(_retire(run_id, keep).returning(Checkpoint.attempt, Checkpoint.name))
+    return [(attempt, name) for attempt, name in gone]
 
 
 def _retire(run_id: str, keep: int) -> Update:

@@ -36,6 +36,16 @@ Format = Annotated[Literal["sse", "ndjson"], Query(description="`ndjson`: one JS
 Follow = Annotated[bool, Query(description="If false, end after the newest event instead of waiting for more.")]
 
 
+Ticket = Annotated[
+    str | None,
+    Query(
+        max_length=200,
+        description="Ticket of POST /v1/stream-tickets in the place of a key, for an EventSource on another origin. "
+        "Authentication has verified it.",
+    ),
+]
+
+
 @router.get(
     "/runs/{run_id}/events",
     response_class=StreamingResponse,
@@ -61,6 +71,7 @@ async def stream_events(
     follow: Follow = True,
     format: Format = "sse",
     last_event_id: responses.LastEventId = None,
+    ticket: Ticket = None,
 ) -> Response:
     """Stream the events of a run (logs, metrics, status, checkpoints) in order and without gaps, from any cursor."""
     sent = responses.cursor(last_event_id)
@@ -114,6 +125,7 @@ async def stream_all_events(
     follow: Follow = True,
     format: Format = "sse",
     last_event_id: responses.LastEventId = None,
+    ticket: Ticket = None,
 ) -> Response:
     """Stream status changes, progress and ends of all runs in one order and without gaps, from any cursor.
 

@@ -7,12 +7,16 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
+from app.api.dependencies import Reading
+from app.api.errors import invalid
+from app.contracts.errors import FieldError
 from app.contracts.run_status import TERMINAL
+from app.contracts.schemas.logs import LogHits, LogLevel, LogLines, LogStream
 from app.runs import service
 from app.runs.events import responses
 from app.runs.events.sources import RunSource
 from app.runs.events.stream import Streams
-from app.runs.logs import lines
+from app.runs.logs import lines, window
 
 router = APIRouter(prefix="/runs", tags=["runs"])
 
@@ -72,3 +76,52 @@ async def get_logs(
     if as_events:
         return responses.StreamResponse(request, responses.as_sse(batches))
     return responses.StreamResponse(request, lines.as_text(batches, grep), "text/plain; charset=utf-8")
+
+
+Level = Annotated[LogLevel | None, Query(description="Only lines of this level; `warning` includes errors.")]
+Stream = Annotated[LogStream | None, Query(description="Only lines of this stream.")]
+OfAttempt = Annotated[int | None, Query(ge=1, le=2**31 - 1, description="Only lines of this attempt.")]
+Seq = Annotated[int | None, Query(ge=0, le=2**62)]
+
+
+@router.get("/{run_id}/logs/lines")
+async def get_log_lines(
+    run_id: str,
+    session: Reading,
+    before: Seq = None,
+    after: Seq = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 200,
+    level: Level = None,
+    stream: Stream = None,
+    attempt: OfAttempt = None,
+) -> LogLines:
+    """Get a part of the log as JSON: the newest lines, those before a `seq`, or those after one."""
+    if before is not None and after is not None:
+        message = "name either `before` or `after`"
+        raise invalid([FieldError(field="after", code="conflict", message=message)])
+    run = await service.get(session, run_id)
+    where = window.conditions(level, stream, attempt)
+    found, has_more = await window.lines(session, run.id, before=before, after=after, limit=limit, where=where)
+    return LogLines(data=found, has_more=has_more)
+
+
+@router.get("/{run_id}/logs/search")
+async def search_log(
+    request: Request,
+    run_id: str,
+    q: Annotated[
+        str,
+        Query(min_length=1, max_length=1000, description="Text; upper and lower case differ.", examples=["loss nan"]),
+    ],
+    before: Seq = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
+    level: Level = None,
+    stream: Stream = None,
+    attempt: OfAttempt = None,
+) -> LogHits:
+    """Find the lines of the whole log that contain a text; GET …/logs/lines returns them."""
+    async with _log_searches(request), request.app.state.reading_sessions() as session:
+        run = await service.get(session, run_id)
+        where = window.conditions(level, stream, attempt)
+        found, has_more = await window.hits(session, run.id, q, before=before, limit=limit, where=where)
+    return LogHits(data=found, has_more=has_more)

@@ -3,13 +3,20 @@
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
+from sqlalchemy import select
 
 from app.api.dependencies import Snapshot
-from app.contracts.schemas.runs import RunMetrics
+from app.api.errors import invalid
+from app.contracts.errors import FieldError
+from app.contracts.schemas.runs import OTHER_RUN_ID, RUN_ID, RunCurve, RunCurves, RunMetrics
+from app.runs.metrics import clock as times
 from app.runs.metrics import curves
 from app.runs.metrics.dependencies import curve_read_slot
+from app.tables.runs import Run
 
 router = APIRouter(prefix="/runs", tags=["runs"])
+
+_MOST_RUNS = 20
 
 
 @router.get("/{run_id}/metrics", dependencies=[Depends(curve_read_slot, scope="function")])
@@ -36,6 +43,7 @@ async def get_metrics(
     ] = 1000,
     from_step: Annotated[int, Query(ge=0, le=2**53)] = 0,
     to_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
+    clock: Annotated[bool, Query(description="Also return the times of some steps.")] = False,
 ) -> RunMetrics:
     """Get the curves of a run; thinned curves keep every extreme."""
     # The name of a metric in an evaluation is accepted for its series.
@@ -43,4 +51,38 @@ async def get_metrics(
     asked = {name: f"eval.{name}" if name.startswith("eval_") else name for name in parts}
     wanted = list(dict.fromkeys(asked.values())) if names else None
     found = await curves.curves(session, run_id, wanted, from_step, to_step, max_points)
-    return RunMetrics(run_id=run_id, series={name: found[full] for name, full in asked.items()} if asked else found)
+    return RunMetrics(
+        run_id=run_id,
+        last_seq=await session.scalar(select(Run.event_seq).where(Run.id == run_id)) or 0,
+        series={name: found[full] for name, full in asked.items()} if asked else found,
+        clock=await times.clock(session, run_id) if clock else None,
+    )
+
+
+@router.get("/curves", dependencies=[Depends(curve_read_slot, scope="function")])
+async def get_curves(
+    session: Snapshot,
+    ids: Annotated[
+        str,
+        Query(
+            max_length=2000, description="IDs of 1 to 20 runs, comma-separated.", examples=[f"{RUN_ID},{OTHER_RUN_ID}"]
+        ),
+    ],
+    name: Annotated[
+        str, Query(min_length=1, max_length=200, description="Series, as `names` of GET /v1/runs/{run_id}/metrics.")
+    ] = "loss",
+    max_points: Annotated[int, Query(ge=4, le=5000, description="Maximum number of points per run.")] = 500,
+) -> RunCurves:
+    """Get one curve of several runs; thinned curves keep every extreme."""
+    wanted = list(dict.fromkeys(part.strip() for part in ids.split(",") if part.strip()))
+    if not 1 <= len(wanted) <= _MOST_RUNS:
+        message = f"name 1 to {_MOST_RUNS} different runs, separated by commas"
+        raise invalid([FieldError(field="ids", code="wrong_number", message=message)])
+    full = f"eval.{name}" if name.startswith("eval_") else name
+    data = []
+    for run_id in wanted:
+        found = await curves.curves(session, run_id, list(dict.fromkeys([full, "epoch"])), 0, None, max_points)
+        data.append(
+            RunCurve(run_id=run_id, series=found[full], epoch=found["epoch"], clock=await times.clock(session, run_id))
+        )
+    return RunCurves(name=name, data=data)

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -117,10 +118,12 @@ async def _correction(session: AsyncSession, run: Run, cause: Cause) -> Correcti
     if can_resume and await furthest_good(session, run.id) is not None:
         request = CorrectedRequest(path=f"/v1/runs/{run.id}/resume", body={"config": changes})
     else:
-        fields = {
+        fields: dict[str, Any] = {
             "experiment_id": run.experiment_id, "name": run.name, "tags": run.tags, "backend": run.backend,
             "dataset_id": run.dataset_id, "eval_dataset_id": run.eval_dataset_id, "priority": run.priority,
             "max_restarts": run.max_restarts,
         }  # fmt: skip
+        if extra := await service.extra_eval_datasets(session, run):
+            fields["extra_eval_datasets"] = extra
         request = CorrectedRequest(path="/v1/runs", body={**fields, "config": config})
     return Correction(changes=changes, config=config, request=request)

@@ -76,13 +76,15 @@ class TestDelete:
         assert api.client.delete(f"/v1/datasets/{id}").json()["code"] == "dataset_not_found"
         eventually(lambda: not _files(settings), what="the file is gone")
 
-    @pytest.mark.parametrize("column", ["dataset_id", "eval_dataset_id"])
+    @pytest.mark.parametrize("column", ["dataset_id", "eval_dataset_id", "extra_eval_datasets"])
     def test_is_refused_while_a_run_refers_to_it_also_one_that_has_ended(
         self, api: ApiServer, settings: Settings, column: str
     ) -> None:
         id, other = _made(api), _made(api)
-        config = {"eval_steps": 10} if column == "eval_dataset_id" else {}
-        run = make_run(api.client, **{"dataset_id": other, column: id}, config=config)["id"]
+        config, named = {"eval_steps": 10} if column == "eval_dataset_id" else {}, {column: id}
+        if column == "extra_eval_datasets":
+            config, named = {"eval_steps": 10, "eval_split": 0.5}, {column: {"code": id}}
+        run = make_run(api.client, **{"dataset_id": other, **named}, config=config)["id"]
         for status in ("pending", "cancelled"):
             answer = api.client.delete(f"/v1/datasets/{id}")
             assert (answer.status_code, answer.json()["code"]) == (409, "dataset_in_use")

@@ -66,6 +66,22 @@ def test_other_kinds_and_places_of_files_are_found(shared_api: ApiServer, hub: H
     assert _rows(shared_api, _import(shared_api)) == [text]
 
 
+def test_compressed_files_are_read_where_there_are_no_others(shared_api: ApiServer, hub: Hub) -> None:
+    rows = [{"text": "a"}, {"text": "b"}]
+    hub.serve(
+        {f"data/train-{number}.jsonl.gz": gzip.compress(lines(row)) for number, row in enumerate(rows)}
+        | {"data/test.jsonl.gz": gzip.compress(lines(rows[0])), "data/valid.jsonl.gz": lines(rows[0])}
+    )
+    answer = _import(shared_api)
+    assert _rows(shared_api, answer) == rows and answer.json()["source"]["gzip"] is True
+    assert _rows(shared_api, _import(shared_api, split="valid")) == rows[:1], "the hub may name a plain file so"
+    hub.serve({"train.csv.gz": gzip.compress(b"text\nz\n"), "train.csv": b"text\na\n"})
+    assert _rows(shared_api, _import(shared_api)) == rows[:1], "the same rows must not be read twice"
+    hub.serve({"train.jsonl.gz": gzip.compress(lines(rows[0]) * 100)[:-9]})
+    answer = _import(shared_api)
+    assert (answer.status_code, answer.json()["errors"][0]["code"]) == (422, "unreadable_gzip")
+
+
 def test_a_split_is_not_taken_for_another_that_begins_like_it(shared_api: ApiServer, hub: Hub) -> None:
     hub.serve({"data/train-0.jsonl": lines({"text": "a"}), "data/train_sft-0.jsonl": lines({"text": "b"})})
     assert _rows(shared_api, _import(shared_api)) == [{"text": "a"}]

@@ -74,7 +74,15 @@ def test_separators_in_texts_are_no_values(shared_api: ApiServer) -> None:
         assert (answer.status_code, answer.json().get("rows")) == (201, 1), answer.text[:500]
 
 
-@pytest.mark.parametrize(("kind", "blocks"), [("jsonl", 80), ("json", 20), ("csv", 20), ("parquet", 20)])
+@pytest.mark.parametrize(
+    ("kind", "blocks"),
+    [
+        ("jsonl", 80),
+        pytest.param("json", 20, marks=pytest.mark.full),
+        pytest.param("csv", 20, marks=pytest.mark.full),
+        ("parquet", 20),
+    ],
+)
 def test_a_large_file_is_stored_once_and_costs_no_memory(
     settings: Settings, tmp_path: Path, kind: str, blocks: int
 ) -> None:

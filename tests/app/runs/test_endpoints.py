@@ -17,6 +17,7 @@ from app.runs.creation import DEFAULT_ID
 from tests.factories import Trainer, count_runs, make_dataset, make_experiment, make_model, make_run
 from tests.rows import add_worker, claim, events_of, run_row
 from tests.server import ApiServer, ThreadServer
+from tests.waiting import eventually
 
 QWEN3_8B = {
     "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128,
@@ -48,6 +49,29 @@ def dataset(engine: Engine) -> str:
 
 def body(dataset: str, **more: Any) -> dict[str, Any]:
     return {"backend": "fake", "dataset_id": dataset, "config": {"base_model": "any"}, **more}
+
+
+def test_extra_evaluation_sets_stay_with_a_run_and_those_that_resume_it(
+    api: ApiServer, engine: Engine, dataset: str
+) -> None:
+    sets = {"math": make_dataset(engine), "code": make_dataset(engine), "same": dataset}
+    evaluated = {"base_model": "any", "eval_split": 0.5, "eval_steps": 10}
+    made = api.client.post("/v1/runs", json=body(dataset, config=evaluated, extra_eval_datasets=sets)).json()
+    Trainer(engine, made["id"]).begin().fail()
+    other = make_run(api.client, dataset)
+    resumed = api.client.post(f"/v1/runs/{made['id']}/resume", json={"from": "start"}).json()
+    listed = {run["id"]: run["extra_eval_datasets"] for run in api.client.get("/v1/runs").json()["data"]}
+    assert listed == {made["id"]: sets, resumed["id"]: sets, other["id"]: {}}
+    for run in (made, resumed):
+        assert run["extra_eval_datasets"] == sets
+        assert api.client.get(f"/v1/runs/{run['id']}").json()["extra_eval_datasets"] == sets
+    compared = api.client.get("/v1/runs/compare", params={"ids": f"{made['id']},{other['id']}"}).json()
+    assert compared["differences"]["extra_eval_datasets"] == {made["id"]: sets, other["id"]: {}}
+    api.client.post(f"/v1/runs/{resumed['id']}/stop")
+    for run in (resumed, made):
+        assert api.client.delete(f"/v1/datasets/{sets['code']}").json()["code"] == "dataset_in_use"
+        assert api.client.delete(f"/v1/runs/{run['id']}").status_code == 204
+    assert api.client.delete(f"/v1/datasets/{sets['code']}").status_code == 204
 
 
 class TestCreate:
@@ -108,7 +132,7 @@ class TestResources:
         run = make_run(api.client, dataset, resources=asked)
         assert run["resources"] == {**asked, "devices": 1}
         needs = {"kind": "cuda", "memory_mb": 24_000, "labels": ["gpu=h100", "site-b"]}
-        assert run["requirements"] == {**needs, "estimated_mb": {}, "prefers_gpu": False}
+        assert run["requirements"] == {**needs, "estimated_mb": {}, "gguf": False, "prefers_gpu": False}
         (listed,) = api.client.get("/v1/runs").json()["data"]
         assert (listed["resources"], listed["pending_reason"]) == (run["resources"], None)
         assert run_row(engine, run["id"]).requirements == needs
@@ -124,10 +148,27 @@ class TestResources:
         assert (named["memory_mb"], named["estimated_mb"]) == (1, needs["estimated_mb"])
         assert full["kind"] == "cuda" and full["estimated_mb"]["cuda"] > 60_000 and "cpu" not in full["estimated_mb"]
         small = add_worker(engine, kind="cuda", backends=["celery"], memory_mb=[3000])
-        assert claim(engine, small, backends=("celery",), kind="cuda").requirements["memory_mb"] == 1
+        # A claim passes over a run whose estimate is being stored.
+        claimed = eventually(lambda: claim(engine, small, backends=("celery",), kind="cuda"), what="a run is claimed")
+        assert claimed.requirements["memory_mb"] == 1
         assert claim(engine, small, backends=("celery",), kind="cuda") is None
         cpu = add_worker(engine, backends=["celery"], memory_mb=[10**6])
         assert claim(engine, cpu, backends=("celery",)) is None, "no 8B model on a CPU beside a GPU"
+
+    def test_of_an_absurd_model_do_not_keep_others_from_a_device(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        (make_model(api.settings, "absurd") / "config.json").write_text(json.dumps(QWEN3_8B | {"hidden_size": 10**12}))
+        (make_model(api.settings, "qwen") / "config.json").write_text(json.dumps(QWEN3_8B))
+        absurd, other = (
+            make_run(api.client, dataset, backend="celery", config={"base_model": name}, resources={"kind": "cuda"})
+            for name in ("absurd", "qwen")
+        )
+        assert absurd["requirements"]["estimated_mb"]["cuda"] == 2**31 - 1
+        gpu = add_worker(engine, kind="cuda", backends=["celery"], memory_mb=[200_000])
+        # A claim passes over a run whose estimate is being stored.
+        claimed = eventually(lambda: claim(engine, gpu, backends=("celery",), kind="cuda"), what="a run is claimed")
+        assert claimed.id == other["id"]
 
     @pytest.mark.parametrize(
         ("resources", "field", "code"),

@@ -1,17 +1,21 @@
 """Runs that evaluate a model without training: how they are asked for, and what they refuse."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import Engine, func
+from sqlalchemy import Engine, func, select, text
 
 from app.config import Settings
 from app.infra.ids import new_id
 from app.infra.storage import Storage
+from app.tables.checkpoints import Checkpoint
+from app.tables.runs import Run
 from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run, mark_checkpoint, mark_run
 from tests.rows import events_of, run_row
 from tests.server import ApiServer
+from tests.waiting import eventually
 
 LORA = {"base_model": "tiny", "method": "lora", "lora_r": 8, "max_steps": 100, "eval_split": 0.1, "eval_steps": 10}
 KEPT = {"batch_size": 2, "report_to": ["tensorboard"], "sample_steps": 5, "sample_prompts": ["why"]}
@@ -61,6 +65,12 @@ def trained(api: ApiServer, engine: Engine, dataset: str, **config: Any) -> tupl
     return run_id, saved
 
 
+def waits_for_a_lock(engine: Engine) -> bool:
+    query = "SELECT count(*) > 0 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    with engine.connect() as connection:
+        return bool(connection.scalar(text(query)))
+
+
 class TestRequest:
     def test_the_output_of_a_run_is_evaluated_with_its_configuration(
         self, api: ApiServer, engine: Engine, dataset: str
@@ -93,6 +103,18 @@ class TestRequest:
         saved = Trainer(engine, run_id).begin().checkpoint(20)
         run = evaluation_of(api, saved, dataset)
         assert (run["base_run_id"], run["parent_run_id"], run["resume_checkpoint_id"]) == (None, run_id, saved)
+
+    def test_it_and_a_deletion_of_its_run_wait_for_each_other(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        run_id, saved = trained(api, engine, dataset)
+        with ThreadPoolExecutor(1) as pool, engine.begin() as connection:
+            connection.execute(select(Run.id).where(Run.id == run_id).with_for_update())
+            asked = pool.submit(evaluate, api, saved, dataset)
+            eventually(lambda: waits_for_a_lock(engine))
+            connection.execute(select(Checkpoint.id).where(Checkpoint.id == saved).with_for_update())
+            connection.rollback()
+            assert asked.result().status_code == 202, asked.result().text
 
     def test_a_base_model_is_evaluated_without_an_adapter(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         run = evaluation_of(api, "tiny", dataset)
@@ -170,6 +192,33 @@ class TestRefusals:
     ) -> None:
         assert refused(evaluate(api, "tiny", dataset, config=config)) == errors
 
+    def test_an_export_or_an_evaluation_names_what_to_evaluate_instead(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        """They have no checkpoints, which is what the advice names for a run that trained."""
+        run_id, saved = trained(api, engine, dataset)
+        evaluation = evaluation_of(api, run_id, dataset)["id"]
+        Trainer(engine, evaluation).begin().complete()
+        mark_run(engine, evaluation, output_attempt=None)
+        path = f"/v1/runs/{run_id}/checkpoints/{saved}/export"
+        exported = api.client.post(path, json={"output": "merged"}).json()["id"]
+        Trainer(engine, exported).complete().write_output(Storage(api.settings))
+        for model, code, subject in ((evaluation, "run_without_output", run_id), (exported, "merged_output", saved)):
+            (error,) = evaluate(api, model, dataset).json()["errors"]
+            assert error["code"] == code and f"evaluate {subject}, whose" in error["message"]
+
+    def test_a_configuration_of_any_length(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        """The limit is that of a run; what a run may have is evaluated, whatever the request adds to it."""
+        schema = {"type": "json_schema", "schema": {"description": "x" * 66_000}}
+        assert refused(evaluate(api, "tiny", dataset, config={"rewards": [schema]})) == {"config": "config_too_large"}
+        run_id, _ = trained(api, engine, dataset)
+        row = run_row(engine, run_id)
+        names = [f"{number:04}{'q' * 190}" for number in range(400)]
+        long = {"target_modules": names[:200], "modules_to_save": names[200:]}
+        given = [*row.user_set_fields, *long]
+        mark_run(engine, run_id, config={**row.config, **long}, user_set_fields=given)
+        assert evaluation_of(api, run_id, dataset, config={"max_eval_rows": 5})["config"]["modules_to_save"]
+
     def test_an_evaluation_neither_resumes_nor_acts_nor_estimates(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
@@ -202,4 +251,4 @@ class TestResult:
         ranked = [run["id"] for run in api.client.get("/v1/runs", params={"sort": "best"}).json()["data"]]
         assert ranked == [run_id]
         deleted = api.client.delete(f"/v1/runs/{run_id}")
-        assert (deleted.status_code, deleted.json()["code"]) == (409, "run_is_needed")
+        assert deleted.status_code == 409 and deleted.json()["code"] == "run_is_needed"

@@ -12,7 +12,7 @@ from app.config import Settings
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from tests.factories import Trainer, make_dataset, make_model, make_run, mark_checkpoint
-from tests.rows import run_row
+from tests.rows import add_worker, run_row
 from tests.server import ApiServer
 
 CONFIG = {"base_model": "tiny", "method": "lora", "report_to": ["tensorboard"]}
@@ -90,6 +90,33 @@ class TestExport:
         saved = fake.checkpoint(40)
         fake.fail()
         assert refusal(export(api, fake.run_id, saved))[2] == "checkpoint_id"
+
+    def test_a_gguf_file_needs_a_merged_model_and_a_worker_that_can_write_it(
+        self, api: ApiServer, engine: Engine
+    ) -> None:
+        trainer = trained(api, engine)
+        saved = trainer.checkpoint(40)
+        trainer.fail()
+
+        def refusal(**body: Any) -> tuple[str, str]:
+            answer = export(api, trainer.run_id, saved, **body)
+            (error,) = answer.json()["errors"]
+            assert (answer.status_code, error["field"]) == (422, "gguf")
+            return error["code"], error["message"]
+
+        code, message = refusal(gguf="q8_0")
+        assert code == "conflict" and "set `output` to `merged`" in message
+        add_worker(engine, backends=["celery"])
+        code, message = refusal(gguf="q8_0", output="merged")
+        assert code == "gguf_converter_missing"
+        assert "git clone https://github.com/ggml-org/llama.cpp" in message and "ANNEAL_GGUF_CONVERTER" in message
+        assert export(api, trainer.run_id, saved, gguf="q4_0").status_code == 422
+        add_worker(engine, backends=["celery"], gguf=True)
+        answer = export(api, trainer.run_id, saved, gguf="q8_0", output="merged")
+        assert answer.status_code == 202, answer.text
+        assert answer.json()["config"]["gguf"] == "q8_0"
+        assert answer.json()["requirements"]["gguf"] and not run_row(engine, trainer.run_id).requirements.get("gguf")
+        assert {one["gguf"] for one in api.client.get("/v1/workers").json()["data"]} >= {True, False}
 
 
 class TestDownload:

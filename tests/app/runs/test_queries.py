@@ -51,6 +51,7 @@ def made(engine: Engine) -> list[dict[str, Any]]:
                 "best_score": score, "final_score": score if ended else None,
                 "finished_at": func.now() if ended else None, "lease_owner": worker if live else None,
                 "lease_expires_at": text("now() + interval '1 day'") if live else None,
+                "not_before": text("now() + interval '1 day'"),  # the dispatcher writes no reason to wait
                 "stop_requested_at": func.now() if status == "cancelled" else None,
                 "error_code": "internal" if status == "failed" else None,
             }
@@ -86,7 +87,7 @@ def _reversed(id: str) -> tuple[int, ...]:
     return tuple(-ord(letter) for letter in id)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_every_page_of_every_order_and_filter(shared_api: ApiServer, made: list[dict[str, Any]], seed: int) -> None:
     chance = random.Random(seed)
     query: dict[str, Any] = {}

@@ -105,6 +105,17 @@ class TestChild:
             "lora_r",
         ]
 
+    def test_epochs_replace_the_max_steps_of_the_parent(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        """Else the request would change nothing, since `max_steps` takes precedence."""
+        config = {"base_model": "any", "max_steps": 90}
+        parent, _ = stopped(api, engine, dataset, 50, config=config)  # the checkpoint is at epoch 0.5
+        child = child_of(api, parent, config={"epochs": 0.6})
+        assert (child["config"]["epochs"], child["config"]["max_steps"]) == (0.6, None)
+        assert child_of(api, parent, config={"epochs": 2, "max_steps": 70})["config"]["max_steps"] == 70
+        answer = resume(api, parent, config={"epochs": 0.4})
+        assert refused(answer) == (422, "nothing_left_to_train")
+        assert "at epoch 0.5 is at or after the last epoch, 0.4" in answer.json()["detail"]
+
     def test_of_a_run_that_has_saved_nothing_goes_on_from_what_that_run_started_from(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:

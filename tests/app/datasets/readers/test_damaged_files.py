@@ -79,6 +79,9 @@ def in_any_pieces(kind: type[ArrayReader] | type[TableReader], whole: bytes, bor
 
 @given(whole=st.one_of(_DOCUMENT.map(str.encode), st.binary(max_size=60)), borders=_BORDERS)
 @example(whole=b'[{"text": "\\"]"}]', borders=[13])
+@example(whole=b'[{"text": "' + b"x" * _MOST_ROW + b'"}]}', borders=[])
+@example(whole=b'[{"text": "' + b"x" * _MOST_ROW + b'"} {"x": ' + b"[" * 3000, borders=[])
+@example(whole=b" " * 5000 + b'[{"text": "a"}]', borders=[])
 @examples(200)
 def test_an_array_is_taken_exactly_when_a_strict_parser_takes_it(whole: bytes, borders: list[int]) -> None:
     reported = in_any_pieces(ArrayReader, whole, borders)

@@ -8,13 +8,15 @@ import socket
 import subprocess
 import tarfile
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
+from app.client.client import Anneal
 from app.infra.db import sync_engine
 from app.infra.ids import new_id
 from app.infra.storage import Storage
-from app.runs.artifacts import archive
+from app.runs.artifacts import archive, service
 from tests.app.uploads import lines, upload
 from tests.factories import Trainer, make_dataset
 from tests.rows import add_run
@@ -35,6 +37,19 @@ def run(shared_api: ApiServer) -> str:
     return run_id
 
 
+@pytest.fixture
+def failed(shared_api: ApiServer) -> str:
+    """A failed run with records of its attempt beside what is not served."""
+    engine = sync_engine(shared_api.settings.database_url or "", pool_size=0)
+    run_id: str = Trainer(engine, add_run(engine).id).begin().fail().run_id
+    folder = Storage(shared_api.settings).attempt_dir(run_id, 1)
+    for name in ("tensorboard/events.1", "metrics.jsonl", "job.json", "checkpoint-1/metrics.jsonl"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}\n")
+    (folder / "distributions.jsonl").symlink_to("/etc/passwd")
+    return run_id
+
+
 def test_all_files_are_listed_by_path(shared_api: ApiServer, run: str) -> None:
     assert shared_api.client.get(f"/v1/runs/{run}/artifacts").json() == {
         "data": [
@@ -43,6 +58,7 @@ def test_all_files_are_listed_by_path(shared_api: ApiServer, run: str) -> None:
             {"path": "sub/ü b.json", "bytes": 2},
         ],
         "has_more": False,
+        "left_out": 0,
     }
 
 
@@ -148,6 +164,39 @@ def test_links_are_not_even_listed(shared_api: ApiServer, run: str) -> None:
     assert len(shared_api.client.get(f"/v1/runs/{run}/artifacts").json()["data"]) == 3
 
 
+@pytest.mark.parametrize(
+    "name", [os.fsdecode(b"\xff"), "\x1b]0;owned\x07", "a\nb", "a\tb", "\x9b2J", "a\u202etxt", "..\\..\\a", "\x1b[2J/a"]
+)
+def test_a_name_that_is_not_plain_text_is_left_out_and_counted(
+    shared_api: ApiServer, run: str, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    output = Storage(shared_api.settings).output_dir(run, 1)
+    (output / name).parent.mkdir(exist_ok=True)
+    (output / name).write_text("no terminal may see its name")
+    shown = shared_api.client.get(f"/v1/runs/{run}/artifacts").json()
+    assert (len(shown["data"]), shown["left_out"]) == (3, 1)
+    assert shared_api.client.get(f"/v1/runs/{run}/artifacts/{quote(os.fsencode(name))}").status_code in (404, 422)
+    archived = shared_api.client.get(f"/v1/runs/{run}/artifacts.tar").content
+    with tarfile.open(fileobj=io.BytesIO(archived)) as tar:
+        assert len(tar.getnames()) == 3
+    with Anneal(shared_api.url, shared_api.key) as client:
+        folder = client.runs.download(run, tmp_path / "downloaded")
+    assert len([path for path in folder.rglob("*") if path.is_file()]) == 3
+    assert f"1 file(s) of run {run} are not downloaded" in caplog.text
+
+
+def test_very_many_files_are_not_listed(
+    shared_api: ApiServer, run: str, failed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Millions that a trainer left would fill the memory; those of checkpoints do not count among the records."""
+    monkeypatch.setattr(service, "MAX_FILES", 3)
+    for path in (f"/v1/runs/{run}/artifacts", f"/v1/runs/{run}/artifacts.tar"):  # three files in two folders
+        answer = shared_api.client.get(path)
+        assert (answer.status_code, answer.json()["code"]) == (409, "too_many_artifacts")
+    assert shared_api.client.get(f"/v1/runs/{run}/artifacts/README.md").status_code == 200
+    assert shared_api.client.get(f"/v1/runs/{failed}/attempts/1/artifacts").status_code == 200
+
+
 def test_an_output_that_is_a_link_is_none(shared_api: ApiServer, run: str, tmp_path: Path) -> None:
     """The training process owns the folder that its output is in, and may put anything into its place."""
     output = Storage(shared_api.settings).output_dir(run, 1)
@@ -238,18 +287,6 @@ def _raw(api: ApiServer, request: bytes) -> bytes:
 
 
 class TestRecordsOfAnAttempt:
-    @pytest.fixture
-    def failed(self, shared_api: ApiServer) -> str:
-        """A failed run with records of its attempt beside what is not served."""
-        engine = sync_engine(shared_api.settings.database_url or "", pool_size=0)
-        run_id: str = Trainer(engine, add_run(engine).id).begin().fail().run_id
-        folder = Storage(shared_api.settings).attempt_dir(run_id, 1)
-        for name in ("tensorboard/events.1", "metrics.jsonl", "job.json", "checkpoint-1/metrics.jsonl"):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text("{}\n")
-        (folder / "distributions.jsonl").symlink_to("/etc/passwd")
-        return run_id
-
     def test_are_listed_and_fetched_although_the_run_failed(self, shared_api: ApiServer, failed: str) -> None:
         path = f"/v1/runs/{failed}/attempts/1/artifacts"
         listed = [one["path"] for one in shared_api.client.get(path).json()["data"]]

@@ -1,16 +1,19 @@
 """Clean-up marks what nobody needs, and never a checkpoint that somebody may want."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from sqlalchemy import Engine, select
+from sqlalchemy import Engine, select, update
 
 from app.config import Settings
 from app.infra.db import sync_engine
 from app.runs.checkpoints import retention
 from app.tables.checkpoints import Checkpoint
+from app.tables.runs import Run
 from tests.factories import Trainer, mark_checkpoint
-from tests.rows import add_run
+from tests.rows import add_run, waiting_for_locks
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -23,7 +26,7 @@ def trainer(settings: Settings) -> Iterator[Trainer]:
 def retire(trainer: Trainer, keep: int) -> list[str]:
     """Names of what went."""
     with trainer.engine.begin() as connection:
-        return sorted(name for _, name in connection.execute(retention.retire(trainer.run_id, keep)).all())
+        return sorted(name for _, name in retention.retire(connection, trainer.run_id, keep))
 
 
 def kept(engine: Engine) -> list[int]:
@@ -66,6 +69,21 @@ def test_a_pinned_one_stays_however_old(trainer: Trainer) -> None:
     mark_checkpoint(trainer.engine, pinned, pinned=True)
     assert retire(trainer, 1) == ["checkpoint-2"]
     assert kept(trainer.engine) == [1, 3]
+
+
+def test_one_that_a_request_is_about_to_evaluate_stays(trainer: Trainer) -> None:
+    """The request locks it, and commits its run while this waits for the lock."""
+    asked = trainer.checkpoint(1)
+    trainer.checkpoint(2)
+    evaluating = add_run(trainer.engine, task="evaluate")
+    with ThreadPoolExecutor(1) as pool, trainer.engine.connect() as request:
+        request.execute(select(Checkpoint.id).where(Checkpoint.id == asked).with_for_update(read=True))
+        request.execute(update(Run).where(Run.id == evaluating.id).values(resume_checkpoint_id=asked))
+        retired = pool.submit(retire, trainer, 1)
+        eventually(lambda: waiting_for_locks(trainer.engine))
+        request.commit()
+        assert retired.result() == []
+    assert kept(trainer.engine) == [1, 2]
 
 
 def test_the_one_with_the_lowest_evaluation_loss_stays(trainer: Trainer) -> None:

@@ -1,0 +1,126 @@
+"""Outlines of the loss curves of many runs, for tables: a few points of each, in two queries for all of them."""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.runs.metrics.curves import _counting
+from app.runs.metrics.rollups import VALUES, highest_level, points_of
+
+MOST_POINTS = 32
+_SPEED = "extra.tokens_per_second"
+_FIRST_STEP, _FIRST, _LOW_STEP, _LOW, _HIGH_STEP, _HIGH, _LAST_STEP, _LAST = range(VALUES)
+
+_PASSES = text(
+    """
+    SELECT run_id, attempt, segment, kind, first_step, last_step, points, cast(series -> :speed AS text) AS speed
+    FROM metric_rollups WHERE run_id = ANY(:ids) AND level = 0 AND kind = 'metric' ORDER BY run_id, attempt, segment
+    """
+)
+_PIECES = text(
+    """
+    SELECT wanted.place, cast(row.series -> 'loss' AS text) AS extent
+    FROM unnest(
+        cast(:run_ids AS text[]), cast(:attempts AS int[]), cast(:segments AS int[]), cast(:levels AS int[]),
+        cast(:lows AS bigint[]), cast(:highs AS bigint[])
+    ) WITH ORDINALITY AS wanted(run_id, attempt, segment, level, low, high, place)
+    CROSS JOIN LATERAL (
+        SELECT series, number FROM metric_rollups
+        WHERE run_id = wanted.run_id AND attempt = wanted.attempt AND segment = wanted.segment AND kind = 'metric'
+            AND level = wanted.level AND first_step <= wanted.high AND last_step >= wanted.low
+    ) AS row ORDER BY wanted.place, row.number
+    """
+)
+
+
+# A row of the lowest level covers 16 points, too many for a short curve.
+_SHORT = 4 * MOST_POINTS
+_EVENTS = text(
+    """
+    SELECT run_id, attempt, cast(data ->> 'step' AS bigint) AS step, cast(data ->> 'loss' AS float) AS loss
+    FROM run_events WHERE run_id = ANY(:ids) AND type = 'metric' AND json_typeof(data -> 'step') = 'number'
+        AND coalesce(json_typeof(data -> 'loss'), 'null') IN ('number', 'null') ORDER BY run_id, seq
+    """
+)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """Losses of a run from its first step to its newest, at most `MOST_POINTS`, and its speed."""
+
+    losses: list[float | None]
+    """Null for a value that was not finite; three significant digits, which a small curve shows."""
+    tokens_per_second: int | None
+
+
+async def outlines(session: AsyncSession, run_ids: Sequence[str]) -> dict[str, Outline]:
+    """Return the outlines of those of the runs that have metrics. Of steps trained twice, the newest pass counts."""
+    segments: dict[str, list[Any]] = {}
+    for row in (await session.execute(_PASSES, {"ids": list(run_ids), "speed": _SPEED})).all():
+        segments.setdefault(row.run_id, []).append(row)
+    wanted: list[tuple[str, int, int, int, int, int]] = []
+    short: dict[str, list[Any]] = {}
+    for run_id, rows in segments.items():
+        stretches = _counting(rows)
+        if sum(row.points for row in rows) <= _SHORT:
+            short[run_id] = stretches
+            continue
+        level = _level(sum(stretch.about for stretch in stretches))
+        for stretch in stretches:
+            place = (run_id, stretch.row.attempt, stretch.row.segment)
+            wanted.append((*place, min(level, highest_level(stretch.row.points)), stretch.low, stretch.high))
+    points = await _of_events(session, short)
+    names = ("run_ids", "attempts", "segments", "levels", "lows", "highs")
+    columns = {name: [one[place] for one in wanted] for place, name in enumerate(names)}
+    for place, extent in (await session.execute(_PIECES, columns)).all() if wanted else ():
+        if extent is not None:
+            run_id, *_, low, high = wanted[place - 1]
+            points.setdefault(run_id, {}).update(_points(json.loads(extent), low, high))
+    return {
+        run_id: Outline(_thinned(points.get(run_id, {})), _speed(rows[-1].speed)) for run_id, rows in segments.items()
+    }
+
+
+async def _of_events(session: AsyncSession, short: dict[str, list[Any]]) -> dict[str, dict[int, float | None]]:
+    """Return the points of runs with few of them, by step, from their events."""
+    points: dict[str, dict[int, float | None]] = {}
+    for run_id, attempt, step, loss in (await session.execute(_EVENTS, {"ids": list(short)})).all() if short else ():
+        if any(one.row.attempt == attempt and one.low <= step <= one.high for one in short[run_id]):
+            points.setdefault(run_id, {})[step] = loss
+    return points
+
+
+def _level(points: int) -> int:
+    """Return the lowest level with at most `MOST_POINTS` rows for this many points."""
+    level = 1
+    while points > points_of(level) * MOST_POINTS:
+        level += 1
+    return level
+
+
+def _points(extent: list[Any], low: int, high: int) -> Iterable[tuple[int, float | None]]:
+    ends = [(extent[place], extent[place + 1]) for place in (_FIRST_STEP, _LOW_STEP, _HIGH_STEP, _LAST_STEP)]
+    return [(step, value) for step, value in ends if step is not None and low <= step <= high]
+
+
+def _thinned(points: dict[int, float | None]) -> list[float | None]:
+    values = [points[step] for step in sorted(points)]
+    if len(values) > MOST_POINTS:
+        last = len(values) - 1
+        values = [values[round(index * last / (MOST_POINTS - 1))] for index in range(MOST_POINTS)]
+    return [None if value is None else _rounded(value) for value in values]
+
+
+def _rounded(value: float) -> float:
+    """Round to three significant digits."""
+    return value if value == 0 else round(value, 2 - math.floor(math.log10(abs(value))))
+
+
+def _speed(extent: str | None) -> int | None:
+    last = json.loads(extent)[_LAST] if extent else None
+    return None if last is None else round(last)

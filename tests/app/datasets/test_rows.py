@@ -1,0 +1,50 @@
+"""Promises about the rows that a page shows of a dataset."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from app.api.errors import ApiError
+from app.datasets import rows
+from tests.app.uploads import lines, upload
+from tests.server import ApiServer
+
+
+def test_pages_follow_each_other_and_equal_the_file(shared_api: ApiServer) -> None:
+    written = [{"text": f"row {number}: <b>ä</b>"} for number in range(45)]
+    dataset = upload(shared_api, lines(*written)).json()["id"]
+    read, after = [], None
+    while True:
+        query = {"limit": 20} | ({} if after is None else {"after": after})
+        page = shared_api.client.get(f"/v1/datasets/{dataset}/rows", params=query).json()
+        read += page["data"]
+        after = page["next"]
+        assert page["has_more"] is (after is not None)
+        if after is None:
+            break
+    assert [one["line"] for one in read] == list(range(1, 46)) and [one["row"] for one in read] == written
+
+
+_FAR = ["99.99999999", "1.9223372036854775808", "1." + "9" * 31]
+
+
+@pytest.mark.parametrize("cursor", ["x", "1", "1.", "-1.5", "1.3", "1.²", *_FAR])
+def test_a_cursor_that_is_none_is_refused(tmp_path: Path, cursor: str) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "a"}\n{"text": "b"}\n')
+    with pytest.raises(ApiError) as refused:
+        rows.read(file, cursor, 10)
+    assert refused.value.errors[0].code == "unknown_cursor"
+
+
+def test_long_values_are_cut_and_large_rows_end_a_page(tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    row = {"text": "x" * 100_000, "list": list(range(1000)), "deep": {"a": ["y" * 5000]}}
+    wide = {f"column {number}": "z" * 2000 for number in range(50)}
+    file.write_text("".join(json.dumps(one) + "\n" for one in (row, *[wide] * 20)))
+    first = rows.read(file, None, 1).data[0].row
+    assert len(first["text"]) < 2100 and len(first["list"]) == 51 and len(first["deep"]["a"][0]) < 2100
+    page = rows.read(file, None, 100)
+    assert 2 <= len(page.data) < 10 and page.has_more and page.next is not None
+    assert rows.read(file, page.next, 1).data[0].line == page.data[-1].line + 1
