@@ -1,0 +1,140 @@
+// Calls of the HTTP API, with the session's cookie.
+
+/** Error response of the API, or a failure to reach it (status 0). */
+export class ApiError extends Error {
+  /**
+   * @param {number} status
+   * @param {string} code
+   * @param {string} detail
+   * @param {{ field: string, code: string, message: string }[]} [errors]
+   * @param {string | null} [requestId]
+   */
+  constructor(status, code, detail, errors = [], requestId = null) {
+    super(detail);
+    this.status = status;
+    this.code = code;
+    this.errors = errors;
+    this.requestId = requestId;
+  }
+
+  /** True if the same request may succeed later without a change. */
+  get isTemporary() {
+    return this.status === 0 || this.status === 429 || this.status >= 502;
+  }
+}
+
+/** @type {() => void} */
+let onSignedOut = () => {};
+
+/** @param {() => void} callback Called when a call finds that there is no valid session. */
+export function whenSignedOut(callback) {
+  onSignedOut = callback;
+}
+
+/**
+ * @typedef {object} Options
+ * @property {Record<string, string | number | boolean | string[] | null | undefined>} [query]
+ * @property {unknown} [body] Sent as JSON.
+ * @property {AbortSignal} [signal]
+ * @property {Record<string, string>} [headers]
+ */
+
+/**
+ * Call the API and return the parsed response; `null` for one without content.
+ *
+ * Throws `ApiError`. A 401 also leads to the page for signing in.
+ * @param {string} method
+ * @param {string} path
+ * @param {Options} [options]
+ * @returns {Promise<any>}
+ */
+export async function call(method, path, { query, body, signal, headers } = {}) {
+  const response = await reach(method, path + queryText(query), {
+    method,
+    signal,
+    headers: body === undefined ? headers : { 'Content-Type': 'application/json', ...headers },
+    body: body === undefined ? undefined : JSON.stringify(body),
+  });
+  if (!response.ok) throw await problemOf(response, path);
+  if (response.status === 204) return null;
+  return (response.headers.get('content-type') ?? '').includes('json') ? response.json() : response.text();
+}
+
+/**
+ * @param {string} path
+ * @param {Options['query']} [query]
+ * @param {AbortSignal} [signal]
+ * @returns {Promise<any>}
+ */
+export const get = (path, query, signal) => call('GET', path, { query, signal });
+
+/**
+ * @param {string} path
+ * @param {unknown} [body]
+ * @param {Record<string, string>} [headers]
+ * @returns {Promise<any>}
+ */
+export const post = (path, body = {}, headers) => call('POST', path, { body, headers });
+
+/** @param {Options['query']} query */
+export function queryText(query) {
+  const parts = new URLSearchParams();
+  for (const [name, value] of Object.entries(query ?? {})) {
+    if (value == null || value === '') continue;
+    for (const one of Array.isArray(value) ? value : [value]) parts.append(name, String(one));
+  }
+  const text = parts.toString();
+  return text && `?${text}`;
+}
+
+/** @param {string} method @param {string} url @param {RequestInit} init */
+async function reach(method, url, init) {
+  try {
+    return await fetch(url, { credentials: 'same-origin', ...init });
+  } catch (error) {
+    if (init.signal?.aborted) throw error;
+    const what = method === 'GET' ? 'It is tried again.' : 'Nothing is known about the request; look before you repeat it.';
+    throw new ApiError(0, 'unreachable', `The service cannot be reached. ${what}`);
+  }
+}
+
+/** @param {Response} response @param {string} path */
+async function problemOf(response, path) {
+  const problem = await response.json().catch(() => ({}));
+  if (response.status === 401 && path !== '/v1/session') onSignedOut();
+  return new ApiError(
+    response.status,
+    problem.code ?? 'unknown',
+    problem.detail ?? `The service answered with status ${response.status}.`,
+    problem.errors ?? [],
+    problem.request_id ?? response.headers.get('x-request-id'),
+  );
+}
+
+/**
+ * Upload a file as `multipart/form-data`, with progress; `XMLHttpRequest`, because `fetch` reports none for uploads.
+ * @param {string} path
+ * @param {FormData} form
+ * @param {(sent: number, total: number) => void} onProgress Bytes.
+ * @param {AbortSignal} [signal]
+ * @returns {Promise<any>}
+ */
+export function upload(path, form, onProgress, signal) {
+  return new Promise((resolve, reject) => {
+    const request = new XMLHttpRequest();
+    request.open('POST', path);
+    request.upload.onprogress = (event) => onProgress(event.loaded, event.total);
+    request.onerror = () => reject(new ApiError(0, 'unreachable', 'The connection broke during the upload; try again.'));
+    request.onabort = () => reject(new DOMException('The upload was cancelled.', 'AbortError'));
+    request.onload = async () => {
+      const response = new Response(request.responseText, {
+        status: request.status,
+        headers: { 'content-type': request.getResponseHeader('content-type') ?? '' },
+      });
+      if (response.ok) resolve(await response.json());
+      else reject(await problemOf(response, path));
+    };
+    signal?.addEventListener('abort', () => request.abort());
+    request.send(form);
+  });
+}

@@ -1,0 +1,241 @@
+// A line chart, drawn by uPlot: at most twice a second, and only while it is in sight.
+
+import { html, useEffect, useRef, useState } from '../../vendor/preact.js';
+import uPlot from '../../vendor/uplot.js';
+import { align, lastValue, smooth } from '../curves.js';
+import { significant, tickLabels } from '../format.js';
+import { palette } from '../theme.js';
+
+const DRAW_EVERY_MS = 500;
+const COLORS = 8;
+
+/**
+ * @typedef {object} Curve
+ * @property {string} name
+ * @property {string} color Name of a custom property of the style sheet, such as `--c1`.
+ * @property {(number | null)[]} x
+ * @property {(number | null)[]} y
+ * @property {boolean} [dots] True for few points, such as evaluations: each is shown, none is smoothed.
+ */
+
+/** @typedef {{ at: number, text?: string, kind: 'attempt' | 'action' | 'repair' }} Mark */
+
+/** @param {number} index @returns {string} Color of the curve of this number. */
+export const colorOf = (index) => `--c${(index % COLORS) + 1}`;
+
+/**
+ * A canvas knows no custom properties and no `light-dark()`: an element resolves them.
+ * @param {string} name
+ */
+function resolved(name) {
+  const probe = document.body.appendChild(Object.assign(document.createElement('i'), { hidden: true }));
+  probe.style.color = `var(${name})`;
+  const color = getComputedStyle(probe).color;
+  probe.remove();
+  return color;
+}
+
+/**
+ * @param {{
+ *   title: string, curves: Curve[], smoothing?: number, logScale?: boolean, shape?: '' | 'wide' | 'tall' | 'flat',
+ *   marks?: Mark[], format?: (value: number | null | undefined) => string, position?: (x: number) => string,
+ *   ticks?: (x: number) => string, group?: string, zoom?: [number, number] | null,
+ *   onZoom?: (range: [number, number] | null) => void, actions?: any,
+ * }} props
+ */
+export function LineChart({
+  title, curves, smoothing = 0, logScale = false, shape = '', marks = [], format = significant,
+  position = (x) => `step ${Math.round(x).toLocaleString('en-US')}`, ticks, group = 'page', zoom = null, onZoom, actions,
+}) {
+  const box = useRef(/** @type {HTMLElement | null} */ (null));
+  const [at, setAt] = useState(/** @type {number | null} */ (null));
+  const chart = useRef(/** @type {Drawing | null} */ (null));
+  const colors = palette.value;
+  // Smoothed curves are drawn over their points.
+  const shown = curves.flatMap((curve) =>
+    smoothing > 0 && !curve.dots ? [{ ...curve, faint: true }, { ...curve, y: smooth(curve.y, smoothing) }] : [curve],
+  );
+  const { x, ys } = align(shown);
+  const look = JSON.stringify([colors, logScale, shape, shown.map((one) => [one.name, one.color, one.dots, 'faint' in one])]);
+
+  useEffect(() => {
+    const drawing = new Drawing(/** @type {HTMLElement} */ (box.current), { shown, logScale, isWide: shape === 'wide', group, ticks, onCursor: setAt });
+    chart.current = drawing;
+    drawing.onZoom = onZoom;
+    drawing.show([x, ...ys], marks, zoom);
+    return () => drawing.destroy();
+  }, [look]);
+  useEffect(() => {
+    if (!chart.current) return;
+    chart.current.onZoom = onZoom;
+    chart.current.show([x, ...ys], marks, zoom);
+  });
+
+  const index = at ?? x.length - 1;
+  const values = shown.flatMap((curve, number) => ('faint' in curve ? [] : [{ ...curve, value: lastValue(ys[number], index) }]));
+  return html`<figure class=${`chart ${shape}`} aria-label=${`${title}: ${values.map((one) => `${one.name} ${format(one.value)}`).join(', ')}`}>
+    <header><h2>${title}</h2>
+      <div class="vals">
+        ${at != null && x[at] != null && html`<span>${position(x[at])}</span>`}
+        ${values.length <= 3 && values.map((one) => html`<span style=${{ '--k': `var(${one.color})` }}>${values.length > 1 && html`<i></i>${one.name} `}<b>${format(one.value)}</b></span>`)}
+      </div>${actions}
+    </header>
+    <div class="plot" ref=${box}></div>
+  </figure>`;
+}
+
+/** The canvas of a chart. Data that arrives faster than it is drawn, or out of sight, waits. */
+class Drawing {
+  /**
+   * @param {HTMLElement} box
+   * @param {{ shown: any[], logScale: boolean, isWide: boolean, group: string, ticks: ((x: number) => string) | undefined,
+   *   onCursor: (index: number | null) => void }} options
+   */
+  constructor(box, { shown, logScale, isWide, group, ticks, onCursor }) {
+    /** @type {any[]} */
+    this.data = [[], ...shown.map(() => [])];
+    /** @type {Mark[]} */
+    this.marks = [];
+    /** @type {[number, number] | null} */
+    this.zoom = null;
+    /** @type {((range: [number, number] | null) => void) | undefined} */
+    this.onZoom = undefined;
+    this.isInSight = false;
+    this.isStale = true;
+    this.drawn = -Infinity;
+    /** @type {ReturnType<typeof setTimeout> | undefined} */
+    this.timer = undefined;
+    this.marksColors = { attempt: resolved('--bad'), action: resolved('--violet'), repair: resolved('--warn') };
+    this.isWide = isWide;
+    const ink = resolved('--faint');
+    const grid = resolved('--grid');
+    const family = getComputedStyle(document.body).fontFamily;
+    const axis = { stroke: ink, font: `11px ${family}`, grid: { stroke: grid, width: 1 }, ticks: { show: false } };
+    this.font = family;
+    this.plot = new uPlot(
+      {
+        width: box.clientWidth || 300,
+        height: box.clientHeight || 150,
+        padding: [6, 14, 0, 0],
+        legend: { show: false },
+        cursor: { sync: { key: group }, points: { size: 7, width: 2 }, drag: { x: true, y: false, setScale: false } },
+        hooks: {
+          draw: [() => this.drawMarks()],
+          setCursor: [(/** @type {any} */ plot) => onCursor(plot.cursor.idx ?? null)],
+          setSelect: [(/** @type {any} */ plot) => this.select(plot)],
+        },
+        scales: {
+          x: { time: false, range: (/** @type {any} */ _plot, /** @type {number} */ low, /** @type {number} */ high) => this.zoom ?? [low, high] },
+          y: logScale
+            ? { distr: 3 }
+            : {
+                range: (/** @type {any} */ _plot, /** @type {number | null} */ low, /** @type {number | null} */ high) => {
+                  if (low == null || high == null) return [0, 1];
+                  const margin = (high - low || Math.abs(high) || 1) * 0.06;
+                  return [low - margin, high + margin];
+                },
+              },
+        },
+        axes: [
+          { ...axis, size: 26, gap: 4, space: isWide ? 70 : 48, values: (/** @type {any} */ _plot, /** @type {number[]} */ at) => (ticks ? at.map(ticks) : tickLabels(at)) },
+          { ...axis, size: 50, gap: 6, space: 34, values: (/** @type {any} */ _plot, /** @type {(number | null)[]} */ at) => tickLabels(at) },
+        ],
+        series: [
+          {},
+          ...shown.map((curve) => ({
+            label: curve.name,
+            stroke: resolved(curve.color),
+            width: curve.faint ? 1 : curve.dots ? 1.5 : 1.75,
+            alpha: curve.faint ? 0.28 : 1,
+            spanGaps: true,
+            points: curve.dots ? { show: true, size: 6, fill: resolved(curve.color), width: 0 } : { show: false },
+          })),
+        ],
+      },
+      this.data,
+      box,
+    );
+    this.plot.over.addEventListener('dblclick', () => this.onZoom?.(null));
+    this.sized = new ResizeObserver(() => {
+      if (box.clientWidth && (this.plot.width !== box.clientWidth || this.plot.height !== box.clientHeight)) {
+        this.plot.setSize({ width: box.clientWidth, height: box.clientHeight });
+      }
+    });
+    this.sized.observe(box);
+    this.seen = new IntersectionObserver(([entry]) => {
+      this.isInSight = entry.isIntersecting;
+      this.schedule();
+    });
+    this.seen.observe(box);
+  }
+
+  /**
+   * @param {any[]} data The common positions and the values of each curve, as `align` returns them.
+   * @param {Mark[]} marks
+   * @param {[number, number] | null} zoom
+   */
+  show(data, marks, zoom) {
+    const before = this.zoom;
+    Object.assign(this, { data, marks, zoom, isStale: true });
+    // A change by hand is shown at once.
+    if (before?.[0] !== zoom?.[0] || before?.[1] !== zoom?.[1]) this.drawn = -Infinity;
+    this.schedule();
+  }
+
+  schedule() {
+    if (!this.isStale || !this.isInSight || this.timer !== undefined) return;
+    const wait = Math.max(0, this.drawn + DRAW_EVERY_MS - performance.now());
+    this.timer = setTimeout(() => {
+      this.timer = undefined;
+      if (!this.isInSight) return;
+      this.drawn = performance.now();
+      this.isStale = false;
+      this.plot.setData(this.data, true);
+    }, wait);
+  }
+
+  /** @param {any} plot */
+  select(plot) {
+    const { left, width } = plot.select;
+    plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+    if (width < 4) return;
+    this.onZoom?.([plot.posToVal(left, 'x'), plot.posToVal(left + width, 'x')]);
+  }
+
+  drawMarks() {
+    const { plot } = this;
+    const context = plot.ctx;
+    const ratio = devicePixelRatio;
+    const right = plot.bbox.left + plot.bbox.width;
+    context.save();
+    context.font = `${10.5 * ratio}px ${this.font}`;
+    context.textBaseline = 'top';
+    for (const mark of this.marks) {
+      const left = plot.valToPos(mark.at, 'x', true);
+      if (left < plot.bbox.left || left > right) continue;
+      context.strokeStyle = this.marksColors[mark.kind];
+      context.fillStyle = context.strokeStyle;
+      context.setLineDash([3 * ratio, 3 * ratio]);
+      context.lineWidth = ratio;
+      context.globalAlpha = 0.8;
+      context.beginPath();
+      context.moveTo(left, plot.bbox.top);
+      context.lineTo(left, plot.bbox.top + plot.bbox.height);
+      context.stroke();
+      context.globalAlpha = 1;
+      if (mark.text && this.isWide && plot.width > 560) {
+        const fits = left + context.measureText(mark.text).width + 10 * ratio < right;
+        context.textAlign = fits ? 'left' : 'right';
+        context.fillText(mark.text, left + (fits ? 5 : -5) * ratio, plot.bbox.top + 2 * ratio);
+      }
+    }
+    context.restore();
+  }
+
+  destroy() {
+    clearTimeout(this.timer);
+    this.sized.disconnect();
+    this.seen.disconnect();
+    this.plot.destroy();
+  }
+}

@@ -1,0 +1,136 @@
+// Small controls that every page uses.
+
+import { html, useEffect, useRef, useState } from '../../vendor/preact.js';
+import * as format from '../format.js';
+import { Icon } from './icon.js';
+
+/** @type {Record<string, [import('./icon.js').IconName, string]>} Icon and word of each status. */
+const STATUS = {
+  pending: ['ring', 'Pending'],
+  initializing: ['spin', 'Starting'],
+  running: ['dot', 'Running'],
+  checkpointing: ['save', 'Saving'],
+  completed: ['check', 'Completed'],
+  failed: ['cross', 'Failed'],
+  cancelled: ['square', 'Stopped'],
+};
+export const STATUSES = Object.keys(STATUS);
+
+/** @param {string} status */
+export const statusName = (status) => STATUS[status]?.[1] ?? status;
+
+/** @param {{ status: string, plain?: boolean }} props */
+export const Chip = ({ status, plain }) =>
+  html`<span class=${plain ? 'chip plain' : 'chip'} data-s=${status}><${Icon} name=${STATUS[status]?.[0] ?? 'ring'} />${statusName(status)}</span>`;
+
+/** @param {{ value: number, status?: string, label: string }} props `value`: from 0 to 1. */
+export const Bar = ({ value, status, label }) => {
+  const share = Math.min(Math.max(value || 0, 0), 1);
+  return html`<div class="bar" data-s=${status} role="progressbar" aria-label=${label} aria-valuenow=${Math.round(share * 100)} aria-valuemin="0" aria-valuemax="100">
+    <i style=${{ width: `${100 * share}%` }}></i>
+  </div>`;
+};
+
+/**
+ * One of a few choices.
+ * @param {{ label: string, value: string, options: [string, string][], onChange: (value: string) => void }} props
+ */
+export const Choice = ({ label, value, options, onChange }) =>
+  html`<span class="seg" role="group" aria-label=${label}>
+    ${options.map(([key, text]) => html`<button type="button" aria-pressed=${String(key === value)} onClick=${() => onChange(key)}>${text}</button>`)}
+  </span>`;
+
+/** @param {{ text: string, shown?: string, label: string }} props */
+export function Copy({ text, shown, label }) {
+  const [done, setDone] = useState(false);
+  useEffect(() => {
+    if (!done) return undefined;
+    const timer = setTimeout(() => setDone(false), 1500);
+    return () => clearTimeout(timer);
+  }, [done]);
+  const copy = async () => {
+    // Over plain HTTP, other than on this machine, browsers offer no clipboard: the text is selected for copying.
+    if (!navigator.clipboard) return void prompt(label, text);
+    await navigator.clipboard.writeText(text);
+    setDone(true);
+  };
+  return html`<button type="button" class="copy" title=${label} onClick=${copy}>
+    ${shown ?? text}<span aria-live="polite">${done ? ' copied' : ''}</span>
+  </button>`;
+}
+
+/**
+ * Button that opens a list of actions.
+ * @param {{ button: any, children: any, kind?: string, label?: string }} props
+ */
+export function Menu({ button, children, kind = '', label }) {
+  const [isOpen, setOpen] = useState(false);
+  const box = useRef(/** @type {HTMLElement | null} */ (null));
+  const items = () => /** @type {HTMLElement[]} */ ([...(box.current?.querySelectorAll('.pop button:not(:disabled), .pop a') ?? [])]);
+  useEffect(() => {
+    if (!isOpen) return undefined;
+    items()[0]?.focus();
+    /** @param {PointerEvent} event */
+    const away = (event) => box.current?.contains(/** @type {Node} */ (event.target)) || setOpen(false);
+    addEventListener('pointerdown', away);
+    return () => removeEventListener('pointerdown', away);
+  }, [isOpen]);
+  /** @param {KeyboardEvent} event */
+  const onKey = (event) => {
+    if (!isOpen) return;
+    if (event.key === 'Escape') {
+      setOpen(false);
+      box.current?.querySelector('button')?.focus();
+    } else if (event.key === 'ArrowDown' || event.key === 'ArrowUp') {
+      event.preventDefault();
+      const all = items();
+      const at = all.indexOf(/** @type {HTMLElement} */ (document.activeElement));
+      all[(at + (event.key === 'ArrowDown' ? 1 : all.length - 1)) % all.length]?.focus();
+    } else if (event.key === 'Tab') setOpen(false);
+  };
+  return html`<div class="menu" ref=${box} onKeyDown=${onKey}>
+    <button type="button" class=${`btn ${kind}`} aria-haspopup="true" aria-expanded=${String(isOpen)} aria-label=${label} onClick=${() => setOpen(!isOpen)}>${button}</button>
+    ${isOpen && html`<div class="pop" onClick=${() => setOpen(false)}>${children}</div>`}
+  </div>`;
+}
+
+/**
+ * Dialog over the page; Escape and a click outside close it.
+ * @param {{ title: string, onClose: () => void, children: any, wide?: boolean }} props
+ */
+export function Dialog({ title, onClose, children, wide }) {
+  const box = useRef(/** @type {HTMLDialogElement | null} */ (null));
+  useEffect(() => {
+    const element = box.current;
+    element?.showModal();
+    return () => element?.close();
+  }, []);
+  return html`<dialog class=${wide ? 'dialog wide' : 'dialog'} ref=${box} aria-label=${title} onCancel=${onClose} onClick=${(/** @type {MouseEvent} */ event) => event.target === box.current && onClose()}>
+    <div class="inner">
+      <header class="row"><h2 class="grow">${title}</h2><button type="button" class="btn quiet icon small" aria-label="Close" onClick=${onClose}><${Icon} name="cross" /></button></header>
+      ${children}
+    </div>
+  </dialog>`;
+}
+
+/**
+ * Small curve of a table's row.
+ * @param {{ values: (number | null)[], status?: string, width?: number, height?: number }} props
+ */
+export function Spark({ values, status, width = 112, height = 26 }) {
+  const known = /** @type {number[]} */ (values.filter((value) => value != null));
+  if (known.length < 2) return html`<span class="faint">–</span>`;
+  const low = Math.min(...known);
+  const high = Math.max(...known);
+  const x = (/** @type {number} */ index) => 1 + (index * (width - 4)) / (values.length - 1);
+  const y = (/** @type {number} */ value) => 2 + (height - 4) * (1 - (value - low) / (high - low || 1));
+  let line = '';
+  values.forEach((value, index) => {
+    if (value != null) line += `${line ? 'L' : 'M'}${x(index).toFixed(1)} ${y(value).toFixed(1)}`;
+  });
+  const color = status === 'failed' ? 'var(--bad)' : status === 'running' || status === 'checkpointing' ? 'var(--accent)' : 'var(--faint)';
+  return html`<svg class="spark" width=${width} height=${height} role="img" aria-label=${`Loss from ${format.loss(known[0])} to ${format.loss(known.at(-1))}`}>
+    <path d=${line} fill="none" stroke=${color} stroke-width="1.5" stroke-linejoin="round" />
+    <circle cx=${x(values.lastIndexOf(/** @type {number} */ (known.at(-1))))} cy=${y(/** @type {number} */ (known.at(-1)))} r="2.2" fill=${color} />
+  </svg>`;
+}

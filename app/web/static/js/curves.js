@@ -1,0 +1,153 @@
+// Points of curves: kept by series, smoothed, and put on a common axis. Pure: no access to the page.
+
+/**
+ * Points of one series.
+ * @typedef {object} Series
+ * @property {number[]} steps Ascending.
+ * @property {(number | null)[]} values Null for a value that was not finite.
+ */
+
+/**
+ * Times of some steps, in seconds since the run first started.
+ * @typedef {{ steps: number[], seconds: number[] }} Clock
+ */
+
+/** @typedef {'step' | 'epoch' | 'time'} Axis */
+
+/** @returns {Series} */
+export const emptySeries = () => ({ steps: [], values: [] });
+
+/**
+ * Append a point. A step that is not after the last one was trained again, after a rewind or by a new attempt: the
+ * points from there on are of the earlier pass and are dropped.
+ * @param {Series} series
+ * @param {number} step
+ * @param {number | null} value
+ */
+export function append(series, step, value) {
+  const { steps } = series;
+  if (steps.length > 0 && step <= steps[steps.length - 1]) truncate(series, step);
+  steps.push(step);
+  series.values.push(value);
+}
+
+/**
+ * Drop the points from a step on.
+ * @param {Series} series
+ * @param {number} step
+ */
+export function truncate(series, step) {
+  const at = lowerBound(series.steps, step);
+  series.steps.length = at;
+  series.values.length = at;
+}
+
+/**
+ * Index of the first of ascending numbers that is not smaller.
+ * @param {ArrayLike<number>} numbers
+ * @param {number} wanted
+ */
+export function lowerBound(numbers, wanted) {
+  let low = 0;
+  let high = numbers.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (numbers[middle] < wanted) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+/**
+ * Exponential moving average, corrected for its start: the first value equals the first point.
+ * @param {(number | null)[]} values
+ * @param {number} weight Of the average so far, from 0 (no smoothing) to below 1.
+ * @returns {(number | null)[]}
+ */
+export function smooth(values, weight) {
+  if (weight <= 0) return values;
+  let average = 0;
+  let norm = 0;
+  return values.map((value) => {
+    if (value == null) return null;
+    average = average * weight + value * (1 - weight);
+    norm = norm * weight + (1 - weight);
+    return average / norm;
+  });
+}
+
+/**
+ * Positions of the points of a series on an axis.
+ * @param {Series} series
+ * @param {Axis} axis
+ * @param {{ epoch: Series | undefined, clock: Clock }} scales
+ * @returns {(number | null)[]}
+ */
+export function positions(series, axis, { epoch, clock }) {
+  if (axis === 'epoch') return interpolate(epoch?.steps ?? [], epoch?.values ?? [], series.steps);
+  if (axis === 'time') return interpolate(clock.steps, clock.seconds, series.steps);
+  return series.steps;
+}
+
+/**
+ * Values between known points, linearly; before the first and after the last, the nearest two continue.
+ * @param {number[]} xs Ascending. @param {(number | null)[]} ys @param {number[]} at
+ * @returns {(number | null)[]} Null where fewer than two points are known.
+ */
+export function interpolate(xs, ys, at) {
+  if (xs.length === 1) return at.map((x) => (x === xs[0] ? ys[0] : null));
+  if (xs.length < 2) return at.map(() => null);
+  return at.map((x) => {
+    const right = Math.min(Math.max(lowerBound(xs, x), 1), xs.length - 1);
+    const [low, high] = [ys[right - 1], ys[right]];
+    if (low == null || high == null) return null;
+    return low + ((high - low) * (x - xs[right - 1])) / (xs[right] - xs[right - 1]);
+  });
+}
+
+/**
+ * Put several curves on one ascending axis; null where a curve has no point.
+ * @param {{ x: (number | null)[], y: (number | null)[] }[]} curves
+ * @returns {{ x: number[], ys: (number | null | undefined)[][] }}
+ */
+export function align(curves) {
+  if (curves.length === 1 && isAscending(curves[0].x)) {
+    return { x: /** @type {number[]} */ (curves[0].x), ys: [curves[0].y] };
+  }
+  const all = new Set();
+  for (const { x } of curves) for (const position of x) if (position != null) all.add(position);
+  const merged = /** @type {number[]} */ ([...all]).sort((a, b) => a - b);
+  const places = new Map(merged.map((position, index) => [position, index]));
+  const ys = curves.map(({ x, y }) => {
+    /** @type {(number | null | undefined)[]} */
+    const column = new Array(merged.length);
+    x.forEach((position, index) => {
+      if (position != null) column[/** @type {number} */ (places.get(position))] = y[index];
+    });
+    return column;
+  });
+  return { x: merged, ys };
+}
+
+/** @param {(number | null)[]} numbers */
+function isAscending(numbers) {
+  let last = -Infinity;
+  for (const number of numbers) {
+    if (number == null || number <= last) return false;
+    last = number;
+  }
+  return true;
+}
+
+/**
+ * Last value that is not null.
+ * @param {ArrayLike<number | null | undefined>} values
+ * @param {number} [from] Index to search backward from.
+ */
+export function lastValue(values, from = values.length - 1) {
+  for (let index = Math.min(from, values.length - 1); index >= 0; index -= 1) {
+    const value = values[index];
+    if (value != null) return value;
+  }
+  return null;
+}

@@ -1,0 +1,70 @@
+// Entry of the dashboard: signs in, and shows the page of the address.
+
+import { effect, html, render, signal } from '../vendor/preact.js';
+import { match } from './addresses.js';
+import { whenSignedOut } from './api.js';
+import { Frame } from './components/frame.js';
+import { Empty, Failure } from './components/states.js';
+import * as router from './router.js';
+import { askToSignIn, read, session } from './session.js';
+import * as theme from './theme.js';
+
+const ICON = new URL('../icon.svg', import.meta.url).href;
+
+/** @type {Record<string, () => Promise<{ default: any, title: string }>>} */
+const PAGES = {
+  runs: () => import('./pages/runs.js'),
+  run: () => import('./pages/run.js'),
+  compare: () => import('./pages/compare.js'),
+  experiments: () => import('./pages/experiments.js'),
+  datasets: () => import('./pages/datasets.js'),
+  workers: () => import('./pages/workers.js'),
+  new: () => import('./pages/new.js'),
+  login: () => import('./pages/login.js'),
+};
+
+const shown = signal(/** @type {{ key: string, view: any } | null} */ (null));
+
+/** @param {string} path */
+async function show(path) {
+  const route = match(path);
+  const module = route && (await PAGES[route.name]());
+  if (router.path.value !== path) return; // another page was opened meanwhile
+  document.title = `${module ? module.title : 'Not found'} · Anneal`;
+  const moved = shown.value !== null;
+  const view = module
+    ? html`<${module.default} ...${route.params} />`
+    : html`<${Empty} title="There is no page at this address."><p><a href="/">All runs</a></p><//>`;
+  shown.value = { key: path, view };
+  if (moved) requestAnimationFrame(() => document.getElementById('main')?.focus({ preventScroll: true }));
+}
+
+function App() {
+  if (session.value === null && router.path.value !== '/login') return null;
+  return html`<${Frame} icon=${ICON}><div key=${shown.value?.key}>${shown.value?.view}</div><//>`;
+}
+
+theme.start();
+router.start();
+whenSignedOut(askToSignIn);
+const root = /** @type {HTMLElement} */ (document.getElementById('app'));
+
+async function start() {
+  if (router.path.value !== '/login') {
+    try {
+      await read();
+    } catch (error) {
+      // The service is away: the page comes by itself when it is back.
+      render(html`<main class="page" id="main"><${Failure} error=${error} onRetry=${start} /></main>`, root);
+      setTimeout(start, 3000);
+      return;
+    }
+  }
+  render(html`<${App} />`, root);
+  document.documentElement.dataset.ready = '1';
+}
+
+effect(() => {
+  show(router.path.value);
+});
+start();

@@ -1,0 +1,133 @@
+// The form of a new run: its fields from the schema of the configuration, and the request that it describes. Pure.
+
+/**
+ * @typedef {object} FormField
+ * @property {string} name
+ * @property {'number' | 'integer' | 'amount' | 'boolean' | 'choice' | 'text' | 'list' | 'json'} kind `amount`: a number or a word such as
+ *   `1k` or `epoch`.
+ * @property {string} description
+ * @property {unknown} fallback Default.
+ * @property {boolean} isNullable
+ * @property {string[]} choices
+ * @property {number} [min]
+ * @property {number} [max]
+ */
+
+/** @param {any} schema JSON schema of the configuration. @returns {{ group: string, fields: FormField[] }[]} */
+export function groupsOf(schema) {
+  return Object.entries(schema['x-groups']).map(([group, names]) => ({
+    group, fields: /** @type {string[]} */ (names).map((name) => fieldOf(name, schema.properties[name], schema.$defs ?? {})),
+  }));
+}
+
+/**
+ * @param {string} name @param {any} property @param {Record<string, any>} definitions
+ * @returns {FormField}
+ */
+export function fieldOf(name, property, definitions) {
+  const resolve = (/** @type {any} */ one) => (one.$ref ? { ...definitions[one.$ref.split('/').pop()], ...one } : one);
+  const leaves = (/** @type {any} */ one) => {
+    const found = resolve(one);
+    return (found.anyOf ?? found.oneOf)?.flatMap(leaves) ?? [found];
+  };
+  const parts = leaves(property);
+  const isNullable = parts.some((/** @type {any} */ one) => one.type === 'null');
+  const kinds = parts.filter((/** @type {any} */ one) => one.type !== 'null');
+  const main = kinds[0] ?? {};
+  const field = {
+    name, description: property.description ?? main.description ?? '', fallback: property.default, isNullable,
+    choices: /** @type {string[]} */ ([]), min: main.minimum ?? main.exclusiveMinimum, max: main.maximum ?? main.exclusiveMaximum,
+  };
+  if (kinds.length === 1) {
+    const choices = main.enum ?? (main.const === undefined ? null : [main.const]);
+    if (choices && choices.every((/** @type {unknown} */ one) => typeof one === 'string')) return { ...field, kind: 'choice', choices };
+    if (main.type === 'boolean') return { ...field, kind: 'boolean' };
+    if (main.type === 'integer') return { ...field, kind: 'integer' };
+    if (main.type === 'number') return { ...field, kind: 'number' };
+    if (main.type === 'string') return { ...field, kind: 'text' };
+    if (main.type === 'array' && resolve(main.items ?? {}).type === 'string') return { ...field, kind: 'list' };
+  }
+  const isScalar = (/** @type {any} */ one) => ['integer', 'number', 'string'].includes(one.type) || typeof one.const === 'string';
+  return { ...field, kind: kinds.length > 1 && kinds.every(isScalar) ? 'amount' : 'json' };
+}
+
+/**
+ * True for a value that the field has anyway; objects may leave out what has its default.
+ * @param {FormField | undefined} field @param {unknown} value
+ */
+export function isDefault(field, value) {
+  const isEmpty = value == null || (typeof value === 'object' && Object.keys(value).length === 0);
+  if (field?.fallback == null) return isEmpty;
+  return JSON.stringify(value) === JSON.stringify(field.fallback);
+}
+
+/**
+ * Text of a value in its control.
+ * @param {FormField} field @param {unknown} value
+ */
+export function textOf(field, value) {
+  if (value == null) return '';
+  if (field.kind === 'list') return /** @type {string[]} */ (value).join('\n');
+  if (field.kind === 'json') return JSON.stringify(value, null, 2);
+  if (field.kind === 'number' && typeof value === 'number' && value !== 0 && Math.abs(value) < 1e-3) return value.toExponential().replace('e+', 'e');
+  return String(value);
+}
+
+/**
+ * Value of the text in a control; throws `Error` with a sentence if it is none.
+ * @param {FormField} field @param {string} text
+ */
+export function valueOf(field, text) {
+  const trimmed = text.trim();
+  if (trimmed === '' && field.kind !== 'text') return null;
+  if (field.kind === 'number' || field.kind === 'integer') {
+    const number = Number(trimmed);
+    if (!Number.isFinite(number)) throw new Error('This is not a number.');
+    if (field.kind === 'integer' && !Number.isInteger(number)) throw new Error('This must be a whole number.');
+    return number;
+  }
+  if (field.kind === 'amount') return Number.isFinite(Number(trimmed)) ? Number(trimmed) : trimmed;
+  if (field.kind === 'boolean') return trimmed === 'true';
+  if (field.kind === 'list') return trimmed.split('\n').map((line) => line.trim()).filter(Boolean);
+  if (field.kind === 'json') {
+    try {
+      return JSON.parse(trimmed);
+    } catch {
+      throw new Error('This is not JSON.');
+    }
+  }
+  return trimmed === '' && field.isNullable ? null : text;
+}
+
+/**
+ * Body of `POST /v1/runs`: only what was set.
+ * @param {Record<string, unknown>} values Fields of the request beside the configuration; null or empty ones are left out.
+ * @param {Record<string, unknown>} config Fields of the configuration that were set.
+ */
+export function requestOf(values, config) {
+  const isSet = (/** @type {[string, unknown]} */ [, value]) => value != null && value !== '' && !(Array.isArray(value) && value.length === 0);
+  return { ...Object.fromEntries(Object.entries(values).filter(isSet)), config };
+}
+
+/**
+ * YAML of a request, for `anneal run`. Texts are quoted as in JSON, which YAML includes.
+ * @param {any} value @param {number} [depth]
+ * @returns {string}
+ */
+export function yamlOf(value, depth = 0) {
+  const indent = '  '.repeat(depth);
+  return Object.entries(value).map(([name, one]) => {
+    const isNested = one !== null && typeof one === 'object' && !Array.isArray(one) && Object.keys(one).length > 0;
+    return isNested ? `${indent}${name}:\n${yamlOf(one, depth + 1)}` : `${indent}${name}: ${JSON.stringify(one)}\n`;
+  }).join('');
+}
+
+/**
+ * Command that sends a request.
+ * @param {string} origin @param {unknown} body
+ */
+export function curlOf(origin, body) {
+  // In single quotes a shell changes nothing; a quote itself is written outside of them.
+  const json = JSON.stringify(body, null, 2).replaceAll("'", `'\\''`);
+  return `curl -X POST ${origin}/v1/runs \\\n  -H "Authorization: Bearer $ANNEAL_API_KEY" \\\n  -H "Content-Type: application/json" \\\n  -d '${json}'`;
+}

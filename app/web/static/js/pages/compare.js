@@ -1,0 +1,152 @@
+// Runs side by side: their curves, their results, and where their configurations differ.
+
+import { html, useEffect, useState } from '../../vendor/preact.js';
+import { get } from '../api.js';
+import { colorOf, LineChart } from '../components/chart.js';
+import { Chip, Choice, Copy, Dialog } from '../components/controls.js';
+import { Icon } from '../components/icon.js';
+import { Empty, Failure, Loading } from '../components/states.js';
+import { positions } from '../curves.js';
+import * as format from '../format.js';
+import { useResource, useSettled } from '../resource.js';
+import { query, setQuery } from '../router.js';
+
+export const title = 'Compare';
+
+const MOST_RUNS = 20;
+const MOST_POINTS = 1000;
+const LIVE_EVERY_MS = 5000;
+const LIVE = new Set(['pending', 'initializing', 'running', 'checkpointing']);
+const AXES = /** @type {[string, string][]} */ ([['step', 'Step'], ['epoch', 'Epoch'], ['time', 'Time']]);
+/** Curves that can be shown: series, title, format. The first two are shown unless others are chosen. */
+const CURVES = /** @type {[string, string, (value: number | null | undefined) => string][]} */ ([
+  ['loss', 'Train loss', format.loss],
+  ['eval_loss', 'Eval loss', format.loss],
+  ['learning_rate', 'Learning rate', format.significant],
+  ['grad_norm', 'Gradient norm', format.significant],
+  ['extra.tokens_per_second', 'Tokens/s', format.integer],
+]);
+
+export default function Compare() {
+  const asked = query.value;
+  const ids = [...new Set((asked.get('ids') ?? '').split(',').filter(Boolean))];
+  const [isLive, setLive] = useState(false);
+  const isValid = ids.length >= 2 && ids.length <= MOST_RUNS;
+  const everyMs = isLive ? LIVE_EVERY_MS : undefined;
+  const found = useResource((signal) => get('/v1/runs/compare', { ids: ids.join(',') }, signal), isValid ? ids.join(',') : null, { everyMs });
+  const runs = found.data?.runs ?? [];
+  const isAnyLive = runs.some((/** @type {any} */ run) => LIVE.has(run.status));
+  useEffect(() => setLive(isAnyLive), [isAnyLive]);
+  useEffect(() => {
+    document.title = `Compare ${ids.length} runs · Anneal`;
+  }, [ids.length]);
+  const [isAdding, setAdding] = useState(false);
+  const head = html`<div class="head center">
+    <div class="grow"><p class="crumb"><a href="/">Runs</a></p><h1>${ids.length ? `Compare ${format.counted(ids.length, 'run')}` : 'Compare runs'}</h1></div>
+    <div class="acts"><button type="button" class="btn" disabled=${ids.length >= MOST_RUNS} onClick=${() => setAdding(true)}><${Icon} name="plus" />Add runs</button>
+      <${Copy} text=${location.href} shown="Copy link" label="Copy the link to this comparison" /></div>
+  </div>${isAdding && html`<${AddRuns} ids=${ids} onClose=${() => setAdding(false)} />`}`;
+  if (!isValid) {
+    return html`${head}<section class="box"><${Empty} title=${ids.length > MOST_RUNS ? `At most ${MOST_RUNS} runs can be compared.` : 'Choose at least two runs.'}>
+      <p class="muted">Select them in the list of runs, or add them here.</p><p><a class="btn" href="/">All runs</a></p><//></section>`;
+  }
+  if (!found.data) {
+    return html`${head}${found.error ? html`<section class="box"><${Failure} error=${found.error} onRetry=${found.reload} /><p class="state"><a href="/">All runs</a></p></section>` : html`<${Loading} what="runs" />`}`;
+  }
+  const hidden = new Set(asked.getAll('hide'));
+  const shown = runs.map((/** @type {any} */ run, /** @type {number} */ index) => ({ ...run, color: colorOf(index) }));
+  const flip = (/** @type {string} */ id) => setQuery({ hide: hidden.has(id) ? [...hidden].filter((one) => one !== id) : [...hidden, id] });
+  return html`${head}
+    <div class="row wrap filters">${shown.map((/** @type {any} */ run) => html`<button type="button" class="btn small" key=${run.run_id} aria-pressed=${String(!hidden.has(run.run_id))} style=${hidden.has(run.run_id) ? { opacity: 0.55 } : {}} onClick=${() => flip(run.run_id)}>
+      <i class="swatch" style=${{ background: `var(${run.color})` }}></i>${run.name}</button>`)}</div>
+    <${Curves} runs=${shown.filter((/** @type {any} */ run) => !hidden.has(run.run_id))} everyMs=${everyMs} />
+    <${Results} runs=${shown} differences=${found.data.differences} common=${found.data.common} ids=${ids} />`;
+}
+
+/** @param {{ runs: any[], everyMs: number | undefined }} props */
+function Curves({ runs, everyMs }) {
+  const asked = query.value;
+  const axis = /** @type {import('../curves.js').Axis} */ (asked.get('axis') ?? 'step');
+  const smoothing = Number(asked.get('smoothing') ?? 0.6);
+  const logScale = asked.get('log') === '1';
+  const chosen = asked.getAll('curve');
+  const names = chosen.length ? chosen : [CURVES[0][0], CURVES[1][0]];
+  const flip = (/** @type {string} */ name) => {
+    const next = names.includes(name) ? names.filter((one) => one !== name) : [...names, name];
+    setQuery({ curve: next.length ? next : null });
+  };
+  return html`<div class="chartbar">
+      <span class="row">Along <${Choice} label="Horizontal axis" value=${axis} options=${AXES} onChange=${(/** @type {string} */ value) => setQuery({ axis: value === 'step' ? null : value })} /></span>
+      <label>Smoothing <input type="range" min="0" max="0.99" step="0.01" value=${smoothing} onInput=${(/** @type {any} */ event) => setQuery({ smoothing: event.target.value })} /><span class="num">${smoothing.toFixed(2)}</span></label>
+      <label class="check"><input type="checkbox" checked=${logScale} onChange=${(/** @type {any} */ event) => setQuery({ log: event.target.checked ? 1 : null })} />Log scale</label>
+      <span class="grow"></span>
+      <span class="row wrap" role="group" aria-label="Curves">${CURVES.map(([name, text]) => html`<label class="check"><input type="checkbox" checked=${names.includes(name)} onChange=${() => flip(name)} />${text}</label>`)}</span>
+    </div>
+    <div class="charts">${CURVES.filter(([name]) => names.includes(name)).map(([name, text, numbers]) => html`<${Curve} key=${name} name=${name} title=${text} format=${numbers} runs=${runs} axis=${axis} smoothing=${name.startsWith('eval') || name === 'learning_rate' ? 0 : smoothing} logScale=${logScale && name !== 'learning_rate'} everyMs=${everyMs} />`)}</div>`;
+}
+
+/** @param {{ name: string, title: string, format: (value: number | null | undefined) => string, runs: any[], axis: import('../curves.js').Axis, smoothing: number, logScale: boolean, everyMs: number | undefined }} props */
+function Curve({ name, title: text, format: numbers, runs, axis, smoothing, logScale, everyMs }) {
+  const ids = runs.map((run) => run.run_id).join(',');
+  const found = useResource((signal) => get('/v1/runs/curves', { ids, name, max_points: MOST_POINTS }, signal), ids ? `${name} ${ids}` : null, { everyMs });
+  const byRun = new Map((found.data?.data ?? []).map((/** @type {any} */ one) => [one.run_id, one]));
+  const curves = runs.flatMap((run) => {
+    const one = byRun.get(run.run_id);
+    if (!one || one.series.steps.length === 0) return [];
+    return [{ name: run.name, color: run.color, x: positions(one.series, axis, one), y: one.series.values, dots: name.startsWith('eval') }];
+  });
+  if (found.data && curves.length === 0) return html`<p class="chart tall state muted">No run has the curve “${text}”.</p>`;
+  const along = axis === 'epoch' ? { position: (/** @type {number} */ x) => `epoch ${x.toFixed(2)}` } : axis === 'time' ? { position: format.duration, ticks: format.duration } : {};
+  return html`<${LineChart} title=${text} shape="half tall" group="compare" format=${numbers} smoothing=${smoothing} logScale=${logScale} curves=${curves} ...${along} />`;
+}
+
+/**
+ * Results of runs, in the order of the table: text, value, format, and which value is best.
+ * @type {[string, (run: any) => number | null | undefined, (value: any) => string, ('min' | 'max')?][]}
+ */
+const RESULTS = [
+  ['Lowest train loss', (run) => run.best_loss, format.loss, 'min'],
+  ['Best eval loss', (run) => run.metrics['eval.eval_loss']?.min, format.loss, 'min'],
+  ['Best eval reward', (run) => run.metrics['eval.eval_reward']?.max, format.loss, 'max'],
+  ['Steps', (run) => run.current_step, format.integer],
+  ['Duration', (run) => run.seconds, format.duration, 'min'],
+  ['Tokens/s', (run) => run.metrics['extra.tokens_per_second']?.last, format.integer, 'max'],
+  ['Peak GPU memory, GiB', (run) => run.metrics.gpu_memory_mb?.max, format.gib, 'min'],
+];
+
+/** @param {{ runs: any[], differences: Record<string, Record<string, unknown>>, common: Record<string, unknown>, ids: string[] }} props */
+function Results({ runs, differences, common, ids }) {
+  const [isAll, setAll] = useState(false);
+  const remove = (/** @type {string} */ id) => setQuery({ ids: ids.filter((one) => one !== id).join(',') });
+  const rows = RESULTS.filter(([, value]) => runs.some((run) => value(run) != null));
+  return html`<section class="box scroll below" tabindex="0" role="region" aria-label="Results and differences"><table class="table">
+    <thead><tr><th class="fields"><span class="sr">Field</span></th>${runs.map((run) => html`<th key=${run.run_id}><span class="row"><i class="swatch" style=${{ background: `var(${run.color})` }}></i><a class="name" href=${`/runs/${run.run_id}`}>${run.name}</a><${Chip} status=${run.status} plain />
+      ${runs.length > 2 && html`<button type="button" class="btn quiet icon small" aria-label=${`Remove ${run.name} from the comparison`} onClick=${() => remove(run.run_id)}><${Icon} name="cross" /></button>`}</span></th>`)}</tr></thead>
+    <tbody>
+      ${rows.map(([text, value, numbers, best]) => {
+        const known = /** @type {number[]} */ (runs.map(value).filter((one) => one != null));
+        const winner = best && known.length > 1 && Math.min(...known) !== Math.max(...known) ? Math[best](...known) : null;
+        return html`<tr key=${text}><td class="muted">${text}</td>${runs.map((run) => html`<td class="num nowrap">${numbers(value(run))} ${value(run) != null && value(run) === winner && html`<span class="tag best">best</span>`}</td>`)}</tr>`;
+      })}
+      <tr><td colspan=${runs.length + 1} class="sub band">${Object.keys(differences).length ? 'Differences' : 'The configurations are the same.'}</td></tr>
+      ${Object.entries(differences).map(([field, values]) => html`<tr key=${field}><td class="mono muted">${field.replace(/^config\./, '')}</td>${runs.map((run) => html`<td class="mono">${format.configValue(values[run.run_id])}</td>`)}</tr>`)}
+      <tr><td colspan=${runs.length + 1} class="sub band"><button type="button" class="btn quiet small" aria-expanded=${String(isAll)} onClick=${() => setAll(!isAll)}>${format.counted(Object.keys(common).length, 'field')} ${Object.keys(common).length === 1 ? 'is' : 'are'} the same in all</button></td></tr>
+      ${isAll && Object.entries(common).map(([field, value]) => html`<tr key=${field}><td class="mono muted">${field.replace(/^config\./, '')}</td><td class="mono muted" colspan=${runs.length}>${format.configValue(value)}</td></tr>`)}
+    </tbody></table></section>`;
+}
+
+/** @param {{ ids: string[], onClose: () => void }} props */
+function AddRuns({ ids, onClose }) {
+  const [text, setText] = useState('');
+  const wanted = useSettled(text.trim(), 250);
+  const found = useResource((signal) => get('/v1/runs', { find: wanted, view: 'row', limit: 20 }, signal), `add ${wanted}`);
+  const add = (/** @type {string} */ id) => setQuery({ ids: [...ids, id].join(',') });
+  return html`<${Dialog} title="Add runs" onClose=${onClose}>
+    <div class="f"><label for="find-runs">Search by name, tag or ID</label><input id="find-runs" type="search" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)} /></div>
+    ${found.error && html`<p class="error-text" role="alert">${found.error.message}</p>`}
+    <ul class="list">${(found.data?.data ?? []).map((/** @type {any} */ run) => html`<li key=${run.id}><span class="grow clip">${run.name}</span><${Chip} status=${run.status} plain />
+      <button type="button" class="btn small" disabled=${ids.includes(run.id) || ids.length >= MOST_RUNS} onClick=${() => add(run.id)}>${ids.includes(run.id) ? 'Added' : 'Add'}</button></li>`)}
+      ${found.data?.data.length === 0 && html`<li class="muted">No run matches.</li>`}</ul>
+    <footer><button type="button" class="btn primary" onClick=${onClose}>Done</button></footer>
+  <//>`;
+}

@@ -1,0 +1,114 @@
+// Experiments: groups of runs, with their counts and best runs.
+
+import { html, useState } from '../../vendor/preact.js';
+import { call, get, post } from '../api.js';
+import { Chip, Dialog, STATUSES } from '../components/controls.js';
+import { Icon } from '../components/icon.js';
+import { Empty, Loaded } from '../components/states.js';
+import * as format from '../format.js';
+import { useAction, useNow, useResource } from '../resource.js';
+import { go, query, setQuery } from '../router.js';
+import { may } from '../session.js';
+
+export const title = 'Experiments';
+
+const PAGE_SIZE = 20;
+const MOST_COMPARED = 5;
+/** Experiment of runs that name none; it cannot be deleted. */
+const DEFAULT_ID = 'exp_00000000000000000000000000';
+
+/** @param {{ id?: string }} props */
+export default function Experiments({ id }) {
+  return id ? html`<${Experiment} id=${id} />` : html`<${List} />`;
+}
+
+function List() {
+  const after = query.value.get('after');
+  const list = useResource((signal) => get('/v1/experiments', { limit: PAGE_SIZE, after }, signal), `experiments ${after}`);
+  const [isNew, setNew] = useState(false);
+  const now = useNow(60_000);
+  return html`<div class="head center"><h1 class="grow">Experiments</h1>
+      <div class="acts">${may('write') && html`<button type="button" class="btn primary" onClick=${() => setNew(true)}><${Icon} name="plus" />New experiment</button>`}</div></div>
+    ${isNew && html`<${Edit} onClose=${() => setNew(false)} onSaved=${(/** @type {any} */ made) => go(`/experiments/${made.id}`)} />`}
+    <${Loaded} resource=${list} what="experiments">${(/** @type {any} */ page) => page.data.length === 0
+      ? html`<section class="box"><${Empty} title="There are no experiments yet."><p class="muted">An experiment groups runs that answer one question. A run without one belongs to “default”.</p><//></section>`
+      : html`<section class="box scroll" tabindex="0" role="region" aria-label="Experiments"><table class="table">
+          <thead><tr><th>Experiment</th><th>Runs</th><th>Best run</th><th class="right">Created</th></tr></thead>
+          <tbody>${page.data.map((/** @type {any} */ one) => html`<${Row} key=${one.id} experiment=${one} now=${now} />`)}</tbody></table></section>
+        <div class="row foot"><span class="grow"></span>${after && html`<button type="button" class="btn small" onClick=${() => setQuery({ after: null })}>First page</button>`}
+          ${page.has_more && html`<button type="button" class="btn small" onClick=${() => setQuery({ after: page.data.at(-1).id })}>Next page</button>`}</div>`}<//>`;
+}
+
+/** @param {{ experiment: any, now: number }} props */
+function Row({ experiment, now }) {
+  const found = useResource((signal) => get(`/v1/experiments/${experiment.id}`, {}, signal), experiment.id);
+  const best = found.data?.best_runs[0];
+  return html`<tr><td class="what"><a class="name" href=${`/experiments/${experiment.id}`}>${experiment.name}</a><div class="sub clip">${experiment.description}</div></td>
+    <td><${Counts} experiment=${experiment.id} counts=${found.data?.runs ?? {}} /></td>
+    <td>${best ? html`<a href=${`/runs/${best.run_id}`}>${best.name}</a> <span class="sub num">${best.metric} ${format.loss(best.value)}</span>` : html`<span class="faint">–</span>`}</td>
+    <td class="right muted num nowrap" title=${experiment.created_at}>${format.ago(experiment.created_at, now)}</td></tr>`;
+}
+
+/** @param {{ experiment: string, counts: Record<string, number> }} props */
+const Counts = ({ experiment, counts }) => html`<span class="row wrap">${STATUSES.filter((status) => counts[status]).map((status) => html`<a class="row count" href=${`/?experiment=${experiment}&status=${status}`}><${Chip} status=${status} /><span class="num sub">${format.integer(counts[status])}</span></a>`)}
+  ${!STATUSES.some((status) => counts[status]) && html`<span class="faint">none</span>`}</span>`;
+
+/** @param {{ id: string }} props */
+function Experiment({ id }) {
+  const found = useResource((signal) => get(`/v1/experiments/${id}`, {}, signal), id);
+  const runs = useResource((signal) => get('/v1/runs', { experiment_id: id, sort: 'best', view: 'row', limit: PAGE_SIZE }, signal), `runs ${id}`);
+  const [asked, setAsked] = useState(/** @type {'edit' | 'delete' | null} */ (null));
+  const shown = runs.data?.data ?? [];
+  const best = shown.slice(0, MOST_COMPARED).map((/** @type {any} */ run) => run.id);
+  return html`<${Loaded} resource=${found} what="the experiment">${(/** @type {any} */ experiment) => html`
+    <div class="head"><div class="grow"><p class="crumb"><a href="/experiments">Experiments</a></p><h1>${experiment.name}</h1>
+        ${experiment.description && html`<p class="muted pre">${experiment.description}</p>`}
+        <div class="meta"><${Counts} experiment=${id} counts=${experiment.runs} /><span>${format.counted(experiment.checkpoints, 'checkpoint')}</span><span>created ${format.clock(experiment.created_at)}</span></div></div>
+      <div class="acts">
+        ${best.length >= 2 && html`<a class="btn" href=${`/compare?ids=${best.join(',')}`}>Compare the best ${best.length}</a>`}
+        ${may('write') && html`<button type="button" class="btn" onClick=${() => setAsked('edit')}>Edit …</button>${id !== DEFAULT_ID && html`<button type="button" class="btn danger" onClick=${() => setAsked('delete')}>Delete …</button>`}`}
+      </div></div>
+    ${asked === 'edit' && html`<${Edit} experiment=${experiment} onClose=${() => setAsked(null)} onSaved=${() => { setAsked(null); found.reload(); }} />`}
+    ${asked === 'delete' && html`<${Delete} experiment=${experiment} onClose=${() => setAsked(null)} />`}
+    <${Loaded} resource=${runs} what="runs">${() => shown.length === 0
+      ? html`<section class="box"><${Empty} title="This experiment has no run yet.">${may('write') && html`<p><a class="btn primary" href=${`/new?experiment=${id}`}>New run</a></p>`}<//></section>`
+      : html`<section class="box scroll" tabindex="0" role="region" aria-label="Runs, best first"><header><h2>Runs, best first</h2><span class="grow"></span><a class="sub" href=${`/?experiment=${id}`}>All</a></header>
+          <table class="table"><thead><tr><th>Run</th><th>Status</th><th class="right">Steps</th><th class="right">Lowest train loss</th><th class="right">Best eval</th></tr></thead>
+          <tbody>${shown.map((/** @type {any} */ run) => html`<tr key=${run.id}><td><a class="name" href=${`/runs/${run.id}`}>${run.name}</a><div class="sub">${run.method} · ${run.base_model}</div></td><td><${Chip} status=${run.status} /></td>
+            <td class="right num">${format.integer(run.step ?? 0)}</td><td class="right num">${format.loss(run.best_loss)}</td><td class="right num">${format.loss(run.best_eval)}</td></tr>`)}</tbody></table></section>`}<//>`}<//>`;
+}
+
+/** @param {{ experiment?: any, onClose: () => void, onSaved: (experiment: any) => void }} props */
+function Edit({ experiment, onClose, onSaved }) {
+  const action = useAction();
+  const [name, setName] = useState(experiment?.name ?? '');
+  const [description, setDescription] = useState(experiment?.description ?? '');
+  const save = (/** @type {Event} */ event) => {
+    event.preventDefault();
+    action.run(async () => {
+      const body = { name: name.trim(), description };
+      onSaved(experiment ? await call('PATCH', `/v1/experiments/${experiment.id}`, { body }) : await post('/v1/experiments', body));
+    });
+  };
+  return html`<${Dialog} title=${experiment ? 'Edit the experiment' : 'New experiment'} onClose=${onClose}><form class="stackform" onSubmit=${save}>
+    <div class="f"><label for="experiment-name">Name</label><input id="experiment-name" type="text" required maxlength="200" value=${name} onInput=${(/** @type {any} */ event) => setName(event.target.value)} /></div>
+    <div class="f"><label for="experiment-text">Description</label><textarea id="experiment-text" rows="3" maxlength="10000" value=${description} onInput=${(/** @type {any} */ event) => setDescription(event.target.value)}></textarea><p class="hint">Such as the question that its runs answer.</p></div>
+    ${action.error && html`<p class="error-text" role="alert">${action.error.message}</p>`}
+    <footer><button type="button" class="btn" onClick=${onClose}>Cancel</button><button class="btn primary" disabled=${action.busy}>Save</button></footer>
+  </form><//>`;
+}
+
+/** @param {{ experiment: any, onClose: () => void }} props */
+function Delete({ experiment, onClose }) {
+  const action = useAction();
+  const count = Object.values(experiment.runs).reduce((/** @type {number} */ sum, one) => sum + /** @type {number} */ (one), 0);
+  const remove = () => action.run(async () => {
+    await call('DELETE', `/v1/experiments/${experiment.id}`, { query: { cascade: count > 0 } });
+    go('/experiments', { replace: true });
+  });
+  return html`<${Dialog} title="Delete this experiment?" onClose=${onClose}>
+    <p>${experiment.name} is deleted with its ${format.counted(count, 'run')}, ${format.counted(experiment.checkpoints, 'checkpoint')} and ${format.counted(experiment.models, 'model')}. This cannot be undone.</p>
+    ${action.error && html`<p class="error-text" role="alert">${action.error.message}</p>`}
+    <footer><button type="button" class="btn" onClick=${onClose}>Cancel</button><button type="button" class="btn danger" disabled=${action.busy} onClick=${remove}>Delete the experiment</button></footer>
+  <//>`;
+}

@@ -1,0 +1,279 @@
+// New run: a form from the schema of the configuration, validated and estimated as one types.
+
+import { html, useEffect, useMemo, useRef, useState } from '../../vendor/preact.js';
+import { get, post } from '../api.js';
+import { Choice, Copy } from '../components/controls.js';
+import { Failure, Loading, Prose } from '../components/states.js';
+import * as format from '../format.js';
+import { curlOf, groupsOf, isDefault, requestOf, textOf, valueOf, yamlOf } from '../new_run_form.js';
+import { useAction, useResource, useSettled } from '../resource.js';
+import { go, query } from '../router.js';
+import { may } from '../session.js';
+
+export const title = 'New run';
+
+const DRAFT = 'anneal.new-run';
+const DEFAULT_RESTARTS = 3;
+const DEFAULT_EXPERIMENT = 'exp_00000000000000000000000000';
+const SETTLE_MS = 400;
+/** Fields that are always in sight, for all methods and for those with an adapter. */
+const MAIN = ['learning_rate', 'epochs', 'max_steps', 'batch_size', 'gradient_accumulation_steps', 'max_seq_length', 'packing', 'eval_split', 'eval_steps', 'save_steps'];
+const ADAPTER = ['lora_r', 'lora_alpha'];
+/** Fields with controls of their own. */
+const OWN = new Set(['base_model', 'method']);
+/** @type {Record<string, [string, string]>} Name and explanation of each method. */
+const METHODS = {
+  qlora: ['QLoRA', 'Adapter on 4-bit weights'],
+  lora: ['LoRA', 'Adapter on full weights'],
+  full: ['Full', 'All weights'],
+  sft: ['SFT', 'Chats and completions'],
+  dpo: ['DPO', 'Preference pairs'],
+  kto: ['KTO', 'Rated answers'],
+  reward: ['Reward', 'Model that scores answers'],
+  rlhf: ['RLHF', 'Rewards on own completions'],
+};
+
+/**
+ * @typedef {object} Draft
+ * @property {Record<string, any>} values Fields of the request beside the configuration.
+ * @property {Record<string, unknown>} config Fields of the configuration that were set.
+ * @property {Record<string, string>} texts Texts that are not valid values, by field.
+ */
+
+/** @returns {Draft} */
+const emptyDraft = () => ({ values: {}, config: {}, texts: {} });
+
+export default function New() {
+  const asked = query.value;
+  const source = asked.get('from') ?? asked.get('fix');
+  const schema = useResource((signal) => get('/v1/config-schema', {}, signal), 'config-schema');
+  const start = useResource((signal) => startingPoint(asked, signal), asked.toString());
+  if (!may('write')) {
+    return html`<h1>New run</h1><p class="box state">Your key only reads. Sign in with one that has the scope <code>write</code> to start runs; <code>anneal keys create --scope write</code> on the server creates one.</p>`;
+  }
+  const error = schema.error ?? start.error;
+  if (!schema.data || !start.data) return error ? html`<${Failure} error=${error} onRetry=${() => { schema.reload(); start.reload(); }} />` : html`<${Loading} what="the form" />`;
+  return html`<${Form} key=${source ?? ''} schema=${schema.data} start=${start.data} isCopy=${source !== null} />`;
+}
+
+/**
+ * Values that the address asks for: those of a run, or of the correction of a failed one.
+ * @param {URLSearchParams} asked @param {AbortSignal} signal
+ * @returns {Promise<Draft>}
+ */
+async function startingPoint(asked, signal) {
+  const fix = asked.get('fix');
+  const from = asked.get('from');
+  if (fix) {
+    const report = await get(`/v1/runs/${encodeURIComponent(fix)}/postmortem`, {}, signal);
+    const run = await get(`/v1/runs/${encodeURIComponent(fix)}`, {}, signal);
+    return { ...draftOf(run), config: report.correction?.config ?? run.config };
+  }
+  if (from) return draftOf(await get(`/v1/runs/${encodeURIComponent(from)}`, {}, signal));
+  const named = { dataset_id: asked.get('dataset'), experiment_id: asked.get('experiment') };
+  return { ...emptyDraft(), values: Object.fromEntries(Object.entries(named).filter(([, value]) => value)) };
+}
+
+/** @param {any} run @returns {Draft} */
+function draftOf(run) {
+  const values = {
+    name: run.name, dataset_id: run.dataset_id, eval_dataset_id: run.eval_dataset_id, tags: run.tags,
+    experiment_id: run.experiment_id === DEFAULT_EXPERIMENT ? null : run.experiment_id,
+    backend: run.backend === 'celery' ? null : run.backend,
+    priority: run.priority || null,
+    max_restarts: run.max_restarts === DEFAULT_RESTARTS ? null : run.max_restarts,
+    resources: run.resources.kind || run.resources.memory_mb || run.resources.labels.length ? run.resources : null,
+    extra_eval_datasets: Object.keys(run.extra_eval_datasets).length ? run.extra_eval_datasets : null,
+  };
+  return { values, config: { ...run.config }, texts: {} };
+}
+
+/** @returns {Draft | null} */
+function storedDraft() {
+  try {
+    return JSON.parse(sessionStorage.getItem(DRAFT) ?? 'null');
+  } catch {
+    return null;
+  }
+}
+
+/** @param {{ schema: any, start: Draft, isCopy: boolean }} props */
+function Form({ schema, start, isCopy }) {
+  const groups = useMemo(() => groupsOf(schema), [schema]);
+  const fields = useMemo(() => new Map(groups.flatMap((one) => one.fields.map((field) => [field.name, field]))), [groups]);
+  const [draft, setDraft] = useState(() => {
+    const stored = isCopy ? null : storedDraft();
+    if (stored) return { ...stored, values: { ...stored.values, ...start.values } };
+    // A run has a value for every field; those that differ from the defaults were chosen.
+    const chosen = Object.entries(start.config).filter(([name, value]) => fields.has(name) && !isDefault(fields.get(name), value));
+    return { ...start, config: Object.fromEntries(chosen) };
+  });
+  const { values, config, texts } = draft;
+  useEffect(() => {
+    if (!isCopy) sessionStorage.setItem(DRAFT, JSON.stringify(draft));
+  }, [draft, isCopy]);
+  const setValue = (/** @type {string} */ name, /** @type {unknown} */ value) => setDraft({ ...draft, values: { ...values, [name]: value } });
+  const setField = (/** @type {string} */ name, /** @type {string} */ text) => {
+    const field = /** @type {import('../new_run_form.js').FormField} */ (fields.get(name));
+    const { [name]: _text, ...others } = texts;
+    const { [name]: _value, ...rest } = config;
+    try {
+      const value = valueOf(field, text);
+      const isUnset = isDefault(field, value) || (value === null && !field.isNullable);
+      setDraft({ ...draft, texts: others, config: isUnset ? rest : { ...config, [name]: value } });
+    } catch {
+      setDraft({ ...draft, texts: { ...texts, [name]: text } });
+    }
+  };
+  const body = requestOf(values, config);
+  const isReady = Boolean(values.dataset_id && config.base_model && Object.keys(texts).length === 0);
+  const settled = useSettled(isReady ? JSON.stringify(body) : '', SETTLE_MS);
+  const checked = useResource(() => post('/v1/runs/validate', JSON.parse(settled)), settled ? `validate ${settled}` : null);
+  const estimate = useResource(() => post('/v1/runs/estimate', JSON.parse(settled)), settled && checked.data?.valid ? `estimate ${settled}` : null);
+  const action = useAction();
+  const key = useRef(crypto.randomUUID());
+  const submit = (/** @type {Event} */ event) => {
+    event.preventDefault();
+    action.run(async () => {
+      // The same key until it succeeds: a repeated click, or one after a broken connection, starts no second run.
+      const made = await post('/v1/runs', body, { 'Idempotency-Key': key.current });
+      key.current = crypto.randomUUID();
+      sessionStorage.removeItem(DRAFT);
+      go(`/runs/${made.id}`);
+    });
+  };
+  const errors = settled && checked.data ? checked.data.errors : [];
+  const shownErrors = new Map(/** @type {[string, string][]} */ (errors.map((/** @type {any} */ one) => [one.field, one.message])));
+  for (const [name, text] of Object.entries(texts)) {
+    try {
+      valueOf(/** @type {any} */ (fields.get(name)), text);
+    } catch (error) {
+      shownErrors.set(`config.${name}`, /** @type {Error} */ (error).message);
+    }
+  }
+  const method = String(config.method ?? schema.properties.method.default);
+  const isAdapter = config.lora_r !== null && method !== 'full';
+  const control = (/** @type {string} */ name) => html`<${Field} key=${name} field=${fields.get(name)} value=${config[name]} text=${texts[name]} error=${shownErrors.get(`config.${name}`)} onChange=${(/** @type {string} */ text) => setField(name, text)} />`;
+  const main = [...(isAdapter ? ADAPTER : []), ...MAIN];
+  return html`<form onSubmit=${submit}>
+    <div class="head center"><h1 class="grow">New run</h1><div class="acts">
+      <button type="button" class="btn quiet" onClick=${() => setDraft(emptyDraft())}>Clear</button>
+      <button class="btn primary" disabled=${!isReady || action.busy || errors.length > 0}>${action.busy ? 'Starting …' : 'Start the run'}</button></div></div>
+    ${action.error && html`<div class="box"><${Failure} error=${action.error} /></div>`}
+    <div class="two">
+      <div class="side">
+        <section class="box" aria-label="Model and data"><header><h2>Model and data</h2></header><div class="form">
+          <${Basics} values=${values} config=${config} errors=${shownErrors} onValue=${setValue} onModel=${(/** @type {string} */ text) => setField('base_model', text)} />
+        </div></section>
+        <section class="box" aria-label="Method"><header><h2>Method</h2></header><div class="inside">
+          <div class="choices" role="radiogroup" aria-label="Method">${Object.entries(METHODS).filter(([name]) => schema.$defs.TrainingMethod?.enum?.includes(name) ?? true).map(([name, [text, about]]) => html`<button type="button" role="radio" class="choice" aria-checked=${String(name === method)} onClick=${() => setField('method', name)}><b>${text}</b><small>${about}</small></button>`)}</div>
+        </div><div class="form">${main.map(control)}</div></section>
+        <${OtherFields} groups=${groups} main=${main} method=${method} config=${config} errors=${shownErrors} control=${control} />
+      </div>
+      <aside class="side">
+        <${Checks} isReady=${isReady} checked=${settled ? checked : null} />
+        ${estimate.data && checked.data?.valid && html`<${Estimate} estimate=${estimate.data} />`}
+        <${Request} body=${body} />
+      </aside>
+    </div>
+  </form>`;
+}
+
+/** @param {{ values: Record<string, any>, config: Record<string, any>, errors: Map<string, string>, onValue: (name: string, value: unknown) => void, onModel: (text: string) => void }} props */
+function Basics({ values, config, errors, onValue, onModel }) {
+  const models = useResource((signal) => get('/v1/models', {}, signal), 'models');
+  const datasets = useResource((signal) => get('/v1/datasets', { limit: 200 }, signal), 'datasets');
+  const experiments = useResource((signal) => get('/v1/experiments', { limit: 200 }, signal), 'experiments');
+  const change = (/** @type {string} */ name) => (/** @type {any} */ event) => onValue(name, event.target.value);
+  const options = (datasets.data?.data ?? []).map((/** @type {any} */ one) => html`<option value=${one.id}>${one.name} (${one.format}, ${format.counted(one.rows, 'row')})</option>`);
+  const error = (/** @type {string} */ name) => errors.get(name) && html`<p class="err" id=${`error-${name}`}>${errors.get(name)}</p>`;
+  return html`
+    <div class="f w6"><label for="field-base_model">Base model<code>base_model</code></label><input id="field-base_model" type="text" list="models" required placeholder="folder, owner/model or run_…" value=${config.base_model ?? ''} aria-invalid=${errors.has('config.base_model') ? 'true' : undefined} onInput=${(/** @type {any} */ event) => onModel(event.target.value)} />
+      <datalist id="models">${(models.data?.data ?? []).map((/** @type {any} */ one) => html`<option value=${one.name ?? one.id}></option>`)}</datalist>${error('config.base_model') || html`<p class="hint">A folder below the models root, a model of the hub, or the ID of a finished run.</p>`}</div>
+    <div class="f w6"><label for="field-name">Name<code>name</code></label><input id="field-name" type="text" maxlength="200" placeholder="method and model" value=${values.name ?? ''} onInput=${change('name')} />${error('name')}</div>
+    <div class="f w6"><label for="field-dataset_id">Dataset<code>dataset_id</code></label><select id="field-dataset_id" required value=${values.dataset_id ?? ''} onChange=${change('dataset_id')}><option value="">Choose …</option>${options}</select>${error('dataset_id') || html`<p class="hint"><a href="/datasets">Upload another one</a></p>`}</div>
+    <div class="f w6"><label for="field-eval_dataset_id">Eval dataset<code>eval_dataset_id</code></label><select id="field-eval_dataset_id" value=${values.eval_dataset_id ?? ''} onChange=${change('eval_dataset_id')}><option value="">none</option>${options}</select>${error('eval_dataset_id')}</div>
+    <div class="f w6"><label for="field-experiment_id">Experiment<code>experiment_id</code></label><select id="field-experiment_id" value=${values.experiment_id ?? ''} onChange=${change('experiment_id')}><option value="">default</option>${(experiments.data?.data ?? []).filter((/** @type {any} */ one) => one.id !== DEFAULT_EXPERIMENT).map((/** @type {any} */ one) => html`<option value=${one.id}>${one.name}</option>`)}</select>${error('experiment_id')}</div>
+    <div class="f w6"><label for="field-tags">Tags<code>tags</code></label><input id="field-tags" type="text" value=${(values.tags ?? []).join(', ')} onChange=${(/** @type {any} */ event) => onValue('tags', event.target.value.split(',').map((/** @type {string} */ tag) => tag.trim()).filter(Boolean))} /><p class="hint">Separated by commas.</p>${error('tags')}</div>`;
+}
+
+/** @param {{ field: import('../new_run_form.js').FormField, value: unknown, text: string | undefined, error: string | undefined, onChange: (text: string) => void }} props */
+function Field({ field, value, text, error, onChange }) {
+  const id = `field-${field.name}`;
+  const shown = text ?? textOf(field, value === undefined ? null : value);
+  const about = { id, 'aria-describedby': `${id}-about`, 'aria-invalid': error ? 'true' : undefined };
+  const onInput = (/** @type {any} */ event) => onChange(event.target.value);
+  const fallback = field.fallback == null ? 'none' : textOf(field, field.fallback);
+  let control;
+  if (field.kind === 'boolean' || field.kind === 'choice') {
+    const choices = field.kind === 'boolean' ? ['true', 'false'] : field.choices;
+    control = html`<select ...${about} value=${shown} onChange=${onInput}><option value="">${`default (${fallback})`}</option>${choices.map((one) => html`<option value=${one}>${one}</option>`)}</select>`;
+  } else if (field.kind === 'list' || field.kind === 'json') {
+    control = html`<textarea ...${about} rows="2" placeholder=${fallback} value=${shown} onInput=${onInput}></textarea>`;
+  } else {
+    control = html`<input ...${about} type="text" inputmode=${field.kind === 'number' || field.kind === 'integer' ? 'decimal' : undefined} placeholder=${fallback} value=${shown} onInput=${onInput} />`;
+  }
+  return html`<div class=${field.kind === 'json' ? 'f w12' : 'f'}><label for=${id}>${labelOf(field.name)}<code>${field.name}</code></label>${control}
+    ${error ? html`<p class="err" id=${`${id}-about`}><${Prose} text=${error} /></p>` : html`<p class="hint" id=${`${id}-about`}><${Prose} text=${field.description} /></p>`}</div>`;
+}
+
+/** @param {string} name */
+const labelOf = (name) => {
+  const words = name.replaceAll('_', ' ').replace(/\blora\b/, 'LoRA').replace(/\bgguf\b/, 'GGUF');
+  return words.charAt(0).toUpperCase() + words.slice(1);
+};
+
+/** @param {{ groups: ReturnType<typeof groupsOf>, main: string[], method: string, config: Record<string, unknown>, errors: Map<string, string>, control: (name: string) => any }} props */
+function OtherFields({ groups, main, method, config, errors, control }) {
+  const [text, setText] = useState('');
+  const wanted = text.trim().toLowerCase().replaceAll(' ', '_');
+  const isShown = (/** @type {import('../new_run_form.js').FormField} */ field) =>
+    !OWN.has(field.name) && (wanted ? field.name.includes(wanted) || field.description.toLowerCase().includes(text.trim().toLowerCase()) : !main.includes(field.name) && (!(field.name in METHODS) || field.name === method));
+  return html`<section class="box" aria-label="More fields"><header><h2>More fields</h2><span class="grow"></span><input type="search" class="small" placeholder="Search fields" aria-label="Search fields of the configuration" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)} /></header>
+    ${groups.map(({ group, fields }) => {
+      const shown = fields.filter(isShown);
+      if (shown.length === 0) return null;
+      const set = shown.filter((field) => field.name in config).length;
+      const wrong = shown.some((field) => errors.has(`config.${field.name}`));
+      return html`<details class="group" key=${group} open=${wanted !== '' || wrong}><summary>${group}<span class="muted num">${format.counted(shown.length, 'field')}${set > 0 ? `, ${set} set` : ''}</span></summary><div class="form">${shown.map((field) => control(field.name))}</div></details>`;
+    })}
+  </section>`;
+}
+
+/** @param {{ isReady: boolean, checked: import('../resource.js').Resource<any> | null }} props */
+function Checks({ isReady, checked }) {
+  const found = checked?.data;
+  return html`<section class="box" aria-label="Checks"><header><h2>Checks</h2></header><div class="inside" aria-live="polite">
+    ${!isReady && html`<p class="muted">Choose a base model and a dataset.</p>`}
+    ${isReady && !found && (checked?.error ? html`<p class="error-text">${checked.error.message}</p>` : html`<p class="muted">Checking …</p>`)}
+    ${isReady && found?.valid && html`<p><span class="tag best">valid</span></p>`}
+    ${found && html`<ul class="checks">${found.errors.map((/** @type {any} */ one) => html`<li class="error-text"><a href=${`#field-${one.field.replace(/^config\./, '')}`}>${one.field}</a> <${Prose} text=${one.message} /></li>`)}${found.warnings.map((/** @type {any} */ one) => html`<li class="warning-text"><${Prose} text=${one.message} /></li>`)}</ul>`}
+  </div></section>`;
+}
+
+/** @param {{ estimate: any }} props */
+function Estimate({ estimate }) {
+  const { memory_mb: memory, device } = estimate;
+  const parts = Object.entries(memory ?? {}).filter(([name, size]) => name !== 'total' && /** @type {number} */ (size) > 0);
+  const whole = Math.max(device.memory_mb ?? 0, memory?.total ?? 0, parts.reduce((sum, [, size]) => sum + /** @type {number} */ (size), 0));
+  const fit = estimate.fits[0];
+  return html`<section class="box" aria-label="Estimate"><header><h2>Estimate</h2><span class="sub">${device.name}</span></header><div class="inside">
+    ${memory && html`<div class="row between"><span>Memory</span><b class="num">${format.gib(memory.total)} of ${format.gib(device.memory_mb)} GiB</b></div>
+      <div class="stack" role="img" aria-label=${`Memory: ${parts.map(([name, size]) => `${name.replaceAll('_', ' ')} ${format.gib(/** @type {number} */ (size))} GiB`).join(', ')}`}>${parts.map(([, size], index) => html`<i style=${{ width: `${(100 * /** @type {number} */ (size)) / whole}%`, background: `var(--c${(index % 8) + 1})` }}></i>`)}</div>
+      <div class="legend">${parts.map(([name, size], index) => html`<span><i class="swatch" style=${{ background: `var(--c${(index % 8) + 1})` }}></i>${name.replaceAll('_', ' ')} ${format.gib(/** @type {number} */ (size))}</span>`)}</div>`}
+    ${fit && fit.fits === false && html`<p class="error-text">${fit.reason}</p>`}
+    <dl class="kv left"><dt>Steps</dt><dd class="num">${format.integer(estimate.steps)}</dd><dt>Tokens</dt><dd class="num">${format.integer(estimate.tokens)}</dd><dt>Time</dt><dd class="num">${format.duration(estimate.seconds)}</dd>
+      ${estimate.cost && html`<dt>Cost</dt><dd class="num">${estimate.cost.amount?.toFixed(2)} ${estimate.cost.currency}</dd>`}</dl>
+    ${estimate.unknown.length > 0 && html`<details><summary class="sub">${format.counted(estimate.unknown.length, 'value')} unknown</summary><ul class="checks">${estimate.unknown.map((/** @type {any} */ one) => html`<li class="sub"><code>${one.field}</code> ${one.reason}</li>`)}</ul></details>`}
+    ${estimate.assumptions.length > 0 && html`<details><summary class="sub">Assumptions</summary><ul class="checks">${estimate.assumptions.map((/** @type {string} */ one) => html`<li class="sub">${one}</li>`)}</ul></details>`}
+  </div></section>`;
+}
+
+/** @param {{ body: any }} props */
+function Request({ body }) {
+  const [form, setForm] = useState('yaml');
+  const text = form === 'yaml' ? yamlOf(body) : curlOf(location.origin, body);
+  return html`<section class="box" aria-label="Request"><header><h2>Request</h2><span class="grow"></span><${Choice} label="Form of the request" value=${form} options=${[['yaml', 'run.yaml'], ['curl', 'curl']]} onChange=${setForm} /></header>
+    <pre class="code" tabindex="0" aria-label="Text of the request">${text}</pre>
+    <div class="inside row"><${Copy} text=${text} shown="Copy" label="Copy the request" /><span class="sub">${form === 'yaml' ? 'for anneal run run.yaml' : 'with your key in ANNEAL_API_KEY'}</span></div></section>`;
+}

@@ -1,0 +1,53 @@
+// Addresses: the page and its parameters, from the path, and the state of its view, from the query.
+
+import { computed, signal } from '../vendor/preact.js';
+import { match } from './addresses.js';
+
+const address = signal(typeof location === 'undefined' ? '/' : location.pathname + location.search);
+
+/** Path of the address. */
+export const path = computed(() => address.value.split('?')[0]);
+
+/** Query of the address. */
+export const query = computed(() => new URLSearchParams(address.value.split('?')[1] ?? ''));
+
+/**
+ * Show another address.
+ * @param {string} to Path with query.
+ * @param {{ replace?: boolean }} [how]
+ */
+export function go(to, { replace = false } = {}) {
+  if (to === address.value) return;
+  history[replace ? 'replaceState' : 'pushState'](null, '', to);
+  address.value = location.pathname + location.search;
+}
+
+/**
+ * Change parameters of the query; null or an empty text removes one. The view changes, the history does not grow.
+ * @param {Record<string, string | number | string[] | null | undefined>} changes
+ */
+export function setQuery(changes) {
+  const next = new URLSearchParams(query.value);
+  for (const [name, value] of Object.entries(changes)) {
+    next.delete(name);
+    for (const one of Array.isArray(value) ? value : [value]) if (one != null && one !== '') next.append(name, String(one));
+  }
+  const text = next.toString();
+  go(path.value + (text && `?${text}`), { replace: true });
+}
+
+/** Follow the browser's history, and links of this site without loading the page anew. */
+export function start() {
+  addEventListener('popstate', () => {
+    address.value = location.pathname + location.search;
+  });
+  document.addEventListener('click', (event) => {
+    const link = event.target instanceof Element ? event.target.closest('a[href]') : null;
+    if (!(link instanceof HTMLAnchorElement) || event.defaultPrevented || event.button !== 0) return;
+    if (event.metaKey || event.ctrlKey || event.shiftKey || event.altKey || link.target || link.hasAttribute('download')) return;
+    if (link.origin !== location.origin || !match(link.pathname)) return;
+    event.preventDefault();
+    go(link.pathname + link.search);
+    scrollTo(0, 0);
+  });
+}

@@ -1,0 +1,100 @@
+// Curves of a run, along steps, epochs or time.
+
+import { html, useState } from '../../vendor/preact.js';
+import { LineChart } from '../components/chart.js';
+import { Choice } from '../components/controls.js';
+import { emptySeries, positions } from '../curves.js';
+import * as format from '../format.js';
+import { query, setQuery } from '../router.js';
+
+/** @typedef {import('../run_store.js').RunStore} RunStore */
+/** @typedef {import('../curves.js').Axis} Axis */
+
+const AXES = /** @type {[string, string][]} */ ([['step', 'Step'], ['epoch', 'Epoch'], ['time', 'Time']]);
+const DEFAULT_SMOOTHING = 0.6;
+/** Charts beside that of the losses, in order: series, title, color, format. */
+const KNOWN = /** @type {[string, string, string, (value: number | null | undefined) => string][]} */ ([
+  ['learning_rate', 'Learning rate', '--c3', format.significant],
+  ['grad_norm', 'Gradient norm', '--c4', format.significant],
+  ['extra.tokens_per_second', 'Throughput, tokens/s', '--c7', format.integer],
+  ['samples_per_second', 'Throughput, rows/s', '--c7', format.significant],
+  ['gpu_memory_mb', 'GPU memory, GiB', '--c6', format.gib],
+]);
+
+/** @param {{ store: RunStore }} props */
+export function Charts({ store }) {
+  store.curvesVersion.value; // draw again with new points
+  const asked = query.value;
+  const axis = /** @type {Axis} */ (asked.get('axis') ?? 'step');
+  const smoothing = asked.has('smoothing') ? Number(asked.get('smoothing')) : DEFAULT_SMOOTHING;
+  const logScale = asked.get('log') === '1';
+  const zoom = parseZoom(asked.get('zoom'));
+  const [isAll, setAll] = useState(false);
+
+  const curve = (/** @type {string} */ name, /** @type {string} */ label, /** @type {string} */ color, more = {}) => {
+    const series = store.series.get(name) ?? emptySeries();
+    return { name: label, color, x: positions(series, axis, { epoch: store.series.get('epoch'), clock: store.timesOfSteps }), y: series.values, ...more };
+  };
+  const known = new Set(['loss', 'epoch', ...KNOWN.map(([name]) => name)]);
+  const evals = [...store.series.keys()].filter((name) => /^eval\.eval_(.*_)?loss$/.test(name));
+  const rewards = [...store.series.keys()].filter((name) => name === 'eval.eval_reward' || name === 'extra.reward');
+  const others = [...store.series.keys()].filter((name) => !known.has(name) && !evals.includes(name) && hasNumbers(store, name)).sort();
+  const shown = KNOWN.filter(([name]) => hasNumbers(store, name) && !(name === 'samples_per_second' && hasNumbers(store, 'extra.tokens_per_second')));
+  const common = {
+    smoothing, zoom, group: store.id, marks: axis === 'step' ? marksOf(store) : [],
+    onZoom: (/** @type {[number, number] | null} */ range) => setQuery({ zoom: range && range.map((value) => Number(value.toPrecision(6))).join(',') }),
+    ...(axis === 'epoch' ? { position: (/** @type {number} */ x) => `epoch ${x.toFixed(2)}` } : {}),
+    ...(axis === 'time' ? { position: (/** @type {number} */ x) => format.duration(x), ticks: format.duration } : {}),
+  };
+  if (store.series.size === 0) return html`<p class="box state muted">Curves appear with the first logged step.</p>`;
+  return html`<div>
+    <div class="chartbar">
+      <span class="row">Along <${Choice} label="Horizontal axis" value=${axis} options=${AXES} onChange=${(/** @type {string} */ value) => setQuery({ axis: value === 'step' ? null : value, zoom: null })} /></span>
+      <label>Smoothing <input type="range" min="0" max="0.99" step="0.01" value=${smoothing} onInput=${(/** @type {any} */ event) => setQuery({ smoothing: event.target.value })} /><span class="num">${smoothing.toFixed(2)}</span></label>
+      <label class="check"><input type="checkbox" checked=${logScale} onChange=${(/** @type {any} */ event) => setQuery({ log: event.target.checked ? 1 : null })} />Log scale</label>
+      <span class="grow"></span>
+      ${zoom ? html`<button type="button" class="btn small" onClick=${() => setQuery({ zoom: null })}>Show all</button>` : html`<span class="faint hide-s">Drag to zoom, double-click to show all</span>`}
+    </div>
+    <div class="charts">
+      <${LineChart} title="Loss" shape="wide" logScale=${logScale} format=${format.loss} ...${common}
+        curves=${[curve('loss', 'train', '--c1'), ...evals.map((name, index) => curve(name, evalLabel(name), `--c${(index % 7) + 2}`, { dots: true }))]} />
+      ${rewards.length > 0 && html`<${LineChart} title="Reward" ...${common} curves=${rewards.map((name, index) => curve(name, name.startsWith('eval') ? 'eval' : 'train', `--c${index + 1}`, { dots: name.startsWith('eval') }))} />`}
+      ${shown.map(([name, title, color, text]) => html`<${LineChart} key=${name} title=${title} ...${common} smoothing=${name === 'learning_rate' || name === 'gpu_memory_mb' ? 0 : smoothing}
+        logScale=${logScale && name === 'grad_norm'} format=${text} curves=${[curve(name, title, color)]} />`)}
+      ${(isAll ? others : others.slice(0, 4)).map((name, index) => html`<${LineChart} key=${name} title=${otherTitle(name)} ...${common} curves=${[curve(name, otherTitle(name), `--c${(index % 8) + 1}`, { dots: name.startsWith('eval.') })]} />`)}
+    </div>
+    ${others.length > 4 && html`<p class="row foot"><button type="button" class="btn small" onClick=${() => setAll(!isAll)}>${isAll ? 'Fewer curves' : `${others.length - 4} more curves`}</button></p>`}
+  </div>`;
+}
+
+/** @param {RunStore} store @param {string} name */
+const hasNumbers = (store, name) => (store.series.get(name)?.values ?? []).some((value) => value != null);
+
+/** @param {string} name */
+const otherTitle = (name) => {
+  const words = name.replace(/^extra\./, '').replace(/^eval\.eval_/, 'eval ').replaceAll('_', ' ');
+  return words.charAt(0).toUpperCase() + words.slice(1);
+};
+
+/** @param {string} name Such as `eval.eval_loss` or `eval.eval_code_loss`. */
+const evalLabel = (name) => {
+  const set = name.replace(/^eval\.eval_/, '').replace(/_?loss$/, '');
+  return set ? `eval ${set}` : 'eval';
+};
+
+/** @param {string | null} text @returns {[number, number] | null} */
+export function parseZoom(text) {
+  const [low, high] = (text ?? '').split(',').map(Number);
+  return Number.isFinite(low) && Number.isFinite(high) && low < high ? [low, high] : null;
+}
+
+/** @param {RunStore} store @returns {import('../components/chart.js').Mark[]} */
+function marksOf(store) {
+  // Of attempts from the same step, the last one is named.
+  const attempts = (store.attempts.value ?? []).slice(1).filter((one, index, all) => one.start_step != null && all[index + 1]?.start_step !== one.start_step);
+  const actions = (store.actions.value ?? []).filter((one) => one.status === 'done' && one.step != null && ['set_learning_rate', 'extend'].includes(one.action));
+  return [
+    ...attempts.map((one) => ({ at: one.start_step, text: `attempt ${one.attempt}`, kind: /** @type {'attempt'} */ ('attempt') })),
+    ...actions.map((one) => ({ at: one.step, text: one.action === 'extend' ? 'extended' : 'learning rate changed', kind: /** @type {'action'} */ ('action') })),
+  ];
+}

@@ -1,0 +1,72 @@
+// Checkpoints of a run: resume from one, pin, export.
+
+import { html, useState } from '../../vendor/preact.js';
+import { call, post } from '../api.js';
+import { Dialog } from '../components/controls.js';
+import { Icon } from '../components/icon.js';
+import { Empty, Loading } from '../components/states.js';
+import * as format from '../format.js';
+import { useAction } from '../resource.js';
+import { go } from '../router.js';
+import { may } from '../session.js';
+import { ErrorDialog } from './head.js';
+
+const KINDS = { periodic: 'periodic', stop: 'at a stop', best: 'best evaluation', final: 'last step' };
+const LIVE = new Set(['pending', 'initializing', 'running', 'checkpointing']);
+
+/** @param {{ store: import('../run_store.js').RunStore }} props */
+export function Checkpoints({ store }) {
+  const run = store.run.value;
+  const action = useAction();
+  const [exported, setExported] = useState(/** @type {any} */ (null));
+  const checkpoints = store.checkpoints.value;
+  if (!checkpoints) return html`<${Loading} what="checkpoints" />`;
+  if (checkpoints.length === 0) {
+    return html`<section class="box"><${Empty} title="No checkpoint yet."><p class="muted">The run saves one every <code>save_steps</code> steps, at a stop, and at its end.</p><//></section>`;
+  }
+  const isOver = !LIVE.has(run.status);
+  const evalName = run.config.method === 'rlhf' ? 'eval_reward' : 'eval_loss';
+  const pin = (/** @type {any} */ one) => action.run(async () => {
+    await call('PATCH', `/v1/runs/${run.id}/checkpoints/${one.id}`, { body: { pinned: !one.pinned } });
+    await store.readLists();
+  });
+  const resume = (/** @type {any} */ one) => action.run(async () => {
+    const made = await post(`/v1/runs/${run.id}/resume`, { checkpoint_id: one.id }, { 'Idempotency-Key': crypto.randomUUID() });
+    go(`/runs/${made.id}`);
+  });
+  return html`<section class="box scroll" tabindex="0" role="region" aria-label="Checkpoints"><table class="table">
+    <thead><tr><th>Step</th><th>Saved</th><th class="right">Epoch</th><th class="right">Train loss</th><th class="right">${evalName === 'eval_loss' ? 'Eval loss' : 'Eval reward'}</th><th class="right">Size</th><th class="right">Saved in</th><th>Copies</th><th><span class="sr">Actions</span></th></tr></thead>
+    <tbody>${checkpoints.map((one) => html`<tr key=${one.id}>
+      <td class="num name nowrap">${format.integer(one.step)} ${one.is_best && html`<span class="tag best">best</span>`} ${one.bad_reason && html`<span class="tag warn" title=${one.bad_reason}>corrupt</span>`}</td>
+      <td class="nowrap">${KINDS[/** @type {keyof typeof KINDS} */ (one.kind)] ?? one.kind}<div class="sub">${format.clock(one.created_at)}</div></td>
+      <td class="right num">${one.epoch.toFixed(2)}</td><td class="right num">${format.loss(one.metrics.loss)}</td><td class="right num">${format.loss(one.metrics[evalName])}</td>
+      <td class="right num nowrap">${format.bytes(one.bytes)}</td><td class="right num nowrap">${one.save_seconds == null ? '–' : `${one.save_seconds.toFixed(1)} s`}</td>
+      <td>${one.copies.map((/** @type {string} */ place) => html`<span class="tag">${place}</span> `)}</td>
+      <td class="right nowrap">${may('write') && html`
+        <button type="button" class="btn small" disabled=${!isOver || action.busy || Boolean(one.bad_reason)} title=${isOver ? undefined : 'Stop the run first'} onClick=${() => resume(one)}>Resume from here</button>
+        ${' '}<button type="button" class="btn small" disabled=${!isOver || Boolean(one.bad_reason)} title=${isOver ? undefined : 'Stop the run first'} onClick=${() => setExported(one)}>Export …</button>
+        ${' '}<button type="button" class="btn quiet icon small" aria-label=${one.pinned ? `Unpin the checkpoint of step ${one.step}` : `Pin the checkpoint of step ${one.step}`} aria-pressed=${String(one.pinned)} onClick=${() => pin(one)}><${Icon} name="pin" /></button>`}</td>
+    </tr>`)}</tbody></table></section>
+    ${action.error && html`<${ErrorDialog} error=${action.error} onClose=${action.clear} />`}
+    ${exported && html`<${Export} run=${run} checkpoint=${exported} onClose=${() => setExported(null)} />`}`;
+}
+
+/** @param {{ run: any, checkpoint: any, onClose: () => void }} props */
+function Export({ run, checkpoint, onClose }) {
+  const action = useAction();
+  const isAdapter = run.config.method === 'lora' || run.config.method === 'qlora' || run.config.lora_r != null;
+  const [output, setOutput] = useState(run.config.output ?? 'adapter');
+  const send = (/** @type {Event} */ event) => {
+    event.preventDefault();
+    action.run(async () => {
+      const made = await post(`/v1/runs/${run.id}/checkpoints/${checkpoint.id}/export`, isAdapter ? { output } : {}, { 'Idempotency-Key': crypto.randomUUID() });
+      go(`/runs/${made.id}`);
+    });
+  };
+  return html`<${Dialog} title=${`Export the checkpoint of step ${format.integer(checkpoint.step)}`} onClose=${onClose}><form class="stackform" onSubmit=${send}>
+    <p class="muted">A short run writes the model; its files are the output of that run, and its ID can be the base model of others.</p>
+    ${isAdapter && html`<div class="f"><label for="form">Form</label><select id="form" value=${output} onChange=${(/** @type {any} */ event) => setOutput(event.target.value)}><option value="adapter">Adapter</option><option value="merged">Merged into the base model</option></select></div>`}
+    ${action.error && html`<p class="error-text" role="alert">${action.error.message}</p>`}
+    <footer><button type="button" class="btn" onClick=${onClose}>Cancel</button><button class="btn primary" disabled=${action.busy}>Export</button></footer>
+  </form><//>`;
+}

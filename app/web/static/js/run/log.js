@@ -1,0 +1,110 @@
+// Log of a run: a window of rows, of which only those in sight are in the page.
+
+import { html, useEffect, useLayoutEffect, useRef, useState } from '../../vendor/preact.js';
+import { get } from '../api.js';
+import { Icon } from '../components/icon.js';
+import * as format from '../format.js';
+import { marked, rowsInSight } from '../log_window.js';
+import { useResource, useSettled } from '../resource.js';
+
+const ROW_HEIGHT = 18;
+/** Wrapped rows have no fixed height, so this many of them are in the page. */
+const MOST_WRAPPED = 1000;
+const NEAR_END = 4;
+
+/** @param {{ store: import('../run_store.js').RunStore, height: string }} props */
+export function Log({ store, height }) {
+  store.logVersion.value; // draw again with new lines
+  const [isFollowing, setFollowing] = useState(true);
+  const [isWrapped, setWrapped] = useState(false);
+  const [level, setLevel] = useState('');
+  const [text, setText] = useState('');
+  const wanted = useSettled(text, 300);
+  const [hit, setHit] = useState(0);
+  const [view, setView] = useState({ top: 0, height: 232 });
+  const box = useRef(/** @type {HTMLElement | null} */ (null));
+  const reading = useRef(false);
+  const search = useResource(
+    (signal) => get(`/v1/runs/${store.id}/logs/search`, { q: wanted, limit: 1000 }, signal), wanted ? `${store.id} ${wanted}` : null, { keep: false },
+  );
+  const hits = wanted ? (search.data?.data ?? []) : [];
+  const all = store.log.lines;
+  const lines = level ? all.filter((line) => line.level === level || (level === 'warning' && line.level === 'error')) : all;
+  const [first, last] = isWrapped ? [Math.max(0, lines.length - MOST_WRAPPED), lines.length] : rowsInSight(lines.length, ROW_HEIGHT, view.top, view.height);
+
+  useLayoutEffect(() => {
+    if (isFollowing && box.current) box.current.scrollTop = box.current.scrollHeight;
+  });
+  useEffect(() => {
+    const element = box.current;
+    if (!element) return undefined;
+    const sized = new ResizeObserver(() => setView({ top: element.scrollTop, height: element.clientHeight }));
+    sized.observe(element);
+    return () => sized.disconnect();
+  }, []);
+
+  const onScroll = async () => {
+    const element = box.current;
+    if (!element) return;
+    setView({ top: element.scrollTop, height: element.clientHeight });
+    setFollowing(store.log.isAtEnd && element.scrollHeight - element.scrollTop - element.clientHeight < NEAR_END * ROW_HEIGHT);
+    if (element.scrollTop > 40 * ROW_HEIGHT || !store.log.hasOlder || reading.current) return;
+    reading.current = true;
+    try {
+      const before = element.scrollHeight;
+      await store.readOlderLines();
+      // The lines in sight stay where they are.
+      requestAnimationFrame(() => {
+        element.scrollTop += element.scrollHeight - before;
+        reading.current = false;
+      });
+    } catch {
+      reading.current = false; // scrolling tries again
+    }
+  };
+  const toEnd = async () => {
+    if (!store.log.isAtEnd) await store.readLog();
+    setFollowing(true);
+  };
+  const show = async (/** @type {number} */ index) => {
+    const seq = hits[index];
+    if (seq === undefined) return;
+    setHit(index);
+    setFollowing(false);
+    setLevel('');
+    await store.showLine(seq);
+    requestAnimationFrame(() => {
+      const row = store.log.lines.findIndex((line) => line.seq === seq);
+      if (box.current && row >= 0) box.current.scrollTop = Math.max(0, row * ROW_HEIGHT - box.current.clientHeight / 2);
+    });
+  };
+  useEffect(() => {
+    if (hits.length > 0) show(hits.length - 1);
+  }, [search.data]);
+
+  return html`<section class="box log" aria-label="Log" style=${{ '--h': height }}>
+    <header class="tools">
+      <h2>Log</h2><span class="sub num">${format.counted(lines.length, 'line')}${store.log.hasOlder ? ' shown, older ones above' : ''}</span><span class="grow"></span>
+      <input type="search" class="small" placeholder="Search all lines" aria-label="Search all lines of the log" value=${text}
+        onInput=${(/** @type {any} */ event) => setText(event.target.value)} onKeyDown=${(/** @type {KeyboardEvent} */ event) => event.key === 'Enter' && show((hit + (event.shiftKey ? 1 : hits.length - 1)) % Math.max(hits.length, 1))} />
+      ${wanted && html`<span class="sub num" role="status">${search.error ? search.error.message : search.data ? (hits.length ? `${hit + 1} of ${format.integer(hits.length)}${search.data.has_more ? '+' : ''}` : 'no match') : 'searching …'}</span>`}
+      <select class="small" aria-label="Level" value=${level} onChange=${(/** @type {any} */ event) => setLevel(event.target.value)}>
+        <option value="">All levels</option><option value="warning">Warnings and errors</option><option value="error">Errors</option>
+      </select>
+      <label class="check"><input type="checkbox" checked=${isWrapped} onChange=${(/** @type {any} */ event) => setWrapped(event.target.checked)} />Wrap</label>
+      <label class="check"><input type="checkbox" checked=${isFollowing} onChange=${(/** @type {any} */ event) => (event.target.checked ? toEnd() : setFollowing(false))} />Follow</label>
+      <a class="btn quiet icon small" href=${`/v1/runs/${store.id}/logs`} download=${`${store.id}.log`} aria-label="Download the log"><${Icon} name="save" /></a>
+    </header>
+    <div class=${isWrapped ? 'lines wraps' : 'lines'} ref=${box} tabindex="0" role="log" aria-label="Lines of the log" aria-live="off" onScroll=${onScroll}>
+      ${!isWrapped && html`<div style=${{ height: `${first * ROW_HEIGHT}px` }}></div>`}
+      ${lines.slice(first, last).map((line) => html`<${Row} key=${line.seq} line=${line} wanted=${wanted} isHit=${hits[hit] === line.seq} />`)}
+      ${!isWrapped && html`<div style=${{ height: `${(lines.length - last) * ROW_HEIGHT}px` }}></div>`}
+      ${lines.length === 0 && html`<p class="state muted">${level ? 'No line of this level.' : 'No line yet.'}</p>`}
+    </div>
+  </section>`;
+}
+
+/** @param {{ line: import('../log_window.js').Line, wanted: string, isHit: boolean }} props */
+const Row = ({ line, wanted, isHit }) => html`<div class=${isHit ? 'ln hit' : 'ln'} data-l=${line.stream === 'anneal' && line.level === 'info' ? 'note' : line.level}>
+  <time title=${line.ts}>${format.seconds(line.ts)}</time><span>${marked(line.line, wanted).map((part) => (part.isMatch ? html`<mark>${part.text}</mark>` : part.text))}</span>
+</div>`;

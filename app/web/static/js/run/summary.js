@@ -1,0 +1,100 @@
+// Where a run stands: figures, and the timeline of its attempts.
+
+import { html } from '../../vendor/preact.js';
+import { Bar, statusName } from '../components/controls.js';
+import { lastValue } from '../curves.js';
+import * as format from '../format.js';
+import { useNow } from '../resource.js';
+import { segmentsOf } from './timeline.js';
+
+/** @typedef {import('../run_store.js').RunStore} RunStore */
+
+/** @param {{ label: string, value: any, unit?: string, note?: any, children?: any }} props */
+const Tile = ({ label, value, unit, note, children }) => html`<div class="tile"><div class="what">${label}</div>
+  <div class="big">${value}${unit && html` <small>${unit}</small>`}</div>${note && html`<div class="note" title=${typeof note === 'string' ? note : undefined}>${note}</div>`}${children}</div>`;
+
+/** @param {{ store: RunStore }} props */
+export function Summary({ store }) {
+  const run = store.run.value;
+  const now = useNow(1000);
+  store.curvesVersion.value; // draw again with new points
+  const series = (/** @type {string} */ name) => store.series.get(name);
+  const latest = (/** @type {string} */ name) => lastValue(series(name)?.values ?? []);
+  const evalName = run.config.method === 'rlhf' ? 'eval_reward' : 'eval_loss';
+  const facts = configFacts(run);
+  const tokens = latest('extra.tokens_per_second');
+  const memory = store.device.value?.memory_mb ?? latest('gpu_memory_mb');
+  return html`<section class="box summary" aria-label="State of the run"><div class="tiles">
+    <${Tile} label="Step" value=${format.integer(run.current_step)} unit=${run.total_steps ? `of ${format.integer(run.total_steps)}` : ''}>
+      ${run.total_steps > 0 && html`<${Bar} value=${run.current_step / run.total_steps} status=${run.status} label="Progress" />`}
+    <//>
+    <${When} store=${store} now=${now} />
+    <${Tile} label="Train loss" value=${format.loss(latest('loss'))} note=${run.best_loss != null && `lowest ${format.loss(run.best_loss)}`} />
+    <${Tile} label=${run.config.method === 'rlhf' ? 'Eval reward' : 'Eval loss'} value=${format.loss(latest(`eval.${evalName}`))} note=${run.best_eval != null && `best ${format.loss(run.best_eval)}`} />
+    <${Tile} label="Throughput" value=${tokens != null ? format.integer(tokens) : format.significant(latest('samples_per_second'))} unit=${tokens != null ? 'tokens/s' : 'rows/s'}
+      note=${latest('extra.mfu') != null && `MFU ${format.percent(/** @type {number} */ (latest('extra.mfu')), 1)}`} />
+    ${memory != null && html`<${Tile} label="GPU memory" value=${format.gib(memory)} unit="GiB" note=${run.estimate?.memory_mb?.total && `estimated ${format.gib(run.estimate.memory_mb.total)} GiB`} />`}
+    <${Tile} label="Epoch" value=${(run.current_epoch ?? 0).toFixed(2)} unit=${run.config.epochs && !run.config.max_steps ? `of ${run.config.epochs}` : ''} note=${facts} />
+  </div><${Timeline} store=${store} now=${now} /></section>`;
+}
+
+/** @param {any} run */
+function configFacts(run) {
+  const trained = run.measured?.tokens;
+  return trained ? `${format.integer(trained)} tokens` : null;
+}
+
+/** @param {{ store: RunStore, now: number }} props */
+function When({ store, now }) {
+  const run = store.run.value;
+  const progress = store.progress.value;
+  const inTime = (/** @type {string} */ time) => (Date.parse(time) > now ? `in ${format.duration((Date.parse(time) - now) / 1000)}` : 'soon');
+  if (run.finished_at) {
+    const took = run.started_at ? format.duration((Date.parse(run.finished_at) - Date.parse(run.started_at)) / 1000) : '–';
+    const why = run.end_reason && run.end_reason !== 'finished' ? run.end_reason.replaceAll('_', ' ') : statusName(run.status);
+    return html`<${Tile} label="Took" value=${took} note=${`${why}, ${format.clock(run.finished_at, now)}`} />`;
+  }
+  const prediction = run.prediction;
+  if (run.status === 'pending') {
+    const note = run.pending_reason?.message ?? prediction?.basis ?? 'Waits for a free device.';
+    return html`<${Tile} label="Starts" value=${prediction?.start_at ? inTime(prediction.start_at) : 'in the queue'} note=${note} />`;
+  }
+  const phase = progress && progress.phase !== 'training' ? phaseText(progress) : prediction && `${format.clock(prediction.finish_at, now)}, ${prediction.confidence} confidence`;
+  return html`<${Tile} label="ETA" value=${prediction?.finish_at ? inTime(prediction.finish_at) : '–'} note=${phase || 'Not predictable yet.'} />`;
+}
+
+/** @param {any} progress */
+function phaseText(progress) {
+  const part = progress.total ? ` ${format.percent(progress.done ?? 0, progress.total)}` : '';
+  return `${progress.phase}${part}${progress.message ? `: ${progress.message}` : ''}`;
+}
+
+/** Part of the line below which a segment has no label. */
+const NARROW = 0.06;
+const GLYPHS = {
+  checkpoint: 'M6.5 2l4.5 4.5L6.5 11 2 6.5z',
+  best: 'M6.5 1l1.6 3.5 3.9.4-2.9 2.6.8 3.9-3.4-2-3.4 2 .8-3.9L1 4.9l3.9-.4z',
+  lost: 'M6.5 1.5L12 11.5H1z',
+  action: 'M3 3h7v7H3z',
+};
+const WORDS = { checkpoint: 'Checkpoint', best: 'Best checkpoint', lost: 'Attempt lost', action: 'Action or repair' };
+
+/** @param {{ store: RunStore, now: number }} props */
+function Timeline({ store, now }) {
+  const attempts = store.attempts.value;
+  const run = store.run.value;
+  if (!attempts) return null;
+  const timeline = segmentsOf(run, attempts, { checkpoints: store.checkpoints.value ?? [], actions: store.actions.value ?? [] }, now);
+  const at = (/** @type {number} */ time) => `${(100 * (time - timeline.from)) / (timeline.to - timeline.from)}%`;
+  const size = (/** @type {number} */ from, /** @type {number} */ to) => `${(100 * (to - from)) / (timeline.to - timeline.from)}%`;
+  const shown = new Set(timeline.marks.map((mark) => mark.kind));
+  return html`<div class="timeline">
+    <div class="track" role="img" aria-label=${timeline.segments.map((one) => one.about).join('; ')}>
+      ${timeline.segments.map((one) => html`<div class="seg-t" data-s=${one.kind} title=${one.about} style=${{ left: at(one.from), width: size(one.from, one.to) }}>${one.to - one.from > NARROW * (timeline.to - timeline.from) && one.label}</div>`)}
+    </div>
+    <div class="marks" aria-hidden="true">${timeline.marks.map((mark) => html`<span class="mark" data-k=${mark.kind} title=${mark.about} style=${{ left: at(mark.at) }}><svg viewBox="0 0 13 13"><path d=${GLYPHS[mark.kind]} /></svg></span>`)}</div>
+    <div class="row wrap ends"><span>${format.clock(timeline.from, now)}</span><span class="grow"></span>
+      <span class="legend" aria-hidden="true">${Object.entries(WORDS).filter(([kind]) => shown.has(/** @type {any} */ (kind))).map(([kind, word]) => html`<span><i class="mark" data-k=${kind}><svg viewBox="0 0 13 13"><path d=${GLYPHS[/** @type {keyof typeof GLYPHS} */ (kind)]} /></svg></i>${word}</span>`)}</span>
+      <span class="grow"></span><span>${timeline.isPredicted ? 'about ' : ''}${format.clock(timeline.to, now)}</span></div>
+  </div>`;
+}

@@ -1,0 +1,55 @@
+// Times of a run as parts of a line: waiting, attempts, losses, and what is left. Pure: no access to the page.
+
+import * as format from '../format.js';
+
+/** @typedef {{ kind: string, from: number, to: number, label: string, about: string }} Segment */
+/** @typedef {{ kind: 'checkpoint' | 'best' | 'lost' | 'action', at: number, about: string }} Mark */
+
+const LOST = new Set(['lost', 'retried']);
+
+/**
+ * @param {any} run
+ * @param {any[]} attempts Oldest first, with `attempt`, `started_at`, `ended_at`, `outcome`, `worker`.
+ * @param {{ checkpoints: any[], actions: any[] }} events
+ * @param {number} now Milliseconds since 1970.
+ * @returns {{ from: number, to: number, isPredicted: boolean, segments: Segment[], marks: Mark[] }}
+ */
+export function segmentsOf(run, attempts, { checkpoints, actions }, now) {
+  const from = Date.parse(run.created_at);
+  const ended = run.finished_at ? Date.parse(run.finished_at) : null;
+  const expected = run.prediction?.finish_at ? Date.parse(run.prediction.finish_at) : null;
+  const to = Math.max(ended ?? Math.max(expected ?? 0, now), from + 1000);
+  /** @type {Segment[]} */
+  const segments = [];
+  /** @type {Mark[]} */
+  const marks = [];
+  let last = from;
+  attempts.forEach((attempt) => {
+    const start = Date.parse(attempt.started_at);
+    const end = attempt.ended_at ? Date.parse(attempt.ended_at) : (ended ?? now);
+    const gap = last === from ? 'pending' : 'lost';
+    if (start > last) segments.push({ kind: gap, from: last, to: start, label: '', about: `waited ${format.duration((start - last) / 1000)}` });
+    const where = attempt.worker ? ` on ${attempt.worker}` : '';
+    const about = `attempt ${attempt.attempt}${where}: ${format.duration((end - start) / 1000)}${attempt.outcome ? `, ${attempt.outcome.replaceAll('_', ' ')}` : ''}`;
+    segments.push({ kind: 'running', from: start, to: end, label: attempts.length > 1 ? `Attempt ${attempt.attempt}` : (attempt.worker ?? ''), about });
+    if (LOST.has(attempt.outcome)) marks.push({ kind: 'lost', at: end, about: `attempt ${attempt.attempt} was lost` });
+    last = end;
+  });
+  if (ended === null && attempts.at(-1)?.ended_at) {
+    segments.push({ kind: 'pending', from: last, to: now, label: '', about: 'waits for a worker' });
+    last = now;
+  } else if (attempts.length === 0) {
+    segments.push({ kind: 'pending', from, to: ended ?? now, label: 'Pending', about: 'waits for a worker' });
+    last = ended ?? now;
+  }
+  if (ended === null && to > last) {
+    segments.push({ kind: 'ahead', from: last, to, label: `about ${format.duration((to - last) / 1000)} left`, about: 'predicted' });
+  }
+  for (const one of checkpoints) {
+    marks.push({ kind: one.is_best ? 'best' : 'checkpoint', at: Date.parse(one.created_at), about: `checkpoint of step ${format.integer(one.step)}` });
+  }
+  for (const one of actions) {
+    if (one.finished_at) marks.push({ kind: 'action', at: Date.parse(one.finished_at), about: `${one.action.replaceAll('_', ' ')}: ${one.status}` });
+  }
+  return { from, to, isPredicted: ended === null, segments, marks: marks.filter((mark) => mark.at >= from && mark.at <= to) };
+}

@@ -1,0 +1,372 @@
+// Everything the page of a run shows: read once, then kept current by the run's event stream.
+//
+// Each part is read with the `seq` up to which it is complete. Events that arrive meanwhile wait; those up to that
+// `seq` are left out, the others are applied: nothing is shown twice and nothing is missing.
+
+import { batch, signal } from '../vendor/preact.js';
+import { ApiError, get } from './api.js';
+import { append, emptySeries } from './curves.js';
+import { LogWindow } from './log_window.js';
+import { connection, follow } from './stream.js';
+
+const TYPES = /** @type {const} */ ([
+  'status', 'pending', 'log', 'metric', 'eval', 'checkpoint', 'config', 'progress', 'sample', 'skipped_rows', 'export',
+  'action', 'repair', 'device', 'error',
+]);
+/** Points of each curve that are read; live points are added. */
+export const READ_POINTS = 4000;
+/** A curve with more points, after hours of steps, is read again, thinned. */
+const MOST_POINTS = 16_000;
+const LINES_AT_ONCE = 500;
+const MOST_SAMPLES = 500;
+const MOST_NOTES = 1000;
+/** Predictions and measured values change without an event. */
+const RENEW_EVERY_MS = 15_000;
+const RENEW_AFTER_MS = 300;
+const LIVE = new Set(['pending', 'initializing', 'running', 'checkpointing']);
+const METRICS = /** @type {const} */ (['epoch', 'loss', 'learning_rate', 'grad_norm', 'gpu_memory_mb', 'samples_per_second']);
+
+/** @typedef {{ seq: number, type: string, [field: string]: any }} RunEvent */
+
+/**
+ * Progress of a part of the page through the events; while it is read, its events wait.
+ * @typedef {{ seq: number, waiting: { event: RunEvent, add: () => void }[] | null }} Part
+ */
+
+export class RunStore {
+  /** @param {string} id */
+  constructor(id) {
+    this.id = id;
+    this.run = signal(/** @type {any} */ (null));
+    this.error = signal(/** @type {ApiError | null} */ (null));
+    /** @type {Map<string, import('./curves.js').Series>} */
+    this.series = new Map();
+    /** @type {import('./curves.js').Clock} */
+    this.timesOfSteps = { steps: [], seconds: [] };
+    this.log = new LogWindow();
+    /** @type {any[]} */
+    this.samples = [];
+    /** Newest GPU telemetry, and progress of the present phase. */
+    this.device = signal(/** @type {any} */ (null));
+    this.progress = signal(/** @type {any} */ (null));
+    this.checkpoints = signal(/** @type {any[] | null} */ (null));
+    this.actions = signal(/** @type {any[] | null} */ (null));
+    this.attempts = signal(/** @type {any[] | null} */ (null));
+    /** Events of a timeline: repairs, actions, status changes, skipped rows. */
+    this.notes = signal(/** @type {RunEvent[]} */ ([]));
+    /** Raised when the curves, the log or the samples changed. */
+    this.curvesVersion = signal(0);
+    this.logVersion = signal(0);
+    this.samplesVersion = signal(0);
+    /** @type {{ curves: Part, log: Part, history: Part }} */
+    this.parts = { curves: { seq: 0, waiting: [] }, log: { seq: 0, waiting: [] }, history: { seq: 0, waiting: [] } };
+    this.aborted = new AbortController();
+    /** @type {ReturnType<typeof setTimeout> | undefined} */
+    this.renewal = undefined;
+    /** @type {ReturnType<typeof setInterval> | undefined} */
+    this.clock = undefined;
+    this.closeStream = () => {};
+    this.frame = 0;
+    /** @type {RunEvent[]} */
+    this.queue = [];
+  }
+
+  get isLive() {
+    return LIVE.has(this.run.value?.status);
+  }
+
+  /** Read everything, then follow the stream. A temporary failure is tried again until the store is closed. */
+  async open() {
+    const { signal: aborted } = this.aborted;
+    for (let wait = 500; ; wait = Math.min(wait * 2, 15_000)) {
+      try {
+        const run = await get(`/v1/runs/${this.id}`, {}, aborted);
+        this.run.value = run;
+        this.error.value = null;
+        // A short id or a name may stand in the address.
+        this.id = run.id;
+        if (!LIVE.has(run.status)) connection.value = 'ended';
+        else this.closeStream = follow({
+          path: `/v1/runs/${this.id}/events`,
+          after: run.last_seq,
+          types: TYPES,
+          onEvent: (type, data) => this.receive({ ...data, type }),
+          onGone: () => (this.error.value = new ApiError(404, 'run_not_found', 'The run was deleted.')),
+        });
+        await Promise.all([this.readCurves(), this.readLog(), this.readHistory(), this.readLists()]);
+        break;
+      } catch (error) {
+        if (aborted.aborted) return;
+        if (!(error instanceof ApiError)) throw error;
+        this.error.value = error;
+        if (!error.isTemporary) return;
+        this.closeStream();
+        await new Promise((resolve) => setTimeout(resolve, wait));
+        if (aborted.aborted) return;
+      }
+    }
+    this.clock = setInterval(() => this.isLive && !document.hidden && this.renew(0), RENEW_EVERY_MS);
+  }
+
+  close() {
+    this.aborted.abort();
+    this.closeStream();
+    clearTimeout(this.renewal);
+    clearInterval(this.clock);
+    cancelAnimationFrame(this.frame);
+  }
+
+  async readCurves() {
+    const part = this.parts.curves;
+    part.waiting ??= [];
+    const found = await get(`/v1/runs/${this.id}/metrics`, { max_points: READ_POINTS, clock: true }, this.aborted.signal);
+    this.series = new Map(Object.entries(found.series));
+    this.timesOfSteps = found.clock;
+    this.release(part, found.last_seq);
+    this.curvesVersion.value += 1;
+  }
+
+  async readHistory() {
+    const found = await get(`/v1/runs/${this.id}/history`, {}, this.aborted.signal);
+    const events = /** @type {RunEvent[]} */ (found.data);
+    this.release(this.parts.history, events.at(-1)?.seq ?? 0, () => {
+      this.samples = events.filter((event) => event.type === 'sample');
+      this.notes.value = events.filter((event) => event.type !== 'sample' && event.type !== 'eval');
+      this.samplesVersion.value += 1;
+    });
+  }
+
+  async readLog() {
+    const part = this.parts.log;
+    part.waiting ??= [];
+    const found = await get(`/v1/runs/${this.id}/logs/lines`, { limit: LINES_AT_ONCE }, this.aborted.signal);
+    this.log.reset(found.data, { hasOlder: found.has_more, isAtEnd: true });
+    this.release(part, this.log.lastSeq);
+    this.logVersion.value += 1;
+  }
+
+  /** Read older lines of the log; resolves to the number of lines that came before the window. */
+  async readOlderLines() {
+    const before = this.log.firstSeq;
+    if (before === null || !this.log.hasOlder) return 0;
+    const found = await get(`/v1/runs/${this.id}/logs/lines`, { before, limit: LINES_AT_ONCE }, this.aborted.signal);
+    const count = this.log.prepend(found.data, found.has_more);
+    this.logVersion.value += 1;
+    return count;
+  }
+
+  /**
+   * Read the part of the log around a line, unless the window has it.
+   * @param {number} seq
+   */
+  async showLine(seq) {
+    if (this.log.lines.some((line) => line.seq === seq)) return;
+    const path = `/v1/runs/${this.id}/logs/lines`;
+    const [before, after] = await Promise.all([
+      get(path, { before: seq, limit: LINES_AT_ONCE }, this.aborted.signal),
+      get(path, { after: seq - 1, limit: LINES_AT_ONCE }, this.aborted.signal),
+    ]);
+    this.log.reset([...before.data, ...after.data], { hasOlder: before.has_more, isAtEnd: !after.has_more });
+    this.logVersion.value += 1;
+  }
+
+  /** Read newer lines into a window that does not reach the end; resolves to true if there are more. */
+  async readNewerLines() {
+    if (this.log.isAtEnd) return false;
+    const found = await get(`/v1/runs/${this.id}/logs/lines`, { after: this.log.lastSeq, limit: LINES_AT_ONCE }, this.aborted.signal);
+    this.log.append(found.data);
+    this.log.isAtEnd = !found.has_more;
+    this.logVersion.value += 1;
+    return found.has_more;
+  }
+
+  async readLists() {
+    const { signal: aborted } = this.aborted;
+    const [checkpoints, actions, attempts] = await Promise.all([
+      get(`/v1/runs/${this.id}/checkpoints`, { limit: 200 }, aborted),
+      get(`/v1/runs/${this.id}/actions`, { limit: 200 }, aborted),
+      get(`/v1/runs/${this.id}/attempts`, {}, aborted),
+    ]);
+    batch(() => {
+      this.checkpoints.value = checkpoints.data;
+      this.actions.value = actions.data;
+      this.attempts.value = attempts.data;
+    });
+  }
+
+  /** Read the run and its lists again soon; several requests at once are one. */
+  renew(after = RENEW_AFTER_MS) {
+    if (this.renewal !== undefined) return;
+    this.renewal = setTimeout(async () => {
+      this.renewal = undefined;
+      try {
+        const run = await get(`/v1/runs/${this.id}`, {}, this.aborted.signal);
+        this.run.value = run;
+        await this.readLists();
+      } catch (error) {
+        // The stream tells the state of the connection; the next renewal tries again.
+        if (!(error instanceof ApiError) && !this.aborted.signal.aborted) throw error;
+      }
+    }, after);
+  }
+
+  /**
+   * Apply the events that waited for a part.
+   * @param {Part} part
+   * @param {number} seq The part is complete up to here.
+   * @param {() => void} [show] Shows what was read.
+   */
+  release(part, seq, show) {
+    part.seq = seq;
+    const waiting = part.waiting ?? [];
+    part.waiting = null;
+    batch(() => {
+      show?.();
+      for (const { event, add } of waiting) if (event.seq > seq) add();
+    });
+  }
+
+  /**
+   * Take an event from the stream. Events are applied together, once for each frame of the screen.
+   * @param {RunEvent} event
+   */
+  receive(event) {
+    this.queue.push(event);
+    if (this.queue.length === 1) this.frame = requestAnimationFrame(() => this.drain());
+  }
+
+  drain() {
+    const events = this.queue;
+    this.queue = [];
+    batch(() => events.forEach((event) => this.apply(event)));
+  }
+
+  /** @param {RunEvent} event */
+  apply(event) {
+    switch (event.type) {
+      case 'metric':
+      case 'eval':
+        this.addTo('curves', event, () => (event.type === 'metric' ? this.addMetric(event) : this.addEvaluation(event)));
+        break;
+      case 'log':
+        this.addTo('log', event, () => {
+          if (!this.log.isAtEnd) return;
+          this.log.append([/** @type {any} */ (event)]);
+          this.logVersion.value += 1;
+        });
+        break;
+      case 'sample':
+        this.addTo('history', event, () => {
+          this.samples = [...this.samples, event].slice(-MOST_SAMPLES);
+          this.samplesVersion.value += 1;
+        });
+        break;
+      case 'device':
+        this.device.value = event;
+        break;
+      case 'progress':
+        this.progress.value = event;
+        break;
+      case 'status':
+        this.run.value = { ...this.run.value, status: event.to };
+        this.progress.value = null;
+        this.note(event);
+        // A new attempt may start at an earlier step: its curves replace those of the attempt before from there on.
+        if (event.to === 'running' && event.from === 'initializing') {
+          this.rereadCurves();
+        }
+        this.renew();
+        break;
+      case 'end':
+      case 'checkpoint':
+      case 'action':
+      case 'config':
+      case 'export':
+      case 'pending':
+      case 'error':
+        this.note(event);
+        this.renew();
+        break;
+      case 'repair':
+      case 'skipped_rows':
+        this.note(event);
+        break;
+    }
+  }
+
+  /** Replacements of defaults that the device cannot honor, of the newest attempt. */
+  replaced() {
+    return this.notes.value.findLast((event) => event.type === 'config')?.replaced ?? [];
+  }
+
+  /** @param {RunEvent} event */
+  note(event) {
+    this.addTo('history', event, () => (this.notes.value = [...this.notes.value, event].slice(-MOST_NOTES)));
+  }
+
+  /** @param {'curves' | 'log' | 'history'} name @param {RunEvent} event @param {() => void} add */
+  addTo(name, event, add) {
+    const part = this.parts[name];
+    if (part.waiting !== null) part.waiting.push({ event, add });
+    else if (event.seq > part.seq) {
+      part.seq = event.seq;
+      add();
+    }
+  }
+
+  /** @param {RunEvent} event */
+  addMetric(event) {
+    const { step } = event;
+    const gaps = new Set(event.non_finite ?? []);
+    const add = (/** @type {string} */ name, /** @type {string} */ field, /** @type {unknown} */ value) => {
+      // Null is a value that was not finite only where the event says so; otherwise there is none.
+      if (typeof value === 'number' || (value === null && gaps.has(field))) this.addPoint(name, step, value);
+    };
+    for (const name of METRICS) add(name, name, event[name]);
+    for (const [name, value] of Object.entries(event.extra ?? {})) add(`extra.${name}`, `extra.${name}`, value);
+    this.addTime(event);
+    const run = this.run.value;
+    this.run.value = { ...run, current_step: step, current_epoch: event.epoch ?? run.current_epoch };
+    this.curvesVersion.value += 1;
+    if ((this.series.get('loss')?.steps.length ?? 0) > MOST_POINTS) this.rereadCurves();
+  }
+
+  /** Read the curves again; events that arrive meanwhile wait. */
+  rereadCurves() {
+    if (this.parts.curves.waiting !== null) return;
+    this.parts.curves.waiting = [];
+    this.readCurves().catch(() => {
+      // What is shown stays, and the events that waited are added to it; the next attempt or surplus reads again.
+      if (!this.aborted.signal.aborted) this.release(this.parts.curves, this.parts.curves.seq);
+    });
+  }
+
+  /** @param {RunEvent} event */
+  addEvaluation(event) {
+    for (const [name, value] of Object.entries(event.metrics ?? {})) {
+      if (typeof value === 'number' || value === null) this.addPoint(`eval.${name}`, event.step, value);
+    }
+    this.curvesVersion.value += 1;
+    this.renew();
+  }
+
+  /** @param {string} name @param {number} step @param {number | null} value */
+  addPoint(name, step, value) {
+    let series = this.series.get(name);
+    if (!series) this.series.set(name, (series = emptySeries()));
+    append(series, step, value);
+  }
+
+  /** @param {RunEvent} event */
+  addTime(event) {
+    const started = this.run.value?.started_at;
+    if (!started || !event.ts) return;
+    const { steps, seconds } = this.timesOfSteps;
+    while (steps.length > 0 && steps[steps.length - 1] >= event.step) {
+      steps.pop();
+      seconds.pop();
+    }
+    steps.push(event.step);
+    seconds.push((Date.parse(event.ts) - Date.parse(started)) / 1000);
+  }
+}

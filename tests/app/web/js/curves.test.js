@@ -1,0 +1,45 @@
+import assert from 'node:assert/strict';
+import test from 'node:test';
+import { align, append, emptySeries, interpolate, lastValue, lowerBound, positions, smooth, truncate } from '../../../../app/web/static/js/curves.js';
+
+test('a step that is trained again drops the points of the earlier pass from there on', () => {
+  const series = emptySeries();
+  for (const step of [1, 2, 3, 4]) append(series, step, step);
+  append(series, 3, 30);
+  assert.deepEqual(series, { steps: [1, 2, 3], values: [1, 2, 30] });
+  truncate(series, 0);
+  assert.deepEqual(series, emptySeries());
+});
+
+test('smoothing begins at the first point and passes over gaps', () => {
+  assert.deepEqual(smooth([4, 4, 4], 0.9).map((value) => Number(value.toFixed(9))), [4, 4, 4]);
+  assert.equal(smooth([4, null, 8], 0.5)[1], null);
+  assert.ok(Math.abs(smooth([4, null, 8], 0.5)[2] - 20 / 3) < 1e-12);
+  assert.deepEqual(smooth([1, 2], 0), [1, 2]);
+});
+
+test('curves are put on one ascending axis', () => {
+  const both = align([{ x: [1, 2, 4], y: [10, 20, 40] }, { x: [2, 3], y: [5, null] }]);
+  assert.deepEqual(both.x, [1, 2, 3, 4]);
+  assert.deepEqual([...both.ys[0]], [10, 20, undefined, 40]);
+  assert.deepEqual([...both.ys[1]], [undefined, 5, null, undefined]);
+  assert.deepEqual(align([]), { x: [], ys: [] });
+});
+
+test('positions between known times follow the line through the nearest two', () => {
+  assert.deepEqual(interpolate([10, 20], [100, 200], [10, 15, 25]), [100, 150, 250]);
+  assert.deepEqual(interpolate([], [], [1]), [null]);
+  assert.deepEqual(interpolate([5], [7], [5, 6]), [7, null]);
+  const scales = { epoch: { steps: [1, 3], values: [0.5, 1.5] }, clock: { steps: [1, 3], seconds: [10, 30] } };
+  const series = { steps: [1, 2], values: [9, 8] };
+  assert.deepEqual(positions(series, 'step', scales), [1, 2]);
+  assert.deepEqual(positions(series, 'epoch', scales), [0.5, 1]);
+  assert.deepEqual(positions(series, 'time', scales), [10, 20]);
+});
+
+test('places and last values', () => {
+  assert.equal(lowerBound([1, 3, 5], 4), 2);
+  assert.equal(lowerBound([], 4), 0);
+  assert.equal(lastValue([1, 2, null, undefined]), 2);
+  assert.equal(lastValue([]), null);
+});

@@ -1,0 +1,33 @@
+import assert from 'node:assert/strict';
+import test from 'node:test';
+import { curlOf, fieldOf, isDefault, requestOf, textOf, valueOf, yamlOf } from '../../../../app/web/static/js/new_run_form.js';
+
+test('fields follow from the schema', () => {
+  const kind = (property, definitions = {}) => fieldOf('x', property, definitions).kind;
+  assert.equal(kind({ type: 'integer' }), 'integer');
+  assert.equal(kind({ anyOf: [{ type: 'integer' }, { type: 'string', pattern: '…' }, { type: 'null' }] }), 'amount');
+  assert.equal(kind({ enum: ['a', 'b'], type: 'string' }), 'choice');
+  assert.equal(kind({ $ref: '#/$defs/M' }, { M: { enum: ['a'], type: 'string' } }), 'choice');
+  assert.equal(kind({ type: 'array', items: { type: 'string' } }), 'list');
+  assert.equal(kind({ $ref: '#/$defs/D' }, { D: { type: 'object', properties: {} } }), 'json');
+});
+
+test('texts become values, and values the same texts', () => {
+  const field = (kind) => ({ name: 'x', kind, description: '', fallback: null, isNullable: true, choices: [] });
+  assert.equal(valueOf(field('number'), '2e-4'), 2e-4);
+  assert.equal(valueOf(field('number'), ''), null);
+  assert.equal(valueOf(field('amount'), '1k'), '1k');
+  assert.equal(valueOf(field('amount'), '100'), 100);
+  assert.deepEqual(valueOf(field('list'), ' a \n\n b'), ['a', 'b']);
+  assert.throws(() => valueOf(field('integer'), '1.5'), /whole number/);
+  assert.throws(() => valueOf(field('json'), '{'), /not JSON/);
+  assert.equal(textOf(field('number'), 2e-4), '2e-4');
+  assert.ok(isDefault({ ...field('number'), fallback: 3 }, 3) && !isDefault(field('number'), 3));
+});
+
+test('requests have only what was set, as YAML and for a shell', () => {
+  const body = requestOf({ name: '', dataset_id: 'ds_1', tags: [] }, { base_model: "it's", dpo: { beta: 0.1 } });
+  assert.deepEqual(body, { dataset_id: 'ds_1', config: { base_model: "it's", dpo: { beta: 0.1 } } });
+  assert.equal(yamlOf(body), 'dataset_id: "ds_1"\nconfig:\n  base_model: "it\'s"\n  dpo:\n    beta: 0.1\n');
+  assert.ok(curlOf('http://h', body).includes(`it'\\''s`));
+});

@@ -1,0 +1,15 @@
+"""Promises about the modules of the dashboard that need no page: Node, which Playwright brings along, runs them."""
+
+import subprocess
+from pathlib import Path
+
+from playwright._impl._driver import compute_driver_executable
+
+_TESTS = sorted((Path(__file__).parent / "js").glob("*.test.js"))
+
+
+def test_curves_logs_formats_addresses_and_forms() -> None:
+    node = compute_driver_executable()[0]
+    run = subprocess.run([node, "--test", *map(str, _TESTS)], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr
+    assert f"# tests {sum(path.read_text().count('test(') for path in _TESTS)}" in run.stdout.replace("ℹ", "#")
