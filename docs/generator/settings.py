@@ -26,7 +26,7 @@ _OTHERS = """\
 | `CC`, `TRITON_CACHE_DIR`, `XDG_CACHE_HOME` | | C compiler and caches of compiled GPU kernels; set them for workers. |
 | `WANDB_BASE_URL`, `WANDB_ENTITY`, `WANDB_PROJECT`, `WANDB_MODE` | W&B's own; project `anneal` | Destination of runs with `report_to: ["wandb"]`, as read by `wandb`; set them for workers. |
 | `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_ENDPOINT_URL` | | Credentials and endpoint for `ANNEAL_CHECKPOINT_URL=s3://…`; set them for workers. |
-| `CUDA_VISIBLE_DEVICES` | all | GPUs that a worker uses. |
+| `CUDA_VISIBLE_DEVICES` | all | GPUs that a worker uses, by index or UUID; MIG instances by UUID (`nvidia-smi -L`). |
 """
 
 
@@ -47,7 +47,9 @@ def _table(model: type[BaseSettings]) -> str:
         if not meaning:
             raise ValueError(f"the setting {name} in app/config.py has no description")
         kind = markdown.type_text(field, schema.get("$defs", {})).removesuffix(" or null")
-        rows.append((f"`ANNEAL_{name.upper()}`", kind, _default(name, field), markdown.escape(meaning)))
+        rows.append(
+            (f"`ANNEAL_{name.upper()}`", kind, _default(name, field), markdown.escape(" ".join(meaning.split())))
+        )
     return markdown.table(("variable", "type", "default", "meaning"), rows)
 
 
