@@ -11,7 +11,7 @@ comma := ,
 # Where this is set, every process would compile PyTorch's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo up test test-all lint checked bench venv chaos mutants fuzz resume-matrix methods estimates prediction docs reference soak
+.PHONY: demo up test test-all lint checked bench venv chaos mutants fuzz resume-matrix methods estimates prediction docs reference vendor soak
 
 demo: $(SERVICE)  ## fine-tune a small model through the service and watch; MODEL=<hub name> for another
 	@$(BIN)/anneal demo $(if $(MODEL),--model '$(MODEL)')
@@ -58,6 +58,9 @@ docs: .venv/.docs reference  ## build the documentation site into build/site; SE
 
 reference: $(READY)  ## write the reference pages of docs/reference from the code
 	@$(BIN)/python -m docs.generator
+
+vendor: $(READY)  ## build the vendored files of the dashboard from their npm packages; needs npm
+	@$(BIN)/python -m app.web.vendoring
 
 soak: $(READY)  ## memory and latency under 300 idle readers, a hostile run and other attackers, in 3 minutes; PHASE=60 for longer phases
 	@$(BIN)/python -m tests.soak $(if $(PHASE),--seconds $(PHASE))

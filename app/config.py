@@ -45,6 +45,9 @@ class ClientSettings(_HomeSettings):
     """API key, as printed by `anneal keys create`."""
 
 
+_ORIGIN = r"https?://(?:\[[0-9a-f:.]+\]|[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)(?::[0-9]{1,5})?"
+
+
 class Settings(_HomeSettings):
     """Server settings, each read from `ANNEAL_<NAME>`; the defaults run everything on one machine."""
 
@@ -111,12 +114,18 @@ class Settings(_HomeSettings):
     """Price of a GPU hour, for the cost in estimates; unset: estimates have no cost."""
     price_currency: str = Field(default="EUR", min_length=1, max_length=10)
     """Currency of `gpu_hour_price`."""
+    gguf_converter: Path | None = None
+    """Path of llama.cpp's converter of Hugging Face models on this worker (`…/llama.cpp/convert_hf_to_gguf.py`), or of
+    a program that starts it; unset: runs with `gguf` are refused."""
     otlp_endpoint: str | None = None
     """URL of an OpenTelemetry collector that receives traces over HTTP (`http://collector:4318`); unset: no traces."""
     log_format: Literal["json", "console"] | None = None
     """Log format of the API and workers; unset: `console` on a terminal, `json` otherwise."""
     allowed_hosts: str = ""
     """Additional Host headers that the API accepts, comma-separated; loopback and `host` are always accepted."""
+    allowed_origins: str = ""
+    """Origins of other sites whose pages may call the API with a key or a stream ticket, comma-separated
+    (`https://dashboards.example.com`); unset: none."""
 
     @field_validator("extra_model_roots")
     @classmethod
@@ -125,6 +134,17 @@ class Settings(_HomeSettings):
         if wrong:
             raise ValueError(f"{wrong[0][:200]!r} is not the absolute path of a folder; separate folders by commas")
         return roots
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _check_origins(cls, origins: str) -> str:
+        wrong = [origin for origin in _parts(origins) if re.fullmatch(_ORIGIN, origin) is None]
+        if wrong:
+            raise ValueError(
+                f"{wrong[0][:200]!r} is not an origin: write scheme, host and port as browsers send them, such as "
+                "https://dashboards.example.com or http://localhost:3000, in lower case, without a path, and never *"
+            )
+        return origins
 
     @field_validator("worker_labels")
     @classmethod
@@ -172,6 +192,8 @@ class Settings(_HomeSettings):
     def _fill_derived_folders(self) -> "Settings":
         home = self.home
         object.__setattr__(self, "models_root", (self.models_root or home / "models").expanduser().absolute())
+        if self.gguf_converter is not None:
+            object.__setattr__(self, "gguf_converter", self.gguf_converter.expanduser().absolute())
         object.__setattr__(self, "storage", (self.storage or home / "storage").expanduser().absolute())
         for root in self.model_roots[1:]:
             # Training processes write to the storage, so a model there is not the operator's.
@@ -179,6 +201,11 @@ class Settings(_HomeSettings):
             if real.is_relative_to(storage) or storage.is_relative_to(real):
                 raise ValueError(f"ANNEAL_EXTRA_MODEL_ROOTS: {root} overlaps the storage {storage}; use another folder")
         return self
+
+    @property
+    def foreign_origins(self) -> tuple[str, ...]:
+        """Origins of other sites whose pages may call the API."""
+        return tuple(_parts(self.allowed_origins))
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -9,9 +9,11 @@ from typing import Any
 
 from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 
 import app.api.health
 import app.api_keys.endpoints
+import app.api_keys.sessions
 import app.audit.endpoints
 import app.backends.endpoints
 import app.datasets.endpoints
@@ -24,12 +26,14 @@ import app.runs.artifacts.endpoints
 import app.runs.checkpoints.endpoints
 import app.runs.endpoints
 import app.runs.events.endpoints
+import app.runs.events.history
 import app.runs.logs.endpoints
 import app.runs.metrics.curves
 import app.runs.metrics.endpoints
 import app.runs.postmortem.endpoints
 import app.runs.retention
 import app.secrets.endpoints
+import app.web.endpoints
 import app.workers.endpoints
 from app.api import docs_page, errors, openapi
 from app.api.dependencies import refuse_unknown_parameters
@@ -88,6 +92,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
             Middleware(RequestMetricsMiddleware, metrics=requests),
             Middleware(SecurityHeadersMiddleware),
             Middleware(RequestIdMiddleware),
+            *_foreign_origins(settings),
             Middleware(HostGuardMiddleware, settings=settings),
             Middleware(AuthenticationMiddleware),
             Middleware(AuditMiddleware),
@@ -99,13 +104,15 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     api.include_router(app.api.health.router)
     api.include_router(docs_page.router)
     api.include_router(app.prometheus.endpoints.router)
+    api.include_router(app.web.endpoints.router)
     for resource in (
         app.experiments.endpoints,
         app.datasets.endpoints,
+        app.runs.metrics.endpoints,  # before the paths with `{run_id}`: it has `/runs/curves`
         app.runs.endpoints,
-        app.runs.metrics.endpoints,
         app.runs.logs.endpoints,
         app.runs.events.endpoints,
+        app.runs.events.history,
         app.runs.actions.endpoints,
         app.runs.checkpoints.endpoints,
         app.runs.artifacts.endpoints,
@@ -114,6 +121,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.workers.endpoints,
         app.models.endpoints,
         app.api_keys.endpoints,
+        app.api_keys.sessions,
         app.secrets.endpoints,
         app.audit.endpoints,
     ):
@@ -127,6 +135,22 @@ def _tracing_middleware(tracing: Tracing) -> list[Middleware]:
     from app.api.middleware.tracing import TracingMiddleware  # needs the packages of OpenTelemetry
 
     return [Middleware(TracingMiddleware, tracing=tracing)]
+
+
+def _foreign_origins(settings: Settings) -> list[Middleware]:
+    """Return the middleware that lets pages of the allowed origins read responses, errors among them."""
+    if not settings.foreign_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=settings.foreign_origins,
+            allow_methods=["GET", "POST", "PATCH", "PUT", "DELETE"],
+            allow_headers=["Authorization", "Content-Type", "Idempotency-Key", "Last-Event-ID"],
+            expose_headers=["Location", "Retry-After", "X-Request-ID"],
+            max_age=600,
+        )
+    ]
 
 
 @asynccontextmanager

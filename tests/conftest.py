@@ -36,8 +36,8 @@ _REDIS_DATABASES = 512
 
 # With pytest-xdist, slow tests start first, so that no process waits for another at the end.
 # Tests that mostly wait (for leases, for restarted processes) alternate with tests that mostly compute.
-_WAIT = ("chaos", "e2e", "reliability")
-_COMPUTE = ("training", "worker", "mutants")
+_WAIT = ("chaos", "e2e", "reliability", "web")
+_COMPUTE = ("training", "worker", "mutants", "test_fuzz.py")
 
 # A shell without job control starts background jobs with SIGINT ignored, and child processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -15,7 +15,7 @@ import yaml
 from pydantic import ValidationError
 from typer.exceptions import TyperException
 
-from app.api.authorization import PUBLIC
+from app.api.authorization import is_public_call
 from app.cli.main import cli
 from app.config import Settings
 from app.server import REQUEST_GRACE_SECONDS
@@ -28,6 +28,11 @@ FILES = (
 _VARIABLE = re.compile(r"(?<!\$)\$\{(\w+)(?:(:[-?])([^}]*))?\}")
 _PINNED = re.compile(r"[\w./-]+:\d+(\.\d+)*(-[\w.]+)*")
 _SECRET = re.compile(r"PASSWORD|SECRET|TOKEN|API_KEY", re.IGNORECASE)
+_HOST_KEYS = {
+    "cgroup", "cgroup_parent", "device_cgroup_rules", "devices", "extra_hosts", "group_add", "ipc", "network_mode",
+    "pid", "privileged", "runtime", "sysctls", "userns_mode", "uts",
+}  # fmt: skip
+"""Keys of a service that let it see or change its machine."""
 _TRAINER_CAPABILITIES = {
     "api": {"DAC_OVERRIDE"},
     "worker": {"CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID"},
@@ -100,7 +105,7 @@ class Files:
 def problems(files: Files) -> list[str]:
     """Return all violations."""
     rules = (_commands, _copies, _users, _ports, _settings, _variables, _images, _volumes, _health, _graces, _order,
-             _hardened, _secrets, _trainer_user)  # fmt: skip
+             _hardened, _isolated, _secrets, _trainer_user)  # fmt: skip
     return [problem for rule in rules for problem in rule(files)]
 
 
@@ -279,6 +284,9 @@ def _health(files: Files) -> Iterator[str]:
         stage = files.stage_of(name)
         if name != "migrate" and not service.get("healthcheck", {}).get("test") and not (stage and stage.health_check):
             yield f"{name} has no health check"
+    for name, timing in _timings(files):
+        if not 0 < timing.get("timeout", 0) <= timing.get("interval", 0) <= 30:
+            yield f"{name}: a process that hangs is not noticed within a minute"
     for name in ("api", "worker"):
         stage = files.stage_of(name)
         if stage and stage.health_check and stage.health_check[0] != "python":
@@ -287,11 +295,22 @@ def _health(files: Files) -> Iterator[str]:
     asked = re.search(
         r"HTTPConnection\('127\.0\.0\.1', (\d+).*?'GET', '([^']+)'", " ".join(api.health_check if api else [])
     )
-    if asked is None or asked[2] not in PUBLIC or {asked[1]} != (api.exposed if api else set()):
+    if asked is None or not is_public_call("GET", asked[2]) or {asked[1]} != (api.exposed if api else set()):
         yield "the health check of the API does not request its public path on its port"
     worker = files.stage_of("worker")
     if worker and worker.environment.get("ANNEAL_HOME", "?") not in " ".join(worker.health_check):
         yield "the health check of the worker does not look into its home"
+
+
+def _timings(files: Files) -> Iterator[tuple[str, dict[str, int]]]:
+    """Yield the seconds of each health check, in compose and in the images."""
+    for name, service in files.services.items():
+        given = [(key, str(value)) for key, value in service.get("healthcheck", {}).items()]
+        if given:
+            yield name, {key: int(value[:-1]) for key, value in given if re.fullmatch(r"\d+s", value)}
+    for stage in files.stages.values():
+        if check := stage.last("HEALTHCHECK"):
+            yield stage.name, {key: int(value) for key, value in re.findall(r"--([\w-]+)=(\d+)s\b", check)}
 
 
 def _graces(files: Files) -> Iterator[str]:
@@ -344,6 +363,24 @@ def _hardened(files: Files) -> Iterator[str]:
             yield f"{name} is in more than the internal network"
 
 
+def _isolated(files: Files) -> Iterator[str]:
+    trainer = yaml.safe_load(files.texts["docker-compose.trainer.yml"])
+    for document in (files.compose, trainer):
+        for name, service in document["services"].items():
+            for key in sorted(_HOST_KEYS & service.keys()):
+                yield f"{name}: {key} takes it out of its container"
+            for mount in service.get("volumes", []):
+                if not isinstance(mount, str) or not re.match(r"[a-z]", mount):
+                    yield f"{name}: {mount} is a folder of the machine"
+    for name, path in (("api", "/models"), ("worker", "/keys")):
+        if not any(mount.endswith(f":{path}:ro") for mount in files.services[name].get("volumes", [])):
+            yield f"{name} can write to {path}"
+    for name in files.services:
+        for path in (mount for mount in files.services[name].get("tmpfs", []) if ":exec" in mount or ",exec" in mount):
+            if name != "worker":  # where torch.compile and triton load the kernels that they have built
+                yield f"{name} can execute what it writes to {path}"
+
+
 def _trainer_user(files: Files) -> Iterator[str]:
     document = yaml.safe_load(files.texts["docker-compose.trainer.yml"])
     worker, stage = document["services"]["worker"], files.stage_of("worker")
@@ -373,8 +410,12 @@ def _trainer_user(files: Files) -> Iterator[str]:
 def _secrets(files: Files) -> Iterator[str]:
     for stage in files.stages.values():
         for name, argument in stage.instructions:
-            if name in ("ENV", "ARG") and _SECRET.search(argument):
-                yield f"{stage.name}: a secret in a layer"
+            if _SECRET.search(argument) or "type=secret" in argument:
+                yield f"{stage.name}: a secret in a layer ({name})"
+    for name in files.built:
+        for setting, value in files.environment(name).items():
+            if _SECRET.search(setting) and setting != "ANNEAL_SECRET_KEY_FILE":
+                yield f"{name}: {setting} is in its environment: {value}"
     for name in ("api", "migrate", "worker", "redis"):
         words = " ".join(map(str, files.services[name].get("command", [])))
         if "somepostgres_password" in words or "someredis_password" in words:

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Engine, insert, select, text
+from sqlalchemy import Connection, Engine, insert, literal, select, text
+from sqlalchemy.dialects.postgresql import JSONB
 
 from app.infra.ids import new_id
 from app.runs.state import machine
@@ -70,9 +71,10 @@ def claim(
 
 
 def run_row(engine: Engine, run_id: str) -> Any:
-    """Return the current row of a run."""
+    """Return the current row of a run, without extra evaluation sets."""
+    query = select(Run.__table__, literal({}, JSONB).label("extra_eval_datasets")).where(Run.id == run_id)
     with engine.connect() as connection:
-        return connection.execute(select(Run.__table__).where(Run.id == run_id)).one()
+        return connection.execute(query).one()
 
 
 def events_of(engine: Engine, run_id: str) -> list[Any]:

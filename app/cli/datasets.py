@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,7 +23,7 @@ from app.cli.console import (
     size,
     transfer,
 )
-from app.cli.names import DatasetId
+from app.cli.names import DatasetId, Sources, id_of_dataset
 
 if TYPE_CHECKING:
     from app.contracts.schemas.datasets import DatasetView
@@ -99,6 +99,47 @@ def load_from_hub(
         _print_created(dataset, as_json)
 
 
+@commands.command()
+def mix(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new dataset.")],
+    sources: Sources,
+    weight_column: Annotated[
+        str | None,
+        typer.Option(metavar="COLUMN", help="Column with the number of times that a row is used; 0 leaves it out."),
+    ] = None,
+    all_exhausted: Annotated[
+        bool, typer.Option("--all", help="Use every row of every source; smaller sources start again.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the order.")] = 42,
+    as_json: AsJson = False,
+) -> None:
+    """Make a dataset of rows of others and print its id.
+
+    Without weights the datasets follow each other. With weights a random dataset gives each row, until one has no more.
+
+    Example: `anneal datasets mix "chats and code" chats:0.7 code:0.3`
+    """
+    strategy = "all_exhausted" if all_exhausted else "first_exhausted"
+    with connected() as client:
+        made = client.datasets.mix(
+            name, [_mix_source(source, weight_column) for source in sources], stopping_strategy=strategy, seed=seed
+        )
+        _print_created(made, as_json)
+
+
+def _mix_source(text: str, weight_column: str | None) -> dict[str, Any]:
+    named, colon, weight = text.rpartition(":")
+    try:
+        parts = (
+            {"dataset_id": id_of_dataset(named), "weight": float(weight)}
+            if colon
+            else {"dataset_id": id_of_dataset(text)}
+        )
+    except ValueError:
+        raise typer.BadParameter(f"{text}: write DATASET:WEIGHT, for example chats:0.7") from None
+    return parts if weight_column is None else {**parts, "weight_column": weight_column}
+
+
 def _columns(pairs: list[str] | None) -> dict[str, str] | None:
     columns = {}
     for pair in pairs or []:
@@ -119,11 +160,26 @@ def _print_created(dataset: "DatasetView", as_json: bool) -> None:
 
 
 def _source(dataset: "DatasetView") -> str:
-    """Return the recognized type of the uploaded file in words, such as `csv with semicolons, gzip, alpaca`."""
+    """Return how the dataset was made in words, such as `csv with semicolons, gzip, alpaca`."""
+    from app.contracts.schemas.datasets import MixRecipe
+
     source = dataset.source
+    if isinstance(source, MixRecipe):
+        return f"mix: {source.stopping_strategy}, seed {source.seed}"
     delimiters = {";": " with semicolons", "\t": " with tabs"} if source.file_format == "csv" else {}
     parts = [source.file_format + delimiters.get(source.delimiter or "", ""), source.gzip and "gzip", source.layout]
     return ", ".join(part for part in parts if part)
+
+
+def _mixed_from(dataset: "DatasetView") -> dict[str, str]:
+    """Return a line for each source of a mix."""
+    used = getattr(dataset.source, "mixed_from", [])
+    return {
+        f"source {number}": f"{one.dataset_id}  {one.name}  {one.rows:,} rows"
+        + (f", weight {one.weight:g}" if one.weight is not None else "")
+        + (f", weighted by `{one.weight_column}`" if one.weight_column else "")
+        for number, one in enumerate(used, 1)
+    }
 
 
 @commands.command("list")
@@ -153,8 +209,8 @@ def show(dataset_id: DatasetId, as_json: AsJson = False) -> None:
             {
                 "id": dataset.id, "name": dataset.name, "format": dataset.format, "rows": f"{dataset.rows:,}",
                 "size": size(dataset.bytes), "sha256": dataset.sha256, "columns": dataset.columns,
-                "uploaded as": _source(dataset), "created": dataset.created_at, "tokens": dataset.token_statistics,
-                **{f"row {number}": row for number, row in enumerate(dataset.preview, 1)},
+                "made from": _source(dataset), "created": dataset.created_at, "tokens": dataset.token_statistics,
+                **_mixed_from(dataset), **{f"row {number}": row for number, row in enumerate(dataset.preview, 1)},
             }
         )  # fmt: skip
 

@@ -17,6 +17,9 @@ _COMMANDS = (
     (r"`POST /v1/runs/estimate`", "`anneal runs estimate`"),
     (r'PATCH it with \{"pinned": false\} first', "unpin it first with `anneal runs unpin`"),
     (r"`\?cascade=true`", "`--with-runs`"),
+    (r"send `file_format`", "add `--file-format`"),
+    (r"set the field `format` before the file", "add `--format`"),
+    (r"use `columns` to rename yours", "add `--column OURS=THEIRS` to rename yours"),
     (r"[Cc]orrect it and send the request again", "Correct it and try again"),
     (r"send the request again", "try again"),
 )

@@ -13,7 +13,7 @@ from app.cli.errors import plain_errors
 from app.cli.keys import keys
 from app.cli.secrets import secrets
 from app.cli.server import api, migrate, prune, up, worker
-from app.cli.service import down, open_docs, status
+from app.cli.service import down, open_dashboard, status
 
 NOUNS = {
     "actions": "app.cli.actions",
@@ -29,7 +29,7 @@ NOUNS = {
 VERBS = {"eval": "app.cli.runs.evaluate"}
 """Single commands that call the HTTP API, imported in the same way."""
 
-_DELETING = {"prune"}
+_DELETING = {"prune", "delete"}
 """Commands that are never suggested for another word, because they delete."""
 
 
@@ -51,8 +51,12 @@ class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
             known = [name for name in self.list_commands(ctx) if name not in _DELETING]
-            near = ", ".join(f"`anneal {name}`" for name in difflib.get_close_matches(args[0], known))
-            hint = f"perhaps {near}; " if near else ""
+            near = difflib.get_close_matches(args[0], known) or [
+                f"{noun} {args[0]}"
+                for noun in NOUNS
+                if args[0] not in _DELETING and args[0] in self.get_command(ctx, noun).commands
+            ]
+            hint = f"perhaps {', '.join(f'`anneal {name}`' for name in near)}; " if near else ""
             ctx.fail(f"There is no command {args[0]!r}; {hint}`anneal --help` lists all.")
         return super().resolve_command(ctx, args)
 
@@ -89,7 +93,7 @@ def options(
 
 for command in (up, down, status, api, worker, migrate, prune):
     cli.command()(command)
-cli.command("open")(open_docs)
+cli.command("open")(open_dashboard)
 cli.add_typer(keys, name="keys")
 
 cli.add_typer(secrets, name="secrets")
@@ -120,7 +124,11 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] in ("app", "worker"):
             raise
-        typer.echo(f"anneal: {error.name} is not installed; run `pip install 'anneal[server]'`.", err=True)
+        typer.echo(
+            f"anneal: {error.name} is not installed; run `pip install -c constraints.txt -e '.[server]'` in the clone "
+            "of Anneal.",
+            err=True,
+        )
         raise SystemExit(1) from None
 
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from app.cli.console import AsJson, command_group, connected, listing
+from app.cli.console import AsJson, command_group, connected, listing, note, size
 
 if TYPE_CHECKING:
     from app.contracts.schemas.models import ModelRead
@@ -25,15 +25,23 @@ def list_models(as_json: AsJson = False) -> None:
         found = client.models.list()
         rows = [
             (
-                it.id, "adapter" if it.is_adapter else it.architecture, _billions(it), it.dtype,
-                f"{it.bytes / 2**30:.1f} GiB", "yes" if it.has_chat_template else "no",
+                it.id, "adapter" if it.is_adapter else it.architecture, _parameters(it), it.dtype,
+                size(it.bytes), "yes" if it.has_chat_template else "no",
             )
             for it in found
         ]  # fmt: skip
+        if not found and not as_json:
+            note(
+                "There are no models. Put their folders below ANNEAL_MODELS_ROOT of the service, or set "
+                "`config.base_model` to the name of a model of the hub."
+            )
+            return
         listing(
             found, False, as_json, ("name", "architecture", "parameters", "dtype", "weights", "chat template"), rows
         )
 
 
-def _billions(model: "ModelRead") -> str | None:
-    return None if model.parameters is None else f"{model.parameters / 1e9:.3g} B"
+def _parameters(model: "ModelRead") -> str | None:
+    if model.parameters is None:
+        return None
+    return f"{model.parameters / 1e9:.3g} B" if model.parameters >= 1e9 else f"{model.parameters / 1e6:.3g} M"

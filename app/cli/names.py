@@ -1,7 +1,9 @@
 """Arguments that name a run, dataset or experiment: by id, the beginning of one, a name, or `last`; with completion."""
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -41,7 +43,20 @@ def _id_of(noun: Noun, text: str) -> str:
         return text
     with connected() as client:
         options = {"limit": 1} if text == _LAST else {"find": text, "limit": _MOST_CANDIDATES}
-        return _only(noun, text, _all(client, noun, **options), f"`anneal {noun}s list` lists them")
+        how = f"Use an id, the beginning of one, a name, or `last`; `anneal {noun}s list` lists them."
+        if noun == "dataset" and Path(text).is_file():
+            how = f"Upload the file first: `anneal datasets upload {shlex.quote(text)}`."
+        return _only(noun, text, _all(client, noun, **options), how)
+
+
+def id_of_dataset(text: str) -> str:
+    """Return the id of the dataset that `text` names: an id, the beginning of one, a name, or `last`."""
+    return _id_of("dataset", text)
+
+
+def id_of_run(text: str) -> str:
+    """Return the id of the run that `text` names: an id, the beginning of one, a name, or `last`."""
+    return _id_of("run", text)
 
 
 def run_or_other(context: typer.Context, text: str) -> str:
@@ -56,18 +71,19 @@ def id_within(noun: str, text: str, items: "Iterable[Any]") -> str:
     if is_id(text, text.partition("_")[0]):
         return text
     if text == _LAST:
-        return _only(noun, text, islice(items, 1), "list those of the run")
+        newest = next(iter(items), None)
+        if newest is None:
+            fail(f"The run has no {noun}.", code=f"{noun}_not_found")
+        return str(newest.id)
     found = (it for it in items if it.id.startswith((text, f"{it.id.partition('_')[0]}_{text}")))
-    return _only(noun, text, islice(found, _MOST_CANDIDATES), "list those of the run")
+    how = "Use an id, the beginning of one, or `last`; list those of the run."
+    return _only(noun, text, islice(found, _MOST_CANDIDATES), how)
 
 
-def _only(noun: str, text: str, items: "Iterable[Any]", listing: str) -> str:
+def _only(noun: str, text: str, items: "Iterable[Any]", how: str) -> str:
     found = list(items)
     if not found:
-        fail(
-            f"There is no {noun} {text!r}. Use an id, the beginning of one, or `last`; {listing}.",
-            code=f"{noun}_not_found",
-        )
+        fail(f"There is no {noun} {text!r}. {how}", code=f"{noun}_not_found")
     if len(found) > 1:
         candidates = (f"  {it.id}  {getattr(it, 'name', '')}".rstrip() for it in found)
         fail(f"{text!r} is not unique. Use more of the id:", *candidates, code="not_unique")
@@ -123,6 +139,13 @@ DatasetId = Annotated[
         metavar="DATASET", help=_help("dataset"), callback=_resolve("dataset"), autocompletion=_complete("dataset")
     ),
 ]
+Sources = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="DATASET[:WEIGHT]…", help="Datasets of one format. Weights: for all of them or for none.",
+        autocompletion=_complete("dataset"),
+    ),
+]  # fmt: skip
 ExperimentId = Annotated[
     str,
     typer.Argument(

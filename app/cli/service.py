@@ -102,33 +102,26 @@ def _count(found: dict[str, Any], name: str) -> str:
     return f"more than {_MOST_SHOWN}" if found[f"more_{name}"] else str(len(found[name]))
 
 
-def open_docs(
-    print_only: Annotated[bool, typer.Option("--print", help="Only print the address; open no browser.")] = False,
+def open_dashboard(
+    print_only: Annotated[bool, typer.Option("--print", help="Only print the link; open no browser.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Open the reference of the service's HTTP API in a browser, or print its address where there is none.
+    """Open the dashboard in a browser that is signed in, or print a link that signs one in.
 
-    The page is saved in ANNEAL_HOME first, because a browser cannot send an API key.
+    The link works once, within ten minutes; the session that it creates lasts 30 days, or as long as the key.
 
     Example: `anneal open`
     """
     import webbrowser
 
-    from app.config import ClientSettings
-    from app.infra.private_files import make_private_folder, write_private
-
     with connected() as client:
-        page = client.service.docs().decode()
-        path = make_private_folder(ClientSettings().home) / "docs.html"
-        write_private(path, page, durable=False)
-        found = {"url": client.url, "page": path.as_uri()}
+        link = client.service.sign_in_link()
     if as_json:
-        document(found)
+        document(link)
     else:
-        note(f"The service is at {found['url']}.")
-        say(found["page"])
-    if not print_only and not webbrowser.open(found["page"]):
-        note("No browser was found: open this address in one.")
+        say(link.url)
+    if not print_only and not as_json and not webbrowser.open(link.url):
+        note("No browser was found: open this link in one. It works once, within ten minutes.")
 
 
 def down(as_json: AsJson = False) -> None:

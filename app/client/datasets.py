@@ -5,10 +5,10 @@ import json
 import shutil
 import tempfile
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import httpx
 
@@ -78,6 +78,30 @@ class Datasets(ApiResource[M]):
         headers = {"Idempotency-Key": idempotency_key or str(uuid.uuid4())}
         answer = await self._session.request(
             "POST", "/datasets", repeatable=True, json=body, headers=headers, timeout=_TIMEOUT
+        )
+        return parse_response(DatasetView, answer)
+
+    @call
+    async def mix(
+        self,
+        name: str,
+        sources: Sequence[Mapping[str, Any]],
+        *,
+        stopping_strategy: str | None = None,
+        seed: int | None = None,
+        idempotency_key: str | None = None,
+    ) -> DatasetView:
+        """Make a dataset of rows of others; each source is `{"dataset_id": …, "weight": …, "weight_column": …}`.
+
+        Without weights the sources follow each other. With weights the rows are those of
+        `datasets.interleave_datasets`; `stopping_strategy` is `first_exhausted` (default) or `all_exhausted`.
+        """
+        body = without_none(
+            name=name, sources=[dict(source) for source in sources], stopping_strategy=stopping_strategy, seed=seed
+        )
+        headers = {"Idempotency-Key": idempotency_key or str(uuid.uuid4())}
+        answer = await self._session.request(
+            "POST", "/datasets/mix", repeatable=True, json=body, headers=headers, timeout=_TIMEOUT
         )
         return parse_response(DatasetView, answer)
 

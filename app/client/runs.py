@@ -1,5 +1,6 @@
 """Methods of `client.runs`."""
 
+import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -11,6 +12,7 @@ from app.client.download import download, download_file
 from app.client.event_stream import Follower
 from app.client.sync_async import M, call, stream
 from app.contracts.events import Event
+from app.contracts.field_types import GgufType
 from app.contracts.schemas.artifacts import Artifact, Artifacts
 from app.contracts.schemas.checkpoints import CheckpointRead
 from app.contracts.schemas.estimates import Estimated
@@ -26,6 +28,8 @@ from app.contracts.schemas.runs import (
     RunSummary,
 )
 from app.contracts.stop import StopMode
+
+log = logging.getLogger(__name__)
 
 STREAM_PATIENCE = 600.0
 """Default number of seconds during which a stream tries to reconnect."""
@@ -290,13 +294,17 @@ class Runs(ApiResource[M]):
         checkpoint_id: str,
         *,
         output: Literal["adapter", "merged"] | None = None,
+        gguf: GgufType | None = None,
         name: str | None = None,
         idempotency_key: str | None = None,
     ) -> RunRead:
-        """Create a run whose output is the model of a checkpoint: the adapter, or `merged` into its base model."""
+        """Create a run whose output is the model of a checkpoint: the adapter, or `merged` into its base model.
+
+        With `gguf`, the output also has `model.gguf` with weights of this type.
+        """
         path = f"/runs/{run_id}/checkpoints/{checkpoint_id}/export"
         key = idempotency_key or str(uuid.uuid4())
-        return await self._session.post(RunRead, path, without_none(output=output, name=name), key=key)
+        return await self._session.post(RunRead, path, without_none(output=output, gguf=gguf, name=name), key=key)
 
     @call
     async def download_checkpoint(self, run_id: str, checkpoint_id: str, file: str | Path | None = None) -> Path:
@@ -326,8 +334,14 @@ class Runs(ApiResource[M]):
         with the path, the bytes received and the size of the file.
         """
         place = _artifacts(run_id, attempt)
-        found = (await self._session.get(Artifacts, place)).data
-        return await download(self._session, place, run_id, found, Path(folder or run_id), paths, on_progress)
+        found = await self._session.get(Artifacts, place)
+        if found.left_out:
+            # Without a logging configuration, Python prints warnings on standard error.
+            log.warning(
+                "%d file(s) of run %s are not downloaded, because their names have control characters, backslashes or "
+                "bytes that are not UTF-8: copy them from the storage of the service.", found.left_out, run_id,
+            )  # fmt: skip
+        return await download(self._session, place, run_id, found.data, Path(folder or run_id), paths, on_progress)
 
 
 def _artifacts(run_id: str, attempt: int | None) -> str:

@@ -34,7 +34,7 @@ class Tracing:
         except ModuleNotFoundError:
             raise SetupError(
                 "ANNEAL_OTLP_ENDPOINT is set, but the packages of OpenTelemetry are not installed: run "
-                "`pip install 'anneal[otel]'`, or unset it."
+                "`pip install -c constraints.txt -e '.[otel]'` in the clone of Anneal, or unset it."
             ) from None
         self._provider = TracerProvider(
             resource=Resource.create({"service.name": service, "service.version": version("anneal")}),

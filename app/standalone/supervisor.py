@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from subprocess import Popen
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from sqlalchemy import select as select_rows
@@ -228,7 +228,8 @@ class Up:
             self._say("The training libraries are loaded: runs start at once.")
 
     def _is_ready(self) -> bool:
-        status, missing = _get(self._url + "/readyz", self._key)
+        status, found = _call("GET", self._url + "/readyz", self._key)
+        missing = str(found.get("detail", ""))
         if status == 401:
             # It was revoked meanwhile.
             self._renew_key()
@@ -264,16 +265,27 @@ class Up:
     def _announce(self) -> None:
         file = self.settings.connection_file
         key = self._key if self._shows_key else f"in {file}: shown on a terminal only"
+        link = self._sign_in_link() if self._shows_key else ""
         curl = f'  curl -H "Authorization: Bearer {self._key}" {self._url}/v1/workers\n\n' if self._shows_key else ""
         self._say(
             "\nAnneal is ready.\n\n"
             f"  URL  {self._url}\n"
             f"  key  {key}\n\n"
+            f"{link}"
             f"{curl}"
             f"{'' if self._warm else _WARMING}"
             f"`anneal` on this machine finds both in {file}.\n"
             "This key is valid until the next start; `anneal keys create` makes a lasting one.\n"
             "Ctrl-C or `anneal down` stops it; active runs save a checkpoint and resume at the next start."
+        )
+
+    def _sign_in_link(self) -> str:
+        """Return a paragraph with a link that signs a browser in; empty if the API does not answer."""
+        status, found = _call("POST", self._url + "/v1/session/links", self._key)
+        return (
+            f"Open the dashboard (this link works once, `anneal open` makes another):\n  {found['url']}\n\n"
+            if status == 201
+            else ""
         )
 
     def _renew_key(self) -> None:
@@ -352,16 +364,16 @@ def _wait(wake: int) -> None:
         os.read(wake, 4096)
 
 
-def _get(url: str, key: str) -> tuple[int, str]:
-    """Send a GET request; return its status and problem `detail`, or status 0 if there is no response."""
+def _call(method: str, url: str, key: str) -> tuple[int, dict[str, Any]]:
+    """Send a request; return its status and JSON, or status 0 and a `detail` if there is no response."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=2)
     try:
-        connection.request("GET", parts.path, headers={"Authorization": f"Bearer {key}"})
+        connection.request(method, parts.path, headers={"Authorization": f"Bearer {key}"})
         answer = connection.getresponse()
-        return answer.status, str(json.loads(answer.read()).get("detail", ""))
+        return answer.status, json.loads(answer.read())
     except (OSError, ValueError, http.client.HTTPException):
-        return 0, "The API does not answer."
+        return 0, {"detail": "The API does not answer."}
     finally:
         connection.close()
 

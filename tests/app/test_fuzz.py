@@ -20,7 +20,7 @@ _JSON = st.recursive(
     _ODD, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(_TEXT, inner, max_size=4), max_leaves=12
 )
 _MANY = settings(
-    max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
@@ -83,7 +83,7 @@ def test_every_address_is_answered_as_documented(
             path = path.replace("{" + parameter["name"] + "}", quote(value or "-", safe="", errors="replace"))
         names = [it["name"] for it in operation.get("parameters", []) if it["in"] == "query"]
         query = {name: data.draw(_TEXT) for name in data.draw(st.sets(st.sampled_from(names)))} if names else {}
-        if path == "/v1/events":
+        if path.endswith("/events"):  # also below `..`, which a client resolves
             query["follow"] = "false"  # it would wait for ever
         pairs = "&".join(f"{name}={quote(value, safe='', errors='replace')}" for name, value in query.items())
         answer = shared_api.client.get(f"{path}?{pairs}")

@@ -27,12 +27,23 @@ QLORA: dict[str, Any] = {
 
 
 class TrainingStack(Stack):
-    """A stack with a tiny model below its models root and a chat dataset."""
+    """A stack with a tiny model below its models root and a mix of two chat datasets."""
 
     def __init__(self, home: Path) -> None:
         super().__init__(home, launch="zygote", lease_seconds=6)
         make_tiny_model(self.settings.models_folder / "tiny", hidden=64, dropout=0.1)
-        self.chats = self.upload(make_chat_dataset(home / "chats.jsonl", 120).read_bytes(), "chats.jsonl")
+        self.chats = self._mixed(home)
+
+    def _mixed(self, home: Path) -> str:
+        """Mix two chat datasets of 90 and 60 rows with weights; answers the id."""
+        sources = [
+            {"dataset_id": self.upload(make_chat_dataset(home / name, rows).read_bytes(), name), "weight": weight}
+            for name, rows, weight in (("chats.jsonl", 90, 3), ("more.jsonl", 60, 1))
+        ]
+        answer = self.client.post("/v1/datasets/mix", json={"name": "mixed", "sources": sources})
+        assert answer.status_code == 201, answer.text
+        mixed: str = answer.json()["id"]
+        return mixed
 
     def train(self, **config: Any) -> str:
         """A QLoRA run on the CPU; answers its id."""

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.conftest import TrainingStack
 from tests.nodes import ROOT
 from tests.worker.training.tiny import make_tiny_model
@@ -72,6 +74,7 @@ def test_what_starts_a_run_can_be_pasted_twice_and_shows_an_error_of_the_service
     assert done.returncode != 0 and "mehtod" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_quickstart_runs(stack: TrainingStack, tmp_path: Path) -> None:
     output = _run(QUICKSTART, stack, tmp_path)
     assert '"valid":true' in output

@@ -9,6 +9,7 @@ import tarfile
 from pathlib import Path
 
 import psutil
+import pytest
 
 from app.client.client import Anneal
 from tests.e2e.conftest import QLORA, STEPS, TrainingStack
@@ -47,6 +48,7 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(stack: TrainingSt
     assert both == stack.steps(undisturbed), "losses as hex floats and sample ids"
 
 
+@pytest.mark.full
 def test_the_adapter_loads_with_plain_peft_and_generates(stack: TrainingStack, undisturbed: str) -> None:
     script = """
 import sys
@@ -67,10 +69,19 @@ print(out.shape[1] - ids["input_ids"].shape[1])
 
 
 def test_the_weights_of_a_stopped_run_are_the_base_model_of_another(stack: TrainingStack, undisturbed: str) -> None:
-    stopped = stack.train(base_model=undisturbed, max_steps=100_000)  # on an adapter, whose base is named `tiny`
+    records = {"distributions_steps": 1, "memory_profile": "steps"}
+    # On an adapter, whose base is named `tiny`.
+    stopped = stack.train(base_model=undisturbed, max_steps=100_000, extra=records)
     stack.until_step(stopped, 2)
     assert stack.stop(stopped).status_code == 202
     stack.until(stopped, "cancelled")
+    shown = [event for event in stack.events(stopped) if event["type"] == "distribution"]
+    assert [event["step"] for event in shown][:2] == [1, 2] and shown[0]["groups"]
+    assert all({*parts} == {"weights", "gradients"} for parts in shown[0]["groups"].values())
+    listed = stack.client.get(f"/v1/runs/{stopped}/attempts/1/artifacts").json()["data"]
+    assert [one["path"] for one in listed] == ["distributions.jsonl", "memory_profile.jsonl", "metrics.jsonl"]
+    profile = stack.client.get(f"/v1/runs/{stopped}/attempts/1/artifacts/memory_profile.jsonl").text.splitlines()
+    assert json.loads(profile[0])["step"] == 1
     (saved,) = stack.client.get(f"/v1/runs/{stopped}/checkpoints").json()["data"]
     answer = stack.client.post(f"/v1/runs/{stopped}/checkpoints/{saved['id']}/export", json={})
     assert answer.status_code == 202, answer.text
@@ -93,13 +104,20 @@ def test_the_weights_of_a_stopped_run_are_the_base_model_of_another(stack: Train
         assert f"{saved['id']}/adapter_model.safetensors" in tar.getnames()
 
 
+@pytest.mark.full
 def test_an_evaluation_equals_that_of_the_training(stack: TrainingStack, tmp_path: Path) -> None:
     held_out = stack.upload(make_chat_dataset(tmp_path / "held_out.jsonl", 10).read_bytes(), "held_out.jsonl")
     config = {**QLORA, "method": "lora", "max_steps": 4, "save_steps": 2, "eval_steps": 2, "packing": False}
-    run_id = stack.create(config=config, backend="celery", dataset_id=stack.chats, eval_dataset_id=held_out)
+    run_id = stack.create(
+        config=config, backend="celery", dataset_id=stack.chats, eval_dataset_id=held_out,
+        extra_eval_datasets={"same": held_out, "seen": stack.chats},
+    )  # fmt: skip
     trained = stack.until(run_id, "completed", "failed", timeout=120)
     assert trained["status"] == "completed", trained["error_message"]
     during = {event["step"]: event["metrics"] for event in stack.events(run_id) if event["type"] == "eval"}
+    assert all(one["eval_same_loss"] == one["eval_loss"] != one["eval_seen_loss"] for one in during.values())
+    curves = stack.client.get(f"/v1/runs/{run_id}/metrics", params={"names": "eval_seen_loss"}).json()["series"]
+    assert curves["eval_seen_loss"]["values"] == [during[2]["eval_seen_loss"], during[4]["eval_seen_loss"]]
     saved = {one["step"]: one["id"] for one in stack.client.get(f"/v1/runs/{run_id}/checkpoints").json()["data"]}
     with Anneal(stack.api.url, stack.api.key) as client:
         for model, step in ((run_id, 4), (saved[2], 2)):

@@ -20,6 +20,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from app.infra.storage import Storage
+from tests.factories import Trainer, make_model
 from tests.fuzz.pool import Pool
 from tests.stack import Stack
 
@@ -88,6 +90,7 @@ class Campaign:
         for operation in self._operations:
             self.result.by_call[operation.label] = Counter()
         self._kept_run = ""
+        self._trained_run, self._trained_checkpoint = self._train_something()
 
     def run(self, cases: int) -> Result:
         """Send at least `cases` requests, and return the result."""
@@ -142,6 +145,12 @@ class Campaign:
             case.path_parameters["run_id"] = self._kept_run
             if "path" in case.path_parameters:
                 case.path_parameters["path"] = "fake_model.json"
+        if case.path.endswith(("/export", "/attempts/{attempt}/artifacts/{path}")) and self._chance.random() < 0.6:
+            given = {
+                "run_id": self._trained_run, "checkpoint_id": self._trained_checkpoint, "attempt": 1,
+                "path": "metrics.jsonl",
+            }  # fmt: skip
+            case.path_parameters.update({name: given[name] for name in case.path_parameters})
         if case.path.endswith("/backends/{name}") and self._chance.random() < 0.5:
             case.path_parameters["name"] = self._chance.choice(["celery", "fake"])
         if case.path.endswith("/keys/{key_id}"):  # the others that exist include the campaign's own
@@ -189,6 +198,11 @@ class Campaign:
             body.pop("probe", None)  # the fake backend rejects it
         if case.path.endswith("/resume"):
             body = self._chance.choice([{}, {"from": "start"}, {"from": "start", "config": {"max_steps": 2}}])
+        if case.path.endswith("/export"):
+            body = self._chance.choice([{}, {"output": "merged"}, {"name": "exported"}])
+        if case.path == "/v1/runs/evaluate":
+            model = self._chance.choice(["tiny", self._trained_run, self._trained_checkpoint])
+            body = {**body, "model": model, "config": {"max_eval_rows": 5}}
         if isinstance(case.body, dict) and case.body and self._chance.random() < 0.4:
             name = self._chance.choice(sorted(map(str, case.body)))
             body = {**body, name: case.body.get(name)}
@@ -253,6 +267,22 @@ class Campaign:
             self._pool.learn(answer.text)
         for item in client.get(f"/v1/runs/{run_id}/checkpoints").json()["data"]:
             self._pool.of_run[item["id"]] = run_id
+
+    def _train_something(self) -> tuple[str, str]:
+        """Store a completed run of the backend that trains, with a record and a checkpoint; return both ids."""
+        make_model(self._stack.settings)
+        body = {"dataset_id": self._stack.dataset_id, "config": {"base_model": "tiny", "method": "lora"}}
+        answer = self._stack.client.post("/v1/runs", json={**body, "resources": {"kind": "cuda"}})
+        run_id = answer.raise_for_status().json()["id"]
+        trainer = Trainer(self._stack.engine, run_id).begin()
+        checkpoint_id = trainer.checkpoint(2)
+        trainer.complete()
+        self._stack.client.patch(f"/v1/runs/{run_id}", json={"pinned": True}).raise_for_status()
+        folder = Storage(self._stack.settings).attempt_dir(run_id, 1)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "metrics.jsonl").write_text('{"loss": 1.5, "step": 2}\n')
+        self._pool.of_run[checkpoint_id] = run_id
+        return run_id, checkpoint_id
 
     def _sequences(self) -> None:
         """Run sequences of calls along the links that schemathesis infers from the document."""

@@ -58,7 +58,7 @@ def main(model: str | None, keep: bool) -> int:
     """
     terminal = Terminal()
     if find_spec("torch") is None:
-        terminal.fail("The libraries for training on this machine are missing: pip install 'anneal[worker]'")
+        terminal.fail("The libraries for training on this machine are missing: use `make demo`, which installs them.")
         return 1
     settings = demo_settings(get_settings())
     demo = Demo(terminal, settings)

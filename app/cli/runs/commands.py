@@ -30,6 +30,7 @@ from app.cli.runs.all_events import events
 from app.cli.runs.compare import compare
 from app.cli.runs.eta_text import eta_text
 from app.cli.runs.postmortem import why
+from app.contracts.run_task import RunTask
 
 if TYPE_CHECKING:
     from app.client.client import Anneal
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
     from app.contracts.schemas.runs import RunRead
 
 commands = command_group("Training runs. Example: `anneal runs create -f run.yaml --watch`.")
-commands.command()(why)
-commands.command()(compare)
-commands.command()(events)
 
 File = Annotated[Path, typer.Option("--file", "-f", help="YAML or JSON body of POST /v1/runs; - reads stdin.")]
 Set = Annotated[
@@ -142,6 +140,7 @@ def list_runs(
     parent: ParentId = None,
     base_model: Annotated[str | None, typer.Option(help="Only runs of this base model.")] = None,
     method: Annotated[str | None, typer.Option(help="Only runs of this method.")] = None,
+    task: Annotated[Literal["train", "evaluate", "export"] | None, typer.Option(help="Only runs of this task.")] = None,
     sort: Annotated[
         Literal["created_at", "best"] | None, typer.Option(help="Order: newest first, or best first in each method.")
     ] = None,
@@ -156,7 +155,7 @@ def list_runs(
     with connected() as client:
         runs = client.runs.list(
             experiment_id=experiment, status=status, tag=tag, parent_run_id=parent,
-            base_model=base_model, method=method, sort=sort, limit=limit + 1, after=after,
+            base_model=base_model, method=method, task=task, sort=sort, limit=limit + 1, after=after,
         )  # fmt: skip
         found, has_more = page(runs, limit)
         rows = [
@@ -185,16 +184,19 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
         last = run.metrics_history[-1] if run.metrics_history else None
         details(
             {
-                "id": run.id, "name": run.name, "status": run.status, "eta": _outlook(run),
+                "id": run.id, "name": run.name, "task": run.task if run.task != RunTask.train else None,
+                "status": run.status, "eta": _outlook(run),
                 "waits because": run.pending_reason.message if run.pending_reason else None, "error": run.error_code,
                 "message": run.error_message, "step": f"{run.current_step}/{run.total_steps or '?'}",
                 "loss": last.loss if last else None, "best loss": run.best_loss,
-                "best evaluation": run.best_eval, "attempt": run.attempt,
+                "best evaluation": run.best_eval, **(run.evaluation or {}), "attempt": run.attempt,
                 "model": run.fine_tuned_model, "checkpoint": run.checkpoint_path, "parent": run.parent_run_id,
+                "evaluates": run.base_run_id if run.task == RunTask.evaluate else None,
                 "estimated MiB": (run.estimate.memory_mb or {}).get("total") if run.estimate else None,
                 "measured MiB": run.measured.peak_memory_mb if run.measured else None,
                 "needs": _needs(run), "experiment": run.experiment_id, "tags": run.tags, "pinned": run.pinned or None,
-                "dataset": run.dataset_id, "eval dataset": run.eval_dataset_id, "worker": run.worker_id,
+                "dataset": run.dataset_id, "eval dataset": run.eval_dataset_id,
+                **{f"eval dataset {name}": id for name, id in run.extra_eval_datasets.items()}, "worker": run.worker_id,
                 "created": run.created_at, "started": run.started_at, "finished": run.finished_at,
                 **{f"config.{name}": value for name, value in config.items() if value != usual.get(name)},
             }
@@ -213,14 +215,19 @@ def _needs(run: "RunRead") -> str | None:
     needs = run.requirements
     memory = needs.memory_mb or max(needs.estimated_mb.values(), default=None)
     kind = needs.kind or ("cuda, cpu without one" if needs.prefers_gpu else None)
-    parts = (kind, f"{memory:,} MiB" if memory else None, ", ".join(needs.labels) or None)
+    parts = (
+        kind,
+        f"{memory:,} MiB" if memory else None,
+        ", ".join(needs.labels) or None,
+        "GGUF converter" if needs.gguf else None,
+    )
     return "; ".join(part for part in parts if part) or None
 
 
 def _outlook(run: "RunRead") -> str | None:
-    """Format the prediction with its confidence and basis."""
+    """Format the prediction with its confidence and basis; `waits because` replaces one without a time."""
     prediction = run.prediction
-    if prediction is None:
+    if prediction is None or (run.pending_reason is not None and not eta_text(prediction)):
         return None
     return f"{eta_text(prediction) or 'unknown'} ({prediction.confidence} confidence: {prediction.basis})"
 
@@ -418,6 +425,10 @@ def export(
     output: Annotated[
         Literal["adapter", "merged"] | None, typer.Option(help="The adapter alone, or merged into its base model.")
     ] = None,
+    gguf: Annotated[
+        Literal["f32", "f16", "bf16", "q8_0"] | None,
+        typer.Option(help="Also write `model.gguf` with weights of this type; an adapter must be merged for it."),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the new run.")] = None,
     watch: Watch = False,
     as_json: AsJson = False,
@@ -431,7 +442,8 @@ def export(
     """
     with connected() as client:
         chosen = id_within("checkpoint", checkpoint, client.runs.checkpoints(run_id))
-        _print_or_watch(client, client.runs.export_checkpoint(run_id, chosen, output=output, name=name), watch, as_json)
+        made = client.runs.export_checkpoint(run_id, chosen, output=output, gguf=gguf, name=name)
+        _print_or_watch(client, made, watch, as_json)
 
 
 def _evaluated(checkpoint: "CheckpointRead") -> str | None:
@@ -503,3 +515,8 @@ def delete(run_id: RunId, as_json: AsJson = False) -> None:
     with connected() as client:
         client.runs.delete(run_id)
     deleted(run_id, as_json)
+
+
+commands.command()(why)
+commands.command()(compare)
+commands.command()(events)

@@ -5,10 +5,9 @@ from typing import Annotated, Any
 import typer
 
 from app.cli.console import AsJson, connected, details, document, note
-from app.cli.names import DatasetId, id_within, run_or_other
-from app.infra.ids import is_id
+from app.cli.names import DatasetId, id_of_run, id_within, run_or_other
 
-commands = typer.Typer()
+commands = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @commands.command("eval")
@@ -43,9 +42,7 @@ def evaluate(
 
     with connected() as client:
         if checkpoint is not None:
-            if not is_id(model, "run"):
-                raise typer.BadParameter(f"--checkpoint needs a run, and {model} is none.")
-            model = id_within("checkpoint", checkpoint, client.runs.checkpoints(model))
+            model = id_within("checkpoint", checkpoint, client.runs.checkpoints(id_of_run(model)))
         body: dict[str, Any] = {
             "model": model,
             "dataset_id": dataset_id,

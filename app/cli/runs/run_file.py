@@ -38,7 +38,10 @@ def change(body: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
         try:
             value = _from_yaml(text)
         except (yaml.YAMLError, ValueError) as error:
-            raise typer.BadParameter(f"--set {setting} is invalid: {_reason(error)}.") from None
+            raise typer.BadParameter(
+                f"--set {setting} is invalid: {_reason(error)}. The value is YAML; a text with other signs in it needs "
+                f"double quotes: --set '{path}=\"…\"'."
+            ) from None
         place = body
         for depth, name in enumerate(names[:-1], 1):
             below = place.setdefault(name, {})

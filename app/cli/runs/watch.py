@@ -1,5 +1,6 @@
 """Watching a run: plain lines, JSON, or a progress bar and a plot on a terminal."""
 
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -16,15 +17,19 @@ from app.contracts.events import (
     ActionEvent,
     CheckpointEvent,
     ConfigEvent,
+    DeviceEvent,
     ErrorEvent,
     EvalEvent,
     Event,
     LogEvent,
     MetricEvent,
+    PendingEvent,
     ProgressEvent,
+    SampleEvent,
     StatusEvent,
 )
 from app.contracts.methods import method_of
+from app.contracts.run_task import RunTask
 from app.infra.terminal_text import plain_line, plain_text
 
 if TYPE_CHECKING:
@@ -37,8 +42,13 @@ _SECONDS_BETWEEN_OUTLOOKS = 30.0
 _ENDED = ("completed", "failed", "cancelled")
 _POINTS = 400
 _BAR = 10
+_TIMINGS = ("_seconds", "_samples_per_second")
+"""Ends of the names of an evaluation's metrics that lines leave out; the curves have them."""
 # Events shown by `watch`. Log lines are left to `anneal runs logs -f`.
-_TYPES = ("status", "metric", "eval", "checkpoint", "config", "progress", "action", "error", "end")
+_TYPES = (
+    "status", "pending", "metric", "eval", "sample", "checkpoint", "config", "progress", "device", "action", "error",
+    "end",
+)  # fmt: skip
 
 
 def exit_code(status: str) -> int:
@@ -54,6 +64,8 @@ def watch_run(client: "Anneal", run: "RunRead", as_json: bool) -> int:
                 json_line(event)
         else:
             seen = WatchState.of(run)
+            if run.pending_reason is not None:
+                say(f"waits: {run.pending_reason.message}")
             screen: _Screen = _Terminal(client, seen) if sys.stdout.isatty() else _Lines(seen)
             with screen:
                 asked, pause = time.monotonic(), _SECONDS_BETWEEN_LOOKS
@@ -93,13 +105,17 @@ def continue_on_interrupt(run_id: str) -> Iterator[None]:
 
 def _print_end(run: "RunRead") -> None:
     limited = f" ({run.end_reason})" if run.end_reason not in (None, "finished") else ""
-    loss = _loss(run.best_loss, ", best loss")
-    say(f"{run.id} {run.name}: {run.status}{limited} at step {run.current_step}{loss}")
+    reward = run.metrics_history[-1].extra.get("reward") if run.metrics_history else None
+    has_reward = isinstance(reward, int | float)  # then the loss says little
+    learned = _loss(reward, ", reward") if has_reward else _loss(run.best_loss, ", best loss")
+    say(f"{run.id} {run.name}: {run.status}{limited} at step {run.current_step}{learned}")
     if run.status == "failed":
         say(f"  {run.error_code}: {run.error_message} (see `anneal runs why {run.id}`)")
+    elif run.evaluation is not None:
+        say(f"  {'  '.join(_figures(run.evaluation))}")
     elif run.status == "completed" and run.probe is None:
         say(f"  Download the model with `anneal runs download {run.id}`.")
-    elif run.status == "cancelled" and run.probe is None:
+    elif run.status == "cancelled" and run.probe is None and run.task == RunTask.train:
         say(f"  Resume it with `anneal runs resume {run.id}`.")
 
 
@@ -122,6 +138,8 @@ class WatchState:
     reward: float | None = None
     evaluated: float | None = None
     phase: str = ""
+    device: str = ""
+    """Latest telemetry of the GPU, with units."""
     prediction: "Prediction | None" = None
     started: datetime | None = None
     """Start of the attempt's steps, which progress lines count from."""
@@ -142,7 +160,7 @@ class WatchState:
     def take(self, event: Event) -> str | None:
         """Apply an event; return a line if the event is printed as one."""
         if isinstance(event, StatusEvent):
-            self.status, self.phase = event.to, ""
+            self.status, self.phase, self.device = event.to, "", ""
             if event.to == "running":
                 self.started = event.ts
             return f"{event.to}{f': {event.reason}' if event.reason else ''}"
@@ -157,7 +175,11 @@ class WatchState:
         elif isinstance(event, EvalEvent):
             found = event.metrics.get("eval_reward" if self.learns_from_rewards else "eval_loss")
             self.evaluated = found if isinstance(found, int | float) else self.evaluated
-            return f"step {event.step}  {'  '.join(_figures(event.metrics))}"
+            shown = {name: value for name, value in event.metrics.items() if not name.endswith(_TIMINGS)}
+            return f"step {event.step}  {'  '.join(_figures(shown))}"
+        elif isinstance(event, SampleEvent) and event.rewards is None:  # those of `rlhf` come with every metric
+            prompt, completion = (json.dumps(text, ensure_ascii=False) for text in (event.prompt, event.completion))
+            return f"step {event.step}  sample {prompt} -> {completion}"
         elif isinstance(event, CheckpointEvent):
             return f"step {event.step}  checkpoint {event.checkpoint_id} ({event.kind})"
         elif isinstance(event, ActionEvent):
@@ -166,6 +188,10 @@ class WatchState:
             return f"step {event.step}  {event.action}: {event.status}{f' ({event.message})' if event.message else ''}"
         elif isinstance(event, ConfigEvent):
             self.total = event.total_steps or self.total
+        elif isinstance(event, PendingEvent):
+            return f"{'queued' if event.code == 'queued' else 'waits'}: {event.message}"
+        elif isinstance(event, DeviceEvent):
+            self.device = _telemetry(event)
         elif isinstance(event, ProgressEvent):
             self.phase = event.message or event.phase
         elif isinstance(event, ErrorEvent):
@@ -201,10 +227,21 @@ class WatchState:
 
     @property
     def figures(self) -> str:
-        """Latest loss or reward, latest evaluation result and predicted finish."""
+        """Latest loss or reward, latest evaluation result, telemetry of the GPU and predicted finish."""
         held_out = "held-out reward" if self.learns_from_rewards else "held-out"
         now = _loss(self.reward, "reward") if self.learns_from_rewards else _loss(self.loss)
-        return "  ".join(filter(None, (now, _loss(self.evaluated, held_out), self.outlook)))
+        return "  ".join(filter(None, (now, _loss(self.evaluated, held_out), self.device, self.outlook)))
+
+
+def _telemetry(device: DeviceEvent) -> str:
+    """Format the telemetry of a GPU, `GPU 97% 59.8 GiB 63 °C 512 W`, as far as its driver reports it."""
+    figures = (
+        (device.utilization_percent, "{:.0f}%"),
+        (None if device.memory_mb is None else device.memory_mb / 1024, "{:.1f} GiB"),
+        (device.temperature_celsius, "{:.0f} °C"),
+        (device.power_watts, "{:.0f} W"),
+    )
+    return " ".join(["GPU", *(form.format(value) for value, form in figures if value is not None)])
 
 
 def _clock(seconds: float) -> str:

@@ -29,7 +29,7 @@ from app.cli.runs.postmortem import typed
 from app.cli.runs.watch import WatchState
 from app.client import client
 from app.client.transport import SyncTransport
-from app.contracts.events import EvalEvent, MetricEvent
+from app.contracts.events import DeviceEvent, EvalEvent, MetricEvent, PendingEvent, SampleEvent, StatusEvent
 from app.contracts.schemas.postmortem import CorrectedRequest
 from app.infra.db import sync_engine
 from app.infra.ids import new_id
@@ -122,7 +122,7 @@ class TestSentences:
         file = anneal("runs", "create", "-f", "none.yaml", "--json", code=1).stderr
         assert json.loads(file)["code"] == "file_error"
 
-    def test_status_shows_what_runs_and_open_saves_the_reference(
+    def test_status_shows_what_runs_and_open_makes_a_link_that_works_once(
         self, anneal: Anneal, shared_api: ApiServer, trainer: Trainer, tmp_path: Path
     ) -> None:
         shown = anneal("status").stdout
@@ -132,8 +132,13 @@ class TestSentences:
         assert [run["id"] for run in found["active"]] == [trainer.run_id] and found["pending"] == []
         down = CliRunner().invoke(cli, ["status"], env={"ANNEAL_HOME": str(tmp_path / "other")})
         assert down.exit_code == 1 and "down" in down.stdout and "`anneal up`" in down.stderr
-        page = json_of(anneal("open", "--print", "--json"))["page"].removeprefix("file://")
-        assert "GET /v1/runs" in Path(page).read_text() and Path(page).stat().st_mode & 0o77 == 0
+        link = json_of(anneal("open", "--print", "--json"))["url"]
+        page, _, token = link.partition("#")
+        assert page == f"{shared_api.url}/login"
+        with shared_api.client_with(None) as browser:
+            signed_in = [browser.post("/v1/session", json={"link": token}).status_code for _ in range(2)]
+        assert signed_in == [201, 401]
+        assert anneal("open", "--print").stdout.startswith(f"{page}#")
 
     def test_every_wrong_field_is_reported(self, anneal: Anneal, run_file: Path) -> None:
         changes = ["--set", "config.lora_r=-1", "--set", "config.epochs=0"]
@@ -175,6 +180,11 @@ class TestNouns:
         assert json_of(anneal("datasets", "list", "--json", "--limit", "1"))["data"][0]["id"] == dataset_id
         assert "row 0" in anneal("datasets", "show", dataset_id).stdout
         assert json_of(anneal("datasets", "show", dataset_id, "--json"))["rows"] == 5
+        mixed = anneal("datasets", "mix", "twice", "five rows:2", f"{dataset_id}:1", "--all", "--json")
+        assert json_of(mixed)["source"]["stopping_strategy"] == "all_exhausted"
+        shown = anneal("datasets", "show", "last").stdout
+        assert "mix: all_exhausted, seed 42" in shown and "five rows" in shown and "weight 2" in shown
+        assert "DATASET:WEIGHT" in anneal("datasets", "mix", "wrong", "five rows:x", code=2).stderr
 
     def test_what_a_file_is_and_calls_its_columns_is_sent_with_it(self, anneal: Anneal, shared_api: ApiServer) -> None:
         words = '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"[UNK]": 0}, "unk_token": "[UNK]"}}'
@@ -187,6 +197,8 @@ class TestNouns:
         assert content == '{"prompt": "q1", "completion": "a1"}\n'
         assert "name a file in it" in anneal("datasets", "content", uploaded.stdout.strip(), "-o", ".", code=1).stderr
         anneal("datasets", "upload", "table", "--column", "prompt", code=2)
+        Path("other.jsonl").write_text('{"question": "q1"}\n')
+        assert "add `--column OURS=THEIRS`" in anneal("datasets", "upload", "other.jsonl", code=1).stderr
         assert "JSONL" in anneal("datasets", "content", "--help").stdout
 
     def test_a_dataset_may_come_from_standard_input(self, anneal: Anneal) -> None:
@@ -195,7 +207,7 @@ class TestNouns:
         shown = anneal("datasets", "show", uploaded.stdout.strip()).stdout
         assert "jsonl, gzip" in shown
         table = b"instruction;output\nq;a\n"
-        assert "file_format" in anneal("datasets", "upload", "-", input=table, code=1).stderr
+        assert "or add `--file-format`" in anneal("datasets", "upload", "-", input=table, code=1).stderr
         uploaded = anneal("datasets", "upload", "-", "--file-format", "csv", input=table)
         assert "stdin: 1 rows, chat" in uploaded.stderr
         assert "csv with semicolons, alpaca" in anneal("datasets", "show", uploaded.stdout.strip()).stdout
@@ -258,11 +270,35 @@ class TestNouns:
             assert "is not unique" in several and f"  {second}  sought" in several
         missing = anneal("runs", "show", "not there", code=1).stderr
         assert missing == (
-            "anneal: There is no run 'not there'. Use an id, the beginning of one, or `last`; `anneal runs list` lists "
-            "them.\n"
+            "anneal: There is no run 'not there'. Use an id, the beginning of one, a name, or `last`; "
+            "`anneal runs list` lists them.\n"
         )
+        Path("not sent.jsonl").write_text(ROWS)
+        missing = anneal("datasets", "show", "not sent.jsonl", code=1).stderr
+        assert "Upload the file first: `anneal datasets upload 'not sent.jsonl'`." in missing
         for run_id in (first, second):
             anneal("runs", "stop", run_id)
+
+    def test_an_evaluation_shows_its_metrics_and_has_no_output(
+        self, anneal: Anneal, shared_api: ApiServer, trainer: Trainer
+    ) -> None:
+        trainer.complete()
+        make_model(shared_api.settings, "counted")
+        Path("rows.jsonl").write_text(ROWS)
+        anneal("datasets", "upload", "rows.jsonl")
+        run_id = anneal("eval", "counted", "last", "--no-wait").stdout.strip()
+        evaluation = Trainer(trainer.engine, run_id).begin()
+        evaluation.events("eval", {"step": 0, "metrics": {"eval_loss": 0.5}})
+        evaluation.complete()
+        assert anneal("runs", "watch", run_id).stdout.splitlines()[-1] == "  eval_loss 0.5"
+        shown = anneal("runs", "show", run_id).stdout
+        assert re.search(r"^task +evaluate$", shown, re.MULTILINE) and re.search(
+            r"^eval_loss +0.5$", shown, re.MULTILINE
+        )
+        assert "is an evaluation" in anneal("runs", "download", run_id, code=1).stderr
+        listed = json_of(anneal("runs", "list", "--task", "evaluate", "--json"))["data"]
+        assert [run["id"] for run in listed] == [run_id]
+        assert "--install-completion" not in anneal("eval", "--help").stdout
 
     def test_checkpoints_are_listed_and_resumed_from(self, anneal: Anneal, trainer: Trainer) -> None:
         checkpoint_id = trainer.checkpoint(40)
@@ -284,6 +320,7 @@ class TestNouns:
 
     def test_without_a_checkpoint_the_option_that_starts_over_is_named(self, anneal: Anneal, trainer: Trainer) -> None:
         trainer.fail()
+        assert "has no checkpoint" in anneal("runs", "export", "last", "--checkpoint", "last", code=1).stderr
         assert "--from-start" in anneal("runs", "resume", trainer.run_id, code=1).stderr
         assert anneal("runs", "resume", trainer.run_id, "--from-start").stdout.startswith("run_")
 
@@ -418,11 +455,13 @@ class TestFollowing:
     def test_watching_ends_as_the_run_does(self, anneal: Anneal, trainer: Trainer, how: str, code: int) -> None:
         if how == "cancelled":
             anneal("runs", "stop", trainer.run_id)
+        trainer.events("metric", {"step": 40, "loss": -1e-9, "extra": {"reward": 0.25}})
         ending = threading.Timer(0.3, lambda: end(trainer, how))
         ending.start()
         watched = anneal("runs", "watch", trainer.run_id, code=code)
         ending.join()
-        assert f"counting: {how} at step" in watched.stdout.splitlines()[-2]
+        last = watched.stdout.splitlines()[-2]
+        assert f"counting: {how} at step" in last and last.endswith(", reward 0.2500")
         again = anneal("runs", "watch", trainer.run_id, code=code)
         assert again.stdout.splitlines()[-2:] == watched.stdout.splitlines()[-2:]
         assert anneal("runs", "logs", "-f", trainer.run_id, code=code).stdout == ""
@@ -439,15 +478,45 @@ class TestFollowing:
     def test_what_the_method_goes_by_is_shown(self, learns_from_rewards: bool, shown: str, line: str) -> None:
         began = datetime(2026, 1, 2, tzinfo=UTC)
         seen = WatchState("run_1", "counting", "running", 0, 10, learns_from_rewards, started=began)
-        measured = {"eval_loss": 2.0, "eval_reward": 0.75}
+        measured = {"eval_loss": 2.0, "eval_reward": 0.75, "eval_seconds": 3.0, "eval_samples_per_second": 9.0}
         metric = MetricEvent(
             type="metric", run_id="run_1", seq=1, step=5, loss=0.5, learning_rate=1e-3, extra={"reward": 0.25},
             ts=began + timedelta(seconds=3725),
         )  # fmt: skip
         assert seen.take(metric) is None and seen.curve == {5: 0.25 if learns_from_rewards else 0.5}
         assert seen.progress(metric) == f" 50%|#####     | 5/10 [1:02:05]  {line}"
-        seen.take(EvalEvent(type="eval", run_id="run_1", seq=2, step=5, metrics=measured))
+        evaluated = seen.take(EvalEvent(type="eval", run_id="run_1", seq=2, step=5, metrics=measured))
+        assert evaluated == "step 5  eval_loss 2  eval_reward 0.75"
         assert seen.figures == shown
+        text = {"type": "sample", "run_id": "run_1", "seq": 3, "step": 5, "prompt": "Hi", "completion": 'a "b"\n'}
+        assert seen.take(SampleEvent(**text)) == r'step 5  sample "Hi" -> "a \"b\"\n"'
+        assert seen.take(SampleEvent(**text, rewards={"length": 1.0})) is None
+
+    def test_why_a_run_waits_is_a_line_and_its_gpu_is_in_the_status_line(self) -> None:
+        seen = WatchState("run_1", "counting", "pending", 0, 10)
+        about = {"run_id": "run_1", "seq": 1}
+        assert seen.take(PendingEvent(type="pending", code="no_worker", message="Start one.", **about)) == (
+            "waits: Start one."
+        )
+        assert seen.take(PendingEvent(type="pending", code="queued", message="One is online.", **about)) == (
+            "queued: One is online."
+        )
+        device = DeviceEvent(
+            type="device", index=0, uid="GPU-1", seconds=10, utilization_percent=97.4, memory_mb=61_204,
+            temperature_celsius=63, **about,
+        )  # fmt: skip
+        assert seen.take(device) is None and seen.figures == "GPU 97% 59.8 GiB 63 °C"
+        seen.take(StatusEvent(type="status", to="completed", **about))
+        assert seen.figures == ""
+
+    def test_a_run_that_waits_says_why_when_watching_starts(
+        self, anneal: Anneal, trainer: Trainer, engine: Engine
+    ) -> None:
+        trainer.complete()
+        reason = {"code": "no_device_fits", "message": "Start a worker with a larger device."}
+        mark_run(engine, trainer.run_id, pending_reason=reason)
+        watched = anneal("runs", "watch", trainer.run_id).stdout.splitlines()
+        assert watched[0] == "waits: Start a worker with a larger device."
 
     def test_every_metric_is_a_line_before_the_end(
         self, anneal: Anneal, trainer: Trainer, shared_api: ApiServer

@@ -135,7 +135,10 @@ class TestVersion:
         assert anneal("--version").stdout == f"anneal {version('anneal')}\n"
 
     def test_an_unknown_command_is_answered_with_a_similar_one_that_deletes_nothing(self) -> None:
-        for typed, near in (("run", "`anneal runs`"), ("prun", ""), ("stat", "`anneal status`"), ("xyz", "")):
+        for typed, near in (
+            ("run", "`anneal runs`"), ("prun", ""), ("stat", "`anneal status`"), ("xyz", ""),
+            ("watch", "`anneal runs watch`"),
+        ):  # fmt: skip
             refused = anneal(typed)
             assert refused.returncode == 2 and f"There is no command '{typed}'; " in refused.stderr
             assert near in refused.stderr and "`anneal prune`" not in refused.stderr

@@ -64,6 +64,7 @@ class TestCalls:
         assert reported[-1] == len(ROWS)
         assert next(iter(client.datasets.list())).id == made.id
         assert client.datasets.get(made.id).preview[0] == {"text": "row 0"}
+        assert client.datasets.mix("twice", [{"dataset_id": made.id}] * 2, seed=1).rows == 2 * made.rows
 
     def test_a_pipe_is_uploaded_whole(self, client: Anneal, tmp_path: Path) -> None:
         pipe = tmp_path / "rows.jsonl"

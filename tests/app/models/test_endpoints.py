@@ -35,6 +35,7 @@ def names(settings: Settings) -> list[str]:
 
 
 def test_are_listed_with_what_their_files_say(api: ApiServer, anneal: Any) -> None:
+    assert "ANNEAL_MODELS_ROOT" in anneal("models", "list").stderr
     folder = make_model(api.settings, "Qwen/Qwen3-0.6B")
     (folder / "config.json").write_text(json.dumps(QWEN))
     (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
@@ -49,7 +50,7 @@ def test_are_listed_with_what_their_files_say(api: ApiServer, anneal: Any) -> No
     assert (adapter["id"], adapter["is_adapter"], adapter["parameters"]) == ("adapter", True, None)
     assert (broken["id"], broken["architecture"], broken["has_chat_template"]) == ("broken", None, False)
     shown = anneal("models", "list")
-    assert "Qwen/Qwen3-0.6B" in shown.stdout and "0.596 B" in shown.stdout
+    assert "Qwen/Qwen3-0.6B" in shown.stdout and "596 M" in shown.stdout
 
 
 def test_the_list_has_exactly_what_base_model_accepts(tmp_path: Path) -> None:

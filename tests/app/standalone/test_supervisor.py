@@ -14,7 +14,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httpx
@@ -22,8 +23,8 @@ import psutil
 import pytest
 
 from app.config import Settings
-from app.standalone.supervisor import SupervisedProcess, Up
-from app.workers.status_files import read_statuses
+from app.standalone.supervisor import Program, SupervisedProcess, Up
+from app.workers.status_files import WorkerStatusFile, read_statuses
 from tests.waiting import eventually
 
 READY_SECONDS = 90.0
@@ -157,9 +158,32 @@ class TestReady:
         assert pids["up"] == running.process.pid
         assert all(psutil.Process(pid).ppid() == pids["up"] for name, pid in pids.items() if name != "up")
 
-    def test_it_says_when_training_processes_start_at_once(self, running: Running) -> None:
+    def test_its_worker_says_that_training_processes_start_at_once(self, running: Running) -> None:
         eventually(lambda: any(note.warm for note in read_statuses(running.home)))
         eventually(lambda: ("still loading" in running.said) == ("are loaded" in running.said))
+
+    @pytest.mark.parametrize("is_warm", [False, True])
+    def test_ready_says_that_libraries_still_load_unless_the_worker_is_warm_and_later_that_they_are_loaded(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_warm: bool
+    ) -> None:
+        """The worker is this process, by its status file; whether API and worker are up is not in question here."""
+        said: list[str] = []
+        up = Up(Settings(home=tmp_path), said.append, shows_key=False)
+        monkeypatch.setattr(up, "_is_ready", lambda: True)
+        up._logs = []
+        up._worker = Program("worker", [], tmp_path / "log", dict)
+        up._worker.process = cast(Any, SimpleNamespace(pid=os.getpid()))
+        note = WorkerStatusFile(tmp_path, "wrk_1")
+        note.open()
+        note.update(warm=is_warm)
+        for _ in range(2):
+            up._poll()
+        (ready,) = said
+        assert "Anneal is ready." in ready and ("libraries are still loading" in ready) is not is_warm
+        note.update(warm=True)
+        for _ in range(2):
+            up._poll()
+        assert said[1:] == ([] if is_warm else ["The training libraries are loaded: runs start at once."])
 
     def test_its_log_files_are_for_people(self, running: Running) -> None:
         assert running.answers()
@@ -225,6 +249,7 @@ class TestEnd:
         headers = {"Authorization": f"Bearer {before['api_key']}"}
         assert httpx.get(f"{after['url']}/v1/workers", headers=headers, trust_env=False).status_code == 401
 
+    @pytest.mark.full
     @pytest.mark.parametrize("moment", ["Starting ", "Starting the API"])
     def test_sigterm_ends_it_while_it_starts_too_and_the_next_start_finds_nothing_amiss(
         self, start: Start, moment: str
@@ -276,6 +301,7 @@ class TestEnd:
 
 
 class TestOwnServers:
+    @pytest.mark.full
     def test_with_both_urls_set_it_starts_no_server_of_its_own(self, start: Start, settings: Settings) -> None:
         assert settings.database_url and settings.redis_url
         up = start(ANNEAL_DATABASE_URL=settings.database_url, ANNEAL_REDIS_URL=settings.redis_url).until_ready()

@@ -27,6 +27,7 @@ class TestRunFile:
     def test_a_tag_that_does_not_fit_is_reported(self, anneal: Anneal, run_file: Path, value: str) -> None:
         done = anneal("runs", "create", "-f", str(run_file), "--set", f"name={value}", code=2)
         assert "is invalid" in done.stderr and "Traceback" not in done.stderr
+        assert "double quotes" in " ".join(done.stderr.split())
 
     def test_a_duplicate_key_of_json_is_refused_by_name(self, anneal: Anneal) -> None:
         Path("bad.json").write_text('{"dataset_id": "a", "dataset_id": "b"}')

@@ -28,6 +28,7 @@ def said(**fields: object) -> str:
         ("template", "use `chat_template`"),
         ("bf16", "bfloat16"), ("warmup_steps", "`warmup_ratio`"), ("beta", "use `dpo.beta`"),
         ("reward_funcs", "use `rlhf.rewards`"), ("learning_rat", "perhaps `learning_rate`"),
+        ("offload_optimizer", "`paged_adamw_8bit` as `optim`"),
         ("Learning-Rate", "perhaps `learning_rate`"), ("dataset_id", "beside `config`"),
     ],
 )  # fmt: skip
@@ -49,6 +50,11 @@ def test_hints_in_groups_name_the_group() -> None:
 def test_a_misspelled_value_names_the_one_that_was_meant() -> None:
     assert said(optim="adamw_torchfused").endswith("perhaps `adamw_torch_fused`.")
     assert said(lr_scheduler_type="cosin").endswith("perhaps `cosine`.")
+
+
+def test_an_offloaded_optimizer_leads_to_the_paged_ones() -> None:
+    for name in ("CPUOffloadOptimizer", "adamw_cpu_offload"):
+        assert "`paged_adamw_8bit` as `optim`" in said(optim=name)
 
 
 def test_every_name_leads_to_a_field_and_none_is_a_field() -> None:

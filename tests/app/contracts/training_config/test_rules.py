@@ -291,3 +291,20 @@ class TestRewards:
     def test_no_reward_however_odd_raises_and_what_is_said_of_it_is_json(self, rewards: list[dict[str, Any]]) -> None:
         reported = config_errors({"base_model": "tiny", **rlhf(*rewards)}, has_eval_dataset=False)
         json.dumps([problem.model_dump() for problem in reported], ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"method": "full"}, None),
+        ({"method": "sft", "lora_r": None}, None),
+        ({"method": "qlora", "output": "merged"}, None),
+        ({"method": "qlora"}, "set `output` to `merged`"),
+        ({"method": "lora", "output": "adapter"}, "set `output` to `merged`"),
+        ({"method": "reward", "output": "merged"}, "models that generate text"),
+    ],
+)
+def test_a_gguf_file_has_a_whole_model_that_generates_text(config: dict[str, Any], says: str | None) -> None:
+    wrong = found({**config, "gguf": "f16"})
+    assert list(wrong) == ([] if says is None else ["gguf"])
+    assert says is None or says in wrong["gguf"][1]

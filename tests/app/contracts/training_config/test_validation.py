@@ -59,7 +59,7 @@ class TestFieldsAndDefaults:
             "packing": False, "seed": 42, "extra": {}, "eval_steps": None, "eval_split": 0.0, "loss_on": "all",
             "truncation_mode": "keep_start", "time_limit_seconds": None, "stop_at_step": None, "min_steps": None,
             "early_stopping_patience": None, "on_non_finite": "stop", "on_spike": "ignore",
-            "on_out_of_memory": "repair", "max_eval_rows": None, "export": "best", "output": "adapter",
+            "on_out_of_memory": "repair", "max_eval_rows": None, "export": "best", "output": "adapter", "gguf": None,
             "sample_steps": None, "sample_prompts": [], "sample_max_new_tokens": 64, "sample_temperature": 1.0,
             "chat_template": None,
             "overfit_first_batch": False, "attn_implementation": None, "torch_compile": False,
