@@ -22,6 +22,7 @@ from app.contracts.schemas.runs import (
     RunCheck,
     RunComparison,
     RunCreate,
+    RunFull,
     RunMetrics,
     RunRead,
     RunStopped,
@@ -106,19 +107,22 @@ class Runs(ApiResource[M]):
         task: str | None = None,
         find: str | None = None,
         sort: Literal["created_at", "best"] | None = None,
+        full: bool = False,
         limit: int | None = None,
         after: str | None = None,
     ) -> AsyncGenerator[RunSummary]:
         """Iterate over runs, newest first unless `sort` is given; pages are fetched on demand.
 
-        `find` selects runs whose id starts with this text, or whose name is it.
+        `find` selects runs whose id starts with this text, or whose name is it. With `full`, each run is a `RunFull`,
+        which also has the configuration.
         """
         filters = {
             "experiment_id": experiment_id, "status": status, "tag": tag, "parent_run_id": parent_run_id,
             "base_model": base_model, "method": method, "task": task, "find": find,
-            "sort": sort,
+            "sort": sort, "view": "full" if full else None,
         }  # fmt: skip
-        async with aclosing(self._items("/runs", RunSummary, filters, limit, after)) as items:
+        model = RunFull if full else RunSummary
+        async with aclosing(self._items("/runs", model, filters, limit, after)) as items:
             async for item in items:
                 yield item
 

@@ -28,6 +28,7 @@ from app.contracts.schemas.runs import (
     RunCounts,
     RunCreate,
     RunEdit,
+    RunFull,
     RunRead,
     RunResume,
     RunRow,
@@ -128,7 +129,7 @@ async def evaluate_model(body: EvaluationCreate, new: NewRun) -> RunRead:
     return await new.accepted(await backend(new.request, None).evaluate_model(transaction, body))
 
 
-@router.get("", response_model=Page[RunSummary] | Page[RunRow])
+@router.get("", response_model=Page[RunSummary] | Page[RunFull] | Page[RunRow])
 async def list_runs(
     request: Request,
     session: Reading,
@@ -153,8 +154,9 @@ async def list_runs(
     view: Annotated[
         queries.View,
         Query(
-            description="`row`: what a table shows of a run (`RunRow`), with an outline of its loss curve; values that "
-            "are not known are absent."
+            description="`summary`: runs without their configuration (`RunSummary`). `full`: with it (`RunFull`). "
+            "`row`: what a table shows of a run (`RunRow`), with an outline of its loss curve; values that are not "
+            "known are absent."
         ),
     ] = "summary",
 ) -> Response:
@@ -165,7 +167,8 @@ async def list_runs(
     if view == "row":
         found = await outlines(session, [row.id for row in rows])
         return _zipped(request, serializers.row_page(rows, has_more, predictions, found))
-    return Response(serializers.run_page(storage, rows, has_more, predictions), media_type="application/json")
+    page = serializers.run_page(storage, rows, has_more, predictions, full=view == "full")
+    return Response(page, media_type="application/json")
 
 
 @router.get("/counts")

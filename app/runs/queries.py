@@ -15,7 +15,7 @@ from app.contracts.run_status import TERMINAL, TrainingStatus
 from app.contracts.run_task import RunTask
 from app.contracts.schemas.runs import Requirements, Resources
 from app.runs.checkpoints.service import preferred_place
-from app.runs.serializers import DOCUMENTS, MOMENTS, NUMBERS, PLAIN
+from app.runs.serializers import FULL, SUMMARY
 from app.tables.base import sql_list
 from app.tables.runs import EXTRA_EVAL_DATASETS, IS_COMPARABLE, Run
 
@@ -23,6 +23,7 @@ Sort = Literal["created_at", "best"]
 
 _NOT_FINITE = "('NaN', 'Infinity', '-Infinity')"
 _METHOD = "runs.config ->> 'method'"
+_BASE_MODEL = "runs.config ->> 'base_model'"
 _HIGHER_IS_BETTER = sql_list([name for name, method in METHODS.items() if method.higher_is_better])
 _REWARD_RUN_IDS = (
     "(SELECT coalesce(json_agg(reward_run_id ORDER BY reward_run_id), '[]'::json) "
@@ -31,31 +32,30 @@ _REWARD_RUN_IDS = (
 _RFC_3339 = 'YYYY-MM-DD"T"HH24:MI:SS.MS"Z"'
 
 
-def _shown() -> ColumnElement[str]:
+_NUMBERS = ("current_epoch", "best_loss")
+_MOMENTS = ("created_at", "started_at", "finished_at", "stop_requested_at")
+
+
+def _shown(*, full: bool) -> ColumnElement[str]:
     """Return the expression for a run's own columns in a list, as JSON.
 
-    Postgres serializes them: parsing, validating and serializing fifty configurations in Python takes ten times as
-    long as the query.
+    Postgres serializes them: parsing, validating and serializing fifty runs in Python takes ten times as long as the
+    query.
     """
-    shown = {name: f"runs.{name}" for name in (*PLAIN, *DOCUMENTS)}
-    # Stored without the values that are not set.
-    for name, model in (("resources", Resources), ("requirements", Requirements)):
-        shown[name] = f"cast('{model().model_dump_json()}' AS jsonb) || runs.{name}"
+    shown = {name: f"runs.{name}" for name in (*SUMMARY, *FULL)} if full else {name: f"runs.{name}" for name in SUMMARY}
     # JSON has no non-finite numbers.
-    shown |= {name: f"CASE WHEN runs.{name} NOT IN {_NOT_FINITE} THEN runs.{name} END" for name in NUMBERS}
-    shown |= {name: f"to_char(runs.{name} AT TIME ZONE 'UTC', '{_RFC_3339}')" for name in MOMENTS}
+    shown |= {name: f"CASE WHEN runs.{name} NOT IN {_NOT_FINITE} THEN runs.{name} END" for name in _NUMBERS}
+    shown |= {name: f"to_char(runs.{name} AT TIME ZONE 'UTC', '{_RFC_3339}')" for name in _MOMENTS}
+    shown |= {"method": _METHOD, "base_model": _BASE_MODEL}
     shown["best_eval"] = f"CASE WHEN {_METHOD} IN {_HIGHER_IS_BETTER} THEN -runs.best_score ELSE runs.best_score END"
-    shown["reward_run_ids"] = _REWARD_RUN_IDS
-    shown["extra_eval_datasets"] = EXTRA_EVAL_DATASETS
+    if full:
+        # Stored without the values that are not set.
+        for name, model in (("resources", Resources), ("requirements", Requirements)):
+            shown[name] = f"cast('{model().model_dump_json()}' AS jsonb) || runs.{name}"
+        shown["reward_run_ids"] = _REWARD_RUN_IDS
+        shown["extra_eval_datasets"] = EXTRA_EVAL_DATASETS
     pairs = ", ".join(f"'{name}', {value}" for name, value in shown.items())
     return literal_column(f"cast(json_build_object({pairs}) AS text)", Text)
-
-
-_LISTED = select(
-    *Run.__table__.c["id", "status", "event_seq", "output_attempt"],
-    preferred_place(Run.__table__.c).label("furthest"),
-    _shown().label("shown"),
-)
 
 
 def _row() -> ColumnElement[str]:
@@ -70,7 +70,7 @@ def _row() -> ColumnElement[str]:
         "task": "nullif(runs.task, 'train')",
         "status": "runs.status",
         "method": _METHOD,
-        "base_model": "runs.config ->> 'base_model'",
+        "base_model": _BASE_MODEL,
         "experiment_id": "runs.experiment_id",
         "tags": "nullif(runs.tags, '[]')",
         "step": "nullif(runs.current_step, 0)",
@@ -89,13 +89,19 @@ def _row() -> ColumnElement[str]:
     return literal_column(f"cast(json_strip_nulls(json_build_object({pairs})) AS text)", Text)
 
 
-_ROWS = select(
-    *Run.__table__.c["id", "status", "event_seq", "output_attempt"],
-    literal_column("NULL").label("furthest"),
-    _row().label("shown"),
-)
-View = Literal["summary", "row"]
-_VIEWS = {"summary": _LISTED, "row": _ROWS}
+View = Literal["summary", "full", "row"]
+
+
+def _view(shown: ColumnElement[str], furthest: ColumnElement[Any]) -> Select[*tuple[Any, ...]]:
+    own = Run.__table__.c["id", "status", "event_seq", "output_attempt"]
+    return select(*own, furthest.label("furthest"), shown.label("shown"))
+
+
+_VIEWS: dict[View, Select[*tuple[Any, ...]]] = {
+    "summary": _view(_shown(full=False), literal_column("NULL")),
+    "full": _view(_shown(full=True), preferred_place(Run.__table__.c)),
+    "row": _view(_row(), literal_column("NULL")),
+}
 
 
 class Listed(NamedTuple):
@@ -106,7 +112,7 @@ class Listed(NamedTuple):
     event_seq: int
     output_attempt: int | None
     furthest: list[int] | None
-    """`[step, attempt]` of the checkpoint from which it would be resumed."""
+    """`[step, attempt]` of the checkpoint from which it would be resumed; only with view `full`."""
     shown: str
     """Its own columns, as a JSON object."""
 

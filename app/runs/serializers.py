@@ -21,15 +21,15 @@ from app.runs.metrics.outlines import Outline
 from app.runs.metrics.points import evaluated, recent
 from app.tables.runs import Run
 
-DOCUMENTS = ("tags", "config", "effective_config", "resources", "requirements", "pending_reason")
-NUMBERS = ("current_epoch", "best_loss")
-MOMENTS = ("created_at", "started_at", "finished_at", "stop_requested_at")
-PLAIN = (
-    "experiment_id", "name", "task", "backend", "dataset_id", "eval_dataset_id", "status", "priority", "max_restarts",
-    "pinned", "parent_run_id", "resume_checkpoint_id", "base_run_id", "attempt", "worker_id", "current_step",
-    "total_steps", "stop_mode", "end_reason", "error_code", "error_message", "created_by",
+SUMMARY = (
+    "experiment_id", "name", "tags", "task", "backend", "dataset_id", "eval_dataset_id", "status", "priority", "pinned",
+    "parent_run_id", "base_run_id", "attempt", "worker_id", "current_step", "total_steps", "current_epoch", "best_loss",
+    "pending_reason", "stop_mode", "end_reason", "error_code", "error_message", "created_by", "created_at",
+    "started_at", "finished_at", "stop_requested_at",
 )  # fmt: skip
-_SAME = (*PLAIN, *NUMBERS, *MOMENTS, *DOCUMENTS)
+"""Columns of every run in a list."""
+FULL = ("config", "effective_config", "resources", "requirements", "max_restarts", "resume_checkpoint_id")
+"""Further columns of a run with its configuration."""
 _HISTORY = 100
 
 
@@ -48,14 +48,16 @@ async def run_stopped(session: AsyncSession, storage: Storage, run: Run, outlook
 
 async def _fields(session: AsyncSession, storage: Storage, run: Run) -> dict[str, Any]:
     history = await recent(session, run.id, _HISTORY) if run.attempt else []
-    same = {name: getattr(run, name) for name in _SAME}
+    same = {name: getattr(run, name) for name in (*SUMMARY, *FULL)}
     # A run that was never claimed has neither checkpoints nor metrics, so its creation does not wait for them.
     saved = await preferred(session, run) if run.attempt else None
-    derived = _derived(storage, run, [saved.step, saved.attempt] if saved else None)
+    derived = _derived(storage, run) | _derived_full(storage, run, [saved.step, saved.attempt] if saved else None)
     reward_runs = await service.reward_run_ids(session, run)
     expected, real = await estimate_and_measurements(session, run, probe.seconds_of_step(history))
     result = await probe.probe_result(session, run, expected, real)
     taken: dict[str, Any] = {
+        "method": run.config["method"],
+        "base_model": run.config["base_model"],
         "estimate": expected,
         "measured": real,
         "probe": result,
@@ -69,9 +71,9 @@ async def _fields(session: AsyncSession, storage: Storage, run: Run) -> dict[str
 
 
 def run_page(
-    storage: Storage, rows: Sequence[Any], has_more: bool, predictions: Mapping[str, Prediction | None]
+    storage: Storage, rows: Sequence[Any], has_more: bool, predictions: Mapping[str, Prediction | None], *, full: bool
 ) -> bytes:
-    """Return a `Page[RunSummary]` as JSON, from the rows of `app.runs.queries`; for the list of runs.
+    """Return a page of `RunSummary`, or of `RunFull`, as JSON, from the rows of `app.runs.queries`.
 
     PostgreSQL has written most of each item (`shown`, a JSON object), so no model is built for it. `predictions` are
     by run id.
@@ -79,8 +81,10 @@ def run_page(
     items = []
     for row in rows:
         prediction = predictions.get(row.id)
-        more = {"prediction": prediction.model_dump(mode="json") if prediction else None}
-        head = to_json(_derived(storage, row, row.furthest) | more).decode()
+        more: dict[str, Any] = {"prediction": prediction.model_dump(mode="json") if prediction else None}
+        if full:
+            more |= _derived_full(storage, row, row.furthest)
+        head = to_json(_derived(storage, row) | more).decode()
         items.append(f"{head[:-1]},{row.shown[1:]}")
     return f'{{"data":[{",".join(items)}],"has_more":{"true" if has_more else "false"}}}'.encode()
 
@@ -108,14 +112,13 @@ def row_page(
     return f'{{"data":[{",".join(items)}],"has_more":{"true" if has_more else "false"}}}'.encode()
 
 
-def _derived(storage: Storage, run: Any, furthest: list[int] | None) -> dict[str, Any]:
-    """Return fields that are not columns of the same name; `furthest` is step and attempt of the newest checkpoint."""
-    checkpoint = storage.shown(run.id, furthest[1], f"checkpoint-{furthest[0]}") if furthest else None
+def _derived(storage: Storage, run: Any) -> dict[str, Any]:
+    """Return fields of every run in a list that are not columns of the same name."""
     output = None if run.output_attempt is None else storage.shown(run.id, run.output_attempt, "output")
-    return {
-        "id": run.id,
-        "run_id": run.id,
-        "last_seq": run.event_seq,
-        "checkpoint_path": checkpoint,
-        "fine_tuned_model": output,
-    }
+    return {"id": run.id, "last_seq": run.event_seq, "fine_tuned_model": output}
+
+
+def _derived_full(storage: Storage, run: Any, furthest: list[int] | None) -> dict[str, Any]:
+    """Return those of a run with its configuration; `furthest` is step and attempt of the newest good checkpoint."""
+    checkpoint = storage.shown(run.id, furthest[1], f"checkpoint-{furthest[0]}") if furthest else None
+    return {"run_id": run.id, "checkpoint_path": checkpoint}

@@ -144,6 +144,7 @@ def list_runs(
     sort: Annotated[
         Literal["created_at", "best"] | None, typer.Option(help="Order: newest first, or best first in each method.")
     ] = None,
+    full: Annotated[bool, typer.Option("--full", help="With --json: also the configuration of each run.")] = False,
     limit: Limit = 50,
     after: After = None,
     as_json: AsJson = False,
@@ -155,7 +156,7 @@ def list_runs(
     with connected() as client:
         runs = client.runs.list(
             experiment_id=experiment, status=status, tag=tag, parent_run_id=parent,
-            base_model=base_model, method=method, task=task, sort=sort, limit=limit + 1, after=after,
+            base_model=base_model, method=method, task=task, sort=sort, full=full, limit=limit + 1, after=after,
         )  # fmt: skip
         found, has_more = page(runs, limit)
         rows = [

@@ -18,6 +18,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from app.contracts.errors import FieldError
 from app.contracts.field_types import EvaluationSetName, Timestamp
+from app.contracts.methods import TrainingMethod
 from app.contracts.run_status import EndReason, TrainingStatus
 from app.contracts.run_task import RunTask
 from app.contracts.schemas.estimates import EXAMPLE, Measured, ProbeResult, RunEstimate
@@ -381,7 +382,7 @@ class TrainingRun(BaseModel):
 _RUN: JsonDict = {
     "id": RUN_ID, "run_id": RUN_ID, "experiment_id": _EXPERIMENT_ID, "name": "docstrings",
     "tags": ["demo"], "task": "train", "backend": "celery", "dataset_id": _DATASET_ID, "eval_dataset_id": None,
-    "extra_eval_datasets": {},
+    "method": "qlora", "base_model": "my-model", "extra_eval_datasets": {},
     "config": _CONFIG, "effective_config": None, "status": "running", "priority": 0,
     "max_restarts": 3, "parent_run_id": None, "resume_checkpoint_id": None, "base_run_id": None,
     "reward_run_ids": [], "attempt": 1, "worker_id": "wrk_01k3x9m6q2v8s4t0w7y5z1a3c0", "current_step": 40,
@@ -401,12 +402,17 @@ _RUN: JsonDict = {
         "basis": "160 of 200 steps left, based on its own speed, 5.4 s per step.",
     },
 }  # fmt: skip
+_ONLY_FULL = (
+    "run_id", "config", "effective_config", "checkpoint_path", "extra_eval_datasets", "max_restarts",
+    "resume_checkpoint_id", "reward_run_ids", "resources", "requirements",
+)  # fmt: skip
+_SUMMARY: JsonDict = {name: value for name, value in _RUN.items() if name not in _ONLY_FULL}
 
 
-class RunSummary(TrainingRun):
+class RunSummary(BaseModel):
     """A run in a list."""
 
-    model_config = ConfigDict(json_schema_extra={"example": _RUN})
+    model_config = ConfigDict(json_schema_extra={"example": _SUMMARY})
 
     id: str
     name: str
@@ -414,35 +420,37 @@ class RunSummary(TrainingRun):
     task: RunTask = Field(
         description="`train`; `evaluate`: an evaluation without training; `export`: the output of a checkpoint."
     )
+    status: TrainingStatus
+    method: TrainingMethod
+    base_model: str
+    experiment_id: str
     backend: str
     dataset_id: str
     eval_dataset_id: str | None
-    extra_eval_datasets: dict[str, str] = Field(description="IDs of further evaluation datasets by name.")
-    effective_config: dict[str, Any] | None = Field(description="Configuration that the trainer reported at its start.")
     priority: int
-    max_restarts: int
     pinned: bool = Field(description="Protected from deletion and from retention.")
     parent_run_id: str | None = Field(description="The run that this one resumes, or whose checkpoint it evaluates.")
-    resume_checkpoint_id: str | None
     base_run_id: str | None = Field(description="The run whose output is the base model, or is evaluated.")
-    reward_run_ids: list[str] = Field(description="Runs whose outputs are its reward models, oldest first.")
+    attempt: int = Field(description="Number of attempts so far; a lost worker costs one.")
+    worker_id: str | None = Field(description="Worker that has the run, or had it last.")
+    current_step: int = 0
+    total_steps: int | None = None
+    current_epoch: float = 0.0
+    best_loss: float | None = None
     best_eval: float | None = Field(
         description="Best `eval_loss` so far (`rlhf`: `eval_reward`), by which runs of a method are compared; null "
         "without an evaluation."
     )
-    resources: Resources = Field(description="Resources that the request asked for.")
-    requirements: Requirements = Field(description="Conditions that a device must meet to take it.")
     pending_reason: PendingReason | None = Field(
         description="Reason why no online worker can take it, at most a few seconds old; null if it waits for its turn "
         "or does not wait."
     )
-    attempt: int = Field(description="Number of attempts so far; a lost worker costs one.")
-    worker_id: str | None = Field(description="Worker that has the run, or had it last.")
     end_reason: EndReason | None = Field(
         description="Reason for which a completed run ended: `finished` (its last step), `early_stopping`, "
         "`time_limit` (`time_limit_seconds`) or `stop_at_step`; null for other runs."
     )
     error_code: str | None
+    error_message: str | None = None
     fine_tuned_model: str | None = Field(
         description="Folder of the adapter or model, on the storage shared by API and workers. "
         "To train another run on it, use this run's id as `base_model`."
@@ -461,6 +469,20 @@ class RunSummary(TrainingRun):
         description="Predicted start and finish; null for runs that have ended, and if there is no basis for it. "
         "Responses that create, stop or resume a run have none, so that they do not wait for it.",
     )
+
+
+class RunFull(RunSummary, TrainingRun):
+    """A run in a list with `view=full`: also its configuration and what it requires."""
+
+    model_config = ConfigDict(json_schema_extra={"example": _RUN})
+
+    extra_eval_datasets: dict[str, str] = Field(description="IDs of further evaluation datasets by name.")
+    effective_config: dict[str, Any] | None = Field(description="Configuration that the trainer reported at its start.")
+    max_restarts: int
+    resume_checkpoint_id: str | None
+    reward_run_ids: list[str] = Field(description="Runs whose outputs are its reward models, oldest first.")
+    resources: Resources = Field(description="Resources that the request asked for.")
+    requirements: Requirements = Field(description="Conditions that a device must meet to take it.")
 
 
 class RunRow(BaseModel):
@@ -519,7 +541,7 @@ class RunCounts(BaseModel):
     total: int
 
 
-class RunRead(RunSummary):
+class RunRead(RunFull):
     """A run with its newest metrics."""
 
     model_config = ConfigDict(

@@ -18,6 +18,7 @@ from app.client.connection import find_connection
 from app.client.errors import AnnealError
 from app.config import ClientSettings
 from app.contracts.schemas.datasets import DatasetView
+from app.contracts.schemas.runs import RunFull
 from app.infra.db import sync_engine
 from app.infra.home_lock import HomeLock
 from app.infra.private_files import write_private_json
@@ -82,6 +83,9 @@ class TestCalls:
         assert [run.id for run in client.runs.list(tag="paged", limit=2)] == runs[:0:-1]
         assert [run.id for run in client.runs.list(tag="paged", after=runs[1])] == runs[:1]
         assert [run.id for run in client.runs.list(tag="paged", status="failed")] == []
+        full = list(client.runs.list(tag="paged", full=True))
+        assert [run.id for run in full] == runs[::-1]
+        assert all(isinstance(run, RunFull) and run.config["base_model"] == run.base_model for run in full)
         for run_id in runs:
             assert client.runs.stop(run_id).status == "cancelled"
 

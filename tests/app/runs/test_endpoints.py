@@ -60,7 +60,8 @@ def test_extra_evaluation_sets_stay_with_a_run_and_those_that_resume_it(
     Trainer(engine, made["id"]).begin().fail()
     other = make_run(api.client, dataset)
     resumed = api.client.post(f"/v1/runs/{made['id']}/resume", json={"from": "start"}).json()
-    listed = {run["id"]: run["extra_eval_datasets"] for run in api.client.get("/v1/runs").json()["data"]}
+    full = api.client.get("/v1/runs", params={"view": "full"}).json()["data"]
+    listed = {run["id"]: run["extra_eval_datasets"] for run in full}
     assert listed == {made["id"]: sets, resumed["id"]: sets, other["id"]: {}}
     for run in (made, resumed):
         assert run["extra_eval_datasets"] == sets
@@ -133,7 +134,7 @@ class TestResources:
         assert run["resources"] == {**asked, "devices": 1}
         needs = {"kind": "cuda", "memory_mb": 24_000, "labels": ["gpu=h100", "site-b"]}
         assert run["requirements"] == {**needs, "estimated_mb": {}, "gguf": False, "prefers_gpu": False}
-        (listed,) = api.client.get("/v1/runs").json()["data"]
+        (listed,) = api.client.get("/v1/runs", params={"view": "full"}).json()["data"]
         assert (listed["resources"], listed["pending_reason"]) == (run["resources"], None)
         assert run_row(engine, run["id"]).requirements == needs
 

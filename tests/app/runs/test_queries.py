@@ -191,9 +191,12 @@ def test_a_run_in_a_list_has_what_the_run_alone_has(
             checkpoint = {"id": new_id("ckpt"), "run_id": ended[1], "attempt": 1, "name": "c", "step": step, "epoch": 1}
             files = {"kind": "periodic", "bytes": 1, "manifest_sha256": "a" * 64}
             connection.execute(insert(Checkpoint).values(**checkpoint, **files))
-    answer = shared_api.client.get("/v1/runs", params={"limit": 200})
-    assert answer.headers["content-type"] == "application/json"
-    shown = {run["id"]: run for run in answer.json()["data"]}
+    answers = {
+        view: shared_api.client.get("/v1/runs", params={"limit": 200, "view": view}) for view in ("full", "summary")
+    }
+    assert {answer.headers["content-type"] for answer in answers.values()} == {"application/json"}
+    shown = {run["id"]: run for run in answers["full"].json()["data"]}
+    lean = {run["id"]: run for run in answers["summary"].json()["data"]}
     assert shown[ended[0]]["name"] == odd["name"] and shown[ended[0]]["best_loss"] is None
     assert shown[ended[0]]["best_eval"] == 1.5
     assert shown[ended[1]]["checkpoint_path"].endswith(f"runs/{ended[1]}/a1/checkpoint-20")
@@ -202,3 +205,4 @@ def test_a_run_in_a_list_has_what_the_run_alone_has(
         for only_alone in ("metrics_history", "estimate", "measured", "probe", "evaluation"):
             del alone[only_alone]
         assert shown[run_id] == alone
+        assert lean[run_id] == {name: alone[name] for name in lean[run_id]} and "config" not in lean[run_id]

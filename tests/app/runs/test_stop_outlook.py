@@ -149,7 +149,7 @@ class TestWithTheBestCheckpoint:
         shown = stop(shared_api, trainer.run_id, mode="best")
         assert shown["stop"]["mode"] == "best" and "step 10" in shown["stop"]["message"]
         trainer.cancel()
-        listed = shared_api.client.get("/v1/runs", params={"limit": 1}).json()["data"][0]
+        listed = shared_api.client.get("/v1/runs", params={"limit": 1, "view": "full"}).json()["data"][0]
         one = shared_api.client.get(f"/v1/runs/{trainer.run_id}").json()
         assert listed["checkpoint_path"] == one["checkpoint_path"] == before["checkpoint_path"].replace("-30", "-10")
         path = f"/v1/runs/{trainer.run_id}/resume"

@@ -9,15 +9,13 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 from sqlalchemy import Engine
 
-from app.api_keys.service import revoke_key_sync
 from app.infra.db import sync_engine
 from app.infra.storage import Storage
-from tests.app.web.conftest import sign_in, window
+from tests.browser import sign_in, window
 from tests.factories import Trainer, make_dataset, make_run
-from tests.server import ApiServer, ThreadServer
+from tests.server import ApiServer
 
 HOSTILE = "<img src=x onerror=alert(1)> \x1b[31m&amp;"
-UNAUTHORIZED = "status of 401"
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +33,8 @@ def dataset(engine: Engine) -> str:
 @pytest.fixture
 def page(chromium: Browser, shared_api: ApiServer) -> Iterator[Page]:
     """The page of all runs, signed in."""
-    with window(chromium, shared_api) as context:
-        yield sign_in(context, shared_api)
+    with window(chromium, shared_api.url) as context:
+        yield sign_in(context, shared_api.client)
 
 
 def start(api: ApiServer, engine: Engine, dataset: str, **body: Any) -> Trainer:
@@ -48,59 +46,6 @@ def steps(trainer: Trainer, *numbers: int) -> None:
     for step in numbers:
         trainer.log(f"step {step} loss {1 / step:.4f}")
         trainer.metric(step, loss=1 / step, epoch=step / 50, learning_rate=1e-4)
-
-
-class TestSignIn:
-    def test_a_link_works_once_and_leaves_the_address(self, chromium: Browser, shared_api: ApiServer) -> None:
-        link = shared_api.client.post("/v1/session/links").json()["url"]
-        with window(chromium, shared_api, expected=(UNAUTHORIZED,)) as context:
-            page = context.new_page()
-            page.goto(link)
-            expect(page.get_by_role("heading", name="Runs")).to_be_visible()
-            assert page.url == f"{shared_api.url}/"
-            other = context.browser.new_context() if context.browser else None
-            assert other is not None
-            second = other.new_page()
-            second.goto(link)
-            expect(second.get_by_role("alert")).to_contain_text("This link was used, or has expired")
-            assert "#" not in second.url
-            other.close()
-
-    def test_with_a_key_leads_back_to_the_address_and_signing_out_ends_it(
-        self, chromium: Browser, shared_api: ApiServer
-    ) -> None:
-        with window(chromium, shared_api, expected=(UNAUTHORIZED,)) as context:
-            page = context.new_page()
-            page.goto("/workers?x=1")
-            expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
-            page.get_by_label("API key").fill("anneal_" + "x" * 43)
-            page.get_by_role("button", name="Sign in").click()
-            expect(page.get_by_role("alert")).to_contain_text("This key is unknown, expired or revoked")
-            page.get_by_label("API key").fill(shared_api.key)
-            page.get_by_role("button", name="Sign in").click()
-            expect(page.get_by_role("heading", name="Workers")).to_be_visible()
-            assert page.url.endswith("/workers?x=1")
-            assert page.evaluate("document.cookie") == ""
-            page.get_by_role("button", name="Account and theme").click()
-            page.get_by_role("button", name="Sign out").click()
-            expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
-            page.goto("/")
-            expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
-
-    def test_ends_with_its_key(self, chromium: Browser, shared_api: ApiServer) -> None:
-        assert isinstance(shared_api, ThreadServer)
-        with window(chromium, shared_api, expected=(UNAUTHORIZED,)) as context:
-            page = context.new_page()
-            page.goto("/")
-            page.get_by_label("API key").fill(shared_api.key_with(["read"]))
-            page.get_by_role("button", name="Sign in").click()
-            expect(page.get_by_role("heading", name="Runs")).to_be_visible()
-            expect(page.get_by_role("link", name="New run")).to_have_count(0)
-            key_id = page.evaluate("fetch('/v1/session').then((answer) => answer.json())")["key_id"]
-            assert revoke_key_sync(shared_api.settings, key_id)
-            shared_api.application.state.auth._callers.clear()
-            page.get_by_role("link", name="Datasets").click()
-            expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
 
 
 class TestRuns:
@@ -135,8 +80,8 @@ class TestRun:
             "ERR_INCOMPLETE_CHUNKED_ENCODING",
             "ERR_CONNECTION_RESET",
         )
-        with window(chromium, shared_api, expected=gone) as context:
-            page = sign_in(context, shared_api)
+        with window(chromium, shared_api.url, expected=gone) as context:
+            page = sign_in(context, shared_api.client)
             page.goto(f"/runs/{trainer.run_id}")
             log = page.get_by_role("log", name="Lines of the log")
             expect(log.locator(".ln")).to_have_count(5)
@@ -213,8 +158,8 @@ class TestEveryPage:
         self, chromium: Browser, shared_api: ApiServer, addresses: list[str], options: dict[str, Any]
     ) -> None:
         found: dict[str, list[str]] = {}
-        with window(chromium, shared_api, **options) as context:
-            page = sign_in(context, shared_api)
+        with window(chromium, shared_api.url, **options) as context:
+            page = sign_in(context, shared_api.client)
             for address in addresses:
                 page.goto(address)
                 expect(page.locator("main h1")).to_be_visible()

@@ -150,7 +150,8 @@ class TestTheyAreKept:
         Trainer(engine, made["id"]).begin().fail()
         resumed = api.client.post(f"/v1/runs/{made['id']}/resume", json={"from": "start"}).json()
         assert resumed["reward_run_ids"] == [first, second]
-        listed = {run["id"]: run["reward_run_ids"] for run in api.client.get("/v1/runs").json()["data"]}
+        full = api.client.get("/v1/runs", params={"view": "full"}).json()["data"]
+        listed = {run["id"]: run["reward_run_ids"] for run in full}
         assert listed == {first: [], second: [], made["id"]: [first, second], resumed["id"]: [first, second]}
         for learning in (resumed["id"], made["id"]):
             refused = api.client.delete(f"/v1/runs/{first}")

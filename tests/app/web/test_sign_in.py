@@ -1,0 +1,179 @@
+"""Promises about who gets in, in a real browser: sign-in, sign-out, revoked keys, and pages of other sites."""
+
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+from sqlalchemy import Engine
+
+from app.api_keys.service import revoke_key_sync
+from app.config import Settings
+from app.infra.db import sync_engine
+from tests.app.web.foreign_site import ForeignSite
+from tests.browser import sign_in, window
+from tests.factories import Trainer, make_dataset, make_run
+from tests.server import ApiServer, ThreadServer
+
+UNAUTHORIZED = "status of 401"
+
+
+class TestSignIn:
+    def test_a_link_works_once_and_leaves_the_address(self, chromium: Browser, shared_api: ApiServer) -> None:
+        link = shared_api.client.post("/v1/session/links").json()["url"]
+        with window(chromium, shared_api.url, expected=(UNAUTHORIZED,)) as context:
+            page = context.new_page()
+            page.goto(link)
+            expect(page.get_by_role("heading", name="Runs")).to_be_visible()
+            assert page.url == f"{shared_api.url}/"
+            other = context.browser.new_context() if context.browser else None
+            assert other is not None
+            second = other.new_page()
+            second.goto(link)
+            expect(second.get_by_role("alert")).to_contain_text("This link was used, or has expired")
+            assert "#" not in second.url
+            other.close()
+
+    def test_with_a_key_leads_back_to_the_address_and_signing_out_ends_it(
+        self, chromium: Browser, shared_api: ApiServer
+    ) -> None:
+        with window(chromium, shared_api.url, expected=(UNAUTHORIZED,)) as context:
+            page = context.new_page()
+            page.goto("/workers?x=1")
+            expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
+            page.get_by_label("API key").fill("anneal_" + "x" * 43)
+            page.get_by_role("button", name="Sign in").click()
+            expect(page.get_by_role("alert")).to_contain_text("This key is unknown, expired or revoked")
+            page.get_by_label("API key").fill(shared_api.key)
+            page.get_by_role("button", name="Sign in").click()
+            expect(page.get_by_role("heading", name="Workers")).to_be_visible()
+            assert page.url.endswith("/workers?x=1")
+            assert page.evaluate("document.cookie") == ""
+            page.get_by_role("button", name="Account and theme").click()
+            page.get_by_role("button", name="Sign out").click()
+            expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
+            page.goto("/")
+            expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
+
+    def test_ends_with_its_key(self, chromium: Browser, shared_api: ApiServer) -> None:
+        assert isinstance(shared_api, ThreadServer)
+        with window(chromium, shared_api.url, expected=(UNAUTHORIZED,)) as context:
+            page = context.new_page()
+            page.goto("/")
+            page.get_by_label("API key").fill(shared_api.key_with(["read"]))
+            page.get_by_role("button", name="Sign in").click()
+            expect(page.get_by_role("heading", name="Runs")).to_be_visible()
+            expect(page.get_by_role("link", name="New run")).to_have_count(0)
+            key_id = page.evaluate("fetch('/v1/session').then((answer) => answer.json())")["key_id"]
+            assert revoke_key_sync(shared_api.settings, key_id)
+            shared_api.application.state.auth._callers.clear()
+            page.get_by_role("link", name="Datasets").click()
+            expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
+
+    def test_a_revoked_key_ends_the_open_stream_and_leads_to_the_sign_in(
+        self, chromium: Browser, shared_api: ApiServer, live: Trainer
+    ) -> None:
+        assert isinstance(shared_api, ThreadServer)
+        with window(chromium, shared_api.url, expected=(UNAUTHORIZED, "ERR_INCOMPLETE_CHUNKED_ENCODING")) as context:
+            reader = shared_api.client_with(shared_api.key_with(["read"]))
+            page = sign_in(context, reader)
+            reader.close()
+            page.goto(f"/runs/{live.run_id}")
+            expect(page.get_by_role("log").locator(".ln")).to_have_count(1)
+            key_id = page.evaluate("fetch('/v1/session').then((answer) => answer.json())")["key_id"]
+            assert revoke_key_sync(shared_api.settings, key_id)
+            # Nobody touches the page: the service ends the stream within 30 s, and the page finds out why.
+            expect(page.get_by_role("heading", name="Sign in")).to_be_visible(timeout=60_000)
+            assert page.url.endswith(f"/login?next=%2Fruns%2F{live.run_id}")
+
+
+@pytest.fixture(scope="module")
+def engine(shared_api: ApiServer) -> Iterator[Engine]:
+    engine = sync_engine(shared_api.settings.database_url or "", pool_size=0)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def live(shared_api: ApiServer, engine: Engine) -> Trainer:
+    """A run in training, with one line and one step."""
+    trainer = Trainer(engine, make_run(shared_api.client, make_dataset(engine))["id"]).begin(total=100)
+    trainer.log("a line")
+    trainer.metric(1, loss=2.5)
+    return trainer
+
+
+class TestOtherSites:
+    @pytest.fixture(scope="class")
+    def allowed(self) -> Iterator[ForeignSite]:
+        """A site whose origin the service allows."""
+        with ForeignSite() as site:
+            yield site
+
+    @pytest.fixture(scope="class")
+    def unknown(self) -> Iterator[ForeignSite]:
+        """A site that the service does not know."""
+        with ForeignSite() as site:
+            yield site
+
+    @pytest.fixture(scope="class")
+    def open_api(self, shared_api: ApiServer, allowed: ForeignSite, unknown: ForeignSite) -> Iterator[ApiServer]:
+        """The same service, with the origin of the one site in its settings."""
+        values = shared_api.settings.model_dump() | {"allowed_origins": allowed.origin}
+        with ThreadServer(Settings(**values)) as server:
+            allowed.serve(server)
+            unknown.serve(server)
+            yield server
+
+    def test_a_page_on_an_allowed_origin_reads_a_stream_by_ticket(
+        self, chromium: Browser, open_api: ApiServer, allowed: ForeignSite, live: Trainer
+    ) -> None:
+        with window(chromium, open_api.url, hosts=(allowed.origin,), expected=("favicon",)) as context:
+            page = context.new_page()
+            page.goto(f"{allowed.origin}/?run={live.run_id}")
+            expect(page.locator("#loss")).to_have_text("2.5000")
+            live.metric(2, loss=1.25)
+            expect(page.locator("#step")).to_have_text("2")
+            expect(page.locator("#loss")).to_have_text("1.2500")
+
+    def test_a_page_on_another_origin_reads_nothing_with_the_same_ticket(
+        self, chromium: Browser, open_api: ApiServer, unknown: ForeignSite, live: Trainer
+    ) -> None:
+        with window(chromium, open_api.url, hosts=(unknown.origin,), expected=("CORS", "ERR_FAILED")) as context:
+            page = context.new_page()
+            with page.expect_console_message(lambda line: "blocked by CORS policy" in line.text):
+                page.goto(f"{unknown.origin}/?run={live.run_id}")
+            expect(page.locator("#loss")).to_have_text("–")
+
+    def test_no_page_of_another_port_or_site_changes_anything_with_the_session(
+        self, chromium: Browser, shared_api: ApiServer, unknown: ForeignSite, live: Trainer
+    ) -> None:
+        # Another port is the same site: the browser sends the cookie along, and the service has to refuse.
+        other_site = unknown.origin.replace("127.0.0.1", "localhost")
+        expected = ("status of 40",)
+        with window(chromium, shared_api.url, hosts=(unknown.origin, other_site), expected=expected) as context:
+            sign_in(context, shared_api.client)
+            page = context.new_page()
+            statuses = [
+                self._post(page, f"{site}/empty", f"{shared_api.url}/v1/runs/{live.run_id}/stop")
+                for site in (unknown.origin, other_site)
+            ]
+        assert statuses == [403, 403]
+        shown = shared_api.client.get(f"/v1/runs/{live.run_id}").json()
+        assert (shown["status"], shown["stop_requested_at"]) == ("running", None)
+
+    @staticmethod
+    def _post(page: Page, site: str, address: str) -> int:
+        """Send a form, which needs nobody's leave, from a page of the site; return the status of the answer."""
+        page.goto(site)
+        with page.expect_navigation(url=address) as answer:
+            page.evaluate(
+                """(address) => {
+                  const form = document.createElement('form');
+                  Object.assign(form, { method: 'post', action: address });
+                  document.body.append(form);
+                  form.submit();
+                }""",
+                address,
+            )
+        assert answer.value is not None
+        return answer.value.status

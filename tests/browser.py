@@ -1,0 +1,83 @@
+"""A real browser, signed in to a real server; a test fails for what a user would find in the browser's console.
+
+A conftest that imports the fixture `chromium` offers it to the tests of its folder.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+
+_PATIENCE_MS = 30_000
+"""For a machine whose cores other tests use."""
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """Chromium of the system, one process for the file.
+
+    Playwright keeps an event loop running in the thread until it ends. A test of another file in the same process could
+    not start a loop of its own, so the fixture must not outlive its file.
+    """
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if found is None:
+        pytest.fail(
+            "No Chromium for the tests of the dashboard: install it (Debian: apt-get install -y chromium).", False
+        )
+    expect.set_options(timeout=_PATIENCE_MS)
+    with sync_playwright() as playwright:
+        # Chromium's own sandbox does not work for root.
+        arguments = ["--no-sandbox"] if os.getuid() == 0 else []
+        browser = playwright.chromium.launch(executable_path=found, args=arguments)
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def window(
+    chromium: Browser, url: str, *, expected: tuple[str, ...] = (), hosts: tuple[str, ...] = (), **options: object
+) -> Iterator[BrowserContext]:
+    """Open a window on the service at `url`.
+
+    At its end, fail for console lines that contain none of `expected`, and for requests to others than it and `hosts`.
+    """
+    context = chromium.new_context(base_url=url, reduced_motion="reduce", **options)  # type: ignore[arg-type]
+    context.set_default_timeout(_PATIENCE_MS)
+    problems: list[str] = []
+
+    def watch(page: Page) -> None:
+        page.on(
+            "console",
+            lambda line: (
+                problems.append(f"console: {line.text} {line.location['url']}") if line.type != "debug" else None
+            ),
+        )
+        page.on("pageerror", lambda error: problems.append(f"error: {error}"))
+        page.on("request", lambda request: _check_host(request.url, (url, *hosts), problems))
+
+    context.on("page", watch)
+    try:
+        yield context
+    finally:
+        context.close()
+    assert [one for one in problems if not any(text in one for text in expected)] == []
+
+
+def _check_host(url: str, known: tuple[str, ...], problems: list[str]) -> None:
+    if urlsplit(url).scheme in ("http", "https") and urlsplit(url).netloc not in {
+        urlsplit(one).netloc for one in known
+    }:
+        problems.append(f"request to another host: {url}")
+
+
+def sign_in(context: BrowserContext, client: httpx.Client) -> Page:
+    """Sign in with a link of `client`, which sends an API key; return the page, which shows all runs."""
+    page = context.new_page()
+    page.goto(client.post("/v1/session/links").json()["url"])
+    page.wait_for_url(str(client.base_url.join("/")))
+    return page
