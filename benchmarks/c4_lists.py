@@ -4,11 +4,14 @@ Anneal's call is `GET /v1/runs` over HTTP. MLflow's client queries its store in 
 server; its deep pages use the page token that it would return there. Both hold the same runs in ten experiments:
 Anneal's with the whole configuration and a checkpoint each, MLflow's with one metric, two parameters and two tags. They
 are inserted by SQL with every constraint and index of production; the insertion is not measured.
+
+`GET /healthz`, which answers without a look at the database, is the lower bound of any call. The calls of the dashboard
+that have no peer are measured beside it: the row view, the counts by status, and a search by name.
 """
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +31,8 @@ PAGE = 50
 EXPERIMENTS, TEAMS, RARE = 10, 20, 10_000
 BLOCKS = 5
 CALLS, PEER_CALLS = 30, 1
-GOAL, GOAL_FLAT = 50.0, 1.2
+GOAL, NEAR_MS, GOAL_FLAT = 20.0, 2.0, 1.2
+EMPTY = "an empty answer"
 _NEWEST = ["attributes.start_time DESC"]
 _BEST = ["metrics.loss ASC", "attributes.start_time DESC"]
 
@@ -61,8 +65,17 @@ CASES = (
         "tag, one in 10,000", {"tag": "rare"}, {"filter_string": "tags.rare = 'rare'", "order_by": _NEWEST},
         shows=lambda run: "rare" in run["tags"],
     ),
-    Case("lowest loss", {"sort": "best", "method": "qlora"}, {"order_by": _BEST}, deep=True),
+    Case("lowest loss", {"sort": "best", "method": "sft"}, {"order_by": _BEST}, deep=True),
 )  # fmt: skip
+PAGES = {
+    "row view": {"view": "row"},
+    "row view, one status": {"view": "row", "status": "completed"},
+    "by exact name": {"view": "row", "find": "run 77"},
+    "search for what many names have": {"view": "row", "search": "RUN 7"},
+    "search for what no name has": {"view": "row", "search": "no such run"},
+    "full view": {"view": "full"},
+}
+COUNTS = {"counts": {}, "counts of an experiment": {"experiment_id": None}, "counts of a rare tag": {"tag": "rare"}}
 
 
 def main(scale: float = 1.0) -> bool:
@@ -87,7 +100,7 @@ def _measure(ours: "Ours", theirs: "Theirs", size: int) -> bool:
     is_reached = True
     for case in CASES:
         turns = Turns(f"C4 {size:>9,}", BLOCKS)
-        lanes = {f"ours, {case.name}": ours.lane(case), f"MLflow, {case.name}": theirs.lane(case)}
+        lanes = {EMPTY: ours.empty(), f"ours, {case.name}": ours.lane(case), f"MLflow, {case.name}": theirs.lane(case)}
         if case.deep:
             lanes[f"ours, {case.name}, deep"] = ours.lane(case, ours.half(case))
             lanes[f"MLflow, {case.name}, deep"] = theirs.lane(case, size // 2)
@@ -96,12 +109,24 @@ def _measure(ours: "Ours", theirs: "Theirs", size: int) -> bool:
             turns.show(name)
         for place in ("", ", deep") if case.deep else ("",):
             over = turns.ratio(f"MLflow, {case.name}{place}", f"ours, {case.name}{place}")
-            is_reached = is_reached and over.median >= GOAL
-            print(f"{turns.name} {case.name}{place}: MLflow takes {over} times as long; goal {GOAL:g}", flush=True)
+            beyond = 1e3 * (turns.median(f"ours, {case.name}{place}") - turns.median(EMPTY))
+            is_reached = is_reached and (over.median >= GOAL or beyond <= NEAR_MS)
+            print(
+                f"{turns.name} {case.name}{place}: MLflow takes {over} times as long, ours {beyond:.2f} ms more than "
+                f"{EMPTY}; goal {GOAL:g} times or {NEAR_MS:g} ms",
+                flush=True,
+            )
         if case.deep:
             flat = turns.ratio(f"ours, {case.name}, deep", f"ours, {case.name}")
             is_reached = is_reached and flat.median <= GOAL_FLAT
             print(f"{turns.name} {case.name}: ours takes {flat} times as long behind the half; goal {GOAL_FLAT:g}")
+    turns = Turns(f"C4 {size:>9,}", BLOCKS)
+    lanes = {EMPTY: ours.empty()}
+    lanes |= {name: ours.get("/v1/runs", {"limit": str(PAGE), **query}) for name, query in PAGES.items()}
+    lanes |= {name: ours.get("/v1/runs/counts", query) for name, query in COUNTS.items()}
+    turns.take(lanes)
+    for name in lanes:
+        turns.show(name)
     return is_reached
 
 
@@ -152,7 +177,7 @@ class Ours:
             "started_at": "now()",
             "finished_at": "CASE WHEN made.status <> 'running' THEN now() END",
         }
-        columns = [column.name for column in Run.__table__.columns]
+        columns = [column.name for column in Run.__table__.columns if column.computed is None]
         chosen = ", ".join(different.get(name, f'model."{name}"') for name in columns)
         names = ", ".join(f'"{name}"' for name in columns)
         checkpoints = (
@@ -181,6 +206,19 @@ class Ours:
         assert row is not None
         return str(row[0])
 
+    def empty(self) -> Lane:
+        """Measure the lower bound."""
+        return self.get("/healthz", {})
+
+    def get(self, path: str, query: Mapping[str, str | None]) -> Lane:
+        """Measure a request of a page; `experiment_id` is filled in."""
+        asked = {name: self._experiments[3] if name == "experiment_id" else value for name, value in query.items()}
+
+        def check(answer: httpx.Response) -> None:
+            assert answer.status_code == 200, answer.text
+
+        return Lane(lambda: self._service.client.get(path, params=asked), CALLS, check=check)
+
     def lane(self, case: Case, after: str | None = None) -> Lane:
         """Measure one page over HTTP."""
         query = {"limit": str(PAGE), **case.ours, **({"after": after} if after else {})}
@@ -191,7 +229,7 @@ class Ours:
         def check(answer: httpx.Response) -> None:
             assert answer.status_code == 200, answer.text
             runs = answer.json()["data"]
-            assert len(runs) == count and all(case.shows(run) for run in runs)
+            assert len(runs) == count and all(case.shows(run) for run in runs), (case, len(runs), count)
             keys = [run["best_loss"] if "sort" in case.ours else run["id"] for run in runs]
             assert keys == sorted(keys, reverse="sort" not in case.ours)
 

@@ -25,10 +25,10 @@ def add_run(engine: Engine, **values: Any) -> Any:
             "dataset_id": dataset,
             "name": "a run",
             "backend": "fake",
-            "config": {"base_model": "none", "extra": {}},
             "user_set_fields": ["base_model"],
         }
-        return connection.execute(machine.create({**defaults, **values})).one()
+        config = {"base_model": "none", "method": "sft", "extra": {}, **values.pop("config", {})}
+        return connection.execute(machine.create({**defaults, **values, "config": config})).one()
 
 
 def learn_from(engine: Engine, run_id: str, reward_run_id: str) -> None:

@@ -1,11 +1,12 @@
 """Keyset pagination: newest first by id; each page continues after the last id of the previous one."""
 
+import json
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Query
-from sqlalchemy import ColumnElement, Select, or_
+from sqlalchemy import ColumnElement, Select, Text, cast, or_
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
 
@@ -53,6 +54,33 @@ def found_by(
     """Return the condition of `FindQuery` for ids with this prefix."""
     starts = [id.startswith(start, autoescape=True) for start in (text, f"{prefix}_{text}")]
     return or_(name == text, *starts)
+
+
+SearchQuery = Annotated[
+    str | None,
+    Query(
+        min_length=1,
+        max_length=200,
+        description="Only items whose name or one of whose tags contains this text, ignoring case, or whose ID starts "
+        "with it.",
+    ),
+]
+
+
+def matching(
+    text: str,
+    prefix: str,
+    id: InstrumentedAttribute[str],
+    name: InstrumentedAttribute[str],
+    tags: InstrumentedAttribute[list[str]] | None = None,
+) -> ColumnElement[bool]:
+    """Return the condition of `SearchQuery` for ids with this prefix."""
+    parts = [id.startswith(start, autoescape=True) for start in (text, f"{prefix}_{text}")]
+    parts.append(name.icontains(text, autoescape=True))
+    if tags is not None:
+        # In their JSON a quote is escaped, so that no match extends over two tags.
+        parts.append(cast(tags, Text).icontains(json.dumps(text, ensure_ascii=False)[1:-1], autoescape=True))
+    return or_(*parts)
 
 
 async def fetch(

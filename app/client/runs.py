@@ -106,6 +106,7 @@ class Runs(ApiResource[M]):
         method: str | None = None,
         task: str | None = None,
         find: str | None = None,
+        search: str | None = None,
         sort: Literal["created_at", "best"] | None = None,
         full: bool = False,
         limit: int | None = None,
@@ -113,12 +114,12 @@ class Runs(ApiResource[M]):
     ) -> AsyncGenerator[RunSummary]:
         """Iterate over runs, newest first unless `sort` is given; pages are fetched on demand.
 
-        `find` selects runs whose id starts with this text, or whose name is it. With `full`, each run is a `RunFull`,
-        which also has the configuration.
+        `find` selects runs whose id starts with this text, or whose name is it; `search` also those whose name or a tag
+        of which contains it. With `full`, each run is a `RunFull`, which also has the configuration.
         """
         filters = {
             "experiment_id": experiment_id, "status": status, "tag": tag, "parent_run_id": parent_run_id,
-            "base_model": base_model, "method": method, "task": task, "find": find,
+            "base_model": base_model, "method": method, "task": task, "find": find, "search": search,
             "sort": sort, "view": "full" if full else None,
         }  # fmt: skip
         model = RunFull if full else RunSummary

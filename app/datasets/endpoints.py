@@ -9,7 +9,7 @@ from starlette.responses import FileResponse
 from app.api.authorization import CurrentCaller
 from app.api.dependencies import CurrentSettings, CurrentStorage, Session
 from app.api.idempotency import Idempotency
-from app.api.pagination import FindQuery, PageQuery
+from app.api.pagination import FindQuery, PageQuery, SearchQuery
 from app.audit.log import call_of
 from app.contracts.field_types import DatasetFormat
 from app.contracts.schemas.datasets import UPLOAD_BODY, DatasetMix, DatasetRows, DatasetSummary, DatasetView
@@ -93,12 +93,12 @@ async def mix_datasets(
 async def list_datasets(
     session: Session,
     paging: PageQuery,
-    name: Annotated[str | None, Query(max_length=200, description="Part of the name, case-insensitive.")] = None,
     format: DatasetFormat | None = None,
     find: FindQuery = None,
+    search: SearchQuery = None,
 ) -> Page[DatasetSummary]:
     """List datasets, newest first."""
-    found, has_more = await service.page(session, service.Filters(name, format, find), paging)
+    found, has_more = await service.page(session, service.Filters(format, find, search), paging)
     return Page(data=[DatasetSummary.model_validate(row) for row in found], has_more=has_more)
 
 

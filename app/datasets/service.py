@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from app.api.errors import ApiError, as_api_error, conflict, not_found
 from app.api.idempotency import Idempotency
-from app.api.pagination import Paging, fetch, found_by
+from app.api.pagination import Paging, fetch, found_by, matching
 from app.audit.log import AuditedCall
 from app.datasets.importer import ImportedFile
 from app.infra.db import is_away
@@ -148,20 +148,20 @@ async def get(session: AsyncSession, dataset_id: str) -> Dataset:
 class Filters:
     """Filters for the list of datasets; None matches all."""
 
-    name: str | None = None
     format: str | None = None
     find: str | None = None
+    search: str | None = None
 
 
 async def page(session: AsyncSession, filters: Filters, paging: Paging) -> tuple[list[Dataset], bool]:
     """Return one page of datasets, newest first, and True if there are more."""
     query = select(Dataset)
-    if filters.name is not None:
-        query = query.where(Dataset.name.icontains(filters.name, autoescape=True))
     if filters.format is not None:
         query = query.where(Dataset.format == filters.format)
     if filters.find is not None:
         query = query.where(found_by(filters.find, "ds", Dataset.id, Dataset.name))
+    if filters.search is not None:
+        query = query.where(matching(filters.search, "ds", Dataset.id, Dataset.name))
     return await fetch(session, query, Dataset.id, paging)
 
 

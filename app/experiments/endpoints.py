@@ -6,7 +6,7 @@ from fastapi import APIRouter, BackgroundTasks, Query, Request, Response
 
 from app.api.authorization import CurrentCaller
 from app.api.dependencies import Session
-from app.api.pagination import FindQuery, PageQuery
+from app.api.pagination import FindQuery, PageQuery, SearchQuery
 from app.contracts.schemas.experiments import ExperimentCreate, ExperimentEdit, ExperimentSummary, ExperimentView
 from app.contracts.schemas.page import Page
 from app.experiments import service
@@ -26,9 +26,11 @@ async def create_experiment(
 
 
 @router.get("")
-async def list_experiments(session: Session, paging: PageQuery, find: FindQuery = None) -> Page[ExperimentSummary]:
+async def list_experiments(
+    session: Session, paging: PageQuery, find: FindQuery = None, search: SearchQuery = None
+) -> Page[ExperimentSummary]:
     """List experiments, newest first."""
-    rows, has_more = await service.page(session, paging, find)
+    rows, has_more = await service.page(session, paging, find, search)
     return Page(data=[ExperimentSummary.model_validate(row) for row in rows], has_more=has_more)
 
 

@@ -6,7 +6,7 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.errors import conflict, not_found
-from app.api.pagination import Paging, fetch, found_by
+from app.api.pagination import Paging, fetch, found_by, matching
 from app.contracts.methods import METHODS, TrainingMethod
 from app.contracts.run_status import TERMINAL, TrainingStatus
 from app.contracts.schemas.experiments import BestRun, ExperimentContents, ExperimentCreate, ExperimentEdit
@@ -35,11 +35,15 @@ async def get(session: AsyncSession, experiment_id: str) -> Experiment:
     return experiment
 
 
-async def page(session: AsyncSession, paging: Paging, find: str | None = None) -> tuple[list[Experiment], bool]:
-    """Return a page of experiments, newest first; `find` selects by the beginning of the id or the name."""
+async def page(
+    session: AsyncSession, paging: Paging, find: str | None = None, search: str | None = None
+) -> tuple[list[Experiment], bool]:
+    """Return a page of experiments, newest first; `find` names one, `search` is a part of name, tag or id."""
     query = select(Experiment)
     if find is not None:
         query = query.where(found_by(find, "exp", Experiment.id, Experiment.name))
+    if search is not None:
+        query = query.where(matching(search, "exp", Experiment.id, Experiment.name, Experiment.tags))
     return await fetch(session, query, Experiment.id, paging)
 
 

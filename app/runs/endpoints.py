@@ -1,6 +1,7 @@
 """Endpoints of `/v1/runs`: translate between HTTP, the backends that execute runs, and the services of this folder."""
 
 import gzip
+from dataclasses import replace
 from typing import Annotated
 
 from fastapi import APIRouter, BackgroundTasks, Depends, Query, Request, Response
@@ -8,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.dependencies import CurrentSettings, CurrentStorage, Reading, Session, Snapshot
 from app.api.errors import invalid
-from app.api.pagination import FindQuery, PageQuery
+from app.api.pagination import FindQuery, PageQuery, SearchQuery
 from app.audit import log as audit
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES
@@ -129,20 +130,30 @@ async def evaluate_model(body: EvaluationCreate, new: NewRun) -> RunRead:
     return await new.accepted(await backend(new.request, None).evaluate_model(transaction, body))
 
 
-@router.get("", response_model=Page[RunSummary] | Page[RunFull] | Page[RunRow])
-async def list_runs(
-    request: Request,
-    session: Reading,
-    storage: CurrentStorage,
-    paging: PageQuery,
+async def _filters(
     experiment_id: Annotated[str | None, Query(max_length=100)] = None,
-    status: Annotated[list[TrainingStatus] | None, Query(description="Only runs with one of these statuses.")] = None,
     tag: Annotated[str | None, Query(max_length=200)] = None,
     parent_run_id: Annotated[str | None, Query(max_length=100)] = None,
     base_model: Annotated[str | None, Query(max_length=300)] = None,
     method: Annotated[TrainingMethod | None, Query(description="Only runs of this method.")] = None,
     task: Annotated[RunTask | None, Query(description="Only runs of this task.")] = None,
     find: FindQuery = None,
+    search: SearchQuery = None,
+) -> queries.Filters:
+    return queries.Filters(experiment_id, (), tag, parent_run_id, base_model, method, task, find, search)
+
+
+FiltersQuery = Annotated[queries.Filters, Depends(_filters)]
+
+
+@router.get("", response_model=Page[RunSummary] | Page[RunFull] | Page[RunRow])
+async def list_runs(
+    request: Request,
+    session: Reading,
+    storage: CurrentStorage,
+    paging: PageQuery,
+    filters: FiltersQuery,
+    status: Annotated[list[TrainingStatus] | None, Query(description="Only runs with one of these statuses.")] = None,
     sort: Annotated[
         queries.Sort,
         Query(
@@ -161,8 +172,7 @@ async def list_runs(
     ] = "summary",
 ) -> Response:
     """List runs, newest or best first."""
-    filters = queries.Filters(experiment_id, tuple(status or ()), tag, parent_run_id, base_model, method, task, find)
-    rows, has_more = await queries.page(session, filters, paging, sort, view)
+    rows, has_more = await queries.page(session, replace(filters, status=tuple(status or ())), paging, sort, view)
     predictions = await _eta(request).of({row.id: row.status for row in rows})
     if view == "row":
         found = await outlines(session, [row.id for row in rows])
@@ -172,18 +182,8 @@ async def list_runs(
 
 
 @router.get("/counts")
-async def count_runs(
-    session: Reading,
-    experiment_id: Annotated[str | None, Query(max_length=100)] = None,
-    tag: Annotated[str | None, Query(max_length=200)] = None,
-    parent_run_id: Annotated[str | None, Query(max_length=100)] = None,
-    base_model: Annotated[str | None, Query(max_length=300)] = None,
-    method: Annotated[TrainingMethod | None, Query(description="Only runs of this method.")] = None,
-    task: Annotated[RunTask | None, Query(description="Only runs of this task.")] = None,
-    find: FindQuery = None,
-) -> RunCounts:
+async def count_runs(session: Reading, filters: FiltersQuery) -> RunCounts:
     """Count runs by status, with the filters of the list."""
-    filters = queries.Filters(experiment_id, (), tag, parent_run_id, base_model, method, task, find)
     counts = await queries.counts(session, filters)
     return RunCounts(counts=counts, total=sum(counts.values()))
 

@@ -8,7 +8,7 @@ from sqlalchemy import ColumnElement, Select, Text, func, literal_column, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.errors import invalid
-from app.api.pagination import Paging, found_by, newest_first
+from app.api.pagination import Paging, found_by, matching, newest_first
 from app.contracts.errors import FieldError
 from app.contracts.methods import METHODS, TrainingMethod
 from app.contracts.run_status import TERMINAL, TrainingStatus
@@ -22,9 +22,8 @@ from app.tables.runs import EXTRA_EVAL_DATASETS, IS_COMPARABLE, Run
 Sort = Literal["created_at", "best"]
 
 _NOT_FINITE = "('NaN', 'Infinity', '-Infinity')"
-_METHOD = "runs.config ->> 'method'"
-_BASE_MODEL = "runs.config ->> 'base_model'"
 _HIGHER_IS_BETTER = sql_list([name for name, method in METHODS.items() if method.higher_is_better])
+_BEST_EVAL = f"CASE WHEN runs.method IN {_HIGHER_IS_BETTER} THEN -runs.best_score ELSE runs.best_score END"
 _REWARD_RUN_IDS = (
     "(SELECT coalesce(json_agg(reward_run_id ORDER BY reward_run_id), '[]'::json) "
     "FROM run_reward_models WHERE run_id = runs.id)"
@@ -46,8 +45,7 @@ def _shown(*, full: bool) -> ColumnElement[str]:
     # JSON has no non-finite numbers.
     shown |= {name: f"CASE WHEN runs.{name} NOT IN {_NOT_FINITE} THEN runs.{name} END" for name in _NUMBERS}
     shown |= {name: f"to_char(runs.{name} AT TIME ZONE 'UTC', '{_RFC_3339}')" for name in _MOMENTS}
-    shown |= {"method": _METHOD, "base_model": _BASE_MODEL}
-    shown["best_eval"] = f"CASE WHEN {_METHOD} IN {_HIGHER_IS_BETTER} THEN -runs.best_score ELSE runs.best_score END"
+    shown["best_eval"] = _BEST_EVAL
     if full:
         # Stored without the values that are not set.
         for name, model in (("resources", Resources), ("requirements", Requirements)):
@@ -63,20 +61,19 @@ def _row() -> ColumnElement[str]:
     moment = "to_char(runs.{} AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS\"Z\"')"
     # As float4, a number has seven digits and not seventeen.
     number = f"CASE WHEN {{0}} NOT IN {_NOT_FINITE} AND abs({{0}}) < 1e38 THEN cast({{0}} AS float4) END"
-    score = f"CASE WHEN {_METHOD} IN {_HIGHER_IS_BETTER} THEN -runs.best_score ELSE runs.best_score END"
     shown = {
         "id": "runs.id",
         "name": "runs.name",
         "task": "nullif(runs.task, 'train')",
         "status": "runs.status",
-        "method": _METHOD,
-        "base_model": _BASE_MODEL,
+        "method": "runs.method",
+        "base_model": "runs.base_model",
         "experiment_id": "runs.experiment_id",
         "tags": "nullif(runs.tags, '[]')",
         "step": "nullif(runs.current_step, 0)",
         "total_steps": "runs.total_steps",
         "best_loss": number.format("runs.best_loss"),
-        "best_eval": number.format(f"({score})"),
+        "best_eval": number.format(f"({_BEST_EVAL})"),
         "reason": "coalesce(runs.error_code, runs.pending_reason ->> 'code')",
         "end_reason": "nullif(runs.end_reason, 'finished')",
         "worker": "(SELECT host FROM workers WHERE workers.id = runs.worker_id)",
@@ -136,6 +133,7 @@ class Filters:
     method: TrainingMethod | None = None
     task: RunTask | None = None
     find: str | None = None
+    search: str | None = None
 
     def conditions(self) -> list[ColumnElement[bool]]:
         """Return all conditions except the one on the status."""
@@ -147,13 +145,15 @@ class Filters:
         if self.parent_run_id is not None:
             found.append(Run.parent_run_id == self.parent_run_id)
         if self.base_model is not None:
-            found.append(Run.config["base_model"].astext == self.base_model)
+            found.append(Run.base_model == self.base_model)
         if self.method is not None:
             found.append(_is_of(self.method))
         if self.task is not None:
             found.append(Run.task == self.task)
         if self.find is not None:
             found.append(found_by(self.find, "run", Run.id, Run.name))
+        if self.search is not None:
+            found.append(matching(self.search, "run", Run.id, Run.name, Run.tags))
         return found
 
     def on_status(self) -> list[ColumnElement[bool]]:
@@ -246,7 +246,7 @@ async def _best_first(
 
 
 async def _place(session: AsyncSession, run_id: str) -> _Place:
-    query = select(Run.config["method"].astext.label("method"), Run.best_score, Run.best_loss).where(Run.id == run_id)
+    query = select(Run.method, Run.best_score, Run.best_loss).where(Run.id == run_id)
     found = (await session.execute(query)).one_or_none()
     if found is None:
         message = "this run no longer exists; start again from the first page"
@@ -258,8 +258,7 @@ async def _place(session: AsyncSession, run_id: str) -> _Place:
 
 
 def _is_of(method: TrainingMethod) -> ColumnElement[bool]:
-    name: ColumnElement[str] = Run.config["method"].astext
-    return name == method.value
+    return Run.method == method.value
 
 
 def _ranked(
@@ -289,7 +288,7 @@ def _ranked(
 
 async def best_of(session: AsyncSession, experiment_id: str) -> list[Any]:
     """Return the best run of each method in an experiment: id, name, method, score, loss; of equal ones, the older."""
-    named = select(Run.id, Run.name, Run.config["method"].astext.label("method"), Run.best_score, Run.best_loss)
+    named = select(Run.id, Run.name, Run.method, Run.best_score, Run.best_loss)
     conditions = [Run.experiment_id == experiment_id, IS_COMPARABLE]
     found: dict[TrainingMethod, Any] = {}
     for tier in _TIERS:

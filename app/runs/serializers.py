@@ -22,10 +22,10 @@ from app.runs.metrics.points import evaluated, recent
 from app.tables.runs import Run
 
 SUMMARY = (
-    "experiment_id", "name", "tags", "task", "backend", "dataset_id", "eval_dataset_id", "status", "priority", "pinned",
-    "parent_run_id", "base_run_id", "attempt", "worker_id", "current_step", "total_steps", "current_epoch", "best_loss",
-    "pending_reason", "stop_mode", "end_reason", "error_code", "error_message", "created_by", "created_at",
-    "started_at", "finished_at", "stop_requested_at",
+    "experiment_id", "name", "tags", "task", "method", "base_model", "backend", "dataset_id", "eval_dataset_id",
+    "status", "priority", "pinned", "parent_run_id", "base_run_id", "attempt", "worker_id", "current_step",
+    "total_steps", "current_epoch", "best_loss", "pending_reason", "stop_mode", "end_reason", "error_code",
+    "error_message", "created_by", "created_at", "started_at", "finished_at", "stop_requested_at",
 )  # fmt: skip
 """Columns of every run in a list."""
 FULL = ("config", "effective_config", "resources", "requirements", "max_restarts", "resume_checkpoint_id")
@@ -56,8 +56,6 @@ async def _fields(session: AsyncSession, storage: Storage, run: Run) -> dict[str
     expected, real = await estimate_and_measurements(session, run, probe.seconds_of_step(history))
     result = await probe.probe_result(session, run, expected, real)
     taken: dict[str, Any] = {
-        "method": run.config["method"],
-        "base_model": run.config["base_model"],
         "estimate": expected,
         "measured": real,
         "probe": result,

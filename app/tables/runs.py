@@ -3,7 +3,19 @@
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, CheckConstraint, ForeignKey, Index, Text, UniqueConstraint, and_, func, text
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    CheckConstraint,
+    Computed,
+    ForeignKey,
+    Index,
+    Text,
+    UniqueConstraint,
+    and_,
+    func,
+    text,
+)
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app.contracts.run_status import LIVE, STATUSES, TERMINAL, EndReason
@@ -21,7 +33,6 @@ class StoredEstimate(Base):
     estimate: Mapped[dict[str, Any]]
 
 
-_BY_METHOD = (text("(config ->> 'method')"),)
 _EVALUATED = "final_score IS NOT NULL"
 _NOT_EVALUATED = "final_score IS NULL AND final_loss IS NOT NULL"
 
@@ -66,22 +77,23 @@ class Run(Owned, Base):
         # For lists. None has a column that changes while a run trains; `final_loss` is set only when it has ended.
         Index("ix_runs_status_id", "status", "id"),
         Index("ix_runs_experiment_id_status_id", "experiment_id", "status", "id"),
-        Index("ix_runs_base_model_id", text("(config ->> 'base_model')"), "id"),
+        Index("ix_runs_base_model_id", "base_model", "id"),
+        Index("ix_runs_name_id", "name", "id"),
         Index("ix_runs_tags", "tags", postgresql_using="gin", postgresql_ops={"tags": "jsonb_path_ops"}),
-        Index("ix_runs_final_score", *_BY_METHOD, "final_score", "id", postgresql_where=text(_EVALUATED)),
+        Index("ix_runs_final_score", "method", "final_score", "id", postgresql_where=text(_EVALUATED)),
         Index(
             "ix_runs_experiment_id_final_score",
             "experiment_id",
-            *_BY_METHOD,
+            "method",
             "final_score",
             "id",
             postgresql_where=text(_EVALUATED),
         ),
-        Index("ix_runs_final_loss", *_BY_METHOD, "final_loss", "id", postgresql_where=text(_NOT_EVALUATED)),
+        Index("ix_runs_final_loss", "method", "final_loss", "id", postgresql_where=text(_NOT_EVALUATED)),
         Index(
             "ix_runs_experiment_id_final_loss",
             "experiment_id",
-            *_BY_METHOD,
+            "method",
             "final_loss",
             "id",
             postgresql_where=text(_NOT_EVALUATED),
@@ -95,6 +107,8 @@ class Run(Owned, Base):
         # Renewals and appends change no indexed column; free space on the page keeps them heap-only updates.
         {"postgresql_with": {"fillfactor": "70"}},
     )
+    # After an update, computed columns are returned with it; otherwise reading them would need another query.
+    __mapper_args__ = {"eager_defaults": True}
 
     id: Mapped[str] = mapped_column(primary_key=True)
     experiment_id: Mapped[str] = mapped_column(ForeignKey("experiments.id"))
@@ -106,6 +120,9 @@ class Run(Owned, Base):
     eval_dataset_id: Mapped[str | None] = mapped_column(ForeignKey("datasets.id"))
     config: Mapped[dict[str, Any]]
     """All fields of the `TrainingConfig`, including defaults as of the creation of the run."""
+    method: Mapped[str] = mapped_column(Text, Computed("config ->> 'method'", persisted=True))
+    """From `config`, which lists need not read for it: it is large, and stored outside of the row."""
+    base_model: Mapped[str] = mapped_column(Text, Computed("config ->> 'base_model'", persisted=True))
     user_set_fields: Mapped[list[str]]
     """Names of the fields that the user set; only defaults may be replaced."""
     effective_config: Mapped[dict[str, Any] | None]

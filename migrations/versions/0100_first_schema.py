@@ -230,6 +230,8 @@ def upgrade() -> None:
         sa.Column("dataset_id", sa.Text(), nullable=False),
         sa.Column("eval_dataset_id", sa.Text(), nullable=True),
         sa.Column("config", postgresql.JSONB(astext_type=sa.Text()), nullable=False),
+        sa.Column("method", sa.Text(), sa.Computed("config ->> 'method'", persisted=True), nullable=False),
+        sa.Column("base_model", sa.Text(), sa.Computed("config ->> 'base_model'", persisted=True), nullable=False),
         sa.Column("user_set_fields", postgresql.JSONB(astext_type=sa.Text()), nullable=False),
         sa.Column("effective_config", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
         sa.Column("devices_needed", sa.Integer(), server_default=sa.text("1"), nullable=False),
@@ -319,9 +321,8 @@ def upgrade() -> None:
         sa.UniqueConstraint("created_by", "idempotency_key", name=op.f("uq_runs_created_by_idempotency_key")),
         postgresql_with={"fillfactor": "70"},
     )
-    op.create_index(
-        "ix_runs_base_model_id", "runs", [sa.literal_column("(config ->> 'base_model')"), "id"], unique=False
-    )
+    op.create_index("ix_runs_base_model_id", "runs", ["base_model", "id"], unique=False)
+    op.create_index("ix_runs_name_id", "runs", ["name", "id"], unique=False)
     op.create_index("ix_runs_base_run_id", "runs", ["base_run_id"], unique=False)
     op.create_index(
         "ix_runs_begun",
@@ -335,14 +336,14 @@ def upgrade() -> None:
     op.create_index(
         "ix_runs_experiment_id_final_loss",
         "runs",
-        ["experiment_id", sa.literal_column("(config ->> 'method')"), "final_loss", "id"],
+        ["experiment_id", "method", "final_loss", "id"],
         unique=False,
         postgresql_where=sa.text("final_score IS NULL AND final_loss IS NOT NULL"),
     )
     op.create_index(
         "ix_runs_experiment_id_final_score",
         "runs",
-        ["experiment_id", sa.literal_column("(config ->> 'method')"), "final_score", "id"],
+        ["experiment_id", "method", "final_score", "id"],
         unique=False,
         postgresql_where=sa.text("final_score IS NOT NULL"),
     )
@@ -351,14 +352,14 @@ def upgrade() -> None:
     op.create_index(
         "ix_runs_final_loss",
         "runs",
-        [sa.literal_column("(config ->> 'method')"), "final_loss", "id"],
+        ["method", "final_loss", "id"],
         unique=False,
         postgresql_where=sa.text("final_score IS NULL AND final_loss IS NOT NULL"),
     )
     op.create_index(
         "ix_runs_final_score",
         "runs",
-        [sa.literal_column("(config ->> 'method')"), "final_score", "id"],
+        ["method", "final_score", "id"],
         unique=False,
         postgresql_where=sa.text("final_score IS NOT NULL"),
     )

@@ -260,7 +260,7 @@ def _locate_model(
         return ModelSource(name=name, path=None, hub=name if resolver.is_hub_name(name) else None, revision=None)
     output_attempt, trained_on = None, ""
     if resolver.is_run(name):
-        query = select(Run.output_attempt, Run.config["base_model"].astext).where(Run.id == name)
+        query = select(Run.output_attempt, Run.base_model).where(Run.id == name)
         output_attempt, trained_on = connection.execute(query).one_or_none() or (None, "")
     try:
         located = resolver.locate(context.settings, context.storage, name, output_attempt, revision)

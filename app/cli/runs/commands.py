@@ -141,6 +141,7 @@ def list_runs(
     base_model: Annotated[str | None, typer.Option(help="Only runs of this base model.")] = None,
     method: Annotated[str | None, typer.Option(help="Only runs of this method.")] = None,
     task: Annotated[Literal["train", "evaluate", "export"] | None, typer.Option(help="Only runs of this task.")] = None,
+    search: Annotated[str | None, typer.Option(help="Only runs with this text in their name or a tag.")] = None,
     sort: Annotated[
         Literal["created_at", "best"] | None, typer.Option(help="Order: newest first, or best first in each method.")
     ] = None,
@@ -156,7 +157,8 @@ def list_runs(
     with connected() as client:
         runs = client.runs.list(
             experiment_id=experiment, status=status, tag=tag, parent_run_id=parent,
-            base_model=base_model, method=method, task=task, sort=sort, full=full, limit=limit + 1, after=after,
+            base_model=base_model, method=method, task=task, search=search, sort=sort, full=full, limit=limit + 1,
+            after=after,
         )  # fmt: skip
         found, has_more = page(runs, limit)
         rows = [

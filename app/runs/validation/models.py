@@ -87,7 +87,7 @@ async def _check_reward_models(
 
 
 async def _output_attempt(session: AsyncSession, run_id: str, role: Literal["base", "reward"]) -> int | None:
-    query = select(Run.status, Run.output_attempt, Run.config["method"].astext.label("method")).where(Run.id == run_id)
+    query = select(Run.status, Run.output_attempt, Run.method).where(Run.id == run_id)
     run = (await session.execute(query.with_for_update(read=True, key_share=True))).one_or_none()
     if run is None:
         raise resolver.BaseModelError(

@@ -59,3 +59,53 @@ def test_new_items_do_not_shift_the_pages_that_follow(api: ApiServer) -> None:
 def test_behind_the_last_item_there_is_an_empty_page(api: ApiServer) -> None:
     made = _make(api, 1)
     assert api.client.get(f"/v1/experiments?after={made[0]}").json() == {"data": [], "has_more": False}
+
+
+class TestSearch:
+    @pytest.fixture(scope="class")
+    def names(self) -> dict[str, str]:
+        return {"Grüße 100%": "ä", "under_score": 'say "x"', 'back\\slash "quoted"': "b", "plain": "c"}
+
+    @pytest.mark.parametrize(
+        ("text", "found"),
+        [
+            ("GRÜSSE", []),
+            ("grüße", ["Grüße 100%"]),
+            ("%", ["Grüße 100%"]),
+            ("_", ["under_score"]),
+            ('"', ['back\\slash "quoted"', "under_score"]),
+            ("\\", ['back\\slash "quoted"']),
+            ("Ä", ["Grüße 100%"]),
+            ('Y "X', ["under_score"]),
+            ('", "', []),
+            ("nothing has this", []),
+        ],
+    )
+    def test_is_for_a_part_of_name_or_tag_and_takes_every_character_as_it_is(
+        self, api: ApiServer, names: dict[str, str], text: str, found: list[str]
+    ) -> None:
+        for name, tag in names.items():
+            api.client.post("/v1/experiments", json={"name": name, "tags": [tag, "common"]})
+        page = api.client.get("/v1/experiments", params={"search": text}).json()["data"]
+        assert sorted(item["name"] for item in page) == sorted(found)
+
+    def test_also_finds_the_beginning_of_an_id(self, api: ApiServer) -> None:
+        made = _make(api, 3)
+        for text in (made[1], made[1].removeprefix("exp_")):
+            page = api.client.get("/v1/experiments", params={"search": text}).json()["data"]
+            assert [item["id"] for item in page] == [made[1]]
+
+    def test_of_runs_and_datasets_is_the_same(self, api: ApiServer) -> None:
+        rows = b'{"text": "a"}\n'
+        stored = api.client.post("/v1/datasets", files={"file": ("Some rows.jsonl", rows)}).json()
+        dataset = {"dataset_id": stored["id"], "backend": "fake"}
+        run = {**dataset, "config": {"base_model": "any"}, "name": "Some run", "tags": ["Nightly"]}
+        made = api.client.post("/v1/runs", json=run).json()
+        for path, text, expected in (
+            ("/v1/datasets", "me RO", stored["id"]),
+            ("/v1/runs", "me RU", made["id"]),
+            ("/v1/runs", "nIGHT", made["id"]),
+            ("/v1/runs", made["id"][4:], made["id"]),
+        ):
+            assert [item["id"] for item in api.client.get(path, params={"search": text}).json()["data"]] == [expected]
+            assert api.client.get(path, params={"search": "x" + text}).json()["data"] == []

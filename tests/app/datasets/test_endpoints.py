@@ -117,11 +117,11 @@ def test_the_list_is_filtered_by_a_part_of_the_name_and_by_format(api: ApiServer
         assert answer.status_code == 200, answer.text
         return [item["id"] for item in answer.json()["data"]]
 
-    assert listed(name="alpha") == [pair, texts[2], texts[0]]
-    assert listed(name="alpha", format="text", limit="1") == [texts[2]]
+    assert listed(search="alpha") == [pair, texts[2], texts[0]]
+    assert listed(search="alpha", format="text", limit="1") == [texts[2]]
     assert listed(format="prompt_completion") == [pair]
-    assert listed(name="0%") == [texts[1]]
-    assert listed(name="_1") == [texts[1]]
+    assert listed(search="0%") == [texts[1]]
+    assert listed(search="_1") == [texts[1]]
     assert listed(format="preference") == []
     assert api.client.get("/v1/datasets", params={"format": "odd"}).status_code == 422
 

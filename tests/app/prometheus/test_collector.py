@@ -1,6 +1,7 @@
 """What `/metrics` tells, what it costs, and what it does without a database."""
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -111,9 +112,13 @@ class TestTheState:
                     "INSERT INTO runs (id, experiment_id, dataset_id, name, backend, config, user_set_fields, status, "
                     "lease_epoch, attempt, lease_owner, lease_expires_at) "
                     "SELECT 'run_' || lpad(n::text, 26, '0'), :experiment, "
-                    ":dataset, 'x', 'fake', '{}', '[]', 'running', 1, 1, 'wrk', now() FROM generate_series(1, 300) n"
+                    ":dataset, 'x', 'fake', :config, '[]', 'running', 1, 1, 'wrk', now() FROM generate_series(1, 300) n"
                 ),
-                {"experiment": parents.experiment_id, "dataset": parents.dataset_id},
+                {
+                    "experiment": parents.experiment_id,
+                    "dataset": parents.dataset_id,
+                    "config": json.dumps(parents.config),
+                },
             )
         taken = await self._taken(settings)
         assert taken.live == {"running": 300}

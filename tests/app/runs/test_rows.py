@@ -103,7 +103,7 @@ class TestRows:
             trainer.complete()
         make_run(emptied_api.client, dataset, name="other")
         queries: tuple[dict[str, Any], ...] = (
-            {"sort": "best"}, {"limit": 2}, {"status": "completed"}, {"find": "loss"},
+            {"sort": "best"}, {"limit": 2}, {"status": "completed"}, {"find": "loss"}, {"search": "los"},
             {"status": ["pending", "failed"]},
         )  # fmt: skip
         for query in queries:
@@ -123,6 +123,7 @@ class TestRows:
             ("experiment_id", experiment),
             ("tag", "a"),
             ("find", "one"),
+            ("search", "ON"),
             ("method", "dpo"),
             ("base_model", "any"),
         ]

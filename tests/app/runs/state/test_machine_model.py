@@ -309,7 +309,7 @@ class Database:
             experiment, dataset = parents(connection)
         self.parents = {
             "experiment_id": experiment, "dataset_id": dataset, "name": "a run",
-            "config": {"base_model": "none", "extra": {}}, "user_set_fields": ["base_model"],
+            "config": {"base_model": "none", "method": "sft", "extra": {}}, "user_set_fields": ["base_model"],
         }  # fmt: skip
         self._second = ThreadPoolExecutor(1)
         self._connection: Connection = engine.connect()

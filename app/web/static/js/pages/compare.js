@@ -139,7 +139,7 @@ function Results({ runs, differences, common, ids }) {
 function AddRuns({ ids, onClose }) {
   const [text, setText] = useState('');
   const wanted = useSettled(text.trim(), 250);
-  const found = useResource((signal) => get('/v1/runs', { find: wanted, view: 'row', limit: 20 }, signal), `add ${wanted}`);
+  const found = useResource((signal) => get('/v1/runs', { search: wanted, view: 'row', limit: 20 }, signal), `add ${wanted}`);
   const add = (/** @type {string} */ id) => setQuery({ ids: [...ids, id].join(',') });
   return html`<${Dialog} title="Add runs" onClose=${onClose}>
     <div class="f"><label for="find-runs">Search by name, tag or ID</label><input id="find-runs" type="search" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)} /></div>

@@ -24,16 +24,16 @@ export default function Datasets({ id }) {
 function List() {
   const asked = query.value;
   const after = asked.get('after');
-  const [text, setText] = useState(asked.get('find') ?? '');
+  const [text, setText] = useState(asked.get('search') ?? '');
   const wanted = useSettled(text.trim(), 250);
-  const list = useResource((signal) => get('/v1/datasets', { limit: PAGE_SIZE, find: wanted, after }, signal), `datasets ${wanted} ${after}`);
+  const list = useResource((signal) => get('/v1/datasets', { limit: PAGE_SIZE, search: wanted, after }, signal), `datasets ${wanted} ${after}`);
   const [isImporting, setImporting] = useState(false);
   const now = useNow(60_000);
   return html`<div class="head center"><h1 class="grow">Datasets</h1><div class="acts">${may('write') && html`<button type="button" class="btn" onClick=${() => setImporting(true)}>Import from the hub</button>`}</div></div>
     ${isImporting && html`<${HubImport} onClose=${() => setImporting(false)} />`}
     <div class="two">
       <div class="side">
-        <div class="row filters"><input type="search" placeholder="Name or ID" aria-label="Search datasets by name or ID" value=${text} onInput=${(/** @type {any} */ event) => { setText(event.target.value); setQuery({ find: event.target.value.trim() || null, after: null }); }} /></div>
+        <div class="row filters"><input type="search" placeholder="Name or ID" aria-label="Search datasets by name or ID" value=${text} onInput=${(/** @type {any} */ event) => { setText(event.target.value); setQuery({ search: event.target.value.trim() || null, after: null }); }} /></div>
         <${Loaded} resource=${list} what="datasets">${(/** @type {any} */ page) => page.data.length === 0
           ? html`<section class="box">${wanted ? html`<${Empty} title="No dataset matches." />` : html`<${Empty} title="There are no datasets yet."><p class="muted">Upload a file of chats, prompts with completions, preference pairs or texts.</p><//>`}</section>`
           : html`<section class="box scroll" tabindex="0" role="region" aria-label="Datasets"><table class="table">

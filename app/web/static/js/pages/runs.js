@@ -27,7 +27,7 @@ const SORTS = [
 function filters() {
   const asked = query.value;
   return {
-    find: asked.get('find'),
+    search: asked.get('search'),
     status: asked.getAll('status'),
     experiment_id: asked.get('experiment'),
     base_model: asked.get('model'),
@@ -100,7 +100,7 @@ export default function Runs() {
 /** @param {{ isFiltered: boolean }} props */
 const NoRuns = ({ isFiltered }) =>
   isFiltered
-    ? html`<${Empty} title="No run matches the filters."><button type="button" class="btn small" onClick=${() => setQuery({ find: null, status: null, experiment: null, model: null, method: null, tag: null, after: null })}>Remove the filters</button><//>`
+    ? html`<${Empty} title="No run matches the filters."><button type="button" class="btn small" onClick=${() => setQuery({ search: null, status: null, experiment: null, model: null, method: null, tag: null, after: null })}>Remove the filters</button><//>`
     : html`<${Empty} title="There are no runs yet.">
         <p class="muted">Upload a dataset, then start a run on it.</p>
         ${may('write') && html`<p class="row"><a class="btn" href="/datasets">Upload a dataset</a><a class="btn primary" href="/new">New run</a></p>`}
@@ -109,10 +109,10 @@ const NoRuns = ({ isFiltered }) =>
 /** @param {{ counts: Record<string, number>, experiments: { id: string, name: string }[] }} props */
 function Filters({ counts, experiments }) {
   const asked = query.value;
-  const [text, setText] = useState(asked.get('find') ?? '');
+  const [text, setText] = useState(asked.get('search') ?? '');
   const settled = useSettled(text.trim(), 250);
   useEffect(() => {
-    if (settled !== (query.peek().get('find') ?? '')) setQuery({ find: settled || null, after: null });
+    if (settled !== (query.peek().get('search') ?? '')) setQuery({ search: settled || null, after: null });
   }, [settled]);
   const statuses = asked.getAll('status');
   const flip = (/** @type {string} */ status) =>
