@@ -4,6 +4,7 @@ BIN := .venv/bin
 # The service with its worker; what `make test` needs beside it; what `make test-all` needs beside that.
 SERVICE := .venv/.service
 READY := .venv/.ready
+WEB_TOOLS := .venv/.web-tools
 INTEGRATIONS := .venv/.integrations
 
 comma := ,
@@ -32,8 +33,10 @@ test-all: checked $(INTEGRATIONS)  ## every test, then resume-matrix, chaos, fuz
 	@$(BIN)/python -m pytest -n auto -m ''
 	@$(MAKE) --no-print-directory resume-matrix chaos fuzz mutants
 
-lint: $(READY)  ## style, types, and who may import whom
+lint: $(READY) $(WEB_TOOLS)  ## style, types, and who may import whom; of the dashboard's modules too
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+	@PATH="$(CURDIR)/$(BIN):$$PATH" .venv/web/node_modules/.bin/tsc -p app/web
+	@PATH="$(CURDIR)/$(BIN):$$PATH" .venv/web/node_modules/.bin/oxlint -c app/web/.oxlintrc.json app/web/static/js tests/app/web/js
 
 # A new environment has no bytecode. One process compiles what the tests import, beside the linters; four processes at
 # once would each compile the same modules. Tests that cannot be collected are reported by the run that follows.
@@ -59,8 +62,8 @@ docs: .venv/.docs reference  ## build the documentation site into build/site; SE
 reference: $(READY)  ## write the reference pages of docs/reference from the code
 	@$(BIN)/python -m docs.generator
 
-vendor: $(READY)  ## build the vendored files of the dashboard from their npm packages; needs npm
-	@$(BIN)/python -m app.web.vendoring
+vendor: $(READY)  ## build the vendored files of the dashboard from their npm packages
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m app.web.vendoring
 
 soak: $(READY)  ## memory and latency under 300 idle readers, a hostile run and other attackers, in 3 minutes; PHASE=60 for longer phases
 	@$(BIN)/python -m tests.soak $(if $(PHASE),--seconds $(PHASE))
@@ -102,9 +105,15 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(SERVICE) $(READY)
 	@echo "Installed."
 
-# Node, for one of the readers of streams that the tests try, is among them.
+# The type checker and the linter of the dashboard's modules, and the types of the packages that they use.
+$(WEB_TOOLS): app/web/package.json app/web/package-lock.json | $(READY)
+	@mkdir -p .venv/web && cp app/web/package.json app/web/package-lock.json .venv/web
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/npm ci --silent --no-audit --no-fund --prefix .venv/web
+	@touch $(WEB_TOOLS)
+
+# One of the readers of streams that the tests try runs on Node.
 $(INTEGRATIONS): $(READY)
-	@echo "Installing the integrations that the tests try: trackers, object stores, Node …"
+	@echo "Installing the integrations that the tests try: trackers, object stores …"
 	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -e '.[worker,dev,integrations]' -c constraints.txt
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/npm install --silent --no-audit --no-fund --no-package-lock \
 	  --prefix .venv/node eventsource@4.1.1 eventsource-parser@3.1.1

@@ -172,6 +172,11 @@ class Stack:
 
     def restart(self, server: Any) -> None:
         """Kill all processes of a server with SIGKILL and restart it on the same port."""
+        self.kill(server)
+        self.start(server)
+
+    def kill(self, server: Any) -> None:
+        """Kill all processes of a server with SIGKILL."""
         assert server is not None
         for process in [
             psutil.Process(server.process.pid),
@@ -179,6 +184,9 @@ class Stack:
         ]:
             _quietly(process.kill)
         server.process.wait(timeout=30)
+
+    def start(self, server: Any) -> None:
+        """Start a killed server on the same port and the same data."""
         server.start()
         server.wait_ready()
 

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from tests.browser import chromium
 from tests.stack import Stack
 from tests.worker.training.tiny import make_chat_dataset, make_tiny_model
+
+__all__ = ["chromium"]
 
 STEPS = 120
 QLORA: dict[str, Any] = {

@@ -120,7 +120,7 @@ export function align(curves) {
   const places = new Map(merged.map((position, index) => [position, index]));
   const ys = curves.map(({ x, y }) => {
     /** @type {(number | null | undefined)[]} */
-    const column = new Array(merged.length);
+    const column = Array.from({ length: merged.length });
     x.forEach((position, index) => {
       if (position != null) column[/** @type {number} */ (places.get(position))] = y[index];
     });

@@ -23,10 +23,10 @@ export function significant(value) {
   return size >= 1000 ? Math.round(value).toLocaleString('en-US') : String(Number(value.toPrecision(4)));
 }
 
-/** @param {number | null | undefined} seconds */
-export function duration(seconds) {
-  if (seconds == null || !Number.isFinite(seconds)) return '–';
-  const whole = Math.max(0, Math.round(seconds));
+/** @param {number | null | undefined} length Seconds. */
+export function duration(length) {
+  if (length == null || !Number.isFinite(length)) return '–';
+  const whole = Math.max(0, Math.round(length));
   const days = Math.floor(whole / 86400);
   const hours = Math.floor((whole % 86400) / 3600);
   const minutes = Math.floor((whole % 3600) / 60);
@@ -43,11 +43,11 @@ export function duration(seconds) {
  */
 export function ago(time, now) {
   if (!time) return '–';
-  const seconds = (now - Date.parse(time)) / 1000;
-  if (seconds < 10) return 'just now';
-  if (seconds < 3600) return `${duration(seconds < 60 ? seconds : Math.floor(seconds / 60) * 60)} ago`;
-  if (seconds < 86400) return `${Math.floor(seconds / 3600)} h ago`;
-  return `${Math.floor(seconds / 86400)} d ago`;
+  const age = (now - Date.parse(time)) / 1000;
+  if (age < 10) return 'just now';
+  if (age < 3600) return `${duration(age < 60 ? age : Math.floor(age / 60) * 60)} ago`;
+  if (age < 86400) return `${Math.floor(age / 3600)} h ago`;
+  return `${Math.floor(age / 86400)} d ago`;
 }
 
 /**
@@ -135,4 +135,17 @@ export function tickLabels(values) {
   }
   const digits = digitsOf((count) => (value) => Number(value.toFixed(count)));
   return values.map((value) => (value == null ? '' : value.toFixed(digits)));
+}
+
+/**
+ * Progress of an upload.
+ * @param {number} sent Bytes.
+ * @param {number} total Bytes.
+ * @param {number} elapsed Seconds since the start.
+ */
+export function transfer(sent, total, elapsed) {
+  if (sent >= total) return `${bytes(total)} sent; the service checks the rows …`;
+  const rate = elapsed > 0.5 ? sent / elapsed : 0;
+  const left = rate > 0 ? ` · ${bytes(rate)}/s · ${duration((total - sent) / rate)} left` : '';
+  return `${bytes(sent)} of ${bytes(total)}${left}`;
 }

@@ -25,3 +25,9 @@ test('times are relative to now', () => {
   assert.equal(format.ago('2026-01-02T02:03:05Z', now), '1 h ago');
   assert.equal(format.ago(null, now), '–');
 });
+
+test('an upload says how much is left, and what the service does at its end', () => {
+  assert.equal(format.transfer(0, 2e6, 0.1), '0 B of 2.0 MB');
+  assert.equal(format.transfer(1e6, 4e6, 2), '1.0 MB of 4.0 MB · 500 KB/s · 6 s left');
+  assert.equal(format.transfer(4e6, 4e6, 8), '4.0 MB sent; the service checks the rows …');
+});

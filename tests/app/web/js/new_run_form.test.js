@@ -1,6 +1,6 @@
 import assert from 'node:assert/strict';
 import test from 'node:test';
-import { curlOf, fieldOf, isDefault, requestOf, textOf, valueOf, yamlOf } from '../../../../app/web/static/js/new_run_form.js';
+import { curlOf, fieldOf, groupsOf, isDefault, requestOf, textOf, valueOf, yamlOf } from '../../../../app/web/static/js/new_run_form.js';
 
 test('fields follow from the schema', () => {
   const kind = (property, definitions = {}) => fieldOf('x', property, definitions).kind;
@@ -10,6 +10,15 @@ test('fields follow from the schema', () => {
   assert.equal(kind({ $ref: '#/$defs/M' }, { M: { enum: ['a'], type: 'string' } }), 'choice');
   assert.equal(kind({ type: 'array', items: { type: 'string' } }), 'list');
   assert.equal(kind({ $ref: '#/$defs/D' }, { D: { type: 'object', properties: {} } }), 'json');
+});
+
+test('groups have their fields in the order of the schema', () => {
+  const properties = { a: { type: 'integer', default: 1, minimum: 0, description: 'About a.' }, b: { anyOf: [{ $ref: '#/$defs/B' }, { type: 'null' }], default: null } };
+  const groups = groupsOf({ properties, $defs: { B: { enum: ['x', 'y'], type: 'string' } }, 'x-groups': { Second: ['b'], First: ['a'] } });
+  assert.deepEqual(groups.map(({ group, fields }) => [group, fields.map((field) => field.name)]), [['Second', ['b']], ['First', ['a']]]);
+  const [[b], [a]] = groups.map(({ fields }) => fields);
+  assert.deepEqual([a.kind, a.fallback, a.min, a.isNullable, a.description], ['integer', 1, 0, false, 'About a.']);
+  assert.deepEqual([b.kind, b.choices, b.isNullable], ['choice', ['x', 'y'], true]);
 });
 
 test('texts become values, and values the same texts', () => {

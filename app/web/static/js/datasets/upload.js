@@ -67,23 +67,13 @@ function TransferBox({ transfer, onCancel, onClose }) {
   return html`<section class="box" aria-label=${`Upload of ${file.name}`}><header><h2 class="clip">${file.name}</h2>
       ${state === 'failed' && html`<span class="tag warn">rejected, nothing was stored</span>`}${state === 'done' && html`<span class="tag best">stored</span>`}<span class="grow"></span>
       <button type="button" class="btn quiet small" onClick=${isActive ? onCancel : onClose}>${isActive ? 'Cancel' : 'Close'}</button></header>
-    ${(state === 'sending' || state === 'checking') && html`<div class="inside"><${Bar} value=${sent / Math.max(file.size, 1)} label=${`Upload of ${file.name}`} /><p class="sub num" role="status">${progressText(sent, file.size, (Date.now() - transfer.began) / 1000)}</p></div>`}
+    ${(state === 'sending' || state === 'checking') && html`<div class="inside"><${Bar} value=${sent / Math.max(file.size, 1)} label=${`Upload of ${file.name}`} /><p class="sub num" role="status">${format.transfer(sent, file.size, (Date.now() - transfer.began) / 1000)}</p></div>`}
     ${state === 'waiting' && html`<p class="inside sub">Waits for the file before it.</p>`}
     ${state === 'cancelled' && html`<p class="inside sub">Cancelled. Nothing was stored.</p>`}
     ${state === 'done' && html`<p class="inside"><a href=${`/datasets/${dataset.id}`}>${format.counted(dataset.rows, 'row')} of format ${dataset.format}</a></p>`}
     ${error && html`<div class="inside" role="alert"><p class="error-text">${error.message}</p></div>
       ${error.errors.length > 0 && html`<ul class="list">${error.errors.map((one) => html`<li><span class="sub num nowrap">${one.field}</span><span class="grow">${one.message}</span></li>`)}</ul>`}`}
   </section>`;
-}
-
-/**
- * @param {number} sent Bytes. @param {number} total Bytes. @param {number} seconds Since the start.
- */
-export function progressText(sent, total, seconds) {
-  if (sent >= total) return `${format.bytes(total)} sent; the service checks the rows …`;
-  const rate = seconds > 0.5 ? sent / seconds : 0;
-  const left = rate > 0 ? ` · ${format.bytes(rate)}/s · ${format.duration((total - sent) / rate)} left` : '';
-  return `${format.bytes(sent)} of ${format.bytes(total)}${left}`;
 }
 
 /** @param {{ onClose: () => void }} props */

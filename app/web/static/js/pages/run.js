@@ -40,7 +40,7 @@ export default function Run({ id }) {
 /** @param {{ store: RunStore }} props */
 function View({ store }) {
   const run = store.run.value;
-  store.samplesVersion.value;
+  void store.samplesVersion.value;
   useEffect(() => {
     document.title = `${run.name} · Anneal`;
   }, [run.name]);

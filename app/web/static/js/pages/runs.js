@@ -2,7 +2,7 @@
 
 import { html, useEffect, useState } from '../../vendor/preact.js';
 import { get } from '../api.js';
-import { Bar, Chip, Spark, STATUSES, statusName } from '../components/controls.js';
+import { Bar, Chip, Spark, STATUSES } from '../components/controls.js';
 import { Icon } from '../components/icon.js';
 import { Empty, Loaded } from '../components/states.js';
 import * as format from '../format.js';

@@ -23,7 +23,7 @@ const KNOWN = /** @type {[string, string, string, (value: number | null | undefi
 
 /** @param {{ store: RunStore }} props */
 export function Charts({ store }) {
-  store.curvesVersion.value; // draw again with new points
+  void store.curvesVersion.value; // draw again with new points
   const asked = query.value;
   const axis = /** @type {Axis} */ (asked.get('axis') ?? 'step');
   const smoothing = asked.has('smoothing') ? Number(asked.get('smoothing')) : DEFAULT_SMOOTHING;

@@ -41,9 +41,9 @@ function defaultsOf(schema) {
  * @returns {Row[]}
  */
 export function rowsOf(run, parent, defaults, replaced) {
-  const used = { ...run.config, ...(run.effective_config ?? {}) };
+  const used = { ...run.config, ...run.effective_config };
   const reasons = new Map(replaced.map((one) => [one.field, one.reason]));
-  const before = { ...(parent?.config ?? {}), ...(parent?.effective_config ?? {}) };
+  const before = { ...parent?.config, ...parent?.effective_config };
   return Object.keys(used).sort().map((field) => ({
     field, used: used[field], requested: run.config[field], parent: before[field], fallback: defaults[field], reason: reasons.get(field) ?? '',
   }));

@@ -14,7 +14,7 @@ const NEAR_END = 4;
 
 /** @param {{ store: import('../run_store.js').RunStore, height: string }} props */
 export function Log({ store, height }) {
-  store.logVersion.value; // draw again with new lines
+  void store.logVersion.value; // draw again with new lines
   const [isFollowing, setFollowing] = useState(true);
   const [isWrapped, setWrapped] = useState(false);
   const [level, setLevel] = useState('');

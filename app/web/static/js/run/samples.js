@@ -9,7 +9,7 @@ const MOST_OF_PROMPT = 20;
 
 /** @param {{ store: import('../run_store.js').RunStore }} props */
 export function Samples({ store }) {
-  store.samplesVersion.value; // draw again with new samples
+  void store.samplesVersion.value; // draw again with new samples
   const groups = byPrompt(store.samples);
   if (groups.length === 0) {
     return html`<section class="box"><${Empty} title="No sample yet."><p class="muted">Set <code>sample_prompts</code> in the configuration, or use “Generate samples” while the run trains.</p><//></section>`;

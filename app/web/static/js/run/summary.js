@@ -17,7 +17,7 @@ const Tile = ({ label, value, unit, note, children }) => html`<div class="tile">
 export function Summary({ store }) {
   const run = store.run.value;
   const now = useNow(1000);
-  store.curvesVersion.value; // draw again with new points
+  void store.curvesVersion.value; // draw again with new points
   const series = (/** @type {string} */ name) => store.series.get(name);
   const latest = (/** @type {string} */ name) => lastValue(series(name)?.values ?? []);
   const evalName = run.config.method === 'rlhf' ? 'eval_reward' : 'eval_loss';
