@@ -29,6 +29,11 @@ def chip(page: Page) -> Locator:
     return page.locator(".head .chip")
 
 
+def tab(page: Page, name: str) -> None:
+    """Show a part of the run."""
+    page.get_by_role("navigation", name="Parts of the run").get_by_role("link", name=name).click()
+
+
 def menu(page: Page, name: str, item: str) -> None:
     """Choose an item of a menu."""
     page.get_by_role("button", name=name, exact=True).click()
@@ -50,7 +55,7 @@ def test_from_a_file_to_a_trained_model_without_a_shell(page: Page, stack: Train
     page.get_by_role("button", name="Start the run").click()
     expect(chip(page)).to_have_text("Completed", timeout=_TRAINING_MS)
     expect(page.locator(".tile").filter(has_text="Step").first).to_contain_text("4 of 4")
-    page.get_by_role("tab", name="Files").click()
+    tab(page, "Files")
     with page.expect_download() as download:
         page.get_by_role("link", name="adapter_model.safetensors").click()
     run_id = page.url.rpartition("/")[2].partition("?")[0]
@@ -74,19 +79,19 @@ def test_stop_resume_and_every_action(page: Page, stack: TrainingStack) -> None:
         ("Train longer …", "Train longer", lambda dialog: dialog.get_by_label("New total number").fill("60000")),
     ]
     for item, title, fill in actions:
-        menu(page, "Actions", item)
+        menu(page, "More actions", item)
         dialog = page.get_by_role("dialog")
         fill(dialog)
         dialog.get_by_role("button", name=title).click()
         expect(dialog).to_have_count(0)
-    page.get_by_role("tab", name="History").click()
+    tab(page, "History")
     rows = page.get_by_role("region", name="Actions").locator("tbody tr")
     expect(rows).to_have_count(5)
     expect(rows.filter(has_text="done")).to_have_count(5, timeout=_TRAINING_MS)
     expect(page.locator(".tile").filter(has_text="Step").first).to_contain_text("of 60,000")
-    page.get_by_role("tab", name="Samples").click()
+    tab(page, "Samples")
     expect(page.get_by_text("what is row 3").first).to_be_visible()
-    page.get_by_role("tab", name="Checkpoints").click()
+    tab(page, "Checkpoints")
     expect(page.get_by_role("button", name="Unpin the checkpoint")).to_have_count(1)
 
     page.get_by_role("button", name="Stop", exact=True).click()
@@ -108,15 +113,15 @@ def test_stop_resume_and_every_action(page: Page, stack: TrainingStack) -> None:
     expect(chip(page)).to_have_text("Completed", timeout=_TRAINING_MS)
     export = page.url.rpartition("/")[2].partition("?")[0]
     assert stack.run(export)["task"] == "export" and stack.run(export)["fine_tuned_model"]
-    menu(page, "Actions", "Rename …")
+    menu(page, "More actions", "Rename …")
     page.get_by_role("dialog").get_by_label("Name").fill("exported by hand")
     page.get_by_role("dialog").get_by_role("button", name="Save").click()
     expect(page.get_by_role("heading", name="exported by hand")).to_be_visible()
-    menu(page, "Actions", "Pin")
+    menu(page, "More actions", "Pin")
     expect(page.locator(".head").get_by_text("pinned")).to_be_visible()
-    menu(page, "Actions", "Unpin")
+    menu(page, "More actions", "Unpin")
     expect(page.locator(".head").get_by_text("pinned")).to_have_count(0)
-    menu(page, "Actions", "Delete …")
+    menu(page, "More actions", "Delete …")
     page.get_by_role("dialog").get_by_role("button", name="Delete the run").click()
     page.wait_for_url(f"{stack.api.url}/")
     assert stack.client.get(f"/v1/runs/{export}").status_code == 404
