@@ -1,5 +1,6 @@
 """Promises about the dashboard, in a real browser."""
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +14,26 @@ from app.infra.db import sync_engine
 from app.infra.storage import Storage
 from tests.browser import sign_in, window
 from tests.factories import Trainer, make_dataset, make_run
+from tests.rows import add_worker
 from tests.server import ApiServer
 
-HOSTILE = "<img src=x onerror=alert(1)> \x1b[31m&amp;"
+HOSTILE = "<img src=x onerror=alert(1)> \u202e{{7*7}} \x1b[31m&amp; javascript:alert(1)"
+_VISIBILITY = """
+  let isHidden = false;
+  Object.defineProperty(Document.prototype, 'hidden', { get: () => isHidden });
+  window.setHidden = (value) => {
+    isHidden = value;
+    document.dispatchEvent(new Event('visibilitychange'));
+  };
+"""
+"""Pages of a browser without a screen are all visible; with this, a test hides them."""
+_TOO_WIDE = """() => {
+  if (document.documentElement.scrollWidth <= innerWidth) return [];
+  const isWide = (element) => element.getBoundingClientRect().right > innerWidth + 1;
+  const isClipped = (element) => element.closest('.scroll, .lines, .code, .clip, .tabs, .vals');
+  const wide = [...document.querySelectorAll('body *')].filter((element) => isWide(element) && !isClipped(element));
+  return wide.slice(-1).map((element) => `it scrolls sideways for ${element.outerHTML.slice(0, 300)}`);
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -111,48 +129,80 @@ class TestRun:
             expect(page.locator(".chip").first).to_have_text("Stopped")
             assert shared_api.client.get(f"/v1/runs/{child}").json()["status"] == "cancelled"
 
-    def test_shows_hostile_text_as_text(self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str) -> None:
-        trainer = start(shared_api, engine, dataset, name="<b>bold</b> <img src=x onerror=alert(1)>")
-        trainer.log(HOSTILE, "<script>alert(1)</script>")
-        trainer.events("sample", {"step": 1, "prompt": HOSTILE, "completion": "<i>x</i>"})
-        page.on("dialog", lambda dialog: pytest.fail(f"a script ran: {dialog.message}"))
-        page.goto(f"/runs/{trainer.run_id}")
-        expect(page.get_by_role("heading", name="<b>bold</b> <img src=x onerror=alert(1)>")).to_be_visible()
-        expect(page.get_by_text("<script>alert(1)</script>")).to_be_visible()
-        page.goto(f"/runs/{trainer.run_id}?tab=samples")
-        expect(page.get_by_text("<i>x</i>")).to_be_visible()
-        assert page.locator("main img, main script, main i:has-text('x')").count() == 0
-        trainer.fail("internal", HOSTILE)
+
+class TestTabs:
+    def test_of_seven_the_visible_one_follows_and_the_others_catch_up(
+        self, chromium: Browser, shared_api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        # Browsers allow six connections to a host, so a seventh stream would never open, nor would any request.
+        trainer = start(shared_api, engine, dataset, name="in seven tabs")
+        steps(trainer, 1)
+        with window(chromium, shared_api.url) as context:
+            context.add_init_script(_VISIBILITY)
+            sign_in(context, shared_api.client).close()
+            tabs = []
+            for _ in range(7):
+                for other in tabs[-1:]:
+                    other.evaluate("setHidden(true)")
+                tabs.append(context.new_page())
+                tabs[-1].goto(f"/runs/{trainer.run_id}")
+                expect(tabs[-1].get_by_role("log").locator(".ln")).to_have_count(1)
+            steps(trainer, 2, 3)
+            expect(tabs[-1].get_by_role("log").locator(".ln")).to_have_count(3)
+            assert tabs[0].get_by_role("log").locator(".ln").count() == 1, "a hidden tab follows"
+            tabs[-1].evaluate("setHidden(true)")
+            for tab in tabs:
+                tab.evaluate("setHidden(false)")
+                expect(tab.get_by_role("log").locator(".ln")).to_have_count(3)
+                expect(tab.locator(".tile").filter(has_text="Step").first).to_contain_text("3 of 100")
+                tab.evaluate("setHidden(true)")
 
 
 class TestEveryPage:
+    """With hostile text wherever somebody else can write some."""
+
     @pytest.fixture(scope="class")
-    def addresses(self, shared_api: ApiServer, engine: Engine, dataset: str) -> list[str]:
-        done = start(shared_api, engine, dataset, name="done", tags=["a"])
-        steps(done, *range(1, 30))
+    def addresses(self, shared_api: ApiServer, engine: Engine) -> list[str]:
+        rows = json.dumps(
+            {"messages": [{"role": "user", "content": HOSTILE}, {"role": "assistant", "content": HOSTILE}]}
+        )
+        files = {"file": ("rows.jsonl", f"{rows}\n".encode())}
+        dataset = shared_api.client.post("/v1/datasets", files=files, data={"name": HOSTILE}).json()["id"]
+        named = {"name": HOSTILE, "description": HOSTILE, "tags": [HOSTILE]}
+        experiment = shared_api.client.post("/v1/experiments", json=named).json()["id"]
+        add_worker(engine, memory_mb=[24_000, 24_000], host=HOSTILE)
+
+        def hostile(name: str) -> Trainer:
+            trainer = start(
+                shared_api, engine, dataset, name=f"{name} {HOSTILE}", tags=[HOSTILE], experiment_id=experiment
+            )
+            steps(trainer, *range(1, 30))
+            trainer.log(HOSTILE, "<script>alert(1)</script>")
+            trainer.events("sample", {"step": 1, "prompt": HOSTILE, "completion": HOSTILE})
+            return trainer
+
+        done, failed, live = (hostile(name) for name in ("done", "failed", "live"))
         done.checkpoint(20)
         done.write_output(Storage(shared_api.settings))
         done.complete()
-        failed = start(shared_api, engine, dataset, name="failed")
-        steps(failed, 1, 2)
-        failed.fail("out_of_memory", "CUDA out of memory")
-        live = start(shared_api, engine, dataset, name="live one")
-        steps(live, *range(1, 30))
-        stored = shared_api.client.post("/v1/datasets", files={"file": ("rows.jsonl", b'{"text": "a <b> text"}\n')})
+        failed.fail("out_of_memory", HOSTILE)
+        pending = make_run(shared_api.client, dataset, name=HOSTILE)["id"]
         tabs = ["log", "checkpoints", "samples", "configuration", "files", "history"]
         return [
-            "/", "/experiments", "/datasets", f"/datasets/{stored.json()['id']}", "/workers", "/new",
-            f"/new?from={done.run_id}", f"/compare?ids={done.run_id},{live.run_id}", f"/runs/{failed.run_id}",
-            f"/runs/{live.run_id}", *(f"/runs/{done.run_id}?tab={tab}" for tab in tabs),
+            "/", f"/?search={HOSTILE}", "/experiments", f"/experiments/{experiment}", "/datasets",
+            f"/datasets/{dataset}", "/workers", "/new", f"/new?from={done.run_id}",
+            f"/compare?ids={done.run_id},{live.run_id}", f"/runs/{failed.run_id}", f"/runs/{live.run_id}",
+            f"/runs/{pending}", *(f"/runs/{done.run_id}?tab={tab}" for tab in tabs), "/login",
         ]  # fmt: skip
 
     @pytest.mark.parametrize(
         "options",
         [
             {"viewport": {"width": 1440, "height": 900}, "color_scheme": "light"},
-            {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark"},
+            {"viewport": {"width": 1440, "height": 900}, "color_scheme": "dark"},
+            {"viewport": {"width": 390, "height": 844}, "color_scheme": "light", "has_touch": True},
         ],
-        ids=["light", "dark on a phone"],
+        ids=["light", "dark", "on a phone"],
     )
     def test_is_accessible_and_fits_its_window(
         self, chromium: Browser, shared_api: ApiServer, addresses: list[str], options: dict[str, Any]
@@ -160,13 +210,15 @@ class TestEveryPage:
         found: dict[str, list[str]] = {}
         with window(chromium, shared_api.url, **options) as context:
             page = sign_in(context, shared_api.client)
+            page.on("dialog", lambda dialog: pytest.fail(f"a script ran: {dialog.message}"))
             for address in addresses:
                 page.goto(address)
                 expect(page.locator("main h1")).to_be_visible()
                 expect(page.locator("[aria-busy=true]")).to_have_count(0)
                 wrong = [f"{one['id']}: {one['nodes'][0]['html']}" for one in Axe().run(page).response["violations"]]
-                if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
-                    wrong.append("it scrolls sideways")
+                wrong += page.evaluate(_TOO_WIDE)
+                if page.locator("img[src='x'], main script, [onerror]").count():
+                    wrong.append("text became markup")
                 if wrong:
                     found[address] = wrong
-        assert found == {}
+        assert not found, "\n".join(f"{address}: {one}" for address, wrong in found.items() for one in wrong)

@@ -58,7 +58,7 @@ export default function Compare() {
   const flip = (/** @type {string} */ id) => setQuery({ hide: hidden.has(id) ? [...hidden].filter((one) => one !== id) : [...hidden, id] });
   return html`${head}
     <div class="row wrap filters">${shown.map((/** @type {any} */ run) => html`<button type="button" class="btn small" key=${run.run_id} aria-pressed=${String(!hidden.has(run.run_id))} style=${hidden.has(run.run_id) ? { opacity: 0.55 } : {}} onClick=${() => flip(run.run_id)}>
-      <i class="swatch" style=${{ background: `var(${run.color})` }}></i>${run.name}</button>`)}</div>
+      <i class="swatch" style=${{ background: `var(${run.color})` }}></i><span class="clip">${run.name}</span></button>`)}</div>
     <${Curves} runs=${shown.filter((/** @type {any} */ run) => !hidden.has(run.run_id))} everyMs=${everyMs} />
     <${Results} runs=${shown} differences=${found.data.differences} common=${found.data.common} ids=${ids} />`;
 }
