@@ -104,7 +104,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     api.include_router(app.api.health.router)
     api.include_router(docs_page.router)
     api.include_router(app.prometheus.endpoints.router)
-    api.include_router(app.web.endpoints.router)
+    # The router tries the paths one after the other, so the resources come before the pages, which are read once.
     for resource in (
         app.experiments.endpoints,
         app.datasets.endpoints,
@@ -126,6 +126,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.audit.endpoints,
     ):
         api.include_router(resource.router, prefix="/v1", dependencies=[Depends(refuse_unknown_parameters)])
+    api.include_router(app.web.endpoints.router)
     return api
 
 
