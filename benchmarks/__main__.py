@@ -20,8 +20,9 @@ BENCHMARKS = {
     "C9": "benchmarks.c9_tokens",
     "C10": "benchmarks.c10_step",
     "C11": "benchmarks.c11_checkpoint",
+    "C12": "benchmarks.c12_dashboard",
 }
-SCALED = {"C1", "C3", "C4", "C6", "C9"}
+SCALED = {"C1", "C3", "C4", "C6", "C9", "C12"}
 """Benchmarks that have a small size."""
 
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, Playwright, expect, sync_playwright
 
 _PATIENCE_MS = 30_000
 """For a machine whose cores other tests use."""
@@ -24,18 +24,23 @@ def chromium() -> Iterator[Browser]:
     Playwright keeps an event loop running in the thread until it ends. A test of another file in the same process could
     not start a loop of its own, so the fixture must not outlive its file.
     """
+    expect.set_options(timeout=_PATIENCE_MS)
+    with sync_playwright() as playwright:
+        browser = launch(playwright)
+        yield browser
+        browser.close()
+
+
+def launch(playwright: Playwright) -> Browser:
+    """Start Chromium of the system, without a window."""
     found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if found is None:
         pytest.fail(
             "No Chromium for the tests of the dashboard: install it (Debian: apt-get install -y chromium).", False
         )
-    expect.set_options(timeout=_PATIENCE_MS)
-    with sync_playwright() as playwright:
-        # Chromium's own sandbox does not work for root.
-        arguments = ["--no-sandbox"] if os.getuid() == 0 else []
-        browser = playwright.chromium.launch(executable_path=found, args=arguments)
-        yield browser
-        browser.close()
+    # Chromium's own sandbox does not work for root.
+    arguments = ["--no-sandbox"] if os.getuid() == 0 else []
+    return playwright.chromium.launch(executable_path=found, args=arguments)
 
 
 @contextmanager

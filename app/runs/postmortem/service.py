@@ -121,7 +121,7 @@ async def _correction(session: AsyncSession, run: Run, cause: Cause) -> Correcti
         fields: dict[str, Any] = {
             "experiment_id": run.experiment_id, "name": run.name, "tags": run.tags, "backend": run.backend,
             "dataset_id": run.dataset_id, "eval_dataset_id": run.eval_dataset_id, "priority": run.priority,
-            "max_restarts": run.max_restarts,
+            "max_restarts": run.max_restarts, "resources": run.resources,
         }  # fmt: skip
         if extra := await service.extra_eval_datasets(session, run):
             fields["extra_eval_datasets"] = extra

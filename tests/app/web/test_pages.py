@@ -130,6 +130,49 @@ class TestRun:
             assert shared_api.client.get(f"/v1/runs/{child}").json()["status"] == "cancelled"
 
 
+class TestNewRun:
+    def test_keeps_its_draft_over_a_reload_and_starts_what_it_shows(
+        self, page: Page, shared_api: ApiServer, dataset: str
+    ) -> None:
+        page.goto(f"/new?dataset={dataset}")
+        page.locator("#field-base_model").fill("any")
+        page.get_by_role("radio", name="QLoRA").focus()
+        page.keyboard.press("ArrowRight")
+        expect(page.get_by_role("radio", name="LoRA Adapter on full weights", exact=True)).to_be_checked()
+        page.locator("#field-lora_r").fill("none")
+        page.locator("#field-learning_rate").fill("many")
+        expect(page.get_by_text("This is not a number.")).to_be_visible()
+        expect(page.get_by_role("button", name="Start the run")).to_be_disabled()
+        page.locator("#field-learning_rate").fill("2e-4")
+        page.get_by_text("Placement and restarts").click()
+        page.locator("#field-kind").select_option("cpu")
+        page.locator("#field-labels").fill("site-b, gpu=none")
+        page.locator("#field-priority").fill("7")
+        page.locator("#field-max_restarts").fill("0")
+        page.locator("#field-backend").select_option("fake")
+        request = page.get_by_label("Text of the request")
+        expect(request).to_contain_text("priority: 7")
+        shown = request.inner_text()
+        for line in ('labels: ["site-b","gpu=none"]', "max_restarts: 0", "lora_r: null", 'method: "lora"'):
+            assert line in shown, shown
+        page.reload()
+        expect(request).to_have_text(shown)
+        page.locator("#field-lora_r").fill("")
+        expect(request).not_to_contain_text("lora_r")
+        expect(page.get_by_role("region", name="Checks").get_by_text("valid", exact=True)).to_be_visible()
+        page.get_by_role("button", name="Start the run").click()
+        expect(page.locator(".head .chip")).to_have_text("Pending")
+        made = shared_api.client.get(f"/v1/runs/{page.url.rpartition('/')[2]}").json()
+        assert (made["method"], made["priority"], made["max_restarts"], made["backend"]) == ("lora", 7, 0, "fake")
+        assert made["resources"]["kind"] == "cpu" and made["resources"]["labels"] == ["site-b", "gpu=none"]
+        shared_api.client.post(f"/v1/runs/{made['id']}/stop")
+        page.goto(f"/new?from={made['id']}")
+        expect(request).to_contain_text('labels: ["site-b","gpu=none"]')
+        page.locator("#field-name").fill("a copy")
+        page.reload()
+        expect(page.locator("#field-name")).to_have_value("a copy")
+
+
 class TestTabs:
     def test_of_seven_the_visible_one_follows_and_the_others_catch_up(
         self, chromium: Browser, shared_api: ApiServer, engine: Engine, dataset: str

@@ -61,12 +61,15 @@ export function isDefault(field, value) {
   return JSON.stringify(value) === JSON.stringify(field.fallback);
 }
 
+/** Text for no value, where the default is a value. */
+export const NONE = 'none';
+
 /**
- * Text of a value in its control.
+ * Text of a value in its control; empty for a field that is not set.
  * @param {FormField} field @param {unknown} value
  */
 export function textOf(field, value) {
-  if (value == null) return '';
+  if (value == null) return value === null && field.isNullable && field.fallback != null ? NONE : '';
   if (field.kind === 'list') return /** @type {string[]} */ (value).join('\n');
   if (field.kind === 'json') return JSON.stringify(value, null, 2);
   if (field.kind === 'number' && typeof value === 'number' && value !== 0 && Math.abs(value) < 1e-3) return value.toExponential().replace('e+', 'e');
@@ -74,12 +77,13 @@ export function textOf(field, value) {
 }
 
 /**
- * Value of the text in a control; throws `Error` with a sentence if it is none.
+ * Value of the text in a control, undefined for the default; throws `Error` with a sentence if it is none.
  * @param {FormField} field @param {string} text
  */
 export function valueOf(field, text) {
   const trimmed = text.trim();
-  if (trimmed === '' && field.kind !== 'text') return null;
+  if (trimmed === '') return undefined;
+  if (trimmed === NONE && field.isNullable && field.fallback != null) return null;
   if (field.kind === 'number' || field.kind === 'integer') {
     const number = Number(trimmed);
     if (!Number.isFinite(number)) throw new Error('This is not a number.');
@@ -96,7 +100,7 @@ export function valueOf(field, text) {
       throw new Error('This is not JSON.');
     }
   }
-  return trimmed === '' && field.isNullable ? null : text;
+  return text;
 }
 
 /**

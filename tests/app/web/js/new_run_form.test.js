@@ -24,7 +24,10 @@ test('groups have their fields in the order of the schema', () => {
 test('texts become values, and values the same texts', () => {
   const field = (kind) => ({ name: 'x', kind, description: '', fallback: null, isNullable: true, choices: [] });
   assert.equal(valueOf(field('number'), '2e-4'), 2e-4);
-  assert.equal(valueOf(field('number'), ''), null);
+  assert.equal(valueOf(field('number'), ''), undefined, 'not set');
+  const rank = { ...field('integer'), fallback: 16 };
+  assert.equal(valueOf(rank, 'none'), null, 'a default can be replaced by no value');
+  assert.deepEqual([textOf(rank, null), textOf(rank, undefined), textOf(field('integer'), null)], ['none', '', '']);
   assert.equal(valueOf(field('amount'), '1k'), '1k');
   assert.equal(valueOf(field('amount'), '100'), 100);
   assert.deepEqual(valueOf(field('list'), ' a \n\n b'), ['a', 'b']);

@@ -5,17 +5,19 @@ import { get, post } from '../api.js';
 import { Choice, Copy } from '../components/controls.js';
 import { Failure, Loading, Prose } from '../components/states.js';
 import * as format from '../format.js';
-import { curlOf, groupsOf, isDefault, requestOf, textOf, valueOf, yamlOf } from '../new_run_form.js';
+import { curlOf, groupsOf, isDefault, NONE, requestOf, textOf, valueOf, yamlOf } from '../new_run_form.js';
 import { useAction, useResource, useSettled } from '../resource.js';
 import { go, query } from '../router.js';
 import { may } from '../session.js';
 
 export const title = 'New run';
 
-const DRAFT = 'anneal.new-run';
+/** Drafts are kept by the address, for a reload of the page. */
+const DRAFT = 'anneal.new-run ';
 const DEFAULT_RESTARTS = 3;
 const DEFAULT_EXPERIMENT = 'exp_00000000000000000000000000';
 const SETTLE_MS = 400;
+const MOST_LISTED = 200;
 /** Fields that are always in sight, for all methods and for those with an adapter. */
 const MAIN = ['learning_rate', 'epochs', 'max_steps', 'batch_size', 'gradient_accumulation_steps', 'max_seq_length', 'packing', 'eval_split', 'eval_steps', 'save_steps'];
 const ADAPTER = ['lora_r', 'lora_alpha'];
@@ -45,7 +47,6 @@ const emptyDraft = () => ({ values: {}, config: {}, texts: {} });
 
 export default function New() {
   const asked = query.value;
-  const source = asked.get('from') ?? asked.get('fix');
   const schema = useResource((signal) => get('/v1/config-schema', {}, signal), 'config-schema');
   const start = useResource((signal) => startingPoint(asked, signal), asked.toString());
   if (!may('write')) {
@@ -53,7 +54,7 @@ export default function New() {
   }
   const error = schema.error ?? start.error;
   if (!schema.data || !start.data) return error ? html`<${Failure} error=${error} onRetry=${() => { schema.reload(); start.reload(); }} />` : html`<${Loading} what="the form" />`;
-  return html`<${Form} key=${source ?? ''} schema=${schema.data} start=${start.data} isCopy=${source !== null} />`;
+  return html`<${Form} key=${asked.toString()} schema=${schema.data} start=${start.data} place=${DRAFT + asked.toString()} />`;
 }
 
 /**
@@ -88,30 +89,28 @@ function draftOf(run) {
   return { values, config: { ...run.config }, texts: {} };
 }
 
-/** @returns {Draft | null} */
-function storedDraft() {
+/** @param {string} place @returns {Draft | null} */
+function storedDraft(place) {
   try {
-    return JSON.parse(sessionStorage.getItem(DRAFT) ?? 'null');
+    return JSON.parse(sessionStorage.getItem(place) ?? 'null');
   } catch {
     return null;
   }
 }
 
-/** @param {{ schema: any, start: Draft, isCopy: boolean }} props */
-function Form({ schema, start, isCopy }) {
+/** @param {{ schema: any, start: Draft, place: string }} props */
+function Form({ schema, start, place }) {
   const groups = useMemo(() => groupsOf(schema), [schema]);
   const fields = useMemo(() => new Map(groups.flatMap((one) => one.fields.map((field) => [field.name, field]))), [groups]);
   const [draft, setDraft] = useState(() => {
-    const stored = isCopy ? null : storedDraft();
-    if (stored) return { ...stored, values: { ...stored.values, ...start.values } };
+    const stored = storedDraft(place);
+    if (stored) return stored;
     // A run has a value for every field; those that differ from the defaults were chosen.
     const chosen = Object.entries(start.config).filter(([name, value]) => fields.has(name) && !isDefault(fields.get(name), value));
     return { ...start, config: Object.fromEntries(chosen) };
   });
   const { values, config, texts } = draft;
-  useEffect(() => {
-    if (!isCopy) sessionStorage.setItem(DRAFT, JSON.stringify(draft));
-  }, [draft, isCopy]);
+  useEffect(() => sessionStorage.setItem(place, JSON.stringify(draft)), [draft, place]);
   const setValue = (/** @type {string} */ name, /** @type {unknown} */ value) => setDraft({ ...draft, values: { ...values, [name]: value } });
   const setField = (/** @type {string} */ name, /** @type {string} */ text) => {
     const field = /** @type {import('../new_run_form.js').FormField} */ (fields.get(name));
@@ -119,7 +118,7 @@ function Form({ schema, start, isCopy }) {
     const { [name]: _value, ...rest } = config;
     try {
       const value = valueOf(field, text);
-      const isUnset = isDefault(field, value) || (value === null && !field.isNullable);
+      const isUnset = value === undefined || JSON.stringify(value) === JSON.stringify(field.fallback ?? null);
       setDraft({ ...draft, texts: others, config: isUnset ? rest : { ...config, [name]: value } });
     } catch {
       setDraft({ ...draft, texts: { ...texts, [name]: text } });
@@ -138,7 +137,7 @@ function Form({ schema, start, isCopy }) {
       // The same key until it succeeds: a repeated click, or one after a broken connection, starts no second run.
       const made = await post('/v1/runs', body, { 'Idempotency-Key': key.current });
       key.current = crypto.randomUUID();
-      sessionStorage.removeItem(DRAFT);
+      sessionStorage.removeItem(place);
       go(`/runs/${made.id}`);
     });
   };
@@ -152,6 +151,8 @@ function Form({ schema, start, isCopy }) {
     }
   }
   const method = String(config.method ?? schema.properties.method.default);
+  const known = /** @type {import('../new_run_form.js').FormField} */ (fields.get('method')).choices;
+  const methods = [...Object.keys(METHODS).filter((name) => known.includes(name)), ...known.filter((name) => !(name in METHODS))];
   const isAdapter = config.lora_r !== null && method !== 'full';
   const control = (/** @type {string} */ name) => html`<${Field} key=${name} field=${fields.get(name)} value=${config[name]} text=${texts[name]} error=${shownErrors.get(`config.${name}`)} onChange=${(/** @type {string} */ text) => setField(name, text)} />`;
   const main = [...(isAdapter ? ADAPTER : []), ...MAIN];
@@ -166,13 +167,14 @@ function Form({ schema, start, isCopy }) {
           <${Basics} values=${values} config=${config} errors=${shownErrors} onValue=${setValue} onModel=${(/** @type {string} */ text) => setField('base_model', text)} />
         </div></section>
         <section class="box" aria-label="Method"><header><h2>Method</h2></header><div class="inside">
-          <div class="choices" role="radiogroup" aria-label="Method">${Object.entries(METHODS).filter(([name]) => schema.$defs.TrainingMethod?.enum?.includes(name) ?? true).map(([name, [text, about]]) => html`<button type="button" role="radio" class="choice" aria-checked=${String(name === method)} onClick=${() => setField('method', name)}><b>${text}</b><small>${about}</small></button>`)}</div>
+          <div class="choices" role="radiogroup" aria-label="Method">${methods.map((name) => html`<label class="choice"><input type="radio" name="method" checked=${name === method} onChange=${() => setField('method', name)} /><b>${METHODS[name]?.[0] ?? name}</b><small>${METHODS[name]?.[1] ?? ''}</small></label>`)}</div>
         </div><div class="form">${main.map(control)}</div></section>
+        <${Placement} values=${values} errors=${shownErrors} onValue=${setValue} />
         <${OtherFields} groups=${groups} main=${main} method=${method} config=${config} errors=${shownErrors} control=${control} />
       </div>
       <aside class="side">
         <${Checks} isReady=${isReady} checked=${settled ? checked : null} />
-        ${estimate.data && checked.data?.valid && html`<${Estimate} estimate=${estimate.data} />`}
+        ${checked.data?.valid && (estimate.data ? html`<${Estimate} estimate=${estimate.data} />` : estimate.error && html`<section class="box" aria-label="Estimate"><header><h2>Estimate</h2></header><div class="inside"><p class="error-text">${estimate.error.message}</p></div></section>`)}
         <${Request} body=${body} />
       </aside>
     </div>
@@ -182,19 +184,54 @@ function Form({ schema, start, isCopy }) {
 /** @param {{ values: Record<string, any>, config: Record<string, any>, errors: Map<string, string>, onValue: (name: string, value: unknown) => void, onModel: (text: string) => void }} props */
 function Basics({ values, config, errors, onValue, onModel }) {
   const models = useResource((signal) => get('/v1/models', {}, signal), 'models');
-  const datasets = useResource((signal) => get('/v1/datasets', { limit: 200 }, signal), 'datasets');
+  const trained = useResource((signal) => get('/v1/runs', { status: 'completed', task: 'train', view: 'row', limit: 50 }, signal), 'trained');
+  const [wanted, setWanted] = useState('');
+  const search = useSettled(wanted.trim(), 250);
+  const datasets = useResource((signal) => get('/v1/datasets', { limit: MOST_LISTED, search }, signal), `datasets ${search}`);
+  const found = datasets.data?.data ?? [];
+  // A chosen dataset may be none of those that the search found.
+  const missing = [values.dataset_id, values.eval_dataset_id].filter((id) => id && datasets.data && !found.some((/** @type {any} */ one) => one.id === id));
   const experiments = useResource((signal) => get('/v1/experiments', { limit: 200 }, signal), 'experiments');
   const change = (/** @type {string} */ name) => (/** @type {any} */ event) => onValue(name, event.target.value);
-  const options = (datasets.data?.data ?? []).map((/** @type {any} */ one) => html`<option value=${one.id}>${one.name} (${one.format}, ${format.counted(one.rows, 'row')})</option>`);
+  const options = [
+    ...missing.map((id) => html`<option value=${id}>${format.shortId(id)}</option>`),
+    ...found.map((/** @type {any} */ one) => html`<option value=${one.id}>${one.name} (${one.format}, ${format.counted(one.rows, 'row')})</option>`),
+  ];
   const error = (/** @type {string} */ name) => errors.get(name) && html`<p class="err" id=${`error-${name}`}>${errors.get(name)}</p>`;
   return html`
     <div class="f w6"><label for="field-base_model">Base model<code>base_model</code></label><input id="field-base_model" type="text" list="models" required placeholder="folder, owner/model or run_…" value=${config.base_model ?? ''} aria-invalid=${errors.has('config.base_model') ? 'true' : undefined} onInput=${(/** @type {any} */ event) => onModel(event.target.value)} />
-      <datalist id="models">${(models.data?.data ?? []).map((/** @type {any} */ one) => html`<option value=${one.name ?? one.id}></option>`)}</datalist>${error('config.base_model') || html`<p class="hint">A folder below the models root, a model of the hub, or the ID of a finished run.</p>`}</div>
+      <datalist id="models">${(models.data?.data ?? []).map((/** @type {any} */ one) => html`<option value=${one.id}></option>`)}${(trained.data?.data ?? []).map((/** @type {any} */ one) => html`<option value=${one.id}>${`output of ${one.name}`}</option>`)}</datalist>${error('config.base_model') || html`<p class="hint">A folder below the models root, a model of the hub, or the ID of a finished run.</p>`}</div>
     <div class="f w6"><label for="field-name">Name<code>name</code></label><input id="field-name" type="text" maxlength="200" placeholder="method and model" value=${values.name ?? ''} onInput=${change('name')} />${error('name')}</div>
-    <div class="f w6"><label for="field-dataset_id">Dataset<code>dataset_id</code></label><select id="field-dataset_id" required value=${values.dataset_id ?? ''} onChange=${change('dataset_id')}><option value="">Choose …</option>${options}</select>${error('dataset_id') || html`<p class="hint"><a href="/datasets">Upload another one</a></p>`}</div>
+    <div class="f w6"><label for="field-dataset_id">Dataset<code>dataset_id</code></label><select id="field-dataset_id" required value=${values.dataset_id ?? ''} onChange=${change('dataset_id')}><option value="">Choose …</option>${options}</select>${error('dataset_id') || html`<p class="hint"><a href="/datasets">Upload another one</a></p>`}
+      ${(datasets.data?.has_more || wanted) && html`<input type="search" class="small" placeholder="Search datasets" aria-label="Search datasets by name or ID" value=${wanted} onInput=${(/** @type {any} */ event) => setWanted(event.target.value)} />`}</div>
     <div class="f w6"><label for="field-eval_dataset_id">Eval dataset<code>eval_dataset_id</code></label><select id="field-eval_dataset_id" value=${values.eval_dataset_id ?? ''} onChange=${change('eval_dataset_id')}><option value="">none</option>${options}</select>${error('eval_dataset_id')}</div>
     <div class="f w6"><label for="field-experiment_id">Experiment<code>experiment_id</code></label><select id="field-experiment_id" value=${values.experiment_id ?? ''} onChange=${change('experiment_id')}><option value="">default</option>${(experiments.data?.data ?? []).filter((/** @type {any} */ one) => one.id !== DEFAULT_EXPERIMENT).map((/** @type {any} */ one) => html`<option value=${one.id}>${one.name}</option>`)}</select>${error('experiment_id')}</div>
     <div class="f w6"><label for="field-tags">Tags<code>tags</code></label><input id="field-tags" type="text" value=${(values.tags ?? []).join(', ')} onChange=${(/** @type {any} */ event) => onValue('tags', event.target.value.split(',').map((/** @type {string} */ tag) => tag.trim()).filter(Boolean))} /><p class="hint">Separated by commas.</p>${error('tags')}</div>`;
+}
+
+/**
+ * Where the run may start, and how often it is tried again.
+ * @param {{ values: Record<string, any>, errors: Map<string, string>, onValue: (name: string, value: unknown) => void }} props
+ */
+function Placement({ values, errors, onValue }) {
+  const backends = useResource((signal) => get('/v1/backends', {}, signal), 'backends');
+  const resources = values.resources ?? {};
+  const setResource = (/** @type {string} */ name, /** @type {unknown} */ value) => {
+    const { [name]: _before, ...others } = resources;
+    const next = value === null ? others : { ...others, [name]: value };
+    onValue('resources', Object.keys(next).length ? next : null);
+  };
+  const numberOf = (/** @type {any} */ event) => (event.target.value.trim() === '' ? null : Number(event.target.value));
+  const error = (/** @type {string} */ name) => errors.get(name) && html`<p class="err" id=${`error-${name}`}>${errors.get(name)}</p>`;
+  const set = ['resources', 'priority', 'max_restarts', 'backend'].filter((name) => values[name] != null).length;
+  return html`<section class="box" aria-label="Placement"><details class="group"><summary>Placement and restarts<span class="muted num">${set > 0 ? `${set} set` : ''}</span></summary><div class="form">
+    <div class="f"><label for="field-kind">Device<code>resources.kind</code></label><select id="field-kind" value=${resources.kind ?? ''} onChange=${(/** @type {any} */ event) => setResource('kind', event.target.value || null)}><option value="">as the run needs</option><option value="cuda">GPU</option><option value="cpu">CPU</option></select>${error('resources.kind')}</div>
+    <div class="f"><label for="field-memory_mb">Least memory, MiB<code>resources.memory_mb</code></label><input id="field-memory_mb" type="number" min="1" placeholder="from the estimate" value=${resources.memory_mb ?? ''} onInput=${(/** @type {any} */ event) => setResource('memory_mb', numberOf(event))} />${error('resources.memory_mb')}</div>
+    <div class="f"><label for="field-labels">Labels<code>resources.labels</code></label><input id="field-labels" type="text" placeholder="any worker" value=${(resources.labels ?? []).join(', ')} onChange=${(/** @type {any} */ event) => { const labels = event.target.value.split(',').map((/** @type {string} */ one) => one.trim()).filter(Boolean); setResource('labels', labels.length ? labels : null); }} />${error('resources.labels') || html`<p class="hint">Labels that the worker must have, separated by commas.</p>`}</div>
+    <div class="f"><label for="field-priority">Priority<code>priority</code></label><input id="field-priority" type="number" min="-1000" max="1000" placeholder="0" value=${values.priority ?? ''} onInput=${(/** @type {any} */ event) => onValue('priority', numberOf(event))} />${error('priority') || html`<p class="hint">Runs with higher priority start first.</p>`}</div>
+    <div class="f"><label for="field-max_restarts">Restarts<code>max_restarts</code></label><input id="field-max_restarts" type="number" min="0" max="100" placeholder=${DEFAULT_RESTARTS} value=${values.max_restarts ?? ''} onInput=${(/** @type {any} */ event) => onValue('max_restarts', numberOf(event))} />${error('max_restarts') || html`<p class="hint">Most restarts after losses since the last new checkpoint.</p>`}</div>
+    <div class="f"><label for="field-backend">Backend<code>backend</code></label><select id="field-backend" value=${values.backend ?? ''} onChange=${(/** @type {any} */ event) => onValue('backend', event.target.value || null)}><option value="">default (celery)</option>${(backends.data?.data ?? []).filter((/** @type {any} */ one) => one.name !== 'celery').map((/** @type {any} */ one) => html`<option value=${one.name}>${one.name}</option>`)}</select>${error('backend')}</div>
+  </div></details></section>`;
 }
 
 /** @param {{ field: import('../new_run_form.js').FormField, value: unknown, text: string | undefined, error: string | undefined, onChange: (text: string) => void }} props */
@@ -207,14 +244,14 @@ function Field({ field, value, text, error, onChange }) {
   let control;
   if (field.kind === 'boolean' || field.kind === 'choice') {
     const choices = field.kind === 'boolean' ? ['true', 'false'] : field.choices;
-    control = html`<select ...${about} value=${shown} onChange=${onInput}><option value="">${`default (${fallback})`}</option>${choices.map((one) => html`<option value=${one}>${one}</option>`)}</select>`;
+    control = html`<select ...${about} value=${shown} onChange=${onInput}><option value="">${`default (${fallback})`}</option>${field.isNullable && field.fallback != null && html`<option value=${NONE}>${NONE}</option>`}${choices.map((one) => html`<option value=${one}>${one}</option>`)}</select>`;
   } else if (field.kind === 'list' || field.kind === 'json') {
     control = html`<textarea ...${about} rows="2" placeholder=${fallback} value=${shown} onInput=${onInput}></textarea>`;
   } else {
     control = html`<input ...${about} type="text" inputmode=${field.kind === 'number' || field.kind === 'integer' ? 'decimal' : undefined} placeholder=${fallback} value=${shown} onInput=${onInput} />`;
   }
   return html`<div class=${field.kind === 'json' ? 'f w12' : 'f'}><label for=${id}>${labelOf(field.name)}<code>${field.name}</code></label>${control}
-    ${error ? html`<p class="err" id=${`${id}-about`}><${Prose} text=${error} /></p>` : html`<p class="hint" id=${`${id}-about`}><${Prose} text=${field.description} /></p>`}</div>`;
+    ${error ? html`<p class="err" id=${`${id}-about`}><${Prose} text=${error} /></p>` : html`<p class="hint" id=${`${id}-about`}><${Prose} text=${field.isNullable && field.fallback != null ? `${field.description} \`${NONE}\`: no value.` : field.description} /></p>`}</div>`;
 }
 
 /** @param {string} name */
@@ -251,9 +288,13 @@ function Checks({ isReady, checked }) {
   </div></section>`;
 }
 
+/** @type {Record<string, string>} What an estimate is based on. */
+const BASES = { formula: 'by formula', history: 'from earlier runs of this model', comparable: 'from runs on this kind of device', assumed: 'with an assumed speed' };
+
 /** @param {{ estimate: any }} props */
 function Estimate({ estimate }) {
   const { memory_mb: memory, device } = estimate;
+  const others = estimate.fits.slice(1);
   const parts = Object.entries(memory ?? {}).filter(([name, size]) => name !== 'total' && /** @type {number} */ (size) > 0);
   const whole = Math.max(device.memory_mb ?? 0, memory?.total ?? 0, parts.reduce((sum, [, size]) => sum + /** @type {number} */ (size), 0));
   const fit = estimate.fits[0];
@@ -261,9 +302,11 @@ function Estimate({ estimate }) {
     ${memory && html`<div class="row between"><span>Memory</span><b class="num">${format.gib(memory.total)} of ${format.gib(device.memory_mb)} GiB</b></div>
       <div class="stack" role="img" aria-label=${`Memory: ${parts.map(([name, size]) => `${name.replaceAll('_', ' ')} ${format.gib(/** @type {number} */ (size))} GiB`).join(', ')}`}>${parts.map(([, size], index) => html`<i style=${{ width: `${(100 * /** @type {number} */ (size)) / whole}%`, background: `var(--c${(index % 8) + 1})` }}></i>`)}</div>
       <div class="legend">${parts.map(([name, size], index) => html`<span><i class="swatch" style=${{ background: `var(--c${(index % 8) + 1})` }}></i>${name.replaceAll('_', ' ')} ${format.gib(/** @type {number} */ (size))}</span>`)}</div>`}
-    ${fit && fit.fits === false && html`<p class="error-text">${fit.reason}</p>`}
+    ${fit && fit.fits === false && html`<p class="error-text">${fit.reason}</p>${fit.advice.length > 0 && html`<ul class="checks">${fit.advice.map((/** @type {string} */ one) => html`<li class="sub"><${Prose} text=${one} /></li>`)}</ul>`}`}
+    ${others.length > 0 && html`<details><summary class="sub">${format.counted(others.length, 'other device')}</summary><ul class="checks">${others.map((/** @type {any} */ one) => html`<li class=${one.fits === false ? 'warning-text' : 'sub'}>${one.device.name}: ${one.reason}</li>`)}</ul></details>`}
     <dl class="kv left"><dt>Steps</dt><dd class="num">${format.integer(estimate.steps)}</dd><dt>Tokens</dt><dd class="num">${format.integer(estimate.tokens)}</dd><dt>Time</dt><dd class="num">${format.duration(estimate.seconds)}</dd>
       ${estimate.cost && html`<dt>Cost</dt><dd class="num">${estimate.cost.amount?.toFixed(2)} ${estimate.cost.currency}</dd>`}</dl>
+    <p class="sub">${Object.entries(estimate.confidence).filter(([, basis]) => basis != null).map(([name, basis]) => `${name === 'seconds' ? 'Time' : 'Memory'} ${BASES[/** @type {string} */ (basis)] ?? basis}`).join('; ')}</p>
     ${estimate.unknown.length > 0 && html`<details><summary class="sub">${format.counted(estimate.unknown.length, 'value')} unknown</summary><ul class="checks">${estimate.unknown.map((/** @type {any} */ one) => html`<li class="sub"><code>${one.field}</code> ${one.reason}</li>`)}</ul></details>`}
     ${estimate.assumptions.length > 0 && html`<details><summary class="sub">Assumptions</summary><ul class="checks">${estimate.assumptions.map((/** @type {string} */ one) => html`<li class="sub">${one}</li>`)}</ul></details>`}
   </div></section>`;

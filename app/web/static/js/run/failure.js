@@ -30,7 +30,7 @@ export function Failure({ store }) {
       ${correction && html`<div class="fix diff">${Object.entries(correction.changes).map(([field, value]) => html`<span class="tag"><code>${field}</code>\u00a0 <del>${format.configValue(run.config[field])}</del><ins>${format.configValue(value)}</ins></span>`)}</div>`}
     </div>
     <div class="row wrap">${may('write') && (correction
-      ? html`<button type="button" class="btn primary" disabled=${action.busy} onClick=${start}>Start the corrected run</button><a class="btn" href=${`/new?fix=${run.id}`}>Edit it first</a>`
+      ? html`<button type="button" class="btn primary" disabled=${action.busy} onClick=${start}>${correction.request.path === '/v1/runs' ? 'Start the corrected run' : 'Resume with the correction'}</button><a class="btn" href=${`/new?fix=${run.id}`}>Edit as a new run</a>`
       : html`<a class="btn" href=${`/new?from=${run.id}`}>New run like this</a>`)}</div>
     ${action.error && html`<${ErrorDialog} error=${action.error} onClose=${action.clear} />`}
   </div>
