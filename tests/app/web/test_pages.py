@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 from sqlalchemy import Engine
 
 from app.infra.db import sync_engine
@@ -16,6 +16,7 @@ from tests.browser import sign_in, window
 from tests.factories import Trainer, make_dataset, make_run
 from tests.rows import add_worker
 from tests.server import ApiServer
+from tests.waiting import eventually
 
 HOSTILE = "<img src=x onerror=alert(1)> \u202e{{7*7}} \x1b[31m&amp; javascript:alert(1)"
 _VISIBILITY = """
@@ -128,6 +129,32 @@ class TestRun:
             page.get_by_role("button", name="Stop").click()
             expect(page.locator(".chip").first).to_have_text("Stopped")
             assert shared_api.client.get(f"/v1/runs/{child}").json()["status"] == "cancelled"
+
+
+class TestLog:
+    def test_a_search_leads_into_the_middle_and_scrolling_to_both_ends(
+        self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        trainer = start(shared_api, engine, dataset, name="long log")
+        trainer.log(*(f"line {number}." for number in range(1, 4001)))
+        page.goto(f"/runs/{trainer.run_id}?tab=log")
+        log = page.get_by_role("log", name="Lines of the log")
+        expect(log.get_by_text("line 4000.", exact=True)).to_be_visible()
+        page.get_by_label("Search all lines of the log").fill("line 1000.")
+        expect(page.get_by_text("1 of 1", exact=True)).to_be_visible()
+        expect(log.locator(".hit")).to_contain_text("line 1000.")
+        for edge, last in (("scrollHeight", "line 4000."), ("0", "line 1."), ("scrollHeight", "line 4000.")):
+            reached = log.get_by_text(last, exact=True)
+            eventually(lambda edge=edge, reached=reached: _scroll(log, edge, reached), what=last)  # type: ignore[misc]
+        trainer.log("a new line")
+        expect(log.get_by_text("a new line")).to_be_visible()
+        shown = [int(re.findall(r"\d+", line)[0]) for line in log.locator(".ln > span").all_inner_texts()[:-1]]
+        assert shown == list(range(shown[0], 4001)), "without a gap to the live lines"
+
+
+def _scroll(log: Locator, edge: str, reached: Locator) -> bool:
+    log.evaluate(f"(box) => {{ box.scrollTop = box.{edge}; }}" if edge != "0" else "(box) => { box.scrollTop = 0; }")
+    return reached.count() > 0 and reached.first.is_visible()
 
 
 class TestNewRun:

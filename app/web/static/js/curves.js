@@ -43,6 +43,34 @@ export function truncate(series, step) {
 }
 
 /**
+ * A thinned series with all the detail that was read of a part of it. Points after the newest of the detail stay: they
+ * came later.
+ * @param {Series} series
+ * @param {Series} detail
+ * @returns {Series}
+ */
+export function withDetail(series, detail) {
+  if (detail.steps.length === 0) return series;
+  const before = lowerBound(series.steps, detail.steps[0]);
+  const after = lowerBound(series.steps, detail.steps[detail.steps.length - 1] + 1);
+  const join = (/** @type {any[]} */ all, /** @type {any[]} */ part) => [...all.slice(0, before), ...part, ...all.slice(after)];
+  return { steps: join(series.steps, detail.steps), values: join(series.values, detail.values) };
+}
+
+/**
+ * First and last step of the points whose positions are in a range; null if there are none.
+ * @param {Series} series
+ * @param {(number | null)[]} at Positions of its points.
+ * @param {[number, number]} range
+ * @returns {[number, number] | null}
+ */
+export function stepsWithin(series, at, [low, high]) {
+  const isWithin = (/** @type {number | null} */ position) => position != null && position >= low && position <= high;
+  const first = at.findIndex(isWithin);
+  return first < 0 ? null : [series.steps[first], series.steps[at.findLastIndex(isWithin)]];
+}
+
+/**
  * Index of the first of ascending numbers that is not smaller.
  * @param {ArrayLike<number>} numbers
  * @param {number} wanted

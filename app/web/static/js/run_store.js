@@ -66,6 +66,8 @@ export class RunStore {
     /** @type {ReturnType<typeof setInterval> | undefined} */
     this.clock = undefined;
     this.closeStream = () => {};
+    /** The last change of the window of the log. */
+    this.logTurn = Promise.resolve();
     this.frame = 0;
     /** @type {RunEvent[]} */
     this.queue = [];
@@ -136,48 +138,65 @@ export class RunStore {
     });
   }
 
-  async readLog() {
-    const part = this.parts.log;
-    part.waiting ??= [];
-    const found = await get(`/v1/runs/${this.id}/logs/lines`, { limit: LINES_AT_ONCE }, this.aborted.signal);
-    this.log.reset(found.data, { hasOlder: found.has_more, isAtEnd: true });
-    this.release(part, this.log.lastSeq);
-    this.logVersion.value += 1;
+  /** Read the end of the log. */
+  readLog() {
+    return this.readLines(async (read) => {
+      const found = await read({});
+      this.log.reset(found.data, { hasOlder: found.has_more, isAtEnd: true });
+    });
   }
 
-  /** Read older lines of the log; resolves to the number of lines that came before the window. */
-  async readOlderLines() {
-    const before = this.log.firstSeq;
-    if (before === null || !this.log.hasOlder) return 0;
-    const found = await get(`/v1/runs/${this.id}/logs/lines`, { before, limit: LINES_AT_ONCE }, this.aborted.signal);
-    const count = this.log.prepend(found.data, found.has_more);
-    this.logVersion.value += 1;
-    return count;
+  /** Read older lines of the log into the window. */
+  readOlderLines() {
+    return this.readLines(async (read) => {
+      const before = this.log.firstSeq;
+      if (before === null || !this.log.hasOlder) return;
+      const found = await read({ before });
+      this.log.prepend(found.data, found.has_more);
+    });
+  }
+
+  /** Read newer lines into a window that does not reach the end. */
+  readNewerLines() {
+    return this.readLines(async (read) => {
+      if (this.log.isAtEnd) return;
+      const found = await read({ after: this.log.lastSeq });
+      this.log.append(found.data);
+      this.log.isAtEnd = !found.has_more;
+    });
   }
 
   /**
    * Read the part of the log around a line, unless the window has it.
    * @param {number} seq
    */
-  async showLine(seq) {
-    if (this.log.lines.some((line) => line.seq === seq)) return;
-    const path = `/v1/runs/${this.id}/logs/lines`;
-    const [before, after] = await Promise.all([
-      get(path, { before: seq, limit: LINES_AT_ONCE }, this.aborted.signal),
-      get(path, { after: seq - 1, limit: LINES_AT_ONCE }, this.aborted.signal),
-    ]);
-    this.log.reset([...before.data, ...after.data], { hasOlder: before.has_more, isAtEnd: !after.has_more });
-    this.logVersion.value += 1;
+  showLine(seq) {
+    return this.readLines(async (read) => {
+      if (this.log.lines.some((line) => line.seq === seq)) return;
+      const [before, after] = await Promise.all([read({ before: seq }), read({ after: seq - 1 })]);
+      this.log.reset([...before.data, ...after.data], { hasOlder: before.has_more, isAtEnd: !after.has_more });
+    });
   }
 
-  /** Read newer lines into a window that does not reach the end; resolves to true if there are more. */
-  async readNewerLines() {
-    if (this.log.isAtEnd) return false;
-    const found = await get(`/v1/runs/${this.id}/logs/lines`, { after: this.log.lastSeq, limit: LINES_AT_ONCE }, this.aborted.signal);
-    this.log.append(found.data);
-    this.log.isAtEnd = !found.has_more;
-    this.logVersion.value += 1;
-    return found.has_more;
+  /**
+   * Change the window of the log, one change after the other. Lines that arrive meanwhile wait, since they may be among
+   * those that are read, or follow them.
+   * @param {(read: (range: { before?: number, after?: number }) => Promise<any>) => Promise<void>} change
+   */
+  readLines(change) {
+    const part = this.parts.log;
+    const path = `/v1/runs/${this.id}/logs/lines`;
+    const turn = this.logTurn.then(async () => {
+      part.waiting ??= [];
+      try {
+        await change((range) => get(path, { ...range, limit: LINES_AT_ONCE }, this.aborted.signal));
+      } finally {
+        this.release(part, Math.max(part.seq, this.log.isAtEnd ? this.log.lastSeq : 0));
+        this.logVersion.value += 1;
+      }
+    });
+    this.logTurn = turn.catch(() => {});
+    return turn;
   }
 
   async readLists() {

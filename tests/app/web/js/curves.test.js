@@ -1,6 +1,6 @@
 import assert from 'node:assert/strict';
 import test from 'node:test';
-import { align, append, emptySeries, interpolate, lastValue, lowerBound, positions, smooth, truncate } from '../../../../app/web/static/js/curves.js';
+import { align, append, emptySeries, interpolate, lastValue, lowerBound, positions, smooth, stepsWithin, truncate, withDetail } from '../../../../app/web/static/js/curves.js';
 
 test('a step that is trained again drops the points of the earlier pass from there on', () => {
   const series = emptySeries();
@@ -42,4 +42,13 @@ test('places and last values', () => {
   assert.equal(lowerBound([], 4), 0);
   assert.equal(lastValue([1, 2, null, undefined]), 2);
   assert.equal(lastValue([]), null);
+});
+
+test('detail takes the place of the thinned points, and later points stay', () => {
+  const thinned = { steps: [1, 5, 9, 13], values: [10, 50, 90, 130] };
+  const detail = { steps: [5, 6, 7, 8, 9], values: [50, 60, 70, 80, 90] };
+  assert.deepEqual(withDetail(thinned, detail), { steps: [1, 5, 6, 7, 8, 9, 13], values: [10, 50, 60, 70, 80, 90, 130] });
+  assert.equal(withDetail(thinned, { steps: [], values: [] }), thinned);
+  assert.deepEqual(stepsWithin(thinned, [0.1, 0.5, null, 1.3], [0.4, 1.4]), [5, 13]);
+  assert.equal(stepsWithin(thinned, [0.1, 0.5, 0.9, 1.3], [2, 3]), null);
 });

@@ -1,11 +1,14 @@
 // Curves of a run, along steps, epochs or time.
 
 import { html, useState } from '../../vendor/preact.js';
+import { get } from '../api.js';
 import { LineChart } from '../components/chart.js';
 import { Choice } from '../components/controls.js';
-import { emptySeries, positions } from '../curves.js';
+import { emptySeries, positions, stepsWithin, withDetail } from '../curves.js';
 import * as format from '../format.js';
+import { useResource } from '../resource.js';
 import { query, setQuery } from '../router.js';
+import { READ_POINTS } from '../run_store.js';
 
 /** @typedef {import('../run_store.js').RunStore} RunStore */
 /** @typedef {import('../curves.js').Axis} Axis */
@@ -31,8 +34,10 @@ export function Charts({ store }) {
   const zoom = parseZoom(asked.get('zoom'));
   const [isAll, setAll] = useState(false);
 
+  const detail = useDetail(store, axis, zoom);
   const curve = (/** @type {string} */ name, /** @type {string} */ label, /** @type {string} */ color, more = {}) => {
-    const series = store.series.get(name) ?? emptySeries();
+    const whole = store.series.get(name) ?? emptySeries();
+    const series = detail?.[name] ? withDetail(whole, detail[name]) : whole;
     return { name: label, color, x: positions(series, axis, { epoch: store.series.get('epoch'), clock: store.timesOfSteps }), y: series.values, ...more };
   };
   const known = new Set(['loss', 'epoch', ...KNOWN.map(([name]) => name)]);
@@ -65,6 +70,20 @@ export function Charts({ store }) {
     </div>
     ${others.length > 4 && html`<p class="row foot"><button type="button" class="btn small" onClick=${() => setAll(!isAll)}>${isAll ? 'Fewer curves' : `${others.length - 4} more curves`}</button></p>`}
   </div>`;
+}
+
+/**
+ * The points of a zoomed part of a long run, of which the whole curves have only some.
+ * @param {RunStore} store @param {Axis} axis @param {[number, number] | null} zoom
+ * @returns {Record<string, import('../curves.js').Series> | undefined}
+ */
+function useDetail(store, axis, zoom) {
+  const loss = store.series.get('loss') ?? emptySeries();
+  const isThinned = loss.steps.length >= READ_POINTS / 2;
+  const range = zoom && isThinned ? stepsWithin(loss, positions(loss, axis, { epoch: store.series.get('epoch'), clock: store.timesOfSteps }), zoom) : null;
+  const wanted = range && { from_step: range[0], to_step: range[1], max_points: READ_POINTS };
+  const found = useResource((signal) => get(`/v1/runs/${store.id}/metrics`, wanted ?? {}, signal), wanted && `${store.id} ${store.run.value.attempt} ${range}`, { keep: false });
+  return found.data?.series;
 }
 
 /** @param {RunStore} store @param {string} name */

@@ -48,7 +48,18 @@ export function Log({ store, height }) {
     if (!element) return;
     setView({ top: element.scrollTop, height: element.clientHeight });
     setFollowing(store.log.isAtEnd && element.scrollHeight - element.scrollTop - element.clientHeight < NEAR_END * ROW_HEIGHT);
-    if (element.scrollTop > 40 * ROW_HEIGHT || !store.log.hasOlder || reading.current) return;
+    if (reading.current) return;
+    const isNearEnd = element.scrollHeight - element.scrollTop - element.clientHeight < 40 * ROW_HEIGHT;
+    if (isNearEnd && !store.log.isAtEnd) {
+      reading.current = true;
+      try {
+        await store.readNewerLines();
+      } finally {
+        reading.current = false;
+      }
+      return;
+    }
+    if (element.scrollTop > 40 * ROW_HEIGHT || !store.log.hasOlder) return;
     reading.current = true;
     try {
       const before = element.scrollHeight;
