@@ -105,6 +105,7 @@ class Runs(ApiResource[M]):
         base_model: str | None = None,
         method: str | None = None,
         task: str | None = None,
+        dataset_id: str | None = None,
         find: str | None = None,
         search: str | None = None,
         sort: Literal["created_at", "best"] | None = None,
@@ -119,7 +120,8 @@ class Runs(ApiResource[M]):
         """
         filters = {
             "experiment_id": experiment_id, "status": status, "tag": tag, "parent_run_id": parent_run_id,
-            "base_model": base_model, "method": method, "task": task, "find": find, "search": search,
+            "base_model": base_model, "method": method, "task": task, "dataset_id": dataset_id,
+            "find": find, "search": search,
             "sort": sort, "view": "full" if full else None,
         }  # fmt: skip
         model = RunFull if full else RunSummary

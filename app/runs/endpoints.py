@@ -137,10 +137,13 @@ async def _filters(
     base_model: Annotated[str | None, Query(max_length=300)] = None,
     method: Annotated[TrainingMethod | None, Query(description="Only runs of this method.")] = None,
     task: Annotated[RunTask | None, Query(description="Only runs of this task.")] = None,
+    dataset_id: Annotated[
+        str | None, Query(max_length=100, description="Only runs that train or evaluate on this dataset.")
+    ] = None,
     find: FindQuery = None,
     search: SearchQuery = None,
 ) -> queries.Filters:
-    return queries.Filters(experiment_id, (), tag, parent_run_id, base_model, method, task, find, search)
+    return queries.Filters(experiment_id, (), tag, parent_run_id, base_model, method, task, find, search, dataset_id)
 
 
 FiltersQuery = Annotated[queries.Filters, Depends(_filters)]

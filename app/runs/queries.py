@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from sqlalchemy import ColumnElement, Select, Text, func, literal_column, select, tuple_, union_all
+from sqlalchemy import ColumnElement, Select, Text, func, literal_column, or_, select, tuple_, union_all
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.errors import invalid
@@ -134,6 +134,7 @@ class Filters:
     task: RunTask | None = None
     find: str | None = None
     search: str | None = None
+    dataset_id: str | None = None
 
     def conditions(self) -> list[ColumnElement[bool]]:
         """Return all conditions except the one on the status."""
@@ -150,6 +151,8 @@ class Filters:
             found.append(_is_of(self.method))
         if self.task is not None:
             found.append(Run.task == self.task)
+        if self.dataset_id is not None:
+            found.append(or_(Run.dataset_id == self.dataset_id, Run.eval_dataset_id == self.dataset_id))
         if self.find is not None:
             found.append(found_by(self.find, "run", Run.id, Run.name))
         if self.search is not None:

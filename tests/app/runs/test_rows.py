@@ -124,6 +124,8 @@ class TestRows:
             ("tag", "a"),
             ("find", "one"),
             ("search", "ON"),
+            ("dataset_id", dataset),
+            ("dataset_id", "ds_none"),
             ("method", "dpo"),
             ("base_model", "any"),
         ]

@@ -2,7 +2,7 @@
 
 import { html, useState } from '../../vendor/preact.js';
 import { call, get } from '../api.js';
-import { Dialog } from '../components/controls.js';
+import { Chip, Dialog } from '../components/controls.js';
 import { Icon } from '../components/icon.js';
 import { Empty, Loaded } from '../components/states.js';
 import { Rows } from '../datasets/rows.js';
@@ -15,6 +15,7 @@ import { may } from '../session.js';
 export const title = 'Datasets';
 
 const PAGE_SIZE = 50;
+const MOST_RUNS = 8;
 
 /** @param {{ id?: string }} props */
 export default function Datasets({ id }) {
@@ -60,7 +61,16 @@ function Dataset({ id }) {
         <dt>Created</dt><dd>${format.clock(dataset.created_at)}</dd>
         ${Object.entries(dataset.source ?? {}).filter(([, value]) => value != null && typeof value !== 'object' && value !== false).map(([name, value]) => html`<dt>${name.replaceAll('_', ' ')}</dt><dd>${String(value)}</dd>`)}
         ${Object.entries(dataset.token_statistics ?? {}).filter(([, value]) => typeof value === 'number' || typeof value === 'string').map(([name, value]) => html`<dt>${name.replaceAll('_', ' ')}</dt><dd>${typeof value === 'number' ? format.significant(value) : value}</dd>`)}
-        <dt>SHA-256</dt><dd class="mono clip" title=${dataset.sha256}>${dataset.sha256.slice(0, 12)}…</dd></dl></section></aside></div>`}<//>`;
+        <dt>SHA-256</dt><dd class="mono clip" title=${dataset.sha256}>${dataset.sha256.slice(0, 12)}…</dd></dl></section><${RunsOn} id=${id} /></aside></div>`}<//>`;
+}
+
+/** @param {{ id: string }} props */
+function RunsOn({ id }) {
+  const runs = useResource((signal) => get('/v1/runs', { dataset_id: id, view: 'row', limit: MOST_RUNS }, signal), id);
+  const found = runs.data?.data ?? [];
+  return html`<section class="box" aria-label="Runs on this dataset"><header><h2>Runs</h2><span class="grow"></span>${runs.data?.has_more && html`<a class="sub" href=${`/?dataset=${id}`}>All runs on it</a>`}</header>
+    <ul class="list">${found.map((/** @type {any} */ run) => html`<li key=${run.id}><a class="name grow" href=${`/runs/${run.id}`}>${run.name}</a><${Chip} status=${run.status} /></li>`)}
+      ${runs.data && found.length === 0 && html`<li class="muted">No run has used it.</li>`}</ul></section>`;
 }
 
 /** @param {{ dataset: any, onClose: () => void }} props */

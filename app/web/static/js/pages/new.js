@@ -1,6 +1,6 @@
 // New run: a form from the schema of the configuration, validated and estimated as one types.
 
-import { html, useEffect, useMemo, useRef, useState } from '../../vendor/preact.js';
+import { html, useLayoutEffect, useMemo, useRef, useState } from '../../vendor/preact.js';
 import { get, post } from '../api.js';
 import { Choice, Copy } from '../components/controls.js';
 import { Failure, Loading, Prose } from '../components/states.js';
@@ -110,7 +110,8 @@ function Form({ schema, start, place }) {
     return { ...start, config: Object.fromEntries(chosen) };
   });
   const { values, config, texts } = draft;
-  useEffect(() => sessionStorage.setItem(place, JSON.stringify(draft)), [draft, place]);
+  // Before the next task, which may be that of a reload.
+  useLayoutEffect(() => sessionStorage.setItem(place, JSON.stringify(draft)), [draft, place]);
   const setValue = (/** @type {string} */ name, /** @type {unknown} */ value) => setDraft({ ...draft, values: { ...values, [name]: value } });
   const setField = (/** @type {string} */ name, /** @type {string} */ text) => {
     const field = /** @type {import('../new_run_form.js').FormField} */ (fields.get(name));

@@ -33,6 +33,7 @@ function filters() {
     base_model: asked.get('model'),
     method: asked.get('method'),
     tag: asked.get('tag'),
+    dataset_id: asked.get('dataset'),
   };
 }
 
@@ -100,7 +101,7 @@ export default function Runs() {
 /** @param {{ isFiltered: boolean }} props */
 const NoRuns = ({ isFiltered }) =>
   isFiltered
-    ? html`<${Empty} title="No run matches the filters."><button type="button" class="btn small" onClick=${() => setQuery({ search: null, status: null, experiment: null, model: null, method: null, tag: null, after: null })}>Remove the filters</button><//>`
+    ? html`<${Empty} title="No run matches the filters."><button type="button" class="btn small" onClick=${() => setQuery({ search: null, status: null, experiment: null, model: null, method: null, tag: null, dataset: null, after: null })}>Remove the filters</button><//>`
     : html`<${Empty} title="There are no runs yet.">
         <p class="muted">Upload a dataset, then start a run on it.</p>
         ${may('write') && html`<p class="row"><a class="btn" href="/datasets">Upload a dataset</a><a class="btn primary" href="/new">New run</a></p>`}
@@ -126,7 +127,7 @@ function Filters({ counts, experiments }) {
     <select aria-label="Order" value=${asked.get('sort') ?? 'created_at'} onChange=${(/** @type {any} */ event) => setQuery({ sort: event.target.value === 'created_at' ? null : event.target.value, after: null })}>
       ${SORTS.map(([value, name]) => html`<option value=${value}>${name}</option>`)}
     </select>
-    ${['model', 'method', 'tag'].map((name) => asked.get(name) && html`<button type="button" class="btn small" title="Remove this filter" onClick=${() => setQuery({ [name]: null, after: null })}>${name}: ${asked.get(name)}<${Icon} name="cross" /></button>`)}
+    ${['model', 'method', 'tag', 'dataset'].map((name) => asked.get(name) && html`<button type="button" class="btn small" title="Remove this filter" onClick=${() => setQuery({ [name]: null, after: null })}><span class="clip">${name}: ${name === 'dataset' ? format.shortId(asked.get(name) ?? '') : asked.get(name)}</span><${Icon} name="cross" /></button>`)}
     <span class="grow"></span>
     <span class="row wrap" role="group" aria-label="Only runs with these statuses">
       ${STATUSES.filter((status) => counts[status] || statuses.includes(status)).map((status) => html`<button type="button" class="btn quiet small count" aria-pressed=${String(statuses.includes(status))} onClick=${() => flip(status)}>

@@ -1,6 +1,6 @@
-// Files of a run's output.
+// Files of a run: its output, and the records of each attempt.
 
-import { html } from '../../vendor/preact.js';
+import { html, useState } from '../../vendor/preact.js';
 import { get } from '../api.js';
 import { Icon } from '../components/icon.js';
 import { Empty, Loaded } from '../components/states.js';
@@ -10,16 +10,39 @@ import { useResource } from '../resource.js';
 /** @param {{ store: import('../run_store.js').RunStore }} props */
 export function Files({ store }) {
   const run = store.run.value;
-  const files = useResource((signal) => get(`/v1/runs/${run.id}/artifacts`, {}, signal), run.fine_tuned_model ? `${run.id} ${run.status}` : null);
-  const href = (/** @type {string} */ path) => `/v1/runs/${run.id}/artifacts/${path.split('/').map(encodeURIComponent).join('/')}`;
-  if (!run.fine_tuned_model) {
-    return html`<section class="box"><${Empty} title="No output yet."><p class="muted">A run writes its output when it completes. A checkpoint of a stopped or failed run can be exported.</p><//></section>`;
-  }
-  return html`<${Loaded} resource=${files} what="files">${(/** @type {any} */ page) => html`<section class="box scroll" tabindex="0" role="region" aria-label="Files">
-        <header><h2>Output</h2><span class="sub num">${format.counted(page.data.length, 'file')}, ${format.bytes(page.data.reduce((/** @type {number} */ sum, /** @type {any} */ one) => sum + one.bytes, 0))}</span><span class="grow"></span>
-          <a class="btn small" href=${`/v1/runs/${run.id}/artifacts.tar`} download><${Icon} name="save" />Download all</a></header>
-        <table class="table"><thead><tr><th>File</th><th class="right">Size</th></tr></thead>
-          <tbody>${page.data.map((/** @type {any} */ one) => html`<tr key=${one.path}><td class="mono"><a href=${href(one.path)} download>${one.path}</a></td><td class="right num">${format.bytes(one.bytes)}</td></tr>`)}</tbody></table>
-        ${page.left_out > 0 && html`<p class="state sub">${format.counted(page.left_out, 'file')} with unprintable names ${page.left_out === 1 ? 'is' : 'are'} not listed.</p>`}
-      </section>`}<//>`;
+  const path = `/v1/runs/${run.id}/artifacts`;
+  const files = useResource((signal) => get(path, {}, signal), run.fine_tuned_model ? `${run.id} ${run.status}` : null);
+  return html`<div class="side">
+    ${run.fine_tuned_model
+      ? html`<${Loaded} resource=${files} what="files">${(/** @type {any} */ page) => html`<${Table} title="Output" path=${path} page=${page} archive=${`${path}.tar`} />`}<//>`
+      : html`<section class="box"><${Empty} title="No output yet."><p class="muted">A run writes its output when it completes. A checkpoint of a stopped or failed run can be exported.</p><//></section>`}
+    ${(store.attempts.value ?? []).map((one) => html`<${Records} key=${one.attempt} runId=${run.id} attempt=${one} />`)}
+  </div>`;
+}
+
+/** @param {{ runId: string, attempt: any }} props */
+function Records({ runId, attempt }) {
+  const [isOpen, setOpen] = useState(false);
+  const path = `/v1/runs/${runId}/attempts/${attempt.attempt}/artifacts`;
+  const files = useResource((signal) => get(path, {}, signal), isOpen ? path : null);
+  const outcome = attempt.outcome?.replaceAll('_', ' ') ?? 'running';
+  return html`<details class="box group" onToggle=${(/** @type {any} */ event) => setOpen(event.target.open)}>
+    <summary>Records of attempt ${attempt.attempt}<span class="muted">${outcome}: metrics, memory profile, distributions, TensorBoard files</span></summary>
+    ${isOpen && html`<${Loaded} resource=${files} what="records">${(/** @type {any} */ page) => page.data.length > 0
+      ? html`<${Table} title="Files" path=${path} page=${page} />`
+      : html`<p class="state muted">The attempt wrote no records.</p>`}<//>`}
+  </details>`;
+}
+
+/** @param {{ title: string, path: string, page: any, archive?: string }} props */
+function Table({ title, path, page, archive }) {
+  const href = (/** @type {string} */ name) => `${path}/${name.split('/').map(encodeURIComponent).join('/')}`;
+  const size = page.data.reduce((/** @type {number} */ sum, /** @type {any} */ one) => sum + one.bytes, 0);
+  return html`<section class="box scroll" tabindex="0" role="region" aria-label=${title}>
+    <header><h2>${title}</h2><span class="sub num">${format.counted(page.data.length, 'file')}, ${format.bytes(size)}</span><span class="grow"></span>
+      ${archive && html`<a class="btn small" href=${archive} download><${Icon} name="save" />Download all</a>`}</header>
+    <table class="table"><thead><tr><th>File</th><th class="right">Size</th></tr></thead>
+      <tbody>${page.data.map((/** @type {any} */ one) => html`<tr key=${one.path}><td class="mono"><a href=${href(one.path)} download>${one.path}</a></td><td class="right num">${format.bytes(one.bytes)}</td></tr>`)}</tbody></table>
+    ${page.left_out > 0 && html`<p class="state sub">${format.counted(page.left_out, 'file')} with unprintable names ${page.left_out === 1 ? 'is' : 'are'} not listed.</p>`}
+  </section>`;
 }
