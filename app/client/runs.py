@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from app.client.api_resource import ApiResource, request_body, without_none
+from app.client.curve_plot import CurvePlot
 from app.client.download import download, download_file
 from app.client.event_stream import Follower
 from app.client.sync_async import M, call, stream
-from app.contracts.events import Event
+from app.contracts.events import EvalEvent, Event, MetricEvent, StatusEvent
 from app.contracts.field_types import GgufType
 from app.contracts.schemas.artifacts import Artifact, Artifacts
 from app.contracts.schemas.checkpoints import CheckpointRead
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 STREAM_PATIENCE = 600.0
 """Default number of seconds during which a stream tries to reconnect."""
 _LARGEST_ID = 2**62
+_MOST_PLOTTED = 4000
 
 
 class Runs(ApiResource[M]):
@@ -278,6 +280,41 @@ class Runs(ApiResource[M]):
             RunMetrics, f"/runs/{run_id}/metrics", names=wanted, max_points=max_points, from_step=from_step,
             to_step=to_step,
         )  # fmt: skip
+
+    @call
+    async def plot(
+        self,
+        run_id: str,
+        *,
+        names: Sequence[str] = ("loss", "eval_loss"),
+        follow: bool = True,
+        patience: float = STREAM_PATIENCE,
+    ) -> None:
+        """Draw curves of a run below the cell of a notebook, and again while it trains, until it ends.
+
+        `names` are those of `metrics`; losses share their axes. With `follow=False`, draw once. Needs matplotlib and
+        IPython. To stop watching, interrupt the cell; the run goes on.
+        """
+        run = await self._session.get(RunRead, f"/runs/{run_id}")
+        plot = CurvePlot(run.name, names)
+        path, wanted = f"/runs/{run.id}/metrics", ",".join(names)
+        metrics = await self._session.get(RunMetrics, path, names=wanted, max_points=_MOST_PLOTTED)
+        plot.load(metrics)
+        plot.draw(run.status.value, now=True)
+        if not follow or run.finished_at is not None:
+            return
+        params = {"types": "metric,eval,status", "after": metrics.last_seq}
+        follower = Follower(self._session, f"/runs/{run.id}/events", params, after=metrics.last_seq)
+        status = run.status.value
+        async with aclosing(follower.follow(patience)) as events:
+            async for event in events:
+                if isinstance(event, MetricEvent | EvalEvent):
+                    plot.add(event)
+                elif isinstance(event, StatusEvent):
+                    status = event.to
+                plot.draw(status)
+        plot.load(await self._session.get(RunMetrics, path, names=wanted, max_points=_MOST_PLOTTED))
+        plot.draw((await self._session.get(RunRead, f"/runs/{run.id}")).status.value, now=True)
 
     @stream
     async def checkpoints(

@@ -1,10 +1,12 @@
-"""Methods of `client.workers`."""
+"""Methods of `client.workers` and `client.models`: what the machines of the service run, and what they have."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from app.client.api_resource import ApiResource
-from app.client.sync_async import M, stream
+from app.client.sync_async import M, call, stream
+from app.contracts.schemas.models import ModelRead
+from app.contracts.schemas.page import Page
 from app.contracts.schemas.workers import WorkerRead
 
 
@@ -17,3 +19,12 @@ class Workers(ApiResource[M]):
         async with aclosing(self._items("/workers", WorkerRead, {}, limit, after)) as items:
             async for item in items:
                 yield item
+
+
+class Models(ApiResource[M]):
+    """Base models on the server."""
+
+    @call
+    async def list(self) -> list[ModelRead]:
+        """Return the base models below the models roots of the server, by name."""
+        return (await self._session.get(Page[ModelRead], "/models")).data
