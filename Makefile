@@ -12,7 +12,7 @@ comma := ,
 # Where this is set, every process would compile PyTorch's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo up test test-all lint checked bench venv chaos mutants fuzz resume-matrix methods estimates prediction docs reference vendor soak
+.PHONY: demo up test test-all lint checked bench venv chaos mutants fuzz resume-matrix methods estimates prediction docs reference pictures vendor soak
 
 demo: $(SERVICE)  ## fine-tune a small model through the service and watch; MODEL=<hub name> for another
 	@$(BIN)/anneal demo $(if $(MODEL),--model '$(MODEL)')
@@ -61,6 +61,9 @@ docs: .venv/.docs reference  ## build the documentation site into build/site; SE
 
 reference: $(READY)  ## write the reference pages of docs/reference from the code
 	@$(BIN)/python -m docs.generator
+
+pictures: $(READY)  ## take the pictures of the documentation from real runs; needs Chromium
+	@PICTURES=docs/assets $(BIN)/python -m pytest -m full tests/e2e/test_pictures.py
 
 vendor: $(READY)  ## build the vendored files of the dashboard from their npm packages
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m app.web.vendoring

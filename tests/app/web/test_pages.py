@@ -166,6 +166,7 @@ class TestNewRun:
         page.get_by_role("radio", name="QLoRA").focus()
         page.keyboard.press("ArrowRight")
         expect(page.get_by_role("radio", name="LoRA Adapter on full weights", exact=True)).to_be_checked()
+        expect(page.locator("#field-lora_r")).to_have_value("")
         page.locator("#field-lora_r").fill("none")
         page.locator("#field-learning_rate").fill("many")
         expect(page.get_by_text("This is not a number.")).to_be_visible()

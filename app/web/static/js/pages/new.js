@@ -238,7 +238,7 @@ function Placement({ values, errors, onValue }) {
 /** @param {{ field: import('../new_run_form.js').FormField, value: unknown, text: string | undefined, error: string | undefined, onChange: (text: string) => void }} props */
 function Field({ field, value, text, error, onChange }) {
   const id = `field-${field.name}`;
-  const shown = text ?? textOf(field, value === undefined ? null : value);
+  const shown = text ?? textOf(field, value);
   const about = { id, 'aria-describedby': `${id}-about`, 'aria-invalid': error ? 'true' : undefined };
   const onInput = (/** @type {any} */ event) => onChange(event.target.value);
   const fallback = field.fallback == null ? 'none' : textOf(field, field.fallback);
@@ -307,7 +307,7 @@ function Estimate({ estimate }) {
     ${others.length > 0 && html`<details><summary class="sub">${format.counted(others.length, 'other device')}</summary><ul class="checks">${others.map((/** @type {any} */ one) => html`<li class=${one.fits === false ? 'warning-text' : 'sub'}>${one.device.name}: ${one.reason}</li>`)}</ul></details>`}
     <dl class="kv left"><dt>Steps</dt><dd class="num">${format.integer(estimate.steps)}</dd><dt>Tokens</dt><dd class="num">${format.integer(estimate.tokens)}</dd><dt>Time</dt><dd class="num">${format.duration(estimate.seconds)}</dd>
       ${estimate.cost && html`<dt>Cost</dt><dd class="num">${estimate.cost.amount?.toFixed(2)} ${estimate.cost.currency}</dd>`}</dl>
-    <p class="sub">${Object.entries(estimate.confidence).filter(([, basis]) => basis != null).map(([name, basis]) => `${name === 'seconds' ? 'Time' : 'Memory'} ${BASES[/** @type {string} */ (basis)] ?? basis}`).join('; ')}</p>
+    <p class="sub">${Object.entries(estimate.confidence).filter(([, basis]) => basis != null).map(([name, basis]) => `${name === 'seconds' ? 'time' : 'memory'} ${BASES[/** @type {string} */ (basis)] ?? basis}`).join('; ').replace(/^./, (first) => first.toUpperCase())}</p>
     ${estimate.unknown.length > 0 && html`<details><summary class="sub">${format.counted(estimate.unknown.length, 'value')} unknown</summary><ul class="checks">${estimate.unknown.map((/** @type {any} */ one) => html`<li class="sub"><code>${one.field}</code> ${one.reason}</li>`)}</ul></details>`}
     ${estimate.assumptions.length > 0 && html`<details><summary class="sub">Assumptions</summary><ul class="checks">${estimate.assumptions.map((/** @type {string} */ one) => html`<li class="sub">${one}</li>`)}</ul></details>`}
   </div></section>`;

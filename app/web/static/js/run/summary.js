@@ -29,14 +29,20 @@ export function Summary({ store }) {
       ${run.total_steps > 0 && html`<${Bar} value=${run.current_step / run.total_steps} status=${run.status} label="Progress" />`}
     <//>
     <${When} store=${store} now=${now} />
-    <${Tile} label="Train loss" value=${format.loss(latest('loss'))} note=${run.best_loss != null && `lowest ${format.loss(run.best_loss)}`} />
-    <${Tile} label=${run.config.method === 'rlhf' ? 'Eval reward' : 'Eval loss'} value=${format.loss(latest(`eval.${evalName}`))} note=${run.best_eval != null && `best ${format.loss(run.best_eval)}`} />
+    <${Tile} label="Train loss" value=${format.loss(latest('loss'))} note=${run.best_loss != null && `lowest ${format.loss(best(Math.min, run.best_loss, latest('loss')))}`} />
+    <${Tile} label=${run.config.method === 'rlhf' ? 'Eval reward' : 'Eval loss'} value=${format.loss(latest(`eval.${evalName}`))} note=${run.best_eval != null && `best ${format.loss(best(evalName === 'eval_loss' ? Math.min : Math.max, run.best_eval, latest(`eval.${evalName}`)))}`} />
     <${Tile} label="Throughput" value=${tokens != null ? format.integer(tokens) : format.significant(latest('samples_per_second'))} unit=${tokens != null ? 'tokens/s' : 'rows/s'}
       note=${latest('extra.mfu') != null && `MFU ${format.percent(/** @type {number} */ (latest('extra.mfu')), 1)}`} />
     ${memory != null && html`<${Tile} label="GPU memory" value=${format.gib(memory)} unit="GiB" note=${run.estimate?.memory_mb?.total && `estimated ${format.gib(run.estimate.memory_mb.total)} GiB`} />`}
     <${Tile} label="Epoch" value=${(run.current_epoch ?? 0).toFixed(2)} unit=${run.config.epochs && !run.config.max_steps ? `of ${run.config.epochs}` : ''} note=${facts} />
   </div><${Timeline} store=${store} now=${now} /></section>`;
 }
+
+/**
+ * The run is read some seconds after its newest point arrived, which may be the best one.
+ * @param {(...values: number[]) => number} pick @param {number} known @param {number | null} newest
+ */
+const best = (pick, known, newest) => (newest == null ? known : pick(known, newest));
 
 /** @param {any} run */
 function configFacts(run) {
