@@ -10,7 +10,7 @@ from tests.browser import sign_in, window
 from tests.e2e.conftest import TrainingStack
 from tests.nodes import ROOT
 
-PICTURES = ("dashboard-run", "dashboard-runs", "dashboard-compare", "dashboard-new")
+PICTURES = ("dashboard-run", "dashboard-run-dark", "dashboard-runs", "dashboard-compare", "dashboard-new")
 _QUIET = 300
 """Milliseconds in which charts have drawn what they have."""
 
@@ -46,9 +46,7 @@ def test_the_pictures_show_runs_in_training(stack: TrainingStack, chromium: Brow
             _save(page, folder / "dashboard-new.png")
     stack.stop(live, save_checkpoint=False)
     stack.until(live, "cancelled", timeout=60)
-    assert {path.name for path in folder.glob("dashboard-*.png")} == {
-        "dashboard-run.png", "dashboard-run-dark.png", "dashboard-runs.png", "dashboard-compare.png", "dashboard-new.png",
-    }  # fmt: skip
+    assert {path.stem for path in folder.glob("dashboard-*.png")} == set(PICTURES)
 
 
 def _shoot(page: Page, address: str, path: Path, *, charts: int) -> None:
