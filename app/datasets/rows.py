@@ -11,6 +11,9 @@ from app.contracts.schemas.datasets import DatasetRow, DatasetRows
 
 _MOST_TEXT = 2000
 _MOST_ITEMS = 50
+_MOST_OF_A_ROW = 128 * 1024
+"""Characters of all values of a row."""
+
 _MOST_BYTES = 256 * 1024
 _CUT = "… (cut)"
 
@@ -33,7 +36,7 @@ def read(file: Path, cursor: str | None, limit: int) -> DatasetRows:
                 raise _unknown_cursor()
         while len(rows) < limit and size < _MOST_BYTES and (raw := stream.readline()):
             line += 1
-            shown = _cut(json.loads(raw))
+            shown = _Cut().cut(json.loads(raw))
             size += len(json.dumps(shown))
             rows.append(DatasetRow(line=line, row=shown))
         end = stream.tell()
@@ -55,11 +58,23 @@ def _unknown_cursor() -> Exception:
     return invalid([FieldError(field="after", code="unknown_cursor", message=message)])
 
 
-def _cut(value: Any) -> Any:
-    if isinstance(value, str):
-        return value if len(value) <= _MOST_TEXT else value[:_MOST_TEXT] + _CUT
-    if isinstance(value, list):
-        return [_cut(one) for one in value[:_MOST_ITEMS]] + ([_CUT] if len(value) > _MOST_ITEMS else [])
-    if isinstance(value, dict):
-        return {name: _cut(one) for name, one in list(value.items())[:_MOST_ITEMS]}
-    return value
+class _Cut:
+    """Cuts the values of one row: each text, list and object to its limit, and all together to that of a row."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_OF_A_ROW
+
+    def cut(self, value: Any) -> Any:
+        if isinstance(value, str):
+            text = value[: min(_MOST_TEXT, self._left)]
+            self._left -= len(text)
+            return value if len(text) == len(value) else text + _CUT
+        if isinstance(value, list):
+            kept = [self.cut(one) for one in value[:_MOST_ITEMS] if self._left > 0]
+            return kept if len(kept) == len(value) else [*kept, _CUT]
+        if isinstance(value, dict):
+            found = {name: self.cut(one) for name, one in list(value.items())[:_MOST_ITEMS] if self._left > 0}
+            self._left -= sum(map(len, found))
+            return found if len(found) == len(value) else {**found, "…": _CUT}
+        self._left -= 1
+        return value

@@ -66,6 +66,19 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingStack]:
     stack.close()
 
 
+@pytest.fixture
+def ends(stack: TrainingStack) -> Iterator[None]:
+    """Leave the API up and nothing in training, also after a failure: further tests use the same stack."""
+    yield
+    if stack.api.process.poll() is not None:
+        stack.api.start()
+        stack.api.wait_until_up()
+    live = stack.client.get("/v1/runs", params={"status": ["pending", "initializing", "running", "checkpointing"]})
+    for run in live.json()["data"]:
+        stack.stop(run["id"], save_checkpoint=False)
+        stack.until(run["id"], "cancelled", "completed", "failed", timeout=60)
+
+
 @pytest.fixture(scope="session")
 def undisturbed(stack: TrainingStack) -> str:
     """A run from beginning to end that nobody disturbs; its id."""

@@ -12,6 +12,8 @@ from tests.e2e.conftest import TrainingStack
 from tests.waiting import eventually
 from tests.worker.training.tiny import make_chat_dataset
 
+pytestmark = pytest.mark.usefixtures("ends")
+
 _TRAINING_MS = 120_000
 _AWAY = ("ERR_", "status of 50")
 """Console lines of a browser whose service or whose service's database is away."""

@@ -48,3 +48,13 @@ def test_long_values_are_cut_and_large_rows_end_a_page(tmp_path: Path) -> None:
     page = rows.read(file, None, 100)
     assert 2 <= len(page.data) < 10 and page.has_more and page.next is not None
     assert rows.read(file, page.next, 1).data[0].line == page.data[-1].line + 1
+
+
+def test_a_nested_row_and_an_object_of_many_keys_are_cut_with_a_mark(tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    nested = {str(a): {str(b): {str(c): "x" * 1000 for c in range(40)} for b in range(40)} for a in range(3)}
+    keys = {str(number): None for number in range(60)}
+    file.write_text("".join(json.dumps(one) + "\n" for one in (nested, keys)))
+    page = rows.read(file, None, 2).data
+    assert len(json.dumps(page[0].row)) < 200_000 and page[0].row["…"] == "… (cut)"
+    assert list(page[1].row) == [*map(str, range(50)), "…"]

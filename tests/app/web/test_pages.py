@@ -130,6 +130,40 @@ class TestRun:
             expect(page.locator(".chip").first).to_have_text("Stopped")
             assert shared_api.client.get(f"/v1/runs/{child}").json()["status"] == "cancelled"
 
+    def test_says_so_while_it_cannot_be_read_and_reads_it_again(
+        self, chromium: Browser, shared_api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        trainer = start(shared_api, engine, dataset, name="unread")
+        steps(trainer, 1, 2)
+        with window(chromium, shared_api.url, expected=("ERR_FAILED",)) as context:
+            page = sign_in(context, shared_api.client)
+            page.route("**/logs/lines*", lambda route: route.abort())
+            page.goto(f"/runs/{trainer.run_id}")
+            lost = page.get_by_role("status").filter(has_text="Connection lost")
+            expect(lost).to_be_visible()
+            page.unroute("**/logs/lines*")
+            expect(page.get_by_role("log").locator(".ln")).to_have_count(2)
+            expect(lost).to_have_count(0)
+
+
+class TestDatasets:
+    def test_a_refused_file_shows_each_wrong_line_and_stores_nothing(
+        self, chromium: Browser, shared_api: ApiServer
+    ) -> None:
+        rows = b'{"text": "right"}\n{"text": 7}\n{"text": "right"}\nno JSON\n'
+        with window(chromium, shared_api.url, expected=("status of 422",)) as context:
+            page = sign_in(context, shared_api.client)
+            page.goto("/datasets")
+            page.get_by_label("Files to upload").set_input_files(
+                [{"name": "wrong.jsonl", "mimeType": "application/jsonl", "buffer": rows}]
+            )
+            upload = page.get_by_role("region", name="Upload of wrong.jsonl")
+            expect(upload).to_contain_text("rejected, nothing was stored")
+            expect(upload.get_by_role("listitem")).to_have_count(2)
+            for line in ("line 2", "line 4"):
+                expect(upload.get_by_role("listitem").filter(has_text=line)).to_have_count(1)
+        assert shared_api.client.get("/v1/datasets", params={"search": "wrong"}).json()["data"] == []
+
 
 class TestLog:
     def test_a_search_leads_into_the_middle_and_scrolling_to_both_ends(

@@ -103,6 +103,7 @@ export class RunStore {
         this.error.value = error;
         if (!error.isTemporary) return;
         this.closeStream();
+        connection.value = 'lost';
         await new Promise((resolve) => setTimeout(resolve, wait));
         if (aborted.aborted) return;
       }
