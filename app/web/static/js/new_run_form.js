@@ -35,7 +35,7 @@ export function fieldOf(name, property, definitions) {
   const kinds = parts.filter((/** @type {any} */ one) => one.type !== 'null');
   const main = kinds[0] ?? {};
   const field = {
-    name, description: property.description ?? main.description ?? '', fallback: property.default, isNullable,
+    name, description: property.description ?? main.description ?? '', fallback: property.default ?? defaultsOf(main), isNullable,
     choices: /** @type {string[]} */ ([]), min: main.minimum ?? main.exclusiveMinimum, max: main.maximum ?? main.exclusiveMaximum,
   };
   if (kinds.length === 1) {
@@ -52,13 +52,32 @@ export function fieldOf(name, property, definitions) {
 }
 
 /**
- * True for a value that the field has anyway; objects may leave out what has its default.
+ * Default of an object whose fields all have one; undefined for others.
+ * @param {any} definition
+ */
+function defaultsOf(definition) {
+  const fields = Object.entries(definition.properties ?? {});
+  if (fields.length === 0 || !fields.every(([, one]) => 'default' in one)) return undefined;
+  return Object.fromEntries(fields.map(([name, one]) => [name, one.default]));
+}
+
+/**
+ * True for values that are the same, whatever the order of their fields; null and nothing at all are.
+ * @param {unknown} one @param {unknown} other
+ */
+export function same(one, other) {
+  const sorted = (/** @type {string} */ _name, /** @type {any} */ value) =>
+    value !== null && typeof value === 'object' && !Array.isArray(value) ? Object.fromEntries(Object.entries(value).toSorted(([a], [b]) => (a < b ? -1 : 1))) : value;
+  return JSON.stringify(one ?? null, sorted) === JSON.stringify(other ?? null, sorted);
+}
+
+/**
+ * True for a value that the field has anyway.
  * @param {FormField | undefined} field @param {unknown} value
  */
 export function isDefault(field, value) {
-  const isEmpty = value == null || (typeof value === 'object' && Object.keys(value).length === 0);
-  if (field?.fallback == null) return isEmpty;
-  return JSON.stringify(value) === JSON.stringify(field.fallback);
+  if (field?.fallback == null) return value == null || (typeof value === 'object' && Object.keys(value).length === 0);
+  return same(value, field.fallback);
 }
 
 /** Text for no value, where the default is a value. */

@@ -38,7 +38,7 @@ export function Frame({ icon, children }) {
       </nav>
       <span class="grow"></span>
       <span class="conn" data-state=${connection.value} role="status">${CONNECTION[connection.value] && html`<i></i><span class="hide-s">${CONNECTION[connection.value]}</span>`}</span>
-      ${may('write') && html`<a class="btn primary small" href="/new"><${Icon} name="plus" />New run</a>`}
+      ${may('write') && html`<a class="btn primary small" href="/new" aria-label="New run"><${Icon} name="plus" /><span class="hide-s">New run</span></a>`}
       <${Account} />
     </header>
     <main class="page" id="main" tabindex="-1">${children}</main>`;

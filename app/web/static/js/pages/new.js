@@ -5,7 +5,7 @@ import { get, post } from '../api.js';
 import { Choice, Copy } from '../components/controls.js';
 import { Failure, Loading, Prose } from '../components/states.js';
 import * as format from '../format.js';
-import { curlOf, groupsOf, isDefault, NONE, requestOf, textOf, valueOf, yamlOf } from '../new_run_form.js';
+import { curlOf, groupsOf, isDefault, NONE, requestOf, same, textOf, valueOf, yamlOf } from '../new_run_form.js';
 import { useAction, useResource, useSettled } from '../resource.js';
 import { go, query } from '../router.js';
 import { may } from '../session.js';
@@ -119,7 +119,7 @@ function Form({ schema, start, place }) {
     const { [name]: _value, ...rest } = config;
     try {
       const value = valueOf(field, text);
-      const isUnset = value === undefined || JSON.stringify(value) === JSON.stringify(field.fallback ?? null);
+      const isUnset = value === undefined || same(value, field.fallback);
       setDraft({ ...draft, texts: others, config: isUnset ? rest : { ...config, [name]: value } });
     } catch {
       setDraft({ ...draft, texts: { ...texts, [name]: text } });

@@ -4,9 +4,10 @@ import { html, useState } from '../../vendor/preact.js';
 import { get } from '../api.js';
 import { Copy } from '../components/controls.js';
 import * as format from '../format.js';
+import { groupsOf, isDefault, same } from '../new_run_form.js';
 import { useResource } from '../resource.js';
 
-/** @typedef {{ field: string, used: unknown, requested: unknown, parent: unknown, fallback: unknown, reason: string }} Row */
+/** @typedef {{ field: string, used: unknown, parent: unknown, fallback: unknown, isDefault: boolean, reason: string }} Row */
 
 /** @param {{ store: import('../run_store.js').RunStore }} props */
 export function Configuration({ store }) {
@@ -14,40 +15,32 @@ export function Configuration({ store }) {
   const [isShort, setShort] = useState(true);
   const parent = useResource((signal) => get(`/v1/runs/${run.parent_run_id}`, {}, signal), run.parent_run_id);
   const schema = useResource((signal) => get('/v1/config-schema', {}, signal), 'config-schema');
-  const defaults = defaultsOf(schema.data);
-  const rows = rowsOf(run, parent.data, defaults, store.replaced());
-  const shown = rows.filter((row) => !isShort || row.reason || !same(row.used, row.fallback) || (parent.data && !same(row.used, row.parent)));
+  const fields = new Map((schema.data ? groupsOf(schema.data) : []).flatMap((one) => one.fields.map((field) => [field.name, field])));
+  const rows = rowsOf(run, parent.data, fields, store.replaced());
+  const shown = rows.filter((row) => !isShort || row.reason || !row.isDefault || (parent.data && !same(row.used, row.parent)));
   return html`<section class="box scroll" tabindex="0" role="region" aria-label="Configuration">
     <header><h2>Configuration</h2><label class="check"><input type="checkbox" checked=${isShort} onChange=${(/** @type {any} */ event) => setShort(event.target.checked)} />Only what differs</label><span class="grow"></span>
       <${Copy} text=${JSON.stringify(run.config, null, 2)} shown="Copy as JSON" label="Copy the configuration" />
       <a class="btn small" href=${`/new?from=${run.id}`}>New run like this</a></header>
     <table class="table"><thead><tr><th>Field</th><th>Used</th><th>Default</th>${parent.data && html`<th>In ${parent.data.name}, resumed from</th>`}<th>Reason</th></tr></thead>
-      <tbody>${shown.map((row) => html`<tr key=${row.field}><td class="mono">${row.field}</td><td class="mono"><b>${format.configValue(row.used)}</b></td>
-        <td class="mono muted">${same(row.used, row.fallback) ? html`<span class="faint">same</span>` : format.configValue(row.fallback)}</td>
+      <tbody>${shown.map((row) => html`<tr key=${row.field}><td class="mono nowrap">${row.field}</td><td class="mono"><b>${format.configValue(row.used)}</b></td>
+        <td class="mono muted">${row.isDefault ? html`<span class="faint">same</span>` : format.configValue(row.fallback)}</td>
         ${parent.data && html`<td class="mono muted">${same(row.used, row.parent) ? html`<span class="faint">same</span>` : format.configValue(row.parent)}</td>`}
         <td class="muted">${row.reason}</td></tr>`)}</tbody></table>
     ${shown.length === 0 && html`<p class="state muted">Every field has its default.</p>`}
   </section>`;
 }
 
-/** @param {any} schema @returns {Record<string, unknown>} */
-function defaultsOf(schema) {
-  return Object.fromEntries(Object.entries(schema?.properties ?? {}).map(([name, field]) => [name, /** @type {any} */ (field).default]));
-}
-
 /**
- * @param {any} run @param {any} parent @param {Record<string, unknown>} defaults
+ * @param {any} run @param {any} parent @param {Map<string, import('../new_run_form.js').FormField>} fields
  * @param {{ field: string, reason: string }[]} replaced
  * @returns {Row[]}
  */
-export function rowsOf(run, parent, defaults, replaced) {
+function rowsOf(run, parent, fields, replaced) {
   const used = { ...run.config, ...run.effective_config };
   const reasons = new Map(replaced.map((one) => [one.field, one.reason]));
   const before = { ...parent?.config, ...parent?.effective_config };
   return Object.keys(used).sort().map((field) => ({
-    field, used: used[field], requested: run.config[field], parent: before[field], fallback: defaults[field], reason: reasons.get(field) ?? '',
+    field, used: used[field], parent: before[field], fallback: fields.get(field)?.fallback, isDefault: isDefault(fields.get(field), used[field]), reason: reasons.get(field) ?? '',
   }));
 }
-
-/** @param {unknown} one @param {unknown} other */
-const same = (one, other) => JSON.stringify(one ?? null) === JSON.stringify(other ?? null);
