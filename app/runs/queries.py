@@ -35,13 +35,10 @@ _NUMBERS = ("current_epoch", "best_loss")
 _MOMENTS = ("created_at", "started_at", "finished_at", "stop_requested_at")
 
 
-def _shown(*, full: bool) -> ColumnElement[str]:
-    """Return the expression for a run's own columns in a list, as JSON.
-
-    Postgres serializes them: parsing, validating and serializing fifty runs in Python takes ten times as long as the
-    query.
-    """
-    shown = {name: f"runs.{name}" for name in (*SUMMARY, *FULL)} if full else {name: f"runs.{name}" for name in SUMMARY}
+def _shown(*, full: bool) -> dict[str, str]:
+    """Return the expressions for a run's own columns in a list, by name."""
+    shown = {"id": "runs.id", "last_seq": "runs.event_seq"}
+    shown |= {name: f"runs.{name}" for name in ((*SUMMARY, *FULL) if full else SUMMARY)}
     # JSON has no non-finite numbers.
     shown |= {name: f"CASE WHEN runs.{name} NOT IN {_NOT_FINITE} THEN runs.{name} END" for name in _NUMBERS}
     shown |= {name: f"to_char(runs.{name} AT TIME ZONE 'UTC', '{_RFC_3339}')" for name in _MOMENTS}
@@ -52,16 +49,15 @@ def _shown(*, full: bool) -> ColumnElement[str]:
             shown[name] = f"cast('{model().model_dump_json()}' AS jsonb) || runs.{name}"
         shown["reward_run_ids"] = _REWARD_RUN_IDS
         shown["extra_eval_datasets"] = EXTRA_EVAL_DATASETS
-    pairs = ", ".join(f"'{name}', {value}" for name, value in shown.items())
-    return literal_column(f"cast(json_build_object({pairs}) AS text)", Text)
+    return shown
 
 
-def _row() -> ColumnElement[str]:
-    """Return the expression for a run in a table of many, as JSON without nulls."""
+def _row() -> dict[str, str]:
+    """Return the expressions for a run in a table of many, by name."""
     moment = "to_char(runs.{} AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS\"Z\"')"
     # As float4, a number has seven digits and not seventeen.
     number = f"CASE WHEN {{0}} NOT IN {_NOT_FINITE} AND abs({{0}}) < 1e38 THEN cast({{0}} AS float4) END"
-    shown = {
+    return {
         "id": "runs.id",
         "name": "runs.name",
         "task": "nullif(runs.task, 'train')",
@@ -82,8 +78,17 @@ def _row() -> ColumnElement[str]:
         "started_at": moment.format("started_at"),
         "finished_at": moment.format("finished_at"),
     }
-    pairs = ", ".join(f"'{name}', {value}" for name, value in shown.items())
-    return literal_column(f"cast(json_strip_nulls(json_build_object({pairs})) AS text)", Text)
+
+
+def _as_json(shown: dict[str, str], *, strip: bool = False) -> ColumnElement[str]:
+    """Return the expression for an object of these values, as a text; with `strip`, without nulls.
+
+    Postgres serializes them: parsing, validating and serializing fifty runs in Python takes ten times as long as the
+    query. `row_to_json` is quicker than `json_build_object`, and writes no spaces.
+    """
+    columns = ", ".join(f"{value} AS {name}" for name, value in shown.items())
+    row = "json_strip_nulls(row_to_json(shown))" if strip else "row_to_json(shown)"
+    return literal_column(f"(SELECT cast({row} AS text) FROM (SELECT {columns}) AS shown)", Text)
 
 
 View = Literal["summary", "full", "row"]
@@ -95,9 +100,9 @@ def _view(shown: ColumnElement[str], furthest: ColumnElement[Any]) -> Select[*tu
 
 
 _VIEWS: dict[View, Select[*tuple[Any, ...]]] = {
-    "summary": _view(_shown(full=False), literal_column("NULL")),
-    "full": _view(_shown(full=True), preferred_place(Run.__table__.c)),
-    "row": _view(_row(), literal_column("NULL")),
+    "summary": _view(_as_json(_shown(full=False)), literal_column("NULL")),
+    "full": _view(_as_json(_shown(full=True)), preferred_place(Run.__table__.c)),
+    "row": _view(_as_json(_row(), strip=True), literal_column("NULL")),
 }
 
 

@@ -52,6 +52,7 @@ async def _fields(session: AsyncSession, storage: Storage, run: Run) -> dict[str
     # A run that was never claimed has neither checkpoints nor metrics, so its creation does not wait for them.
     saved = await preferred(session, run) if run.attempt else None
     derived = _derived(storage, run) | _derived_full(storage, run, [saved.step, saved.attempt] if saved else None)
+    derived |= {"id": run.id, "last_seq": run.event_seq}
     reward_runs = await service.reward_run_ids(session, run)
     expected, real = await estimate_and_measurements(session, run, probe.seconds_of_step(history))
     result = await probe.probe_result(session, run, expected, real)
@@ -79,11 +80,11 @@ def run_page(
     items = []
     for row in rows:
         prediction = predictions.get(row.id)
-        more: dict[str, Any] = {"prediction": prediction.model_dump(mode="json") if prediction else None}
+        more = _derived(storage, row)
+        more["prediction"] = prediction.model_dump(mode="json") if prediction else None
         if full:
             more |= _derived_full(storage, row, row.furthest)
-        head = to_json(_derived(storage, row) | more).decode()
-        items.append(f"{head[:-1]},{row.shown[1:]}")
+        items.append(f"{row.shown[:-1]},{to_json(more).decode()[1:]}")
     return f'{{"data":[{",".join(items)}],"has_more":{"true" if has_more else "false"}}}'.encode()
 
 
@@ -113,7 +114,7 @@ def row_page(
 def _derived(storage: Storage, run: Any) -> dict[str, Any]:
     """Return fields of every run in a list that are not columns of the same name."""
     output = None if run.output_attempt is None else storage.shown(run.id, run.output_attempt, "output")
-    return {"id": run.id, "last_seq": run.event_seq, "fine_tuned_model": output}
+    return {"fine_tuned_model": output}
 
 
 def _derived_full(storage: Storage, run: Any, furthest: list[int] | None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 // Log of a run: a window of rows, of which only those in sight are in the page.
 
 import { html, useEffect, useLayoutEffect, useRef, useState } from '../../vendor/preact.js';
-import { get } from '../api.js';
+import { ApiError, get } from '../api.js';
 import { Icon } from '../components/icon.js';
 import * as format from '../format.js';
 import { marked, rowsInSight } from '../log_window.js';
@@ -52,29 +52,22 @@ export function Log({ store, height }) {
     const isNearEnd = element.scrollHeight - element.scrollTop - element.clientHeight < 40 * ROW_HEIGHT;
     if (isNearEnd && !store.log.isAtEnd) {
       reading.current = true;
-      try {
-        await store.readNewerLines();
-      } finally {
-        reading.current = false;
-      }
+      await attempted(store.readNewerLines());
+      reading.current = false;
       return;
     }
     if (element.scrollTop > 40 * ROW_HEIGHT || !store.log.hasOlder) return;
     reading.current = true;
-    try {
-      const before = element.scrollHeight;
-      await store.readOlderLines();
-      // The lines in sight stay where they are.
-      requestAnimationFrame(() => {
-        element.scrollTop += element.scrollHeight - before;
-        reading.current = false;
-      });
-    } catch {
-      reading.current = false; // scrolling tries again
-    }
+    const before = element.scrollHeight;
+    await attempted(store.readOlderLines());
+    // The lines in sight stay where they are.
+    requestAnimationFrame(() => {
+      element.scrollTop += element.scrollHeight - before;
+      reading.current = false;
+    });
   };
   const toEnd = async () => {
-    if (!store.log.isAtEnd) await store.readLog();
+    if (!store.log.isAtEnd) await attempted(store.readLog());
     setFollowing(true);
   };
   const show = async (/** @type {number} */ index) => {
@@ -83,7 +76,7 @@ export function Log({ store, height }) {
     setHit(index);
     setFollowing(false);
     setLevel('');
-    await store.showLine(seq);
+    await attempted(store.showLine(seq));
     requestAnimationFrame(() => {
       const row = store.log.lines.findIndex((line) => line.seq === seq);
       if (box.current && row >= 0) box.current.scrollTop = Math.max(0, row * ROW_HEIGHT - box.current.clientHeight / 2);
@@ -114,6 +107,14 @@ export function Log({ store, height }) {
     </div>
   </section>`;
 }
+
+/**
+ * Wait for a read of the log, whether it succeeds or not: what is shown stays, and the next scroll or click reads again.
+ * @param {Promise<void>} read
+ */
+const attempted = (read) => read.catch((error) => {
+  if (!(error instanceof ApiError) && error.name !== 'AbortError') throw error;
+});
 
 /** @param {{ line: import('../log_window.js').Line, wanted: string, isHit: boolean }} props */
 const Row = ({ line, wanted, isHit }) => html`<div class=${isHit ? 'ln hit' : 'ln'} data-l=${line.stream === 'anneal' && line.level === 'info' ? 'note' : line.level}>
