@@ -64,7 +64,8 @@ def test_from_a_file_to_a_trained_model_without_a_shell(page: Page, stack: Train
     stored = stack.client.get(f"/v1/runs/{run_id}/artifacts/adapter_model.safetensors").content
     assert download.value.path().read_bytes() == stored
     page.get_by_text("Records of attempt 1").click()
-    expect(page.get_by_role("link", name="metrics.jsonl")).to_be_visible()
+    records = page.get_by_role("region", name="Files")
+    expect(records.get_by_role("link", name="metrics.jsonl")).to_be_visible()
 
 
 def test_stop_resume_and_every_action(page: Page, stack: TrainingStack) -> None:
