@@ -15,7 +15,8 @@ from app.contracts.backends import BackendRules, TrainingBackend
 from app.contracts.errors import FieldError
 from app.contracts.schemas.checkpoints import CheckpointExport
 from app.contracts.schemas.estimates import RunEstimate
-from app.contracts.schemas.runs import EvaluationCreate, RunCreate, RunRead, RunResume, TrainingRun
+from app.contracts.schemas.runs.reads import RunRead, TrainingRun
+from app.contracts.schemas.runs.requests import EvaluationCreate, RunCreate, RunResume
 from app.contracts.stop import StopMode
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import given_fields, normalize_numbers

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from app.contracts.events import EvalEvent, MetricEvent
-from app.contracts.schemas.runs import RunMetrics
+from app.contracts.schemas.runs.curves import RunMetrics
 
 SECONDS_BETWEEN = 1.0
 """Shortest time between two drawings."""

@@ -18,17 +18,10 @@ from app.contracts.schemas.artifacts import Artifact, Artifacts
 from app.contracts.schemas.checkpoints import CheckpointRead
 from app.contracts.schemas.estimates import Estimated
 from app.contracts.schemas.postmortem import PostMortem
-from app.contracts.schemas.runs import (
-    EvaluationCreate,
-    RunCheck,
-    RunComparison,
-    RunCreate,
-    RunFull,
-    RunMetrics,
-    RunRead,
-    RunStopped,
-    RunSummary,
-)
+from app.contracts.schemas.runs.comparison import RunComparison
+from app.contracts.schemas.runs.curves import RunMetrics
+from app.contracts.schemas.runs.reads import RunFull, RunRead, RunStopped, RunSummary
+from app.contracts.schemas.runs.requests import EvaluationCreate, RunCheck, RunCreate
 from app.contracts.stop import StopMode
 
 log = logging.getLogger(__name__)

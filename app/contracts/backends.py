@@ -13,7 +13,8 @@ from app.contracts.fake_options import FakeOptions
 from app.contracts.methods import TrainingMethod
 from app.contracts.schemas.checkpoints import CheckpointExport
 from app.contracts.schemas.estimates import RunEstimate
-from app.contracts.schemas.runs import EvaluationCreate, RunCreate, RunResume, TrainingRun
+from app.contracts.schemas.runs.reads import TrainingRun
+from app.contracts.schemas.runs.requests import EvaluationCreate, RunCreate, RunResume
 from app.contracts.stop import StopMode
 
 Transaction = TypeVar("Transaction")

@@ -14,7 +14,8 @@ from pydantic.config import JsonDict
 from app.contracts.device_telemetry import DeviceTelemetry
 from app.contracts.field_types import JsonObject, Timestamp
 from app.contracts.run_status import TrainingStatus
-from app.contracts.schemas.runs import RUN_ID, TrainingMetrics
+from app.contracts.schemas.runs.common import RUN_ID
+from app.contracts.schemas.runs.reads import TrainingMetrics
 
 CHECKPOINT_ID = "ckpt_01k3x9m6q2v8s4t0w7y5z1a3b8"
 

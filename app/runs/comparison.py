@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.api.errors import invalid, not_found
 from app.contracts.errors import FieldError
 from app.contracts.run_status import TrainingStatus
-from app.contracts.schemas.runs import ComparedRun, Reached, RunComparison
+from app.contracts.schemas.runs.comparison import ComparedRun, Reached, RunComparison
 from app.runs import service
 from app.runs.metrics.curves import curves
 from app.tables.runs import Run

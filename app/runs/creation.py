@@ -13,7 +13,7 @@ from app.api.idempotency import Idempotency, idempotency_key_reused
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES
 from app.contracts.errors import FieldError
-from app.contracts.schemas.runs import RunCheck, RunCreate
+from app.contracts.schemas.runs.requests import RunCheck, RunCreate
 from app.contracts.training_config.fields import TrainingConfig
 from app.infra.ids import new_id
 from app.infra.storage import Storage

@@ -11,7 +11,7 @@ from app.api.authorization import CurrentCaller
 from app.api.dependencies import CurrentStorage, IdempotencyKey, Session
 from app.api.idempotency import Idempotency
 from app.contracts.backends import TrainingBackend
-from app.contracts.schemas.runs import RunRead
+from app.contracts.schemas.runs.reads import RunRead
 from app.infra.storage import Storage
 from app.runs import serializers
 from app.runs.creation import RunTransaction

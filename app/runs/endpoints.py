@@ -20,22 +20,16 @@ from app.contracts.run_task import RunTask
 from app.contracts.schemas.checkpoints import CheckpointExport
 from app.contracts.schemas.estimates import Estimated, KeptEstimate
 from app.contracts.schemas.page import Page
-from app.contracts.schemas.runs import (
-    OTHER_RUN_ID,
-    RUN_ID,
+from app.contracts.schemas.runs.common import OTHER_RUN_ID, RUN_ID
+from app.contracts.schemas.runs.comparison import RunComparison
+from app.contracts.schemas.runs.reads import RunCounts, RunFull, RunRead, RunRow, RunStopped, RunSummary
+from app.contracts.schemas.runs.requests import (
     EvaluationCreate,
     RunCheck,
-    RunComparison,
-    RunCounts,
     RunCreate,
     RunEdit,
-    RunFull,
-    RunRead,
     RunResume,
-    RunRow,
     RunStop,
-    RunStopped,
-    RunSummary,
     RunToEstimate,
 )
 from app.infra.storage import Storage

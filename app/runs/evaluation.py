@@ -15,7 +15,7 @@ from app.contracts.backends import BACKEND_RULES
 from app.contracts.errors import FieldError
 from app.contracts.methods import METHODS, TrainingMethod, method_of
 from app.contracts.run_task import RunTask
-from app.contracts.schemas.runs import EvaluationCreate, RunCreate
+from app.contracts.schemas.runs.requests import EvaluationCreate, RunCreate
 from app.contracts.training_config.field_traits import NOT_IN_PROBE
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import drop_unknown_fields, given_fields, named_fields

@@ -13,7 +13,7 @@ from app.contracts.errors import FieldError
 from app.contracts.methods import METHODS, TrainingMethod
 from app.contracts.run_status import TERMINAL, TrainingStatus
 from app.contracts.run_task import RunTask
-from app.contracts.schemas.runs import Requirements, Resources
+from app.contracts.schemas.runs.placement import Requirements, Resources
 from app.runs.checkpoints.service import preferred_place
 from app.runs.serializers import FULL, SUMMARY
 from app.tables.base import sql_list

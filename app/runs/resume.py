@@ -13,7 +13,8 @@ from app.contracts.backends import BACKEND_RULES
 from app.contracts.errors import FieldError
 from app.contracts.run_status import TERMINAL
 from app.contracts.run_task import RunTask
-from app.contracts.schemas.runs import Resources, RunResume
+from app.contracts.schemas.runs.placement import Resources
+from app.contracts.schemas.runs.requests import RunResume
 from app.contracts.training_config.fields import MOST_STEPS, TrainingConfig
 from app.contracts.training_config.raw_config import GROUPS, drop_unknown_fields, given_fields, named_fields
 from app.contracts.training_config.validation import resume_problems

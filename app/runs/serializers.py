@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.contracts.methods import method_of
 from app.contracts.run_task import RunTask
-from app.contracts.schemas.runs import Prediction, RunRead, RunStopped, StopOutlook
+from app.contracts.schemas.runs.reads import Prediction, RunRead, RunStopped, StopOutlook
 from app.infra.storage import Storage
 from app.runs import service
 from app.runs.checkpoints.service import preferred

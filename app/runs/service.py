@@ -8,7 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.api.errors import conflict, not_found
 from app.contracts.methods import method_of
 from app.contracts.run_task import RunTask
-from app.contracts.schemas.runs import RunEdit
+from app.contracts.schemas.runs.requests import RunEdit
 from app.contracts.stop import StopMode
 from app.infra.ids import is_id
 from app.runs.state import machine

@@ -4,7 +4,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.contracts.run_status import TERMINAL
-from app.contracts.schemas.runs import StopOutlook
+from app.contracts.schemas.runs.reads import StopOutlook
 from app.contracts.stop import StopMode
 from app.runs.checkpoints.service import best_good, furthest_good, slowest_save
 from app.tables.runs import AttemptTimings, Run

@@ -35,7 +35,7 @@ from app.contracts.run_task import RunTask
 if TYPE_CHECKING:
     from app.client.client import Anneal
     from app.contracts.schemas.checkpoints import CheckpointRead
-    from app.contracts.schemas.runs import RunRead
+    from app.contracts.schemas.runs.reads import RunRead
 
 commands = command_group("Training runs. Example: `anneal runs create -f run.yaml --watch`.")
 

@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from app.contracts.schemas.runs import Prediction
+    from app.contracts.schemas.runs.reads import Prediction
 
 
 def eta_text(prediction: "Prediction | None") -> str:

@@ -34,7 +34,7 @@ from app.infra.terminal_text import plain_line, plain_text
 
 if TYPE_CHECKING:
     from app.client.client import Anneal
-    from app.contracts.schemas.runs import Prediction, RunRead, TrainingMetrics
+    from app.contracts.schemas.runs.reads import Prediction, RunRead, TrainingMetrics
 
 COMPLETED, FAILED, CANCELLED = 0, 3, 4
 _SECONDS_BETWEEN_LOOKS = 5.0

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.contracts.field_types import GgufType, Timestamp
-from app.contracts.schemas.runs import Label
+from app.contracts.schemas.runs.common import Label
 
 
 class CheckpointEdit(BaseModel):

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from app.contracts.field_types import Timestamp
 from app.contracts.methods import TrainingMethod
 from app.contracts.run_status import TrainingStatus
-from app.contracts.schemas.runs import Label
+from app.contracts.schemas.runs.common import Label
 
 
 class ExperimentCreate(BaseModel):

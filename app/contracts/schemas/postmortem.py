@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from app.contracts.attempt.failure_report import MemoryPoint
 from app.contracts.field_types import Timestamp
 from app.contracts.run_status import TrainingStatus
-from app.contracts.schemas.runs import RUN_ID
+from app.contracts.schemas.runs.common import RUN_ID
 
 
 class AttemptEnd(BaseModel):

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from app.contracts.device_telemetry import DeviceTelemetry
 from app.contracts.field_types import Timestamp
-from app.contracts.schemas.runs import RUN_ID
+from app.contracts.schemas.runs.common import RUN_ID
 
 
 class DeviceState(DeviceTelemetry):

@@ -10,7 +10,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.contracts.attempt.failure_report import FailureReport
 from app.contracts.methods import method_of
 from app.contracts.schemas.estimates import KeptEstimate, Measured, ProbeResult
-from app.contracts.schemas.runs import MOST_TAGS, RunCreate, RunToEstimate, TrainingMetrics
+from app.contracts.schemas.runs.reads import TrainingMetrics
+from app.contracts.schemas.runs.requests import MOST_TAGS, RunCreate, RunToEstimate
 from app.contracts.training_config.field_traits import NOT_IN_PROBE
 from app.contracts.training_config.raw_config import PROBE_STEPS, is_probe, normalize_numbers
 from app.runs.estimates.history import facts_of

@@ -7,7 +7,8 @@ from sqlalchemy import select, text
 
 from app.api.dependencies import Reading
 from app.contracts.schemas.page import Page
-from app.contracts.schemas.runs import RUN_ID, AttemptRead
+from app.contracts.schemas.runs.common import RUN_ID
+from app.contracts.schemas.runs.reads import AttemptRead
 from app.runs import service
 from app.runs.events import log, responses
 from app.runs.events.frames import Frame

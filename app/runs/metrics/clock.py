@@ -3,7 +3,7 @@
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.contracts.schemas.runs import Clock
+from app.contracts.schemas.runs.curves import Clock
 from app.runs.metrics.curves import _counting
 from app.runs.metrics.rollups import highest_level, points_of
 

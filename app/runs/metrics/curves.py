@@ -11,7 +11,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.errors import not_found
-from app.contracts.schemas.runs import Series
+from app.contracts.schemas.runs.curves import Series
 from app.runs.events.log import MEASURED
 from app.runs.metrics.points import CHUNK, Points, read_points
 from app.runs.metrics.rollups import MOST_STEP, VALUES, highest_level, points_of, step_of, values

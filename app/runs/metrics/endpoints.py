@@ -8,7 +8,8 @@ from sqlalchemy import select
 from app.api.dependencies import Snapshot
 from app.api.errors import invalid
 from app.contracts.errors import FieldError
-from app.contracts.schemas.runs import OTHER_RUN_ID, RUN_ID, RunCurve, RunCurves, RunMetrics
+from app.contracts.schemas.runs.common import OTHER_RUN_ID, RUN_ID
+from app.contracts.schemas.runs.curves import RunCurve, RunCurves, RunMetrics
 from app.runs.metrics import clock as times
 from app.runs.metrics import curves
 from app.runs.metrics.dependencies import curve_read_slot

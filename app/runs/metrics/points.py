@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import BindParameter, Text, bindparam, cast, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.contracts.schemas.runs import TrainingMetrics
+from app.contracts.schemas.runs.reads import TrainingMetrics
 from app.runs.metrics.rollups import NAMED, step_of, values
 from app.tables.events import RunEvent
 

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any, Self
 
 from app.contracts.methods import DEFAULT_METHOD, method_of
-from app.contracts.schemas.runs import Confidence
+from app.contracts.schemas.runs.reads import Confidence
 from app.contracts.training_config.field_traits import STEP_TIME
 from app.contracts.training_config.raw_config import PROBE_STEPS, is_probe
 

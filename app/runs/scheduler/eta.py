@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from app.config import Settings
 from app.contracts.run_status import LIVE, TERMINAL
 from app.contracts.run_task import RunTask
-from app.contracts.schemas.runs import Confidence, Prediction
+from app.contracts.schemas.runs.reads import Confidence, Prediction
 from app.contracts.training_config.field_traits import DURATION
 from app.runs.scheduler import durations
 from app.runs.scheduler.durations import Estimate, PastAttempt, Timings, Workload

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from app.contracts.schemas.runs import PendingReason
+from app.contracts.schemas.runs.placement import PendingReason
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from sqlalchemy.dialects.postgresql import JSONB, aggregate_order_by, insert
 from sqlalchemy.sql.selectable import CTE
 
 from app.contracts.run_status import LIVE, TERMINAL, EndReason
-from app.contracts.schemas.runs import PendingReason
+from app.contracts.schemas.runs.placement import PendingReason
 from app.contracts.stop import StopMode
 from app.infra.db import seconds
 from app.runs.state.fitting import allows_gguf, allows_kind, allows_labels, has_free_device, has_memory, label_array

@@ -12,7 +12,8 @@ from app.contracts.backends import BACKEND_RULES, BackendRules
 from app.contracts.errors import FieldError
 from app.contracts.methods import EVALUATION_METRICS
 from app.contracts.run_task import RunTask
-from app.contracts.schemas.runs import Resources, RunCreate
+from app.contracts.schemas.runs.placement import Resources
+from app.contracts.schemas.runs.requests import RunCreate
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import given_fields, named_fields, normalize_numbers
 from app.contracts.training_config.resolution import resolve

@@ -14,7 +14,7 @@ from app.backends.celery import CeleryBackend
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES
 from app.contracts.methods import TrainingMethod
-from app.contracts.schemas.runs import TrainingRun
+from app.contracts.schemas.runs.reads import TrainingRun
 from app.infra.broker import Broker
 from app.infra.db import async_engine, session_maker, sync_engine
 from app.infra.ids import new_id

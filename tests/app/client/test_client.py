@@ -18,7 +18,7 @@ from app.client.connection import find_connection
 from app.client.errors import AnnealError
 from app.config import ClientSettings
 from app.contracts.schemas.datasets import DatasetView
-from app.contracts.schemas.runs import RunFull
+from app.contracts.schemas.runs.reads import RunFull
 from app.infra.db import sync_engine
 from app.infra.home_lock import HomeLock
 from app.infra.private_files import write_private_json

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from app.cli.runs.watch import WatchState, refresh_interval
-from app.contracts.schemas.runs import Prediction
+from app.contracts.schemas.runs.reads import Prediction
 from app.runs.scheduler import durations
 from app.runs.scheduler.durations import PastAttempt, Timings, TypicalDurations, Workload
 

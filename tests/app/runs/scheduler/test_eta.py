@@ -13,7 +13,7 @@ from sqlalchemy import Engine, event, func, insert, select, text
 
 import app.runs.scheduler.eta
 from app.config import Settings
-from app.contracts.schemas.runs import Prediction
+from app.contracts.schemas.runs.reads import Prediction
 from app.infra.db import async_engine, session_maker
 from app.runs.scheduler.durations import Timings, config_digest
 from app.runs.scheduler.eta import EtaService

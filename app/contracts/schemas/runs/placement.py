@@ -1,0 +1,69 @@
+"""Wire models of the device that a run needs: what it asks for, what that requires, and why it waits."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field, StringConstraints
+
+from app.contracts.schemas.runs.common import Body
+
+WorkerLabel = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/=-]{0,62}$")]
+"""Label of a worker, such as `site-b` or `gpu=h100`."""
+
+
+class Resources(Body):
+    """Resources that a run asks for; what it leaves out follows from its configuration and its estimate."""
+
+    kind: Literal["cpu", "cuda"] | None = Field(
+        default=None,
+        description="Kind of device; null: a GPU if the backend has had a worker with one within the last hour, or if "
+        "the configuration needs one, else a CPU.",
+    )
+    memory_mb: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**24,
+        description="Least memory of the device in MiB; null: the estimate, where there is one.",
+    )
+    devices: int = Field(default=1, ge=1, le=1024, description="Number of devices; this version accepts only 1.")
+    labels: list[WorkerLabel] = Field(
+        default_factory=list,
+        max_length=20,
+        description="Labels that the worker must have, all of them; an operator sets them in `ANNEAL_WORKER_LABELS`.",
+    )
+
+
+class Requirements(BaseModel):
+    """Conditions that a device must meet to take the run."""
+
+    kind: Literal["cpu", "cuda"] | None = Field(default=None, description="Kind of device; null: see `prefers_gpu`.")
+    memory_mb: int | None = Field(default=None, description="Memory that the request asked for, in MiB.")
+    estimated_mb: dict[str, int] = Field(
+        default_factory=dict,
+        description="Least memory in MiB by kind of device, from the estimate; counts if `memory_mb` is null. With "
+        "`on_out_of_memory: repair` it is that of one row at a time.",
+    )
+    labels: list[str] = Field(default_factory=list, description="Labels that the worker must have.")
+    gguf: bool = Field(default=False, description="True: the worker must have the converter of llama.cpp.")
+    prefers_gpu: bool = Field(
+        default=False, description="True: a CPU takes it only if the backend has had no GPU within the last hour."
+    )
+
+
+class PendingReason(BaseModel):
+    """Reason why no online worker can take a pending run."""
+
+    code: Literal[
+        "no_worker",
+        "no_device_of_kind",
+        "no_worker_with_labels",
+        "no_gguf_converter",
+        "no_device_fits",
+        "devices_paused",
+        "queued",
+    ] = Field(
+        description="`no_worker`: no worker of its backend is online; `no_device_of_kind`, `no_worker_with_labels`, "
+        "`no_gguf_converter`, `no_device_fits`: none meets its requirements; `devices_paused`: those that do are "
+        "paused after an error, or while other programs use their memory. `queued` (events only): one can take it "
+        "again."
+    )
+    message: str = Field(description="The reason in a sentence, with what to do.")
