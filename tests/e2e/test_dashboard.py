@@ -64,7 +64,7 @@ def test_from_a_file_to_a_trained_model_without_a_shell(page: Page, stack: Train
     stored = stack.client.get(f"/v1/runs/{run_id}/artifacts/adapter_model.safetensors").content
     assert download.value.path().read_bytes() == stored
     page.get_by_text("Records of attempt 1").click()
-    records = page.get_by_role("region", name="Files")
+    records = page.get_by_role("region", name="Files of attempt 1")
     expect(records.get_by_role("link", name="metrics.jsonl")).to_be_visible()
 
 

@@ -35,7 +35,7 @@ export function fieldOf(name, property, definitions) {
   const kinds = parts.filter((/** @type {any} */ one) => one.type !== 'null');
   const main = kinds[0] ?? {};
   const field = {
-    name, description: property.description ?? main.description ?? '', fallback: property.default ?? defaultsOf(main), isNullable,
+    name, description: property.description ?? main.description ?? '', fallback: 'default' in property ? property.default : defaultsOf(main), isNullable,
     choices: /** @type {string[]} */ ([]), min: main.minimum ?? main.exclusiveMinimum, max: main.maximum ?? main.exclusiveMaximum,
   };
   if (kinds.length === 1) {

@@ -81,8 +81,10 @@ function useDetail(store, axis, zoom) {
   const loss = store.series.get('loss') ?? emptySeries();
   const isThinned = loss.steps.length >= READ_POINTS / 2;
   const range = zoom && isThinned ? stepsWithin(loss, positions(loss, axis, { epoch: store.series.get('epoch'), clock: store.timesOfSteps }), zoom) : null;
-  const wanted = range && { from_step: range[0], to_step: range[1], max_points: READ_POINTS };
-  const found = useResource((signal) => get(`/v1/runs/${store.id}/metrics`, wanted ?? {}, signal), wanted && `${store.id} ${store.run.value.attempt} ${range}`, { keep: false });
+  // To the newest point there is no end: else each step of a live run would be another request.
+  const end = range && range[1] < loss.steps[loss.steps.length - 1] ? { to_step: range[1] } : {};
+  const wanted = range && { from_step: range[0], ...end, max_points: READ_POINTS };
+  const found = useResource((signal) => get(`/v1/runs/${store.id}/metrics`, wanted ?? {}, signal), wanted && `${store.id} ${store.run.value.attempt} ${range[0]} ${end.to_step}`, { keep: false });
   return found.data?.series;
 }
 

@@ -29,7 +29,7 @@ function Records({ runId, attempt }) {
   return html`<details class="box group" onToggle=${(/** @type {any} */ event) => setOpen(event.target.open)}>
     <summary>Records of attempt ${attempt.attempt}<span class="muted">${outcome}: metrics, memory profile, distributions, TensorBoard files</span></summary>
     ${isOpen && html`<${Loaded} resource=${files} what="records">${(/** @type {any} */ page) => page.data.length > 0
-      ? html`<${Table} title="Files" path=${path} page=${page} />`
+      ? html`<${Table} title=${`Files of attempt ${attempt.attempt}`} path=${path} page=${page} />`
       : html`<p class="state muted">The attempt wrote no records.</p>`}<//>`}
   </details>`;
 }
