@@ -95,7 +95,7 @@ View = Literal["summary", "full", "row"]
 
 
 def _view(shown: ColumnElement[str], furthest: ColumnElement[Any]) -> Select[*tuple[Any, ...]]:
-    own = Run.__table__.c["id", "status", "event_seq", "output_attempt"]
+    own = Run.__table__.c["id", "status", "output_attempt"]
     return select(*own, furthest.label("furthest"), shown.label("shown"))
 
 
@@ -111,7 +111,6 @@ class Listed(NamedTuple):
 
     id: str
     status: str
-    event_seq: int
     output_attempt: int | None
     furthest: list[int] | None
     """`[step, attempt]` of the checkpoint from which it would be resumed; only with view `full`."""
