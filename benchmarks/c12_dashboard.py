@@ -56,7 +56,7 @@ def main(scale: float = 1.0) -> bool:
 def _filled(service: Stack, count: int) -> Trainer:
     """Return a run in training with so many steps and lines behind it."""
     trainer = Trainer(service.engine, service.create(config={"max_steps": 10 * count})).begin(total=10 * count)
-    # Nobody renews the lease.
+    # No worker renews the lease.
     mark_run(service.engine, trainer.run_id, lease_expires_at=datetime.now(UTC) + timedelta(days=1))
     for first in range(1, count + 1, 1000):
         numbers = range(first, min(first + 1000, count + 1))
@@ -193,31 +193,31 @@ def _used_mb(session: CDPSession) -> float:
     return float(session.send("Runtime.getHeapUsage")["usedSize"]) / 2**20
 
 
-_OURS = """async ([count, base]) => {
+_DATA = """(count) => {
+  const x = Array.from({ length: count }, (_, step) => step);
+  const y = x.map((step) => 1 + 3 / (1 + step / 5000) + Math.sin(step) / 10);
+  window.onePointMore = () => {
+    x.push(x.length);
+    y.push(1 + Math.sin(x.length) / 10);
+    return { x: x.slice(), y: y.slice() };
+  };
+}"""
+_OURS = """async (base) => {
   const { h, render } = await import(`${base}/vendor/preact.js`);
   const { LineChart } = await import(`${base}/js/components/chart.js`);
   const box = document.createElement('div');
   document.body.replaceChildren(box);
-  const x = Array.from({ length: count }, (_, step) => step);
-  const y = x.map((step) => 1 + 3 / (1 + step / 5000) + Math.sin(step) / 10);
   window.redraw = () => {
-    x.push(x.length);
-    y.push(1 + Math.sin(x.length) / 10);
-    const curves = [{ name: 'loss', color: '--c1', x: x.slice(), y: y.slice() }];
+    const curves = [{ name: 'loss', color: '--c1', ...window.onePointMore() }];
     render(h(LineChart, { title: 'loss', shape: 'wide', curves }), box);
   };
 }"""
-_PLOTLY = """([count, type]) => {
+_PLOTLY = """(type) => {
   const box = document.createElement('div');
   box.style = 'width: 1400px; height: 358px';
   document.body.replaceChildren(box);
-  const x = Array.from({ length: count }, (_, step) => step);
-  const y = x.map((step) => 1 + 3 / (1 + step / 5000) + Math.sin(step) / 10);
-  window.redraw = () => {
-    x.push(x.length);
-    y.push(1 + Math.sin(x.length) / 10);
-    return Plotly.react(box, [{ type, mode: 'lines', x: x.slice(), y: y.slice() }], { width: 1400, height: 358 });
-  };
+  const size = { width: 1400, height: 358 };
+  window.redraw = () => Plotly.react(box, [{ type, mode: 'lines', ...window.onePointMore() }], size);
 }"""
 
 
@@ -226,13 +226,15 @@ def _redraws(browser: Browser, service: Stack, count: int) -> bool:
     ours = sign_in(context, service.client)
     base = ours.evaluate("new URL('../', document.querySelector('script[src$=\"main.js\"]').src).href.slice(0, -1)")
     ours.goto("/login")
-    ours.evaluate(_OURS, [count, base])
+    ours.evaluate(_DATA, count)
+    ours.evaluate(_OURS, base)
     lanes = {"ours": ours}
     script = str(files("plotly").joinpath("package_data/plotly.min.js"))
     for name, kind in (("Plotly, SVG", "scatter"), ("Plotly, WebGL", "scattergl")):
         page = browser.new_page(**_VIEW)
         page.add_script_tag(path=script)
-        page.evaluate(_PLOTLY, [count, kind])
+        page.evaluate(_DATA, count)
+        page.evaluate(_PLOTLY, kind)
         lanes[name] = page
     taken: dict[str, list[float]] = {name: [] for name in lanes}
     for page in lanes.values():
