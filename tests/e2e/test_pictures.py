@@ -11,8 +11,12 @@ from tests.e2e.conftest import TrainingStack
 from tests.nodes import ROOT
 
 PICTURES = ("dashboard-run", "dashboard-run-dark", "dashboard-runs", "dashboard-compare", "dashboard-new")
-_QUIET = 300
-"""Milliseconds in which charts have drawn what they have."""
+_ALL_DRAWN = """(charts) => {
+  const isInSight = (one) => one.getBoundingClientRect().top < innerHeight;
+  const isDrawn = (one) => one.getContext('2d').getImageData(0, 0, one.width, one.height).data.some((byte) => byte > 0);
+  const inSight = [...document.querySelectorAll('.chart canvas')].filter(isInSight);
+  return inSight.length >= charts && inSight.every(isDrawn);
+}"""
 
 
 @pytest.mark.full
@@ -51,13 +55,11 @@ def test_the_pictures_show_runs_in_training(stack: TrainingStack, chromium: Brow
 def _shoot(page: Page, address: str, path: Path, *, charts: int) -> None:
     page.goto(address)
     expect(page.locator("[aria-busy=true]")).to_have_count(0)
-    if charts:
-        expect(page.locator(".chart canvas").nth(charts - 1)).to_be_visible()
+    page.wait_for_function(_ALL_DRAWN, arg=charts)
     _save(page, path)
 
 
 def _save(page: Page, path: Path) -> None:
-    page.wait_for_timeout(_QUIET)
     path.parent.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=path)
 
