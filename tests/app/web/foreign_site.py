@@ -1,4 +1,4 @@
-"""A site of somebody else: the example page of the documentation, and a server that creates tickets for it."""
+"""A site on another origin: the example page of the documentation, and a server that creates tickets for it."""
 
 import re
 import threading

@@ -10,7 +10,6 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Locator, Page, expect
 from sqlalchemy import Engine
 
-from app.infra.db import sync_engine
 from app.infra.storage import Storage
 from tests.browser import sign_in, window
 from tests.factories import Trainer, make_dataset, make_run
@@ -35,13 +34,6 @@ _TOO_WIDE = """() => {
   const wide = [...document.querySelectorAll('body *')].filter((element) => isWide(element) && !isClipped(element));
   return wide.slice(-1).map((element) => `it scrolls sideways for ${element.outerHTML.slice(0, 300)}`);
 }"""
-
-
-@pytest.fixture(scope="module")
-def engine(shared_api: ApiServer) -> Iterator[Engine]:
-    engine = sync_engine(shared_api.settings.database_url or "", pool_size=0)
-    yield engine
-    engine.dispose()
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +256,7 @@ class TestTabs:
 
 
 class TestEveryPage:
-    """With hostile text wherever somebody else can write some."""
+    """With hostile text in every field that another person can write."""
 
     @pytest.fixture(scope="class")
     def addresses(self, shared_api: ApiServer, engine: Engine) -> list[str]:

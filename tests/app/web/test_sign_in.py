@@ -8,7 +8,6 @@ from sqlalchemy import Engine
 
 from app.api_keys.service import revoke_key_sync
 from app.config import Settings
-from app.infra.db import sync_engine
 from tests.app.web.foreign_site import ForeignSite
 from tests.browser import sign_in, window
 from tests.factories import Trainer, make_dataset, make_run
@@ -81,16 +80,9 @@ class TestSignIn:
             expect(page.get_by_role("log").locator(".ln")).to_have_count(1)
             key_id = page.evaluate("fetch('/v1/session').then((answer) => answer.json())")["key_id"]
             assert revoke_key_sync(shared_api.settings, key_id)
-            # Nobody touches the page: the service ends the stream within 30 s, and the page finds out why.
+            # Without any input: the service ends the stream within 30 s, and the page finds out why.
             expect(page.get_by_role("heading", name="Sign in")).to_be_visible(timeout=60_000)
             assert page.url.endswith(f"/login?next=%2Fruns%2F{live.run_id}")
-
-
-@pytest.fixture(scope="module")
-def engine(shared_api: ApiServer) -> Iterator[Engine]:
-    engine = sync_engine(shared_api.settings.database_url or "", pool_size=0)
-    yield engine
-    engine.dispose()
 
 
 @pytest.fixture
@@ -163,7 +155,7 @@ class TestOtherSites:
 
     @staticmethod
     def _post(page: Page, site: str, address: str) -> int:
-        """Send a form, which needs nobody's leave, from a page of the site; return the status of the answer."""
+        """Send a form, which needs no preflight request, from a page of the site; return the status of the answer."""
         page.goto(site)
         with page.expect_navigation(url=address) as answer:
             page.evaluate(
