@@ -16,6 +16,8 @@ export class LogWindow {
     this.hasOlder = false;
     /** True if the newest line of the log is the last of these, so that live lines can be appended. */
     this.isAtEnd = true;
+    /** True while lines before the end are being read: live lines then do not push those in sight out of the window. */
+    this.isHeld = false;
   }
 
   get firstSeq() {
@@ -64,6 +66,11 @@ export class LogWindow {
     for (const line of lines) if (line.seq > last) this.lines.push(line);
     const surplus = this.lines.length - this.most;
     if (surplus <= 0) return 0;
+    if (this.isHeld && this.isAtEnd) {
+      this.lines.length = this.most;
+      this.isAtEnd = false;
+      return 0;
+    }
     // A tenth more at once: dropping single lines would copy the window for each.
     const dropped = Math.min(this.lines.length, surplus + Math.floor(this.most / 10));
     this.lines.splice(0, dropped);

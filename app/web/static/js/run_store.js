@@ -130,6 +130,7 @@ export class RunStore {
   }
 
   async readHistory() {
+    this.parts.history.waiting ??= [];
     const found = await get(`/v1/runs/${this.id}/history`, {}, this.aborted.signal);
     const events = /** @type {RunEvent[]} */ (found.data);
     this.release(this.parts.history, events.at(-1)?.seq ?? 0, () => {

@@ -23,6 +23,14 @@ test('a full window drops the end that is out of sight and says so', () => {
   assert.deepEqual([window.firstSeq, window.lastSeq, window.isAtEnd], [1, 100, false]);
 });
 
+test('live lines do not push those in sight out of a full window', () => {
+  const window = new LogWindow(100);
+  window.reset(lines(1, 99), { hasOlder: false, isAtEnd: true });
+  window.isHeld = true;
+  assert.equal(window.append(lines(100, 105)), 0);
+  assert.deepEqual([window.firstSeq, window.lastSeq, window.isAtEnd], [1, 100, false]);
+});
+
 test('rows in sight are those of the view and a few around it', () => {
   assert.deepEqual(rowsInSight(1000, 18, 1800, 180), [90, 120]);
   assert.deepEqual(rowsInSight(5, 18, 0, 180), [0, 5]);

@@ -22,6 +22,7 @@ export function Log({ store, height }) {
   const wanted = useSettled(text, 300);
   const [hit, setHit] = useState(0);
   const [view, setView] = useState({ top: 0, height: 232 });
+  store.log.isHeld = !isFollowing;
   const box = useRef(/** @type {HTMLElement | null} */ (null));
   const reading = useRef(false);
   const search = useResource(
