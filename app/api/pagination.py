@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Query
-from sqlalchemy import ColumnElement, Select, Text, cast, or_
+from sqlalchemy import ColumnElement, Select, Text, and_, cast, exists, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
 
@@ -78,8 +78,11 @@ def matching(
     parts = [id.startswith(start, autoescape=True) for start in (text, f"{prefix}_{text}")]
     parts.append(name.icontains(text, autoescape=True))
     if tags is not None:
-        # In their JSON a quote is escaped, so that no match extends over two tags.
-        parts.append(cast(tags, Text).icontains(json.dumps(text, ensure_ascii=False)[1:-1], autoescape=True))
+        tag = func.jsonb_array_elements_text(tags).column_valued("tag")
+        in_a_tag = exists(select(tag).where(tag.icontains(text, autoescape=True)))
+        # The text of the JSON is searched first, as that takes a fraction of the time; it also matches brackets.
+        in_json = cast(tags, Text).icontains(json.dumps(text, ensure_ascii=False)[1:-1], autoescape=True)
+        parts.append(and_(in_json, in_a_tag))
     return or_(*parts)
 
 

@@ -78,6 +78,8 @@ class TestSearch:
             ("Ä", ["Grüße 100%"]),
             ('Y "X', ["under_score"]),
             ('", "', []),
+            ("[", []),
+            (", ", []),
             ("nothing has this", []),
         ],
     )
