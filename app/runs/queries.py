@@ -17,7 +17,7 @@ from app.contracts.schemas.runs.placement import Requirements, Resources
 from app.runs.checkpoints.service import preferred_place
 from app.runs.serializers import FULL, SUMMARY
 from app.tables.base import sql_list
-from app.tables.runs import EXTRA_EVAL_DATASETS, IS_COMPARABLE, Run
+from app.tables.runs import EXTRA_EVAL_DATASETS, IS_COMPARABLE, Run, RunEvalDataset
 
 Sort = Literal["created_at", "best"]
 
@@ -156,7 +156,9 @@ class Filters:
         if self.task is not None:
             found.append(Run.task == self.task)
         if self.dataset_id is not None:
-            found.append(or_(Run.dataset_id == self.dataset_id, Run.eval_dataset_id == self.dataset_id))
+            extra = select(RunEvalDataset.run_id).where(RunEvalDataset.dataset_id == self.dataset_id)
+            used = (Run.dataset_id == self.dataset_id, Run.eval_dataset_id == self.dataset_id, Run.id.in_(extra))
+            found.append(or_(*used))
         if self.find is not None:
             found.append(found_by(self.find, "run", Run.id, Run.name))
         if self.search is not None:

@@ -12,7 +12,7 @@ from app.infra.db import sync_engine
 from app.infra.ids import new_id
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
-from tests.factories import make_dataset, make_experiment
+from tests.factories import make_dataset, make_experiment, make_run
 from tests.rows import add_worker, run_row
 from tests.server import ApiServer
 
@@ -206,3 +206,11 @@ def test_a_run_in_a_list_has_what_the_run_alone_has(
             del alone[only_alone]
         assert shown[run_id] == alone
         assert lean[run_id] == {name: alone[name] for name in lean[run_id]} and "config" not in lean[run_id]
+
+
+def test_runs_on_a_dataset_are_those_that_train_or_evaluate_on_it(shared_api: ApiServer, engine: Engine) -> None:
+    trained, evaluated, extra, unused = (make_dataset(engine) for _ in range(4))
+    more = {"eval_dataset_id": evaluated, "extra_eval_datasets": {"code": extra}, "config": {"eval_steps": 5}}
+    run = make_run(shared_api.client, trained, name="on three datasets", **more)["id"]
+    for dataset, expected in ((trained, [run]), (evaluated, [run]), (extra, [run]), (unused, [])):
+        assert listed(shared_api, 50, dataset_id=dataset) == expected
