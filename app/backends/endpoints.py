@@ -28,7 +28,11 @@ router = APIRouter(tags=["backends"])
     },
 )
 async def get_config_schema() -> dict[str, Any]:
-    """Get the JSON schema of a training configuration, with its fields by group in `x-groups`, for forms."""
+    """Get the JSON schema of a training configuration, for forms.
+
+    `x-groups` has its fields by group, and `x-method-defaults` the defaults that depend on the method, with an adapter
+    and without (`full`).
+    """
     return groups.schema()
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -32,5 +33,15 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON schema of a training configuration; `x-groups` has its fields by group, in order."""
-    return TrainingConfig.model_json_schema() | {"x-groups": {name: list(fields) for name, fields in GROUPS.items()}}
+    """Return the JSON schema of a training configuration.
+
+    `x-groups` has its fields by group, in order; `x-method-defaults` the defaults that depend on the method, with an
+    adapter and without.
+    """
+    adapter = TrainingConfig.model_fields["lora_r"].default
+    of_methods = {
+        name.value: {"adapter": method.defaults(adapter), "full": method.defaults(None)}
+        for name, method in METHODS.items()
+    }
+    more = {"x-groups": {name: list(fields) for name, fields in GROUPS.items()}, "x-method-defaults": of_methods}
+    return TrainingConfig.model_json_schema() | more

@@ -1,14 +1,12 @@
 """Endpoints of event streams: of one run, and of all runs."""
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from sqlalchemy import select
 
-from app.api.errors import ApiError, not_found
-from app.contracts.errors import FieldError
+from app.api.errors import not_found
 from app.contracts.events import EVENT_TYPES, FEED_TYPES
 from app.contracts.run_status import TERMINAL
 from app.runs.events import feed, responses
@@ -76,7 +74,7 @@ async def stream_events(
     """Stream the events of a run (logs, metrics, status, checkpoints) in order and without gaps, from any cursor."""
     sent = responses.cursor(last_event_id)
     cursor = after if sent is None else sent
-    chosen = _chosen(types, EVENT_TYPES, always=("end", "truncated"))
+    chosen = responses.chosen_types(types, EVENT_TYPES, always=("end", "truncated"))
     # Streams can last for days: the run is read before the first byte is sent, and no session stays open.
     async with request.app.state.sessions() as session:
         run = (
@@ -134,7 +132,7 @@ async def stream_all_events(
     """
     sent = responses.cursor(last_event_id)
     cursor = after if sent is None else sent
-    chosen = _chosen(types, FEED_TYPES, always=("truncated",))
+    chosen = responses.chosen_types(types, FEED_TYPES, always=("truncated",))
     async with request.app.state.sessions() as session:
         newest = await session.scalar(feed.NEWEST) or 0
     source, streams = FeedSource(), request.app.state.streams
@@ -155,14 +153,3 @@ def _streamed(
     if format == "ndjson":
         return responses.StreamResponse(request, responses.as_ndjson(batches, opening.lines), "application/x-ndjson")
     return responses.StreamResponse(request, responses.as_sse(batches, opening.sse))
-
-
-def _chosen(text: str | None, valid: Sequence[str], always: Sequence[str]) -> frozenset[str] | None:
-    if text is None:
-        return None
-    wanted = frozenset(part.strip() for part in text.split(",") if part.strip())
-    unknown = sorted(wanted - set(valid))
-    if unknown or not wanted:
-        message = f"unknown event types {', '.join(unknown) or '(none)'}; valid types: {', '.join(valid)}"
-        raise ApiError(422, "invalid", message, errors=[FieldError(field="types", code="unknown", message=message)])
-    return wanted | frozenset(always)

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Query, Response
 from sqlalchemy import select, text
 
 from app.api.dependencies import Reading
+from app.contracts.events import EVENT_TYPES
 from app.contracts.schemas.page import Page
 from app.contracts.schemas.runs.common import RUN_ID
 from app.contracts.schemas.runs.reads import AttemptRead
@@ -22,10 +23,13 @@ _EXAMPLE = {
     "type": "status", "run_id": RUN_ID, "seq": 12, "ts": "2026-01-02T03:04:06.001Z", "from": "initializing",
     "to": "running", "reason": "training", "attempt": 1,
 }  # fmt: skip
+_TYPES = tuple(kind for kind in EVENT_TYPES if f"'{kind}'" not in FREQUENT_TYPES)
 _NEWEST = text(
     f"""
     SELECT seq, type, ts, data::text FROM run_events
-    WHERE run_id = :run_id AND type NOT IN {FREQUENT_TYPES} AND seq < :before ORDER BY seq DESC LIMIT :limit
+    WHERE run_id = :run_id AND type NOT IN {FREQUENT_TYPES} AND seq < :before
+        AND (cast(:types AS text[]) IS NULL OR type = ANY(:types))
+    ORDER BY seq DESC LIMIT :limit
     """
 )
 
@@ -80,10 +84,16 @@ async def get_history(
     session: Reading,
     before: Annotated[int, Query(ge=1, le=2**62, description="Only events before this `seq`.")] = 2**62,
     limit: Annotated[int, Query(ge=1, le=1000)] = 500,
+    types: Annotated[
+        str | None,
+        Query(max_length=1000, description="Return only these types, comma-separated.", examples=["config,repair"]),
+    ] = None,
 ) -> Response:
     """Get the newest events of a run other than lines, metrics, progress, telemetry and distributions, in order."""
+    chosen = responses.chosen_types(types, _TYPES)
     run = await service.get(session, run_id)
-    rows = (await session.execute(_NEWEST, {"run_id": run.id, "before": before, "limit": limit + 1})).all()
+    asked = {"run_id": run.id, "before": before, "limit": limit + 1, "types": None if chosen is None else list(chosen)}
+    rows = (await session.execute(_NEWEST, asked)).all()
     lines = [
         Frame(seq, kind, log.payload(run.id, seq, ts, data).encode()).line.rstrip(b"\n")
         for seq, kind, ts, data in rows[:limit][::-1]

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
@@ -202,3 +202,18 @@ async def as_ndjson(batches: Batches, opening: bytes = b"") -> AsyncIterator[byt
     async for _, frames in batches:
         if frames:
             yield frames.lines
+
+
+def chosen_types(text: str | None, valid: Sequence[str], always: Sequence[str] = ()) -> frozenset[str] | None:
+    """Return the event types that a parameter names, and those that always come; None without the parameter.
+
+    Raises 422 for types that are not `valid`.
+    """
+    if text is None:
+        return None
+    wanted = frozenset(part.strip() for part in text.split(",") if part.strip())
+    unknown = sorted(wanted - set(valid))
+    if unknown or not wanted:
+        message = f"unknown event types {', '.join(unknown) or '(none)'}; valid types: {', '.join(valid)}"
+        raise ApiError(422, "invalid", message, errors=[FieldError(field="types", code="unknown", message=message)])
+    return wanted | frozenset(always)

@@ -209,6 +209,17 @@ class TestHistory:
                 break
         assert pages == whole["data"]
 
+    def test_has_only_the_types_that_are_asked_for(self, emptied_api: ApiServer, engine: Engine, dataset: str) -> None:
+        trainer = Trainer(engine, make_run(emptied_api.client, dataset)["id"]).begin()
+        trainer.events("sample", {"step": 2, "prompt": "2+2=", "completion": "4"})
+        trainer.complete()
+        path = f"/v1/runs/{trainer.run_id}/history"
+        chosen = emptied_api.client.get(path, params={"types": "sample,end"}).json()["data"]
+        assert [event["type"] for event in chosen] == ["sample", "end"]
+        for wrong in ("log", "nothing", ""):
+            refused = emptied_api.client.get(path, params={"types": wrong})
+            assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, "types"), wrong
+
     @pytest.mark.parametrize("call", ["attempts", "history", "logs/lines", "logs/search?q=x"])
     def test_of_an_unknown_run_is_404(self, shared_api: ApiServer, call: str) -> None:
         assert shared_api.client.get(f"/v1/runs/{new_id('run')}/{call}").json()["code"] == "run_not_found"
@@ -219,3 +230,5 @@ def test_every_field_of_a_configuration_is_in_one_group(shared_api: ApiServer) -
     assert sorted(named) == sorted(TrainingConfig.model_fields)
     schema = shared_api.client.get("/v1/config-schema").json()
     assert list(schema["x-groups"]) == list(GROUPS) and set(schema["properties"]) == set(named)
+    dpo = schema["x-method-defaults"]["dpo"]
+    assert (dpo["adapter"]["learning_rate"], dpo["full"]["learning_rate"]) == (5e-6, 1e-6)
