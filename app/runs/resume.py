@@ -11,6 +11,7 @@ from app.api.errors import ApiError, conflict, invalid
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES
 from app.contracts.errors import FieldError
+from app.contracts.methods import method_of
 from app.contracts.run_status import TERMINAL
 from app.contracts.run_task import RunTask
 from app.contracts.schemas.runs.placement import Resources
@@ -142,6 +143,9 @@ def _configuration(
 
 def without_defaults(config: dict[str, Any], given: set[str]) -> dict[str, Any]:
     """Return the configuration as a user would write it: without defaults, so that they conflict with nothing."""
+    of_method = method_of(config).defaults(config.get("lora_r"))
+    # A value may be the default of other methods, which counts as not set, and differ from that of this one.
+    given = given | {name for name, default in of_method.items() if config.get(name, default) != default}
     asked: dict[str, Any] = {}
     for name, value in config.items():
         if name in GROUPS and isinstance(value, dict):

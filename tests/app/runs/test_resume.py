@@ -7,7 +7,9 @@ import pytest
 from sqlalchemy import Engine, func
 
 from app.config import Settings
+from app.contracts.training_config.fields import TrainingConfig
 from app.infra.ids import new_id
+from app.runs.resume import without_defaults
 from tests.factories import Trainer, count_runs, make_dataset, make_run, mark_checkpoint
 from tests.rows import events_of, run_row
 from tests.server import ApiServer
@@ -241,3 +243,10 @@ class TestIdempotency:
             "idempotency_key_reused",
         )
         assert count_runs(engine) == 3
+
+
+def test_a_value_that_is_the_default_of_another_method_is_written_out() -> None:
+    config = TrainingConfig(base_model="m", method="dpo", learning_rate=2e-4).model_dump(mode="json")
+    assert without_defaults(config, {"base_model", "method"}) == {
+        "base_model": "m", "method": "dpo", "learning_rate": 2e-4,
+    }  # fmt: skip
