@@ -40,12 +40,25 @@ class CurvePlot:
             self._points[name] = (list(series.steps), list(series.values))
 
     def add(self, event: MetricEvent | EvalEvent) -> None:
-        """Add the points of a `metric` or `eval` event. From its step on, earlier points are of a pass before."""
+        """Add the points of a `metric` or `eval` event.
+
+        From its step on, earlier points are of a pass before; with a metric, also those of evaluations after its step.
+        """
+        if isinstance(event, MetricEvent):
+            self._drop_later_pass(event.step)
         for name, (steps, values) in self._points.items():
             is_known, value = _value(event, name)
             if is_known:
                 at = bisect_left(steps, event.step)
                 steps[at:], values[at:] = [event.step], [value]
+
+    def _drop_later_pass(self, step: int) -> None:
+        measured = [steps for name, (steps, _) in self._points.items() if not name.startswith("eval.")]
+        if not any(steps and step <= steps[-1] for steps in measured):
+            return
+        for name, (steps, values) in self._points.items():
+            at = bisect_left(steps, step + 1 if name.startswith("eval.") else step)
+            del steps[at:], values[at:]
 
     def draw(self, status: str, *, now: bool = False) -> None:
         """Replace the output of the cell; without `now`, only if enough time has passed since the last drawing."""
