@@ -12,4 +12,5 @@ def test_curves_logs_formats_addresses_and_forms() -> None:
     node = compute_driver_executable()[0]
     run = subprocess.run([node, "--test", *map(str, _TESTS)], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr
-    assert f"# tests {sum(path.read_text().count('test(') for path in _TESTS)}" in run.stdout.replace("ℹ", "#")
+    count = sum(path.read_text().count("\ntest(") for path in _TESTS)
+    assert f"# tests {count}" in run.stdout.replace("ℹ", "#")

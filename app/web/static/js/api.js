@@ -19,7 +19,7 @@ export class ApiError extends Error {
 
   /** True if the same request may succeed later without a change. */
   get isTemporary() {
-    return this.status === 0 || this.status === 429 || this.status >= 502;
+    return this.status === 0 || this.status === 429 || this.status >= 500;
   }
 }
 
@@ -57,7 +57,21 @@ export async function call(method, path, { query, body, signal, headers } = {}) 
   });
   if (!response.ok) throw await problemOf(response, path);
   if (response.status === 204) return null;
-  return (response.headers.get('content-type') ?? '').includes('json') ? response.json() : response.text();
+  try {
+    return await ((response.headers.get('content-type') ?? '').includes('json') ? response.json() : response.text());
+  } catch (error) {
+    // The connection broke within the body.
+    throw signal?.aborted ? error : unreachable(method);
+  }
+}
+
+/** A key for `Idempotency-Key`. `crypto.randomUUID` does not exist on pages over plain HTTP. */
+export const newKey = () => Array.from(crypto.getRandomValues(new Uint32Array(4)), (part) => part.toString(16).padStart(8, '0')).join('');
+
+/** @param {string} method */
+function unreachable(method) {
+  const what = method === 'GET' ? 'It is tried again.' : 'Nothing is known about the request; look before you repeat it.';
+  return new ApiError(0, 'unreachable', `The service cannot be reached. ${what}`);
 }
 
 /**
@@ -92,9 +106,7 @@ async function reach(method, url, init) {
   try {
     return await fetch(url, { credentials: 'same-origin', ...init });
   } catch (error) {
-    if (init.signal?.aborted) throw error;
-    const what = method === 'GET' ? 'It is tried again.' : 'Nothing is known about the request; look before you repeat it.';
-    throw new ApiError(0, 'unreachable', `The service cannot be reached. ${what}`);
+    throw init.signal?.aborted ? error : unreachable(method);
   }
 }
 

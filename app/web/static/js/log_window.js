@@ -9,6 +9,7 @@ export const MOST_LINES = 20_000;
 export class LogWindow {
   /** @param {number} [most] */
   constructor(most = MOST_LINES) {
+    /** Lines held at most. */
     this.most = most;
     /** @type {Line[]} */
     this.lines = [];
@@ -37,6 +38,20 @@ export class LogWindow {
     this.lines = [...lines];
     this.hasOlder = hasOlder;
     this.isAtEnd = isAtEnd;
+  }
+
+  /**
+   * Hold at most so many lines from now on, those around one if there are more.
+   * @param {number} most
+   * @param {number} middle Index of a line to keep.
+   */
+  limit(most, middle) {
+    this.most = most;
+    if (this.lines.length <= most) return;
+    const first = Math.max(0, Math.min(middle - Math.floor(most / 2), this.lines.length - most));
+    this.hasOlder ||= first > 0;
+    this.isAtEnd &&= first + most >= this.lines.length;
+    this.lines = this.lines.slice(first, first + most);
   }
 
   /**
@@ -78,6 +93,12 @@ export class LogWindow {
     return dropped;
   }
 }
+
+/**
+ * True for a line of a level; `warning` includes errors, and no level includes all.
+ * @param {string} level @param {string} wanted
+ */
+export const isOfLevel = (level, wanted) => wanted === '' || level === wanted || (wanted === 'warning' && level === 'error');
 
 /**
  * Rows of a fixed height that are in sight.

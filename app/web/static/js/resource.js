@@ -59,7 +59,7 @@ export function useResource(read, key, { keep = true, everyMs } = {}) {
       clearTimeout(timer);
       document.removeEventListener('visibilitychange', whenVisible);
     };
-  }, [key, again]);
+  }, [key, again, everyMs]);
 
   const isCurrent = state.key === key;
   return {
@@ -86,8 +86,9 @@ export function useAction() {
         await work();
         if (alive.current) setState({ busy: false, error: null });
       } catch (error) {
-        if (!(error instanceof ApiError)) throw error;
-        if (alive.current) setState({ busy: false, error });
+        const shown = error instanceof ApiError ? error : new ApiError(0, 'internal', `This page failed (${error}). Reload it, and try again.`);
+        if (alive.current) setState({ busy: false, error: shown });
+        if (shown !== error) throw error;
       }
     },
   };

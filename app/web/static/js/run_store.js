@@ -5,8 +5,8 @@
 
 import { batch, signal } from '../vendor/preact.js';
 import { ApiError, get } from './api.js';
-import { append, emptySeries } from './curves.js';
-import { LogWindow } from './log_window.js';
+import { append, emptySeries, truncate } from './curves.js';
+import { isOfLevel, LogWindow } from './log_window.js';
 import { connection, follow } from './stream.js';
 
 const TYPES = /** @type {const} */ ([
@@ -20,6 +20,9 @@ const MOST_POINTS = 16_000;
 const LINES_AT_ONCE = 500;
 const MOST_SAMPLES = 500;
 const MOST_NOTES = 1000;
+const MOST_READ_EVENTS = 500;
+const FIRST_RETRY_MS = 500;
+const LAST_RETRY_MS = 15_000;
 /** Predictions and measured values change without an event. */
 const RENEW_EVERY_MS = 15_000;
 const RENEW_AFTER_MS = 300;
@@ -44,6 +47,8 @@ export class RunStore {
     /** @type {import('./curves.js').Clock} */
     this.timesOfSteps = { steps: [], seconds: [] };
     this.log = new LogWindow();
+    /** Level of the lines in the window: empty (all), `warning` or `error`. */
+    this.logLevel = signal('');
     /** @type {any[]} */
     this.samples = [];
     /** Newest GPU telemetry, and progress of the present phase. */
@@ -54,6 +59,11 @@ export class RunStore {
     this.attempts = signal(/** @type {any[] | null} */ (null));
     /** Events of a timeline: repairs, actions, status changes, skipped rows. */
     this.notes = signal(/** @type {RunEvent[]} */ ([]));
+    this.hasOlderNotes = signal(false);
+    /** Newest event with the configuration in effect. @type {RunEvent | null} */
+    this.config = null;
+    /** Failures of parts of the page that are tried again, by the name of the part. */
+    this.failures = signal(/** @type {Record<string, ApiError>} */ ({}));
     /** Raised when the curves, the log or the samples changed. */
     this.curvesVersion = signal(0);
     this.logVersion = signal(0);
@@ -77,43 +87,63 @@ export class RunStore {
     return LIVE.has(this.run.value?.status);
   }
 
-  /** Read everything, then follow the stream. A temporary failure is tried again until the store is closed. */
+  /** Read the run, follow its stream, and read everything else. */
   async open() {
-    const { signal: aborted } = this.aborted;
-    for (let wait = 500; ; wait = Math.min(wait * 2, 15_000)) {
+    const isFound = await this.untilRead((error) => {
+      this.error.value = error;
+      if (error) connection.value = error.isTemporary ? 'lost' : 'off';
+    }, async () => {
+      this.run.value = await get(`/v1/runs/${this.id}`, {}, this.aborted.signal);
+    });
+    if (!isFound) return;
+    const run = this.run.value;
+    // A short id or a name may stand in the address.
+    this.id = run.id;
+    if (!LIVE.has(run.status)) connection.value = 'ended';
+    else this.closeStream = follow({
+      path: `/v1/runs/${this.id}/events`,
+      after: run.last_seq,
+      types: TYPES,
+      onEvent: (type, data) => this.receive({ ...data, type }),
+      onGone: () => (this.error.value = new ApiError(404, 'run_not_found', 'The run was deleted.')),
+    });
+    this.clock = setInterval(() => this.isLive && !document.hidden && this.renew(0), RENEW_EVERY_MS);
+    const parts = /** @type {[string, () => Promise<void>][]} */ ([
+      ['curves', () => this.readCurves()], ['log lines', () => this.readLog()], ['events', () => this.readHistory()], ['checkpoints and attempts', () => this.readLists()],
+    ]);
+    await Promise.all(parts.map(([name, read]) => this.untilRead((error) => {
+      const { [name]: _before, ...others } = this.failures.peek();
+      this.failures.value = error ? { ...others, [name]: error } : others;
+    }, read)));
+  }
+
+  /**
+   * Read until it succeeds, the failure is not temporary, or the store is closed.
+   * @param {(error: ApiError | null) => void} show Called with each failure, and with null after a success.
+   * @param {() => Promise<void>} read
+   * @returns {Promise<boolean>} True if it succeeded.
+   */
+  async untilRead(show, read) {
+    for (let wait = FIRST_RETRY_MS; ; wait = Math.min(wait * 2, LAST_RETRY_MS)) {
       try {
-        const run = await get(`/v1/runs/${this.id}`, {}, aborted);
-        this.run.value = run;
-        this.error.value = null;
-        // A short id or a name may stand in the address.
-        this.id = run.id;
-        if (!LIVE.has(run.status)) connection.value = 'ended';
-        else this.closeStream = follow({
-          path: `/v1/runs/${this.id}/events`,
-          after: run.last_seq,
-          types: TYPES,
-          onEvent: (type, data) => this.receive({ ...data, type }),
-          onGone: () => (this.error.value = new ApiError(404, 'run_not_found', 'The run was deleted.')),
-        });
-        await Promise.all([this.readCurves(), this.readLog(), this.readHistory(), this.readLists()]);
-        break;
+        await read();
+        show(null);
+        return true;
       } catch (error) {
-        if (aborted.aborted) return;
-        if (!(error instanceof ApiError)) throw error;
-        this.error.value = error;
-        if (!error.isTemporary) return;
-        this.closeStream();
-        connection.value = 'lost';
+        if (this.aborted.signal.aborted) return false;
+        const failure = error instanceof ApiError ? error : new ApiError(0, 'internal', `This page failed: ${error}.`);
+        show(failure);
+        if (!failure.isTemporary) return false;
         await new Promise((resolve) => setTimeout(resolve, wait));
-        if (aborted.aborted) return;
+        if (this.aborted.signal.aborted) return false;
       }
     }
-    this.clock = setInterval(() => this.isLive && !document.hidden && this.renew(0), RENEW_EVERY_MS);
   }
 
   close() {
     this.aborted.abort();
     this.closeStream();
+    connection.value = 'off';
     clearTimeout(this.renewal);
     clearInterval(this.clock);
     cancelAnimationFrame(this.frame);
@@ -121,7 +151,8 @@ export class RunStore {
 
   async readCurves() {
     const part = this.parts.curves;
-    part.waiting ??= [];
+    // What waits since an earlier try is in the response.
+    part.waiting = [];
     const found = await get(`/v1/runs/${this.id}/metrics`, { max_points: READ_POINTS, clock: true }, this.aborted.signal);
     this.series = new Map(Object.entries(found.series));
     this.timesOfSteps = found.clock;
@@ -130,19 +161,37 @@ export class RunStore {
   }
 
   async readHistory() {
-    this.parts.history.waiting ??= [];
-    const found = await get(`/v1/runs/${this.id}/history`, {}, this.aborted.signal);
+    this.parts.history.waiting = [];
+    const { signal: aborted } = this.aborted;
+    const path = `/v1/runs/${this.id}/history`;
+    const [found, configs] = await Promise.all([get(path, { limit: MOST_READ_EVENTS }, aborted), get(path, { types: 'config', limit: 1 }, aborted)]);
     const events = /** @type {RunEvent[]} */ (found.data);
     this.release(this.parts.history, events.at(-1)?.seq ?? 0, () => {
       this.samples = events.filter((event) => event.type === 'sample');
       this.notes.value = events.filter((event) => event.type !== 'sample' && event.type !== 'eval');
+      this.hasOlderNotes.value = found.has_more;
+      this.config = configs.data.at(-1) ?? null;
       this.samplesVersion.value += 1;
     });
   }
 
-  /** Read the end of the log. */
-  readLog() {
+  /** Read the events before those of the history. */
+  async readOlderNotes() {
+    const before = this.notes.value[0]?.seq;
+    if (before === undefined) return;
+    const found = await get(`/v1/runs/${this.id}/history`, { before, limit: MOST_READ_EVENTS }, this.aborted.signal);
+    const events = /** @type {RunEvent[]} */ (found.data).filter((event) => event.type !== 'sample' && event.type !== 'eval');
+    this.notes.value = [...events, ...this.notes.value];
+    this.hasOlderNotes.value = found.has_more;
+  }
+
+  /**
+   * Read the end of the log.
+   * @param {string} [level] Only lines of this level from now on; by default as before.
+   */
+  readLog(level) {
     return this.readLines(async (read) => {
+      if (level !== undefined) this.logLevel.value = level;
       const found = await read({});
       this.log.reset(found.data, { hasOlder: found.has_more, isAtEnd: true });
     });
@@ -174,6 +223,10 @@ export class RunStore {
    */
   showLine(seq) {
     return this.readLines(async (read) => {
+      if (this.logLevel.value !== '') {
+        this.logLevel.value = '';
+        this.log.reset([], { hasOlder: false, isAtEnd: false });
+      }
       if (this.log.lines.some((line) => line.seq === seq)) return;
       const [before, after] = await Promise.all([read({ before: seq }), read({ after: seq - 1 })]);
       this.log.reset([...before.data, ...after.data], { hasOlder: before.has_more, isAtEnd: !after.has_more });
@@ -191,7 +244,7 @@ export class RunStore {
     const turn = this.logTurn.then(async () => {
       part.waiting ??= [];
       try {
-        await change((range) => get(path, { ...range, limit: LINES_AT_ONCE }, this.aborted.signal));
+        await change((range) => get(path, { ...range, level: this.logLevel.value, limit: LINES_AT_ONCE }, this.aborted.signal));
       } finally {
         this.release(part, Math.max(part.seq, this.log.isAtEnd ? this.log.lastSeq : 0));
         this.logVersion.value += 1;
@@ -271,7 +324,7 @@ export class RunStore {
         break;
       case 'log':
         this.addTo('log', event, () => {
-          if (!this.log.isAtEnd) return;
+          if (!this.log.isAtEnd || !isOfLevel(event.level, this.logLevel.value)) return;
           this.log.append([/** @type {any} */ (event)]);
           this.logVersion.value += 1;
         });
@@ -317,12 +370,17 @@ export class RunStore {
 
   /** Replacements of defaults that the device cannot honor, of the newest attempt. */
   replaced() {
-    return this.notes.value.findLast((event) => event.type === 'config')?.replaced ?? [];
+    const newest = this.notes.value.findLast((event) => event.type === 'config') ?? this.config;
+    return newest?.replaced ?? [];
   }
 
   /** @param {RunEvent} event */
   note(event) {
-    this.addTo('history', event, () => (this.notes.value = [...this.notes.value, event].slice(-MOST_NOTES)));
+    this.addTo('history', event, () => {
+      if (event.type === 'config') this.config = event;
+      this.hasOlderNotes.value ||= this.notes.value.length >= MOST_NOTES;
+      this.notes.value = [...this.notes.value, event].slice(-MOST_NOTES);
+    });
   }
 
   /** @param {'curves' | 'log' | 'history'} name @param {RunEvent} event @param {() => void} add */
@@ -338,6 +396,7 @@ export class RunStore {
   /** @param {RunEvent} event */
   addMetric(event) {
     const { step } = event;
+    this.dropLaterPass(step);
     const gaps = new Set(event.non_finite ?? []);
     const add = (/** @type {string} */ name, /** @type {string} */ field, /** @type {unknown} */ value) => {
       // Null is a value that was not finite only where the event says so; otherwise there is none.
@@ -350,6 +409,16 @@ export class RunStore {
     this.run.value = { ...run, current_step: step, current_epoch: event.epoch ?? run.current_epoch };
     this.curvesVersion.value += 1;
     if ((this.series.get('loss')?.steps.length ?? 0) > MOST_POINTS) this.rereadCurves();
+  }
+
+  /**
+   * Drop the points of an earlier pass before those of a metric are added: metrics from its step on, evaluations after.
+   * @param {number} step
+   */
+  dropLaterPass(step) {
+    const last = this.series.get('loss')?.steps.at(-1);
+    if (last === undefined || step > last) return;
+    for (const [name, series] of this.series) truncate(series, name.startsWith('eval.') ? step + 1 : step);
   }
 
   /** Read the curves again; events that arrive meanwhile wait. */

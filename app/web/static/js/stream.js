@@ -127,6 +127,7 @@ class TabStream {
     } catch (error) {
       if (error instanceof ApiError && error.status === 404) {
         this.stop();
+        connection.value = 'off';
         this.options.onGone?.();
         return;
       }

@@ -56,8 +56,10 @@ function View({ store }) {
   ];
   const tab = tabs.some(([key]) => key === asked) ? asked : 'overview';
   const href = (/** @type {any} */ key) => (key === 'overview' ? path.value : `${path.value}?tab=${key}`);
+  const failed = Object.entries(store.failures.value);
   return html`<${Head} store=${store} />
     <${Summary} store=${store} />
+    ${failed.length > 0 && html`<div class="box inside" role="alert">${failed.map(([part, error]) => html`<p key=${part} class="error-text">The ${part} could not be read, and ${error.isTemporary ? 'are tried again' : 'are not shown'}: ${error.message}</p>`)}</div>`}
     <nav class="tabs" aria-label="Parts of the run">
       ${tabs.map(([key, name, count]) => html`<a href=${href(key)} aria-current=${key === tab ? 'page' : undefined}>${name}${count != null && html`<span class="n">${format.integer(/** @type {number} */ (count))}</span>`}</a>`)}
     </nav>

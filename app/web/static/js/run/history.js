@@ -4,11 +4,13 @@ import { html } from '../../vendor/preact.js';
 import { Chip } from '../components/controls.js';
 import { Loading } from '../components/states.js';
 import * as format from '../format.js';
+import { useAction } from '../resource.js';
 
 /** @param {{ store: import('../run_store.js').RunStore }} props */
 export function History({ store }) {
   const attempts = store.attempts.value;
   const actions = store.actions.value;
+  const older = useAction();
   if (!attempts || !actions) return html`<${Loading} what="history" />`;
   const notes = store.notes.value.filter((event) => sentenceOf(event));
   return html`<div class="side">
@@ -23,7 +25,7 @@ export function History({ store }) {
     <section class="box"><header><h2>Events</h2></header><ul class="list">
       ${notes.slice().reverse().map((event) => html`<li key=${event.seq}><span class="sub num nowrap" title=${event.ts}>${format.seconds(event.ts)}</span>${event.type === 'status' && html`<${Chip} status=${event.to} />`}<span class="grow">${sentenceOf(event)}</span><span class="sub num">${event.seq}</span></li>`)}
       ${notes.length === 0 && html`<li class="muted">None yet.</li>`}
-    </ul></section>
+    </ul>${store.hasOlderNotes.value && html`<div class="inside row"><button type="button" class="btn small" disabled=${older.busy} onClick=${() => older.run(() => store.readOlderNotes())}>Older events</button>${older.error && html`<p class="error-text" role="alert">${older.error.message}</p>`}</div>`}</section>
   </div>`;
 }
 

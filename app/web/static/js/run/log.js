@@ -4,11 +4,11 @@ import { html, useEffect, useLayoutEffect, useRef, useState } from '../../vendor
 import { ApiError, get } from '../api.js';
 import { Icon } from '../components/icon.js';
 import * as format from '../format.js';
-import { marked, rowsInSight } from '../log_window.js';
+import { marked, MOST_LINES, rowsInSight } from '../log_window.js';
 import { useResource, useSettled } from '../resource.js';
 
 const ROW_HEIGHT = 18;
-/** Wrapped rows have no fixed height, so this many of them are in the page. */
+/** Wrapped rows have no fixed height, so that all of them are in the page. */
 const MOST_WRAPPED = 1000;
 const NEAR_END = 4;
 
@@ -17,21 +17,30 @@ export function Log({ store, height }) {
   void store.logVersion.value; // draw again with new lines
   const [isFollowing, setFollowing] = useState(true);
   const [isWrapped, setWrapped] = useState(false);
-  const [level, setLevel] = useState('');
+  const level = store.logLevel.value;
   const [text, setText] = useState('');
   const wanted = useSettled(text, 300);
   const [hit, setHit] = useState(0);
   const [view, setView] = useState({ top: 0, height: 232 });
   store.log.isHeld = !isFollowing;
+  useEffect(() => {
+    const widen = () => store.log.limit(MOST_LINES, 0);
+    widen();
+    // Another view of the log may have left it in the middle, or with lines of one level.
+    if (!store.log.isAtEnd || store.logLevel.peek() !== '') attempted(store.readLog(''));
+    return () => {
+      store.log.isHeld = false;
+      widen();
+    };
+  }, [store]);
   const box = useRef(/** @type {HTMLElement | null} */ (null));
   const reading = useRef(false);
   const search = useResource(
     (signal) => get(`/v1/runs/${store.id}/logs/search`, { q: wanted, limit: 1000 }, signal), wanted ? `${store.id} ${wanted}` : null, { keep: false },
   );
   const hits = wanted ? (search.data?.data ?? []) : [];
-  const all = store.log.lines;
-  const lines = level ? all.filter((line) => line.level === level || (level === 'warning' && line.level === 'error')) : all;
-  const [first, last] = isWrapped ? [Math.max(0, lines.length - MOST_WRAPPED), lines.length] : rowsInSight(lines.length, ROW_HEIGHT, view.top, view.height);
+  const { lines } = store.log;
+  const [first, last] = isWrapped ? [0, lines.length] : rowsInSight(lines.length, ROW_HEIGHT, view.top, view.height);
 
   useLayoutEffect(() => {
     if (isFollowing && box.current) box.current.scrollTop = box.current.scrollHeight;
@@ -44,28 +53,47 @@ export function Log({ store, height }) {
     return () => sized.disconnect();
   }, []);
 
-  const onScroll = async () => {
+  /**
+   * Change the lines of the window; those in sight stay where they are.
+   * @param {() => Promise<void>} change
+   * @param {boolean} [willWrap]
+   */
+  const keepPlace = async (change, willWrap = isWrapped) => {
+    const element = /** @type {HTMLElement} */ (box.current);
+    const top = element.getBoundingClientRect().top;
+    const topmost = /** @type {HTMLElement | undefined} */ ([...element.querySelectorAll('.ln')].find((row) => row.getBoundingClientRect().bottom > top));
+    reading.current = true;
+    const offset = topmost ? topmost.getBoundingClientRect().top - top : 0;
+    const seq = Number(topmost?.dataset.seq);
+    await change();
+    requestAnimationFrame(() => {
+      const row = /** @type {HTMLElement | null} */ (element.querySelector(`[data-seq="${seq}"]`));
+      const index = store.log.lines.findIndex((line) => line.seq === seq);
+      if (willWrap) element.scrollTop += row ? row.getBoundingClientRect().top - element.getBoundingClientRect().top - offset : 0;
+      else if (index >= 0) element.scrollTop = index * ROW_HEIGHT - offset;
+      reading.current = false;
+    });
+  };
+  const onScroll = () => {
     const element = box.current;
     if (!element) return;
     setView({ top: element.scrollTop, height: element.clientHeight });
-    setFollowing(store.log.isAtEnd && element.scrollHeight - element.scrollTop - element.clientHeight < NEAR_END * ROW_HEIGHT);
+    const below = element.scrollHeight - element.scrollTop - element.clientHeight;
+    setFollowing(store.log.isAtEnd && below < NEAR_END * ROW_HEIGHT);
     if (reading.current) return;
-    const isNearEnd = element.scrollHeight - element.scrollTop - element.clientHeight < 40 * ROW_HEIGHT;
-    if (isNearEnd && !store.log.isAtEnd) {
-      reading.current = true;
-      await attempted(store.readNewerLines());
-      reading.current = false;
-      return;
-    }
-    if (element.scrollTop > 40 * ROW_HEIGHT || !store.log.hasOlder) return;
-    reading.current = true;
-    const before = element.scrollHeight;
-    await attempted(store.readOlderLines());
-    // The lines in sight stay where they are.
-    requestAnimationFrame(() => {
-      element.scrollTop += element.scrollHeight - before;
-      reading.current = false;
-    });
+    if (below < 40 * ROW_HEIGHT && !store.log.isAtEnd) keepPlace(() => attempted(store.readNewerLines()));
+    else if (element.scrollTop <= 40 * ROW_HEIGHT && store.log.hasOlder) keepPlace(() => attempted(store.readOlderLines()));
+  };
+  const wrap = (/** @type {boolean} */ isOn) => {
+    const middle = isFollowing ? lines.length : Math.floor(view.top / ROW_HEIGHT);
+    keepPlace(async () => {
+      store.log.limit(isOn ? MOST_WRAPPED : MOST_LINES, middle);
+      setWrapped(isOn);
+    }, isOn);
+  };
+  const choose = async (/** @type {string} */ wantedLevel) => {
+    await attempted(store.readLog(wantedLevel));
+    setFollowing(true);
   };
   const toEnd = async () => {
     if (!store.log.isAtEnd) await attempted(store.readLog());
@@ -76,11 +104,14 @@ export function Log({ store, height }) {
     if (seq === undefined) return;
     setHit(index);
     setFollowing(false);
-    setLevel('');
     await attempted(store.showLine(seq));
     requestAnimationFrame(() => {
+      const element = box.current;
       const row = store.log.lines.findIndex((line) => line.seq === seq);
-      if (box.current && row >= 0) box.current.scrollTop = Math.max(0, row * ROW_HEIGHT - box.current.clientHeight / 2);
+      if (!element || row < 0) return;
+      const shown = isWrapped && element.querySelector(`[data-seq="${seq}"]`);
+      const at = shown ? element.scrollTop + shown.getBoundingClientRect().top - element.getBoundingClientRect().top : row * ROW_HEIGHT;
+      element.scrollTop = Math.max(0, at - element.clientHeight / 2);
     });
   };
   useEffect(() => {
@@ -93,10 +124,10 @@ export function Log({ store, height }) {
       <input type="search" class="small" placeholder="Search all lines" aria-label="Search all lines of the log" value=${text}
         onInput=${(/** @type {any} */ event) => setText(event.target.value)} onKeyDown=${(/** @type {KeyboardEvent} */ event) => event.key === 'Enter' && show((hit + (event.shiftKey ? 1 : hits.length - 1)) % Math.max(hits.length, 1))} />
       ${wanted && html`<span class="sub num" role="status">${search.error ? search.error.message : search.data ? (hits.length ? `${hit + 1} of ${format.integer(hits.length)}${search.data.has_more ? '+' : ''}` : 'no match') : 'searching …'}</span>`}
-      <select class="small" aria-label="Level" value=${level} onChange=${(/** @type {any} */ event) => setLevel(event.target.value)}>
+      <select class="small" aria-label="Level" value=${level} onChange=${(/** @type {any} */ event) => choose(event.target.value)}>
         <option value="">All levels</option><option value="warning">Warnings and errors</option><option value="error">Errors</option>
       </select>
-      <label class="check"><input type="checkbox" checked=${isWrapped} onChange=${(/** @type {any} */ event) => setWrapped(event.target.checked)} />Wrap</label>
+      <label class="check"><input type="checkbox" checked=${isWrapped} onChange=${(/** @type {any} */ event) => wrap(event.target.checked)} />Wrap</label>
       <label class="check"><input type="checkbox" checked=${isFollowing} onChange=${(/** @type {any} */ event) => (event.target.checked ? toEnd() : setFollowing(false))} />Follow</label>
       <a class="btn quiet icon small" href=${`/v1/runs/${store.id}/logs`} download=${`${store.id}.log`} aria-label="Download the log"><${Icon} name="save" /></a>
     </header>
@@ -118,6 +149,6 @@ const attempted = (read) => read.catch((error) => {
 });
 
 /** @param {{ line: import('../log_window.js').Line, wanted: string, isHit: boolean }} props */
-const Row = ({ line, wanted, isHit }) => html`<div class=${isHit ? 'ln hit' : 'ln'} data-l=${line.stream === 'anneal' && line.level === 'info' ? 'note' : line.level}>
+const Row = ({ line, wanted, isHit }) => html`<div class=${isHit ? 'ln hit' : 'ln'} data-seq=${line.seq} data-l=${line.stream === 'anneal' && line.level === 'info' ? 'note' : line.level}>
   <time title=${line.ts}>${format.seconds(line.ts)}</time><span>${marked(line.line, wanted).map((part) => (part.isMatch ? html`<mark>${part.text}</mark>` : part.text))}</span>
 </div>`;
