@@ -40,6 +40,8 @@ def launch(playwright: Playwright) -> Browser:
         )
     # Chromium's own sandbox does not work for root.
     arguments = ["--no-sandbox"] if os.getuid() == 0 else []
+    # Addresses of another machine, as a team's browsers see the service; Chromium trusts plain HTTP from loopback only.
+    arguments.append("--host-resolver-rules=MAP *.example 127.0.0.1")
     return playwright.chromium.launch(executable_path=found, args=arguments)
 
 
@@ -80,9 +82,14 @@ def _check_host(url: str, known: tuple[str, ...], problems: list[str]) -> None:
         problems.append(f"request to another host: {url}")
 
 
-def sign_in(context: BrowserContext, client: httpx.Client) -> Page:
-    """Sign in with a link of `client`, which sends an API key; return the page, which shows all runs."""
+def sign_in(context: BrowserContext, client: httpx.Client, host: str | None = None) -> Page:
+    """Sign in with a link of `client`, which sends an API key; return the page, which shows all runs.
+
+    `host`: name by which the browser knows the machine, instead of its address.
+    """
     page = context.new_page()
-    page.goto(client.post("/v1/session/links").json()["url"])
-    page.wait_for_url(str(client.base_url.join("/")))
+    base = client.base_url if host is None else client.base_url.copy_with(host=host)
+    link = client.post("/v1/session/links").json()["url"].partition("#")[2]
+    page.goto(f"{base.join('/login')}#{link}")
+    page.wait_for_url(str(base.join("/")))
     return page

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Dialog, Locator, Page, expect
 from sqlalchemy import Engine
 
+from app.config import Settings
+from app.infra.db import sync_engine
 from app.infra.storage import Storage
 from tests.browser import sign_in, window
 from tests.factories import Trainer, make_dataset, make_run
 from tests.rows import add_worker
-from tests.server import ApiServer
+from tests.server import ApiServer, ThreadServer
 from tests.waiting import eventually
 
 HOSTILE = "<img src=x onerror=alert(1)> \u202e{{7*7}} \x1b[31m&amp; javascript:alert(1)"
@@ -77,6 +79,7 @@ class TestRuns:
         expect(page.get_by_text("No run matches the filters.")).to_be_visible()
         page.get_by_role("button", name="Remove the filters").click()
         expect(row).to_be_visible()
+        expect(page.get_by_label("Search runs by name, tag or ID")).to_have_value("")
 
 
 class TestRun:
@@ -131,11 +134,87 @@ class TestRun:
             page = sign_in(context, shared_api.client)
             page.route("**/logs/lines*", lambda route: route.abort())
             page.goto(f"/runs/{trainer.run_id}")
-            lost = page.get_by_role("status").filter(has_text="Connection lost")
-            expect(lost).to_be_visible()
+            failed = page.get_by_role("alert").filter(has_text="The log lines could not be read, and are tried again")
+            expect(failed).to_be_visible()
+            expect(page.get_by_role("figure", name=re.compile("Loss: train 0"))).to_be_visible()
             page.unroute("**/logs/lines*")
             expect(page.get_by_role("log").locator(".ln")).to_have_count(2)
-            expect(lost).to_have_count(0)
+            expect(failed).to_have_count(0)
+
+    def test_offers_the_export_that_its_method_has(
+        self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        for method, forms in (("lora", 1), ("full", 0)):
+            trainer = start(shared_api, engine, dataset, config={"method": method})
+            trainer.checkpoint(10)
+            trainer.complete()
+            page.goto(f"/runs/{trainer.run_id}?tab=checkpoints")
+            page.get_by_role("button", name="Export …").click()
+            dialog = page.get_by_role("dialog")
+            expect(dialog.get_by_role("button", name="Export", exact=True)).to_be_visible()
+            expect(dialog.get_by_label("Form")).to_have_count(forms)
+
+
+class TestOverPlainHttp:
+    HOST = "anneal.example"
+
+    @pytest.fixture
+    def remote(self, settings: Settings) -> Iterator[ApiServer]:
+        """A service that a browser knows by a name, as on another machine."""
+        with ThreadServer(settings.model_copy(update={"allowed_hosts": self.HOST})) as server:
+            yield server
+
+    @pytest.fixture
+    def engine(self, settings: Settings) -> Iterator[Engine]:
+        engine = sync_engine(settings.database_url or "", pool_size=0)
+        yield engine
+        engine.dispose()
+
+    def test_from_another_machine_every_action_works(
+        self, chromium: Browser, remote: ApiServer, engine: Engine
+    ) -> None:
+        """Browsers offer no clipboard and no random UUIDs there."""
+        dataset = make_dataset(engine)
+        failed = start(remote, engine, dataset, name="failed over plain HTTP")
+        failed.checkpoint(10)
+        failed.fail("internal", "it failed")
+        with window(chromium, remote.url.replace("127.0.0.1", self.HOST)) as context:
+            page = sign_in(context, remote.client, self.HOST)
+            assert page.evaluate("isSecureContext") is False
+            page.goto(f"/runs/{failed.run_id}")
+            expect(page.get_by_role("heading", name="it failed")).to_be_visible()
+            asked: list[str] = []
+
+            def answer(dialog: Dialog) -> None:
+                asked.append(dialog.default_value)
+                dialog.dismiss()
+
+            page.on("dialog", answer)
+            page.get_by_label("Copy the ID of the run").or_(page.get_by_title("Copy the ID of the run")).click()
+            assert asked == [failed.run_id]
+            page.get_by_role("button", name="Resume").click()
+            page.get_by_role("button", name="From the newest checkpoint").click()
+            expect(page.locator(".head .chip")).to_have_text("Pending")
+            page.get_by_role("button", name="Stop").click()
+            expect(page.locator(".head .chip")).to_have_text("Stopped")
+            page.goto(f"/new?dataset={dataset}")
+            page.locator("#field-base_model").fill("any")
+            page.get_by_text("Placement and restarts").click()
+            page.locator("#field-backend").select_option("fake")
+            page.get_by_role("button", name="Start the run").click()
+            expect(page.locator(".head .chip")).to_have_text("Pending")
+            remote.client.post(f"/v1/runs/{page.url.rpartition('/')[2]}/stop")
+
+
+class TestCompare:
+    def test_follows_runs_that_train(self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str) -> None:
+        first, second = (start(shared_api, engine, dataset, name=name) for name in ("one", "two"))
+        for trainer in (first, second):
+            steps(trainer, 1, 2)
+        page.goto(f"/compare?ids={first.run_id},{second.run_id}&smoothing=0")
+        expect(page.get_by_role("figure", name=re.compile("Train loss: one 0.5"))).to_be_visible()
+        steps(first, *range(3, 9))
+        expect(page.get_by_role("figure", name=re.compile("Train loss: one 0.125"))).to_be_visible()
 
 
 class TestDatasets:
@@ -176,6 +255,33 @@ class TestLog:
         expect(log.get_by_text("a new line")).to_be_visible()
         shown = [int(re.findall(r"\d+", line)[0]) for line in log.locator(".ln > span").all_inner_texts()[:-1]]
         assert shown == list(range(shown[0], 4001)), "without a gap to the live lines"
+
+    def test_of_one_level_or_wrapped_shows_every_line_that_it_should(
+        self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        trainer = start(shared_api, engine, dataset, name="log of levels")
+        trainer.events("log", {"line": "an early error", "stream": "stderr", "level": "error"})
+        trainer.log(*(f"line {number}." for number in range(1, 3001)))
+        page.goto(f"/runs/{trainer.run_id}?tab=log")
+        log = page.get_by_role("log", name="Lines of the log")
+        expect(log.get_by_text("line 3000.", exact=True)).to_be_visible()
+        page.get_by_label("Level").select_option("error")
+        expect(log.locator(".ln")).to_have_count(1)
+        expect(log).to_contain_text("an early error")
+        trainer.log("no error")
+        trainer.events("log", {"line": "a late error", "stream": "stderr", "level": "error"})
+        expect(log.locator(".ln")).to_have_count(2)
+        page.get_by_label("Level").select_option("")
+        expect(log.get_by_text("a late error")).to_be_visible()
+        page.get_by_label("Wrap").check()
+        for edge, last in (("0", "line 1."), ("scrollHeight", "a late error")):
+            reached = log.get_by_text(last, exact=True)
+            eventually(lambda edge=edge, reached=reached: _scroll(log, edge, reached), what=last)  # type: ignore[misc]
+        page.get_by_label("Search all lines of the log").fill("line 700.")
+        expect(log.locator(".hit")).to_be_in_viewport()
+        page.get_by_role("link", name="Overview").click()
+        expect(page.get_by_label("Follow")).to_be_checked()
+        expect(log.get_by_text("a late error")).to_be_visible()
 
 
 def _scroll(log: Locator, edge: str, reached: Locator) -> bool:
@@ -225,6 +331,41 @@ class TestNewRun:
         page.locator("#field-name").fill("a copy")
         page.reload()
         expect(page.locator("#field-name")).to_have_value("a copy")
+
+    def test_sends_what_was_typed_and_leads_to_what_is_wrong(
+        self, chromium: Browser, shared_api: ApiServer, engine: Engine
+    ) -> None:
+        with window(chromium, shared_api.url, expected=("status of 422",)) as context:
+            self._type(sign_in(context, shared_api.client), shared_api, engine)
+
+    def _type(self, page: Page, shared_api: ApiServer, engine: Engine) -> None:
+        pairs = make_dataset(engine, "preference", ("prompt", "chosen", "rejected"))
+        page.goto(f"/new?dataset={pairs}")
+        page.locator("#field-base_model").fill("any")
+        page.get_by_role("radio", name="DPO").check()
+        rate = page.locator("#field-learning_rate")
+        expect(rate).to_have_attribute("placeholder", "5e-6")
+        rate.fill("2e-4")  # the default of other methods
+        request = page.get_by_label("Text of the request")
+        expect(request).to_contain_text("learning_rate: 0.0002")
+        page.get_by_text("Placement and restarts").click()
+        page.locator("#field-backend").select_option("fake")
+        page.locator("#field-labels").fill("not a label")
+        page.get_by_text("Placement and restarts").click()
+        checks = page.get_by_role("region", name="Checks")
+        checks.get_by_role("button", name=re.compile("resources.labels")).click()
+        expect(page.locator("#field-labels")).to_be_focused()
+        page.locator("#field-labels").fill("")
+        page.keyboard.press("Tab")
+        expect(checks.get_by_text("valid", exact=True)).to_be_visible()
+        page.get_by_role("button", name="Start the run").click()
+        expect(page.locator(".head .chip")).to_have_text("Pending")
+        made = page.url.rpartition("/")[2]
+        assert shared_api.client.get(f"/v1/runs/{made}").json()["config"]["learning_rate"] == 2e-4
+        shared_api.client.post(f"/v1/runs/{made}/stop")
+        page.goto(f"/new?from={made}")
+        expect(request).to_contain_text("learning_rate: 0.0002")
+        expect(request).not_to_contain_text("optim")
 
 
 class TestTabs:

@@ -2,7 +2,7 @@
 
 import { effect, html, render, signal } from '../vendor/preact.js';
 import { match } from './addresses.js';
-import { whenSignedOut } from './api.js';
+import { ApiError, whenSignedOut } from './api.js';
 import { Frame } from './components/frame.js';
 import { Empty, Failure } from './components/states.js';
 import * as router from './router.js';
@@ -23,12 +23,33 @@ const PAGES = {
   login: () => import('./pages/login.js'),
 };
 
+/** Set while the page is loaded again for a module that was not found. */
+const RELOADED = 'anneal.reloaded';
+
 const shown = signal(/** @type {{ key: string, view: any } | null} */ (null));
+
+/**
+ * Load the module of a page. After an upgrade of the service, the modules of this version are gone: the whole page is
+ * loaded again, once.
+ * @param {string} name
+ */
+async function loaded(name) {
+  try {
+    const module = await PAGES[name]();
+    sessionStorage.removeItem(RELOADED);
+    return module;
+  } catch (error) {
+    if (sessionStorage.getItem(RELOADED)) return { default: () => html`<${Failure} error=${new ApiError(0, 'unreachable', 'The page could not be loaded. Reload it when the service is back.')} />`, title: 'Not loaded' };
+    sessionStorage.setItem(RELOADED, '1');
+    location.reload();
+    throw error;
+  }
+}
 
 /** @param {string} path */
 async function show(path) {
   const route = match(path);
-  const module = route && (await PAGES[route.name]());
+  const module = route && (await loaded(route.name));
   if (router.path.value !== path) return; // another page was opened meanwhile
   document.title = `${module ? module.title : 'Not found'} · Anneal`;
   const moved = shown.value !== null;

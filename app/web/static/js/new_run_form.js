@@ -21,6 +21,26 @@ export function groupsOf(schema) {
 }
 
 /**
+ * Fields by name, with the defaults of a method.
+ * @param {any} schema @param {string} method @param {boolean} isAdapter
+ * @returns {Map<string, FormField>}
+ */
+export function fieldsOf(schema, method, isAdapter) {
+  const defaults = schema['x-method-defaults'][method]?.[isAdapter ? 'adapter' : 'full'] ?? {};
+  const all = groupsOf(schema).flatMap(({ fields }) => fields);
+  return new Map(all.map((field) => [field.name, field.name in defaults ? { ...field, fallback: defaults[field.name] } : field]));
+}
+
+/**
+ * Fields by name, with the defaults of the method of a configuration.
+ * @param {any} schema @param {Record<string, any>} config
+ */
+export function fieldsFor(schema, config) {
+  const method = String(config.method ?? schema.properties.method.default);
+  return fieldsOf(schema, method, config.lora_r !== null);
+}
+
+/**
  * @param {string} name @param {any} property @param {Record<string, any>} definitions
  * @returns {FormField}
  */

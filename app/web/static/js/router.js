@@ -46,6 +46,7 @@ export function start() {
     if (!(link instanceof HTMLAnchorElement) || event.defaultPrevented || event.button !== 0) return;
     if (event.metaKey || event.ctrlKey || event.shiftKey || event.altKey || link.target || link.hasAttribute('download')) return;
     if (link.origin !== location.origin || !match(link.pathname)) return;
+    if (link.hash && link.pathname + link.search === address.value) return; // a place in this page
     event.preventDefault();
     go(link.pathname + link.search);
     scrollTo(0, 0);

@@ -25,7 +25,9 @@ export async function signIn(credentials) {
 }
 
 export async function signOut() {
-  await call('DELETE', '/v1/session');
+  await call('DELETE', '/v1/session').catch((error) => {
+    if (error.status !== 401) throw error; // the session has ended already
+  });
   session.value = null;
   go('/login');
 }

@@ -84,6 +84,10 @@ export function LineChart({
   </figure>`;
 }
 
+/** Distances between the ticks of the horizontal axis. */
+const PARTS = Array.from({ length: 24 }, (_, index) => 10 ** (index - 9)).flatMap((unit) => [unit, 2 * unit, 2.5 * unit, 5 * unit]);
+const WHOLE = PARTS.filter(Number.isInteger);
+
 /** The canvas of a chart. Data that arrives faster than it is drawn, or out of sight, waits. */
 class Drawing {
   /**
@@ -137,7 +141,7 @@ class Drawing {
               },
         },
         axes: [
-          { ...axis, size: 26, gap: 4, space: isWide ? 70 : 48, values: (/** @type {any} */ _plot, /** @type {number[]} */ at) => (ticks ? at.map(ticks) : tickLabels(at)) },
+          { ...axis, size: 26, gap: 4, incrs: () => (this.hasWholeSteps() ? WHOLE : PARTS), space: isWide ? 70 : 48, values: (/** @type {any} */ _plot, /** @type {number[]} */ at) => (ticks ? at.map(ticks) : tickLabels(at)) },
           { ...axis, size: 50, gap: 6, space: 34, values: (/** @type {any} */ _plot, /** @type {(number | null)[]} */ at) => tickLabels(at) },
         ],
         series: [
@@ -192,6 +196,12 @@ class Drawing {
       this.isStale = false;
       this.plot.setData(this.data, true);
     }, wait);
+  }
+
+  /** True if the positions look like numbers of steps, between which there is nothing. */
+  hasWholeSteps() {
+    const [x] = this.data;
+    return [x[0], x[x.length >> 1], x[x.length - 1]].every(Number.isInteger);
   }
 
   /** @param {any} plot */

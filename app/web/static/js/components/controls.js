@@ -50,9 +50,9 @@ export function Copy({ text, shown, label }) {
   }, [done]);
   const copy = async () => {
     // Over plain HTTP, other than on this machine, browsers offer no clipboard: the text is selected for copying.
-    if (!navigator.clipboard) return void prompt(label, text);
-    await navigator.clipboard.writeText(text);
-    setDone(true);
+    const isCopied = await navigator.clipboard?.writeText(text).then(() => true, () => false);
+    if (isCopied) setDone(true);
+    else prompt(label, text);
   };
   return html`<button type="button" class="copy" title=${label} onClick=${copy}>
     ${shown ?? text}<span aria-live="polite">${done ? ' copied' : ''}</span>

@@ -1,12 +1,13 @@
 // Frame of every page: navigation, state of the stream, account.
 
 import { html } from '../../vendor/preact.js';
+import { useAction } from '../resource.js';
 import { path } from '../router.js';
 import { may, session, signOut } from '../session.js';
 import { connection } from '../stream.js';
 import { choose, theme } from '../theme.js';
 import * as format from '../format.js';
-import { Menu } from './controls.js';
+import { Dialog, Menu } from './controls.js';
 import { Icon } from './icon.js';
 
 const PAGES = [
@@ -46,12 +47,13 @@ export function Frame({ icon, children }) {
 
 function Account() {
   const known = session.value;
+  const leaving = useAction();
   if (!known) return null;
   const until = known.expires_at ? `session until ${format.clock(known.expires_at)}` : 'signed in with a key';
   return html`<${Menu} kind="quiet icon" label="Account and theme" button=${html`<${Icon} name="user" />`}>
     <div class="about"><b>${known.name}</b><small>${known.scopes.join(', ')} · ${until}</small></div><hr />
     ${THEMES.map(([value, text]) => html`<button type="button" aria-pressed=${String(theme.value === value)} onClick=${() => choose(value)}>${text}${theme.value === value ? ' ✓' : ''}</button>`)}<hr />
     <a href="/docs">API reference</a>
-    <button type="button" onClick=${signOut}>Sign out</button>
-  <//>`;
+    <button type="button" disabled=${leaving.busy} onClick=${() => leaving.run(signOut)}>Sign out</button>
+  <//>${leaving.error && html`<${Dialog} title="You are still signed in" onClose=${leaving.clear}><p class="error-text">${leaving.error.message}</p><//>`}`;
 }

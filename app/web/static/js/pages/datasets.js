@@ -1,6 +1,6 @@
 // Datasets: upload, look at the rows, delete.
 
-import { html, useState } from '../../vendor/preact.js';
+import { html, useEffect, useState } from '../../vendor/preact.js';
 import { call, get } from '../api.js';
 import { Chip, Dialog } from '../components/controls.js';
 import { Icon } from '../components/icon.js';
@@ -25,8 +25,12 @@ export default function Datasets({ id }) {
 function List() {
   const asked = query.value;
   const after = asked.get('after');
-  const [text, setText] = useState(asked.get('search') ?? '');
+  const inAddress = asked.get('search') ?? '';
+  const [text, setText] = useState(inAddress);
   const wanted = useSettled(text.trim(), 250);
+  useEffect(() => {
+    if (inAddress !== text.trim()) setText(inAddress);
+  }, [inAddress]);
   const list = useResource((signal) => get('/v1/datasets', { limit: PAGE_SIZE, search: wanted, after }, signal), `datasets ${wanted} ${after}`);
   const [isImporting, setImporting] = useState(false);
   const now = useNow(60_000);

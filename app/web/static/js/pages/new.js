@@ -1,11 +1,11 @@
 // New run: a form from the schema of the configuration, validated and estimated as one types.
 
 import { html, useLayoutEffect, useMemo, useRef, useState } from '../../vendor/preact.js';
-import { get, post } from '../api.js';
+import { get, newKey, post } from '../api.js';
 import { Choice, Copy } from '../components/controls.js';
 import { Failure, Loading, Prose } from '../components/states.js';
 import * as format from '../format.js';
-import { curlOf, groupsOf, isDefault, NONE, requestOf, same, textOf, valueOf, yamlOf } from '../new_run_form.js';
+import { curlOf, fieldsFor, groupsOf, isDefault, NONE, requestOf, textOf, valueOf, yamlOf } from '../new_run_form.js';
 import { useAction, useResource, useSettled } from '../resource.js';
 import { go, query } from '../router.js';
 import { may } from '../session.js';
@@ -101,15 +101,16 @@ function storedDraft(place) {
 /** @param {{ schema: any, start: Draft, place: string }} props */
 function Form({ schema, start, place }) {
   const groups = useMemo(() => groupsOf(schema), [schema]);
-  const fields = useMemo(() => new Map(groups.flatMap((one) => one.fields.map((field) => [field.name, field]))), [groups]);
   const [draft, setDraft] = useState(() => {
     const stored = storedDraft(place);
     if (stored) return stored;
-    // A run has a value for every field; those that differ from the defaults were chosen.
-    const chosen = Object.entries(start.config).filter(([name, value]) => fields.has(name) && !isDefault(fields.get(name), value));
+    // A run has a value for every field; those that differ from the defaults of its method were chosen.
+    const known = fieldsFor(schema, start.config);
+    const chosen = Object.entries(start.config).filter(([name, value]) => known.has(name) && !isDefault(known.get(name), value));
     return { ...start, config: Object.fromEntries(chosen) };
   });
   const { values, config, texts } = draft;
+  const fields = useMemo(() => fieldsFor(schema, config), [schema, config.method, config.lora_r]);
   // Before the next task, which may be that of a reload.
   useLayoutEffect(() => sessionStorage.setItem(place, JSON.stringify(draft)), [draft, place]);
   const setValue = (/** @type {string} */ name, /** @type {unknown} */ value) => setDraft({ ...draft, values: { ...values, [name]: value } });
@@ -119,8 +120,8 @@ function Form({ schema, start, place }) {
     const { [name]: _value, ...rest } = config;
     try {
       const value = valueOf(field, text);
-      const isUnset = value === undefined || same(value, field.fallback);
-      setDraft({ ...draft, texts: others, config: isUnset ? rest : { ...config, [name]: value } });
+      // A value that equals the default stays: it keeps its meaning when the method, and so the default, changes.
+      setDraft({ ...draft, texts: others, config: value === undefined ? rest : { ...config, [name]: value } });
     } catch {
       setDraft({ ...draft, texts: { ...texts, [name]: text } });
     }
@@ -131,18 +132,19 @@ function Form({ schema, start, place }) {
   const checked = useResource(() => post('/v1/runs/validate', JSON.parse(settled)), settled ? `validate ${settled}` : null);
   const estimate = useResource(() => post('/v1/runs/estimate', JSON.parse(settled)), settled && checked.data?.valid ? `estimate ${settled}` : null);
   const action = useAction();
-  const key = useRef(crypto.randomUUID());
+  const sent = useRef({ text: '', key: '' });
   const submit = (/** @type {Event} */ event) => {
     event.preventDefault();
     action.run(async () => {
-      // The same key until it succeeds: a repeated click, or one after a broken connection, starts no second run.
-      const made = await post('/v1/runs', body, { 'Idempotency-Key': key.current });
-      key.current = crypto.randomUUID();
+      // The same key for the same request: a repeated click, or one after a broken connection, starts no second run.
+      const text = JSON.stringify(body);
+      if (sent.current.text !== text) sent.current = { text, key: newKey() };
+      const made = await post('/v1/runs', body, { 'Idempotency-Key': sent.current.key });
       sessionStorage.removeItem(place);
       go(`/runs/${made.id}`);
     });
   };
-  const errors = settled && checked.data ? checked.data.errors : [];
+  const errors = settled ? (foundIn(checked)?.errors ?? []) : [];
   const shownErrors = new Map(/** @type {[string, string][]} */ (errors.map((/** @type {any} */ one) => [one.field, one.message])));
   for (const [name, text] of Object.entries(texts)) {
     try {
@@ -155,7 +157,8 @@ function Form({ schema, start, place }) {
   const known = /** @type {import('../new_run_form.js').FormField} */ (fields.get('method')).choices;
   const methods = [...Object.keys(METHODS).filter((name) => known.includes(name)), ...known.filter((name) => !(name in METHODS))];
   const isAdapter = config.lora_r !== null && method !== 'full';
-  const control = (/** @type {string} */ name) => html`<${Field} key=${name} field=${fields.get(name)} value=${config[name]} text=${texts[name]} error=${shownErrors.get(`config.${name}`)} onChange=${(/** @type {string} */ text) => setField(name, text)} />`;
+  const effective = settled && checked.data?.valid ? checked.data.effective_config : null;
+  const control = (/** @type {string} */ name) => html`<${Field} key=${name} field=${fields.get(name)} effective=${effective?.[name]} value=${config[name]} text=${texts[name]} error=${shownErrors.get(`config.${name}`)} onChange=${(/** @type {string} */ text) => setField(name, text)} />`;
   const main = [...(isAdapter ? ADAPTER : []), ...MAIN];
   return html`<form onSubmit=${submit}>
     <div class="head center"><h1 class="grow">New run</h1><div class="acts">
@@ -235,13 +238,17 @@ function Placement({ values, errors, onValue }) {
   </div></details></section>`;
 }
 
-/** @param {{ field: import('../new_run_form.js').FormField, value: unknown, text: string | undefined, error: string | undefined, onChange: (text: string) => void }} props */
-function Field({ field, value, text, error, onChange }) {
+/**
+ * @param {{ field: import('../new_run_form.js').FormField, effective: unknown, value: unknown, text: string | undefined, error: string | undefined, onChange: (text: string) => void }} props
+ *   `effective`: value that a run would have, if the request is valid.
+ */
+function Field({ field, effective, value, text, error, onChange }) {
   const id = `field-${field.name}`;
   const shown = text ?? textOf(field, value);
   const about = { id, 'aria-describedby': `${id}-about`, 'aria-invalid': error ? 'true' : undefined };
   const onInput = (/** @type {any} */ event) => onChange(event.target.value);
-  const fallback = field.fallback == null ? 'none' : textOf(field, field.fallback);
+  const used = effective === undefined || value !== undefined ? field.fallback : effective;
+  const fallback = used == null || isDefault({ ...field, fallback: undefined }, used) ? 'none' : textOf(field, used);
   let control;
   if (field.kind === 'boolean' || field.kind === 'choice') {
     const choices = field.kind === 'boolean' ? ['true', 'false'] : field.choices;
@@ -278,14 +285,32 @@ function OtherFields({ groups, main, method, config, errors, control }) {
   </section>`;
 }
 
+/**
+ * What the service says about a request: its checks, or why it cannot check it.
+ * @param {import('../resource.js').Resource<any>} checked
+ * @returns {{ valid: boolean, errors: any[], warnings: any[] } | undefined}
+ */
+const foundIn = ({ data, error }) => (error?.errors.length ? { valid: false, errors: error.errors, warnings: [] } : error ? undefined : data);
+
+/**
+ * Show the control of a field of the request.
+ * @param {string} name Such as `config.dpo.beta` or `resources.kind`.
+ */
+function show(name) {
+  const control = document.getElementById(`field-${name.replace(/^(config|resources)\./, '').split('.')[0]}`);
+  control?.closest('details')?.setAttribute('open', '');
+  control?.focus();
+  control?.scrollIntoView({ block: 'center' });
+}
+
 /** @param {{ isReady: boolean, checked: import('../resource.js').Resource<any> | null }} props */
 function Checks({ isReady, checked }) {
-  const found = checked?.data;
+  const found = checked && foundIn(checked);
   return html`<section class="box" aria-label="Checks"><header><h2>Checks</h2></header><div class="inside" aria-live="polite">
     ${!isReady && html`<p class="muted">Choose a base model and a dataset.</p>`}
     ${isReady && !found && (checked?.error ? html`<p class="error-text">${checked.error.message}</p>` : html`<p class="muted">Checking …</p>`)}
     ${isReady && found?.valid && html`<p><span class="tag best">valid</span></p>`}
-    ${found && html`<ul class="checks">${found.errors.map((/** @type {any} */ one) => html`<li class="error-text"><a href=${`#field-${one.field.replace(/^config\./, '')}`}>${one.field}</a> <${Prose} text=${one.message} /></li>`)}${found.warnings.map((/** @type {any} */ one) => html`<li class="warning-text"><${Prose} text=${one.message} /></li>`)}</ul>`}
+    ${found && html`<ul class="checks">${found.errors.map((/** @type {any} */ one) => html`<li class="error-text"><button type="button" class="link" onClick=${() => show(one.field)}>${one.field}</button> <${Prose} text=${one.message} /></li>`)}${found.warnings.map((/** @type {any} */ one) => html`<li class="warning-text"><${Prose} text=${one.message} /></li>`)}</ul>`}
   </div></section>`;
 }
 

@@ -112,9 +112,13 @@ function Filters({ counts, experiments }) {
   const asked = query.value;
   const [text, setText] = useState(asked.get('search') ?? '');
   const settled = useSettled(text.trim(), 250);
+  const inAddress = asked.get('search') ?? '';
   useEffect(() => {
     if (settled !== (query.peek().get('search') ?? '')) setQuery({ search: settled || null, after: null });
   }, [settled]);
+  useEffect(() => {
+    if (inAddress !== text.trim()) setText(inAddress);
+  }, [inAddress]);
   const statuses = asked.getAll('status');
   const flip = (/** @type {string} */ status) =>
     setQuery({ status: statuses.includes(status) ? statuses.filter((one) => one !== status) : [...statuses, status], after: null });

@@ -1,7 +1,7 @@
 // Dialogs of the live actions: what each does and costs, before it is requested.
 
 import { html, useState } from '../../vendor/preact.js';
-import { post } from '../api.js';
+import { newKey, post } from '../api.js';
 import { Dialog } from '../components/controls.js';
 import * as format from '../format.js';
 import { useAction } from '../resource.js';
@@ -26,7 +26,7 @@ export function ActionDialog({ store, action: name, onClose }) {
   const send = (/** @type {Event} */ event) => {
     event.preventDefault();
     request.run(async () => {
-      await post(`/v1/runs/${run.id}/actions`, body(name, values), { 'Idempotency-Key': crypto.randomUUID() });
+      await post(`/v1/runs/${run.id}/actions`, body(name, values), { 'Idempotency-Key': newKey() });
       store.renew(0);
       onClose();
     });

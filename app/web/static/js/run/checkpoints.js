@@ -1,7 +1,7 @@
 // Checkpoints of a run: resume from one, pin, export.
 
 import { html, useState } from '../../vendor/preact.js';
-import { call, post } from '../api.js';
+import { call, newKey, post } from '../api.js';
 import { Dialog } from '../components/controls.js';
 import { Icon } from '../components/icon.js';
 import { Empty, Loading } from '../components/states.js';
@@ -31,7 +31,7 @@ export function Checkpoints({ store }) {
     await store.readLists();
   });
   const resume = (/** @type {any} */ one) => action.run(async () => {
-    const made = await post(`/v1/runs/${run.id}/resume`, { checkpoint_id: one.id }, { 'Idempotency-Key': crypto.randomUUID() });
+    const made = await post(`/v1/runs/${run.id}/resume`, { checkpoint_id: one.id }, { 'Idempotency-Key': newKey() });
     go(`/runs/${made.id}`);
   });
   return html`<section class="box scroll" tabindex="0" role="region" aria-label="Checkpoints"><table class="table">
@@ -54,12 +54,12 @@ export function Checkpoints({ store }) {
 /** @param {{ run: any, checkpoint: any, onClose: () => void }} props */
 function Export({ run, checkpoint, onClose }) {
   const action = useAction();
-  const isAdapter = run.config.method === 'lora' || run.config.method === 'qlora' || run.config.lora_r != null;
+  const isAdapter = run.config.method !== 'full' && (run.effective_config ?? run.config).lora_r != null;
   const [output, setOutput] = useState(run.config.output ?? 'adapter');
   const send = (/** @type {Event} */ event) => {
     event.preventDefault();
     action.run(async () => {
-      const made = await post(`/v1/runs/${run.id}/checkpoints/${checkpoint.id}/export`, isAdapter ? { output } : {}, { 'Idempotency-Key': crypto.randomUUID() });
+      const made = await post(`/v1/runs/${run.id}/checkpoints/${checkpoint.id}/export`, isAdapter ? { output } : {}, { 'Idempotency-Key': newKey() });
       go(`/runs/${made.id}`);
     });
   };

@@ -4,7 +4,7 @@ import { html, useState } from '../../vendor/preact.js';
 import { get } from '../api.js';
 import { Copy } from '../components/controls.js';
 import * as format from '../format.js';
-import { groupsOf, isDefault, same } from '../new_run_form.js';
+import { fieldsFor, isDefault, same } from '../new_run_form.js';
 import { useResource } from '../resource.js';
 
 /** @typedef {{ field: string, used: unknown, parent: unknown, fallback: unknown, isDefault: boolean, reason: string }} Row */
@@ -15,7 +15,7 @@ export function Configuration({ store }) {
   const [isShort, setShort] = useState(true);
   const parent = useResource((signal) => get(`/v1/runs/${run.parent_run_id}`, {}, signal), run.parent_run_id);
   const schema = useResource((signal) => get('/v1/config-schema', {}, signal), 'config-schema');
-  const fields = new Map((schema.data ? groupsOf(schema.data) : []).flatMap((one) => one.fields.map((field) => [field.name, field])));
+  const fields = schema.data ? fieldsFor(schema.data, run.config) : new Map();
   const rows = rowsOf(run, parent.data, fields, store.replaced());
   const shown = rows.filter((row) => !isShort || row.reason || !row.isDefault || (parent.data && !same(row.used, row.parent)));
   return html`<section class="box scroll" tabindex="0" role="region" aria-label="Configuration">
@@ -41,6 +41,6 @@ function rowsOf(run, parent, fields, replaced) {
   const reasons = new Map(replaced.map((one) => [one.field, one.reason]));
   const before = { ...parent?.config, ...parent?.effective_config };
   return Object.keys(used).sort().map((field) => ({
-    field, used: used[field], parent: before[field], fallback: fields.get(field)?.fallback, isDefault: isDefault(fields.get(field), used[field]), reason: reasons.get(field) ?? '',
+    field, used: used[field], parent: before[field], fallback: fields.get(field)?.fallback, isDefault: isDefault(fields.get(field), run.config[field]), reason: reasons.get(field) ?? '',
   }));
 }

@@ -1,7 +1,7 @@
 // Cause of a failed run, with a correction that one click starts.
 
 import { html, useRef } from '../../vendor/preact.js';
-import { call, get } from '../api.js';
+import { call, get, newKey } from '../api.js';
 import { LineChart } from '../components/chart.js';
 import { Icon } from '../components/icon.js';
 import * as format from '../format.js';
@@ -18,7 +18,7 @@ export function Failure({ store }) {
   const report = found.data;
   const correction = report?.correction;
   // The same key for every click: one after a lost response starts no second run.
-  const key = useRef(crypto.randomUUID());
+  const key = useRef(newKey());
   const start = () => action.run(async () => {
     const { method, path, body } = correction.request;
     const made = await call(method, path, { body, headers: { 'Idempotency-Key': key.current } });

@@ -1,7 +1,7 @@
 // Head of a run's page: name, status, what it trains, and what a person can do with it.
 
 import { html, useState } from '../../vendor/preact.js';
-import { call, get, post } from '../api.js';
+import { call, get, newKey, post } from '../api.js';
 import { Chip, Copy, Dialog, Menu } from '../components/controls.js';
 import { Icon } from '../components/icon.js';
 import * as format from '../format.js';
@@ -47,7 +47,7 @@ function StopOrResume({ store }) {
     store.run.value = await post(`/v1/runs/${run.id}/stop`, { mode });
   });
   const resume = (/** @type {object} */ body) => action.run(async () => {
-    const made = await post(`/v1/runs/${run.id}/resume`, body, { 'Idempotency-Key': crypto.randomUUID() });
+    const made = await post(`/v1/runs/${run.id}/resume`, body, { 'Idempotency-Key': newKey() });
     go(`/runs/${made.id}`);
   });
   const failure = action.error && html`<${ErrorDialog} error=${action.error} onClose=${action.clear} />`;
@@ -59,7 +59,7 @@ function StopOrResume({ store }) {
     const lost = run.current_step - (newest?.step ?? 0);
     const slowest = Math.max(...checkpoints.slice(0, 5).map((one) => one.save_seconds ?? 0), 0);
     return html`<${Menu} button=${html`<${Icon} name="stop" />Stop<${Icon} name="down" />`}>
-      <button type="button" onClick=${() => stop('checkpoint')}>Save a checkpoint and stop<small>${slowest ? `Saves took up to ${format.duration(slowest)}.` : 'No step is lost.'}</small></button>
+      <button type="button" onClick=${() => stop('checkpoint')}>Save a checkpoint and stop<small>${slowest ? `Saves took up to ${slowest < 1 ? 'a second' : format.duration(slowest)}.` : 'No step is lost.'}</small></button>
       <button type="button" onClick=${() => stop('epoch_end')}>Stop at the end of the epoch<small>Epoch ${(run.current_epoch ?? 0).toFixed(2)} now; it saves a checkpoint there.</small></button>
       ${best && html`<button type="button" onClick=${() => stop('best')}>Stop and keep the best checkpoint<small>Step ${format.integer(best.step)}; the ${format.counted(Math.max(run.current_step - best.step, 0), 'step')} after it are not kept.</small></button>`}
       <hr /><button type="button" class="danger" onClick=${() => stop('discard')}>Stop without saving<small>Loses the ${format.counted(Math.max(lost, 0), 'step')} since the last checkpoint.</small></button>
