@@ -32,8 +32,12 @@ class ApiServer(ABC):
     def client_with(self, key: str | None) -> httpx.Client:
         """Return a client that sends this key, or no key."""
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        # A server closes idle connections after five seconds: one that is reused at that moment is reset.
+        limits = httpx.Limits(keepalive_expiry=2)
         # No TLS here, and loading the certificates takes longer than most requests.
-        return httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False, verify=False)
+        return httpx.Client(
+            base_url=self.url, headers=headers, timeout=60, trust_env=False, verify=False, limits=limits
+        )
 
     def key_with(self, scopes: Iterable[str]) -> str:
         """Create another key with these scopes."""
