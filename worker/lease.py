@@ -11,7 +11,7 @@ from app.contracts.stop import StopRequest
 from app.infra.log_setup import with_current_context
 from app.runs.state import machine
 from worker.context import WorkerContext
-from worker.process.training_process import TrainingProcess
+from worker.process.training_group import TrainingGroup
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Lease:
         self._context = context
         self._sent = sent
         self._longest_silence = 0.0
-        self._process: TrainingProcess | None = None
+        self._processes: TrainingGroup | None = None
         self._now = threading.Event()
         self._over = False
         self._thread = threading.Thread(target=with_current_context(self._keep), name=f"lease {run_id}", daemon=True)
@@ -88,10 +88,10 @@ class Lease:
         """True if the last successful renewal was too long ago."""
         return time.monotonic() >= self.kill_at
 
-    def guard(self, process: TrainingProcess) -> None:
+    def guard(self, processes: TrainingGroup) -> None:
         """Send the trainer its deadline, now and with every renewal."""
-        self._process = process
-        process.send(ControlMessage(renew_until=self.kill_at))
+        self._processes = processes
+        processes.send(ControlMessage(renew_until=self.kill_at))
         self.renew_now()  # fetches requests made while the run waited
 
     def renew_now(self) -> None:
@@ -126,8 +126,8 @@ class Lease:
         self._sent = sent
         self.requested_stop = StopRequest(row.stop_mode, "stop", row.stop_grace_seconds) if row.stop_mode else None
         self.actions = [ActionRequest(**one) for one in row.actions or []]
-        if self._process:
-            self._process.send(ControlMessage(renew_until=self.kill_at))
+        if self._processes:
+            self._processes.send(ControlMessage(renew_until=self.kill_at))
         return True
 
 

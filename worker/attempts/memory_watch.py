@@ -1,7 +1,8 @@
-"""Memory of a training process, sampled from outside, so that it is known even if the process dies."""
+"""Memory of the training processes of an attempt, sampled from outside, so that it is known even if they die."""
 
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import psutil
 
@@ -18,14 +19,14 @@ _LATEST, _MOST = 60, 200
 class MemoryWatch:
     """Memory timeline of an attempt: its last two minutes, and before that evenly spaced samples, bounded in length."""
 
-    def __init__(self, trainer: ProcessIdentity, device: Device) -> None:
+    def __init__(self, trainers: Sequence[ProcessIdentity], gpus: Sequence[Device]) -> None:
         self.peaks: dict[str, int] = {}
         """Highest values seen: `host_mb`, and on a GPU `device_mb`."""
         self._latest: deque[MemoryPoint] = deque(maxlen=_LATEST)
         """Latest samples, as close together as they were taken: the rise before an end takes seconds."""
         self._before: list[MemoryPoint] = []
-        self._trainer = trainer
-        self._device = device
+        self._trainers = trainers
+        self._devices = gpus
         self._began = time.monotonic()
         self._next = 0.0
         self._spacing = _SECONDS_BETWEEN
@@ -41,11 +42,13 @@ class MemoryWatch:
         if now < self._next:
             return
         self._next = now + _SECONDS_BETWEEN
-        used, free = devices.memory(self._device) or (None, None)
+        # Of several devices, the one with the least free memory.
+        known = [found for device in self._devices if (found := devices.memory(device)) is not None]
+        used, free = min(known, key=lambda one: one[1], default=(None, None))
         noted = MemoryPoint(
             seconds=round(now - self._began, 1),
             phase=phase,
-            host_mb=process_group.resident_bytes(self._trainer) // 2**20,
+            host_mb=sum(map(process_group.resident_bytes, self._trainers)) // 2**20,
             host_free_mb=psutil.virtual_memory().available // 2**20,
             device_mb=None if used is None else used // 2**20,
             device_free_mb=None if free is None else free // 2**20,

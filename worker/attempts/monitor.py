@@ -2,6 +2,7 @@
 
 import signal
 import time
+from collections.abc import Sequence
 
 from app.contracts.attempt.failure_report import KillReason
 from app.contracts.attempt.messages import ControlMessage
@@ -12,7 +13,8 @@ from worker.context import WorkerContext
 from worker.ingest.event_writer import EventWriter
 from worker.ingest.record_handler import RecordHandler
 from worker.lease import Lease
-from worker.process.training_process import Exit, TrainingProcess
+from worker.process.training_group import TrainingGroup
+from worker.process.training_process import Exit
 from worker.telemetry import DeviceFeed
 
 _NO_SAVE_GRACE_SECONDS = 5.0
@@ -20,11 +22,11 @@ _POLL_SECONDS = 0.05
 
 
 class Monitor:
-    """Monitor of one training process, from its start to its exit; used by the supervisor of the attempt alone.
+    """Monitor of the training processes of an attempt, from their start to their end; used by its supervisor alone.
 
-    Every 50 ms at the latest it passes output to the record handler, unless the writer's queue is full or the process
+    Every 50 ms at the latest it passes output to the record handler, unless the writer's queue is full or a process
     reports too much, samples memory, stores device telemetry, checks lease and events for problems, and forwards stop
-    requests and actions of the lease. It kills the process if the lease expires, if nothing arrives for
+    requests and actions of the lease. It kills the processes if the lease expires, if nothing arrives for
     `hang_seconds`, or if a stop outlasts its grace period: that of the request, else `save_grace_seconds`, or 5 s if no
     checkpoint is wanted. Before training has started there is none.
     """
@@ -35,53 +37,56 @@ class Monitor:
         lease: Lease,
         writer: EventWriter,
         record_handler: RecordHandler,
-        process: TrainingProcess,
+        processes: TrainingGroup,
         memory_watch: MemoryWatch,
-        device_feed: DeviceFeed,
+        device_feeds: Sequence[DeviceFeed],
     ) -> None:
         self._context = context
         self._lease = lease
         self._writer = writer
         self._record_handler = record_handler
-        self._process = process
+        self._processes = processes
         self._memory_watch = memory_watch
-        self._device_feed = device_feed
+        self._device_feeds = device_feeds
         self._asked_at: float | None = None
         self._grace = 0.0
         self._sent_stop: StopRequest | None = None
         self._has_asked_for_checkpoint = False
         self._sent_actions: set[str] = set()
-        """Ids of the actions already sent to the process."""
+        """Ids of the actions already sent."""
         self._backpressure_at = time.monotonic()
 
     def run_until_exit(self) -> tuple[Exit, KillReason | None]:
-        """Handle output until the process has ended; return its exit, and the reason if this worker killed it.
+        """Handle output until the processes have ended; return the end, and the reason if this worker killed them.
 
         Raises:
-            LeaseFenced: This worker no longer owns the run; the process has been killed.
+            LeaseFenced: This worker no longer owns the run; the processes have been killed.
         """
         killed_for = None
-        while (ended := self._process.poll()) is None and killed_for is None:
+        while (ended := self._processes.poll()) is None and killed_for is None:
             self._take()
             self._memory_watch.look(self._record_handler.phase)
-            self._device_feed.look()
+            for feed in self._device_feeds:
+                feed.look()
             if self._lease.fenced:
-                self._process.kill()
+                self._processes.kill()
                 raise LeaseFenced(self._lease.run_id)
             self._writer.check()
             killed_for = self._reason_to_kill()
-        self._process.kill()  # also what it left behind in its session
-        self._record_handler.take(self._process.channel.drain())
+        self._processes.kill()  # also what they left behind in their sessions
+        for rank, pieces in self._processes.drain():
+            self._record_handler.take(pieces, rank)
         self._record_handler.flush_output()
-        return ended or self._process.poll() or Exit(signal=signal.SIGKILL), killed_for
+        return ended or self._processes.poll() or Exit(signal=signal.SIGKILL), killed_for
 
     def _take(self) -> None:
         if self._writer.is_full or self._record_handler.is_over_budget:
             time.sleep(_POLL_SECONDS)  # unread output makes the trainer wait, so memory stays bounded
             self._backpressure_at = time.monotonic()
         else:
-            self._process.wait(_POLL_SECONDS)
-            self._record_handler.take(self._process.channel.receive(0.0))
+            self._processes.wait(_POLL_SECONDS)
+            for rank, pieces in self._processes.receive():
+                self._record_handler.take(pieces, rank)
 
     def _reason_to_kill(self) -> KillReason | None:
         if self._lease.expired:
@@ -119,18 +124,18 @@ class Monitor:
         for action in self._lease.actions:
             if action.id in self._sent_actions:
                 continue
-            if not self._process.send(ControlMessage(action=action)):
+            if not self._processes.send(ControlMessage(action=action)):
                 break  # later actions must not overtake it
             self._sent_actions.add(action.id)
 
     def _send_stop(self, stop: StopRequest) -> None:
         """Send a stop request, once, and again when it changes."""
-        if stop != self._sent_stop and self._process.send(ControlMessage(stop=stop)):
+        if stop != self._sent_stop and self._processes.send(ControlMessage(stop=stop)):
             self._sent_stop = stop
 
     def _save_during_outage(self) -> None:
         """Request a checkpoint while there is time if the database does not answer for long; once per outage."""
         is_silent = self._lease.silent_seconds >= self._context.settings.save_after_seconds
         if is_silent and not self._has_asked_for_checkpoint and self._record_handler.training_started:
-            self._process.send(ControlMessage(checkpoint=True))
+            self._processes.send(ControlMessage(checkpoint=True))
         self._has_asked_for_checkpoint = is_silent

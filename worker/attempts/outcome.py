@@ -143,7 +143,8 @@ def output(run: ClaimedRun, result: TrainingResult) -> int | None:
 def is_signal_death(record_handler: RecordHandler, end: Exit, killed_for: KillReason | None) -> bool:
     """Return True if a signal from outside the service, or a crash in native code, ended the trainer."""
     expected = (*_TERMINATION_SIGNALS, signal.SIGALRM)
-    unexplained = record_handler.result is None and killed_for is None and not (end.launcher_lost or end.out_of_memory)
+    is_known = end.launcher_lost or end.out_of_memory or end.peer_lost
+    unexplained = record_handler.result is None and killed_for is None and not is_known
     return unexplained and end.signal is not None and end.signal not in expected
 
 
@@ -165,6 +166,9 @@ def crashed(run: ClaimedRun, record_handler: RecordHandler, end: Exit, is_repeat
 
     A run whose trainer was ended by a signal is tried again until that is repeated at one step.
     """
+    if end.peer_lost:
+        reason = "the training processes of the run lost the connection to each other"
+        return machine.retry(run.id, run.lease_epoch, reason, _RETRY_SECONDS)
     if end.launcher_lost:
         reason = "the process that training processes are forked from was lost"
         return machine.retry(run.id, run.lease_epoch, reason, _RETRY_SECONDS)
@@ -173,7 +177,8 @@ def crashed(run: ClaimedRun, record_handler: RecordHandler, end: Exit, is_repeat
         what = "the kernel killed the training process because the machine ran out of memory"
         return machine.fail(run.id, run.lease_epoch, "out_of_memory", f"{what}; {see}")
     how = f"signal {end.signal}" if end.signal else f"exit code {end.code}"
-    what = f"the training process ended with {how} during {record_handler.phase} without reporting why"
+    which = f"the training process of rank {end.rank}" if end.rank else "the training process"
+    what = f"{which} ended with {how} during {record_handler.phase} without reporting why"
     if end.signal and not is_repeated:
         return machine.retry(run.id, run.lease_epoch, what, _RETRY_SECONDS, code="trainer_crashed")
     if is_repeated:

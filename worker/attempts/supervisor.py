@@ -1,10 +1,14 @@
 """Life of a run on a worker: claim → prepare → launch → monitor → conclude."""
 
 import logging
+import os
+import pwd
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
+from pathlib import Path
 
 from sqlalchemy import Executable
 from sqlalchemy.exc import SQLAlchemyError
@@ -42,8 +46,10 @@ from worker.ingest.event_writer import EventWriter
 from worker.ingest.record_handler import RecordHandler, StartPoint
 from worker.lease import Lease, LeaseLost
 from worker.process.spawn import LaunchAbandoned, LaunchError
+from worker.process.training_group import TrainingGroup
 from worker.process.training_process import Exit, TrainingProcess
 from worker.telemetry import DeviceFeed
+from worker.wire.rank_place import RankPlace
 
 log = logging.getLogger(__name__)
 
@@ -189,20 +195,22 @@ def run_attempt_to_outcome(context: WorkerContext, run: ClaimedRun, lease: Lease
 
 
 def attempt(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: EventWriter) -> Executable:
-    """Prepare, launch and monitor one training process; return the transition that ends the attempt.
+    """Prepare, launch and monitor the training processes; return the transition that ends the attempt.
 
     Raises:
         LeaseLost: The lease expired; there is no trainer, or it has ended.
         LeaseFenced: This worker no longer owns the run; there is no trainer, or it has ended.
     """
-    device = next(one for one in context.machine.devices if one.index == run.device_indexes[0])
+    by_index = {device.index: device for device in context.machine.devices}
+    assigned = [by_index[index] for index in sorted(run.device_indexes)]
+    device = assigned[0]
     record_handler = RecordHandler(context, run, writer)
     try:
         restore_control = RestoreControl(lambda: is_unwanted(context, lease), writer.put)
         job = writer.persist(lambda: prepare(context, run, device.for_job(), restore_control))
         start = StartPoint(job.start_step, job.start_epoch, job.best_loss, job.best_score)
         record_handler.start_from(start, job.secrets.values(), job.remarks)
-        process = launch(context, run, lease, job, device)
+        processes = launch(context, run, lease, job, assigned)
     except (TransferCancelled, LaunchAbandoned):
         return ended_on_request(context, run, lease)
     except JobError as error:
@@ -212,18 +220,20 @@ def attempt(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: Event
             return could_not_start(context, run, error.message)
         return machine.fail(run.id, run.lease_epoch, error.code, error.message)
     except LaunchError as error:
-        return could_not_start(context, run, f"no training process could be started: {error}")
+        return could_not_start(context, run, f"a training process could not be started: {error}")
     except OSError as error:
         log.exception("%s: attempt %d", run.id, run.attempt)
         return could_not_start(context, run, f"the attempt could not be prepared: {error}")
     context.health.started()
-    memory_watch, feed = MemoryWatch(process.identity, device), DeviceFeed(context.telemetry, device, writer.put)
+    memory_watch = MemoryWatch(processes.identities, assigned)
+    feeds = [DeviceFeed(context.telemetry, one, writer.put) for one in assigned]
     try:
-        end, killed_for = Monitor(context, lease, writer, record_handler, process, memory_watch, feed).run_until_exit()
+        monitor = Monitor(context, lease, writer, record_handler, processes, memory_watch, feeds)
+        end, killed_for = monitor.run_until_exit()
     finally:
-        process.close()
+        processes.close()
     cleanup.after_attempt(context, run.id, run.attempt)
-    judge_device(context, writer, device, record_handler)
+    judge_devices(context, writer, assigned, record_handler)
     repair = repair_of(job, device, record_handler, end, killed_for)
     if repair:
         writer.wait_past_lease()
@@ -243,27 +253,30 @@ def attempt(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: Event
     return transition
 
 
-def judge_device(context: WorkerContext, writer: EventWriter, device: Device, record_handler: RecordHandler) -> None:
-    """Pause the device if the trainer reported its failure; let it take runs again if the trainer ended well."""
+def judge_devices(
+    context: WorkerContext, writer: EventWriter, assigned: Sequence[Device], record_handler: RecordHandler
+) -> None:
+    """Pause the device whose failure was reported; let all take runs again if the trainer ended well."""
     result = record_handler.result
     if result is None:
         return
     error = result.get("error")
-    statement: Executable
+    statements: list[Executable] = []
     if result["outcome"] != "failed":
-        if not context.health.device_worked(device.index):
-            return
-        statement = registry.resume_device(context.id, device.index)
+        worked = [one for one in assigned if context.health.device_worked(one.index)]
+        statements = [registry.resume_device(context.id, one.index) for one in worked]
     elif error and error["code"] == DEVICE_ERROR:
+        device = assigned[record_handler.failed_rank]
         pause = context.health.device_failed(device.index)
         log.error("device %d takes no run for %.0f s: %s", device.index, pause, error["message"])
-        statement = registry.pause_device(context.id, device.index, error["message"], pause)
-    else:
+        statements = [registry.pause_device(context.id, device.index, error["message"], pause)]
+    if not statements:
         return
 
     def write() -> None:
         with context.engine.begin() as connection:
-            connection.execute(statement)
+            for statement in statements:
+                connection.execute(statement)
 
     writer.wait_past_lease()
     writer.persist(write)
@@ -282,31 +295,57 @@ def settle(context: WorkerContext, lease: Lease, writer: EventWriter) -> None:
         context.replicator.settle(lease.run_id, lambda: lease.fenced or lease.expired, writer.put, until)
 
 
-def launch(context: WorkerContext, run: ClaimedRun, lease: Lease, job: Job, device: Device) -> TrainingProcess:
-    """Start the training process, with its deadline in force before it does anything.
+def launch(
+    context: WorkerContext, run: ClaimedRun, lease: Lease, job: Job, assigned: Sequence[Device]
+) -> TrainingGroup:
+    """Start a training process for each device, with its deadline in force before it does anything.
 
     Raises:
         LaunchAbandoned: The run was to end or to be released meanwhile.
+        LaunchError: A process could not be started; none is left.
     """
     if is_unwanted(context, lease):
         raise LaunchAbandoned("no longer wanted")
-    # All workers of the machine share a GPU as one device; a share of the CPU is the worker's own.
-    owner = device.id if device.kind == "cuda" else f"{context.id}-{device.id}"
-    device_lock = context.settings.home / "run" / "devices" / owner
-    device_lock.parent.mkdir(parents=True, exist_ok=True)
     # A kernel lock also rules out two trainers of one run on one machine, not only the lease.
     run_lock = context.storage.run_dir(run.id) / "trainer.lock"
-    process = context.launcher.launch(
-        ENTRIES[run.backend],
-        job.path,
-        device.for_job(),
-        [device_lock, run_lock],
-        renew_until=lambda: lease.kill_at,
-        should_end=lambda: is_unwanted(context, lease),
-        secrets=job.secrets,
-    )
-    lease.guard(process)
-    return process
+    folder = _rank_folder(context.settings.trainer_user) if len(assigned) > 1 else None
+    started: list[TrainingProcess] = []
+    try:
+        for rank, device in enumerate(assigned):
+            process = context.launcher.launch(
+                ENTRIES[run.backend],
+                job.path,
+                [one.for_job() for one in assigned],
+                [_device_lock(context, device), *([run_lock] if rank == 0 else [])],
+                place=RankPlace(rank, len(assigned), folder) if folder else None,
+                renew_until=lambda: lease.kill_at,
+                should_end=lambda: is_unwanted(context, lease),
+                secrets=job.secrets,
+            )
+            started.append(process)
+    except BaseException:
+        TrainingGroup(started, folder).close()
+        raise
+    processes = TrainingGroup(started, folder)
+    lease.guard(processes)
+    return processes
+
+
+def _device_lock(context: WorkerContext, device: Device) -> Path:
+    """Return the lock of a device: workers of a machine share a GPU, and a share of the CPU is the worker's own."""
+    owner = device.id if device.kind == "cuda" else f"{context.id}-{device.id}"
+    path = context.settings.home / "run" / "devices" / owner
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _rank_folder(user: str | None) -> Path:
+    """Create a folder on this host that only the training processes can read."""
+    folder = Path(tempfile.mkdtemp(prefix="anneal-ranks-"))
+    if user:
+        account = pwd.getpwnam(user)
+        os.chown(folder, account.pw_uid, account.pw_gid)
+    return folder
 
 
 def is_unwanted(context: WorkerContext, lease: Lease) -> bool:

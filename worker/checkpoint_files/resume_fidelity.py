@@ -16,6 +16,8 @@ FINGERPRINT = "fingerprint"
 """Key of the fingerprint in the manifest of a checkpoint."""
 BATCH_SIZE = "batch_size"
 """Key of the micro-batch size in the fingerprint: it affects a step's sums, and an out-of-memory repair changes it."""
+DEVICES = "devices"
+"""Key of the number of devices in the fingerprint: each draws its own random numbers and sums its own rows."""
 FIDELITY_CHECK = "probe"
 """Key of the fidelity check's result in the manifest of a checkpoint; the value is a `float.hex`."""
 
@@ -44,6 +46,8 @@ def fingerprint_differences(checkpoint: Path, present: Mapping[str, Any]) -> lis
     then, now = _flat(saved), _flat(present)
     if BATCH_SIZE not in then:  # written by a version that never changed it
         now.pop(BATCH_SIZE, None)
+    if DEVICES in now:
+        then.setdefault(DEVICES, 1)  # versions that trained on one device did not record it
     return [
         _MESSAGES.get(name, f"{name}: {then.get(name)} at the checkpoint, {now.get(name)} now.")
         for name in sorted(then.keys() | now.keys())

@@ -62,7 +62,7 @@ class _State:
 
 def main(argv: list[str]) -> int:
     """Run one job; return the exit code: 0 if completed or stopped, 1 if failed."""
-    job, report_fd, control_fd = parse_args(argv)
+    job, report_fd, control_fd, _ = parse_args(argv)
     report = Reporter(report_fd)
     control = Control.start(control_fd)
     control.stop_on_sigterm()

@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -94,13 +94,15 @@ class RecordHandler:
     def __init__(self, context: WorkerContext, run: ClaimedRun, writer: EventWriter) -> None:
         self.result: TrainingResult | None = None
         """Result that the trainer has reported."""
+        self.failed_rank = 0
+        """Rank of the process that has reported the result, if it is a failure."""
         self.effective: dict[str, Any] | None = None
         """Configuration that the trainer actually uses, once it has reported it."""
         self.phase = "loading"
         self.training_started = False
         """True once the trainer has reached its first step, or the evaluation that is its task."""
         self.last_output_at = time.monotonic()
-        """Monotonic time of the trainer's last output of any kind."""
+        """Monotonic time of the last output of rank 0, of any kind; it is silent while it waits for another rank."""
         self.step: int | None = None
         """Last step that the trainer reported; before that, the one from which it starts."""
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
@@ -121,7 +123,10 @@ class RecordHandler:
         self._has_waited = False
         """True once a line of the log has said that the trainer waits because of its budget."""
         self._redact = Redactor()
-        self._lines = LogLines(redact=self._redact)
+        self._lines = defaultdict[int, LogLines](lambda: LogLines(redact=self._redact))
+        """Unfinished lines of each rank."""
+        self._other_failures: dict[int, TrainingResult] = {}
+        """Failures of other ranks than 0."""
         self._status = "initializing"
         self._stopwatch = AttemptTimer(run)
         self._handlers: dict[str, Callable[[dict[str, Any], float], None]] = {
@@ -144,16 +149,19 @@ class RecordHandler:
         for remark in remarks:
             self.say(remark, "warning")
 
-    def take(self, pieces: Sequence[tuple[Source, bytes]]) -> None:
-        """Dispatch received data to the handlers of records and lines."""
+    def take(self, pieces: Sequence[tuple[Source, bytes]], rank: int = 0) -> None:
+        """Dispatch data received from a rank to the handlers of records and lines.
+
+        Of ranks other than 0, lines are stored with their rank, and of records only a failure counts.
+        """
         now = time.time()
-        if pieces:
+        if pieces and rank == 0:
             self.last_output_at = time.monotonic()
         for source, data in pieces:
             if source == "report":
-                self._handle_record(data, now)
+                self._handle_record(data, now, rank)
             else:
-                self._add_lines(self._lines.feed(source, data, time.monotonic()), now)
+                self._add_lines(_of_rank(rank, self._lines[rank].feed(source, data, time.monotonic())), now)
         if self.is_over_budget and not self._has_waited:
             self._has_waited = True
             self.say(_TOO_FAST, "warning")
@@ -168,15 +176,24 @@ class RecordHandler:
         self._add_lines([{"line": plain_text(line), "stream": "anneal", "level": level}], time.time())
 
     def flush_output(self) -> None:
-        """Handle the end of the output: what is left of a line becomes a line."""
-        self._add_lines(self._lines.flush(), time.time())
+        """Handle the end of the output: what is left of a line becomes a line.
+
+        Without a result of rank 0, the failure of another rank is the result.
+        """
+        for rank, lines in self._lines.items():
+            self._add_lines(_of_rank(rank, lines.flush()), time.time())
+        if self.result is None and self._other_failures:
+            self.failed_rank, result = next(iter(self._other_failures.items()))
+            if error := result.get("error"):
+                error["message"] = f"On rank {self.failed_rank}: {error['message']}"
+            self._end_with(result)
 
     def _add_lines(self, lines: list[dict[str, Any]], now: float) -> None:
         for line in lines:
             self.tail.append(line["line"])
             self._writer.put(NewEvent.of("log", now, line))
 
-    def _handle_record(self, data: bytes, now: float) -> None:
+    def _handle_record(self, data: bytes, now: float, rank: int) -> None:
         self._budget.spend(max(len(data), LEAST_BYTES), time.monotonic())
         if data == HEARTBEAT:
             return  # a heartbeat: receiving it was enough
@@ -189,7 +206,8 @@ class RecordHandler:
             ts = record.pop("ts", None) or now
             for name in _ENVELOPE:
                 record.pop(name, None)
-            if (handle := self._handlers.get(record["type"])) is None:
+            handle = self._handlers.get(record["type"]) if rank == 0 else self._handler_of(rank, record)
+            if handle is None:
                 raise ValueError(f"unknown type {record['type']!r}")
             if record["type"] in _COSTLY_RECORDS:
                 self._budget.spend(COSTLY_BYTES, time.monotonic())
@@ -300,16 +318,29 @@ class RecordHandler:
             self._stopwatch.total(self._total_steps)
 
     def _handle_result(self, record: dict[str, Any], _ts: float) -> None:
+        self._end_with(self._read_result(record))
+
+    def _handler_of(self, rank: int, record: dict[str, Any]) -> Callable[[dict[str, Any], float], None] | None:
+        def keep(result: dict[str, Any], _ts: float) -> None:
+            self._other_failures[rank] = self._read_result(result)
+
+        return keep if record["type"] == "result" and record.get("outcome") == "failed" else None
+
+    def _read_result(self, record: dict[str, Any]) -> TrainingResult:
         # An invalid detail, perhaps of a plugin, must not cost a run its outcome.
         if ignored := sorted(invalid_fields(_RESULT, record) - {"outcome"}):
             self.say(f"invalid fields of the result are ignored: {', '.join(ignored)}", "warning")
-        self.result = validated(_RESULT, {name: value for name, value in record.items() if name not in ignored})
-        if error := self.result.get("error"):
+        result = validated(_RESULT, {name: value for name, value in record.items() if name not in ignored})
+        if error := result.get("error"):
             error["code"] = error["code"] if _ERROR_CODE.fullmatch(error["code"]) else "internal"
             error["message"] = plain_text(error["message"])[:_MAX_ERROR_TEXT]
             if details := error.get("details"):
                 details["summary"] = plain_text(details["summary"])[:_MAX_ERROR_TEXT]
-        self._stopwatch.end(self.result["outcome"])
+        return result
+
+    def _end_with(self, result: TrainingResult) -> None:
+        self.result = result
+        self._stopwatch.end(result["outcome"])
         self._store_timings(self._stopwatch.training_started)
 
     def _store_timings(self, is_due: bool) -> None:
@@ -446,6 +477,11 @@ class RecordHandler:
             connection.execute(answered.change)
 
         self._writer.put(RunUpdate(keep, answered.event))
+
+
+def _of_rank(rank: int, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Label the lines of every rank but 0."""
+    return [{**line, "line": f"[rank {rank}] {line['line']}"} for line in lines] if rank else lines
 
 
 def _count(value: Any, name: str) -> int:

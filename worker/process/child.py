@@ -1,7 +1,7 @@
 """Startup of a training process, the same for one forked from the zygote and one started cold.
 
-The process then leads its own session, dies with its parent and with its lease, sees only its own device and
-descriptors, and everything that it or a library prints reaches the supervisor.
+The process then leads its own session, dies with its parent and with its lease, sees only the devices of its run and
+its own descriptors, and everything that it or a library prints reaches the supervisor.
 """
 
 import atexit
@@ -56,7 +56,9 @@ class LaunchSpec:
     arguments: list[str]
     folder: str
     """Working directory of the process."""
-    device: AssignedDevice
+    devices: list[AssignedDevice]
+    """Devices of the run on this host. Each of its processes sees all of them: a GPU that is hidden cannot exchange
+    data with another one directly."""
     lock_paths: list[str] = field(default_factory=list)
     deadline: float | None = None
     """CLOCK_MONOTONIC time in seconds at which the kernel ends the process unless a renewal arrives."""
@@ -71,7 +73,7 @@ class LaunchSpec:
     @classmethod
     def from_json(cls, text: str | bytes) -> "LaunchSpec":
         fields = json.loads(text)
-        return cls(**{**fields, "device": AssignedDevice(**fields["device"])})
+        return cls(**{**fields, "devices": [AssignedDevice(**device) for device in fields["devices"]]})
 
 
 def die_with_parent(parent: int) -> None:
@@ -153,7 +155,7 @@ def _prepare(start: LaunchSpec, fds: Sequence[int], parent: int) -> None:
     with open("/proc/self/oom_score_adj", "w") as score:  # noqa: PTH123
         score.write(_OOM_SCORE_ADJ)  # under memory pressure the kernel kills a trainer, never a database
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump of a model would fill the disk
-    os.environ["CUDA_VISIBLE_DEVICES"] = start.device.id if start.device.kind == "cuda" else ""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(device.id for device in start.devices if device.kind == "cuda")
     os.chdir(start.folder)
 
 

@@ -39,6 +39,7 @@ from worker.process.spawn import (
     spawn_forked,
 )
 from worker.process.training_process import TrainingProcess
+from worker.wire.rank_place import RankPlace
 
 __all__ = ["LaunchAbandoned", "LaunchError", "Launcher", "Mode"]
 
@@ -132,15 +133,17 @@ class Launcher:
         self,
         entry: str,
         job_path: Path,
-        device: AssignedDevice,
+        devices: Sequence[AssignedDevice],
         lock_paths: Sequence[Path] = (),
         *,
+        place: RankPlace | None = None,
         renew_until: Callable[[], float] | None = None,
         should_end: Callable[[], bool] | None = None,
         secrets: Mapping[str, str] = MappingProxyType({}),
     ) -> TrainingProcess:
         """Start `entry` (`module:function`) on a job file; the job's folder becomes the working directory.
 
+        It sees `devices`; `place` is its place among the processes of the run, None if it is the only one.
         The process holds `lock_paths` for life and waits for them first. `renew_until` returns its first deadline
         (CLOCK_MONOTONIC seconds), which is in force before the process imports or does anything. It is called at the
         moment of starting, since a launch may wait long for the zygote to load: a cold start would import the same
@@ -154,9 +157,9 @@ class Launcher:
         """
         start = LaunchSpec(
             entry=entry,
-            arguments=[str(job_path)],
+            arguments=[str(job_path), *(place.arguments() if place else ())],
             folder=str(job_path.parent),
-            device=device,
+            devices=list(devices),
             lock_paths=[str(path) for path in lock_paths],
             user=self._settings.trainer_user,
             has_secrets=bool(secrets),

@@ -30,6 +30,10 @@ class Exit:
     out_of_memory: bool = False
     """The process ended by a SIGKILL that this worker did not send, while the kernel killed processes for lack of
     memory."""
+    rank: int = 0
+    """Process of the group whose end this is."""
+    peer_lost: bool = False
+    """Processes of the group lost the connection to each other, and none of them ended first."""
 
 
 class ExitWatcher(Protocol):
@@ -115,7 +119,8 @@ class TrainingProcess:
         self.channel = channel
         self.launched = fate.launched
         self._pidfd = pidfd
-        self._fate = fate
+        self.fate = fate
+        """Readable when the exit may be known."""
         self._exit: Exit | None = None
         self._killed = False
         self._record: Path | None = None
@@ -141,7 +146,7 @@ class TrainingProcess:
     def poll(self) -> Exit | None:
         """Return the exit of the process, or None while it runs; its earlier output is still in the channel."""
         if self._exit is None:
-            end = self._fate.look()
+            end = self.fate.look()
             if end is not None and end.signal == signal.SIGKILL and not self._killed:
                 end = Exit(signal=end.signal, out_of_memory=_oom_kills() > self._oom_kills)
             self._exit = end
@@ -152,7 +157,7 @@ class TrainingProcess:
         waiting = select.poll()
         waiting.register(self.channel, select.POLLIN)
         if self._exit is None:
-            waiting.register(self._fate, select.POLLIN)
+            waiting.register(self.fate, select.POLLIN)
         waiting.poll(None if timeout is None else max(timeout, 0) * 1000)
 
     def kill(self) -> list[int]:
@@ -178,7 +183,7 @@ class TrainingProcess:
                 self._orphans.kill()
         finally:
             self.channel.close()
-            self._fate.close()
+            self.fate.close()
             os.close(self._pidfd)
         if self._record is not None:
             self._record.unlink(missing_ok=True)
@@ -188,7 +193,7 @@ class TrainingProcess:
         end = self.poll()
         if end is None:
             waiting = select.poll()
-            waiting.register(self._fate, select.POLLIN)
+            waiting.register(self.fate, select.POLLIN)
             waiting.poll(_END_SECONDS * 1000)
             end = self.poll()
         if end is None:

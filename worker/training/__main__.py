@@ -31,11 +31,13 @@ from worker.training.methods.checkpoint_export import export_checkpoint
 from worker.training.model.loader import machine_of
 from worker.training.output import gguf, hub_push
 from worker.training.plugins import hooks, metric_functions
+from worker.training.ranks import Ranks, is_peer_lost
 from worker.training.tracking import trackers
 from worker.wire.arguments import parse_args
 from worker.wire.control import Control
 from worker.wire.journal import Journal
-from worker.wire.reporter import Reporter
+from worker.wire.rank_place import EXIT_PEER_LOST, RankPlace
+from worker.wire.reporter import RankReporter, Reporter
 
 _RECIPES: dict[TrainingMethod, Callable[[TrainingContext, list[Replacement]], TrainingResult]] = {
     method.name: pkgutil.resolve_name(method.trainer) for method in METHODS.values()
@@ -43,8 +45,13 @@ _RECIPES: dict[TrainingMethod, Callable[[TrainingContext, list[Replacement]], Tr
 
 
 def main(argv: list[str]) -> int:
-    """Run one job and return the exit code: 0 if it completed or stopped, 1 if it failed."""
-    job, report_fd, control_fd = parse_args(argv)
+    """Run one job and return the exit code: 0 if it completed or stopped, 1 if it failed.
+
+    As another rank than 0, train along: rank 0 reports the result, and receives the requests.
+    """
+    job, report_fd, control_fd, place = parse_args(argv)
+    if place is not None and place.rank > 0:
+        return _follow(job, place, report_fd, control_fd)
     report = Reporter(report_fd)
     control = Control.start(control_fd)
     control.stop_on_sigterm()
@@ -54,8 +61,10 @@ def main(argv: list[str]) -> int:
         journal = Journal(job.journal, job.attempt)
         journal.start()
         _quiet_libraries()
-        result = _train(job, report, control, journal)
+        result = _train(job, report, control, journal, place)
     except Exception as error:
+        if place is not None and is_peer_lost(error):
+            return EXIT_PEER_LOST
         result = _ended_by(error, control)
         error_info = result.get("error")
         if error_info and error_info["code"] == "internal":
@@ -69,7 +78,32 @@ def main(argv: list[str]) -> int:
     return 1 if result["outcome"] == "failed" else 0
 
 
-def _train(job: JobSpec, report: Reporter, control: Control, journal: Journal) -> TrainingResult:
+def _follow(job: JobSpec, place: RankPlace, report_fd: int | None, control_fd: int | None) -> int:
+    """Train as another rank than 0, without a journal; return the exit code."""
+    report = RankReporter(report_fd)
+    control = Control.start(control_fd)
+    # A service manager signals every process; rank 0 saves, and shares that the run ends.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        _quiet_libraries()
+        _train(job, report, control, Journal(None, job.attempt), place)
+    except Stopped:
+        return 0
+    except Exception as error:
+        if is_peer_lost(error):
+            return EXIT_PEER_LOST
+        result = _ended_by(error, control)
+        traceback.print_exc()
+        report.result(**result)
+        return 1
+    return 0
+
+
+def _train(
+    job: JobSpec, report: Reporter, control: Control, journal: Journal, place: RankPlace | None
+) -> TrainingResult:
+    ranks = Ranks.join(place, job.device.kind if job.device else "cpu")
     machine = machine_of(job.device)
     given = set(job.user_set_fields)
     config = drop_unknown_fields(job.config, given)
@@ -82,13 +116,14 @@ def _train(job: JobSpec, report: Reporter, control: Control, journal: Journal) -
     effective = resolve(asked, given, machine)
     if effective.problems:
         raise TrainingFailure("config_error", " ".join(problem.message for problem in effective.problems))
-    run = TrainingContext(job, effective.config, given, machine, report, control, journal)
+    run = TrainingContext(job, effective.config, given, machine, report, control, journal, ranks)
     run.state.run_id = job.run_id
     hooks.check(run.config)
     run.metric_factories = metric_functions.load(run.config.trainer_options.metrics, run.method)
-    hub_push.check(run)
-    gguf.check(run)
-    run.trackers = trackers.open_trackers(job, run.config, report)
+    if ranks.is_first:
+        hub_push.check(run)
+        gguf.check(run)
+        run.trackers = trackers.open_trackers(job, run.config, report)
     try:
         recipe = run.config.trainer_options.recipe
         if job.task is RunTask.export:

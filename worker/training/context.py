@@ -14,6 +14,7 @@ from app.contracts.stop import StopRequest
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.rules import DeviceCapabilities
 from worker.training.failures import Stopped
+from worker.training.ranks import Ranks
 from worker.training.run_state import DISTRIBUTIONS, MEMORY, History, RunState
 from worker.training.tracking.trackers import Trackers
 from worker.wire.control import Control
@@ -21,6 +22,8 @@ from worker.wire.journal import Journal
 from worker.wire.reporter import Reporter
 
 _SECONDS_BETWEEN_PROGRESS = 0.5
+_STOP = "stop"
+"""Flag that rank 0 sets for the other ranks."""
 
 
 @dataclass
@@ -35,6 +38,8 @@ class TrainingContext:
     report: Reporter
     control: Control
     journal: Journal
+    ranks: Ranks = field(default_factory=Ranks)
+    """Processes that train this run together."""
     trackers: Trackers = field(default_factory=Trackers)
     state: RunState = field(default_factory=RunState)
     metric_factories: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
@@ -103,6 +108,8 @@ class TrainingContext:
     @property
     def histories(self) -> list[History]:
         """History files that this run writes, and carries from checkpoint to checkpoint."""
+        if not self.ranks.is_first:
+            return []
         options = self.config.trainer_options
         asked = ((self.distributions, options.distributions_steps), (self.memory, options.memory_profile))
         return [self.history, *(history for history, wanted in asked if wanted)]
@@ -124,12 +131,17 @@ class TrainingContext:
         return self.control.stop_requested
 
     def raise_if_stopped(self) -> None:
-        """Raise `Stopped` if a stop was requested.
+        """Raise `Stopped` if a stop was requested, on every rank.
 
         For phases where there is nothing to save: loading, tokenizing, exporting.
         """
-        if self.stop_requested is not None:
-            raise Stopped
+        if self.ranks.is_first:
+            if self.stop_requested is None:
+                return
+            self.ranks.set_flag(_STOP)
+        elif not self.ranks.has_flag(_STOP):
+            return
+        raise Stopped
 
     def metric(self, point: dict[str, Any], total_steps: int) -> None:
         """Report, store and track the measurements of a step, in one place so that the three cannot differ."""
@@ -144,6 +156,8 @@ class TrainingContext:
         self._keep({"step": step, "epoch": epoch, **numbers})
 
     def _keep(self, record: dict[str, Any]) -> None:
+        if not self.ranks.is_first:
+            return
         self.history.append(record)
         self.trackers.add(record)
         for listener in self.listeners:
@@ -151,7 +165,7 @@ class TrainingContext:
 
     def profile(self, history: History, record: dict[str, Any]) -> None:
         """Append a record to a history with a maximum, unless it is full; report once when it becomes full."""
-        if history.is_full:
+        if history.is_full or not self.ranks.is_first:
             return
         history.append(record)
         if history.is_full:

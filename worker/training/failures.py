@@ -63,7 +63,7 @@ def device_failure(error: BaseException) -> TrainingFailure:
 
 def classify(error: BaseException) -> TrainingFailure:
     """Return the failure that an exception means; anything unforeseen is `internal`."""
-    for cause in _chain(error):
+    for cause in chain_of(error):
         text = str(cause).lower()
         if isinstance(cause, TrainingFailure):
             return cause
@@ -84,7 +84,8 @@ def classify(error: BaseException) -> TrainingFailure:
     return TrainingFailure("internal", f"{type(error).__name__}: {str(error)[:2000]}")
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and its causes, each once."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

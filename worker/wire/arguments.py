@@ -4,24 +4,42 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from app.contracts.attempt.job import JobSpec
+from worker.wire.rank_place import RankPlace
 from worker.wire.reporter import Reporter
 
 
-def parse_args(argv: Sequence[str]) -> tuple[JobSpec, int | None, int | None]:
-    """Parse the arguments of a training process: `job.json [--report-fd N] [--control-fd M]`.
+class Arguments(NamedTuple):
+    """Arguments of a training process."""
 
-    Returns the job, the descriptor for records and the one for control messages; both are None in a run by hand. A file
-    that is no valid job is reported as a failed result, and ends the process.
+    job: JobSpec
+    report_fd: int | None
+    """Descriptor for records; None in a run by hand."""
+    control_fd: int | None
+    """Descriptor for control messages; None in a run by hand."""
+    place: RankPlace | None
+    """None for a run on one device."""
+
+
+def parse_args(argv: Sequence[str]) -> Arguments:
+    """Parse the arguments of a training process.
+
+    They are `job.json [--report-fd N] [--control-fd M] [--rank R --ranks S --rank-folder PATH]`. A file that is no
+    valid job is reported as a failed result, and ends the process.
     """
     parser = argparse.ArgumentParser(description="Run one training job.")
     parser.add_argument("job", type=Path, help="JSON file that describes the job")
     parser.add_argument("--report-fd", type=int, default=None, help="send records here, not to standard output")
     parser.add_argument("--control-fd", type=int, default=None, help="receive control messages here")
+    parser.add_argument("--rank", type=int, default=0, help="number of this process among those of the run")
+    parser.add_argument("--ranks", type=int, default=1, help="number of processes of the run, one for each device")
+    parser.add_argument("--rank-folder", type=Path, default=None, help="folder in which they find each other")
     parsed = parser.parse_args(list(argv))
+    place = None if parsed.rank_folder is None else RankPlace(parsed.rank, parsed.ranks, parsed.rank_folder)
     try:
-        return JobSpec.read(parsed.job), parsed.report_fd, parsed.control_fd
+        return Arguments(JobSpec.read(parsed.job), parsed.report_fd, parsed.control_fd, place)
     except (OSError, ValueError) as problem:
         message = f"The job file {parsed.job.name} cannot be read: {problem}"
         Reporter(parsed.report_fd).result("failed", error={"code": "internal", "message": message})

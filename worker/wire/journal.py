@@ -23,14 +23,15 @@ class Journal:
 
     SYNC_SECONDS = 0.2
 
-    def __init__(self, path: str | Path, attempt: int) -> None:
+    def __init__(self, path: str | Path | None, attempt: int) -> None:
+        """Open the journal of a run; None records nothing, as rank 0 does for all ranks."""
         self._attempt = attempt
         self._boot_id = boot_id()
         self._synced = 0.0
-        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        size = os.fstat(self._file).st_size
+        self._file = None if path is None else os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        size = 0 if self._file is None else os.fstat(self._file).st_size
         # A power failure may have truncated the last line of an earlier attempt; ours must start on a new one.
-        self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+        self._torn = self._file is not None and size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
 
     def start(self) -> None:
         """Record that training starts: this process now counts as the run's only trainer."""
@@ -53,6 +54,8 @@ class Journal:
         self._write({"event": "stop", "outcome": outcome}, sync=True)
 
     def _write(self, event: dict[str, Any], sync: bool) -> None:
+        if self._file is None:
+            return
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         about = {"attempt": self._attempt, "pid": os.getpid(), "boot_id": self._boot_id, "t": now}
         line = json.dumps({**event, **about}, default=plain) + "\n"

@@ -227,6 +227,15 @@ class Reporter:
         )
 
 
+class RankReporter(Reporter):
+    """Reporter of another rank than 0: it sends heartbeats and its own failure, since rank 0 reports the run."""
+
+    def send(self, record: TrainerRecord) -> None:
+        """Send a failed result; any other record is left to rank 0."""
+        if record["type"] == "result" and record["outcome"] == "failed":
+            super().send(record)
+
+
 def write_all(descriptor: int, data: bytes) -> None:
     """Write all of `data`, in as many pieces as needed."""
     view = memoryview(data)

@@ -215,13 +215,13 @@ def test_what_a_killed_trainer_has_written_by_half_goes_with_it(
         def run_until_exit(self) -> Any:
             return Exit(signal=9), "stop"
 
-    process = SimpleNamespace(identity=None, close=lambda: None)
+    processes = SimpleNamespace(identities=[], close=lambda: None)
     device = SimpleNamespace(index=0, kind="cpu", for_job=dict)
     job = SimpleNamespace(
         config={}, secrets={}, start_step=0, start_epoch=0.0, best_loss=None, best_score=None, remarks=[]
     )
     for name, instead in {
-        "prepare": lambda *_: job, "launch": lambda *_: process, "Monitor": Killed, "MemoryWatch": lambda *_: None,
+        "prepare": lambda *_: job, "launch": lambda *_: processes, "Monitor": Killed, "MemoryWatch": lambda *_: None,
     }.items():  # fmt: skip
         monkeypatch.setattr(supervisor, name, instead)
     context: Any = SimpleNamespace(

@@ -111,7 +111,7 @@ def test_the_secret_reaches_its_own_process_and_is_seen_nowhere_else(tmp_path: P
     reported = []
     for secrets in ({"HF_TOKEN": TOKEN}, {}):
         folder = tmp_path / f"job{len(reported)}"
-        said = Said(launcher.launch("tests.worker.trainers:secretive", write_job(folder), CPU, secrets=secrets))
+        said = Said(launcher.launch("tests.worker.trainers:secretive", write_job(folder), [CPU], secrets=secrets))
         assert said.to_the_end().code == 0, said.pieces
         reported.append(said.record("secret"))
     in_memory = TOKEN.encode() in memory_of(launcher.zygote_pid) if launcher.zygote_pid else False

@@ -61,7 +61,7 @@ class Run:
             journal=str(self.folder / "journal.jsonl"),
             device=CPU,
         )
-        return Said(self.launcher.launch("worker.fake.trainer:main", job, CPU))
+        return Said(self.launcher.launch("worker.fake.trainer:main", job, [CPU]))
 
     def finish(self, resume_from: dict[str, Any] | None = None, **config: Any) -> tuple[Said, Exit]:
         """Run the next attempt to its end."""

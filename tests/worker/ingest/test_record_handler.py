@@ -515,3 +515,29 @@ class TestAnActionThatIsDoneOnceMore:
         assert kept.result == {"samples": ["again" if again == "done" else "first"]}
         reported = [data["status"] for kind, data in lab.events() if kind == "action"]
         assert reported == ["done", again]
+
+
+class TestOtherRanks:
+    def test_their_lines_are_labeled_and_of_their_records_only_a_failure_counts(self, lab: Lab) -> None:
+        lab.prints("of rank 0\n")
+        metric = {"type": "metric", "ts": time.time(), "step": 1, "loss": 2.0}
+        error = {"code": "out_of_memory", "message": "no memory"}
+        failed = {"type": "result", "ts": time.time(), "outcome": "failed", "error": error}
+        for source, data in (("stdout", b"of rank 1\n"), ("report", json.dumps(failed).encode())):
+            lab.record_handler.take([(source, data)], 1)  # type: ignore[list-item]
+        lab.record_handler.take([("report", json.dumps(metric).encode())], 1)
+        assert lab.record_handler.result is None, "rank 0 may have another one to report"
+        lab.record_handler.flush_output()
+        lab.writer.drain()
+        lines = [data["line"] for kind, data in lab.events() if kind == "log"]
+        assert lines[:2] == ["of rank 0", "[rank 1] of rank 1"] and "unknown type 'metric'" in lines[2]
+        error["message"] = "On rank 1: no memory"
+        assert lab.record_handler.result == {"type": "result", "outcome": "failed", "error": error}
+        assert lab.record_handler.failed_rank == 1
+
+    def test_the_result_of_rank_0_comes_first(self, lab: Lab) -> None:
+        failed = {"type": "result", "outcome": "failed", "error": {"code": "internal", "message": "it broke"}}
+        lab.record_handler.take([("report", json.dumps(failed).encode())], 1)
+        lab.says("result", outcome="completed")
+        lab.record_handler.flush_output()
+        assert (lab.record_handler.result or {})["outcome"] == "completed"

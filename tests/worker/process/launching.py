@@ -28,7 +28,7 @@ def start_launcher(home: Path, mode: str, preload: tuple[str, ...] = ("tests.wor
 
 def launch(launcher: Launcher, folder: Path, name: str, **job: Any) -> TrainingProcess:
     """Start one of `tests.worker.trainers` on a job file in `folder`."""
-    return launcher.launch(f"tests.worker.trainers:{name}", write_job(folder, **job), CPU)
+    return launcher.launch(f"tests.worker.trainers:{name}", write_job(folder, **job), [CPU])
 
 
 class Said:

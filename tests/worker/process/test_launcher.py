@@ -12,12 +12,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.config import Settings
+from app.contracts.attempt.device import AssignedDevice
 from app.contracts.attempt.messages import ControlMessage
 from app.contracts.stop import StopRequest
 from app.infra.process.identity import ProcessIdentity, start_time
@@ -27,6 +29,8 @@ from tests.worker.trainers import write_job
 from worker.process import process_group
 from worker.process.launcher import Launcher
 from worker.process.spawn import LaunchError
+
+_GPU = AssignedDevice("cuda", 1, "GPU-1234")
 
 STOP = ControlMessage(stop=StopRequest("checkpoint"))
 
@@ -97,13 +101,13 @@ class TestWorld:
         assert Settings().trainer_environment()["HF_HUB_DISABLE_TELEMETRY"] == "0"
 
     @pytest.mark.parametrize(
-        ("device", "visible"),
-        [(CPU, ""), ({"kind": "cuda", "index": 1, "id": "GPU-1234"}, "GPU-1234")],
+        ("devices", "visible"),
+        [([CPU], ""), ([_GPU], "GPU-1234"), ([_GPU, replace(_GPU, index=2, id="GPU-5678")], "GPU-1234,GPU-5678")],
     )
-    def test_it_sees_its_own_device_only(
-        self, launcher: Launcher, tmp_path: Path, device: dict[str, Any], visible: str
+    def test_it_sees_the_devices_of_its_run_only(
+        self, launcher: Launcher, tmp_path: Path, devices: list[AssignedDevice], visible: str
     ) -> None:
-        process = launcher.launch("tests.worker.trainers:about", write_job(tmp_path), device)
+        process = launcher.launch("tests.worker.trainers:about", write_job(tmp_path), devices)
         said = Said(process)
         said.to_the_end()
         assert said.record("about")["environment"]["CUDA_VISIBLE_DEVICES"] == visible
@@ -115,7 +119,7 @@ class TestWorld:
         )
         launcher.start()
         lock = tmp_path / "lock"  # in a folder that the other user cannot enter
-        process = launcher.launch("tests.worker.trainers:wait_for_stop", write_job(readable), CPU, [lock])
+        process = launcher.launch("tests.worker.trainers:wait_for_stop", write_job(readable), [CPU], [lock])
         said = Said(process).until(lambda said: said.has("message"))
         assert Path(f"/proc/{process.pid}").owner() == user
         assert not _can_lock(lock)
@@ -155,7 +159,7 @@ class TestControl:
         assert Said(launch(launcher, tmp_path, "quick", code=3)).to_the_end().code == 3
 
     def test_an_entry_that_does_not_exist_fails_with_the_reason(self, launcher: Launcher, tmp_path: Path) -> None:
-        said = Said(launcher.launch("tests.worker.nowhere:main", write_job(tmp_path), CPU))
+        said = Said(launcher.launch("tests.worker.nowhere:main", write_job(tmp_path), [CPU]))
         assert said.to_the_end().code == 1
         assert "ModuleNotFoundError" in said.text
 
@@ -176,14 +180,14 @@ class TestDeath:
     ) -> None:
         deadline = time.monotonic() + 1.0
         job = write_job(tmp_path)
-        process = launcher.launch("tests.worker.trainers:hang", job, CPU, renew_until=lambda: deadline)
+        process = launcher.launch("tests.worker.trainers:hang", job, [CPU], renew_until=lambda: deadline)
         assert Said(process).to_the_end().signal == signal.SIGALRM
         assert time.monotonic() >= deadline
 
     def test_renewals_move_its_deadline(self, launcher: Launcher, tmp_path: Path) -> None:
         first = time.monotonic() + 2.0
         job = write_job(tmp_path)
-        process = launcher.launch("tests.worker.trainers:wait_for_stop", job, CPU, renew_until=lambda: first)
+        process = launcher.launch("tests.worker.trainers:wait_for_stop", job, [CPU], renew_until=lambda: first)
         process.send(ControlMessage(renew_until=first + 3600))
         eventually(lambda: time.monotonic() > first + 0.2)
         assert process.poll() is None
@@ -250,7 +254,7 @@ class TestDaemons:
 class TestLocks:
     def test_a_lock_is_held_for_life(self, launcher: Launcher, tmp_path: Path) -> None:
         path = tmp_path / "device.lock"
-        process = launcher.launch("tests.worker.trainers:wait_for_stop", write_job(tmp_path), CPU, [path])
+        process = launcher.launch("tests.worker.trainers:wait_for_stop", write_job(tmp_path), [CPU], [path])
         said = Said(process).until(lambda said: said.has("message"))
         assert not _can_lock(path)
         process.send(STOP)
@@ -262,9 +266,9 @@ class TestLocks:
     ) -> None:
         path = tmp_path / "device.lock"
         entry = "tests.worker.trainers:wait_for_stop"
-        first = launcher.launch(entry, write_job(tmp_path / "1"), CPU, [path])
+        first = launcher.launch(entry, write_job(tmp_path / "1"), [CPU], [path])
         Said(first).until(lambda said: said.has("message"))
-        second = launcher.launch(entry, write_job(tmp_path / "2"), CPU, [path])
+        second = launcher.launch(entry, write_job(tmp_path / "2"), [CPU], [path])
         waiting = Said(second).until(lambda said: "device.lock" in said.text)
         assert not waiting.has("message")
         first.close()

@@ -33,7 +33,7 @@ class TestWaiting:
             ready_when_asked.append(launcher.zygote_pid is not None)
             return time.monotonic() + 3600
 
-        process = launcher.launch("tests.worker.trainers:quick", write_job(tmp_path), CPU, renew_until=renewed)
+        process = launcher.launch("tests.worker.trainers:quick", write_job(tmp_path), [CPU], renew_until=renewed)
         assert ready_when_asked == [True]
         assert Said(process).to_the_end().code == 0
         launcher.stop()
@@ -47,7 +47,7 @@ class TestWaiting:
         soon = time.monotonic() + 0.001
         secrets = {"HF_TOKEN": "x"}  # lie on the same socket, before the renewal
         job = write_job(tmp_path)
-        process = launcher.launch("tests.worker.trainers:quick", job, CPU, renew_until=lambda: soon, secrets=secrets)
+        process = launcher.launch("tests.worker.trainers:quick", job, [CPU], renew_until=lambda: soon, secrets=secrets)
         if is_renewed:
             process.send(ControlMessage(renew_until=soon + 3600))
         assert Said(process).to_the_end() == end
@@ -58,7 +58,7 @@ class TestWaiting:
         launcher.start()
         began = time.monotonic()
         with pytest.raises(LaunchAbandoned):
-            launcher.launch("tests.worker.trainers:quick", write_job(tmp_path), CPU, should_end=_after(0.3))
+            launcher.launch("tests.worker.trainers:quick", write_job(tmp_path), [CPU], should_end=_after(0.3))
         assert time.monotonic() - began < 30, "the import takes 60 s"
         launcher.stop()
 
@@ -75,7 +75,7 @@ class TestWaiting:
         lock = tmp_path / "lock"
         job = write_job(tmp_path)
         with pytest.raises(LaunchAbandoned):
-            launcher.launch("tests.worker.trainers:wait_for_stop", job, CPU, [lock], should_end=_after(0.3))
+            launcher.launch("tests.worker.trainers:wait_for_stop", job, [CPU], [lock], should_end=_after(0.3))
         said_no.set()
         if pid is not None:
             os.kill(pid, signal.SIGCONT)
@@ -118,7 +118,7 @@ class TestEarlySignals:
     @pytest.mark.parametrize("mode", ["zygote", "cold"])
     def test_sigterm_while_it_imports_is_a_request_to_stop(self, tmp_path: Path, mode: str) -> None:
         launcher = start_launcher(tmp_path, mode)
-        process = launcher.launch("tests.worker.process.imports_slowly:wait_for_stop", write_job(tmp_path), CPU)
+        process = launcher.launch("tests.worker.process.imports_slowly:wait_for_stop", write_job(tmp_path), [CPU])
         said = Said(process).until(lambda said: "importing" in said.text)
         os.kill(process.pid, signal.SIGTERM)
         (tmp_path / "go").touch()

@@ -50,7 +50,7 @@ class TestFork:
     def test_preloaded_modules_are_there_without_an_import(self, tmp_path: Path) -> None:
         launcher = start_launcher(tmp_path, "zygote", preload=("tests.worker.trainers", "decimal"))
         try:
-            said = Said(launcher.launch("tests.worker.trainers:loaded", write_job(tmp_path, module="decimal"), CPU))
+            said = Said(launcher.launch("tests.worker.trainers:loaded", write_job(tmp_path, module="decimal"), [CPU]))
             said.to_the_end()
             assert said.record("loaded")["loaded"] is True
         finally:
@@ -108,7 +108,7 @@ class TestFork:
         pid = os.fork()
         if pid == 0:
             try:
-                zygote._fork(child.LaunchSpec("x:y", [], "/", CPU), fds)
+                zygote._fork(child.LaunchSpec("x:y", [], "/", [CPU]), fds)
             finally:
                 os._exit(1)
         for descriptor in (*fds, ours):
@@ -165,7 +165,7 @@ class TestWant:
         monkeypatch.setattr(os, call, no_room)
         status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         fds = [theirs.detach(), *(os.open(os.devnull, os.O_RDWR) for _ in range(4))]
-        assert zygote._fork(child.LaunchSpec("x:y", [], "/", CPU), fds) is None
+        assert zygote._fork(child.LaunchSpec("x:y", [], "/", [CPU]), fds) is None
         assert json.loads(status.recv(1024)) == {"failed": "[Errno 12] Cannot allocate memory"}
         assert status.recv(1024) == b""
         status.close()
@@ -228,7 +228,7 @@ class TestDeath:
         os.kill(pid, signal.SIGSTOP)
         lock = tmp_path / "lock"
         entry = "tests.worker.trainers:wait_for_stop"
-        process = launcher.launch(entry, write_job(tmp_path), CPU, [lock])
+        process = launcher.launch(entry, write_job(tmp_path), [CPU], [lock])
         assert process.launched == "cold"
         os.kill(pid, signal.SIGCONT)  # now it forks what it was asked for, and that ends by itself
         said = Said(process).until(lambda said: said.has("message"))
@@ -423,7 +423,7 @@ class TestSpeed:
             took = []
             for _ in range(3):
                 began = time.monotonic()
-                process = launcher.launch("worker.fake.trainer:main", _fake_job(tmp_path / mode), CPU)
+                process = launcher.launch("worker.fake.trainer:main", _fake_job(tmp_path / mode), [CPU])
                 said = Said(process).until(lambda said: said.records)
                 took.append(time.monotonic() - began)
                 process.close()

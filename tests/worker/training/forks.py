@@ -21,7 +21,7 @@ def _child(request: dict[str, Any]) -> None:
         if "file_bytes" in request:
             limit = int(str(request["file_bytes"]))
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        arguments = [str(request["job"])]
+        arguments = [str(request["job"]), *request.get("arguments", [])]
         os.environ.update(request.get("variables", {}))
         sys.path[:0] = request.get("folders", [])
         if "disk" in request:

@@ -22,6 +22,7 @@ from tests.jobs import make_spec
 from worker.wire.arguments import parse_args
 from worker.wire.control import Control
 from worker.wire.journal import Journal, read_journal
+from worker.wire.rank_place import RankPlace
 from worker.wire.reporter import Reporter
 
 
@@ -100,11 +101,13 @@ class TestArguments:
         job = make_spec(tmp_path, attempt=2)
         (tmp_path / "job.json").write_text(job.to_json())
         arguments = [str(tmp_path / "job.json"), "--report-fd", "5", "--control-fd", "6"]
-        assert parse_args(arguments) == (job, 5, 6)
+        assert parse_args(arguments) == (job, 5, 6, None)
+        place = RankPlace(1, 4, tmp_path / "ranks")
+        assert parse_args([*arguments, *place.arguments()]).place == place
 
     def test_by_hand_there_are_no_descriptors(self, tmp_path: Path) -> None:
         (tmp_path / "run.json").write_text(make_spec(tmp_path).to_json())
-        assert parse_args([str(tmp_path / "run.json")])[1:] == (None, None)
+        assert parse_args([str(tmp_path / "run.json")])[1:] == (None, None, None)
 
     @pytest.mark.parametrize("text", ["[]", "{}", "{torn", None])
     def test_a_job_that_cannot_be_read_is_reported_as_a_failed_result(

@@ -109,14 +109,15 @@ def tokenize(
     return Tokens(dataset, **facts, are_cached=entry.from_cache)
 
 
-def first_batch(data: Dataset, config: TrainingConfig) -> Dataset:
+def first_batch(data: Dataset, config: TrainingConfig, devices: int) -> Dataset:
     """Return the rows of one optimizer step, to train on repeatedly."""
-    return data.select(range(min(len(data), config.batch_size * config.gradient_accumulation_steps)))
+    return data.select(range(min(len(data), config.batch_size * config.gradient_accumulation_steps * devices)))
 
 
-def steps_per_epoch(data: Dataset, config: TrainingConfig) -> int:
-    """Return the number of optimizer steps in one epoch."""
-    return math.ceil(math.ceil(len(data) / config.batch_size) / config.gradient_accumulation_steps)
+def steps_per_epoch(data: Dataset, config: TrainingConfig, devices: int) -> int:
+    """Return the number of optimizer steps in one epoch, each of which takes batches on every device."""
+    batches = math.ceil(math.ceil(len(data) / config.batch_size) / devices)
+    return math.ceil(batches / config.gradient_accumulation_steps)
 
 
 class RowIdCollator:

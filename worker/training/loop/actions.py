@@ -220,6 +220,13 @@ class Actions:
                     del now[new]
             raise
 
+    def follow(self, changed: dict[str, Any], total_steps: int | None) -> None:
+        """Apply the changes that rank 0 has made, as another rank."""
+        if total_steps is not None:
+            self._trainer.state.max_steps = total_steps
+        self._run.state.changed = {}
+        self._change(total_steps=total_steps, **changed)
+
     def apply_changes(self) -> None:
         """Apply the stored changes: now, or before a trainer that resumes from a checkpoint starts."""
         trainer, run = self._trainer, self._run

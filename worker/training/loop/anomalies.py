@@ -64,6 +64,11 @@ class AnomalyGuard:
         """Rows that no step may contain, for runs that resume from a checkpoint."""
         return sorted(self._rows)
 
+    @property
+    def may_skip(self) -> bool:
+        """True if an earlier attempt has found a bad step or row; the same on all ranks."""
+        return bool(self._steps or self._rows)
+
     def skips_step(self, step: int, rows: Iterable[int]) -> bool:
         """Return True if `step`, made of these rows, was found to be bad or contains a bad row."""
         return step in self._steps or (bool(self._rows) and not self._rows.isdisjoint(rows))
@@ -167,7 +172,11 @@ def _evaluate_sequence(trainer: ServiceTrainer, sequence: dict[str, Any], with_g
     trains = model.training
     model.eval()
     try:
-        with torch.set_grad_enabled(with_gradients), trainer.compute_loss_context_manager():
+        with (
+            trainer.run.ranks.alone(),
+            torch.set_grad_enabled(with_gradients),
+            trainer.compute_loss_context_manager(),
+        ):
             loss = trainer.compute_loss(model, inputs)
         if with_gradients:
             model.zero_grad()

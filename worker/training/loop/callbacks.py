@@ -7,9 +7,10 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from app.contracts.attempt.messages import AnomalyDetails
+from worker.training.checkpointing import rng_state
 from worker.training.context import TrainingContext
 from worker.training.failures import TrainingFailure
-from worker.training.loop import sampling
+from worker.training.loop import decision, sampling
 from worker.training.trainer_protocol import ServiceTrainer
 
 
@@ -23,12 +24,17 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.run.state.ended_by = None
+        if self.run.ranks.size > 1 and self.run.resume_from is None:
+            # Every rank has drawn the same numbers so far, as the weights and the order of the rows must be the same.
+            rng_state.seed((self.run.config.seed, 0, self.run.ranks.rank))
         self.trainer.throughput.begin(self.trainer.trained_tokens())
         self.run.report.phase("training", start_step=state.global_step, total_steps=state.max_steps)
-        if self.run.stop_requested is not None:
-            self.trainer.end_early(self.run.stop_requested.why, "discard")
-        elif self.run.state.samples_pending:
-            sampling.sample(self.trainer)
+        if self.run.ranks.is_first:
+            if self.run.stop_requested is not None:
+                self.trainer.end_early(self.run.stop_requested.why, "discard")
+            elif self.run.state.samples_pending:
+                sampling.sample(self.trainer)
+        decision.share(self.trainer)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._step_began = time.monotonic()
@@ -48,6 +54,12 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
             run.state.losses.append(loss)
             run.state.samples += len(rows)
             self.trainer.throughput.stepped(took, len(rows))
+        if run.ranks.is_first:
+            self._decide(state, control)
+        decision.share(self.trainer)
+
+    def _decide(self, state: TrainerState, control: TrainerControl) -> None:
+        run, step = self.run, state.global_step
         self.trainer.saving.stepped(self.trainer)
         self.trainer.actions.repeat_due(control)
         sampling.sample_if_due(self.trainer)
@@ -84,6 +96,12 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         metrics: dict[str, float],
         **_: Any,
     ) -> None:
+        if self.run.ranks.is_first:
+            self._judge(state, control, metrics)
+        decision.share(self.trainer)
+
+    def _judge(self, state: TrainerState, control: TrainerControl, metrics: dict[str, float]) -> None:
+        """Decide what follows from the metrics of an evaluation."""
         run, name = self.run, self.run.method.eval_metric
         found = metrics.get(name)
         if found is None or run.only_evaluates:
@@ -119,6 +137,9 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         run = self.run
         if "loss" not in logs or not run.state.losses:
+            return
+        if not run.ranks.is_first:
+            run.state.losses.clear()
             return
         # The mean of exact losses, not the trainer's running sum, which restarts after a resume.
         loss = sum(run.state.losses) / len(run.state.losses)

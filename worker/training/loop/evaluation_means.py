@@ -2,10 +2,14 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 BatchMeans = Mapping[str, list[float]]
 """Means of the batches so far, by metric, as TRL's trainers collect them."""
+
+
+Part = tuple[list[tuple[float, int]], dict[str, tuple[list[float], list[int]]]]
+"""Losses of batches with their terms; and by metric the means of batches, and their terms."""
 
 
 class EvaluationMeans:
@@ -28,6 +32,20 @@ class EvaluationMeans:
     def loss(self) -> float:
         """Mean loss."""
         return _mean(self._losses)
+
+    def part(self, metrics: BatchMeans) -> Part:
+        """Return what this rank has measured, for `merge`."""
+        return self._losses, {name: (list(means), self._terms[name]) for name, means in metrics.items()}
+
+    def merge(self, parts: Sequence[Part], metrics: dict[str, list[float]]) -> None:
+        """Take over what all ranks have measured; `metrics` then holds the means of all batches."""
+        self._losses = [pair for losses, _ in parts for pair in losses]
+        self._terms = defaultdict(list)
+        metrics.clear()
+        for _, measured in parts:
+            for name, (means, terms) in measured.items():
+                metrics.setdefault(name, []).extend(means)
+                self._terms[name] += terms
 
     def reduce(self, metrics: BatchMeans) -> None:
         """Replace the means of all batches by one; NaN, which stands for a batch without rewards, is ignored."""

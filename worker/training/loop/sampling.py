@@ -139,13 +139,14 @@ def _evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 def preserve_rng() -> Iterator[None]:
     """Restore every random number generator on exit."""
     numbers, drawn = numpy.random.get_state(), random.getstate()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    # Of the own GPU only: the state of another one would create a context on it.
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     cpu = torch.random.get_rng_state()
     try:
         yield
     finally:
         torch.random.set_rng_state(cpu)
         if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+            torch.cuda.set_rng_state(cuda)
         numpy.random.set_state(numbers)
         random.setstate(drawn)

@@ -1,5 +1,6 @@
 """Service features for every TRL trainer: exact losses, early stops and atomic checkpoints."""
 
+import math
 import sys
 import time
 from collections import defaultdict
@@ -18,12 +19,12 @@ from transformers.trainer_utils import speed_metrics
 from app.contracts.attempt.job import TrainedWeights
 from app.contracts.stop import StopMode, StopRequest
 from app.contracts.training_config.resolution import Replacement
-from worker.training.checkpointing import fidelity_check, saver
+from worker.training.checkpointing import fidelity_check, rng_state, saver
 from worker.training.context import TrainingContext
 from worker.training.data.dataset import RowIdCollator
 from worker.training.data.preferences import answer_columns
 from worker.training.failures import Stopped, TrainingFailure
-from worker.training.loop import sampling
+from worker.training.loop import decision, sampling
 from worker.training.loop.actions import Actions
 from worker.training.loop.anomalies import REMEMBERED, AnomalyGuard
 from worker.training.loop.evaluation_means import EvaluationMeans
@@ -81,6 +82,8 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         self._eval_means = EvaluationMeans()
         self.own_metrics = metric_functions.Evaluation({})
         """Metric functions of the current evaluation."""
+        self.rng_states: list[dict[str, Any]] = []
+        """States of the random number generators of all ranks, for the checkpoint that is being saved."""
         self._micro_losses: list[torch.Tensor] = []
         self._step_loss = 0.0
         self.actions = Actions(self)
@@ -151,11 +154,14 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
             batches, items = super().get_batch_samples(*args)
         rows = (row for batch in batches for row in self.rows_of(batch))
         self.skips_step = self.guard.skips_step(self.state.global_step + 1, rows)
+        if self.guard.may_skip:
+            self.skips_step = any(self.run.ranks.gathered(self.skips_step))
         return batches, items
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         if model.training:
-            self.throughput.saw(flops.token_pairs(inputs))
+            # Tokens are counted on all ranks, whose batches have about as many pairs.
+            self.throughput.saw(flops.token_pairs(inputs) * self.run.ranks.size)
         return super().compute_loss(model, inputs, *args, **options)
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -182,18 +188,24 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         return norm
 
     def take_step(self) -> tuple[float, list[int]]:
-        """Return the exact loss and the row numbers of the step just done; call once per step."""
+        """Return the exact loss and the row numbers of the step just done, of all ranks; call once per step."""
         rows, self.step_rows = self.step_rows, []
         return self._step_loss, rows
 
     def _close_step(self, norm: Any) -> None:
-        self._step_loss = float(torch.stack(self._micro_losses).sum().item())
+        own = float(torch.stack(self._micro_losses).sum().item())
         self._micro_losses.clear()
+        # The loss of a rank is scaled so that the mean over the ranks is that of all rows.
+        every = self.run.ranks.gathered((own, self.step_rows))
+        self._step_loss = math.fsum(loss for loss, _ in every) / len(every)
+        self.step_rows = [row for _, rows in every for row in rows]
         # With float16, the gradient scaler finds its scale by trial, so gradients may overflow.
         known = None if norm is None or self.args.fp16 else float(norm)
         recent = self.run.state.recent_losses
         trouble = self.guard.judge(self._step_loss, known, recent)
         if trouble is not None:
+            if not self.run.ranks.is_first:
+                self.run.ranks.wait_for_end()  # rank 0 has found the same, and looks for the rows
             raise self.guard.failure(self, trouble)
         recent.append(self._step_loss)
         del recent[:-REMEMBERED]
@@ -248,6 +260,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
             if self.state.global_step < self.state.max_steps:
                 request = run.stop_requested or StopRequest("discard")
                 self.end_early(request.why, request.mode)
+            decision.share(self)
             return {}
         except Exception as error:
             if is_due:
@@ -314,10 +327,32 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         found = {ours: metrics.get(f"eval_{theirs}") for theirs, ours in names.items()}
         return {f"eval_{ours}": value for ours, value in found.items() if value is not None}
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        ranks = self.run.ranks
+        if ranks.size == 1:
+            return super().get_eval_dataloader(eval_dataset)
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        with ranks.alone():
+            return super().get_eval_dataloader(rows.select(range(ranks.rank, len(rows), ranks.size)))
+
     def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
+        # Each rank evaluates every n-th row by itself, so that no row counts twice; then their means are merged.
+        done: Any = None
+        ranks, error, stopped = self.run.ranks, None, False
         self._eval_total = len(dataloader)
         self._eval_means = EvaluationMeans()
-        done = super().evaluation_loop(dataloader, *args, **options)
+        try:
+            with ranks.alone():
+                done = super().evaluation_loop(dataloader, *args, **options)
+        except Stopped:
+            stopped = True
+        except Exception as problem:
+            error = problem
+        if ranks.agree_on(error, stopped):
+            raise Stopped
+        if ranks.size > 1:
+            self._eval_means.merge(ranks.gathered(self._eval_means.part(self._metrics["eval"])), self._metrics["eval"])
+            done = done._replace(num_samples=sum(ranks.gathered(done.num_samples)))
         done.metrics["eval_loss"] = self._eval_means.loss
         self._eval_means.reduce(self._metrics["eval"])
         return done
@@ -378,6 +413,10 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.run.is_probe:
             return
+        self.rng_states = self.run.ranks.gathered(rng_state.current(self.args.device))
+        if not self.run.ranks.is_first:
+            self.saved_step = self.state.global_step
+            return
         if saver.save(self) and not self.control.should_training_stop:
             self.run.report.phase("training")
 
@@ -412,8 +451,19 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         self.state.compute_steps(self.args, max_steps)
         return place
 
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.run.ranks.size == 1:
+            super()._save_rng_state(output_dir)
+            return
+        for rank, state in enumerate(self.rng_states):
+            torch.save(state, Path(output_dir) / rng_state.file_name(rank))
+
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
+        ranks = self.run.ranks
+        if checkpoint is None or (ranks.size == 1 and rng_state.saved_ranks(Path(checkpoint)) == 1):
+            super()._load_rng_state(checkpoint)
+        elif not rng_state.restore(Path(checkpoint), ranks, self.args.device):
+            rng_state.seed((self.run.config.seed, self.state.global_step, ranks.rank))
         if self.run.state.eval_pending and self.eval_dataset is not None:
             self._catch_up()
 

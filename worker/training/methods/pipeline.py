@@ -58,7 +58,7 @@ def train_on_tokens(
     data = preparation.read_data(run, read, preparation.token_cache(run))
     training = data.training
     tokenized = preparation.cache_messages(run, data.parts)
-    total_steps = preparation.total_steps(run, dataset.steps_per_epoch(training.dataset, run.config))
+    total_steps = preparation.total_steps(run, dataset.steps_per_epoch(training.dataset, run.config, run.ranks.size))
     memory_plan.choose_checkpointing(run, replaced, base, training.dataset, max_length)
     head: loader.Head = "reward" if run.method.has_reward_head else "causal"
     with preparation.base_weights(run, base) as start:
@@ -121,6 +121,9 @@ def trainer_arguments(run: TrainingContext, total_steps: int) -> dict[str, Any]:
         "save_total_limit": None,
         "report_to": "none",
         "disable_tqdm": True,
+        # Every parameter that is trained takes part in each step, and no module has buffers that training changes.
+        "ddp_find_unused_parameters": False,
+        "ddp_broadcast_buffers": False,
     }
 
 
@@ -183,7 +186,8 @@ def _costs(trainer: ServiceTrainerMixin, training: Rows, device: str | None) -> 
         checkpointing=bool(run.config.gradient_checkpointing),
         reference=trainer.has_reference_pass(),
     )
-    throughput.peak_tflops = run.config.trainer_options.peak_tflops or peak_tflops(device)
+    peak = run.config.trainer_options.peak_tflops or peak_tflops(device)
+    throughput.peak_tflops = None if peak is None else peak * run.ranks.size
     length = trainer.usual_length(training.tokens / training.rows)
     if run.config.gradient_checkpointing == "selective":
         # Layers are alike, so recomputing every second one costs about half.
@@ -194,7 +198,7 @@ def _costs(trainer: ServiceTrainerMixin, training: Rows, device: str | None) -> 
         "flops_per_token_hardware": throughput.flops.per_token_of_hardware(length),
         "flops_sequence_length": round(length),
         "flops_not_counted": trainer.NOT_COUNTED,
-        "peak_tflops": throughput.peak_tflops,
+        "peak_tflops": peak,
     }
 
 
@@ -237,7 +241,8 @@ def evaluate(trainer: ServiceTrainerMixin) -> TrainingResult:
 def finish(trainer: ServiceTrainerMixin, start: BaseModelSource, facts: dict[str, Any]) -> TrainingResult:
     """Export and push the output if training is over, and return the fields of the result record."""
     run, state = trainer.run, trainer.run.state
-    exported = export(trainer, start, facts) if run.ended_by in _EXPORTS and not run.is_probe else None
+    exports = run.ended_by in _EXPORTS and not run.is_probe and run.ranks.is_first
+    exported = export(trainer, start, facts) if exports else None
     return {
         "outcome": "completed" if run.ended_by in _COMPLETES else "stopped",
         "why": run.ended_by,
@@ -281,6 +286,7 @@ def _fingerprint(run: TrainingContext, base: BaseModelSource, facts: dict[str, A
         "eval_dataset": held_out.sha256 if held_out else None,
         "reward_models": facts.get("reward_models"),
         resume_fidelity.BATCH_SIZE: run.config.batch_size,
+        resume_fidelity.DEVICES: run.ranks.size,
         "weights": facts["weights_dtype"],
         **{name: facts.get(name) for name in ("device", "device_name", "cpu_instructions", "threads", "versions")},
     }

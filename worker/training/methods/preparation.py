@@ -62,6 +62,9 @@ class Rows(Protocol):
         """True if an earlier run made the tokens."""
 
 
+_READ = "read"
+"""Flag of rank 0: its data is tokenized."""
+
 Some = TypeVar("Some", bound=Rows)
 Read = Callable[[RowSource], Some]
 """Function that prepares rows of a dataset for training."""
@@ -112,7 +115,7 @@ def prepare_start(run: TrainingContext, replaced: list[Replacement]) -> Setup:
     transformers.set_seed(run.config.seed)
     restore_replica(run)
     resume = run.resume_from
-    if resume is not None:
+    if resume is not None and run.ranks.is_first:
         saver.check(resume.path, resume.manifest_sha256, run.report.alive)
     run.report.phase("loading")
     run.report.progress("loading", 0, 2, "tokenizer and configuration")
@@ -210,6 +213,9 @@ def read_data(run: TrainingContext, read: Read[Some], cache: TokenCache) -> RunD
         return None if most is None else list(range(count_rows(str(file.path))))[:most]
 
     run.report.phase("tokenizing")
+    if not run.ranks.is_first:
+        # Rank 0 tokenizes, and the others find its tokens in the cache.
+        run.ranks.wait_for_flag(_READ, run.report.alive)
     config, source, other = run.config, run.job.dataset, run.job.eval_dataset
     try:
         if run.only_evaluates:
@@ -238,6 +244,7 @@ def read_data(run: TrainingContext, read: Read[Some], cache: TokenCache) -> RunD
 
 def _finish_reading(run: TrainingContext, read: Mapping[str, Rows | None]) -> None:
     """Delete the rows that a data source has written, and report the remarks about each data."""
+    run.ranks.set_flag(_READ)
     hooks.delete_source_rows(run)
     for name, one in read.items():
         for remark in one.remarks if one else []:
@@ -248,7 +255,7 @@ def _finish_reading(run: TrainingContext, read: Mapping[str, Rows | None]) -> No
 def training_rows(run: TrainingContext, training: Rows) -> Dataset:
     """Return the rows to train on: all, the rows of one step only, or in a probe the longest rows."""
     if run.config.overfit_first_batch or run.only_evaluates:  # a trainer needs some, even if it never trains
-        return data.first_batch(training.dataset, run.config)
+        return data.first_batch(training.dataset, run.config, run.ranks.size)
     return probe.longest_rows(training.dataset, run.config) if run.is_probe else training.dataset
 
 
@@ -302,7 +309,9 @@ def base_weights(run: TrainingContext, found: BaseModelSource) -> Iterator[BaseM
     )
     run.report.phase("loading")
     dtype = loader.weights_dtype(run.config, run.machine)
-    with base_model.merged(found, run.folder / "base_model", dtype, alive) as start:
+    # Each rank merges for itself, so that none has to keep the weights for the others.
+    name = "base_model" if run.ranks.is_first else f"base_model.{run.ranks.rank}"
+    with base_model.merged(found, run.folder / name, dtype, alive) as start:
         yield start
 
 

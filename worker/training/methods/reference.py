@@ -53,7 +53,8 @@ class ReferenceMixin(ServiceTrainerMixin):
         self._reference_done, self._reference_rows = 0, len(dataset)
         rows = f"{len(dataset)} {self.run.method.row_noun}"
         self.run.report.message(f"Computing the reference log-probabilities of {rows} ({name}).")
-        done: Dataset = super()._precompute_ref_logps(dataset, name, batch_size)
+        with self.run.ranks.alone():  # every rank needs those of all rows
+            done: Dataset = super()._precompute_ref_logps(dataset, name, batch_size)
         added = [column for column in done.column_names if column not in dataset.column_names]
         self._reference_files[file] = _to_bytes(done.select_columns(added).with_format("arrow")[:], digest)
         return done

@@ -96,7 +96,7 @@ def load_model(
     elif config.load_in_8bit:
         options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=unquantized)
     if machine.kind == "cuda":
-        options["device_map"] = {"": 0}
+        options["device_map"] = {"": torch.cuda.current_device()}
     elif config.load_in_4bit or config.load_in_8bit:
         options["device_map"] = {"": "cpu"}
     transformers.set_seed(config.seed)
@@ -268,7 +268,7 @@ def initial_run_info(model: torch.nn.Module, machine: DeviceCapabilities) -> dic
         "threads": torch.get_num_threads(),
     }
     if machine.kind == "cuda":
-        properties = torch.cuda.get_device_properties(0)
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         facts["device_name"] = properties.name
         facts["device_memory_mb"] = round(properties.total_memory / 2**20)
     return facts

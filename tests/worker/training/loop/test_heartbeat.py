@@ -18,6 +18,7 @@ from tests.worker.training.tiny import make_job, write_job
 from worker.attempts.monitor import KillReason, Monitor
 from worker.ingest.record_handler import RecordHandler
 from worker.process.launcher import Launcher
+from worker.process.training_group import TrainingGroup
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 # No word between the first step and the last: what is heard in between are signs of life.
@@ -100,17 +101,16 @@ class Watched:
         slow = job.pop("slow")
         path = write_job(job)
         path.with_name("slow.json").write_text(json.dumps(slow))
-        process = launcher.launch("tests.worker.training.slow:main", path, CPU)
+        processes = TrainingGroup([launcher.launch("tests.worker.training.slow:main", path, [CPU])])
         lease: Any = Lease()
         began = time.monotonic()
         try:
             memory_watch: Any = SimpleNamespace(look=lambda phase: None)
-            device_feed: Any = SimpleNamespace(look=lambda: None)
             _, self.killed_for = Monitor(
-                context, lease, writer, self.record_handler, process, memory_watch, device_feed
+                context, lease, writer, self.record_handler, processes, memory_watch, []
             ).run_until_exit()
         finally:
-            process.close()
+            processes.close()
         self.seconds = time.monotonic() - began
         self.killed_for: KillReason | None
 

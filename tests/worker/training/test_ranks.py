@@ -1,0 +1,149 @@
+"""Promises about a run on two devices: it trains as one with twice the batch does, and resumes exactly."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.worker.training.tiny import (
+    Forks,
+    Outcome,
+    make_chat_dataset,
+    make_job,
+    make_pairs,
+    make_rated,
+    make_tiny_model,
+    parse_records,
+)
+from worker.wire.rank_place import EXIT_PEER_LOST, RankPlace
+
+Train = Callable[..., Outcome]
+
+METHODS = ("full", "lora", "qlora", "dpo", "kto", "reward")
+_TOLERANCE = 1e-5
+_COMMON: dict[str, Any] = {
+    "learning_rate": 1e-2, "max_seq_length": 64, "max_steps": 6, "gradient_accumulation_steps": 2, "logging_steps": 2,
+    "save_steps": 3, "eval_split": 0.2, "eval_steps": 3,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def other_forks(hub_cache: Path) -> Iterator[Forks]:
+    """Processes for the second rank."""
+    server = Forks(HF_HUB_CACHE=str(hub_cache))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], Path]:
+    """Tiny models by their dropout."""
+    folder = tmp_path_factory.mktemp("models")
+    made = {dropout: make_tiny_model(folder / f"dropout-{dropout}", dropout=dropout) for dropout in (0.0, 0.1)}
+    return made.__getitem__
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+    """Forty rows by method: 32 to train on, two steps of 16, and 8 held out."""
+    folder = tmp_path_factory.mktemp("data")
+    chats, pairs = make_chat_dataset(folder / "chats.jsonl", 40), make_pairs(folder / "pairs.jsonl", 40)
+    rated = make_rated(folder / "rated.jsonl", 40)
+    formats = {"dpo": (pairs, "preference"), "reward": (pairs, "preference"), "kto": (rated, "rated")}
+    return {method: formats.get(method, (chats, "chat")) for method in METHODS}
+
+
+@pytest.fixture
+def train(
+    forks: Forks,
+    other_forks: Forks,
+    models: Callable[[float], Path],
+    data: dict[str, tuple[Path, str]],
+    tmp_path: Path,
+) -> Train:
+    """Train a run on one or two devices, with or without dropout."""
+    number = 0
+
+    def run(method: str, devices: int, *, dropout: float = 0.0, **config: Any) -> Outcome:
+        nonlocal number
+        number += 1
+        rows, data_format = data[method]
+        adapter = {} if method == "full" else {"lora_r": 4, "lora_dropout": dropout}
+        config = {**_COMMON, "method": method, "batch_size": 4 // devices, **adapter, **config}
+        job = make_job(tmp_path / str(number), models(dropout), rows, data_format=data_format, **config)
+        if devices == 1:
+            outcome = forks.run(job)
+        else:
+            with tempfile.TemporaryDirectory() as meeting:
+                first, second = (RankPlace(rank, 2, Path(meeting)).arguments() for rank in (0, 1))
+                said = {name: str(Path(job["attempt_dir"]) / f"{name}-1") for name in ("stdout", "stderr")}
+                other_forks.start(job, arguments=second, **said)
+                forks.start(job, arguments=first)
+                outcome = forks.wait()
+                assert other_forks.wait().code == 0, Path(said["stderr"]).read_text()[-3000:]
+                assert parse_records(Path(said["stdout"]).read_text()) == [], "rank 0 reports the run"
+        assert outcome.code == 0, outcome.stderr[-3000:]
+        return outcome
+
+    return run
+
+
+def losses(outcome: Outcome) -> dict[int, float]:
+    return {step: float.fromhex(loss) for step, (loss, _) in outcome.steps.items()}
+
+
+def rows(outcome: Outcome) -> dict[int, list[int]]:
+    """The rows of each step; ranks report theirs one after another."""
+    return {step: sorted(trained) for step, (_, trained) in outcome.steps.items()}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_devices_train_as_one_with_twice_the_batch(train: Train, method: str) -> None:
+    one, two = train(method, 1), train(method, 2)
+    assert rows(two) == rows(one) and len(rows(two)) == 6
+    assert losses(two) == pytest.approx(losses(one), abs=_TOLERANCE)
+    evaluations = [[record["metrics"]["eval_loss"] for record in run.of("eval")] for run in (one, two)]
+    assert evaluations[1] == pytest.approx(evaluations[0], abs=_TOLERANCE), "each held-out row counts once"
+    facts = two.of("config")[-1]["facts"]
+    assert facts["total_steps"] == 6 and two.result["metrics"]["tokens"] == one.result["metrics"]["tokens"]
+    assert sorted(path.name for path in two.output.iterdir()) == sorted(path.name for path in one.output.iterdir())
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora", "dpo"])
+def test_two_devices_resume_exactly_with_dropout(train: Train, method: str) -> None:
+    whole = train(method, 2, dropout=0.1)
+    first = train(method, 2, dropout=0.1, stop_at_step=3)
+    rest = train(method, 2, dropout=0.1, resume_from=first.checkpoint(3), attempt=2)
+    assert {**first.steps, **rest.steps} == whole.steps
+    assert rest.of("config")[-1]["facts"]["fidelity"] == "exact"
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_number_of_devices_resumes_with_the_same_rows(train: Train, before: int, after: int) -> None:
+    whole = train("lora", before)
+    first = train("lora", before, stop_at_step=3)
+    rest = train("lora", after, resume_from=first.checkpoint(3), attempt=2)
+    assert rows(rest) == {step: trained for step, trained in rows(whole).items() if step > 3}
+    assert losses(rest) == pytest.approx({step: losses(whole)[step] for step in (4, 5, 6)}, abs=_TOLERANCE)
+    facts = rest.of("config")[-1]["facts"]
+    assert facts["fidelity"] == "approximate"
+    assert f"devices: {before} at the checkpoint, {after} now." in facts["fidelity_reasons"]
+
+
+def test_a_rank_that_loses_the_other_reports_no_failure_of_its_own(
+    forks: Forks, other_forks: Forks, models: Callable[[float], Path], data: dict[str, tuple[Path, str]], tmp_path: Path
+) -> None:
+    """The supervisor knows how the other one ended, and that is the cause."""
+    path, data_format = data["lora"]
+    config = {**_COMMON, "method": "lora", "batch_size": 2, "lora_r": 4}
+    job = make_job(tmp_path / "run", models(0.0), path, data_format=data_format, **config)
+    broken = make_job(tmp_path / "broken", tmp_path / "nowhere", path, data_format=data_format, **config)
+    with tempfile.TemporaryDirectory() as meeting:
+        first, second = (RankPlace(rank, 2, Path(meeting)).arguments() for rank in (0, 1))
+        other_forks.start(broken, arguments=second)
+        forks.start(job, arguments=first)
+        outcome, other = forks.wait(), other_forks.wait()
+    assert (other.code, other.result["error"]["code"]) == (1, "model_not_found")
+    assert outcome.code == EXIT_PEER_LOST and outcome.of("result") == []

@@ -1,0 +1,55 @@
+"""Random number generators of the ranks of a run, as its checkpoints hold them: one file for each rank.
+
+A run on one device has the file of transformers.
+"""
+
+import hashlib
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from transformers.trainer import safe_globals
+
+from worker.training.ranks import Ranks
+
+
+def file_name(rank: int) -> str:
+    """Return the name of the file of a rank."""
+    return f"rng_state_{rank}.pth"
+
+
+def saved_ranks(checkpoint: Path) -> int:
+    """Return the number of ranks that have made a checkpoint."""
+    return len(list(checkpoint.glob(file_name(0).replace("0", "*")))) or 1
+
+
+def current(device: torch.device) -> dict[str, Any]:
+    """Return the states of this process: Python's, numpy's and torch's, and that of its own GPU."""
+    state = {"python": random.getstate(), "numpy": numpy.random.get_state(), "cpu": torch.random.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def restore(checkpoint: Path, ranks: Ranks, device: torch.device) -> bool:
+    """Restore the states of this rank; return False if the checkpoint was made by another number of ranks."""
+    if saved_ranks(checkpoint) != ranks.size:
+        return False
+    with safe_globals():
+        state = torch.load(checkpoint / file_name(ranks.rank), weights_only=True)
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.random.set_rng_state(state["cpu"])
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+    return True
+
+
+def seed(parts: Sequence[int]) -> None:
+    """Seed every generator of this process from several numbers, such as seed, step and rank."""
+    digest = hashlib.sha256(repr(tuple(parts)).encode()).digest()
+    number = int.from_bytes(digest[:4], "little")
+    random.seed(number)
+    numpy.random.seed(number)
+    torch.manual_seed(number)

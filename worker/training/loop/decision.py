@@ -1,0 +1,48 @@
+"""Decisions of rank 0 that every rank of a run follows."""
+
+from typing import Any, NamedTuple
+
+from worker.training.trainer_protocol import ServiceTrainer
+
+
+class _Decision(NamedTuple):
+    """What follows after a step or an evaluation."""
+
+    should_save: bool
+    should_evaluate: bool
+    should_log: bool
+    should_stop: bool
+    ended_by: str | None
+    save_kind: str
+    eval_pending: bool
+    changed: dict[str, Any]
+    """Fields that actions have changed."""
+    total_steps: int | None
+
+
+def share(trainer: ServiceTrainer) -> None:
+    """Make this rank do what rank 0 has decided; every rank calls it after the same step or evaluation."""
+    run, control = trainer.run, trainer.control
+    if run.ranks.size == 1:
+        return
+    state = run.state
+    own = _Decision(
+        control.should_save,
+        control.should_evaluate,
+        control.should_log,
+        control.should_training_stop,
+        run.ended_by,
+        run.save_kind,
+        state.eval_pending,
+        state.changed,
+        state.total_steps,
+    )
+    decided = run.ranks.shared(own)
+    if run.ranks.is_first:
+        return
+    control.should_save, control.should_evaluate = decided.should_save, decided.should_evaluate
+    control.should_log, control.should_training_stop = decided.should_log, decided.should_stop
+    run.ended_by = state.ended_by = decided.ended_by
+    run.save_kind, state.eval_pending = decided.save_kind, decided.eval_pending
+    if (decided.changed, decided.total_steps) != (own.changed, own.total_steps):
+        trainer.actions.follow(decided.changed, decided.total_steps)

@@ -1,0 +1,146 @@
+"""Ranks: the processes that train one run together, each on a device of its own, as replicas of one model.
+
+Rank 0 decides, reports and writes; the others follow. What depends on the rows of all ranks (losses, evaluations) is
+gathered. What only one process can know (a request, the time, the disk) is decided by rank 0 and shared.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+
+from worker.training.failures import TrainingFailure, chain_of, classify
+from worker.wire.heartbeat import HeartbeatCallback
+from worker.wire.rank_place import RankPlace
+
+_NEVER = timedelta(days=7)
+"""Time-out of collective operations: the supervisor ends a run whose ranks are all silent."""
+_POLL_SECONDS = 0.1
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+_ALONE = {"num_processes": 1, "process_index": 0, "local_process_index": 0, "distributed_type": DistributedType.NO}
+"""State of accelerate in a process that trains alone."""
+_PEER_WORDS = (
+    "connection closed by peer", "connection reset by peer", "gloo/transport", "socket closed", "broken pipe",
+    "remote process exited", "nccl remote error", "ncclremoteerror", "ncclsystemerror",
+)  # fmt: skip
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of a run, as one of them sees them; a run on one device has one rank, and nothing here waits."""
+
+    def __init__(self, rank: int = 0, size: int = 1, store: dist.Store | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self._store = store
+
+    @classmethod
+    def join(cls, place: RankPlace | None, kind: Literal["cpu", "cuda"]) -> "Ranks":
+        """Join the other ranks of the run on this host; returns once all of them have joined.
+
+        Everything of accelerate and transformers then finds the process group that is made here. It uses the loopback
+        interface, since neither the store nor the collective libraries authenticate anybody.
+        """
+        if place is None:
+            return cls()
+        local = {"RANK": place.rank, "WORLD_SIZE": place.size, "LOCAL_RANK": place.rank, "LOCAL_WORLD_SIZE": place.size}
+        os.environ.update({name: str(value) for name, value in local.items()})
+        os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1")
+        if kind == "cuda":
+            torch.cuda.set_device(place.rank)
+        store = dist.FileStore(str(place.folder / "store"), place.size)
+        dist.init_process_group(_BACKENDS[kind], store=store, rank=place.rank, world_size=place.size, timeout=_NEVER)
+        return cls(place.rank, place.size, store)
+
+    @property
+    def is_first(self) -> bool:
+        """True for the rank that decides, reports and writes."""
+        return self.rank == 0
+
+    # Collective operations, which every rank calls
+
+    def shared(self, value: T) -> T:
+        """Return the value of rank 0."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, 0)
+        return box[0]
+
+    def gathered(self, value: T) -> list[T]:
+        """Return the values of all ranks, by rank."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+    def agree_on(self, error: Exception | None, stopped: bool) -> bool:
+        """End a part that each rank does by itself; return True if one of them was stopped in it.
+
+        Raises:
+            TrainingFailure: it failed on a rank; on that rank, its own error is raised.
+        """
+        failure = None if error is None else classify(error)
+        found = self.gathered((None if failure is None else (failure.code, failure.message), stopped))
+        if error is not None:
+            raise error
+        for rank, (failed, _) in enumerate(found):
+            if failed is not None:
+                raise TrainingFailure(failed[0], f"On rank {rank}: {failed[1]}")
+        return any(was_stopped for _, was_stopped in found)
+
+    # Signals, which do not wait
+
+    def set_flag(self, name: str) -> None:
+        """Set a flag that every rank can read."""
+        if self._store is not None:
+            self._store.set(name, "1")
+
+    def has_flag(self, name: str) -> bool:
+        """Return True if a rank has set the flag."""
+        return self._store is not None and self._store.check([name])
+
+    def wait_for_flag(self, name: str, alive: HeartbeatCallback) -> None:
+        """Wait until rank 0 has set a flag, for however long its work takes."""
+        while not self.has_flag(name):
+            alive()
+            time.sleep(_POLL_SECONDS)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """During the block, accelerate knows only this process, so that nothing waits for other ranks."""
+        if self.size == 1:
+            yield
+            return
+        states: list[dict[str, Any]] = [PartialState._shared_state, AcceleratorState._shared_state]
+        before = [{name: state[name] for name in _ALONE} for state in states]
+        for state in states:
+            state.update(_ALONE)
+        try:
+            yield
+        finally:
+            for state, values in zip(states, before, strict=True):
+                state.update(values)
+
+    def wait_for_end(self) -> None:
+        """Wait for the end of this process: rank 0 has what is left to do, and then the supervisor ends all ranks."""
+        threading.Event().wait()
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    """Return True if an exception only says that another rank has ended."""
+    return any(
+        isinstance(cause, dist.DistError)
+        or (isinstance(cause, RuntimeError) and any(word in str(cause).lower() for word in _PEER_WORDS))
+        for cause in chain_of(error)
+    )
