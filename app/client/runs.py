@@ -179,13 +179,16 @@ class Runs(ApiResource[M]):
         from_start: bool = False,
         config: Mapping[str, Any] | None = None,
         stop_after_steps: int | None = None,
+        resources: Mapping[str, Any] | None = None,
         idempotency_key: str | None = None,
     ) -> RunRead:
         """Create a run that resumes from a checkpoint of this one (default: the newest), with changes from `config`.
 
-        With `stop_after_steps` it ends after so many further steps.
+        With `stop_after_steps` it ends after so many further steps. `resources` replace those that this run asked for.
         """
-        body = without_none(checkpoint_id=checkpoint_id, config=config, stop_after_steps=stop_after_steps)
+        body = without_none(
+            checkpoint_id=checkpoint_id, config=config, stop_after_steps=stop_after_steps, resources=resources
+        )
         body |= {"from": "start"} if from_start else {}
         key = idempotency_key or str(uuid.uuid4())
         return await self._session.post(RunRead, f"/runs/{run_id}/resume", body, key=key)

@@ -86,15 +86,18 @@ def micro_batch(model: Architecture, config: TrainingConfig, length: int, rows: 
     return Batch(sequences, length, masked=sequences > 1)
 
 
-def plan(model: Architecture, config: TrainingConfig, data: Data) -> Plan:
+def plan(model: Architecture, config: TrainingConfig, data: Data, devices: int = 1) -> Plan:
     """Return steps, tokens and the largest micro-batch of an effective configuration on a dataset."""
-    step_plan = make_step_plan(config, data, max_sequence_length(model, config))
+    step_plan = make_step_plan(config, data, max_sequence_length(model, config), devices)
     batch = micro_batch(model, config, step_plan.largest, step_plan.rows)
     return Plan(**vars(step_plan), batch=batch)
 
 
-def make_step_plan(config: TrainingConfig, data: Data, most: int) -> StepPlan:
-    """Return steps and tokens of an effective configuration on a dataset; sequences are cut to `most` tokens."""
+def make_step_plan(config: TrainingConfig, data: Data, most: int, devices: int = 1) -> StepPlan:
+    """Return steps and tokens of an effective configuration on a dataset; sequences are cut to `most` tokens.
+
+    A step has the batches of all `devices`.
+    """
     if config.trainer_options.data_source is not None:
         return _data_source_step_plan(config, most)
     assumed: list[str] = []
@@ -105,7 +108,7 @@ def make_step_plan(config: TrainingConfig, data: Data, most: int) -> StepPlan:
     mean = max(min(mean, most), 1.0)
     if config.packing:
         assumed.append("Packed sequences are assumed to be full.")
-    return _in_steps(config, _rows(config, data), mean, max(min(largest, most), 2), most, assumed)
+    return _in_steps(config, _rows(config, data), mean, max(min(largest, most), 2), most, devices, assumed)
 
 
 def _data_source_step_plan(config: TrainingConfig, most: int) -> StepPlan:
@@ -156,13 +159,16 @@ def _rows(config: TrainingConfig, data: Data) -> int:
     return max(data.rows - held, 1)
 
 
-def _in_steps(config: TrainingConfig, rows: int, mean: float, largest: int, most: int, assumed: list[str]) -> StepPlan:
-    each = config.batch_size * config.gradient_accumulation_steps
+def _in_steps(
+    config: TrainingConfig, rows: int, mean: float, largest: int, most: int, devices: int, assumed: list[str]
+) -> StepPlan:
+    each = config.batch_size * config.gradient_accumulation_steps * devices
     sequences = math.ceil(rows * mean / most) if config.packing else rows
     if config.generation is not None:
         epoch_steps = max(rows * config.generation.num_generations // each, 1)
     else:
-        epoch_steps = math.ceil(math.ceil(sequences / config.batch_size) / config.gradient_accumulation_steps)
+        batches = math.ceil(math.ceil(sequences / config.batch_size) / devices)
+        epoch_steps = math.ceil(batches / config.gradient_accumulation_steps)
     steps = max(config.max_steps or math.ceil(config.epochs * epoch_steps), config.min_steps or 0)
     repeats = steps > epoch_steps
     steps = min(steps, config.stop_at_step or steps)

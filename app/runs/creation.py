@@ -81,6 +81,7 @@ async def create(
         "config": found.config.model_dump(mode="json"),
         "user_set_fields": found.given,
         "base_run_id": found.base_run_id,
+        "devices_needed": request.resources.devices,
         "resources": request.resources.model_dump(),
         "requirements": await _requirements(session, settings, storage, request, found.config, found.given),
         "priority": request.priority,
@@ -121,7 +122,7 @@ async def _requirements(
     least: dict[str, int] = {}
     if rules.loads_model:
         data = await estimates.data_of(session, request.dataset_id)
-        subject = estimates.Subject(config, given, request.backend, data)
+        subject = estimates.Subject(config, given, request.backend, data, devices=request.resources.devices)
         least = await estimates.least_memory_of(session, settings, storage, subject)
     return requirements(rules, config, given, request.resources, least)
 

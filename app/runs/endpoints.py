@@ -95,7 +95,8 @@ async def _subject(
         message = f"backend `{body.backend}` loads no model, so there is nothing to measure; omit `probe`"
         raise invalid([FieldError(field="probe", code="not_supported", message=message)])
     data = await estimates.data_of(session, body.dataset_id)
-    return estimates.Subject(found.config, found.given, body.backend, data, rules.loads_model)
+    devices = body.resources.devices
+    return estimates.Subject(found.config, found.given, body.backend, data, rules.loads_model, devices)
 
 
 @router.post("", status_code=202)

@@ -28,7 +28,7 @@ from app.runs.creation import RunTransaction, find_by_idempotency_key, insert
 from app.runs.estimates import service as estimates
 from app.runs.validation.config import config_problems
 from app.runs.validation.destinations import destination_problems
-from app.runs.validation.request import requirements, resource_problems
+from app.runs.validation.request import device_problems, requirements, resource_problems
 from app.runs.validation.result import validation_failed
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
@@ -67,11 +67,16 @@ async def resume(
     least: dict[str, int] = {}
     if rules.loads_model:
         data = await estimates.data_of(session, parent.dataset_id)
-        subject = estimates.Subject(config, given, parent.backend, data)
+        devices = (request.resources or Resources.model_validate(parent.resources)).devices
+        subject = estimates.Subject(config, given, parent.backend, data, devices=devices)
         least = await estimates.least_memory_of(session, settings, storage, subject)
     resources = request.resources or Resources.model_validate(parent.resources)
-    if wrong := resource_problems(rules, config, given, resources):
+    wrong = resource_problems(rules, config, given, resources)
+    wrong += await device_problems(session, settings, rules, config, resources)
+    if wrong:
         raise validation_failed(wrong)
+    if checkpoint is not None and resources.devices != parent.devices_needed:
+        config = _with_the_same_step(parent, config, resources.devices)
     values = {
         "id": new_id("run"),
         "experiment_id": parent.experiment_id,
@@ -83,7 +88,7 @@ async def resume(
         "config": config.model_dump(mode="json"),
         "user_set_fields": given,
         "base_run_id": parent.base_run_id,
-        "devices_needed": parent.devices_needed,
+        "devices_needed": resources.devices,
         "resources": resources.model_dump(),
         "requirements": requirements(rules, config, given, resources, least),
         "priority": parent.priority,
@@ -98,6 +103,23 @@ async def resume(
     reward_runs = await service.reward_run_ids(session, parent)
     extra = await service.extra_eval_datasets(session, parent)
     return await insert(transaction, values, reason, reward_runs, extra)
+
+
+def _with_the_same_step(parent: Run, config: TrainingConfig, devices: int) -> TrainingConfig:
+    """Return the configuration with which a step on these devices has as many rows as before the checkpoint.
+
+    Otherwise rows would be skipped, or trained twice.
+    """
+    before = parent.config["batch_size"] * parent.config["gradient_accumulation_steps"] * parent.devices_needed
+    steps, rest = divmod(before, config.batch_size * devices)
+    if rest == 0 and steps > 0:
+        return config.model_copy(update={"gradient_accumulation_steps": steps})
+    fitting = [number for number in range(1, before + 1) if before % (config.batch_size * number) == 0]
+    message = (
+        f"is {devices}, but a step of the run has {before} rows, and `batch_size` is {config.batch_size}: a checkpoint "
+        f"can be resumed on {', '.join(map(str, fitting))} devices"
+    )
+    raise validation_failed([FieldError(field="resources.devices", code="does_not_divide", message=message)])
 
 
 async def _ended(session: AsyncSession, run_id: str) -> Run:

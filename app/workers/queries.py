@@ -1,6 +1,6 @@
 """Queries for the workers and devices that are online."""
 
-from sqlalchemy import ColumnExpressionArgument, TextClause, select, text
+from sqlalchemy import ColumnExpressionArgument, TextClause, func, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.config import Settings
@@ -44,6 +44,15 @@ async def online_machines(
         else DeviceCapabilities(kind="cpu")
         for kind in sorted(kinds, reverse=True)
     ]
+
+
+async def most_devices(session: AsyncSession, settings: Settings, backend: str) -> int | None:
+    """Return the largest number of devices of one online worker of a backend; None if none is online."""
+    count = func.count().label("count")
+    of_each = select(count).select_from(Device).join(Worker, Worker.id == Device.worker_id)
+    of_each = of_each.where(*online(settings, backend))
+    most: int | None = await session.scalar(select(func.max(of_each.group_by(Worker.id).subquery().c.count)))
+    return most
 
 
 async def is_any_online(session: AsyncSession, settings: Settings, backend: str) -> bool:

@@ -386,10 +386,12 @@ def resume(
 
     with connected() as client:
         changes = run_file.change({}, sets or [])
-        config = changes.pop("config", {})
+        config, resources = changes.pop("config", {}), changes.pop("resources", None)
         if changes:
             name = next(iter(changes))
-            raise typer.BadParameter(f"Only the configuration can be changed: write --set config.{name}=….")
+            raise typer.BadParameter(
+                f"Only the configuration and the resources can be changed: write --set config.{name}=…."
+            )
         if checkpoint is not None:
             checkpoint = id_within("checkpoint", checkpoint, client.runs.checkpoints(run_id))
         with option_hint("no_checkpoint", "On the command line, use --from-start."):
@@ -399,6 +401,7 @@ def resume(
                 from_start=from_start,
                 config=config,
                 stop_after_steps=stop_after_steps,
+                resources=resources,
             )
         _print_or_watch(client, run, watch, as_json)
 

@@ -68,6 +68,8 @@ class Subject:
     data: Data
     loads_model: bool = True
     """True if the backend loads a model; without a model there is nothing to estimate."""
+    devices: int = 1
+    """Devices that train replicas; the estimate of memory is that of each."""
 
 
 class _NoConfig(Exception):
@@ -103,7 +105,8 @@ async def estimate(
     config = resolve(subject.config, subject.given, _machine(found.device.kind)).config
     async with sessions() as session:
         took = await speed(session, config, (found.device.kind, found.device.name), todo)
-    return found.model_copy(update=_of_time(settings, found, took, todo.training + todo.writing))
+    operations = todo.training + todo.writing
+    return found.model_copy(update=_of_time(settings, found, took, operations, subject.devices))
 
 
 async def _fetched(
@@ -319,7 +322,7 @@ class _OnKind:
 
     def __init__(self, model: Architecture, subject: Subject, kind: Literal["cpu", "cuda"]) -> None:
         self.config = resolve(subject.config, subject.given, _machine(kind)).config
-        self.plan = plan(model, self.config, subject.data)
+        self.plan = plan(model, self.config, subject.data, subject.devices)
         self.precision = Precision.of(self.config, kind)
         self._needs = memory_planner.memory_of_choices(model, self.config, self.precision, self.plan.batch)
         length = min(self.plan.batch.length, max_sequence_length(model, self.config))
@@ -416,17 +419,20 @@ def _assumptions(on: _OnKind, device: EstimatedDevice, is_assumed: bool) -> list
     return sentences
 
 
-def _of_time(settings: Settings, found: RunEstimate, took: Speed, operations: float) -> dict[str, Any]:
-    cost = None
+def _of_time(settings: Settings, found: RunEstimate, took: Speed, operations: float, devices: int) -> dict[str, Any]:
+    """Return the duration on several devices, and what follows from it; `took` is that on one."""
+    cost, assumptions = None, [*found.assumptions, took.sentence]
+    if devices > 1:
+        assumptions.append(f"{devices} devices are assumed to train {devices} times as fast as one.")
     if settings.gpu_hour_price is not None and found.device.kind == "cuda":
         amount = round(took.seconds / 3600 * settings.gpu_hour_price, 4)
         cost = Cost(amount=amount, currency=settings.price_currency)
     return {
         "flops": operations,
-        "seconds": round(took.seconds, 1),
+        "seconds": round(took.seconds / devices, 1),
         "cost": cost,
         "confidence": found.confidence.model_copy(update={"seconds": took.source}),
-        "assumptions": [*found.assumptions, took.sentence],
+        "assumptions": assumptions,
     }
 
 

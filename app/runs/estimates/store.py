@@ -31,7 +31,8 @@ async def estimate_and_store(
             if await session.get(StoredEstimate, run.id) is not None:
                 return
             data = await service.data_of(session, run.dataset_id)
-        subject = service.Subject(TrainingConfig.model_validate(run.config), run.user_set_fields, run.backend, data)
+        config = TrainingConfig.model_validate(run.config)
+        subject = service.Subject(config, run.user_set_fields, run.backend, data, devices=run.devices_needed)
         found, least = await service.estimate_new(sessions, settings, storage, subject)
         async with sessions() as session, session.begin():
             # The run may have been deleted in the meantime.

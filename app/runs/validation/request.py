@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES, BackendRules
 from app.contracts.errors import FieldError
-from app.contracts.methods import EVALUATION_METRICS
+from app.contracts.methods import EVALUATION_METRICS, METHODS
 from app.contracts.run_task import RunTask
 from app.contracts.schemas.runs.placement import Resources
 from app.contracts.schemas.runs.requests import RunCreate
@@ -27,7 +27,7 @@ from app.runs.validation.plugins import plugin_problems
 from app.runs.validation.result import ValidationResult
 from app.tables.datasets import Dataset
 from app.tables.experiments import Experiment
-from app.workers.queries import is_any_online, online, online_machines
+from app.workers.queries import is_any_online, most_devices, online, online_machines
 
 
 async def validate_request(
@@ -92,6 +92,7 @@ async def validate_request(
     if not found.errors and rules is not None:
         asked = TrainingConfig.model_validate(dict(request.config))
         found.errors += resource_problems(rules, asked, given_fields(request.config), request.resources)
+        found.errors += await device_problems(session, settings, rules, asked, request.resources, task)
     if not found.errors:
         ignored = await asyncio.to_thread(default_warnings, rules, request.config, has_eval_dataset, data_format)
         found.warnings += [_about_config(problem) for problem in ignored]
@@ -132,9 +133,6 @@ def resource_problems(
 ) -> list[FieldError]:
     """Return the requested resources that no device can meet, with the configuration as it is."""
     found = []
-    if resources.devices != 1:
-        message = "this version trains a run on one device; leave the field out, or set 1"
-        found.append(FieldError(field="resources.devices", code="not_supported", message=message))
     if resources.kind == "cpu" and _needs_gpu(rules, config, set(given)):
         message = (
             "contradicts `config`, which needs a GPU: a paged optimizer, flash attention or float16 computation; leave "
@@ -142,6 +140,44 @@ def resource_problems(
         )
         found.append(FieldError(field="resources.kind", code="conflict", message=message))
     return found
+
+
+async def device_problems(
+    session: AsyncSession,
+    settings: Settings,
+    rules: BackendRules,
+    config: TrainingConfig,
+    resources: Resources,
+    task: RunTask = RunTask.train,
+) -> list[FieldError]:
+    """Return the reasons why a run cannot have the requested number of devices."""
+    if resources.devices == 1:
+        return []
+    if why := _needs_one_device(rules, config, task):
+        message = f"must be 1: {why}; leave the field out, or set 1"
+        return [FieldError(field="resources.devices", code="not_supported", message=message)]
+    most = await most_devices(session, settings, rules.capabilities.name)
+    if most is not None and resources.devices > most:
+        message = (
+            f"is {resources.devices}, and no online worker has more than {most}: ask for at most {most}, or start "
+        )
+        message += "a worker on a machine with more devices (on a CPU, ANNEAL_SLOTS is their number)"
+        return [FieldError(field="resources.devices", code="too_many_devices", message=message)]
+    return []
+
+
+def _needs_one_device(rules: BackendRules, config: TrainingConfig, task: RunTask) -> str | None:
+    options = config.trainer_options
+    if not rules.capabilities.supports_distributed:
+        return f"backend `{rules.capabilities.name}` trains on one device"
+    if task is not RunTask.train or options.probe:
+        return "evaluations and probes use one device"
+    if METHODS[config.method].generates:
+        return f"method `{config.method}` trains on one device"
+    for name in ("recipe", "data_source", "checkpoint_engine", "callbacks", "metrics", "distributions_steps"):
+        if getattr(options, name):
+            return f"`extra.{name}` works with one device"
+    return None
 
 
 async def _check_experiment(session: AsyncSession, experiment_id: str, found: ValidationResult) -> None:

@@ -24,7 +24,13 @@ class Resources(Body):
         le=2**24,
         description="Least memory of the device in MiB; null: the estimate, where there is one.",
     )
-    devices: int = Field(default=1, ge=1, le=1024, description="Number of devices; this version accepts only 1.")
+    devices: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="Number of devices of one worker. Each has a replica of the model and trains `batch_size` rows at "
+        "a time, so that a step has this many times as many rows.",
+    )
     labels: list[WorkerLabel] = Field(
         default_factory=list,
         max_length=20,
