@@ -83,7 +83,7 @@ function draftOf(run) {
     backend: run.backend === 'celery' ? null : run.backend,
     priority: run.priority || null,
     max_restarts: run.max_restarts === DEFAULT_RESTARTS ? null : run.max_restarts,
-    resources: run.resources.kind || run.resources.memory_mb || run.resources.labels.length ? run.resources : null,
+    resources: run.resources.kind || run.resources.memory_mb || run.resources.labels.length || run.resources.devices > 1 ? run.resources : null,
     extra_eval_datasets: Object.keys(run.extra_eval_datasets).length ? run.extra_eval_datasets : null,
   };
   return { values, config: { ...run.config }, texts: {} };
@@ -230,6 +230,7 @@ function Placement({ values, errors, onValue }) {
   const set = ['resources', 'priority', 'max_restarts', 'backend'].filter((name) => values[name] != null).length;
   return html`<section class="box" aria-label="Placement"><details class="group"><summary>Placement and restarts<span class="muted num">${set > 0 ? `${set} set` : ''}</span></summary><div class="form">
     <div class="f"><label for="field-kind">Device<code>resources.kind</code></label><select id="field-kind" value=${resources.kind ?? ''} onChange=${(/** @type {any} */ event) => setResource('kind', event.target.value || null)}><option value="">as the run needs</option><option value="cuda">GPU</option><option value="cpu">CPU</option></select>${error('resources.kind')}</div>
+    <div class="f"><label for="field-devices">Devices<code>resources.devices</code></label><input id="field-devices" type="number" min="1" max="1024" placeholder="1" value=${resources.devices ?? ''} onInput=${(/** @type {any} */ event) => setResource('devices', numberOf(event))} />${error('resources.devices') || html`<p class="hint">Devices of one worker, each with a replica of the model.</p>`}</div>
     <div class="f"><label for="field-memory_mb">Least memory, MiB<code>resources.memory_mb</code></label><input id="field-memory_mb" type="number" min="1" placeholder="from the estimate" value=${resources.memory_mb ?? ''} onInput=${(/** @type {any} */ event) => setResource('memory_mb', numberOf(event))} />${error('resources.memory_mb')}</div>
     <div class="f"><label for="field-labels">Labels<code>resources.labels</code></label><input id="field-labels" type="text" placeholder="any worker" value=${(resources.labels ?? []).join(', ')} onChange=${(/** @type {any} */ event) => { const labels = event.target.value.split(',').map((/** @type {string} */ one) => one.trim()).filter(Boolean); setResource('labels', labels.length ? labels : null); }} />${error('resources.labels') || html`<p class="hint">Labels that the worker must have, separated by commas.</p>`}</div>
     <div class="f"><label for="field-priority">Priority<code>priority</code></label><input id="field-priority" type="number" min="-1000" max="1000" placeholder="0" value=${values.priority ?? ''} onInput=${(/** @type {any} */ event) => onValue('priority', numberOf(event))} />${error('priority') || html`<p class="hint">Runs with higher priority start first.</p>`}</div>

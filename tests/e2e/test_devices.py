@@ -1,0 +1,150 @@
+"""Promises about a run on several devices of one worker, with the whole service and real training on two CPU slots."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import TrainingStack
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.usefixtures("idle")
+
+TWO: dict[str, Any] = {"resources": {"devices": 2}}
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingStack]:
+    """A service with one worker of two devices."""
+    stack = TrainingStack(tmp_path_factory.mktemp("devices"))
+    stack.add_worker(slots=2)
+    yield stack
+    stack.close()
+
+
+@pytest.fixture
+def idle(stack: TrainingStack) -> Iterator[None]:
+    """Leave nothing in training, and no training process."""
+    yield
+    live = {"status": ["pending", "initializing", "running", "checkpointing"]}
+    for run in stack.client.get("/v1/runs", params=live).json()["data"]:
+        stack.stop(run["id"], save_checkpoint=False)
+        stack.until(run["id"], "cancelled", "completed", "failed", timeout=60)
+    eventually(lambda: processes(stack) == [], what="no training process is left")
+
+
+def start(stack: TrainingStack, **config: Any) -> str:
+    """Start a run on two devices; return its id."""
+    config = {
+        "base_model": "tiny", "method": "lora", "lora_r": 4, "learning_rate": 1e-2, "max_seq_length": 64,
+        "packing": False, "batch_size": 2, "max_steps": 100_000, "save_steps": 10, "logging_steps": 1, **config,
+    }  # fmt: skip
+    return stack.create(config=config, backend="celery", dataset_id=stack.chats, **TWO)
+
+
+def processes(stack: TrainingStack) -> list[int]:
+    """The recorded training processes of the worker, in the order of their start: by rank."""
+    records = sorted(
+        (stack.settings.home / "run" / "trainers").glob("*.json"), key=lambda path: path.stat().st_mtime_ns
+    )
+    return [json.loads(path.read_text())["trainer"]["pid"] for path in records]
+
+
+def losses(stack: TrainingStack, run_id: str) -> dict[int, str]:
+    return {step: loss for step, (loss, _) in stack.steps(run_id).items()}
+
+
+def test_trains_evaluates_and_can_be_downloaded(stack: TrainingStack) -> None:
+    run_id = start(stack, max_steps=6, save_steps=3, eval_split=0.1, eval_steps=3)
+    shown = stack.until(run_id, "completed", "failed", timeout=120)
+    assert shown["status"] == "completed", shown["error_message"]
+    assert (shown["resources"]["devices"], shown["attempt"], shown["current_step"]) == (2, 1, 6)
+    assert all(len(trained) == 4 * 2 * 2 for _, trained in stack.steps(run_id).values()), "two batches of each device"
+    events = stack.events(run_id)
+    assert [event["step"] for event in events if event["type"] == "metric"] == [1, 2, 3, 4, 5, 6]
+    assert [event["step"] for event in events if event["type"] == "eval"] == [3, 6]
+    files = stack.client.get(f"/v1/runs/{run_id}/artifacts").json()["data"]
+    assert "adapter_model.safetensors" in {file["path"] for file in files}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_process_ends_all_and_the_run_resumes(stack: TrainingStack, rank: int) -> None:
+    run_id = start(stack, max_steps=60)
+    stack.until_step(run_id, 15, timeout=120)
+    before = processes(stack)
+    assert len(before) == 2
+    os.kill(before[rank], signal.SIGKILL)
+    shown = stack.until(run_id, "completed", "failed", timeout=120)
+    assert (shown["status"], shown["attempt"]) == ("completed", 2), shown["error_message"]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in before)
+    report = stack.client.get(f"/v1/runs/{run_id}/postmortem").json()
+    assert report["exit_signal"] == "SIGKILL"
+    retried = next(event for event in stack.events(run_id) if "signal 9" in str(event.get("reason")))
+    assert ("rank 1" in retried["reason"]) is (rank == 1)
+
+
+def test_stops_with_a_checkpoint_from_which_one_device_goes_on(stack: TrainingStack) -> None:
+    run_id = start(stack)
+    stack.until_step(run_id, 12, timeout=120)
+    stack.stop(run_id)
+    stopped = stack.until(run_id, "cancelled", "failed", timeout=60)
+    assert stopped["status"] == "cancelled", stopped["error_message"]
+    refused = stack.client.post(f"/v1/runs/{run_id}/resume", json={"resources": {"devices": 3}})
+    assert refused.json()["errors"][0]["field"] == "resources.devices"
+    more = {"resources": {"devices": 1}, "stop_after_steps": 3}
+    child = stack.client.post(f"/v1/runs/{run_id}/resume", json=more).json()["id"]
+    shown = stack.until(child, "completed", "failed", timeout=120)
+    assert shown["status"] == "completed", shown["error_message"]
+    assert shown["config"]["gradient_accumulation_steps"] == 8, "a step has as many rows as before"
+    counts = {len(trained) for run in (run_id, child) for _, trained in stack.steps(run).values()}
+    assert max(counts) == 16
+
+
+def test_a_stop_in_an_evaluation_ends_both_and_leaves_the_evaluation_to_the_resumed_run(stack: TrainingStack) -> None:
+    run_id = start(stack, max_steps=4, eval_split=0.5, eval_steps=2, extra={"eval_batch_size": 1})
+    eventually(lambda: _is_evaluating(stack, run_id), timeout=120, what="the run evaluates")
+    stack.stop(run_id)
+    shown = stack.until(run_id, "cancelled", "completed", "failed", timeout=60)
+    assert shown["status"] in ("cancelled", "completed"), shown["error_message"]
+    if shown["status"] == "cancelled":
+        child = stack.client.post(f"/v1/runs/{run_id}/resume", json={}).json()["id"]
+        shown = stack.until(child, "completed", "failed", timeout=120)
+    assert shown["status"] == "completed", shown["error_message"]
+
+
+def _is_evaluating(stack: TrainingStack, run_id: str) -> bool:
+    return any(event["type"] == "progress" and event["phase"] == "evaluating" for event in stack.events(run_id))
+
+
+def test_actions_take_effect_on_every_device(stack: TrainingStack) -> None:
+    run_id = start(stack, max_steps=400, eval_split=0.1, eval_steps=100_000)
+    stack.until_step(run_id, 5, timeout=120)
+    asked: list[dict[str, Any]] = [
+        {"action": "set_learning_rate", "learning_rate": 1e-3}, {"action": "evaluate"}, {"action": "checkpoint"},
+        {"action": "sample", "prompts": ["row 3"], "max_new_tokens": 4}, {"action": "extend", "max_steps": 450},
+    ]  # fmt: skip
+    for body in asked:
+        answer = stack.client.post(f"/v1/runs/{run_id}/actions", json=body)
+        assert answer.status_code == 202, answer.text
+    path = f"/v1/runs/{run_id}/actions"
+    eventually(lambda: {one["status"] for one in stack.client.get(path).json()["data"]} == {"done"}, timeout=60)
+    shown = stack.until(run_id, "completed", "failed", timeout=180)
+    assert (shown["status"], shown["attempt"], shown["current_step"]) == ("completed", 1, 450), shown["error_message"]
+
+
+def test_what_one_device_trains_is_refused_at_once(stack: TrainingStack) -> None:
+    config = {"base_model": "tiny"}
+    body = {"backend": "celery", "dataset_id": stack.chats, "config": config}
+    histograms = {"config": {**config, "extra": {"distributions_steps": 5}}}
+    for more, code, says in (
+        ({"resources": {"devices": 3}}, "too_many_devices", "no online worker has more than 2"),
+        ({**TWO, **histograms}, "not_supported", "distributions_steps"),
+        ({**TWO, "backend": "fake"}, "not_supported", "backend `fake`"),
+    ):  # fmt: skip
+        errors = stack.client.post("/v1/runs", json={**body, **more}).json()["errors"]
+        found = [error for error in errors if error["field"] == "resources.devices"]
+        assert [error["code"] for error in found] == [code] and says in found[0]["message"], errors
