@@ -154,8 +154,8 @@ def test_a_killed_service_and_a_killed_database_lose_and_double_no_line(
         stack.start(postgres)
         _further_steps(stack, page, run_id)
         expect(other.get_by_role("link", name="mixed")).to_be_visible()
-        page.get_by_role("button", name="Stop", exact=True).click()
-        page.get_by_role("button", name="Stop without saving").click()
+        # On a slow machine the lease may be over, and the run wait again: then the page offers another way to stop.
+        stack.stop(run_id, save_checkpoint=False)
         expect(chip(page)).to_have_text("Stopped", timeout=_TRAINING_MS)
         written = stack.client.get(f"/v1/runs/{run_id}/logs/lines", params={"limit": 1000}).json()
         assert not written["has_more"]
