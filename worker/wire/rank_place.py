@@ -1,4 +1,4 @@
-"""What the supervisor and the processes of a run on several devices agree on."""
+"""Place of a training process in a run on several devices, and the exit code of one that lost the others."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -6,7 +6,7 @@ from worker.training.trainer_protocol import ServiceTrainer
 
 
 class _Decision(NamedTuple):
-    """What follows after a step or an evaluation."""
+    """Flags and limits of training after a step or an evaluation, as rank 0 has set them."""
 
     should_save: bool
     should_evaluate: bool
