@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -291,9 +292,11 @@ def run_cold(job: dict[str, Any], **variables: str) -> Outcome:
 
 
 def write_job(job: dict[str, Any]) -> Path:
-    """Write the job file into the attempt's folder."""
+    """Write the job file into the attempt's folder; another process of the attempt may be reading it."""
     path = Path(job["attempt_dir"]) / "job.json"
-    path.write_text(json.dumps(job))
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        json.dump(job, file)
+    os.replace(file.name, path)
     return path
 
 

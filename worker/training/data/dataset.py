@@ -116,7 +116,7 @@ def first_batch(data: Dataset, config: TrainingConfig, devices: int) -> Dataset:
 
 def steps_per_epoch(data: Dataset, config: TrainingConfig, devices: int) -> int:
     """Return the number of optimizer steps in one epoch, each of which takes batches on every device."""
-    batches = math.ceil(math.ceil(len(data) / config.batch_size) / devices)
+    batches = math.ceil(len(data) / (config.batch_size * devices))
     return math.ceil(batches / config.gradient_accumulation_steps)
 
 

@@ -23,6 +23,7 @@ from worker.training.checkpointing import fidelity_check, rng_state, saver
 from worker.training.context import TrainingContext
 from worker.training.data.dataset import RowIdCollator
 from worker.training.data.preferences import answer_columns
+from worker.training.data.rank_share import RankShareCollator
 from worker.training.failures import Stopped, TrainingFailure
 from worker.training.loop import decision, sampling
 from worker.training.loop.actions import Actions
@@ -61,6 +62,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
     eval_dataset: Any
     optimizer: Any
     lr_scheduler: Any
+    _train_batch_size: int
 
     def __init__(self, run: TrainingContext, **options: Any) -> None:
         self.run = run
@@ -86,6 +88,8 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         """States of the random number generators of all ranks, for the checkpoint that is being saved."""
         self._micro_losses: list[torch.Tensor] = []
         self._step_loss = 0.0
+        self._share = 1.0
+        """Rows of the current micro-batch as a multiple of the mean over the devices of the run."""
         self.actions = Actions(self)
         self.plugin_callbacks = PluginCallbacks(self)
         super().__init__(**options)
@@ -158,17 +162,39 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
             self.skips_step = any(self.run.ranks.gathered(self.skips_step))
         return batches, items
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+    def get_train_dataloader(self) -> Any:
+        ranks = self.run.ranks
+        if ranks.size == 1:
+            return super().get_train_dataloader()
+        # The batches are those of one process with the rows of all ranks; accelerate would give each rank batches of
+        # its own, and fill the last ones with rows from the beginning of the epoch.
+        collate, batch_size = self.data_collator, self._train_batch_size
+        self.data_collator = RankShareCollator(collate, ranks.rank, ranks.size)
+        self._train_batch_size = batch_size * ranks.size
+        try:
+            with ranks.alone():
+                loader = super().get_train_dataloader()
+        finally:
+            self.data_collator, self._train_batch_size = collate, batch_size
+        loader._drop_last = True  # else accelerate would cut what it gathers in the last batch
+        return loader
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
         if model.training:
             # Tokens are counted on all ranks, whose batches have about as many pairs.
             self.throughput.saw(flops.token_pairs(inputs) * self.run.ranks.size)
-        return super().compute_loss(model, inputs, *args, **options)
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if model.training and self._share != 1 and num_items_in_batch is None:
+            # The loss is the mean of the rows here, and gradients are the means of those of all ranks.
+            loss = loss * self._share
+        return loss
 
     def floating_point_ops(self, inputs: Any) -> int:
         return 0  # nothing reads the sum, and transformers would count all parameters in every micro-batch
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         self.step_rows += self.take_rows(inputs)
+        self._share = inputs.pop("share", 1.0)
         if self.skips_step:
             self.skip_step()
             loss = torch.zeros((), device=self.args.device)
