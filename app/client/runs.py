@@ -141,10 +141,17 @@ class Runs(ApiResource[M]):
 
     @call
     async def update(
-        self, run_id: str, *, name: str | None = None, tags: Sequence[str] | None = None, pinned: bool | None = None
+        self,
+        run_id: str,
+        *,
+        name: str | None = None,
+        tags: Sequence[str] | None = None,
+        pinned: bool | None = None,
+        priority: int | None = None,
     ) -> RunRead:
-        """Change the name or tags of a run, or pin it so that it is not deleted."""
-        return await self._patch(RunRead, f"/runs/{run_id}", without_none(name=name, tags=tags, pinned=pinned))
+        """Change the name, tags or priority of a run, or pin it so that it is not deleted."""
+        body = without_none(name=name, tags=tags, pinned=pinned, priority=priority)
+        return await self._patch(RunRead, f"/runs/{run_id}", body)
 
     @call
     async def delete(self, run_id: str) -> None:

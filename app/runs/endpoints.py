@@ -212,9 +212,9 @@ async def get_run(run_id: str, request: Request, session: Session, storage: Curr
     return await serializers.run_read(session, storage, run, predictions.get(run.id))
 
 
-@router.patch("/{run_id}")
+@router.patch("/{run_id}", responses={409: {"description": "The run has ended, and its priority was to change."}})
 async def edit_run(run_id: str, body: RunEdit, request: Request, session: Session, storage: CurrentStorage) -> RunRead:
-    """Rename or tag a run, or pin it to protect it from deletion."""
+    """Rename or tag a run, change its priority, or pin it to protect it from deletion."""
     await _eta(request).renew()  # before the row is locked, because its worker would wait for the lock
     run = await service.edit(session, run_id, body)
     predictions = _eta(request).newest({run.id: run.status})

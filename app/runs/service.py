@@ -7,6 +7,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.errors import conflict, not_found
 from app.contracts.methods import method_of
+from app.contracts.run_status import TERMINAL
 from app.contracts.run_task import RunTask
 from app.contracts.schemas.runs.requests import RunEdit
 from app.contracts.stop import StopMode
@@ -46,8 +47,13 @@ async def trains(session: AsyncSession, run_id: str) -> bool:
 
 
 async def edit(session: AsyncSession, run_id: str, body: RunEdit) -> Run:
-    """Change the name, tags or pin of a run; fields that were not given stay unchanged."""
+    """Change the name, tags, pin or priority of a run; fields that were not given stay unchanged.
+
+    A new priority is refused with 409 if the run has ended.
+    """
     run = await lock(session, run_id)
+    if body.priority is not None and run.status in TERMINAL:
+        raise conflict("run_has_ended", f"Run {run_id} is {run.status}: `priority` applies to runs that wait.")
     for name, value in body.model_dump(exclude_none=True).items():
         setattr(run, name, value)
     await session.flush()

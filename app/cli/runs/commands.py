@@ -242,14 +242,17 @@ def edit(
     tags: Annotated[
         list[str] | None, typer.Option("--tag", help="Tag that replaces the present tags; repeatable.")
     ] = None,
+    priority: Annotated[
+        int | None, typer.Option(min=-1000, max=1000, help="New priority; runs with higher priority start first.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Change the name or the tags of a run.
+    """Change the name, the tags or the priority of a run.
 
-    Example: `anneal runs edit run_01k3x9m6q2v8s4t0w7y5z1a3b6 --name baseline --tag keep`
+    Example: `anneal runs edit run_01k3x9m6q2v8s4t0w7y5z1a3b6 --name baseline --tag keep --priority 10`
     """
     with connected() as client:
-        changed = client.runs.update(run_id, name=name, tags=tags)
+        changed = client.runs.update(run_id, name=name, tags=tags, priority=priority)
         if as_json:
             document(changed)
     note(f"{run_id} is changed.")

@@ -120,6 +120,13 @@ class RunEdit(Body):
         default=None, description="Replaces all tags."
     )
     pinned: bool | None = Field(default=None, description="A pinned run is never deleted, not even by retention.")
+    priority: int | None = Field(
+        default=None,
+        ge=-1000,
+        le=1000,
+        description="Runs with higher priority start first. A change applies whenever the run waits; 409 if it has "
+        "ended.",
+    )
 
 
 class RunStop(Body):
