@@ -67,6 +67,11 @@ class Settings(_HomeSettings):
     """Seconds that a run stays leased to an unresponsive worker; renewal, kill and grace times derive from it."""
     hang_seconds: float = Field(default=1800.0, ge=1.0)
     """Seconds without reports or output after which a trainer counts as hung: it is killed and its run retried."""
+    preempt_after_seconds: float | None = Field(default=None, ge=0)
+    """Seconds after which a waiting run preempts runs of lower priority, which save and return to the queue; unset:
+    never."""
+    preempt_min_seconds: float = Field(default=600.0, ge=0)
+    """Seconds that a run trains before it may be preempted."""
     models_root: Path | None = None
     """Folder of local base models; `base_model` names them by their path relative to it."""
     extra_model_roots: str = ""

@@ -163,7 +163,7 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     storage = Storage(settings)
     queue = Broker(settings)
     dispatching = async_engine(settings.database_url or "", pool_size=1)
-    dispatcher = Dispatcher(dispatching, queue, settings)
+    dispatcher = Dispatcher(dispatching, queue, settings, sorted(BACKEND_RULES))
     streams = Streams(engine, queue)
     api.state.engine, api.state.sessions, api.state.storage = engine, sessions, storage
     api.state.reading_sessions = session_maker(engine.execution_options(isolation_level="AUTOCOMMIT"))

@@ -35,6 +35,8 @@ class Lease:
         """Stop in effect when the lease was last renewed, at once or at the end of the epoch."""
         self.actions: list[ActionRequest] = []
         """Actions still pending when the lease was last renewed, to be done between two steps; oldest first."""
+        self.preempted_for: str | None = None
+        """Run for which this one is to save and return to the queue; once it is set, it stays."""
         self.fenced = False
         """True if this worker no longer owns the run."""
         self._context = context
@@ -125,6 +127,7 @@ class Lease:
         self._longest_silence = self.longest_silence
         self._sent = sent
         self.requested_stop = StopRequest(row.stop_mode, "stop", row.stop_grace_seconds) if row.stop_mode else None
+        self.preempted_for = self.preempted_for or row.preempted_for
         self.actions = [ActionRequest(**one) for one in row.actions or []]
         if self._processes:
             self._processes.send(ControlMessage(renew_until=self.kill_at))

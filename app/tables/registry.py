@@ -15,6 +15,7 @@ def all_models() -> MetaData:
     import app.tables.events
     import app.tables.experiments
     import app.tables.runs
+    import app.tables.scheduling
     import app.tables.secrets
     import app.tables.workers  # noqa: F401
 

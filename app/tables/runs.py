@@ -56,6 +56,7 @@ class Run(Owned, Base):
         CheckConstraint("event_seq >= 0 AND attempt_event_count >= 0 AND first_seq >= 1", name="counters_positive"),
         CheckConstraint("priority BETWEEN -1000 AND 1000", name="priority_bounded"),
         CheckConstraint("max_restarts BETWEEN 0 AND 100", name="max_restarts_bounded"),
+        CheckConstraint(f"preempted_for IS NULL OR status IN {sql_list(LIVE)}", name="preempted_is_live"),
         CheckConstraint("devices_needed BETWEEN 1 AND 1024", name="devices_needed_bounded"),
         UniqueConstraint("created_by", "idempotency_key"),
         Index(
@@ -67,6 +68,7 @@ class Run(Owned, Base):
         ),
         # A worker of several backends claims in this order.
         Index("ix_runs_queue", text("priority DESC"), "id", postgresql_where=text("status = 'pending'")),
+        Index("ix_runs_wide", "id", postgresql_where=text("status = 'pending' AND devices_needed > 1")),
         Index("ix_runs_live", "id", postgresql_where=text(f"status IN {sql_list(LIVE)}")),
         Index("ix_runs_experiment_id_id", "experiment_id", "id"),
         Index("ix_runs_parent_run_id", "parent_run_id"),
@@ -156,6 +158,8 @@ class Run(Owned, Base):
     """Stop mode: checkpoint, best or discard; or epoch_end, with `stop_requested_at` null until the epoch ends."""
     stop_grace_seconds: Mapped[float | None]
     """Seconds that the trainer has to stop; null: the grace period of the worker."""
+    preempted_for: Mapped[str | None]
+    """The pending run for which this live one is to save and return to the queue."""
     notified_at: Mapped[datetime | None]
     not_before: Mapped[datetime] = mapped_column(server_default=func.now())
 

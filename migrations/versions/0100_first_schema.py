@@ -252,6 +252,7 @@ def upgrade() -> None:
         sa.Column("stop_requested_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("stop_mode", sa.Text(), nullable=True),
         sa.Column("stop_grace_seconds", sa.Float(), nullable=True),
+        sa.Column("preempted_for", sa.Text(), nullable=True),
         sa.Column("notified_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("not_before", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
         sa.Column("lease_epoch", sa.Integer(), server_default=sa.text("0"), nullable=False),
@@ -305,6 +306,10 @@ def upgrade() -> None:
             name=op.f("ck_runs_live_has_attempt"),
         ),
         sa.CheckConstraint("(lease_owner IS NULL) = (lease_expires_at IS NULL)", name=op.f("ck_runs_lease_whole")),
+        sa.CheckConstraint(
+            "preempted_for IS NULL OR status IN ('initializing','running','checkpointing')",
+            name=op.f("ck_runs_preempted_is_live"),
+        ),
         sa.CheckConstraint("devices_needed BETWEEN 1 AND 1024", name=op.f("ck_runs_devices_needed_bounded")),
         sa.CheckConstraint(
             "event_seq >= 0 AND attempt_event_count >= 0 AND first_seq >= 1", name=op.f("ck_runs_counters_positive")
@@ -379,6 +384,13 @@ def upgrade() -> None:
         postgresql_where=sa.text("status = 'pending'"),
     )
     op.create_index(
+        "ix_runs_wide",
+        "runs",
+        ["id"],
+        unique=False,
+        postgresql_where=sa.text("status = 'pending' AND devices_needed > 1"),
+    )
+    op.create_index(
         "ix_runs_queue",
         "runs",
         [sa.literal_column("priority DESC"), "id"],
@@ -440,6 +452,21 @@ def upgrade() -> None:
         ["id"],
         unique=False,
         postgresql_where=sa.text("replicated_at IS NULL AND deleted_at IS NULL AND bad_reason IS NULL"),
+    )
+    op.create_table(
+        "reservations",
+        sa.Column("worker_id", sa.Text(), nullable=False),
+        sa.Column("run_id", sa.Text(), nullable=False),
+        sa.Column("devices", sa.Integer(), nullable=False),
+        sa.Column("starts_at", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("spare", sa.Integer(), nullable=False),
+        sa.Column("durations", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'{}'"), nullable=False),
+        sa.Column("made_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.CheckConstraint("devices > 0 AND spare >= 0", name=op.f("ck_reservations_counts_positive")),
+        sa.ForeignKeyConstraint(
+            ["worker_id"], ["workers.id"], name=op.f("fk_reservations_worker_id"), ondelete="CASCADE"
+        ),
+        sa.PrimaryKeyConstraint("worker_id", name=op.f("pk_reservations")),
     )
     op.create_table(
         "run_actions",

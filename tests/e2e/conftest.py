@@ -32,8 +32,8 @@ QLORA: dict[str, Any] = {
 class TrainingStack(Stack):
     """A stack with a tiny model below its models root and a mix of two chat datasets."""
 
-    def __init__(self, home: Path) -> None:
-        super().__init__(home, launch="zygote", lease_seconds=6)
+    def __init__(self, home: Path, **values: Any) -> None:
+        super().__init__(home, launch="zygote", lease_seconds=6, **values)
         make_tiny_model(self.settings.models_folder / "tiny", hidden=64, dropout=0.1)
         self.chats = self._mixed(home)
 

@@ -94,14 +94,14 @@ class Monitor:
         silent = time.monotonic() - max(self._record_handler.last_output_at, self._backpressure_at)
         if silent > self._context.settings.hang_seconds:
             return "hang"
-        if self._lease.stop or self._context.draining.is_set():
+        if self._lease.stop or self._lease.preempted_for or self._context.draining.is_set():
             return self._enforce_stop()
         self._save_during_outage()
         self._send_requests()
         return None
 
     def _enforce_stop(self) -> KillReason | None:
-        """Send a stop request (or the worker's own shutdown) and enforce it at the end of the grace period."""
+        """Send a stop request (or that the run is to be released) and enforce it at the end of the grace period."""
         stop = self._lease.stop or StopRequest("checkpoint", "drain")
         grace = _NO_SAVE_GRACE_SECONDS if stop.mode == "discard" else self._context.settings.save_grace_seconds
         grace = grace if stop.grace_seconds is None else stop.grace_seconds

@@ -97,11 +97,16 @@ def ended_on_request(context: WorkerContext, run: ClaimedRun, lease: Lease) -> E
     """Return the transition of a run whose trainer ended on request."""
     # A service manager signals worker and trainer at once: the trainer may be gone before the worker handles the
     # signal.
-    if not lease.stop and not context.draining.wait(_SHUTDOWN_NOTICE_SECONDS):
+    is_asked = lease.stop or lease.preempted_for
+    if not is_asked and not context.draining.wait(_SHUTDOWN_NOTICE_SECONDS):
         reason = "the training process was asked to end from outside"
         return machine.retry(run.id, run.lease_epoch, reason, _RETRY_SECONDS)
     if lease.stop:
         return machine.cancel(run.id, run.lease_epoch)
+    if lease.preempted_for:
+        return machine.release(
+            run.id, run.lease_epoch, f"preempted for run {lease.preempted_for}, which has a higher priority"
+        )
     return machine.release(run.id, run.lease_epoch, "released: the worker is shutting down")
 
 

@@ -350,7 +350,7 @@ def _rank_folder(user: str | None) -> Path:
 
 def is_unwanted(context: WorkerContext, lease: Lease) -> bool:
     """Return True if no trainer may start any more: the run is to end, to be released, or has another owner."""
-    return bool(lease.stop) or lease.fenced or context.draining.is_set()
+    return bool(lease.stop or lease.preempted_for) or lease.fenced or context.draining.is_set()
 
 
 def repair_of(

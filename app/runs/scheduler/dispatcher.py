@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from prometheus_client import Counter
@@ -17,8 +17,10 @@ from app.infra.broker import ALL_RUNS, Broker
 from app.infra.clock import utc_now
 from app.infra.db import is_away
 from app.runs.events.feed import number_events
+from app.runs.scheduler import reserving
 from app.runs.scheduler.fleet import read_fleet
-from app.runs.scheduler.placement import Needs, pending_reason
+from app.runs.scheduler.placement import Needs, pending_reason, reserved_reason
+from app.runs.scheduler.preemption import preempt
 from app.runs.state import machine
 from app.tables.events import ensure_partitions
 from app.tables.workers import Worker
@@ -33,10 +35,14 @@ _HINTS_A_ROUND = 100
 _REASONS_A_ROUND = 200
 # A worker that restarts is back within these seconds, and a worker usually takes a new run at once.
 _WAITING = text("""
-    SELECT id, backend, devices_needed, requirements, pending_reason FROM runs
-    WHERE status = 'pending' AND not_before < clock_timestamp() - interval '5 s'
+    SELECT id, backend, devices_needed, requirements, pending_reason,
+        (SELECT workers.host FROM reservations JOIN workers ON workers.id = reservations.worker_id
+            WHERE reservations.run_id = runs.id) AS reserved_on
+    FROM runs WHERE status = 'pending' AND not_before < clock_timestamp() - interval '5 s'
     ORDER BY priority DESC, id LIMIT 1000
 """)
+_RESERVE_PAUSES = 5
+"""Minimum time between two rounds of reservations, as a multiple of the duration of the last one."""
 _PARTITION_EVERY = 3600.0
 _PARTITION_AGAIN = 60.0
 
@@ -44,17 +50,21 @@ _PARTITION_AGAIN = 60.0
 class Dispatcher:
     """Dispatcher loop of an API process; of all replicas, the one that gets the advisory lock does the round."""
 
-    def __init__(self, engine: AsyncEngine, queue: Broker, settings: Settings) -> None:
+    def __init__(self, engine: AsyncEngine, queue: Broker, settings: Settings, backends: Sequence[str] = ()) -> None:
         """Create the dispatcher.
 
-        `engine` should not be shared with requests: many of those would make the database look unavailable.
+        `engine` should not be shared with requests: many of those would make the database look unavailable. `backends`
+        are those whose runs may reserve devices.
         """
         self._engine = engine
         self._queue = queue
+        self._settings = settings
+        self._backends = list(backends)
         self._lease = settings.lease_seconds
         self._interval = min(1.0, settings.lease_seconds / 6)
         self._task: asyncio.Task[None] | None = None
         self._no_reap_before = 0.0
+        self._reserve_at = 0.0
         self._partitions_at = 0.0
         self.losses = Counter(
             "anneal_lease_losses",
@@ -96,6 +106,12 @@ class Dispatcher:
         """
         now = time.monotonic()
         moved = await self._job("reaping lost runs", self._reap) if now >= self._no_reap_before else None
+        if now >= self._reserve_at:
+            await self._job("reserving devices", self._reserve)
+            took = time.monotonic() - now
+            self._reserve_at = now + took * _RESERVE_PAUSES
+        for run_id in await self._job("preempting runs", self._preempt) or ():
+            log.info("run %s is preempted", run_id, extra={"run_id": run_id})
         explained = await self._job("explaining why runs are pending", self._explain)
         hints = await self._job("notifying workers of pending runs", _hint)
         if now >= self._partitions_at:
@@ -138,6 +154,12 @@ class Dispatcher:
         await connection.execute(silent_workers(self._lease))
         return [self._report_loss(row) for row in rows]
 
+    async def _reserve(self, connection: AsyncConnection) -> None:
+        await reserving.reserve(connection, self._settings, self._backends)
+
+    async def _preempt(self, connection: AsyncConnection) -> list[str]:
+        return await preempt(connection, self._settings)
+
     async def _explain(self, connection: AsyncConnection) -> list[str]:
         """Write an event for each pending run whose reason to wait has changed; return these runs."""
         waiting = (await connection.execute(_WAITING)).all()
@@ -146,7 +168,10 @@ class Dispatcher:
         fleet = await read_fleet(connection, self._lease)
         changed = []
         for run in waiting:
-            reason = pending_reason(Needs.of(run.backend, run.devices_needed, run.requirements), fleet)
+            needs = Needs.of(run.backend, run.devices_needed, run.requirements)
+            reason = pending_reason(needs, fleet)
+            if reason is None and run.reserved_on is not None:
+                reason = reserved_reason(needs, run.reserved_on)
             if (reason and reason.model_dump()) != run.pending_reason:
                 changed.append((run.id, reason))
         for run_id, reason in changed[:_REASONS_A_ROUND]:

@@ -9,26 +9,18 @@ import asyncio
 import logging
 import math
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Any
 
-from sqlalchemy import bindparam, text
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from app.config import Settings
-from app.contracts.run_status import LIVE, TERMINAL
-from app.contracts.run_task import RunTask
+from app.contracts.run_status import TERMINAL
 from app.contracts.schemas.runs.reads import Confidence, Prediction
-from app.contracts.training_config.field_traits import DURATION
-from app.runs.scheduler import durations
-from app.runs.scheduler.durations import Estimate, PastAttempt, Timings, Workload
-from app.runs.scheduler.fleet import read_fleet
-from app.runs.scheduler.placement import Fleet, Needs, pending_reason
-from app.runs.scheduler.simulation import PendingRun, PredictedStart, WorkerSlots, simulate_queue
-from app.tables.base import sql_list
-from app.tables.runs import EXTRA_EVAL_DATASETS
+from app.runs.scheduler.durations import Estimate
+from app.runs.scheduler.forecast import Forecast, read_forecast
+from app.runs.scheduler.placement import pending_reason
+from app.runs.scheduler.simulation import PredictedStart, simulate_queue
 
 log = logging.getLogger(__name__)
 
@@ -38,51 +30,6 @@ _MOST_SECONDS = 10.0
 """Timeout of a forecast, after which the request that makes it does without."""
 _PAUSES = 5
 """Minimum pause before the next forecast, as a multiple of the last one's duration."""
-_MOST_RUNS = 1000
-_MOST_LIKE = 20
-_FIELDS = ", ".join(f"'{name}', runs.config->'{name}'" for name in DURATION)
-_RUN = f"""
-    runs.id, runs.task, runs.backend, runs.dataset_id, runs.eval_dataset_id, runs.total_steps, runs.started_at,
-    runs.stop_mode, runs.current_step, runs.current_epoch,
-    {EXTRA_EVAL_DATASETS} AS extra_eval_datasets,
-    jsonb_build_object({_FIELDS}) AS config, datasets.rows, checkpoints.step AS resumed_at,
-    coalesce(runs.checkpoint_step, 0) AS saved_at
-"""
-_WITH = """
-    LEFT JOIN datasets ON datasets.id = runs.dataset_id
-    LEFT JOIN checkpoints ON checkpoints.id = runs.resume_checkpoint_id
-"""
-_LIVE = text(f"""
-    SELECT {_RUN}, run_timings.timings, run_timings.device,
-        cast(extract(epoch FROM clock_timestamp() - runs.stop_requested_at) AS float) AS stop_requested_ago,
-        cast(extract(epoch FROM clock_timestamp() - coalesce(run_timings.measured_at, attempts.started_at)) AS float)
-            AS ago
-    FROM runs {_WITH}
-    LEFT JOIN run_timings ON run_timings.run_id = runs.id AND run_timings.attempt = runs.attempt
-    JOIN run_attempts AS attempts ON attempts.run_id = runs.id AND attempts.attempt = runs.attempt
-    WHERE runs.status IN {sql_list(LIVE)} ORDER BY runs.id LIMIT {_MOST_RUNS}
-""")
-# One branch per backend: each reads an index in the order of claims.
-_PENDING = text(f"""
-    SELECT {_RUN}, runs.priority, runs.devices_needed, runs.requirements,
-        cast(extract(epoch FROM runs.not_before - clock_timestamp()) AS float) AS wait
-    FROM unnest(cast(:backends AS text[])) AS known(backend)
-    CROSS JOIN LATERAL (
-        SELECT * FROM runs WHERE runs.backend = known.backend AND runs.status = 'pending'
-        ORDER BY runs.priority DESC, runs.id LIMIT {_MOST_RUNS}
-    ) AS runs {_WITH}
-    ORDER BY runs.priority DESC, runs.id LIMIT {_MOST_RUNS}
-""")
-# One attempt per run, the longest: a run that was lost or repaired many times must not dominate the history.
-_PAST = text(f"""
-    SELECT wanted.similarity_key, past.run_id, past.device, past.timings FROM unnest(cast(:likenesses AS text[]))
-        AS wanted(similarity_key)
-    CROSS JOIN LATERAL (
-        SELECT DISTINCT ON (run_id) * FROM run_timings WHERE run_timings.similarity_key = wanted.similarity_key
-        ORDER BY run_id DESC, cast(timings->'step' AS int) - cast(timings->'start_step' AS int) DESC LIMIT {_MOST_LIKE}
-    ) AS past
-""").bindparams(bindparam("likenesses"))
-_NOW = text("SELECT clock_timestamp()")
 
 
 class EtaService:
@@ -132,73 +79,39 @@ class EtaService:
 
     async def _forecast(self) -> dict[str, Prediction]:
         async with self._sessions() as session:
-            now: datetime = (await session.execute(_NOW)).scalar_one()
-            live = (await session.execute(_LIVE)).all()
-            pending = (await session.execute(_PENDING, {"backends": self._backends})).all()
-            if not live and not pending:
-                return {}
-            fleet = await read_fleet(session, self._settings.lease_seconds)
-            wanted = {durations.similarity_key(run.backend, run.config) for run in (*live, *pending)}
-            past = (await session.execute(_PAST, {"likenesses": sorted(wanted)})).all()
+            forecast = await read_forecast(session, self._settings, self._backends)
         # In a thread: a thousand pending runs take some tenths of a second, which must not block other requests.
-        forecast = _Forecast(now, past)
-        return await asyncio.to_thread(forecast.of, live, pending, fleet, self._settings.save_grace_seconds)
+        return await asyncio.to_thread(_Predictions(forecast).all) if forecast else {}
 
 
-class _Forecast:
-    def __init__(self, now: datetime, past: Sequence[Any]) -> None:
-        self._now = now
-        self._past: dict[str, list[PastAttempt]] = defaultdict(list)
-        for one in past:
-            self._past[one.similarity_key].append(PastAttempt(one.run_id, one.device, Timings.stored(one.timings)))
+class _Predictions:
+    """Predictions of all runs of a forecast, in the words of the API."""
 
-    def of(self, live: Sequence[Any], pending: Sequence[Any], fleet: Fleet, grace: float) -> dict[str, Prediction]:
-        """Return the predictions by run; `grace` is the most seconds that a run takes to stop."""
-        found: dict[str, Prediction] = {}
-        ends: dict[str | None, float] = {None: 0.0}
-        """Seconds until a run, or none, frees its devices."""
-        for run in live:
-            if run.stop_requested_ago is not None:
-                ends[run.id] = max(grace - run.stop_requested_ago, 0.0)
-            elif estimate := self._estimate(run, run.device, run.timings and Timings.stored(run.timings)):
-                ends[run.id] = max(estimate.seconds - run.ago, 0.0)
-                found[run.id] = self._prediction(run.started_at, ends[run.id], estimate.confidence, estimate.basis)
-        slots = [
-            WorkerSlots(
-                worker,
-                tuple(math.inf if one.paused else ends.get(one.run_id, math.inf) for one in worker.devices),
-            )
-            for worker in fleet.workers
-        ]
-        rows = {run.id: run for run in pending}
-        estimates: dict[str, Estimate | None] = {}
+    def __init__(self, forecast: Forecast) -> None:
+        self._forecast = forecast
+        self._now = forecast.now
 
-        def seconds(run: PendingRun, worker: WorkerSlots) -> float:
-            estimate = estimates[run.run_id] = self._estimate(rows[run.run_id], worker.offer.device)
-            return estimate.seconds if estimate else math.inf
-
-        queue = [
-            PendingRun(run.id, Needs.of(run.backend, run.devices_needed, run.requirements or {}), max(run.wait, 0.0))
-            for run in pending
-        ]
-        starts = simulate_queue(slots, queue, seconds, fleet.gpu_backends)
-        for run in queue:
-            reason = pending_reason(run.needs, fleet)
+    def all(self) -> dict[str, Prediction]:
+        """Return the predictions by run."""
+        forecast = self._forecast
+        found = {
+            run.id: self._prediction(run.started_at, forecast.ends[run.id], estimate.confidence, estimate.basis)
+            for run in forecast.live
+            if (estimate := forecast.estimates.get(run.id))
+        }
+        starts = simulate_queue(
+            forecast.workers, forecast.queue, forecast.seconds, forecast.fleet.gpu_backends, forecast.reserved
+        )
+        for run in forecast.queue:
+            reason = pending_reason(run.needs, forecast.fleet)
             if reason is not None:
                 found[run.run_id] = self._prediction(None, None, "low", reason.message.rstrip("."))
-            else:
-                found[run.run_id] = self._pending(starts[run.run_id], estimates.get(run.run_id))
+                continue
+            start = starts[run.run_id]
+            row, worker = forecast.pending[run.run_id], start.worker
+            estimate = forecast.estimate(row, worker.offer.device) if worker and start.start < math.inf else None
+            found[run.run_id] = self._pending(start, estimate)
         return found
-
-    def _estimate(self, run: Any, device: str | None, so_far: Timings | None = None) -> Estimate | None:
-        if run.task != RunTask.train:
-            return None  # it has no steps, which all predictions are made of
-        if run.stop_mode == "epoch_end" and not run.current_epoch:
-            return None  # until a metric gives the length of an epoch
-        wanted = Workload.of(run)
-        # Its own steps are not history.
-        past = [one for one in self._past[durations.similarity_key(run.backend, run.config)] if one.run_id != run.id]
-        return durations.estimate(wanted, so_far, durations.typical_durations(past, wanted, device))
 
     def _pending(self, start: PredictedStart, estimate: Estimate | None) -> Prediction:
         runs = f"{start.before} {'run is' if start.before == 1 else 'runs are'} before it"

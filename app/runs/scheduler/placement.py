@@ -138,6 +138,15 @@ def pending_reason(needs: Needs, fleet: Fleet) -> PendingReason | None:
     return None
 
 
+def reserved_reason(needs: Needs, host: str) -> PendingReason:
+    """Return the reason of a run that waits for devices which are reserved for it."""
+    message = (
+        f"The run waits until {needs.devices} devices of worker {host} are free. They are reserved for it: of the runs "
+        "behind it in the queue, only those start there that do not delay it."
+    )
+    return PendingReason(code="reserved", message=message)
+
+
 def _no_kind(needs: Needs) -> str:
     if needs.kind is None:
         return (

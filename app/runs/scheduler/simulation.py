@@ -1,16 +1,17 @@
 """Simulates the queue to predict when each pending run starts. No database.
 
 Whenever a device of a worker becomes free, the worker claims runs as long as one fits its free devices: the first that
-fits, by priority and then age, on the smallest of them that it fits. So a run that needs two devices is overtaken by
-later ones that need one.
+fits, by priority and then age, on the smallest of them that it fits. Runs that need several devices reserve a worker,
+as in `reservations.py`.
 """
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from app.runs.scheduler.placement import Needs, WorkerOffer
+from app.runs.scheduler.reservations import PendingRun, Reservation, choose_reservations
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,6 @@ class WorkerSlots:
 
 
 @dataclass(frozen=True)
-class PendingRun:
-    """A pending run in the queue."""
-
-    run_id: str
-    needs: Needs
-    not_before: float
-    """Seconds from now."""
-
-
-@dataclass(frozen=True)
 class PredictedStart:
     """Predicted start of a pending run."""
 
@@ -53,58 +44,113 @@ class PredictedStart:
     """Runs that start before it on a worker that could take it as well."""
 
 
-def simulate_queue(
-    workers: Sequence[WorkerSlots],
-    queue: Sequence[PendingRun],
-    seconds: Callable[[PendingRun, WorkerSlots], float],
-    gpu_backends: frozenset[str] = frozenset(),
-) -> dict[str, PredictedStart]:
-    """Predict where and when each run of a queue starts, by id; `seconds` returns the duration of one on a worker.
-
-    It is called once for each run that starts, in the order of starts, and may return infinity for unknown.
-    `gpu_backends` are those of `Fleet`.
-    """
-    # For each run, the workers that could take it, with the devices on which it fits.
-    fitting = {
+def fitting_devices(
+    queue: Sequence[PendingRun], workers: Sequence[WorkerSlots], gpu_backends: frozenset[str]
+) -> dict[str, dict[int, tuple[int, ...]]]:
+    """Return, for each run of a queue, the workers that could take it, with the devices on which it fits."""
+    return {
         run.run_id: {
             at: devices for at, worker in enumerate(workers) if (devices := worker.fitting(run.needs, gpu_backends))
         }
         for run in queue
     }
-    found = {run.run_id: PredictedStart(None, math.inf, 0) for run in queue}
-    waiting = {run.run_id: run for run in queue if fitting[run.run_id]}
-    claims = [0] * len(workers)
-    free = [list(worker.free) for worker in workers]
-    # Times at which a device of a worker becomes free, or a run may be claimed again.
-    pauses = {run.not_before for run in waiting.values() if run.not_before > 0}
-    events = [(when, at) for at, worker in enumerate(workers) for when in {*worker.free, *pauses} if when < math.inf]
-    heapq.heapify(events)
 
-    def claim(run: PendingRun, at: int, start: float) -> None:
-        del waiting[run.run_id]
-        found[run.run_id] = PredictedStart(workers[at], start, sum(claims[other] for other in fitting[run.run_id]))
-        claims[at] += 1
 
-    def idle(run: PendingRun, at: int, now: float) -> list[int]:
-        return [device for device in fitting[run.run_id].get(at, ()) if free[at][device] <= now]
+def simulate_queue(
+    workers: Sequence[WorkerSlots],
+    queue: Sequence[PendingRun],
+    seconds: Callable[[PendingRun, WorkerSlots], float],
+    gpu_backends: frozenset[str] = frozenset(),
+    reserved: Mapping[str, str] | None = None,
+) -> dict[str, PredictedStart]:
+    """Predict where and when each run of a queue starts, by id; `seconds` returns the duration of one on a worker.
 
-    while events and waiting:
-        now, at = heapq.heappop(events)
-        while any(when <= now for when in free[at]):
-            ready = (
-                (run, on)
-                for run in waiting.values()
-                if run.not_before <= now and len(on := idle(run, at, now)) >= run.needs.devices
-            )
-            if (taken := next(ready, None)) is None:
-                break
-            run, on = taken
-            claim(run, at, now)
-            until = now + seconds(run, workers[at])
-            for device in on[: run.needs.devices]:
-                free[at][device] = until
-            if until < math.inf:
-                heapq.heappush(events, (until, at))
-    for run in list(waiting.values()):
-        claim(run, next(iter(fitting[run.run_id])), math.inf)
-    return found
+    It may return infinity for unknown. `gpu_backends` are those of `Fleet`; `reserved` has the ids of the workers that
+    runs have reserved.
+    """
+    return _Simulation(workers, queue, seconds, gpu_backends, reserved or {}).run()
+
+
+class _Simulation:
+    def __init__(
+        self,
+        workers: Sequence[WorkerSlots],
+        queue: Sequence[PendingRun],
+        seconds: Callable[[PendingRun, WorkerSlots], float],
+        gpu_backends: frozenset[str],
+        reserved: Mapping[str, str],
+    ) -> None:
+        self._workers = workers
+        self._seconds = seconds
+        self._fitting = fitting_devices(queue, workers, gpu_backends)
+        self._found = {run.run_id: PredictedStart(None, math.inf, 0) for run in queue}
+        self._places = {run.run_id: place for place, run in enumerate(queue)}
+        self._waiting = {run.run_id: run for run in queue if self._fitting[run.run_id]}
+        self._claims = [0] * len(workers)
+        self._free = [list(worker.free) for worker in workers]
+        places = {worker.offer.worker_id: at for at, worker in enumerate(workers)}
+        self._held = {run: places[worker] for run, worker in reserved.items() if worker in places}
+        self._wide = [run for run in self._waiting.values() if run.needs.devices > 1]
+        # Times at which a device of a worker becomes free, or a run may be claimed again.
+        pauses = {run.not_before for run in self._waiting.values() if run.not_before > 0}
+        self._events = [
+            (when, at) for at, worker in enumerate(workers) for when in {*worker.free, *pauses} if when < math.inf
+        ]
+        heapq.heapify(self._events)
+
+    def run(self) -> dict[str, PredictedStart]:
+        while self._events and self._waiting:
+            now, at = heapq.heappop(self._events)
+            while any(when <= now for when in self._free[at]):
+                reservation = self._reservation(at, now)
+                ready = (
+                    (run, on)
+                    for run in self._waiting.values()
+                    if run.not_before <= now
+                    and len(on := self._idle(run, at, now)) >= run.needs.devices
+                    and (reservation is None or self._may_precede(run, reservation, now))
+                )
+                if (taken := next(ready, None)) is None:
+                    break
+                self._start(*taken, at, now)
+        for run in list(self._waiting.values()):
+            self._claim(run, next(iter(self._fitting[run.run_id])), math.inf)
+        return self._found
+
+    def _reservation(self, at: int, now: float) -> Reservation | None:
+        """Return the reservation of a worker, and keep those of all for the next time."""
+        if not self._wide:
+            return None
+        made = choose_reservations(self._wide, self._fitting, self._free, now, self._held)
+        self._held = {one.run.run_id: one.worker for one in made}
+        return next((one for one in made if one.worker == at), None)
+
+    def _may_precede(self, run: PendingRun, reservation: Reservation, now: float) -> bool:
+        wide = reservation.run
+        if self._places[run.run_id] <= self._places[wide.run_id]:
+            return True
+        if run.needs.devices <= reservation.spare:
+            return True
+        return now + self._seconds(run, self._workers[reservation.worker]) <= reservation.start < math.inf
+
+    def _idle(self, run: PendingRun, at: int, now: float) -> list[int]:
+        return [device for device in self._fitting[run.run_id].get(at, ()) if self._free[at][device] <= now]
+
+    def _start(self, run: PendingRun, on: Sequence[int], at: int, now: float) -> None:
+        self._claim(run, at, now)
+        until = now + self._seconds(run, self._workers[at])
+        for device in on[: run.needs.devices]:
+            self._free[at][device] = until
+        if until < math.inf:
+            heapq.heappush(self._events, (until, at))
+        if run.needs.devices > 1:
+            self._wide.remove(run)
+            # Its reservation may have kept other workers' devices idle.
+            for other in range(len(self._workers)):
+                heapq.heappush(self._events, (now, other))
+
+    def _claim(self, run: PendingRun, at: int, start: float) -> None:
+        del self._waiting[run.run_id]
+        before = sum(self._claims[other] for other in self._fitting[run.run_id])
+        self._found[run.run_id] = PredictedStart(self._workers[at], start, before)
+        self._claims[at] += 1

@@ -2,11 +2,29 @@
 
 from typing import Any
 
-from sqlalchemy import ColumnElement, Integer, Text, and_, case, cast, exists, func, literal, or_, select, true
+from sqlalchemy import (
+    CTE,
+    ColumnElement,
+    Double,
+    Integer,
+    Text,
+    and_,
+    case,
+    cast,
+    exists,
+    func,
+    literal,
+    or_,
+    select,
+    text,
+    true,
+    tuple_,
+)
 from sqlalchemy.dialects.postgresql import ARRAY, JSONB
 
 from app.infra.db import seconds
 from app.tables.runs import Run
+from app.tables.scheduling import RESERVATION_SECONDS, Reservation
 from app.tables.workers import Device, Worker
 
 GPU_MEMORY_SECONDS = 3600.0
@@ -15,6 +33,7 @@ GPU_MEMORY_SECONDS = 3600.0
 _runs: Any = Run.__table__
 _workers: Any = Worker.__table__
 _devices: Any = Device.__table__
+reservations: Any = Reservation.__table__
 
 
 def allows_kind(kind: ColumnElement[Any]) -> ColumnElement[bool]:
@@ -60,8 +79,46 @@ def has_memory(requirements: ColumnElement[Any], kind: ColumnElement[Any], memor
     return func.coalesce(cast(asked, Integer), cast(estimated, Integer), 0) <= func.coalesce(memory_mb, 0)
 
 
+def _reserved() -> CTE:
+    """Return the reservations that count: those of runs that still wait, renewed lately."""
+    wide = _runs.alias("wide")
+    return (
+        select(reservations, wide.c.priority)
+        .join(wide, wide.c.id == reservations.c.run_id)
+        .where(
+            wide.c.status == "pending",
+            reservations.c.made_at > func.clock_timestamp() - seconds(RESERVATION_SECONDS),
+        )
+        .cte("reserved")
+    )
+
+
+def respects_reservation(worker_id: str) -> ColumnElement[bool]:
+    """Return the condition that a run may start on a worker although it is reserved for another run.
+
+    It precedes that run in the queue, or leaves it enough devices, or is predicted to end before it can start.
+    """
+    reserved = _reserved()
+    precedes = tuple_(-_runs.c.priority, _runs.c.id) < tuple_(-reserved.c.priority, reserved.c.run_id)
+    duration = cast(func.jsonb_extract_path_text(reserved.c.durations, _runs.c.id), Double)
+    ends_in_time = func.clock_timestamp() + duration * text("interval '1 s'") <= reserved.c.starts_at
+    hindered = select(literal(1)).where(
+        reserved.c.worker_id == worker_id,
+        reserved.c.run_id != _runs.c.id,
+        ~precedes,
+        _runs.c.devices_needed > reserved.c.spare,
+        ~func.coalesce(ends_in_time, False),
+    )
+    is_reserved = exists(select(literal(1)).select_from(reserved).where(reserved.c.worker_id == worker_id))
+    return case((is_reserved, ~exists(hindered)), else_=true())
+
+
 def has_free_device() -> ColumnElement[bool]:
-    """Return the condition that an online worker has a free device which fits a run."""
+    """Return the condition that an online worker has a free device which fits a run and is not kept for another one."""
+    reserved = _reserved()
+    kept = exists(
+        select(literal(1)).select_from(reserved).where(reserved.c.worker_id == _workers.c.id, reserved.c.spare == 0)
+    )
     # Alike devices count once, since this is compared with each run of the queue.
     free = (
         select(
@@ -76,6 +133,7 @@ def has_free_device() -> ColumnElement[bool]:
             _workers.c.state == "online",
             _devices.c.run_id.is_(None),
             or_(_devices.c.paused_until.is_(None), _devices.c.paused_until <= func.clock_timestamp()),
+            ~kept,
         )
         .group_by(_workers.c.backends, _workers.c.labels, _workers.c.gguf, _devices.c.kind)
         .cte("free")
@@ -88,4 +146,6 @@ def has_free_device() -> ColumnElement[bool]:
         has_memory(_runs.c.requirements, free.c.kind, free.c.memory_mb),
     )
     # The first condition does not depend on the run: Postgres checks it once, and with all devices busy nothing else.
-    return and_(exists(select(literal(1)).select_from(free)), exists(fitting))
+    fits = and_(exists(select(literal(1)).select_from(free)), exists(fitting))
+    is_due = and_(reserved.c.run_id == _runs.c.id, reserved.c.starts_at <= func.clock_timestamp())
+    return or_(fits, exists(select(literal(1)).select_from(reserved).where(is_due)))

@@ -35,7 +35,16 @@ from app.contracts.run_status import LIVE, TERMINAL, EndReason
 from app.contracts.schemas.runs.placement import PendingReason
 from app.contracts.stop import StopMode
 from app.infra.db import seconds
-from app.runs.state.fitting import allows_gguf, allows_kind, allows_labels, has_free_device, has_memory, label_array
+from app.runs.state.fitting import (
+    allows_gguf,
+    allows_kind,
+    allows_labels,
+    has_free_device,
+    has_memory,
+    label_array,
+    reservations,
+    respects_reservation,
+)
 from app.runs.state.transitions import (
     EVENT_COLUMNS,
     actions,
@@ -76,8 +85,8 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
     """Claim the best pending run that fits the free devices of this worker, and the smallest of those that it fits.
 
     `kind` is that of the worker's devices. The row adds `device_indexes`, and `extra_eval_datasets` (ids by name; None
-    without any). The run of a hint does not matter: priority
-    does, then age.
+    without any). The run of a hint does not matter: priority does, then age, and a reservation of the worker for a run
+    that needs several devices.
     """
     # No SKIP LOCKED: a second thread of this worker waits and then sees the remaining devices, instead of none.
     free = (
@@ -108,6 +117,7 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
             allows_kind(literal(kind)),
             allows_labels(label_array(labels)),
             allows_gguf(select(Worker.gguf).where(Worker.id == worker_id).scalar_subquery()),
+            respects_reservation(worker_id),
         )
         .order_by(runs.c.priority.desc(), runs.c.id)
         .limit(1)
@@ -150,10 +160,17 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
         .returning(attempts.c.attempt)
         .cte("opened")
     )
+    spent = (
+        update(reservations)
+        .where(reservations.c.worker_id == worker_id, reservations.c.run_id != moved.c.id)
+        .values(spare=func.greatest(reservations.c.spare - moved.c.devices_needed, 0))
+        .returning(reservations.c.spare)
+        .cte("spent")
+    )
     indexes = select(func.array_agg(taken.c.index)).scalar_subquery().label("device_indexes")
     named = func.jsonb_object_agg(eval_datasets.c.name, eval_datasets.c.dataset_id, type_=JSONB)
     extra = select(named).where(eval_datasets.c.run_id == moved.c.id).scalar_subquery().label("extra_eval_datasets")
-    return select(moved, indexes, extra).add_cte(*parts, opened)
+    return select(moved, indexes, extra).add_cte(*parts, opened, spent)
 
 
 def begin(
@@ -302,7 +319,7 @@ def request_stop_at_epoch_end(run_id: str) -> Executable:
 
 
 def renew(run_id: str, lease_epoch: int, lease_seconds: float) -> Executable:
-    """Renew the lease and return pending requests (a stop, actions); no row: another worker owns the run."""
+    """Renew the lease and return what is asked (a stop, room, actions); no row: another worker owns the run."""
     asked = func.json_build_object(
         text("'id'"), actions.c.id, text("'action'"), actions.c.action, text("'parameters'"), actions.c.parameters
     )
@@ -316,7 +333,24 @@ def renew(run_id: str, lease_epoch: int, lease_seconds: float) -> Executable:
         update(runs)
         .where(runs.c.id == run_id, runs.c.lease_epoch == lease_epoch, runs.c.lease_owner.is_not(None))
         .values(lease_expires_at=func.clock_timestamp() + seconds(lease_seconds))
-        .returning(runs.c.stop_mode, runs.c.stop_grace_seconds, waiting)
+        .returning(runs.c.stop_mode, runs.c.stop_grace_seconds, runs.c.preempted_for, waiting)
+    )
+
+
+def preempt(run_ids: list[str], for_run: str) -> Executable:
+    """Ask live runs to save and return to the queue, in favor of a pending run; a row for each that was asked."""
+    waits = select(runs.c.id).where(runs.c.id == for_run, runs.c.status == "pending").scalar_subquery()
+    return (
+        update(runs)
+        .where(
+            runs.c.id.in_(run_ids),
+            runs.c.status.in_(LIVE),
+            runs.c.stop_requested_at.is_(None),
+            runs.c.preempted_for.is_(None),
+            waits.is_not(None),
+        )
+        .values(preempted_for=waits)
+        .returning(runs.c.id)
     )
 
 

@@ -68,6 +68,7 @@ def move(
     fails = and_(changed, target == "failed")
     leaves = target.in_((*TERMINAL, "pending"))
     values.setdefault("lease_owner", case((leaves, None), else_=runs.c.lease_owner))
+    values.setdefault("preempted_for", case((leaves, None), else_=runs.c.preempted_for))
     values.setdefault("lease_expires_at", case((leaves, None), else_=runs.c.lease_expires_at))
     moved = (
         update(runs)

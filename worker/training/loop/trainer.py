@@ -179,7 +179,9 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         loader._drop_last = True  # else accelerate would cut what it gathers in the last batch
         return loader
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         if model.training:
             # Tokens are counted on all ranks, whose batches have about as many pairs.
             self.throughput.saw(flops.token_pairs(inputs) * self.run.ranks.size)

@@ -56,7 +56,7 @@ class Requirements(BaseModel):
 
 
 class PendingReason(BaseModel):
-    """Reason why no online worker can take a pending run."""
+    """Reason why a pending run does not start, other than its place in the queue."""
 
     code: Literal[
         "no_worker",
@@ -65,11 +65,12 @@ class PendingReason(BaseModel):
         "no_gguf_converter",
         "no_device_fits",
         "devices_paused",
+        "reserved",
         "queued",
     ] = Field(
         description="`no_worker`: no worker of its backend is online; `no_device_of_kind`, `no_worker_with_labels`, "
         "`no_gguf_converter`, `no_device_fits`: none meets its requirements; `devices_paused`: those that do are "
-        "paused after an error, or while other programs use their memory. `queued` (events only): one can take it "
-        "again."
+        "paused after an error, or while other programs use their memory; `reserved`: a worker keeps the devices that "
+        "it needs until enough of them are free. `queued` (events only): a worker can take it again."
     )
     message: str = Field(description="The reason in a sentence, with what to do.")

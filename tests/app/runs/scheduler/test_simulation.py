@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from app.runs.scheduler.placement import DeviceOffer, Needs, WorkerOffer
-from app.runs.scheduler.simulation import PendingRun, WorkerSlots, simulate_queue
+from app.runs.scheduler.reservations import PendingRun
+from app.runs.scheduler.simulation import WorkerSlots, simulate_queue
 
 
 def waiting(run_id: str = "a", not_before: float = 0.0, **needs: object) -> PendingRun:
@@ -39,10 +40,22 @@ def test_several_devices_have_to_be_free_on_one_worker() -> None:
     assert simulate_queue(workers, [waiting(devices=3)], lambda *_: 1.0)["a"].worker is None
 
 
-def test_who_needs_more_than_is_free_is_overtaken_as_a_claim_does_it() -> None:
-    queue = [waiting("wide", devices=2), waiting("short"), waiting("long")]
-    # A device is free at once, the other in 20 s, and by then a later run has taken the first again.
-    assert starts([slots(0.0, 20.0)], queue, short=10.0, long=50.0) == {"short": 0.0, "long": 10.0, "wide": 60.0}
+def test_a_run_that_needs_several_devices_is_preceded_only_by_later_ones_that_end_in_time() -> None:
+    queue = [waiting("wide", devices=2), waiting("long"), waiting("short")]
+    # A device is free at once, the other in 20 s.
+    found = starts([slots(0.0, 20.0)], queue, short=10.0, long=50.0, wide=5.0)
+    assert found == {"short": 0.0, "wide": 20.0, "long": 25.0}
+    assert starts([slots(0.0, 20.0, 20.0)], queue, short=10.0, long=50.0)["long"] == 0.0, "enough devices remain"
+    assert starts([slots(0.0, 20.0)], [waiting("first"), *queue], first=99.0)["first"] == 0.0
+
+
+def test_a_worker_that_is_reserved_already_is_kept() -> None:
+    workers = [slots(50.0, 50.0, worker_id="v"), slots(30.0, 48.0)]
+    found = {
+        held: simulate_queue(workers, [waiting("wide", devices=2), waiting("small")], lambda *_: 60.0, reserved=by)
+        for held, by in (("none", {}), ("v", {"wide": "v"}))
+    }
+    assert {held: one["small"].start for held, one in found.items()} == {"none": 50.0, "v": 30.0}
 
 
 def test_a_worker_passes_over_what_does_not_fit_it() -> None:
@@ -78,9 +91,8 @@ def test_before_a_run_are_those_that_start_first_where_it_could_itself() -> None
     ]  # fmt: skip
     found = simulate_queue(workers, queue, lambda *_: 20.0)
     assert {id: one.before for id, one in found.items()} == {
-        "never": 0, "a": 0, "cpu": 0, "b": 1, "c": 2, "any": 4, "wide": 3,
+        "never": 0, "wide": 0, "cpu": 0, "a": 1, "b": 2, "c": 3, "any": 2,
     }  # fmt: skip
-    assert found["wide"].start > found["c"].start, "overtaken by those that come later in the queue"
     unknown = simulate_queue([slots(math.inf)], [waiting("a"), waiting("b", kind="cuda")], lambda *_: 20.0)
     assert [unknown[id].before for id in "ab"] == [0, 1]
 

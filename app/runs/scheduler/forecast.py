@@ -1,0 +1,156 @@
+"""Reads the queue with the runs that train, and estimates when devices become free and how long runs take."""
+
+import asyncio
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import bindparam, text
+
+from app.config import Settings
+from app.contracts.run_status import LIVE
+from app.contracts.run_task import RunTask
+from app.contracts.training_config.field_traits import DURATION
+from app.runs.scheduler import durations
+from app.runs.scheduler.durations import Estimate, PastAttempt, Timings, Workload
+from app.runs.scheduler.fleet import read_fleet
+from app.runs.scheduler.placement import Fleet, Needs
+from app.runs.scheduler.reservations import PendingRun
+from app.runs.scheduler.simulation import WorkerSlots
+from app.tables.base import sql_list
+from app.tables.runs import EXTRA_EVAL_DATASETS
+from app.tables.scheduling import RESERVATION_SECONDS
+
+_MOST_RUNS = 1000
+_MOST_LIKE = 20
+_FIELDS = ", ".join(f"'{name}', runs.config->'{name}'" for name in DURATION)
+_RUN = f"""
+    runs.id, runs.task, runs.backend, runs.dataset_id, runs.eval_dataset_id, runs.total_steps, runs.started_at,
+    runs.stop_mode, runs.preempted_for, runs.current_step, runs.current_epoch,
+    {EXTRA_EVAL_DATASETS} AS extra_eval_datasets,
+    jsonb_build_object({_FIELDS}) AS config, datasets.rows, checkpoints.step AS resumed_at,
+    coalesce(runs.checkpoint_step, 0) AS saved_at
+"""
+_WITH = """
+    LEFT JOIN datasets ON datasets.id = runs.dataset_id
+    LEFT JOIN checkpoints ON checkpoints.id = runs.resume_checkpoint_id
+"""
+_LIVE = text(f"""
+    SELECT {_RUN}, run_timings.timings, run_timings.device,
+        cast(extract(epoch FROM clock_timestamp() - runs.stop_requested_at) AS float) AS stop_requested_ago,
+        cast(extract(epoch FROM clock_timestamp() - coalesce(run_timings.measured_at, attempts.started_at)) AS float)
+            AS ago
+    FROM runs {_WITH}
+    LEFT JOIN run_timings ON run_timings.run_id = runs.id AND run_timings.attempt = runs.attempt
+    JOIN run_attempts AS attempts ON attempts.run_id = runs.id AND attempts.attempt = runs.attempt
+    WHERE runs.status IN {sql_list(LIVE)} ORDER BY runs.id LIMIT {_MOST_RUNS}
+""")
+# One branch per backend: each reads an index in the order of claims.
+_PENDING = text(f"""
+    SELECT {_RUN}, runs.priority, runs.devices_needed, runs.requirements,
+        cast(extract(epoch FROM runs.not_before - clock_timestamp()) AS float) AS wait
+    FROM unnest(cast(:backends AS text[])) AS known(backend)
+    CROSS JOIN LATERAL (
+        SELECT * FROM runs WHERE runs.backend = known.backend AND runs.status = 'pending'
+        ORDER BY runs.priority DESC, runs.id LIMIT {_MOST_RUNS}
+    ) AS runs {_WITH}
+    ORDER BY runs.priority DESC, runs.id LIMIT {_MOST_RUNS}
+""")
+# One attempt per run, the longest: a run that was lost or repaired many times must not dominate the history.
+_PAST = text(f"""
+    SELECT wanted.similarity_key, past.run_id, past.device, past.timings FROM unnest(cast(:likenesses AS text[]))
+        AS wanted(similarity_key)
+    CROSS JOIN LATERAL (
+        SELECT DISTINCT ON (run_id) * FROM run_timings WHERE run_timings.similarity_key = wanted.similarity_key
+        ORDER BY run_id DESC, cast(timings->'step' AS int) - cast(timings->'start_step' AS int) DESC LIMIT {_MOST_LIKE}
+    ) AS past
+""").bindparams(bindparam("likenesses"))
+_NOW = text("SELECT clock_timestamp()")
+_RESERVED = text(f"""
+    SELECT run_id, worker_id FROM reservations
+    WHERE made_at > clock_timestamp() - interval '{RESERVATION_SECONDS} s'
+""")
+
+
+class Forecast:
+    """The queue at one moment, with what is known of the durations of its runs and of those that train."""
+
+    def __init__(
+        self,
+        now: datetime,
+        live: Sequence[Any],
+        pending: Sequence[Any],
+        fleet: Fleet,
+        past: Sequence[Any],
+        reserved: dict[str, str],
+        grace: float,
+    ) -> None:
+        """`grace` is the most seconds that a run takes to stop, `reserved` the worker of each run that has one."""
+        self.now = now
+        self.live = live
+        self.pending = {run.id: run for run in pending}
+        self.fleet = fleet
+        self.reserved = reserved
+        self._past: dict[str, list[PastAttempt]] = defaultdict(list)
+        for one in past:
+            self._past[one.similarity_key].append(PastAttempt(one.run_id, one.device, Timings.stored(one.timings)))
+        self.estimates: dict[str, Estimate] = {}
+        """Remaining durations of the runs that train, as far as they are known."""
+        self.ends: dict[str | None, float] = {None: 0.0}
+        """Seconds until a run, or none, frees its devices, as far as they are known."""
+        for run in live:
+            if run.stop_requested_ago is not None:
+                self.ends[run.id] = max(grace - run.stop_requested_ago, 0.0)
+            elif run.preempted_for is not None:
+                self.ends[run.id] = grace
+            elif estimate := self.estimate(run, run.device, run.timings and Timings.stored(run.timings)):
+                self.ends[run.id] = max(estimate.seconds - run.ago, 0.0)
+                self.estimates[run.id] = estimate
+        self.queue = [
+            PendingRun(
+                run.id,
+                Needs.of(run.backend, run.devices_needed, run.requirements or {}),
+                max(run.wait, 0.0),
+            )
+            for run in pending
+        ]
+        self.workers = [
+            WorkerSlots(
+                worker,
+                tuple(math.inf if one.paused else self.ends.get(one.run_id, math.inf) for one in worker.devices),
+            )
+            for worker in fleet.workers
+        ]
+
+    def estimate(self, run: Any, device: str | None, so_far: Timings | None = None) -> Estimate | None:
+        """Estimate the duration of a run on a kind of device, from `so_far` or from its claim; None: no basis."""
+        if run.task != RunTask.train:
+            return None  # it has no steps, which all predictions are made of
+        if run.stop_mode == "epoch_end" and not run.current_epoch:
+            return None  # until a metric gives the length of an epoch
+        wanted = Workload.of(run)
+        # Its own steps are not history.
+        past = [one for one in self._past[durations.similarity_key(run.backend, run.config)] if one.run_id != run.id]
+        return durations.estimate(wanted, so_far, durations.typical_durations(past, wanted, device))
+
+    def seconds(self, run: PendingRun, worker: WorkerSlots) -> float:
+        """Return the duration of a pending run on a worker; infinite if unknown."""
+        estimate = self.estimate(self.pending[run.run_id], worker.offer.device)
+        return estimate.seconds if estimate else math.inf
+
+
+async def read_forecast(connection: Any, settings: Settings, backends: Sequence[str]) -> Forecast | None:
+    """Read the queue and estimate all runs; None if no run waits or trains. Takes an async session or connection."""
+    now: datetime = (await connection.execute(_NOW)).scalar_one()
+    live = (await connection.execute(_LIVE)).all()
+    pending = (await connection.execute(_PENDING, {"backends": list(backends)})).all()
+    if not live and not pending:
+        return None
+    fleet = await read_fleet(connection, settings.lease_seconds)
+    wanted = {durations.similarity_key(run.backend, run.config) for run in (*live, *pending)}
+    past = (await connection.execute(_PAST, {"likenesses": sorted(wanted)})).all()
+    reserved = {row.run_id: row.worker_id for row in (await connection.execute(_RESERVED)).all()}
+    # In a thread: a thousand runs take some tenths of a second, which must not block requests.
+    return await asyncio.to_thread(Forecast, now, live, pending, fleet, past, reserved, settings.save_grace_seconds)

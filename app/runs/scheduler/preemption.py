@@ -1,0 +1,148 @@
+"""Preemption: runs of lower priority save and return to the queue, so that a run that waits too long can start."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from app.config import Settings
+from app.contracts.run_status import LIVE
+from app.runs.scheduler.fleet import read_fleet
+from app.runs.scheduler.placement import Fleet, Needs, WorkerOffer
+from app.runs.state import machine
+from app.tables.base import sql_list
+
+_MOST_HEADS = 20
+# A run that waits for devices which others are giving up already is not looked at.
+_HEADS = text(f"""
+    SELECT id, priority, backend, devices_needed, requirements FROM runs
+    WHERE status = 'pending' AND greatest(created_at, not_before) < clock_timestamp() - make_interval(secs => :after)
+        AND NOT EXISTS (
+            SELECT 1 FROM runs AS others WHERE others.status IN {sql_list(LIVE)} AND others.preempted_for = runs.id)
+    ORDER BY priority DESC, id LIMIT {_MOST_HEADS}
+""")
+_TRAINING = text(f"""
+    SELECT runs.id, runs.priority,
+        cast(extract(epoch FROM clock_timestamp() - attempts.started_at) AS float) AS seconds
+    FROM runs JOIN run_attempts AS attempts ON attempts.run_id = runs.id AND attempts.attempt = runs.attempt
+    WHERE runs.status IN {sql_list(LIVE)} AND runs.stop_requested_at IS NULL AND runs.preempted_for IS NULL
+""")
+_RESERVED = text("""
+    SELECT reservations.worker_id, reservations.run_id, runs.priority
+    FROM reservations JOIN runs ON runs.id = reservations.run_id WHERE runs.status = 'pending'
+""")
+_RELEASE = text("DELETE FROM reservations WHERE run_id = :run_id")
+_RESERVE = text("""
+    INSERT INTO reservations (worker_id, run_id, devices, spare) VALUES (:worker_id, :run_id, :devices, 0)
+    ON CONFLICT (worker_id) DO UPDATE SET run_id = excluded.run_id, devices = excluded.devices, starts_at = NULL,
+        spare = 0, durations = '{}', made_at = clock_timestamp()
+""")
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run that trains and may be preempted."""
+
+    run_id: str
+    priority: int
+    seconds: float
+    """Seconds since its attempt started."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """A worker on which a run can start once other runs have left it."""
+
+    worker_id: str
+    victims: list[str]
+
+
+def choose_room(
+    needs: Needs, priority: int, fleet: Fleet, training: Mapping[str, Training], least_seconds: float
+) -> Room | None:
+    """Return runs of lower priority whose devices, with those that are free, are enough for a run on one worker.
+
+    None if the run fits free devices, or if no worker would have enough. Of several workers it is the one on which the
+    fewest devices are given up, then the least training since the last start.
+    """
+    best: tuple[tuple[int, float], Room] | None = None
+    for worker in fleet.workers:
+        if not needs.allows_worker(worker, fleet.gpu_backends):
+            continue
+        held, missing = _held_devices(needs, worker)
+        if missing <= 0:
+            return None
+        victims = [
+            training[run_id]
+            for run_id in held
+            if run_id in training and training[run_id].priority < priority and training[run_id].seconds >= least_seconds
+        ]
+        chosen = _fewest(victims, held, missing)
+        if chosen:
+            key = (sum(held[one.run_id] for one in chosen), sum(one.seconds for one in chosen))
+            if best is None or key < best[0]:
+                best = (key, Room(worker.worker_id, [one.run_id for one in chosen]))
+    return best[1] if best else None
+
+
+def _held_devices(needs: Needs, worker: WorkerOffer) -> tuple[dict[str, int], float]:
+    """Return the number of fitting devices of each run on a worker, and how many the new run lacks."""
+    fitting = [one for one in worker.devices if needs.memory_on(worker.kind) <= one.memory_mb and not one.paused]
+    if len(fitting) < needs.devices:
+        return {}, math.inf
+    held: dict[str, int] = {}
+    for one in fitting:
+        if one.run_id is not None:
+            held[one.run_id] = held.get(one.run_id, 0) + 1
+    return held, needs.devices - sum(one.run_id is None for one in fitting)
+
+
+def _fewest(victims: Sequence[Training], held: Mapping[str, int], missing: float) -> list[Training]:
+    """Return victims with enough devices, lowest priority and shortest training first; none if all are not enough."""
+    chosen: list[Training] = []
+    for one in sorted(victims, key=lambda one: (one.priority, one.seconds)):
+        if sum(held[other.run_id] for other in chosen) >= missing:
+            break
+        chosen.append(one)
+    freed = sum(held[one.run_id] for one in chosen)
+    if freed < missing:
+        return []
+    for one in list(chosen):  # those that a later, wider one has made superfluous
+        if freed - held[one.run_id] >= missing:
+            chosen.remove(one)
+            freed -= held[one.run_id]
+    return chosen
+
+
+async def preempt(connection: AsyncConnection, settings: Settings) -> list[str]:
+    """Ask runs to make room for the first one that has waited too long; return the asked ones."""
+    if settings.preempt_after_seconds is None:
+        return []
+    heads = (await connection.execute(_HEADS, {"after": settings.preempt_after_seconds})).all()
+    if not heads:
+        return []
+    training = {row.id: Training(*row) for row in (await connection.execute(_TRAINING)).all()}
+    fleet = await read_fleet(connection, settings.lease_seconds)
+    reserved = {row.worker_id: row for row in (await connection.execute(_RESERVED)).all()}
+    for head in heads:
+        needs = Needs.of(head.backend, head.devices_needed, head.requirements)
+        # On a worker that is kept for a run before it, it could not start.
+        open_to_it = [
+            worker
+            for worker in fleet.workers
+            if (kept := reserved.get(worker.worker_id)) is None
+            or (-head.priority, head.id) <= (-kept.priority, kept.run_id)
+        ]
+        there = Fleet(open_to_it, fleet.gpu_backends)
+        room = choose_room(needs, head.priority, there, training, settings.preempt_min_seconds)
+        if room is not None:
+            asked = (await connection.execute(machine.preempt(room.victims, head.id))).all()
+            if head.devices_needed > 1:
+                values = {"worker_id": room.worker_id, "run_id": head.id, "devices": head.devices_needed}
+                await connection.execute(_RELEASE, {"run_id": head.id})
+                await connection.execute(_RESERVE, values)
+            # The devices that become free are for this run; the next one is looked at when it has started.
+            return [row.id for row in asked]
+    return []

@@ -1,0 +1,68 @@
+"""Stores the reservations of devices for the first runs of the queue that need several."""
+
+import asyncio
+import json
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from app.config import Settings
+from app.runs.scheduler.forecast import Forecast, read_forecast
+from app.runs.scheduler.reservations import Reservation, choose_reservations
+from app.runs.scheduler.simulation import fitting_devices
+
+_MOST_SECONDS = 1e9
+_IS_NEEDED = text("SELECT EXISTS (SELECT 1 FROM runs WHERE status = 'pending' AND devices_needed > 1)")
+_DROP = text("DELETE FROM reservations WHERE NOT worker_id = ANY(:kept)")
+_STORE = text("""
+    INSERT INTO reservations (worker_id, run_id, devices, starts_at, spare, durations, made_at)
+    VALUES (:worker_id, :run_id, :devices, :starts_at, :spare, cast(:durations AS jsonb), clock_timestamp())
+    ON CONFLICT (worker_id) DO UPDATE SET run_id = excluded.run_id, devices = excluded.devices,
+        starts_at = excluded.starts_at, spare = excluded.spare, durations = excluded.durations,
+        made_at = excluded.made_at
+""")
+
+
+async def reserve(connection: AsyncConnection, settings: Settings, backends: Sequence[str]) -> None:
+    """Renew all reservations; those that no run needs any more are dropped."""
+    rows: list[dict[str, Any]] = []
+    if await connection.scalar(_IS_NEEDED):
+        forecast = await read_forecast(connection, settings, backends)
+        if forecast is not None:
+            rows = await asyncio.to_thread(_rows, forecast)
+    await connection.execute(_DROP, {"kept": [row["worker_id"] for row in rows]})
+    if rows:
+        await connection.execute(_STORE, rows)
+
+
+def _rows(forecast: Forecast) -> list[dict[str, Any]]:
+    workers = forecast.workers
+    fitting = fitting_devices(forecast.queue, workers, forecast.fleet.gpu_backends)
+    places = {worker.offer.worker_id: at for at, worker in enumerate(workers)}
+    held = {run: places[worker] for run, worker in forecast.reserved.items() if worker in places}
+    made = choose_reservations(forecast.queue, fitting, [worker.free for worker in workers], 0.0, held)
+    return [_row(forecast, one, fitting) for one in made]
+
+
+def _row(forecast: Forecast, made: Reservation, fitting: dict[str, dict[int, tuple[int, ...]]]) -> dict[str, Any]:
+    worker = forecast.workers[made.worker]
+    durations: dict[str, float] = {}
+    if 0 < made.start < math.inf:
+        for run in forecast.queue:
+            if run is not made.run and made.worker in fitting[run.run_id]:
+                seconds = forecast.seconds(run, worker)
+                if seconds < made.start:
+                    durations[run.run_id] = round(seconds, 1)
+    known = made.start < math.inf
+    return {
+        "worker_id": worker.offer.worker_id,
+        "run_id": made.run.run_id,
+        "devices": made.run.needs.devices,
+        "starts_at": forecast.now + timedelta(seconds=min(made.start, _MOST_SECONDS)) if known else None,
+        "spare": made.spare,
+        "durations": json.dumps(durations),
+    }

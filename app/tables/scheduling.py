@@ -1,0 +1,31 @@
+"""Table of reservations of devices."""
+
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import CheckConstraint, ForeignKey, func, text
+from sqlalchemy.orm import Mapped, mapped_column
+
+from app.tables.base import Base
+
+RESERVATION_SECONDS = 30.0
+"""Seconds after which a reservation that was not renewed no longer counts: no API process runs then."""
+
+
+class Reservation(Base):
+    """Worker that keeps devices for a pending run which needs several; one API process renews all of them."""
+
+    __tablename__ = "reservations"
+    __table_args__ = (CheckConstraint("devices > 0 AND spare >= 0", name="counts_positive"),)
+
+    worker_id: Mapped[str] = mapped_column(ForeignKey("workers.id", ondelete="CASCADE"), primary_key=True)
+    run_id: Mapped[str]
+    """Not a foreign key, whose check would lock the run and so hide it from claims."""
+    devices: Mapped[int]
+    starts_at: Mapped[datetime | None]
+    """Time at which so many devices will be free; null if that is unknown."""
+    spare: Mapped[int]
+    """Further devices that later runs may use, however long."""
+    durations: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
+    """Predicted seconds on this worker of runs that may end before `starts_at`, by their id."""
+    made_at: Mapped[datetime] = mapped_column(server_default=func.now())

@@ -1,0 +1,145 @@
+"""Which runs make room for one that has waited too long: of made-up workers, and in the tables of real ones."""
+
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, text
+
+from app.config import Settings
+from app.infra.db import async_engine
+from app.runs.scheduler.placement import DeviceOffer, Fleet, Needs, WorkerOffer
+from app.runs.scheduler.preemption import Room, Training, choose_room, preempt
+from app.runs.state import machine
+from tests.rows import add_run, add_worker, claim, run_row
+
+
+def worker(worker_id: str, *held: str | None, memory_mb: int = 1000, **change: Any) -> WorkerOffer:
+    """A worker with a device per name of a run, or None if it is free."""
+    devices = tuple(DeviceOffer(memory_mb, run_id, **change) for run_id in held)
+    return WorkerOffer(worker_id, frozenset({"celery"}), "cuda", "H100", devices)
+
+
+def room(*workers: WorkerOffer, devices: int = 1, least: float = 60.0, **seconds: float) -> Room | None:
+    """Where a run of priority 5 finds room; runs named `p<priority>…` train for `seconds`, others for 100."""
+    runs = {device.run_id for one in workers for device in one.devices if device.run_id}
+    training = {id: Training(id, int(id[1]), seconds.get(id, 100.0)) for id in runs}
+    return choose_room(Needs("celery", devices=devices, memory_mb=500), 5, Fleet(workers), training, least)
+
+
+class TestChoice:
+    def test_of_lower_priorities_the_lowest_and_of_these_the_one_that_started_last(self) -> None:
+        assert room(worker("w", "p4", "p1a", "p1b", "p7"), p1a=900.0, p1b=800.0, p4=70.0) == Room("w", ["p1b"])
+
+    @pytest.mark.parametrize("name", ["p5", "p9"])
+    def test_none_of_its_own_priority_or_a_higher_one(self, name: str) -> None:
+        assert room(worker("w", name)) is None
+
+    def test_none_that_has_trained_for_too_short_a_time(self) -> None:
+        assert room(worker("w", "p1"), p1=59.0) is None
+        assert room(worker("w", "p1"), p1=60.0) == Room("w", ["p1"])
+
+    def test_no_one_is_asked_where_room_would_still_be_lacking(self) -> None:
+        assert room(worker("w", "p1", "p1", "p7"), devices=3) is None
+        assert room(worker("w", "p1", memory_mb=400)) is None
+        assert room(worker("w", "p1", paused=True)) is None
+
+    def test_no_one_is_asked_for_a_run_that_fits_free_devices(self) -> None:
+        assert room(worker("w", "p1"), worker("v", None)) is None
+
+    def test_free_devices_count_and_no_more_are_given_up_than_needed(self) -> None:
+        assert room(worker("w", None, "p1", "p2"), devices=2) == Room("w", ["p1"])
+        wide = worker("w", "p1a", "p2b", "p2b", "p2b")
+        assert room(wide, devices=3) == Room("w", ["p2b"]), "the first one is superfluous once the wide one leaves"
+
+    def test_of_several_workers_the_one_that_gives_up_least(self) -> None:
+        assert room(worker("w", "p1", "p1"), worker("v", "p2")) == Room("v", ["p2"])
+        assert room(worker("w", "p1a"), worker("v", "p1b"), p1a=90.0, p1b=80.0) == Room("v", ["p1b"])
+
+
+async def ask(settings: Settings, **values: Any) -> list[str]:
+    """Do what the dispatcher does each second."""
+    own = settings.model_copy(update={"preempt_after_seconds": 10.0, "preempt_min_seconds": 0.0, **values})
+    engine = async_engine(settings.database_url or "")
+    async with engine.begin() as connection:
+        asked = await preempt(connection, own)
+    await engine.dispose()
+    return asked
+
+
+def wait_for(engine: Engine, run_id: str, seconds: float) -> None:
+    """Make a run have waited for so long."""
+    with engine.begin() as connection:
+        passed = "created_at = now() - :passed * interval '1 s', not_before = now() - :passed * interval '1 s'"
+        connection.execute(text(f"UPDATE runs SET {passed} WHERE id = :id"), {"id": run_id, "passed": seconds})
+
+
+class TestOfTheQueue:
+    async def test_a_run_that_waits_too_long_gets_the_device_of_one_below_it(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        low, device = add_run(engine), add_worker(engine)
+        claim(engine, device)
+        high = add_run(engine, priority=3)
+        wait_for(engine, high.id, 5.0)
+        assert await ask(settings) == [], "it waits for less than the limit"
+        wait_for(engine, high.id, 11.0)
+        assert await ask(settings, preempt_after_seconds=None) == []
+        assert await ask(settings) == [low.id]
+        with engine.begin() as connection:
+            assert connection.execute(machine.renew(low.id, 1, 60.0)).one().preempted_for == high.id
+        assert await ask(settings) == [], "the device is on its way"
+        with engine.begin() as connection:
+            connection.execute(machine.release(low.id, 1, f"preempted for run {high.id}")).one()
+        row = run_row(engine, low.id)
+        assert (row.status, row.preempted_for, row.lost_count) == ("pending", None, 0)
+        assert claim(engine, device).id == high.id
+
+    async def test_a_wide_run_reserves_the_worker_that_is_cleared_for_it(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        device = add_worker(engine, devices=2)
+        low = [add_run(engine), add_run(engine)]
+        claim(engine, device), claim(engine, device)
+        wide, small = add_run(engine, priority=3, devices_needed=2), add_run(engine)
+        wait_for(engine, wide.id, 11.0)
+        assert sorted(await ask(settings)) == sorted(run.id for run in low)
+        with engine.begin() as connection:
+            connection.execute(machine.release(low[0].id, 1, "preempted")).one()
+        assert claim(engine, device) is None, "the first free device is kept"
+        with engine.begin() as connection:
+            connection.execute(machine.release(low[1].id, 1, "preempted")).one()
+        assert claim(engine, device).id == wide.id
+        assert run_row(engine, small.id).status == "pending"
+
+    async def test_a_stopping_run_and_one_whose_successor_is_gone_are_left_alone(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        low, device = add_run(engine), add_worker(engine)
+        claim(engine, device)
+        high = add_run(engine, priority=3)
+        wait_for(engine, high.id, 11.0)
+        with engine.begin() as connection:
+            connection.execute(machine.request_stop(low.id, "checkpoint"))
+        assert await ask(settings) == []
+        with engine.begin() as connection:
+            connection.execute(machine.request_stop(high.id, "checkpoint"))
+            assert connection.execute(machine.preempt([low.id], high.id)).all() == []
+
+    async def test_no_one_is_asked_on_a_worker_that_is_kept_for_another(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        device = add_worker(engine, devices=2)
+        add_run(engine)
+        claim(engine, device)
+        first = add_run(engine, priority=9, devices_needed=2)
+        with engine.begin() as connection:
+            values = {"worker": device, "run": first.id}
+            connection.execute(
+                text("INSERT INTO reservations (worker_id, run_id, devices, spare) VALUES (:worker, :run, 2, 0)"),
+                values,
+            )
+        second = add_run(engine, priority=3, requirements={"memory_mb": 1000})
+        wait_for(engine, second.id, 11.0)
+        with engine.begin() as connection:  # so that nothing is free
+            connection.execute(text("UPDATE devices SET memory_mb = 10 WHERE run_id IS NULL"))
+        assert await ask(settings) == []

@@ -1,0 +1,166 @@
+"""Which worker is kept for a run that needs several devices: of made-up queues, and in the tables of real ones."""
+
+import math
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, text
+
+from app.config import Settings
+from app.infra.db import async_engine
+from app.runs.scheduler.durations import Estimate
+from app.runs.scheduler.forecast import Forecast
+from app.runs.scheduler.placement import Needs
+from app.runs.scheduler.reservations import PendingRun, Reservation, choose_reservations
+from app.runs.scheduler.reserving import reserve
+from app.runs.state import machine
+from tests.rows import add_run, add_worker, claim, run_row
+
+
+def wide(run_id: str = "wide", devices: int = 2, not_before: float = 0.0) -> PendingRun:
+    return PendingRun(run_id, Needs("celery", devices=devices), not_before)
+
+
+def choose(
+    free: list[list[float]], *queue: PendingRun, now: float = 0.0, held: dict[str, int] | None = None
+) -> dict[str, Reservation]:
+    """Reservations by run, of runs that fit every device."""
+    fitting = {
+        run.run_id: {at: list(range(len(one))) for at, one in enumerate(free) if len(one) >= run.needs.devices}
+        for run in queue
+    }
+    return {one.run.run_id: one for one in choose_reservations(queue, fitting, free, now, held or {})}
+
+
+class TestChoice:
+    def test_each_takes_the_worker_whose_devices_are_free_first_and_not_that_of_another(self) -> None:
+        found = choose([[30.0, 80.0], [50.0, 20.0], [90.0]], wide("a"), wide("b"), wide("c"))
+        assert {name: (one.worker, one.start) for name, one in found.items()} == {"a": (1, 50.0), "b": (0, 80.0)}
+
+    def test_a_run_that_needs_one_device_or_may_not_start_yet_reserves_none(self) -> None:
+        assert choose([[9.0, 9.0]], wide("one", devices=1), wide("later", not_before=5.0)) == {}
+
+    @pytest.mark.parametrize(("other", "worker"), [(90.0, 0), (70.0, 1)])
+    def test_a_worker_that_is_held_is_left_only_for_one_that_is_free_clearly_sooner(
+        self, other: float, worker: int
+    ) -> None:
+        assert choose([[100.0, 100.0], [other, other]], wide(), held={"wide": 0})["wide"].worker == worker
+
+    def test_of_workers_whose_ends_are_unknown_it_is_the_one_with_most_free_devices(self) -> None:
+        found = choose([[math.inf, math.inf], [0.0, math.inf]], wide())["wide"]
+        assert (found.worker, found.start, found.spare) == (1, math.inf, 0)
+
+    def test_devices_that_will_be_free_beyond_its_own_are_spare(self) -> None:
+        assert choose([[0.0, 10.0, 20.0, 20.0, 99.0]], wide())["wide"].spare == 0
+        assert choose([[0.0, 10.0, 20.0, 20.0, 99.0]], wide(devices=3))["wide"].spare == 1
+
+
+def stored(engine: Engine) -> list[Any]:
+    with engine.connect() as connection:
+        query = "SELECT run_id, worker_id, devices, starts_at > clock_timestamp() AS is_later, spare, durations"
+        return list(connection.execute(text(f"{query} FROM reservations ORDER BY run_id")).all())
+
+
+async def renew(settings: Settings) -> None:
+    """Do what the dispatcher does each second."""
+    engine = async_engine(settings.database_url or "")
+    async with engine.begin() as connection:
+        await reserve(connection, settings, ["fake"])
+    await engine.dispose()
+
+
+@pytest.fixture
+def lengths(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Durations of runs by id, as they are predicted; those of others are unknown."""
+    found: dict[str, float] = {}
+
+    def estimate(_: Forecast, run: Any, *__: Any) -> Any:
+        return Estimate(found[run.id], "high", "") if run.id in found else None
+
+    monkeypatch.setattr(Forecast, "estimate", estimate)
+    return found
+
+
+class TestOfTheQueue:
+    async def test_a_later_run_does_not_take_the_device_that_a_wide_one_waits_for(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        worker = add_worker(engine, devices=2)
+        first = add_run(engine)
+        claim(engine, worker)
+        big, small = add_run(engine, devices_needed=2), add_run(engine)
+        await renew(settings)
+        ((run_id, on, devices, is_later, spare, _),) = stored(engine)
+        assert (run_id, on, devices, is_later, spare) == (big.id, worker, 2, None, 0)
+        assert claim(engine, worker) is None, "the free device is kept, since nobody knows when the other one ends"
+        urgent = add_run(engine, priority=1)
+        assert claim(engine, worker).id == urgent.id, "it precedes the wide run"
+        for run in (first, urgent):
+            with engine.begin() as connection:
+                connection.execute(machine.complete(run.id, 1, None, "done")).one()
+        assert claim(engine, worker).id == big.id
+        await renew(settings)
+        assert stored(engine) == []
+        assert claim(engine, worker) is None and run_row(engine, small.id).status == "pending"
+
+    async def test_one_that_ends_in_time_or_leaves_enough_devices_starts_before_it(
+        self, settings: Settings, engine: Engine, lengths: dict[str, float]
+    ) -> None:
+        worker = add_worker(engine, devices=4)
+        for seconds in (50.0, 500.0):
+            lengths[add_run(engine).id] = seconds
+            claim(engine, worker)
+        add_run(engine, devices_needed=3)
+        long, short = add_run(engine), add_run(engine)
+        lengths |= {long.id: 400.0, short.id: 20.0}
+        await renew(settings)
+        ((_, _, _, is_later, spare, durations),) = stored(engine)
+        assert (is_later, spare, durations) == (True, 0, {short.id: 20.0})
+        assert claim(engine, worker).id == short.id
+        assert claim(engine, worker) is None, "the long one would delay it"
+
+    async def test_spare_devices_are_given_once(
+        self, settings: Settings, engine: Engine, lengths: dict[str, float]
+    ) -> None:
+        worker = add_worker(engine, devices=5)
+        lengths[add_run(engine).id] = 50.0
+        claim(engine, worker)
+        add_run(engine, devices_needed=3, requirements={"memory_mb": 2000})
+        add_run(engine, devices_needed=2, requirements={"labels": ["elsewhere"]})
+        fits = add_run(engine, devices_needed=3)
+        small = [add_run(engine) for _ in range(2)]
+        await renew(settings)
+        assert [(row.run_id, row.spare) for row in stored(engine)] == [(fits.id, 1)], "others fit no worker"
+        with engine.begin() as connection:  # so that it does not start first
+            connection.execute(
+                text("UPDATE runs SET not_before = now() + interval '1 h' WHERE id = :id"), {"id": fits.id}
+            )
+        assert [claim(engine, worker).id, claim(engine, worker)] == [small[0].id, None]
+
+    async def test_a_reservation_that_nobody_renews_binds_no_one(self, settings: Settings, engine: Engine) -> None:
+        worker = add_worker(engine, devices=2)
+        add_run(engine)
+        claim(engine, worker)
+        add_run(engine, devices_needed=2)
+        small = add_run(engine)
+        await renew(settings)
+        assert claim(engine, worker) is None
+        with engine.begin() as connection:
+            connection.execute(text("UPDATE reservations SET made_at = now() - interval '31 s'"))
+        assert claim(engine, worker).id == small.id
+
+    async def test_a_free_device_that_is_kept_brings_no_hints(self, settings: Settings, engine: Engine) -> None:
+        worker = add_worker(engine, devices=2)
+        add_run(engine)
+        claim(engine, worker)
+        add_run(engine, devices_needed=2)
+        add_run(engine)
+
+        def hints() -> int:
+            with engine.begin() as connection:
+                connection.execute(text("UPDATE runs SET notified_at = now() - interval '2 s'"))
+                return len(connection.execute(machine.mark_notified(10)).all())
+
+        assert hints() == 2
+        await renew(settings)
+        assert hints() == 0
