@@ -166,7 +166,8 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     dispatcher = Dispatcher(dispatching, queue, settings, sorted(BACKEND_RULES))
     streams = Streams(engine, queue)
     api.state.engine, api.state.sessions, api.state.storage = engine, sessions, storage
-    api.state.reading_sessions = session_maker(engine.execution_options(isolation_level="AUTOCOMMIT"))
+    api.state.reading_engine = engine.execution_options(isolation_level="AUTOCOMMIT")
+    api.state.reading_sessions = session_maker(api.state.reading_engine)
     api.state.snapshot_sessions = session_maker(engine.execution_options(isolation_level="REPEATABLE READ"))
     api.state.auth, api.state.queue, api.state.streams = KeyVerifier(sessions), queue, streams
     api.state.backends = {

@@ -1,7 +1,7 @@
 """FastAPI dependencies shared by the endpoints."""
 
 import difflib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, Header, Request, Response
@@ -36,19 +36,30 @@ async def get_session(request: Request, response: Response) -> AsyncIterator[Asy
         recorder.is_written = True
 
 
+_parameters: dict[Callable[..., Any], frozenset[str]] = {}
+"""Names of the query parameters of each endpoint that was called."""
+
+
 async def refuse_unknown_parameters(request: Request) -> None:
     """Refuse query parameters that the call does not have, rather than answer as if they had been applied."""
-    if not request.url.query:
+    if not request.scope["query_string"]:
         return
-    known = sorted(_query_parameters(request.scope["route"].dependant))
-    supported = f"the parameters are {', '.join(f'`{name}`' for name in known)}" if known else "it has none"
+    known = _parameters_of(request.scope["route"])
+    if request.query_params.keys() <= known:
+        return
+    supported = f"the parameters are {', '.join(f'`{name}`' for name in sorted(known))}" if known else "it has none"
     errors = []
-    for name in sorted(set(request.query_params) - set(known)):
-        near = difflib.get_close_matches(name, known, n=1)
+    for name in sorted(request.query_params.keys() - known):
+        near = difflib.get_close_matches(name, sorted(known), n=1)
         message = f"is not a parameter of this call; {f'perhaps `{near[0]}`' if near else supported}"
         errors.append(FieldError(field=name, code="unknown_parameter", message=message))
-    if errors:
-        raise invalid(errors)
+    raise invalid(errors)
+
+
+def _parameters_of(route: Any) -> frozenset[str]:
+    if (found := _parameters.get(route.endpoint)) is None:
+        found = _parameters[route.endpoint] = frozenset(_query_parameters(route.dependant))
+    return found
 
 
 def _query_parameters(dependant: Any) -> set[str]:

@@ -147,7 +147,6 @@ FiltersQuery = Annotated[queries.Filters, Depends(_filters)]
 @router.get("", response_model=Page[RunSummary] | Page[RunFull] | Page[RunRow])
 async def list_runs(
     request: Request,
-    session: Reading,
     storage: CurrentStorage,
     paging: PageQuery,
     filters: FiltersQuery,
@@ -170,10 +169,12 @@ async def list_runs(
     ] = "summary",
 ) -> Response:
     """List runs, newest or best first."""
-    rows, has_more = await queries.page(session, replace(filters, status=tuple(status or ())), paging, sort, view)
+    filters = replace(filters, status=tuple(status or ()))
+    async with request.app.state.reading_engine.connect() as connection:
+        rows, has_more = await queries.page(connection, filters, paging, sort, view)
+        found = await outlines(connection, [row.id for row in rows]) if view == "row" else {}
     predictions = await _eta(request).of({row.id: row.status for row in rows})
     if view == "row":
-        found = await outlines(session, [row.id for row in rows])
         return _zipped(request, serializers.row_page(rows, has_more, predictions, found))
     page = serializers.run_page(storage, rows, has_more, predictions, full=view == "full")
     return Response(page, media_type="application/json")

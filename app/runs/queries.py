@@ -2,10 +2,27 @@
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from sqlalchemy import ColumnElement, Select, Text, func, literal_column, or_, select, tuple_, union_all
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy import (
+    ColumnElement,
+    Integer,
+    Select,
+    Text,
+    bindparam,
+    cast,
+    func,
+    literal,
+    literal_column,
+    or_,
+    select,
+    tuple_,
+    union_all,
+)
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.engine import make_url
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from app.api.errors import invalid
 from app.api.pagination import Paging, found_by, matching, newest_first
@@ -21,6 +38,7 @@ from app.tables.runs import EXTRA_EVAL_DATASETS, IS_COMPARABLE, Run, RunEvalData
 
 Sort = Literal["created_at", "best"]
 
+_DIALECT = make_url("postgresql+psycopg://").get_dialect()()
 _NOT_FINITE = "('NaN', 'Infinity', '-Infinity')"
 _HIGHER_IS_BETTER = sql_list([name for name, method in METHODS.items() if method.higher_is_better])
 _BEST_EVAL = f"CASE WHEN runs.method IN {_HIGHER_IS_BETTER} THEN -runs.best_score ELSE runs.best_score END"
@@ -125,6 +143,19 @@ _WHOLE = select(
 )
 
 
+_COMPARED = ("experiment_id", "parent_run_id", "base_model", "method", "task", "dataset_id")
+
+
+def _condition(name: str, value: ColumnElement[str]) -> ColumnElement[bool]:
+    """Return the condition of a filter on its value; that of `tag` is a JSON array of one."""
+    if name == "tag":
+        return Run.tags.contains(cast(value, JSONB))
+    if name == "dataset_id":
+        extra = select(RunEvalDataset.run_id).where(RunEvalDataset.dataset_id == value)
+        return or_(Run.dataset_id == value, Run.eval_dataset_id == value, Run.id.in_(extra))
+    return Run.__table__.c[name] == value
+
+
 @dataclass(frozen=True)
 class Filters:
     """Filters of a list of runs; None: any."""
@@ -140,25 +171,17 @@ class Filters:
     search: str | None = None
     dataset_id: str | None = None
 
+    def values(self) -> dict[str, str]:
+        """Return the values of the filters that `_condition` knows, by name."""
+        given = {name: getattr(self, name) for name in _COMPARED}
+        found = {name: str(value) for name, value in given.items() if value is not None}
+        if self.tag is not None:
+            found["tag"] = json.dumps([self.tag])
+        return found
+
     def conditions(self) -> list[ColumnElement[bool]]:
         """Return all conditions except the one on the status."""
-        found: list[ColumnElement[bool]] = []
-        if self.experiment_id is not None:
-            found.append(Run.experiment_id == self.experiment_id)
-        if self.tag is not None:
-            found.append(Run.tags.contains([self.tag]))
-        if self.parent_run_id is not None:
-            found.append(Run.parent_run_id == self.parent_run_id)
-        if self.base_model is not None:
-            found.append(Run.base_model == self.base_model)
-        if self.method is not None:
-            found.append(_is_of(self.method))
-        if self.task is not None:
-            found.append(Run.task == self.task)
-        if self.dataset_id is not None:
-            extra = select(RunEvalDataset.run_id).where(RunEvalDataset.dataset_id == self.dataset_id)
-            used = (Run.dataset_id == self.dataset_id, Run.eval_dataset_id == self.dataset_id, Run.id.in_(extra))
-            found.append(or_(*used))
+        found = [_condition(name, literal(value, Text)) for name, value in self.values().items()]
         if self.find is not None:
             found.append(found_by(self.find, "run", Run.id, Run.name))
         if self.search is not None:
@@ -171,7 +194,7 @@ class Filters:
 
 
 async def page(
-    session: AsyncSession, filters: Filters, paging: Paging, sort: Sort = "created_at", view: View = "summary"
+    connection: AsyncConnection, filters: Filters, paging: Paging, sort: Sort = "created_at", view: View = "summary"
 ) -> tuple[list[Listed], bool]:
     """Return a page of runs and whether there are more: newest first, or best first.
 
@@ -180,14 +203,49 @@ async def page(
     either come last. Probes, which measure two steps on the longest rows, and runs that do not train are excluded.
     """
     if sort == "best":
-        return await _best_first(session, _VIEWS[view], filters, paging)
-    runs = await _fetch(session, newest_first(_chosen(_VIEWS[view], filters, paging), Run.id, paging))
+        return await _best_first(connection, _VIEWS[view], filters, paging)
+    if filters.find is None and filters.search is None and len(filters.status) < 2:
+        runs = await _newest(connection, filters, paging, view)
+    else:
+        runs = await _fetch(connection, newest_first(_chosen(_VIEWS[view], filters, paging), Run.id, paging))
     return runs[: paging.limit], len(runs) > paging.limit
 
 
-async def _fetch(session: AsyncSession, query: Select[*tuple[Any, ...]]) -> list[Listed]:
+async def _newest(connection: AsyncConnection, filters: Filters, paging: Paging, view: View) -> list[Listed]:
+    values: dict[str, Any] = filters.values()
+    if filters.status:
+        values["status"] = filters.status[0].value
+    if paging.after is not None:
+        values["after"] = paging.after
+    statement, constants = _compiled(view, tuple(values))
+    found = await connection.exec_driver_sql(statement, constants | values | {"limit": paging.limit + 1})
+    return _listed(found.one())
+
+
+@lru_cache(maxsize=256)
+def _compiled(view: View, names: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
+    """Compile the list of the newest runs with these parameters, and return it with those that are always the same.
+
+    To do this for each request would take as long as the statement.
+    """
+    given: dict[str, ColumnElement[str]] = {name: bindparam(name, None, Text) for name in names}
+    query = _VIEWS[view].order_by(Run.id.desc()).limit(bindparam("limit", None, Integer))
+    if (after := given.pop("after", None)) is not None:
+        query = query.where(Run.id < after)
+    query = query.where(*(_condition(name, value) for name, value in given.items()))
+    compiled = _WHOLE.select_from(query.subquery()).compile(
+        dialect=_DIALECT, compile_kwargs={"render_postcompile": True}
+    )
+    return str(compiled), {name: value for name, value in compiled.params.items() if value is not None}
+
+
+async def _fetch(connection: AsyncConnection, query: Select[*tuple[Any, ...]]) -> list[Listed]:
     """Fetch the rows of a query as one value: separate rows arrive 8 kB at a time, with a wake-up for each."""
-    heads, shown = (await session.execute(_WHOLE.select_from(query.subquery()))).one()
+    return _listed((await connection.execute(_WHOLE.select_from(query.subquery()))).one())
+
+
+def _listed(found: Any) -> list[Listed]:
+    heads, shown = found
     # JSON never contains this character unescaped.
     pairs = zip(json.loads(heads), shown.split("\x1f"), strict=True) if heads else ()
     return [Listed._make((*head, one)) for head, one in pairs]
@@ -232,10 +290,10 @@ class _Place(NamedTuple):
 
 
 async def _best_first(
-    session: AsyncSession, shown: Select[*tuple[Any, ...]], filters: Filters, paging: Paging
+    connection: AsyncConnection, shown: Select[*tuple[Any, ...]], filters: Filters, paging: Paging
 ) -> tuple[list[Listed], bool]:
     conditions = [*filters.conditions(), *filters.on_status(), IS_COMPARABLE]
-    after = None if paging.after is None else await _place(session, paging.after)
+    after = None if paging.after is None else await _place(connection, paging.after)
     first = 0
     if after is not None:
         first = len(_TIERS) if after.tier is None else _TIERS.index(after.tier)
@@ -245,18 +303,18 @@ async def _best_first(
             break
         if filters.method in (None, tier.method):
             start = after if after is not None and after.tier == tier else None
-            runs += await _fetch(session, _ranked(shown, tier, conditions, start, paging.limit + 1 - len(runs)))
+            runs += await _fetch(connection, _ranked(shown, tier, conditions, start, paging.limit + 1 - len(runs)))
     if len(runs) <= paging.limit:
         last = after.id if after is not None and after.tier is None else None
         measures = (Run.final_score, Run.final_loss, Run.best_score, Run.best_loss)
         without = shown.where(*conditions, *(one.is_(None) for one in measures))
-        runs += await _fetch(session, newest_first(without, Run.id, Paging(paging.limit - len(runs), last)))
+        runs += await _fetch(connection, newest_first(without, Run.id, Paging(paging.limit - len(runs), last)))
     return runs[: paging.limit], len(runs) > paging.limit
 
 
-async def _place(session: AsyncSession, run_id: str) -> _Place:
+async def _place(connection: AsyncConnection, run_id: str) -> _Place:
     query = select(Run.method, Run.best_score, Run.best_loss).where(Run.id == run_id)
-    found = (await session.execute(query)).one_or_none()
+    found = (await connection.execute(query)).one_or_none()
     if found is None:
         message = "this run no longer exists; start again from the first page"
         raise invalid([FieldError(field="after", code="unknown_cursor", message=message)])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from app.runs.metrics.curves import _counting
 from app.runs.metrics.rollups import VALUES, highest_level, points_of
@@ -58,10 +58,10 @@ class Outline:
     tokens_per_second: int | None
 
 
-async def outlines(session: AsyncSession, run_ids: Sequence[str]) -> dict[str, Outline]:
+async def outlines(connection: AsyncConnection, run_ids: Sequence[str]) -> dict[str, Outline]:
     """Return the outlines of those of the runs that have metrics. Of steps trained twice, the newest pass counts."""
     segments: dict[str, list[Any]] = {}
-    for row in (await session.execute(_PASSES, {"ids": list(run_ids), "speed": _SPEED})).all():
+    for row in (await connection.execute(_PASSES, {"ids": list(run_ids), "speed": _SPEED})).all():
         segments.setdefault(row.run_id, []).append(row)
     wanted: list[tuple[str, int, int, int, int, int]] = []
     short: dict[str, list[Any]] = {}
@@ -74,10 +74,10 @@ async def outlines(session: AsyncSession, run_ids: Sequence[str]) -> dict[str, O
         for stretch in stretches:
             place = (run_id, stretch.row.attempt, stretch.row.segment)
             wanted.append((*place, min(level, highest_level(stretch.row.points)), stretch.low, stretch.high))
-    points = await _of_events(session, short)
+    points = await _of_events(connection, short)
     names = ("run_ids", "attempts", "segments", "levels", "lows", "highs")
     columns = {name: [one[place] for one in wanted] for place, name in enumerate(names)}
-    for place, extent in (await session.execute(_PIECES, columns)).all() if wanted else ():
+    for place, extent in (await connection.execute(_PIECES, columns)).all() if wanted else ():
         if extent is not None:
             run_id, *_, low, high = wanted[place - 1]
             points.setdefault(run_id, {}).update(_points(json.loads(extent), low, high))
@@ -86,10 +86,10 @@ async def outlines(session: AsyncSession, run_ids: Sequence[str]) -> dict[str, O
     }
 
 
-async def _of_events(session: AsyncSession, short: dict[str, list[Any]]) -> dict[str, dict[int, float | None]]:
+async def _of_events(connection: AsyncConnection, short: dict[str, list[Any]]) -> dict[str, dict[int, float | None]]:
     """Return the points of runs with few of them, by step, from their events."""
     points: dict[str, dict[int, float | None]] = {}
-    for run_id, attempt, step, loss in (await session.execute(_EVENTS, {"ids": list(short)})).all() if short else ():
+    for run_id, attempt, step, loss in (await connection.execute(_EVENTS, {"ids": list(short)})).all() if short else ():
         if any(one.row.attempt == attempt and one.low <= step <= one.high for one in short[run_id]):
             points.setdefault(run_id, {})[step] = loss
     return points
