@@ -102,12 +102,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     api.state.settings, api.state.requests, api.state.tracing = settings, requests, tracing
     errors.install(api)
     api.include_router(app.api.health.router)
-    api.include_router(docs_page.router)
-    api.include_router(app.prometheus.endpoints.router)
-    # The router tries the paths one after the other, so the resources come before the pages, which are read once.
+    # The router tries the paths one after the other, so runs come first, and pages, which are read once, last.
     for resource in (
-        app.experiments.endpoints,
-        app.datasets.endpoints,
         app.runs.metrics.endpoints,  # before the paths with `{run_id}`: it has `/runs/curves`
         app.runs.endpoints,
         app.runs.logs.endpoints,
@@ -117,6 +113,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.runs.checkpoints.endpoints,
         app.runs.artifacts.endpoints,
         app.runs.postmortem.endpoints,
+        app.experiments.endpoints,
+        app.datasets.endpoints,
         app.backends.endpoints,
         app.workers.endpoints,
         app.models.endpoints,
@@ -126,6 +124,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.audit.endpoints,
     ):
         api.include_router(resource.router, prefix="/v1", dependencies=[Depends(refuse_unknown_parameters)])
+    api.include_router(docs_page.router)
+    api.include_router(app.prometheus.endpoints.router)
     api.include_router(app.web.endpoints.router)
     return api
 
@@ -166,8 +166,8 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     dispatcher = Dispatcher(dispatching, queue, settings, sorted(BACKEND_RULES))
     streams = Streams(engine, queue)
     api.state.engine, api.state.sessions, api.state.storage = engine, sessions, storage
-    api.state.reading_engine = engine.execution_options(isolation_level="AUTOCOMMIT")
-    api.state.reading_sessions = session_maker(api.state.reading_engine)
+    reading = async_engine(settings.database_url or "", pool_size=5, reads_only=True)
+    api.state.reading_engine, api.state.reading_sessions = reading, session_maker(reading)
     api.state.snapshot_sessions = session_maker(engine.execution_options(isolation_level="REPEATABLE READ"))
     api.state.auth, api.state.queue, api.state.streams = KeyVerifier(sessions), queue, streams
     api.state.backends = {
@@ -199,4 +199,5 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
         await queue.close()
         await dispatching.dispose()
         await engine.dispose()
+        await reading.dispose()
         await asyncio.to_thread(api.state.tracing.close)

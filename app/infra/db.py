@@ -31,10 +31,13 @@ def _connect_arguments(name: str, idle_seconds: int, statement_seconds: float = 
     }
 
 
-def async_engine(url: str, pool_size: int = 10) -> AsyncEngine:
-    """Create the engine of the API process."""
+def async_engine(url: str, pool_size: int = 10, *, reads_only: bool = False) -> AsyncEngine:
+    """Create an engine of the API process; with `reads_only`, its statements are not part of a transaction."""
+    # To switch a connection of another engine to autocommit and back takes as long as a short query.
+    options: dict[str, Any] = {"isolation_level": "AUTOCOMMIT", "pool_reset_on_return": None} if reads_only else {}
     engine = create_async_engine(
         driver_url(url),
+        **options,
         pool_size=pool_size,
         max_overflow=pool_size,
         pool_timeout=5,

@@ -159,7 +159,7 @@ def test_no_list_reads_all_runs_or_sorts_more_than_a_page(
         if "FROM runs" in statement and "known(backend)" not in statement:
             statements.append((statement, parameters))
 
-    server = shared_api.application.state.engine.sync_engine
+    server = shared_api.application.state.reading_engine.sync_engine
     event.listen(server, "before_cursor_execute", note)
     try:
         assert shared_api.client.get("/v1/runs", params=query).status_code == 200
