@@ -15,6 +15,7 @@ class ApiKey(Owned, Base):
     __tablename__ = "api_keys"
     __table_args__ = (
         CheckConstraint("octet_length(digest) = 64", name="digest_is_sha256_hex"),
+        CheckConstraint("max_devices >= 0", name="max_devices_positive"),
         CheckConstraint("scopes <@ ARRAY['read','write','admin']", name="scopes_known"),
     )
 
@@ -23,6 +24,8 @@ class ApiKey(Owned, Base):
     prefix: Mapped[str]
     digest: Mapped[str] = mapped_column(unique=True)
     scopes: Mapped[list[str]] = mapped_column(ARRAY(Text))
+    max_devices: Mapped[int | None]
+    """Devices that the runs of its owner may use at a time; null: any number."""
     expires_at: Mapped[datetime | None]
     last_used_at: Mapped[datetime | None]
     revoked_at: Mapped[datetime | None]

@@ -68,6 +68,14 @@ class Run(Owned, Base):
         ),
         # A worker of several backends claims in this order.
         Index("ix_runs_queue", text("priority DESC"), "id", postgresql_where=text("status = 'pending'")),
+        # A claim takes the best run of each owner.
+        Index(
+            "ix_runs_owner",
+            text("coalesce(created_by, '')"),
+            text("priority DESC"),
+            "id",
+            postgresql_where=text("status = 'pending'"),
+        ),
         Index("ix_runs_wide", "id", postgresql_where=text("status = 'pending' AND devices_needed > 1")),
         Index("ix_runs_live", "id", postgresql_where=text(f"status IN {sql_list(LIVE)}")),
         Index("ix_runs_experiment_id_id", "experiment_id", "id"),

@@ -1,4 +1,4 @@
-"""Table of reservations of devices."""
+"""Tables of reservations of devices, and of their usage by owner."""
 
 from datetime import datetime
 from typing import Any
@@ -29,3 +29,15 @@ class Reservation(Base):
     durations: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
     """Predicted seconds on this worker of runs that may end before `starts_at`, by their id."""
     made_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class DeviceUsage(Base):
+    """Device-seconds that the runs of an owner have used, of which half are forgotten each week."""
+
+    __tablename__ = "device_usage"
+
+    owner: Mapped[str] = mapped_column(primary_key=True)
+    """Id of the API key that created the runs; empty for runs that the service created."""
+    device_seconds: Mapped[float]
+    """As of `updated_at`."""
+    updated_at: Mapped[datetime]

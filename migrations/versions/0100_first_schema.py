@@ -16,11 +16,13 @@ def upgrade() -> None:
         sa.Column("prefix", sa.Text(), nullable=False),
         sa.Column("digest", sa.Text(), nullable=False),
         sa.Column("scopes", postgresql.ARRAY(sa.Text()), nullable=False),
+        sa.Column("max_devices", sa.Integer(), nullable=True),
         sa.Column("expires_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("last_used_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("revoked_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("created_by", sa.Text(), nullable=True),
         sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.CheckConstraint("max_devices >= 0", name=op.f("ck_api_keys_max_devices_positive")),
         sa.CheckConstraint("scopes <@ ARRAY['read','write','admin']", name=op.f("ck_api_keys_scopes_known")),
         sa.CheckConstraint("octet_length(digest) = 64", name=op.f("ck_api_keys_digest_is_sha256_hex")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_api_keys")),
@@ -76,10 +78,19 @@ def upgrade() -> None:
         sa.Column("id", sa.Text(), nullable=False),
         sa.Column("name", sa.Text(), nullable=False),
         sa.Column("description", sa.Text(), server_default="", nullable=False),
+        sa.Column("max_devices", sa.Integer(), nullable=True),
         sa.Column("tags", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'[]'"), nullable=False),
         sa.Column("created_by", sa.Text(), nullable=True),
         sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.CheckConstraint("max_devices >= 0", name=op.f("ck_experiments_max_devices_positive")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_experiments")),
+    )
+    op.create_index(
+        "ix_experiments_max_devices",
+        "experiments",
+        ["id"],
+        unique=False,
+        postgresql_where=sa.text("max_devices IS NOT NULL"),
     )
     op.create_table(
         "metric_rollups",
@@ -384,6 +395,13 @@ def upgrade() -> None:
         postgresql_where=sa.text("status = 'pending'"),
     )
     op.create_index(
+        "ix_runs_owner",
+        "runs",
+        [sa.literal_column("coalesce(created_by, '')"), sa.literal_column("priority DESC"), "id"],
+        unique=False,
+        postgresql_where=sa.text("status = 'pending'"),
+    )
+    op.create_index(
         "ix_runs_wide",
         "runs",
         ["id"],
@@ -467,6 +485,13 @@ def upgrade() -> None:
             ["worker_id"], ["workers.id"], name=op.f("fk_reservations_worker_id"), ondelete="CASCADE"
         ),
         sa.PrimaryKeyConstraint("worker_id", name=op.f("pk_reservations")),
+    )
+    op.create_table(
+        "device_usage",
+        sa.Column("owner", sa.Text(), nullable=False),
+        sa.Column("device_seconds", sa.Double(), nullable=False),
+        sa.Column("updated_at", sa.DateTime(timezone=True), nullable=False),
+        sa.PrimaryKeyConstraint("owner", name=op.f("pk_device_usage")),
     )
     op.create_table(
         "run_actions",
