@@ -67,6 +67,7 @@ def claim(
 ) -> Any:
     """Claim a run for the worker; return its row or None."""
     with engine.begin() as connection:
+        connection.execute(machine.lock_quotas())
         return connection.execute(machine.claim(worker_id, list(backends), lease, kind, list(labels))).one_or_none()
 
 

@@ -55,6 +55,7 @@ log = logging.getLogger(__name__)
 
 
 _LOOK_SECONDS = 1.0
+_LOCK_QUOTAS = machine.lock_quotas()
 
 ENTRIES = {"celery": "worker.training.__main__:main", "fake": "worker.fake.trainer:main"}
 
@@ -93,6 +94,7 @@ def claim(context: WorkerContext) -> ClaimedRun | None:
     statement = _claim(context.id, tuple(context.backends), settings.lease_seconds, context.kind, settings.labels)
     try:
         with context.engine.begin() as connection:
+            connection.execute(_LOCK_QUOTAS)
             row = connection.execute(statement).one_or_none()
     except SQLAlchemyError as error:
         if not is_away(error):

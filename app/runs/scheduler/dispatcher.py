@@ -12,6 +12,7 @@ from sqlalchemy.exc import TimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from app.config import Settings
+from app.contracts.schemas.runs.placement import PendingReason
 from app.infra import async_tasks
 from app.infra.broker import ALL_RUNS, Broker
 from app.infra.clock import utc_now
@@ -19,9 +20,10 @@ from app.infra.db import is_away
 from app.runs.events.feed import number_events
 from app.runs.scheduler import reserving
 from app.runs.scheduler.fleet import read_fleet
-from app.runs.scheduler.placement import Needs, pending_reason, reserved_reason
+from app.runs.scheduler.placement import Needs, pending_reason, quota_reason, reserved_reason
 from app.runs.scheduler.preemption import preempt
 from app.runs.state import machine
+from app.runs.state.queue_order import HALF_LIFE_SECONDS, JOIN_ROOM, OWNER, WITH_ROOM
 from app.tables.events import ensure_partitions
 from app.tables.workers import Worker
 from app.workers.queries import IS_FRESH, silence_seconds
@@ -34,12 +36,30 @@ _LOCK = 0x646973  # "dis": one replica at a time does a round, no matter which
 _HINTS_A_ROUND = 100
 _REASONS_A_ROUND = 200
 # A worker that restarts is back within these seconds, and a worker usually takes a new run at once.
-_WAITING = text("""
-    SELECT id, backend, devices_needed, requirements, pending_reason,
+_WAITING = text(f"""
+    {WITH_ROOM}
+    SELECT runs.id, runs.backend, runs.devices_needed, runs.requirements, runs.pending_reason,
         (SELECT workers.host FROM reservations JOIN workers ON workers.id = reservations.worker_id
-            WHERE reservations.run_id = runs.id) AS reserved_on
-    FROM runs WHERE status = 'pending' AND not_before < clock_timestamp() - interval '5 s'
-    ORDER BY priority DESC, id LIMIT 1000
+            WHERE reservations.run_id = runs.id) AS reserved_on,
+        owners.room AS key_room, owners.max_devices AS key_devices,
+        limited.room AS experiment_room, limited.max_devices AS experiment_devices, limited.name AS experiment_name
+    FROM runs {JOIN_ROOM}
+    WHERE runs.status = 'pending' AND runs.not_before < clock_timestamp() - interval '5 s'
+    ORDER BY runs.priority DESC, runs.id LIMIT 1000
+""")
+_ACCOUNT_EVERY = 10.0
+# Time in which no API process ran is not accounted for: nobody knows who used the devices.
+_ACCOUNT = text(f"""
+    WITH round AS (
+        SELECT least(coalesce(extract(epoch FROM clock_timestamp() - max(updated_at)), 0), {2 * _ACCOUNT_EVERY})
+            AS seconds FROM device_usage
+    )
+    INSERT INTO device_usage (owner, device_seconds, updated_at)
+    SELECT {OWNER} AS owner, count(*) * round.seconds, clock_timestamp()
+    FROM devices JOIN runs ON runs.id = devices.run_id CROSS JOIN round GROUP BY 1, round.seconds
+    ON CONFLICT (owner) DO UPDATE SET updated_at = excluded.updated_at,
+        device_seconds = excluded.device_seconds + device_usage.device_seconds * power(
+            0.5, cast(extract(epoch FROM excluded.updated_at - device_usage.updated_at) AS float) / {HALF_LIFE_SECONDS})
 """)
 _RESERVE_PAUSES = 5
 """Minimum time between two rounds of reservations, as a multiple of the duration of the last one."""
@@ -64,6 +84,7 @@ class Dispatcher:
         self._interval = min(1.0, settings.lease_seconds / 6)
         self._task: asyncio.Task[None] | None = None
         self._no_reap_before = 0.0
+        self._account_at = 0.0
         self._reserve_at = 0.0
         self._partitions_at = 0.0
         self.losses = Counter(
@@ -106,6 +127,9 @@ class Dispatcher:
         """
         now = time.monotonic()
         moved = await self._job("reaping lost runs", self._reap) if now >= self._no_reap_before else None
+        if now >= self._account_at:
+            await self._job("accounting for devices", _account)
+            self._account_at = now + _ACCOUNT_EVERY
         if now >= self._reserve_at:
             await self._job("reserving devices", self._reserve)
             took = time.monotonic() - now
@@ -169,7 +193,7 @@ class Dispatcher:
         changed = []
         for run in waiting:
             needs = Needs.of(run.backend, run.devices_needed, run.requirements)
-            reason = pending_reason(needs, fleet)
+            reason = _quota_reason(run, needs) or pending_reason(needs, fleet)
             if reason is None and run.reserved_on is not None:
                 reason = reserved_reason(needs, run.reserved_on)
             if (reason and reason.model_dump()) != run.pending_reason:
@@ -185,6 +209,15 @@ class Dispatcher:
         return str(run_id)
 
 
+def _quota_reason(run: Any, needs: Needs) -> PendingReason | None:
+    if run.key_room is not None and needs.devices > run.key_room:
+        return quota_reason(needs, "its API key", run.key_devices, run.key_room)
+    if run.experiment_room is not None and needs.devices > run.experiment_room:
+        whose = f"experiment {run.experiment_name}"
+        return quota_reason(needs, whose, run.experiment_devices, run.experiment_room)
+    return None
+
+
 def silent_workers(lease_seconds: float) -> Any:
     """Mark workers without a heartbeat for three leases as offline; their next heartbeat brings them back."""
     is_silent = text(f"NOT {IS_FRESH}").bindparams(silence=silence_seconds(lease_seconds))
@@ -193,6 +226,10 @@ def silent_workers(lease_seconds: float) -> Any:
 
 async def _hint(connection: AsyncConnection) -> int:
     return len((await connection.execute(machine.mark_notified(_HINTS_A_ROUND))).all())
+
+
+async def _account(connection: AsyncConnection) -> None:
+    await connection.execute(_ACCOUNT)
 
 
 async def _partitions(connection: AsyncConnection) -> list[str]:

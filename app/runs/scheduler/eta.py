@@ -99,8 +99,19 @@ class _Predictions:
             for run in forecast.live
             if (estimate := forecast.estimates.get(run.id))
         }
+        for row in forecast.pending.values():
+            if not row.has_room:
+                found[row.id] = self._prediction(
+                    None, None, "low", "it waits until the quota of its key or experiment has room"
+                )
         starts = simulate_queue(
-            forecast.workers, forecast.queue, forecast.seconds, forecast.fleet.gpu_backends, forecast.reserved
+            forecast.workers,
+            forecast.queue,
+            forecast.seconds,
+            forecast.fleet.gpu_backends,
+            forecast.reserved,
+            forecast.used,
+            forecast.running,
         )
         for run in forecast.queue:
             reason = pending_reason(run.needs, forecast.fleet)

@@ -18,7 +18,8 @@ from app.runs.scheduler.durations import Estimate, PastAttempt, Timings, Workloa
 from app.runs.scheduler.fleet import read_fleet
 from app.runs.scheduler.placement import Fleet, Needs
 from app.runs.scheduler.reservations import PendingRun
-from app.runs.scheduler.simulation import WorkerSlots
+from app.runs.scheduler.simulation import RunningRun, WorkerSlots
+from app.runs.state.queue_order import HAS_ROOM, OWNER, WITH_ROOM
 from app.tables.base import sql_list
 from app.tables.runs import EXTRA_EVAL_DATASETS
 from app.tables.scheduling import RESERVATION_SECONDS
@@ -28,6 +29,7 @@ _MOST_LIKE = 20
 _FIELDS = ", ".join(f"'{name}', runs.config->'{name}'" for name in DURATION)
 _RUN = f"""
     runs.id, runs.task, runs.backend, runs.dataset_id, runs.eval_dataset_id, runs.total_steps, runs.started_at,
+    coalesce(runs.created_by, '') AS owner, runs.devices_needed,
     runs.stop_mode, runs.preempted_for, runs.current_step, runs.current_epoch,
     {EXTRA_EVAL_DATASETS} AS extra_eval_datasets,
     jsonb_build_object({_FIELDS}) AS config, datasets.rows, checkpoints.step AS resumed_at,
@@ -47,16 +49,17 @@ _LIVE = text(f"""
     JOIN run_attempts AS attempts ON attempts.run_id = runs.id AND attempts.attempt = runs.attempt
     WHERE runs.status IN {sql_list(LIVE)} ORDER BY runs.id LIMIT {_MOST_RUNS}
 """)
-# One branch per backend: each reads an index in the order of claims.
+# One branch per owner: each reads an index in the order of claims.
 _PENDING = text(f"""
-    SELECT {_RUN}, runs.priority, runs.devices_needed, runs.requirements,
+    {WITH_ROOM}
+    SELECT {_RUN}, runs.priority, runs.requirements, owners.used,
+        {HAS_ROOM} AS has_room,
         cast(extract(epoch FROM runs.not_before - clock_timestamp()) AS float) AS wait
-    FROM unnest(cast(:backends AS text[])) AS known(backend)
-    CROSS JOIN LATERAL (
-        SELECT * FROM runs WHERE runs.backend = known.backend AND runs.status = 'pending'
-        ORDER BY runs.priority DESC, runs.id LIMIT {_MOST_RUNS}
-    ) AS runs {_WITH}
-    ORDER BY runs.priority DESC, runs.id LIMIT {_MOST_RUNS}
+    FROM owners CROSS JOIN LATERAL (
+        SELECT * FROM runs WHERE {OWNER} = owners.owner AND runs.status = 'pending' AND runs.backend = ANY(:backends)
+        ORDER BY runs.priority DESC, runs.id LIMIT 1 + {_MOST_RUNS} / (SELECT count(*) FROM owners)
+    ) AS runs LEFT JOIN limited ON limited.id = runs.experiment_id {_WITH}
+    ORDER BY runs.priority DESC, owners.used, runs.id LIMIT {_MOST_RUNS}
 """)
 # One attempt per run, the longest: a run that was lost or repaired many times must not dominate the history.
 _PAST = text(f"""
@@ -108,13 +111,19 @@ class Forecast:
             elif estimate := self.estimate(run, run.device, run.timings and Timings.stored(run.timings)):
                 self.ends[run.id] = max(estimate.seconds - run.ago, 0.0)
                 self.estimates[run.id] = estimate
+        self.used = {run.owner: run.used for run in pending}
+        """Device-seconds that the owners of pending runs have used lately."""
+        self.running = [RunningRun(run.owner, run.devices_needed, self.ends.get(run.id, math.inf)) for run in live]
         self.queue = [
             PendingRun(
                 run.id,
                 Needs.of(run.backend, run.devices_needed, run.requirements or {}),
                 max(run.wait, 0.0),
+                run.priority,
+                run.owner,
             )
             for run in pending
+            if run.has_room  # nobody knows when a quota has room for the others
         ]
         self.workers = [
             WorkerSlots(

@@ -138,6 +138,17 @@ def pending_reason(needs: Needs, fleet: Fleet) -> PendingReason | None:
     return None
 
 
+def quota_reason(needs: Needs, whose: str, most: int, room: int) -> PendingReason:
+    """Return the reason of a run that waits for a quota of `most` devices, of which `room` are not in use."""
+    plural = "device" if needs.devices == 1 else "devices"
+    message = f"The run needs {needs.devices} {plural}. The quota of {whose} is {most} at a time, "
+    if needs.devices > most:
+        message += "so it cannot start: create it with fewer devices, or ask an admin for a larger quota."
+    else:
+        message += f"and {most - room} are in use: it starts when other runs have ended."
+    return PendingReason(code="quota", message=message)
+
+
 def reserved_reason(needs: Needs, host: str) -> PendingReason:
     """Return the reason of a run that waits for devices which are reserved for it."""
     message = (

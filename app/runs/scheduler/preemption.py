@@ -12,16 +12,20 @@ from app.contracts.run_status import LIVE
 from app.runs.scheduler.fleet import read_fleet
 from app.runs.scheduler.placement import Fleet, Needs, WorkerOffer
 from app.runs.state import machine
+from app.runs.state.queue_order import HAS_ROOM, JOIN_ROOM, OWNER, OWNERS, WITH_ROOM
 from app.tables.base import sql_list
 
 _MOST_HEADS = 20
 # A run that waits for devices which others are giving up already is not looked at.
 _HEADS = text(f"""
-    SELECT id, priority, backend, devices_needed, requirements FROM runs
-    WHERE status = 'pending' AND greatest(created_at, not_before) < clock_timestamp() - make_interval(secs => :after)
+    {WITH_ROOM}
+    SELECT runs.id, runs.priority, runs.backend, runs.devices_needed, runs.requirements, owners.used
+    FROM runs {JOIN_ROOM}
+    WHERE runs.status = 'pending' AND {HAS_ROOM}
+        AND greatest(runs.created_at, runs.not_before) < clock_timestamp() - make_interval(secs => :after)
         AND NOT EXISTS (
             SELECT 1 FROM runs AS others WHERE others.status IN {sql_list(LIVE)} AND others.preempted_for = runs.id)
-    ORDER BY priority DESC, id LIMIT {_MOST_HEADS}
+    ORDER BY runs.priority DESC, owners.used, runs.id LIMIT {_MOST_HEADS}
 """)
 _TRAINING = text(f"""
     SELECT runs.id, runs.priority,
@@ -29,9 +33,11 @@ _TRAINING = text(f"""
     FROM runs JOIN run_attempts AS attempts ON attempts.run_id = runs.id AND attempts.attempt = runs.attempt
     WHERE runs.status IN {sql_list(LIVE)} AND runs.stop_requested_at IS NULL AND runs.preempted_for IS NULL
 """)
-_RESERVED = text("""
-    SELECT reservations.worker_id, reservations.run_id, runs.priority
-    FROM reservations JOIN runs ON runs.id = reservations.run_id WHERE runs.status = 'pending'
+_RESERVED = text(f"""
+    WITH owners AS ({OWNERS})
+    SELECT reservations.worker_id, reservations.run_id, runs.priority, owners.used
+    FROM reservations JOIN runs ON runs.id = reservations.run_id JOIN owners ON owners.owner = {OWNER}
+    WHERE runs.status = 'pending'
 """)
 _RELEASE = text("DELETE FROM reservations WHERE run_id = :run_id")
 _RESERVE = text("""
@@ -133,7 +139,7 @@ async def preempt(connection: AsyncConnection, settings: Settings) -> list[str]:
             worker
             for worker in fleet.workers
             if (kept := reserved.get(worker.worker_id)) is None
-            or (-head.priority, head.id) <= (-kept.priority, kept.run_id)
+            or (-head.priority, head.used, head.id) <= (-kept.priority, kept.used, kept.run_id)
         ]
         there = Fleet(open_to_it, fleet.gpu_backends)
         room = choose_room(needs, head.priority, there, training, settings.preempt_min_seconds)

@@ -25,6 +25,9 @@ class PendingRun:
     needs: Needs
     not_before: float
     """Seconds from now."""
+    priority: int = 0
+    owner: str = ""
+    """Who shares the devices with the owners of other runs."""
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """Simulates the queue to predict when each pending run starts. No database.
 
 Whenever a device of a worker becomes free, the worker claims runs as long as one fits its free devices: the first that
-fits, by priority and then age, on the smallest of them that it fits. Runs that need several devices reserve a worker,
-as in `reservations.py`.
+fits, on the smallest of them that it fits. The order is that of claims: by priority, then the devices that the owner
+has used lately, then age. Runs that need several devices reserve a worker, as in `reservations.py`.
 """
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from app.runs.scheduler.placement import Needs, WorkerOffer
@@ -30,6 +31,16 @@ class WorkerSlots:
         memory = [device.memory_mb for device in offer.devices]
         large = [at for at, room in enumerate(memory) if needs.memory_on(offer.kind) <= room]
         return tuple(sorted(large, key=lambda at: memory[at])) if len(large) >= needs.devices else ()
+
+
+@dataclass(frozen=True)
+class RunningRun:
+    """A run that trains."""
+
+    owner: str
+    devices: int
+    end: float
+    """Seconds from now; infinite if unknown."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +73,40 @@ def simulate_queue(
     seconds: Callable[[PendingRun, WorkerSlots], float],
     gpu_backends: frozenset[str] = frozenset(),
     reserved: Mapping[str, str] | None = None,
+    used: Mapping[str, float] | None = None,
+    running: Sequence[RunningRun] = (),
 ) -> dict[str, PredictedStart]:
     """Predict where and when each run of a queue starts, by id; `seconds` returns the duration of one on a worker.
 
     It may return infinity for unknown. `gpu_backends` are those of `Fleet`; `reserved` has the ids of the workers that
-    runs have reserved.
+    runs have reserved, `used` the device-seconds of owners, to which those of `running` runs are added.
     """
-    return _Simulation(workers, queue, seconds, gpu_backends, reserved or {}).run()
+    usage = _Usage(used or {}, running)
+    return _Simulation(workers, queue, seconds, gpu_backends, reserved or {}, usage).run()
+
+
+class _Usage:
+    """Device-seconds of owners at a time of the simulation. What is forgotten meanwhile does not matter."""
+
+    def __init__(self, used: Mapping[str, float], running: Sequence[RunningRun]) -> None:
+        self._used = defaultdict(float, used)
+        self._running = [(one.owner, one.devices, one.end) for one in running]
+        self._at = 0.0
+
+    def advance(self, now: float) -> None:
+        """Add what runs use until `now`."""
+        for owner, devices, end in self._running:
+            self._used[owner] += devices * max(min(now, end) - self._at, 0.0)
+        self._running = [one for one in self._running if one[2] > now]
+        self._at = now
+
+    def start(self, owner: str, devices: int, end: float) -> None:
+        """Add a run that starts now."""
+        self._running.append((owner, devices, end))
+
+    def place(self, run: PendingRun) -> tuple[int, float, str]:
+        """Return the place of a run in the queue; less is earlier."""
+        return -run.priority, self._used[run.owner], run.run_id
 
 
 class _Simulation:
@@ -79,55 +117,74 @@ class _Simulation:
         seconds: Callable[[PendingRun, WorkerSlots], float],
         gpu_backends: frozenset[str],
         reserved: Mapping[str, str],
+        usage: _Usage,
     ) -> None:
         self._workers = workers
+        self._usage = usage
         self._seconds = seconds
         self._fitting = fitting_devices(queue, workers, gpu_backends)
         self._found = {run.run_id: PredictedStart(None, math.inf, 0) for run in queue}
-        self._places = {run.run_id: place for place, run in enumerate(queue)}
-        self._waiting = {run.run_id: run for run in queue if self._fitting[run.run_id]}
+        waiting = [run for run in queue if self._fitting[run.run_id]]
+        self._waiting: dict[str, dict[str, PendingRun]] = defaultdict(dict)
+        """Runs by owner and id, in the order in which each owner's are claimed."""
+        for run in sorted(waiting, key=lambda one: (-one.priority, one.run_id)):
+            self._waiting[run.owner][run.run_id] = run
         self._claims = [0] * len(workers)
         self._free = [list(worker.free) for worker in workers]
         places = {worker.offer.worker_id: at for at, worker in enumerate(workers)}
         self._held = {run: places[worker] for run, worker in reserved.items() if worker in places}
-        self._wide = [run for run in self._waiting.values() if run.needs.devices > 1]
+        self._wide = [run for run in waiting if run.needs.devices > 1]
         # Times at which a device of a worker becomes free, or a run may be claimed again.
-        pauses = {run.not_before for run in self._waiting.values() if run.not_before > 0}
+        pauses = {run.not_before for run in waiting if run.not_before > 0}
         self._events = [
             (when, at) for at, worker in enumerate(workers) for when in {*worker.free, *pauses} if when < math.inf
         ]
         heapq.heapify(self._events)
 
     def run(self) -> dict[str, PredictedStart]:
-        while self._events and self._waiting:
+        while self._events and any(self._waiting.values()):
             now, at = heapq.heappop(self._events)
+            self._usage.advance(now)
             while any(when <= now for when in self._free[at]):
                 reservation = self._reservation(at, now)
-                ready = (
-                    (run, on)
-                    for run in self._waiting.values()
-                    if run.not_before <= now
-                    and len(on := self._idle(run, at, now)) >= run.needs.devices
-                    and (reservation is None or self._may_precede(run, reservation, now))
-                )
-                if (taken := next(ready, None)) is None:
+                found = [
+                    first
+                    for runs in self._waiting.values()
+                    if (first := self._first_ready(runs.values(), at, now, reservation)) is not None
+                ]
+                if not found:
                     break
-                self._start(*taken, at, now)
-        for run in list(self._waiting.values()):
+                run, on = min(found, key=lambda one: self._usage.place(one[0]))
+                self._start(run, on, at, now)
+        rest = [run for runs in self._waiting.values() for run in runs.values()]
+        for run in sorted(rest, key=self._usage.place):
             self._claim(run, next(iter(self._fitting[run.run_id])), math.inf)
         return self._found
+
+    def _first_ready(
+        self, runs: Iterable[PendingRun], at: int, now: float, reservation: Reservation | None
+    ) -> tuple[PendingRun, list[int]] | None:
+        """Return the first of these runs that a worker can claim now, and the free devices on which it fits."""
+        for run in runs:
+            on = self._idle(run, at, now) if run.not_before <= now else []
+            is_enough = len(on) >= run.needs.devices
+            if is_enough and (reservation is None or self._may_precede(run, reservation, now)):
+                return run, on
+        return None
 
     def _reservation(self, at: int, now: float) -> Reservation | None:
         """Return the reservation of a worker, and keep those of all for the next time."""
         if not self._wide:
             return None
-        made = choose_reservations(self._wide, self._fitting, self._free, now, self._held)
+        made = choose_reservations(
+            sorted(self._wide, key=self._usage.place), self._fitting, self._free, now, self._held
+        )
         self._held = {one.run.run_id: one.worker for one in made}
         return next((one for one in made if one.worker == at), None)
 
     def _may_precede(self, run: PendingRun, reservation: Reservation, now: float) -> bool:
         wide = reservation.run
-        if self._places[run.run_id] <= self._places[wide.run_id]:
+        if self._usage.place(run) <= self._usage.place(wide):
             return True
         if run.needs.devices <= reservation.spare:
             return True
@@ -139,6 +196,7 @@ class _Simulation:
     def _start(self, run: PendingRun, on: Sequence[int], at: int, now: float) -> None:
         self._claim(run, at, now)
         until = now + self._seconds(run, self._workers[at])
+        self._usage.start(run.owner, run.needs.devices, until)
         for device in on[: run.needs.devices]:
             self._free[at][device] = until
         if until < math.inf:
@@ -150,7 +208,7 @@ class _Simulation:
                 heapq.heappush(self._events, (now, other))
 
     def _claim(self, run: PendingRun, at: int, start: float) -> None:
-        del self._waiting[run.run_id]
+        del self._waiting[run.owner][run.run_id]
         before = sum(self._claims[other] for other in self._fitting[run.run_id])
         self._found[run.run_id] = PredictedStart(self._workers[at], start, before)
         self._claims[at] += 1

@@ -23,6 +23,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import ARRAY, JSONB
 
 from app.infra.db import seconds
+from app.runs.state.queue_order import used_by_owner_of
 from app.tables.runs import Run
 from app.tables.scheduling import RESERVATION_SECONDS, Reservation
 from app.tables.workers import Device, Worker
@@ -83,7 +84,7 @@ def _reserved() -> CTE:
     """Return the reservations that count: those of runs that still wait, renewed lately."""
     wide = _runs.alias("wide")
     return (
-        select(reservations, wide.c.priority)
+        select(reservations, wide.c.priority, used_by_owner_of(wide).label("used"))
         .join(wide, wide.c.id == reservations.c.run_id)
         .where(
             wide.c.status == "pending",
@@ -93,21 +94,27 @@ def _reserved() -> CTE:
     )
 
 
-def respects_reservation(worker_id: str) -> ColumnElement[bool]:
+def respects_reservation(worker_id: str, owners: CTE) -> ColumnElement[bool]:
     """Return the condition that a run may start on a worker although it is reserved for another run.
 
-    It precedes that run in the queue, or leaves it enough devices, or is predicted to end before it can start.
+    It precedes that run in the queue, or leaves it enough devices, or is predicted to end before it can start. The
+    enclosing query joins `owners` (`waiting_owners`).
     """
     reserved = _reserved()
-    precedes = tuple_(-_runs.c.priority, _runs.c.id) < tuple_(-reserved.c.priority, reserved.c.run_id)
+    place = tuple_(-_runs.c.priority, owners.c.used, _runs.c.id)
+    precedes = place < tuple_(-reserved.c.priority, reserved.c.used, reserved.c.run_id)
     duration = cast(func.jsonb_extract_path_text(reserved.c.durations, _runs.c.id), Double)
     ends_in_time = func.clock_timestamp() + duration * text("interval '1 s'") <= reserved.c.starts_at
-    hindered = select(literal(1)).where(
-        reserved.c.worker_id == worker_id,
-        reserved.c.run_id != _runs.c.id,
-        ~precedes,
-        _runs.c.devices_needed > reserved.c.spare,
-        ~func.coalesce(ends_in_time, False),
+    hindered = (
+        select(literal(1))
+        .where(
+            reserved.c.worker_id == worker_id,
+            reserved.c.run_id != _runs.c.id,
+            ~precedes,
+            _runs.c.devices_needed > reserved.c.spare,
+            ~func.coalesce(ends_in_time, False),
+        )
+        .correlate(_runs, owners)
     )
     is_reserved = exists(select(literal(1)).select_from(reserved).where(reserved.c.worker_id == worker_id))
     return case((is_reserved, ~exists(hindered)), else_=true())

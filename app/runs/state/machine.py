@@ -20,12 +20,14 @@ from sqlalchemy import (
     Select,
     and_,
     case,
+    exists,
     func,
     literal,
     null,
     or_,
     select,
     text,
+    true,
     update,
 )
 from sqlalchemy.dialects.postgresql import JSONB, aggregate_order_by, insert
@@ -45,6 +47,7 @@ from app.runs.state.fitting import (
     reservations,
     respects_reservation,
 )
+from app.runs.state.queue_order import has_room, is_owned_by, waiting_owners
 from app.runs.state.transitions import (
     EVENT_COLUMNS,
     actions,
@@ -57,10 +60,15 @@ from app.runs.state.transitions import (
     runs,
     statement,
 )
+from app.tables.api_keys import ApiKey
+from app.tables.experiments import Experiment
 from app.tables.workers import Worker
 
 WORKER_LOST = "worker lost"
 """Start of the reason, and of the error message, if the worker of an attempt was lost."""
+_CANDIDATES = 16
+"""Runs that a claim considers, of which it takes the first that no other claim is just taking."""
+_QUOTA_LOCK = 0x71756F74  # "quot"
 _LEAST_PAUSE = 1.0
 _MOST_DOUBLINGS = 6
 
@@ -81,12 +89,21 @@ def create(values: dict[str, Any], reason: str = "created") -> Executable:
     return select(made).add_cte(logged)
 
 
+def lock_quotas() -> Executable:
+    """Let claims that quotas limit take turns: each must see the devices that those before it have taken."""
+    is_limited = or_(
+        exists(select(literal(1)).where(ApiKey.max_devices.is_not(None))),
+        exists(select(literal(1)).where(Experiment.max_devices.is_not(None))),
+    )
+    return select(func.pg_advisory_xact_lock(_QUOTA_LOCK)).where(is_limited)
+
+
 def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, labels: list[str]) -> Executable:
     """Claim the best pending run that fits the free devices of this worker, and the smallest of those that it fits.
 
     `kind` is that of the worker's devices. The row adds `device_indexes`, and `extra_eval_datasets` (ids by name; None
-    without any). The run of a hint does not matter: priority does, then age, and a reservation of the worker for a run
-    that needs several devices.
+    without any). The run of a hint does not matter: the order is that of `queue_order.py`, as far as quotas and a
+    reservation of the worker allow. Execute `lock_quotas` first, in the same transaction.
     """
     # No SKIP LOCKED: a second thread of this worker waits and then sees the remaining devices, instead of none.
     free = (
@@ -106,22 +123,41 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
         .where(has_memory(runs.c.requirements, free.c.kind, free.c.memory_mb))
         .scalar_subquery()
     )
-    picked = (
-        select(runs.c.id, runs.c.status.label("from_status"))
+    owners = waiting_owners()
+    # More than one of each, in case that others are just claiming the first ones.
+    at_most = select(1 + _CANDIDATES / func.greatest(func.count(), 1)).select_from(owners).scalar_subquery()
+    best = (
+        select(runs.c.id, runs.c.priority)
         .where(
+            is_owned_by(owners.c.owner),
             runs.c.status == "pending",
             runs.c.stop_requested_at.is_(None),
             runs.c.not_before <= func.clock_timestamp(),
             runs.c.backend.in_(backends),
             runs.c.devices_needed <= room,
+            has_room(owners),
             allows_kind(literal(kind)),
             allows_labels(label_array(labels)),
             allows_gguf(select(Worker.gguf).where(Worker.id == worker_id).scalar_subquery()),
-            respects_reservation(worker_id),
+            respects_reservation(worker_id, owners),
         )
         .order_by(runs.c.priority.desc(), runs.c.id)
+        .limit(at_most)
+        .lateral("best")
+    )
+    candidate = runs.alias("candidate")
+    picked = (
+        select(candidate.c.id, candidate.c.status.label("from_status"))
+        .select_from(owners.join(best, true()).join(candidate, candidate.c.id == best.c.id))
+        .where(
+            # A full owner is not searched for a run that fits.
+            func.coalesce(owners.c.room, 1) > 0,
+            candidate.c.status == "pending",
+            candidate.c.stop_requested_at.is_(None),
+        )
+        .order_by(best.c.priority.desc(), owners.c.used, candidate.c.id)
         .limit(1)
-        .with_for_update(of=runs, skip_locked=True)
+        .with_for_update(of=candidate, skip_locked=True)
         .cte("picked")
     )
     moved, parts = move(
@@ -360,6 +396,7 @@ def mark_notified(limit: int) -> Executable:
     A run that fits a free device is due after a second: its hint has reached a worker that it does not fit.
     """
     silence = func.clock_timestamp() - runs.c.notified_at
+    waits_for_quota = func.coalesce(runs.c.pending_reason["code"].astext == "quota", False)
     due = (
         select(runs.c.id)
         .where(
@@ -368,7 +405,7 @@ def mark_notified(limit: int) -> Executable:
             or_(
                 runs.c.notified_at.is_(None),
                 silence > text("interval '30 s'"),
-                and_(silence > text("interval '1 s'"), has_free_device()),
+                and_(silence > text("interval '1 s'"), ~waits_for_quota, has_free_device()),
             ),
         )
         .order_by(runs.c.priority.desc(), runs.c.id)

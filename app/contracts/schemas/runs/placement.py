@@ -66,11 +66,13 @@ class PendingReason(BaseModel):
         "no_device_fits",
         "devices_paused",
         "reserved",
+        "quota",
         "queued",
     ] = Field(
         description="`no_worker`: no worker of its backend is online; `no_device_of_kind`, `no_worker_with_labels`, "
         "`no_gguf_converter`, `no_device_fits`: none meets its requirements; `devices_paused`: those that do are "
         "paused after an error, or while other programs use their memory; `reserved`: a worker keeps the devices that "
-        "it needs until enough of them are free. `queued` (events only): a worker can take it again."
+        "it needs until enough of them are free; `quota`: its key or experiment uses as many devices as it may. "
+        "`queued` (events only): a worker can take it again."
     )
     message: str = Field(description="The reason in a sentence, with what to do.")

@@ -7,11 +7,16 @@ import pytest
 
 from app.runs.scheduler.placement import DeviceOffer, Needs, WorkerOffer
 from app.runs.scheduler.reservations import PendingRun
-from app.runs.scheduler.simulation import WorkerSlots, simulate_queue
+from app.runs.scheduler.simulation import RunningRun, WorkerSlots, simulate_queue
 
 
 def waiting(run_id: str = "a", not_before: float = 0.0, **needs: object) -> PendingRun:
     return PendingRun(run_id, replace(Needs("celery"), **needs), not_before)  # type: ignore[arg-type]
+
+
+def ordered(queue: list[PendingRun]) -> list[PendingRun]:
+    """Give runs priorities by which they are claimed in this order."""
+    return [replace(run, priority=-place) for place, run in enumerate(queue)]
 
 
 def slots(*free: float, memory_mb: int | tuple[int, ...] = 80_000, **change: object) -> WorkerSlots:
@@ -24,7 +29,7 @@ def slots(*free: float, memory_mb: int | tuple[int, ...] = 80_000, **change: obj
 
 def starts(workers: list[WorkerSlots], queue: list[PendingRun], **seconds: float) -> dict[str, float]:
     """Return the start of each run; those without a given duration take 10 s."""
-    found = simulate_queue(workers, queue, lambda one, _: seconds.get(one.run_id, 10.0))
+    found = simulate_queue(workers, ordered(queue), lambda one, _: seconds.get(one.run_id, 10.0))
     assert found.keys() == {one.run_id for one in queue}
     return {id: one.start for id, one in found.items()}
 
@@ -52,7 +57,9 @@ def test_a_run_that_needs_several_devices_is_preceded_only_by_later_ones_that_en
 def test_a_worker_that_is_reserved_already_is_kept() -> None:
     workers = [slots(50.0, 50.0, worker_id="v"), slots(30.0, 48.0)]
     found = {
-        held: simulate_queue(workers, [waiting("wide", devices=2), waiting("small")], lambda *_: 60.0, reserved=by)
+        held: simulate_queue(
+            workers, ordered([waiting("wide", devices=2), waiting("small")]), lambda *_: 60.0, reserved=by
+        )
         for held, by in (("none", {}), ("v", {"wide": "v"}))
     }
     assert {held: one["small"].start for held, one in found.items()} == {"none": 50.0, "v": 30.0}
@@ -89,7 +96,7 @@ def test_before_a_run_are_those_that_start_first_where_it_could_itself() -> None
         waiting("never", memory_mb=90_000), waiting("wide", kind="cuda", devices=2), waiting("a", kind="cuda"),
         waiting("b", kind="cuda"), waiting("cpu", kind="cpu"), waiting("c", kind="cuda"), waiting("any"),
     ]  # fmt: skip
-    found = simulate_queue(workers, queue, lambda *_: 20.0)
+    found = simulate_queue(workers, ordered(queue), lambda *_: 20.0)
     assert {id: one.before for id, one in found.items()} == {
         "never": 0, "wide": 0, "cpu": 0, "a": 1, "b": 2, "c": 3, "any": 2,
     }  # fmt: skip
@@ -102,3 +109,22 @@ def test_a_pause_is_waited_out_by_who_has_it_alone_and_what_no_one_knows_is_not_
     found = simulate_queue([slots(math.inf)], [waiting()], lambda *_: 1.0)["a"]
     assert found.worker is not None and math.isinf(found.start)
     assert starts([slots(0.0)], [waiting("a"), waiting("b")], a=math.inf) == {"a": 0.0, "b": math.inf}
+
+
+class TestOwners:
+    def test_share_devices_by_what_they_have_used(self) -> None:
+        queue = [replace(waiting(name), owner=name[0]) for name in ("a1", "a2", "a3", "b1", "b2")]
+        found = simulate_queue([slots(0.0)], queue, lambda *_: 10.0, used={"a": 5.0, "b": 0.0})
+        assert [found[name].start for name in ("b1", "a1", "b2", "a2", "a3")] == [0.0, 10.0, 20.0, 30.0, 40.0]
+
+    def test_what_runs_now_counts_until_it_ends(self) -> None:
+        queue = [replace(waiting(name), owner=name[0]) for name in ("a1", "b1")]
+        running = [RunningRun("a", 2, 10.0), RunningRun("b", 1, 30.0)]
+        for start, first in ((15.0, "b1"), (25.0, "a1")):
+            found = simulate_queue([slots(start)], queue, lambda *_: 10.0, running=running)
+            assert found[first].start == start, "until then, the first has used 20 and the second as long as it ran"
+
+    def test_a_higher_priority_comes_before_any_share(self) -> None:
+        queue = [replace(waiting("a1"), owner="a", priority=1), replace(waiting("b1"), owner="b")]
+        found = simulate_queue([slots(0.0)], queue, lambda *_: 10.0, used={"a": 1e9})
+        assert found["a1"].start == 0.0

@@ -1,0 +1,160 @@
+"""Who comes first among runs of equal priority, and how many devices a key or an experiment may use."""
+
+import threading
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, insert, text
+
+from app.config import Settings
+from app.infra.broker import Broker
+from app.infra.db import async_engine
+from app.infra.ids import new_id
+from app.runs.scheduler.dispatcher import Dispatcher
+from app.runs.state import machine
+from app.tables.api_keys import ApiKey
+from app.tables.scheduling import DeviceUsage
+from tests.rows import add_run, add_worker, claim, run_row
+
+
+def use(engine: Engine, **seconds: float) -> None:
+    """Store the device-seconds of owners, as of now."""
+    with engine.begin() as connection:
+        for owner, used in seconds.items():
+            row = {"owner": owner, "device_seconds": used, "updated_at": text("now()")}
+            connection.execute(insert(DeviceUsage).values(**row))
+
+
+def used(engine: Engine) -> dict[str, float]:
+    with engine.connect() as connection:
+        return dict(connection.execute(text("SELECT owner, device_seconds FROM device_usage")).tuples().all())
+
+
+def end(engine: Engine, run_id: str) -> None:
+    with engine.begin() as connection:
+        connection.execute(machine.complete(run_id, 1, None, "done")).one()
+
+
+class TestShares:
+    def test_the_owner_that_has_used_less_comes_first_whoever_came_earlier(self, engine: Engine) -> None:
+        much, little = add_run(engine, created_by="much"), add_run(engine, created_by="little")
+        service = add_run(engine)
+        use(engine, much=100.0, little=50.0)
+        worker = add_worker(engine, devices=3)
+        assert [claim(engine, worker).id for _ in range(3)] == [service.id, little.id, much.id]
+
+    def test_a_higher_priority_comes_before_any_share(self, engine: Engine) -> None:
+        add_run(engine, created_by="little")
+        urgent = add_run(engine, created_by="much", priority=1)
+        use(engine, much=1e9)
+        assert claim(engine, add_worker(engine)).id == urgent.id
+
+    def test_half_of_what_was_used_is_forgotten_in_a_week(self, engine: Engine) -> None:
+        past, recent = add_run(engine, created_by="past"), add_run(engine, created_by="recent")
+        use(engine, past=100.0, recent=60.0)
+        with engine.begin() as connection:
+            connection.execute(
+                text("UPDATE device_usage SET updated_at = now() - interval '7 days' WHERE owner = 'past'")
+            )
+        worker = add_worker(engine, devices=2)
+        assert [claim(engine, worker).id for _ in range(2)] == [past.id, recent.id]
+
+    async def test_devices_are_accounted_for_while_they_are_held(self, settings: Settings, engine: Engine) -> None:
+        worker = add_worker(engine, devices=3)
+        add_run(engine, created_by="wide", devices_needed=2), add_run(engine, created_by="small")
+        claim(engine, worker), claim(engine, worker)
+
+        async def account(ago: str) -> dict[str, float]:
+            with engine.begin() as connection:
+                connection.execute(text(f"UPDATE device_usage SET updated_at = now() - interval '{ago}'"))
+            own = async_engine(settings.database_url or "", pool_size=1)
+            await Dispatcher(own, Broker(settings), settings).round()
+            await own.dispose()
+            return used(engine)
+
+        first = await account("0 s")
+        assert set(first) == {"wide", "small"}
+        second = await account("10 s")
+        assert second["wide"] == pytest.approx(2 * second["small"])
+        assert second["small"] - first["small"] == pytest.approx(10, abs=1)
+        third = await account("2 hours")
+        assert third["small"] - second["small"] == pytest.approx(20, abs=1), "no one knows who used them meanwhile"
+
+
+def add_key(engine: Engine, max_devices: int) -> str:
+    key = new_id("key")
+    row = {"id": key, "name": "laptop", "prefix": "x", "digest": key.ljust(64, "0")[:64], "scopes": ["write"]}
+    with engine.begin() as connection:
+        connection.execute(insert(ApiKey).values(**row, max_devices=max_devices))
+    return key
+
+
+def limit(engine: Engine, experiment_id: str, max_devices: int) -> None:
+    with engine.begin() as connection:
+        query = "UPDATE experiments SET max_devices = :most WHERE id = :id"
+        connection.execute(text(query), {"most": max_devices, "id": experiment_id})
+
+
+class TestQuotas:
+    def test_of_a_key_let_its_runs_wait_and_others_pass(self, engine: Engine) -> None:
+        key, worker = add_key(engine, 3), add_worker(engine, devices=8)
+        mine = [add_run(engine, created_by=key, devices_needed=needed) for needed in (2, 2, 1, 1)]
+        other = add_run(engine)
+        claimed = [claim(engine, worker) for _ in range(4)]
+        assert {one.id for one in claimed if one} == {mine[0].id, mine[2].id, other.id}
+        assert claimed[3] is None
+        end(engine, mine[0].id)
+        assert claim(engine, worker).id == mine[1].id
+
+    def test_of_an_experiment_count_its_runs_of_every_key(self, engine: Engine) -> None:
+        worker = add_worker(engine, devices=8)
+        first = add_run(engine, created_by="a")
+        limit(engine, first.experiment_id, 1)
+        second = add_run(engine, created_by="b", experiment_id=first.experiment_id)
+        assert [claim(engine, worker).id, claim(engine, worker)] == [first.id, None]
+        end(engine, first.id)
+        assert claim(engine, worker).id == second.id
+
+    def test_of_none_keep_a_key_from_starting_anything(self, engine: Engine) -> None:
+        add_run(engine, created_by=add_key(engine, 0))
+        assert claim(engine, add_worker(engine)) is None
+
+    def test_hold_while_many_workers_claim_at_once(self, engine: Engine) -> None:
+        key = add_key(engine, 5)
+        first = add_run(engine, created_by=key)
+        limit(engine, first.experiment_id, 3)
+        for _ in range(11):
+            add_run(engine, created_by=key, experiment_id=first.experiment_id)
+            add_run(engine, created_by=key)
+        workers = [add_worker(engine, devices=8) for _ in range(6)]
+        threads = [threading.Thread(target=lambda one=one: [claim(engine, one) for _ in range(4)]) for one in workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        with engine.connect() as connection:
+            held = "SELECT count(*) FROM devices JOIN runs ON runs.id = devices.run_id"
+            assert connection.scalar(text(held)) == 5
+            of_experiment = text(f"{held} WHERE runs.experiment_id = :id")
+            assert connection.scalar(of_experiment, {"id": first.experiment_id}) == 3
+
+    @pytest.mark.parametrize(
+        ("needed", "sentence"),
+        [(1, "is 1 at a time, and 1 are in use: it starts"), (2, "is 1 at a time, so it cannot start")],
+    )
+    async def test_a_run_that_waits_for_one_says_so(
+        self, settings: Settings, engine: Engine, needed: int, sentence: str
+    ) -> None:
+        key, worker = add_key(engine, 1), add_worker(engine, devices=3)
+        add_run(engine, created_by=key)
+        claim(engine, worker)
+        waits = add_run(engine, created_by=key, devices_needed=needed)
+        with engine.begin() as connection:
+            connection.execute(text("UPDATE runs SET not_before = now() - interval '6 s'"))
+        own = async_engine(settings.database_url or "", pool_size=1)
+        await Dispatcher(own, Broker(settings), settings, ["fake"]).round()
+        await own.dispose()
+        reason: Any = run_row(engine, waits.id).pending_reason
+        assert reason["code"] == "quota" and f"quota of its API key {sentence}" in reason["message"]
+        with engine.connect() as connection:
+            assert connection.scalar(text("SELECT count(*) FROM reservations")) == 0, "it keeps no devices idle"
