@@ -21,8 +21,9 @@ BENCHMARKS = {
     "C10": "benchmarks.c10_step",
     "C11": "benchmarks.c11_checkpoint",
     "C12": "benchmarks.c12_dashboard",
+    "C13": "benchmarks.c13_queue",
 }
-SCALED = {"C1", "C3", "C4", "C6", "C9", "C12"}
+SCALED = {"C1", "C3", "C4", "C6", "C9", "C12", "C13"}
 """Benchmarks that have a small size."""
 
 

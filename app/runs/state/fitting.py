@@ -23,7 +23,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import ARRAY, JSONB
 
 from app.infra.db import seconds
-from app.runs.state.queue_order import used_by_owner_of
+from app.runs.state.queue_order import PENDING, used_by_owner_of
 from app.tables.runs import Run
 from app.tables.scheduling import RESERVATION_SECONDS, Reservation
 from app.tables.workers import Device, Worker
@@ -52,8 +52,6 @@ def allows_kind(kind: ColumnElement[Any]) -> ColumnElement[bool]:
     )
     prefers_gpu = _runs.c.requirements["prefers_gpu"].astext.is_not_distinct_from("true")
     free_choice = or_(kind == "cuda", ~and_(prefers_gpu, has_gpu))
-    # A CASE, here and below: Postgres takes it to be true for half of the runs, and so reads the queue in its order
-    # until one fits. It would take the bare conditions to be true for none, and read and sort the whole queue.
     return case((wanted.is_not(None), wanted == kind), else_=free_choice)
 
 
@@ -87,7 +85,7 @@ def _reserved() -> CTE:
         select(reservations, wide.c.priority, used_by_owner_of(wide).label("used"))
         .join(wide, wide.c.id == reservations.c.run_id)
         .where(
-            wide.c.status == "pending",
+            wide.c.status == PENDING,
             reservations.c.made_at > func.clock_timestamp() - seconds(RESERVATION_SECONDS),
         )
         .cte("reserved")

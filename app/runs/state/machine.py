@@ -21,6 +21,7 @@ from sqlalchemy import (
     and_,
     case,
     exists,
+    false,
     func,
     literal,
     null,
@@ -47,7 +48,7 @@ from app.runs.state.fitting import (
     reservations,
     respects_reservation,
 )
-from app.runs.state.queue_order import has_room, is_owned_by, waiting_owners
+from app.runs.state.queue_order import PENDING, has_room, is_owned_by, waiting_owners
 from app.runs.state.transitions import (
     EVENT_COLUMNS,
     actions,
@@ -126,36 +127,40 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
     owners = waiting_owners()
     # More than one of each, in case that others are just claiming the first ones.
     at_most = select(1 + _CANDIDATES / func.greatest(func.count(), 1)).select_from(owners).scalar_subquery()
+    fits = and_(
+        runs.c.stop_requested_at.is_(None),
+        runs.c.not_before <= func.clock_timestamp(),
+        runs.c.backend.in_(backends),
+        runs.c.devices_needed <= room,
+        has_room(owners),
+        allows_kind(literal(kind)),
+        allows_labels(label_array(labels)),
+        allows_gguf(select(Worker.gguf).where(Worker.id == worker_id).scalar_subquery()),
+        respects_reservation(worker_id, owners),
+    )
     best = (
         select(runs.c.id, runs.c.priority)
-        .where(
-            is_owned_by(owners.c.owner),
-            runs.c.status == "pending",
-            runs.c.stop_requested_at.is_(None),
-            runs.c.not_before <= func.clock_timestamp(),
-            runs.c.backend.in_(backends),
-            runs.c.devices_needed <= room,
-            has_room(owners),
-            allows_kind(literal(kind)),
-            allows_labels(label_array(labels)),
-            allows_gguf(select(Worker.gguf).where(Worker.id == worker_id).scalar_subquery()),
-            respects_reservation(worker_id, owners),
-        )
+        # A CASE: Postgres takes it to be true for half of the runs, and so reads those of an owner in their order until
+        # enough fit. It would take the bare conditions to be true for none, and read and sort all runs of the owner.
+        .where(is_owned_by(owners.c.owner), runs.c.status == PENDING, case((fits, true()), else_=false()))
         .order_by(runs.c.priority.desc(), runs.c.id)
         .limit(at_most)
         .lateral("best")
     )
+    first = (
+        select(best.c.id, best.c.priority, owners.c.used)
+        .select_from(owners.join(best, true()))
+        .where(func.coalesce(owners.c.room, 1) > 0)  # an owner without room is not searched for a run that fits
+        .order_by(best.c.priority.desc(), owners.c.used, best.c.id)
+        .limit(2 * _CANDIDATES)
+        .subquery("first")
+    )
     candidate = runs.alias("candidate")
     picked = (
         select(candidate.c.id, candidate.c.status.label("from_status"))
-        .select_from(owners.join(best, true()).join(candidate, candidate.c.id == best.c.id))
-        .where(
-            # A full owner is not searched for a run that fits.
-            func.coalesce(owners.c.room, 1) > 0,
-            candidate.c.status == "pending",
-            candidate.c.stop_requested_at.is_(None),
-        )
-        .order_by(best.c.priority.desc(), owners.c.used, candidate.c.id)
+        .join(first, candidate.c.id == first.c.id)
+        .where(candidate.c.status == PENDING, candidate.c.stop_requested_at.is_(None))
+        .order_by(first.c.priority.desc(), first.c.used, first.c.id)
         .limit(1)
         .with_for_update(of=candidate, skip_locked=True)
         .cte("picked")

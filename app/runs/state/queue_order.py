@@ -24,6 +24,8 @@ from app.tables.runs import Run
 
 HALF_LIFE_SECONDS = 7 * 86_400
 """Seconds after which the usage of devices counts half."""
+PENDING = literal_column("'pending'", Text)
+"""The status, in the statement itself: with a parameter, a plan for every value would not use the partial indexes."""
 OWNER = "coalesce(runs.created_by, '')"
 """SQL expression: the owner of a run, as in the index of pending runs."""
 _DECAYED = (
