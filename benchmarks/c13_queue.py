@@ -41,7 +41,7 @@ from tests.rows import add_run, add_worker
 SEEDS, LOADS = 10, (0.85, 1.05)
 WORKERS, DEVICES = 3, 4
 MEAN_SECONDS, SPREAD, ERROR = 100.0, 0.8, 0.3
-WIDE, WIDE_SECONDS, SECONDS = 6, 200.0, 3600.0
+WIDE, WIDE_SECONDS, SECONDS = 6, 200.0, 7200.0
 GOAL_WAIT, GOAL_BUSY, GOAL_CLAIM_MS = 0.2, 0.02, 5.0
 CLAIMANTS, CLAIMED = 8, 1500
 ROWS, WAITING, KEYS, FLEET = 1_000_000, 100_000, 200, 64
@@ -129,7 +129,8 @@ async def _simulate(
 ) -> Waits:
     """Let runs arrive, start and end until none is left."""
     draw = random.Random(seed)
-    arrivals = [(SECONDS * (place + 0.5) / WIDE, DEVICES, WIDE_SECONDS) for place in range(WIDE)]
+    # In the first half, so that those without reservations wait behind a queue and not for its end.
+    arrivals = [(SECONDS / 2 * (place + 0.5) / WIDE, DEVICES, WIDE_SECONDS) for place in range(WIDE)]
     rate = (load * WORKERS * DEVICES - WIDE * DEVICES * WIDE_SECONDS / SECONDS) / MEAN_SECONDS
     at = 0.0
     while (at := at + draw.expovariate(rate)) < SECONDS:
