@@ -148,3 +148,20 @@ def test_what_one_device_trains_is_refused_at_once(stack: TrainingStack) -> None
         errors = stack.client.post("/v1/runs", json={**body, **more}).json()["errors"]
         found = [error for error in errors if error["field"] == "resources.devices"]
         assert [error["code"] for error in found] == [code] and says in found[0]["message"], errors
+
+
+def test_a_frozen_process_is_found_and_named(tmp_path: Path) -> None:
+    stack = TrainingStack(tmp_path, hang_seconds=6)
+    try:
+        stack.add_worker(slots=2)
+        run_id = start(stack, max_steps=40)
+        stack.until_step(run_id, 12, timeout=120)
+        before = processes(stack)
+        os.kill(before[1], signal.SIGSTOP)
+        shown = stack.until(run_id, "completed", "failed", timeout=120)
+        assert (shown["status"], shown["attempt"]) == ("completed", 2), shown["error_message"]
+        reasons = [str(event.get("reason")) for event in stack.events(run_id) if event["type"] == "status"]
+        assert any("hung" in reason and "the process of rank 1 was suspended" in reason for reason in reasons), reasons
+        assert not any(Path(f"/proc/{pid}").exists() for pid in before)
+    finally:
+        stack.close()

@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from app.contracts.attempt.failure_report import KillReason
 from app.contracts.attempt.messages import ControlMessage
@@ -73,11 +74,13 @@ class Monitor:
                 raise LeaseFenced(self._lease.run_id)
             self._writer.check()
             killed_for = self._reason_to_kill()
+        suspended = self._processes.suspended() if killed_for == "hang" else ()
         self._processes.kill()  # also what they left behind in their sessions
         for rank, pieces in self._processes.drain():
             self._record_handler.take(pieces, rank)
         self._record_handler.flush_output()
-        return ended or self._processes.poll() or Exit(signal=signal.SIGKILL), killed_for
+        end = ended or self._processes.poll() or Exit(signal=signal.SIGKILL)
+        return replace(end, suspended=suspended), killed_for
 
     def _take(self) -> None:
         if self._writer.is_full or self._record_handler.is_over_budget:

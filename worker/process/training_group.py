@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from app.contracts.attempt.messages import ControlMessage
-from app.infra.process.identity import ProcessIdentity
+from app.infra.process.identity import ProcessIdentity, process_stat
 from worker.process.channel import Source
 from worker.process.process_group import StillAliveError
 from worker.process.training_process import Exit, TrainingProcess
@@ -86,6 +86,11 @@ class TrainingGroup:
         for rank, process in enumerate(self._processes):
             if pieces := process.channel.drain():
                 yield rank, pieces
+
+    def suspended(self) -> tuple[int, ...]:
+        """Return the ranks whose process is suspended; the others wait for it in silence."""
+        states = (process_stat(process.identity.pid) for process in self._processes)
+        return tuple(rank for rank, stat in enumerate(states) if stat is not None and stat.state in ("T", "t"))
 
     def kill(self) -> None:
         """Kill every process of every session with SIGKILL, and wait until all are gone.
