@@ -63,9 +63,9 @@ MUTANTS = (
         changes=(
             Change(
                 _LIFECYCLE,
-                "            runs.c.stop_requested_at.is_(None),\n            runs.c.not_before",
-                "            runs.c.stop_requested_at.is_(None),\n            runs.c.notified_at.is_not(None),\n"
-                "            runs.c.not_before",
+                "        runs.c.stop_requested_at.is_(None),\n        runs.c.not_before",
+                "        runs.c.stop_requested_at.is_(None),\n        runs.c.notified_at.is_not(None),\n"
+                "        runs.c.not_before",
             ),
         ),
         test=f"{_STATES}::TestClaim::test_needs_no_hint",
@@ -87,8 +87,43 @@ MUTANTS = (
         name="claim-without-row-lock",
         promises=(3,),
         about="A claim does not lock the row it selects, so two workers get the same run.",
-        changes=(Change(_LIFECYCLE, "        .with_for_update(of=runs, skip_locked=True)\n", ""),),
+        changes=(Change(_LIFECYCLE, "        .with_for_update(of=candidate, skip_locked=True)\n", ""),),
         test=f"{_STATES}::TestClaim::test_a_run_that_another_is_just_claiming_is_skipped",
+    ),
+    Mutant(
+        name="claim-ignores-reservations",
+        promises=(2,),
+        about="A run on one device takes what a run on several devices waits for.",
+        changes=(Change(_LIFECYCLE, "        respects_reservation(worker_id, owners),\n", ""),),
+        test="tests/app/runs/scheduler/test_reservations.py::TestOfTheQueue"
+        "::test_a_later_run_does_not_take_the_device_that_a_wide_one_waits_for",
+    ),
+    Mutant(
+        name="reservation-for-ever",
+        promises=(2,),
+        about="A reservation that no API process renews keeps devices idle.",
+        changes=(
+            Change(
+                "app/runs/state/fitting.py",
+                "            reservations.c.made_at > func.clock_timestamp() - seconds(RESERVATION_SECONDS),\n",
+                "",
+            ),
+        ),
+        test="tests/app/runs/scheduler/test_reservations.py::TestOfTheQueue"
+        "::test_a_reservation_that_nobody_renews_binds_no_one",
+    ),
+    Mutant(
+        name="preempted-counts-as-lost",
+        promises=(10,),
+        about="A preempted run does not return to the queue: its stop counts as one from outside.",
+        changes=(
+            Change(
+                "worker/attempts/outcome.py",
+                "    is_asked = lease.stop or lease.preempted_for\n",
+                "    is_asked = lease.stop\n",
+            ),
+        ),
+        test="tests/e2e/test_preemption.py::test_a_preempted_run_continues_exactly_after_the_one_above_it",
     ),
     Mutant(
         name="finish-without-epoch",
