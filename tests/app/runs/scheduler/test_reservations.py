@@ -147,7 +147,8 @@ class TestOfTheQueue:
         assert claim(engine, worker) is None
         with engine.begin() as connection:
             connection.execute(text("UPDATE reservations SET made_at = now() - interval '31 s'"))
-        assert claim(engine, worker).id == small.id
+        taken = claim(engine, worker)
+        assert taken is not None and taken.id == small.id
 
     async def test_a_free_device_that_is_kept_brings_no_hints(self, settings: Settings, engine: Engine) -> None:
         worker = add_worker(engine, devices=2)
