@@ -6,7 +6,7 @@ from app.api.authorization import AdminOnly, CurrentCaller
 from app.api.dependencies import Session
 from app.api.pagination import PageQuery
 from app.api_keys import service
-from app.contracts.schemas.api_keys import KeyCreate, KeyCreated, KeyView
+from app.contracts.schemas.api_keys import KeyCreate, KeyCreated, KeyEdit, KeyView
 from app.contracts.schemas.page import Page
 
 router = APIRouter(prefix="/keys", tags=["keys"], dependencies=[AdminOnly])
@@ -32,6 +32,12 @@ async def list_keys(session: Session, paging: PageQuery) -> Page[KeyView]:
 async def get_key(key_id: str, session: Session) -> KeyView:
     """Get the name, the scopes and the state of a key."""
     return KeyView.model_validate(await service.get(session, key_id))
+
+
+@router.patch("/{key_id}")
+async def edit_key(key_id: str, body: KeyEdit, session: Session) -> KeyView:
+    """Change the name or the quota of devices (`max_devices`) of a key. Null removes the quota."""
+    return KeyView.model_validate(await service.edit(session, key_id, body))
 
 
 @router.delete(

@@ -1,4 +1,4 @@
-"""Create, list and revoke API keys: in the API with an `AsyncSession`, and on the server with the database's URL."""
+"""Create, list, edit and revoke API keys: in the API with an `AsyncSession`, on the server with the database's URL."""
 
 import secrets
 from collections.abc import Iterable
@@ -14,7 +14,8 @@ from app.api.pagination import Paging, fetch
 from app.api_keys.verifier import digest_of, is_valid
 from app.audit.log import command_entry
 from app.config import Settings
-from app.contracts.schemas.api_keys import KeyCreate, KeyView
+from app.contracts.schemas.api_keys import KeyCreate, KeyEdit, KeyView
+from app.contracts.schemas.quotas import changes
 from app.infra.db import sync_engine
 from app.infra.ids import new_id
 from app.tables.api_keys import ApiKey
@@ -28,6 +29,7 @@ async def create(session: AsyncSession, body: KeyCreate, created_by: str) -> tup
     lasts = None if body.expires_days is None else timedelta(days=body.expires_days)
     row = _row(body.name, sorted(set(body.scopes)), stored, lasts)
     row.created_by = created_by
+    row.max_devices = body.max_devices
     session.add(row)
     await session.flush()
     await session.refresh(row)
@@ -44,6 +46,15 @@ async def get(session: AsyncSession, key_id: str) -> ApiKey:
     row = await session.get(ApiKey, key_id)
     if row is None:
         raise not_found("key", key_id)
+    return row
+
+
+async def edit(session: AsyncSession, key_id: str, body: KeyEdit) -> ApiKey:
+    """Change the name or the quota of a key; omitted fields stay unchanged. Raises 404 `key_not_found`."""
+    row = await get(session, key_id)
+    for name, value in changes(body).items():
+        setattr(row, name, value)
+    await session.flush()
     return row
 
 
@@ -67,13 +78,20 @@ async def revoke(session: AsyncSession, key_id: str) -> None:
         row.revoked_at = func.now()
 
 
-def create_key_sync(settings: Settings, name: str, scopes: Iterable[str], expires_in: timedelta | None = None) -> str:
+def create_key_sync(
+    settings: Settings,
+    name: str,
+    scopes: Iterable[str],
+    expires_in: timedelta | None = None,
+    max_devices: int | None = None,
+) -> str:
     """Create a key and return it: it cannot be retrieved again. Raises `ValueError` for unknown scopes."""
     wanted = sorted(set(scopes))
     if not wanted or not set(wanted) <= set(SCOPES):
         raise ValueError(f"scopes must be one or more of {', '.join(SCOPES)}, not {', '.join(wanted) or 'none'}")
     key, stored = _new_value()
     row = _row(name, wanted, stored, expires_in)
+    row.max_devices = max_devices
     with _sync_session(settings) as session, session.begin():
         session.add(row)
         session.execute(command_entry("keys create", row.id))
@@ -102,6 +120,19 @@ def list_keys_sync(settings: Settings) -> list[KeyView]:
     with _sync_session(settings) as session:
         rows = session.scalars(select(ApiKey).order_by(ApiKey.id.desc())).all()
         return [KeyView.model_validate(row) for row in rows]
+
+
+def edit_key_sync(settings: Settings, key_id: str, body: KeyEdit) -> KeyView | None:
+    """Change the name or the quota of a key; return None if it does not exist."""
+    with _sync_session(settings) as session, session.begin():
+        row = session.get(ApiKey, key_id)
+        if row is None:
+            return None
+        for name, value in changes(body).items():
+            setattr(row, name, value)
+        session.flush()
+        session.execute(command_entry("keys edit", key_id))
+        return KeyView.model_validate(row)
 
 
 def revoke_key_sync(settings: Settings, key_id: str) -> bool:

@@ -39,6 +39,22 @@ AsJson = Annotated[
 Limit = Annotated[int, typer.Option(min=1, help="Maximum number of items to print.")]
 After = Annotated[str | None, typer.Option(help="Start after this id, the last one of the previous page.")]
 
+MaxDevices = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=1_000_000,
+        help="Quota: devices that its runs may use at a time; a run that would exceed it waits. Unset: any number.",
+    ),
+]
+NewMaxDevices = Annotated[
+    int | None,
+    typer.Option("--max-devices", min=0, max=1_000_000, help="New number of devices that its runs may use at a time."),
+]
+NoMaxDevices = Annotated[
+    bool, typer.Option("--no-max-devices", help="Let its runs use any number of devices at a time.")
+]
+
 # Short, because a user waits at the prompt, but long enough for one retry when the service sends Retry-After: 5.
 _PATIENCE = 8.0
 _WIDEST_CELL = 80
@@ -49,6 +65,13 @@ _GAP = 2
 def command_group(help: str) -> typer.Typer:
     """Create the Typer group for one noun."""
     return typer.Typer(help=help, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def new_quota(max_devices: int | None, no_max_devices: bool) -> dict[str, int | None]:
+    """Return the change of the quota of devices that the options ask for; empty if they ask for none."""
+    if no_max_devices and max_devices is not None:
+        raise typer.BadParameter("--no-max-devices contradicts --max-devices; use only one of them.")
+    return {"max_devices": max_devices} if no_max_devices or max_devices is not None else {}
 
 
 @contextmanager

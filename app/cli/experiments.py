@@ -8,6 +8,9 @@ from app.cli.console import (
     After,
     AsJson,
     Limit,
+    MaxDevices,
+    NewMaxDevices,
+    NoMaxDevices,
     command_group,
     confirm,
     connected,
@@ -15,6 +18,7 @@ from app.cli.console import (
     details,
     document,
     listing,
+    new_quota,
     note,
     page,
     say,
@@ -32,6 +36,7 @@ def create(
     name: Annotated[str, typer.Argument(help="Name of the experiment.")],
     description: Description = None,
     tags: Tags = None,
+    max_devices: MaxDevices = None,
     as_json: AsJson = False,
 ) -> None:
     """Create an experiment and print its id.
@@ -39,7 +44,7 @@ def create(
     Example: `anneal experiments create docstrings --description "Which rank is enough?" --tag python`
     """
     with connected() as client:
-        made = client.experiments.create(name, description=description, tags=tags)
+        made = client.experiments.create(name, description=description, tags=tags, max_devices=max_devices)
         if as_json:
             document(made)
         else:
@@ -72,6 +77,7 @@ def show(experiment_id: ExperimentId, as_json: AsJson = False) -> None:
         details(
             {
                 "id": found.id, "name": found.name, "description": found.description, "tags": found.tags,
+                "max devices": found.max_devices,
                 "runs": [f"{count} {status}" for status, count in found.runs.items() if count],
                 "best runs": [
                     f"{best.run_id} ({best.name}), {best.method}: {best.metric} {best.value:.4g}"
@@ -88,14 +94,17 @@ def edit(
     name: Annotated[str | None, typer.Option(help="New name.")] = None,
     description: Description = None,
     tags: Tags = None,
+    max_devices: NewMaxDevices = None,
+    no_max_devices: NoMaxDevices = False,
     as_json: AsJson = False,
 ) -> None:
-    """Change the name, description or tags of an experiment; fields that are not given are kept.
+    """Change the name, description, tags or quota of devices of an experiment; fields that are not given are kept.
 
-    Example: `anneal experiments edit exp_01k3x9m6q2v8s4t0w7y5z1a3b9 --name "docstrings, second try"`
+    Example: `anneal experiments edit exp_01k3x9m6q2v8s4t0w7y5z1a3b9 --name "docstrings, second try" --max-devices 8`
     """
+    quota = new_quota(max_devices, no_max_devices)
     with connected() as client:
-        changed = client.experiments.update(experiment_id, name=name, description=description, tags=tags)
+        changed = client.experiments.update(experiment_id, name=name, description=description, tags=tags, **quota)
         if as_json:
             document(changed)
     note(f"{experiment_id} is changed.")

@@ -1,11 +1,20 @@
-"""`anneal keys`: create, list and revoke API keys, on the server or over HTTP with an admin key."""
+"""`anneal keys`: create, list, edit and revoke API keys, on the server or over HTTP with an admin key."""
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from app.cli.console import AsJson, connected, document, say
+from app.cli.console import (
+    AsJson,
+    MaxDevices,
+    NewMaxDevices,
+    NoMaxDevices,
+    connected,
+    document,
+    new_quota,
+    say,
+)
 from app.cli.errors import environment_settings, plain_errors, settings_with_urls
 from app.infra.errors import SetupError
 
@@ -17,6 +26,8 @@ keys = typer.Typer(
     "Example: `anneal keys create laptop --scope write`.",
     no_args_is_help=True,
 )
+
+KeyId = Annotated[str, typer.Argument(help="Id of the key, from `anneal keys list`.")]
 
 
 def _is_remote() -> bool:
@@ -36,6 +47,7 @@ def create_key(
     expires_days: Annotated[
         float | None, typer.Option(min=0.001, max=36_500, help="Days until the key expires. Unset: never.")
     ] = None,
+    max_devices: MaxDevices = None,
     as_json: AsJson = False,
 ) -> None:
     """Create a key and print it; it cannot be shown again.
@@ -44,17 +56,24 @@ def create_key(
     """
     if _is_remote():
         with connected() as client:
-            made = client.keys.create(name, scopes=scope, expires_days=expires_days)  # type: ignore[arg-type]
+            made = client.keys.create(
+                name,
+                scopes=scope,  # type: ignore[arg-type]
+                expires_days=expires_days,
+                max_devices=max_devices,
+            )
         shown: dict[str, object] = made.model_dump(include={"id", "name", "scopes", "key"})
     else:
-        shown = _create_here(name, scope or ["read", "write"], expires_days)
+        shown = _create_here(name, scope or ["read", "write"], expires_days, max_devices)
     if as_json:
         document(shown)
     else:
         say(shown["key"])
 
 
-def _create_here(name: str, scopes: list[str], expires_days: float | None) -> dict[str, object]:
+def _create_here(
+    name: str, scopes: list[str], expires_days: float | None, max_devices: int | None
+) -> dict[str, object]:
     from app.api.authorization import SCOPES
     from app.api_keys.service import create_key_sync, list_keys_sync
 
@@ -63,14 +82,14 @@ def _create_here(name: str, scopes: list[str], expires_days: float | None) -> di
             raise SetupError(f"Unknown scope {', '.join(sorted(unknown))}; the scopes are {', '.join(SCOPES)}.")
         lasts = None if expires_days is None else timedelta(days=expires_days)
         settings = settings_with_urls()
-        key = create_key_sync(settings, name, scopes, lasts)
+        key = create_key_sync(settings, name, scopes, lasts, max_devices)
         view = next(one for one in list_keys_sync(settings) if key.startswith(one.prefix))
     return {"id": view.id, "name": view.name, "scopes": view.scopes, "key": key}
 
 
 @keys.command("list")
 def list_keys(as_json: AsJson = False) -> None:
-    """List all keys with id, prefix, scopes and state.
+    """List all keys with id, prefix, scopes, state, name and quota of devices.
 
     Example: `anneal keys list`
     """
@@ -89,7 +108,7 @@ def list_keys(as_json: AsJson = False) -> None:
         document(Page[KeyView](data=found, has_more=False))
         return
     for key in found:
-        say(f"{key.id}  {key.prefix}…  {','.join(key.scopes):<16}  {_state(key):<20}  {key.name}")
+        say(f"{key.id}  {key.prefix}…  {','.join(key.scopes):<16}  {_state(key):<20}  {key.name}{_quota(key)}")
 
 
 def _state(key: "KeyView") -> str:
@@ -100,10 +119,56 @@ def _state(key: "KeyView") -> str:
     return f"last used {key.last_used_at:%Y-%m-%d}" if key.last_used_at else "never used"
 
 
-@keys.command("revoke")
-def revoke_key(
-    key_id: Annotated[str, typer.Argument(help="Id of the key, from `anneal keys list`.")], as_json: AsJson = False
+def _quota(key: "KeyView") -> str:
+    if key.max_devices is None:
+        return ""
+    return f"  (at most {key.max_devices} device{'' if key.max_devices == 1 else 's'} at a time)"
+
+
+@keys.command("edit")
+def edit_key(
+    key_id: KeyId,
+    name: Annotated[str | None, typer.Option(help="New name.")] = None,
+    max_devices: NewMaxDevices = None,
+    no_max_devices: NoMaxDevices = False,
+    as_json: AsJson = False,
 ) -> None:
+    """Change the name or the quota of devices of a key; fields that are not given are kept.
+
+    Example: `anneal keys edit key_01k… --max-devices 4`
+    """
+    quota = new_quota(max_devices, no_max_devices)
+    if _is_remote():
+        with connected() as client:
+            changed = client.keys.update(key_id, name=name, **quota)
+    else:
+        changed = _edit_here(key_id, quota if name is None else {"name": name, **quota})
+    if as_json:
+        document(changed)
+    else:
+        say(f"{key_id} is changed.")
+
+
+def _edit_here(key_id: str, wanted: dict[str, Any]) -> "KeyView":
+    from pydantic import ValidationError
+
+    from app.api_keys.service import edit_key_sync
+    from app.contracts.schemas.api_keys import KeyEdit
+
+    with plain_errors():
+        try:
+            body = KeyEdit(**wanted)
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+            raise SetupError(f"The key is not changed. {problems}.") from None
+        changed = edit_key_sync(settings_with_urls(), key_id, body)
+        if changed is None:
+            raise _unknown(key_id)
+    return changed
+
+
+@keys.command("revoke")
+def revoke_key(key_id: KeyId, as_json: AsJson = False) -> None:
     """Revoke a key: within 30 seconds it is rejected. Over HTTP the last key with the scope admin is kept.
 
     Example: `anneal keys revoke key_01k…`
@@ -116,8 +181,12 @@ def revoke_key(
 
         with plain_errors():
             if not revoke_key_sync(settings_with_urls(), key_id):
-                raise SetupError(f"There is no key {key_id}; `anneal keys list` shows all keys.")
+                raise _unknown(key_id)
     if as_json:
         document({"id": key_id, "revoked": True})
     else:
         say(f"{key_id} is revoked.")
+
+
+def _unknown(key_id: str) -> SetupError:
+    return SetupError(f"There is no key {key_id}; `anneal keys list` shows all keys.")

@@ -1,7 +1,8 @@
 """Base class and helpers of the client's resources."""
 
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any, TypeVar
+from enum import Enum
+from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel
 
@@ -11,6 +12,15 @@ from app.contracts.schemas.page import Page
 
 T = TypeVar("T", bound=BaseModel)
 MOST_OF_A_PAGE = 200
+
+
+class Unset(Enum):
+    """Type of the default of parameters for which None has a meaning of its own."""
+
+    UNSET = "unset"
+
+
+UNSET: Final = Unset.UNSET
 
 
 class ApiResource(Resource[M]):
@@ -38,6 +48,11 @@ class ApiResource(Resource[M]):
 
     async def _patch(self, model: type[T], path: str, body: Mapping[str, Any]) -> T:
         return parse_response(model, await self._session.request("PATCH", path, json=body))
+
+
+def without_unset(**values: Any) -> dict[str, Any]:
+    """Return the values that are set; None is a value."""
+    return {name: value for name, value in values.items() if value is not UNSET}
 
 
 def without_none(**values: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from app.client.api_resource import ApiResource, without_none
+from app.client.api_resource import UNSET, ApiResource, Unset, without_none, without_unset
 from app.client.sync_async import M, call, stream
 from app.contracts.schemas.experiments import ExperimentSummary, ExperimentView
 
@@ -13,10 +13,15 @@ class Experiments(ApiResource[M]):
 
     @call
     async def create(
-        self, name: str, *, description: str | None = None, tags: Sequence[str] | None = None
+        self,
+        name: str,
+        *,
+        description: str | None = None,
+        tags: Sequence[str] | None = None,
+        max_devices: int | None = None,
     ) -> ExperimentView:
-        """Create an experiment."""
-        body = without_none(name=name, description=description, tags=tags)
+        """Create an experiment; `max_devices` is the number of devices that its runs may use at a time."""
+        body = without_none(name=name, description=description, tags=tags, max_devices=max_devices)
         return await self._session.post(ExperimentView, "/experiments", body)
 
     @stream
@@ -44,9 +49,13 @@ class Experiments(ApiResource[M]):
         name: str | None = None,
         description: str | None = None,
         tags: Sequence[str] | None = None,
+        max_devices: int | Unset | None = UNSET,
     ) -> ExperimentView:
-        """Change the name, description or tags of an experiment."""
-        body = without_none(name=name, description=description, tags=tags)
+        """Change the name, description, tags or quota of devices of an experiment.
+
+        `max_devices` is the number of devices that its runs may use at a time; None removes the quota.
+        """
+        body = without_none(name=name, description=description, tags=tags) | without_unset(max_devices=max_devices)
         return await self._patch(ExperimentView, f"/experiments/{experiment_id}", body)
 
     @call

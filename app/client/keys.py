@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from app.client.api_resource import ApiResource, without_none
+from app.client.api_resource import UNSET, ApiResource, Unset, without_none, without_unset
 from app.client.sync_async import M, call, stream
 from app.contracts.schemas.api_keys import KeyCreated, KeyScope, KeyView
 
@@ -13,10 +13,18 @@ class Keys(ApiResource[M]):
 
     @call
     async def create(
-        self, name: str, *, scopes: Sequence[KeyScope] | None = None, expires_days: float | None = None
+        self,
+        name: str,
+        *,
+        scopes: Sequence[KeyScope] | None = None,
+        expires_days: float | None = None,
+        max_devices: int | None = None,
     ) -> KeyCreated:
-        """Create a key; `key` of the result is its value, which cannot be read again."""
-        body = without_none(name=name, scopes=scopes, expires_days=expires_days)
+        """Create a key; `key` of the result is its value, which cannot be read again.
+
+        `max_devices` is the number of devices that its runs may use at a time.
+        """
+        body = without_none(name=name, scopes=scopes, expires_days=expires_days, max_devices=max_devices)
         return await self._session.post(KeyCreated, "/keys", body)
 
     @stream
@@ -25,6 +33,15 @@ class Keys(ApiResource[M]):
         async with aclosing(self._items("/keys", KeyView, {}, limit, after)) as items:
             async for item in items:
                 yield item
+
+    @call
+    async def update(self, key_id: str, *, name: str | None = None, max_devices: int | Unset | None = UNSET) -> KeyView:
+        """Change the name or quota of devices of a key.
+
+        `max_devices` is the number of devices that its runs may use at a time; None removes the quota.
+        """
+        body = without_none(name=name) | without_unset(max_devices=max_devices)
+        return await self._patch(KeyView, f"/keys/{key_id}", body)
 
     @call
     async def revoke(self, key_id: str) -> None:

@@ -42,7 +42,7 @@ async def get_experiment(experiment_id: str, session: Session) -> ExperimentView
 
 @router.patch("/{experiment_id}")
 async def edit_experiment(experiment_id: str, body: ExperimentEdit, session: Session) -> ExperimentView:
-    """Change name, description or tags."""
+    """Change name, description, tags or the quota of devices (`max_devices`), which null removes."""
     await service.edit(session, experiment_id, body)
     return await _view(session, experiment_id)
 

@@ -10,6 +10,7 @@ from app.api.pagination import Paging, fetch, found_by, matching
 from app.contracts.methods import METHODS, TrainingMethod
 from app.contracts.run_status import TERMINAL, TrainingStatus
 from app.contracts.schemas.experiments import BestRun, ExperimentContents, ExperimentCreate, ExperimentEdit
+from app.contracts.schemas.quotas import changes
 from app.infra.ids import new_id
 from app.runs import deletion
 from app.runs.queries import best_of
@@ -73,9 +74,9 @@ async def best_runs(session: AsyncSession, experiment_id: str) -> list[BestRun]:
 
 
 async def edit(session: AsyncSession, experiment_id: str, body: ExperimentEdit) -> Experiment:
-    """Change name, description or tags; omitted fields stay unchanged."""
+    """Change name, description, tags or the quota of devices; omitted fields stay unchanged."""
     experiment = await _locked(session, experiment_id)
-    for name, value in body.model_dump(exclude_none=True).items():
+    for name, value in changes(body).items():
         setattr(experiment, name, value)
     await session.flush()
     return experiment

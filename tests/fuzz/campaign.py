@@ -259,6 +259,9 @@ class Campaign:
             name="kept",
             priority=1000,
         )
+        # A generated call may have given the experiment a quota, with which the run waits for ever.
+        experiment_id = self._stack.run(run_id)["experiment_id"]
+        client.patch(f"/v1/experiments/{experiment_id}", json={"max_devices": None}).raise_for_status()
         self._stack.until(run_id, "completed", timeout=120)
         client.patch(f"/v1/runs/{run_id}", json={"pinned": True})
         self._kept_run = run_id

@@ -8,14 +8,15 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from app.contracts.field_types import Timestamp
+from app.contracts.schemas.quotas import DeviceQuota
 from app.contracts.schemas.runs.common import Label
 
 KeyScope = Literal["read", "write", "admin"]
 
 _VIEW: dict[str, JsonValue] = {
     "id": "key_01k3x9m6q2v8s4t0w7y5z1a3b5", "name": "laptop", "prefix": "anneal_9f2KcQ", "scopes": ["read", "write"],
-    "created_at": "2026-01-02T03:04:05.678Z", "expires_at": "2026-04-02T03:04:05.678Z", "last_used_at": None,
-    "revoked_at": None,
+    "max_devices": 4, "created_at": "2026-01-02T03:04:05.678Z", "expires_at": "2026-04-02T03:04:05.678Z",
+    "last_used_at": None, "revoked_at": None,
 }  # fmt: skip
 
 
@@ -24,15 +25,37 @@ class KeyCreate(BaseModel):
 
     model_config = ConfigDict(
         extra="forbid",
-        json_schema_extra={"example": {"name": "laptop", "scopes": ["read", "write"], "expires_days": 90}},
+        json_schema_extra={
+            "example": {"name": "laptop", "scopes": ["read", "write"], "max_devices": 4, "expires_days": 90}
+        },
     )
 
     name: Label = Field(description="Name to identify the key by.")
     scopes: Annotated[list[KeyScope], Field(min_length=1, max_length=3)] = Field(
         default=["read", "write"], description="Permissions; `admin` includes the others."
     )
+    max_devices: DeviceQuota | None = Field(
+        default=None,
+        description="Devices that the runs of the key may use at a time; null: any number. A run that would exceed the "
+        "quota waits; with 0 none starts.",
+    )
     expires_days: float | None = Field(
         default=None, ge=0.001, le=36_500, allow_inf_nan=False, description="Days until it expires; null: never."
+    )
+
+
+class KeyEdit(BaseModel):
+    """Changes to an API key; omitted fields stay unchanged."""
+
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"example": {"name": "laptop of Ada", "max_devices": 8}}
+    )
+
+    name: Label | None = None
+    max_devices: DeviceQuota | None = Field(
+        default=None,
+        description="Devices that the runs of the key may use at a time; null removes the quota. Runs that use more "
+        "already continue.",
     )
 
 
@@ -45,6 +68,7 @@ class KeyView(BaseModel):
     name: str
     prefix: str = Field(description="First characters of the key, to recognize it by.")
     scopes: list[KeyScope]
+    max_devices: int | None = Field(description="Devices that its runs may use at a time; null: any number.")
     created_at: Timestamp
     expires_at: Timestamp | None
     last_used_at: Timestamp | None

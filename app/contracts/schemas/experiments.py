@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from app.contracts.field_types import Timestamp
 from app.contracts.methods import TrainingMethod
 from app.contracts.run_status import TrainingStatus
+from app.contracts.schemas.quotas import DeviceQuota
 from app.contracts.schemas.runs.common import Label
 
 
@@ -20,6 +21,7 @@ class ExperimentCreate(BaseModel):
                 "name": "docstrings",
                 "description": "Which rank is enough?",
                 "tags": ["python", "llama"],
+                "max_devices": 8,
             }
         },
     )
@@ -27,19 +29,30 @@ class ExperimentCreate(BaseModel):
     name: Label
     description: Annotated[str, StringConstraints(max_length=10_000)] = ""
     tags: Annotated[list[Label], Field(max_length=50)] = []
+    max_devices: DeviceQuota | None = Field(
+        default=None,
+        description="Devices that its runs may use at a time; null: any number. A run that would exceed the quota "
+        "waits; with 0 none starts.",
+    )
 
 
 class ExperimentEdit(BaseModel):
     """Changes to an experiment; omitted fields stay unchanged."""
 
     model_config = ConfigDict(
-        extra="forbid", json_schema_extra={"example": {"name": "docstrings, ranks", "tags": ["python"]}}
+        extra="forbid",
+        json_schema_extra={"example": {"name": "docstrings, ranks", "tags": ["python"], "max_devices": 16}},
     )
 
     name: Label | None = None
     description: Annotated[str, StringConstraints(max_length=10_000)] | None = None
     tags: Annotated[list[Label], Field(max_length=50)] | None = Field(
         default=None, description="Complete list of tags; replaces the existing ones."
+    )
+    max_devices: DeviceQuota | None = Field(
+        default=None,
+        description="Devices that its runs may use at a time; null removes the quota. Runs that use more already "
+        "continue.",
     )
 
 
@@ -54,6 +67,7 @@ class ExperimentSummary(BaseModel):
                 "name": "docstrings",
                 "description": "Which rank is enough?",
                 "tags": ["python", "llama"],
+                "max_devices": 8,
                 "created_at": "2026-01-02T03:04:05.678Z",
                 "created_by": "key_01k3x9m6q2v8s4t0w7y5z1a3b5",
             }
@@ -64,6 +78,7 @@ class ExperimentSummary(BaseModel):
     name: str
     description: str
     tags: list[str]
+    max_devices: int | None = Field(description="Devices that its runs may use at a time; null: any number.")
     created_at: Timestamp
     created_by: str | None
 
@@ -116,6 +131,7 @@ class ExperimentView(ExperimentSummary, ExperimentContents):
                 "name": "docstrings",
                 "description": "Which rank is enough?",
                 "tags": ["python", "llama"],
+                "max_devices": 8,
                 "created_at": "2026-01-02T03:04:05.678Z",
                 "created_by": "key_01k3x9m6q2v8s4t0w7y5z1a3b5",
                 "runs": {

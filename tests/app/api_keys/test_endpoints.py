@@ -40,12 +40,54 @@ def test_a_key_is_shown_once_and_works_until_it_is_revoked(api: ApiServer) -> No
         ({}, "name"), ({"name": ""}, "name"), ({"name": "x" * 201}, "name"), ({"name": "x", "scopes": []}, "scopes"),
         ({"name": "x", "scopes": ["root"]}, "scopes.0"), ({"name": "x", "scopes": "read"}, "scopes"),
         ({"name": "x", "expires_days": 0}, "expires_days"), ({"name": "x", "expires_days": 1e300}, "expires_days"),
-        ({"name": "x", "key": "anneal_mine"}, "key"),
+        ({"name": "x", "key": "anneal_mine"}, "key"), ({"name": "x", "max_devices": -1}, "max_devices"),
+        ({"name": "x", "max_devices": 1_000_001}, "max_devices"), ({"name": "x", "max_devices": True}, "max_devices"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(shared_api: ApiServer, body: object, field: str) -> None:
     answer = shared_api.client.post("/v1/keys", json=body)
     assert answer.status_code == 422 and [one["field"] for one in answer.json()["errors"]] == [field]
+
+
+def test_a_change_keeps_what_it_does_not_name_and_null_removes_the_quota(api: ApiServer) -> None:
+    answer = api.client.post("/v1/keys", json={"name": "laptop", "scopes": ["read"], "max_devices": 4})
+    path, made = answer.headers["location"], answer.json()
+    key = made.pop("key")
+    assert made["max_devices"] == 4 and api.client.get(path).json() == made
+    for change, wanted in (
+        ({"name": "tower"}, {"name": "tower"}), ({"max_devices": 0}, {"max_devices": 0}), ({"name": None}, {}),
+        ({}, {}), ({"max_devices": None, "name": "any"}, {"max_devices": None, "name": "any"}),
+    ):  # fmt: skip
+        changed = api.client.patch(path, json=change)
+        made |= wanted
+        assert (changed.status_code, changed.json()) == (200, made) and api.client.get(path).json() == made
+    with api.client_with(key) as client:
+        assert client.get("/v1/experiments").status_code == 200, "the key is the same"
+    calls = api.client.get("/v1/audit", params={"resource": made["id"], "limit": 5}).json()["data"]
+    assert [(one["method"], one["route"], one["status"]) for one in calls] == [("PATCH", "/v1/keys/{key_id}", 200)] * 5
+    missing = api.client.patch("/v1/keys/key_none", json={"name": "x"})
+    assert (missing.status_code, missing.json()["code"]) == (404, "key_not_found")
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"name": ""}, "name"), ({"max_devices": -1}, "max_devices"), ({"max_devices": "4"}, "max_devices"),
+        ({"scopes": ["admin"]}, "scopes"),
+    ],
+)  # fmt: skip
+def test_a_change_that_makes_no_sense_is_refused(shared_api: ApiServer, body: object, field: str) -> None:
+    key_id = shared_api.client.post("/v1/keys", json={"name": "x"}).json()["id"]
+    answer = shared_api.client.patch(f"/v1/keys/{key_id}", json=body)
+    assert answer.status_code == 422 and [one["field"] for one in answer.json()["errors"]] == [field]
+
+
+def test_a_key_that_writes_does_not_change_its_own_quota(api: ApiServer) -> None:
+    made = api.client.post("/v1/keys", json={"name": "x", "max_devices": 1}).json()
+    with api.client_with(made["key"]) as client:
+        refused = client.patch(f"/v1/keys/{made['id']}", json={"max_devices": None})
+    assert (refused.status_code, refused.json()["code"]) == (403, "scope_missing")
+    assert api.client.get(f"/v1/keys/{made['id']}").json()["max_devices"] == 1
 
 
 def test_the_last_admin_key_is_never_revoked_however_many_try(api: ApiServer) -> None:

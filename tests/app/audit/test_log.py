@@ -10,9 +10,10 @@ import pytest
 from sqlalchemy import Engine
 
 from app.api.dependencies import get_session
-from app.api_keys.service import create_key_sync, list_keys_sync, revoke_key_sync
+from app.api_keys.service import create_key_sync, edit_key_sync, list_keys_sync, revoke_key_sync
 from app.audit.middleware import CHANGES_NOTHING
 from app.config import Settings
+from app.contracts.schemas.api_keys import KeyEdit
 from app.infra.ids import id_at
 from app.main import create_app
 from app.runs.retention import Policy, prune
@@ -139,6 +140,8 @@ def test_what_cannot_be_written_down_does_not_happen(unwritable: ApiServer, sett
     key_id = list_keys_sync(settings)[0].id
     with pytest.raises(Exception, match="no_more"):
         revoke_key_sync(settings, key_id)
+    with pytest.raises(Exception, match="no_more"):
+        edit_key_sync(settings, key_id, KeyEdit(name="changed"))
     assert [(key.name, key.revoked_at) for key in list_keys_sync(settings)] == [("test", None)]
 
 
@@ -155,9 +158,12 @@ def test_a_refusal_that_cannot_be_written_down_is_in_the_log(
 def test_keys_made_and_revoked_on_the_server_are_listed_too(api: ApiServer, settings: Settings) -> None:
     create_key_sync(settings, "laptop", ["read"])
     key_id = list_keys_sync(settings)[0].id
+    assert edit_key_sync(settings, key_id, KeyEdit(max_devices=4)) is not None
     revoke_key_sync(settings, key_id)
     calls = api.client.get("/v1/audit", params={"resource": key_id}).json()["data"]
-    assert [(call["method"], call["route"]) for call in calls] == [("CLI", "keys revoke"), ("CLI", "keys create")]
+    assert [(call["method"], call["route"]) for call in calls] == [
+        ("CLI", f"keys {command}") for command in ("revoke", "edit", "create")
+    ]
     assert all(call["key_name"] and call["key_id"] is None for call in calls)
 
 

@@ -354,6 +354,16 @@ class TestNouns:
         assert anneal("experiments", "edit", experiment_id, "--name", "x").stderr == f"{experiment_id} is changed.\n"
         assert json_of(anneal("experiments", "show", experiment_id, "--json"))["name"] == "x"
 
+    def test_the_quota_of_an_experiment_is_shown_changed_and_removed(self, anneal: Anneal) -> None:
+        id = anneal("experiments", "create", "ranks", "--max-devices", "4").stdout.strip()
+        assert re.search(r"^max devices +4$", anneal("experiments", "show", id).stdout, re.MULTILINE)
+        assert json_of(anneal("experiments", "edit", id, "--name", "x", "--json"))["max_devices"] == 4
+        assert json_of(anneal("experiments", "edit", id, "--max-devices", "0", "--json"))["max_devices"] == 0
+        both = anneal("experiments", "edit", id, "--max-devices", "1", "--no-max-devices", code=2).stderr
+        assert "--no-max-devices contradicts --max-devices" in " ".join(re.sub(r"[│╭╮╰╯─]", " ", both).split())
+        assert json_of(anneal("experiments", "edit", id, "--no-max-devices", "--json"))["max_devices"] is None
+        assert "max devices" not in anneal("experiments", "show", id).stdout
+
     def test_what_is_pinned_cannot_be_deleted(self, anneal: Anneal, trainer: Trainer) -> None:
         checkpoint_id = trainer.checkpoint(40)
         trainer.complete()

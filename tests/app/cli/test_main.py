@@ -112,6 +112,22 @@ class TestKeys:
         anneal("keys", "create", "usual", **servers)
         assert "read,write" in anneal("keys", "list", **servers).stdout
 
+    def test_the_name_and_the_quota_of_a_key_are_changed(self, servers: dict[str, str]) -> None:
+        made = json.loads(
+            anneal("keys", "create", "laptop", "--scope", "read", "--max-devices", "1", "--json", **servers).stdout
+        )
+        assert anneal("keys", "list", **servers).stdout.endswith("  laptop  (at most 1 device at a time)\n")
+        changed = anneal("keys", "edit", made["id"], "--max-devices", "4", **servers).stdout
+        assert changed == f"{made['id']} is changed.\n"
+        shown = json.loads(anneal("keys", "edit", made["id"], "--name", "tower", "--json", **servers).stdout)
+        assert (shown["name"], shown["max_devices"], shown["scopes"]) == ("tower", 4, ["read"])
+        assert anneal("keys", "list", **servers).stdout.endswith("  tower  (at most 4 devices at a time)\n")
+        assert anneal("keys", "edit", made["id"], "--no-max-devices", **servers).returncode == 0
+        assert anneal("keys", "list", **servers).stdout.endswith("  tower\n")
+        assert anneal("audit", "--resource", made["id"], **servers).stdout.count("CLI keys edit") == 3
+        assert "name: " in refused(anneal("keys", "edit", made["id"], "--name", "", **servers))
+        assert "`anneal keys list`" in refused(anneal("keys", "edit", "key_none", "--name", "x", **servers))
+
     def test_an_unknown_scope_names_the_known_ones(self, servers: dict[str, str]) -> None:
         assert "read, write, admin" in refused(anneal("keys", "create", "x", "--scope", "root", **servers))
 
@@ -123,6 +139,10 @@ class TestKeys:
         made = json.loads(anneal("keys", "create", "ci", "--scope", "read", "--json", **there).stdout)
         assert made["scopes"] == ["read"] and made["key"].startswith("anneal_")
         assert made["key"] not in anneal("keys", "list", **there).stdout
+        edit = ("keys", "edit", made["id"], "--json")
+        assert json.loads(anneal(*edit, "--max-devices", "4", **there).stdout)["max_devices"] == 4
+        assert "(at most 4 devices at a time)" in anneal("keys", "list", **there).stdout
+        assert json.loads(anneal(*edit, "--no-max-devices", **there).stdout)["max_devices"] is None
         assert anneal("keys", "revoke", made["id"], **there).stdout.strip() == f"{made['id']} is revoked."
         listed = json.loads(anneal("keys", "list", "--json", **there).stdout)["data"]
         assert [key["id"] for key in listed if key["revoked_at"]] == [made["id"]]

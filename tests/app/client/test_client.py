@@ -120,6 +120,16 @@ class TestCalls:
         changed = client.experiments.update(experiment.id, tags=[], description="why")
         assert (changed.name, changed.tags, changed.description) == ("ranks", [], "why")
 
+    def test_a_quota_is_removed_by_none_and_kept_without_it(self, client: Anneal) -> None:
+        experiment = client.experiments.create("ranks", max_devices=2)
+        assert client.experiments.update(experiment.id, name="other").max_devices == 2
+        assert client.experiments.update(experiment.id, max_devices=0).max_devices == 0
+        assert client.experiments.update(experiment.id, max_devices=None).max_devices is None
+        key = client.keys.create("laptop", max_devices=3)
+        assert client.keys.update(key.id, name="tower").max_devices == 3
+        changed = client.keys.update(key.id, max_devices=None)
+        assert (changed.name, changed.max_devices) == ("tower", None)
+
     def test_what_is_deleted_is_gone(self, client: Anneal) -> None:
         dataset = client.datasets.upload(ROWS)
         assert b"".join(client.datasets.content(dataset.id)) == ROWS

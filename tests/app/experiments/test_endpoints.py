@@ -83,6 +83,26 @@ def test_a_name_has_between_one_and_two_hundred_characters(api: ApiServer) -> No
         assert api.client.post("/v1/experiments", json={"name": name}).status_code == 422
 
 
+def test_a_quota_is_changed_and_kept_by_a_key_that_writes_and_removed_by_null(api: ApiServer) -> None:
+    assert api.client.post("/v1/experiments", json={"name": "x"}).json()["max_devices"] is None
+    with api.client_with(api.key_with(["read", "write"])) as client:
+        made = client.post("/v1/experiments", json={"name": "ranks", "max_devices": 4})
+        path = made.headers["location"]
+        for change, wanted in (({"name": "y"}, 4), ({"max_devices": 0}, 0), ({"tags": None}, 0)):
+            assert client.patch(path, json=change).json()["max_devices"] == wanted
+            assert client.get(path).json()["max_devices"] == wanted
+        assert client.get("/v1/experiments").json()["data"][0]["max_devices"] == 0
+        assert client.patch(path, json={"max_devices": None}).json()["max_devices"] is None
+        assert client.get(path).json() == {**made.json(), "name": "y", "max_devices": None}
+    for wrong in (-1, 1_000_001, "4", True):
+        for answer in (
+            api.client.post("/v1/experiments", json={"name": "x", "max_devices": wrong}),
+            api.client.patch(path, json={"max_devices": wrong}),
+        ):
+            assert answer.status_code == 422
+            assert [one["field"] for one in answer.json()["errors"]] == ["max_devices"]
+
+
 async def test_the_default_experiment_is_made_once_by_the_first_who_needs_it(settings: Settings) -> None:
     engine = async_engine(settings.database_url or "")
     sessions = session_maker(engine)
