@@ -60,7 +60,11 @@ async def get_metrics(
     )
 
 
-@router.get("/curves", dependencies=[Depends(curve_read_slot, scope="function")])
+@router.get(
+    "/curves",
+    dependencies=[Depends(curve_read_slot, scope="function")],
+    responses={404: {"description": "One of the runs does not exist."}},
+)
 async def get_curves(
     session: Snapshot,
     ids: Annotated[
