@@ -194,7 +194,8 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         self.step_rows += self.take_rows(inputs)
-        self._share = inputs.pop("share", 1.0)
+        # A batch of `rlhf` is a list of rows, all of which are this device's own.
+        self._share = inputs.pop("share") if "share" in inputs else 1.0
         if self.skips_step:
             self.skip_step()
             loss = torch.zeros((), device=self.args.device)
