@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES, BackendRules
 from app.contracts.errors import FieldError
-from app.contracts.methods import EVALUATION_METRICS, METHODS
+from app.contracts.methods import EVALUATION_METRICS
 from app.contracts.run_task import RunTask
 from app.contracts.schemas.runs.placement import Resources
 from app.contracts.schemas.runs.requests import RunCreate
@@ -172,8 +172,6 @@ def _needs_one_device(rules: BackendRules, config: TrainingConfig, task: RunTask
         return f"backend `{rules.capabilities.name}` trains on one device"
     if task is not RunTask.train or options.probe:
         return "evaluations and probes use one device"
-    if METHODS[config.method].generates:
-        return f"method `{config.method}` trains on one device"
     for name in ("recipe", "data_source", "checkpoint_engine", "callbacks", "metrics", "distributions_steps"):
         if getattr(options, name):
             return f"`extra.{name}` works with one device"

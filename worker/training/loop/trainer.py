@@ -27,7 +27,7 @@ from worker.training.data.rank_share import RankShareCollator
 from worker.training.failures import Stopped, TrainingFailure
 from worker.training.loop import decision, sampling
 from worker.training.loop.actions import Actions
-from worker.training.loop.anomalies import REMEMBERED, AnomalyGuard
+from worker.training.loop.anomalies import REMEMBERED, Anomaly, AnomalyGuard
 from worker.training.loop.evaluation_means import EvaluationMeans
 from worker.training.loop.memory import GpuMemory
 from worker.training.loop.throughput import Throughput
@@ -179,7 +179,9 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         loader._drop_last = True  # else accelerate would cut what it gathers in the last batch
         return loader
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         if model.training:
             # Tokens are counted on all ranks, whose batches have about as many pairs.
             self.throughput.saw(flops.token_pairs(inputs) * self.run.ranks.size)
@@ -231,11 +233,15 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         recent = self.run.state.recent_losses
         trouble = self.guard.judge(self._step_loss, known, recent)
         if trouble is not None:
-            if not self.run.ranks.is_first:
-                self.run.ranks.wait_for_end()  # rank 0 has found the same, and looks for the rows
-            raise self.guard.failure(self, trouble)
+            raise self.anomaly_failure(trouble)
         recent.append(self._step_loss)
         del recent[:-REMEMBERED]
+
+    def anomaly_failure(self, anomaly: Anomaly) -> TrainingFailure:
+        """Build the failure that ends the attempt, after an anomaly that every rank has found; only rank 0 returns."""
+        if not self.run.ranks.is_first:
+            self.run.ranks.wait_for_end()
+        return self.guard.failure(self, anomaly)
 
     def _clip_grad_norm(self, model: Any) -> Any:
         return None if self.skips_step else super()._clip_grad_norm(model)
