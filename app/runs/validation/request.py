@@ -92,7 +92,7 @@ async def validate_request(
     if not found.errors and rules is not None:
         asked = TrainingConfig.model_validate(dict(request.config))
         found.errors += resource_problems(rules, asked, given_fields(request.config), request.resources)
-        found.errors += await device_problems(session, settings, rules, asked, request.resources, task)
+        found.errors += await device_problems(session, settings, rules, asked, request.resources)
     if not found.errors:
         ignored = await asyncio.to_thread(default_warnings, rules, request.config, has_eval_dataset, data_format)
         found.warnings += [_about_config(problem) for problem in ignored]
@@ -148,12 +148,11 @@ async def device_problems(
     rules: BackendRules,
     config: TrainingConfig,
     resources: Resources,
-    task: RunTask = RunTask.train,
 ) -> list[FieldError]:
     """Return the reasons why a run cannot have the requested number of devices."""
     if resources.devices == 1:
         return []
-    if why := _needs_one_device(rules, config, task):
+    if why := _needs_one_device(rules, config):
         message = f"must be 1: {why}; leave the field out, or set 1"
         return [FieldError(field="resources.devices", code="not_supported", message=message)]
     most = await most_devices(session, settings, rules.capabilities.name)
@@ -166,14 +165,11 @@ async def device_problems(
     return []
 
 
-def _needs_one_device(rules: BackendRules, config: TrainingConfig, task: RunTask) -> str | None:
-    options = config.trainer_options
+def _needs_one_device(rules: BackendRules, config: TrainingConfig) -> str | None:
     if not rules.capabilities.supports_distributed:
         return f"backend `{rules.capabilities.name}` trains on one device"
-    if task is not RunTask.train or options.probe:
-        return "evaluations and probes use one device"
     for name in ("recipe", "data_source", "checkpoint_engine", "callbacks", "metrics", "distributions_steps"):
-        if getattr(options, name):
+        if getattr(config.trainer_options, name):
             return f"`extra.{name}` works with one device"
     return None
 

@@ -197,7 +197,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
     if config.overfit_first_batch or run.only_evaluates:
         seen = seen.select(range(min(prompts_in_a_step, len(seen))))
     elif run.is_probe:
-        seen = probe.longest_rows(seen, config, tokenizer)
+        seen = probe.longest_rows(seen, config, run.ranks.size, tokenizer)
     memory_plan.choose_checkpointing(run, replaced, base, training.dataset, max_length)
     with preparation.base_weights(run, base) as start:
         network = preparation.load_network(run, start, preparation.highest_id(tokenizer, data.parts))
