@@ -168,9 +168,8 @@ async def device_problems(
 def _needs_one_device(rules: BackendRules, config: TrainingConfig) -> str | None:
     if not rules.capabilities.supports_distributed:
         return f"backend `{rules.capabilities.name}` trains on one device"
-    for name in ("recipe", "data_source", "checkpoint_engine", "callbacks", "metrics", "distributions_steps"):
-        if getattr(config.trainer_options, name):
-            return f"`extra.{name}` works with one device"
+    if config.trainer_options.recipe is not None:
+        return "a recipe (`extra.recipe`) trains on one device"
     return None
 
 

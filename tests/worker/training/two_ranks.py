@@ -4,7 +4,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,10 @@ class TwoRanks:
         with self._started(job, **limits) as (process, _):
             other = self.second.wait()
             if other.code:
-                os.kill(process, signal.SIGKILL)  # it may wait for the other one, as a supervisor would not let it
+                _kill(process)  # it may wait for the other one, as a supervisor would not let it
             outcome = self.first.wait()
         said = [Path(job["attempt_dir"]) / name for name in _SAID.values()]
-        assert other.code == 0, said[1].read_text()[-3000:]
+        assert other.code == 0, (outcome.records[-1:], said[1].read_text()[-3000:])
         assert parse_records(said[0].read_text()) == [], "rank 0 reports the run"
         return outcome
 
@@ -44,7 +44,7 @@ class TwoRanks:
         """Run a job that fails on the first, and then end the second; return what the first reported."""
         with self._started(job) as (_, other):
             outcome = self.first.wait()
-            os.kill(other, signal.SIGKILL)
+            _kill(other)
             self.second.wait()
         return outcome
 
@@ -55,3 +55,8 @@ class TwoRanks:
             said = {what: str(Path(job["attempt_dir"]) / name) for what, name in _SAID.items()}
             other = self.second.start(job, arguments=second, **said)
             yield self.first.start(job, arguments=first, **limits), other
+
+
+def _kill(process: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)

@@ -282,7 +282,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
                 self._begin_evaluation(None)
                 metrics = super().evaluate(*args, **options)
                 found = self.evaluated(metrics)
-                found |= self.own_metrics.results(found)
+                found |= self._own_results(found)
                 found |= _without_collisions(extra, found)
         except Stopped:
             torch.random.set_rng_state(random_state)
@@ -305,6 +305,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
             return {}
         run.state.eval_pending = False
         run.evaluation(self.state.global_step, self.state.epoch, found)
+        decision.share(self)  # a plugin may have decided something because of the metrics
         self.actions.evaluated(found)
         if not self.control.should_training_stop and not run.only_evaluates:
             run.report.phase("training")
@@ -333,7 +334,18 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         means, self._metrics["eval"] = self._metrics["eval"], defaultdict(list)
         metrics = done.metrics | speed_metrics("eval", began, num_samples=done.num_samples)
         found = self.evaluated(metrics | {f"eval_{name}": values[0] for name, values in means.items()})
-        return found | self.own_metrics.results(found)
+        return found | self._own_results(found)
+
+    def _own_results(self, found: Mapping[str, float]) -> dict[str, float]:
+        """Return the results of the metric functions, which rank 0 has called."""
+        results, error = {}, None
+        if self.run.ranks.is_first:
+            try:
+                results = self.own_metrics.results(found)
+            except TrainingFailure as failure:
+                error = failure
+        self.run.ranks.agree_on(error, stopped=False)
+        return self.run.ranks.shared(results)
 
     def end_early(self, why: str, mode: StopMode) -> None:
         """End training after the current step, with what the stop mode saves: `checkpoint`, `best` or `discard`."""
@@ -365,8 +377,11 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         if ranks.size == 1:
             return super().get_eval_dataloader(eval_dataset)
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        own = range(ranks.rank, len(rows), ranks.size)
+        if self.run.metric_factories:  # they are called with each batch, whose logits are too large to send
+            own = range(len(rows) if ranks.is_first else 0)
         with ranks.alone():
-            return super().get_eval_dataloader(rows.select(range(ranks.rank, len(rows), ranks.size)))
+            return super().get_eval_dataloader(rows.select(own))
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
         # Each rank evaluates every n-th row by itself, so that no row counts twice; then their means are merged.
@@ -446,12 +461,30 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.run.is_probe:
             return
+        if self.run.config.trainer_options.callbacks:
+            self._check_replicas()
         self.rng_states = self.run.ranks.gathered(rng_state.current(self.args.device))
         if not self.run.ranks.is_first:
             self.saved_step = self.state.global_step
             return
         if saver.save(self) and not self.control.should_training_stop:
             self.run.report.phase("training")
+
+    def _check_replicas(self) -> None:
+        """Check that every rank has the same weights, which a callback can change on rank 0 alone.
+
+        Raises:
+            TrainingFailure: `config_error`.
+        """
+        trained = (one.detach() for one in self.model.parameters() if one.requires_grad)
+        total = sum(float(one.double().sum()) for one in trained)
+        if len(set(self.run.ranks.gathered(total))) > 1:
+            raise TrainingFailure(
+                "config_error",
+                "The devices have different weights: a callback (`extra.callbacks`) has changed weights, gradients or "
+                "the optimizer, and callbacks run in the process of the first device only. Use one device, or a "
+                "callback that only reads them.",
+            )
 
     def restore_from(self, folder: Path) -> None:
         """Restore the run's state from a checkpoint; call before `train(resume_from_checkpoint=…)`."""
