@@ -314,7 +314,8 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
     def _begin_evaluation(self, message: str | None) -> None:
         self._eval_batches = 0
         self._eval_message = message
-        self.own_metrics = metric_functions.Evaluation(self.run.metric_factories)
+        keeps = self.run.ranks.size > 1 and not metric_functions.are_given_logits(self.run.method)
+        self.own_metrics = metric_functions.Evaluation(self.run.metric_factories, keeps)
 
     def _evaluate_extra_datasets(self) -> dict[str, float]:
         """Return the metrics of the extra sets, without a trace in training and in the evaluation that follows."""
@@ -337,10 +338,13 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         return found | self._own_results(found)
 
     def _own_results(self, found: Mapping[str, float]) -> dict[str, float]:
-        """Return the results of the metric functions, which rank 0 has called."""
+        """Return the results of the metric functions, which rank 0 calls."""
         results, error = {}, None
+        kept = self.run.ranks.gathered(self.own_metrics.kept)
         if self.run.ranks.is_first:
             try:
+                for batches in kept:
+                    self.own_metrics.take(batches)
                 results = self.own_metrics.results(found)
             except TrainingFailure as failure:
                 error = failure
@@ -378,7 +382,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
             return super().get_eval_dataloader(eval_dataset)
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         own = range(ranks.rank, len(rows), ranks.size)
-        if self.run.metric_factories:  # they are called with each batch, whose logits are too large to send
+        if self.run.metric_factories and metric_functions.are_given_logits(self.run.method):
             own = range(len(rows) if ranks.is_first else 0)
         with ranks.alone():
             return super().get_eval_dataloader(rows.select(own))

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from tests.plugin import install
-from tests.worker.training.tiny import Forks, Outcome, make_chat_dataset, make_job, make_prompts, make_tiny_model
+from tests.worker.training.tiny import (
+    Forks,
+    Outcome,
+    make_chat_dataset,
+    make_job,
+    make_pairs,
+    make_prompts,
+    make_tiny_model,
+)
 from tests.worker.training.two_ranks import TwoRanks
 
 Train = Callable[..., Outcome]
@@ -36,6 +44,14 @@ class Texts:
         self.rewards += rewards[:, 0].tolist()
     def result(self):
         return {"own_completions": len(self.rewards), "own_reward": sum(self.rewards) / len(self.rewards)}
+
+class Scores:
+    def __init__(self):
+        self.gains = []
+    def update_scores(self, chosen, rejected):
+        self.gains += (chosen - rejected).tolist()
+    def result(self):
+        return {"own_accuracy": sum(gain > 0 for gain in self.gains) / len(self.gains), "own_pairs": len(self.gains)}
 
 class Broken(Counted):
     def result(self):
@@ -65,6 +81,7 @@ ENTRY_POINTS = """
 [anneal.metrics]
 counted = own_metrics:Counted
 texts = own_metrics:Texts
+scores = own_metrics:Scores
 broken = own_metrics:Broken
 
 [anneal.callbacks]
@@ -97,13 +114,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(model: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Describe a run on a number of devices, on 15 chats or prompts."""
+    """Describe a run on a number of devices, on 15 chats, pairs or prompts."""
     number = 0
 
     def described(devices: int, **config: Any) -> dict[str, Any]:
         nonlocal number
         number += 1
-        rows, data_format = (make_prompts, "prompt") if config.get("method") == "rlhf" else (make_chat_dataset, "chat")
+        rows, data_format = {
+            "rlhf": (make_prompts, "prompt"), "reward": (make_pairs, "preference"),
+        }.get(config.get("method", ""), (make_chat_dataset, "chat"))  # fmt: skip
         data = rows(tmp_path / f"{data_format}.jsonl", 15)
         config = {**COMMON, "batch_size": 4 // devices, **config}
         job = make_job(tmp_path / str(number), model, data, data_format=data_format, **config)
@@ -150,6 +169,13 @@ def test_metric_functions_are_given_each_completion_once(train: Train) -> None:
     (found,) = (record["metrics"] for record in done.of("eval"))
     assert found["eval_own_completions"] == 3 * 2
     assert found["eval_own_reward"] == pytest.approx(found["eval_reward"])
+
+
+def test_metric_functions_are_given_the_scores_of_both_devices(train: Train) -> None:
+    config = {"method": "reward", "load_in_4bit": False, "eval_split": 0.45, "eval_steps": 2, "max_steps": 2}
+    (found,) = (record["metrics"] for record in train(2, **config, extra={"metrics": ["scores"]}).of("eval"))
+    assert found["eval_own_pairs"] == 7
+    assert found["eval_own_accuracy"] == pytest.approx(found["eval_preference_accuracy"])
 
 
 def test_a_metric_function_that_fails_is_named(
