@@ -111,13 +111,16 @@ def _with_the_same_step(parent: Run, config: TrainingConfig, devices: int) -> Tr
     Otherwise rows would be skipped, or trained twice.
     """
     before = parent.config["batch_size"] * parent.config["gradient_accumulation_steps"] * parent.devices_needed
-    steps, rest = divmod(before, config.batch_size * devices)
-    if rest == 0 and steps > 0:
-        return config.model_copy(update={"gradient_accumulation_steps": steps})
-    fitting = [number for number in range(1, before + 1) if before % (config.batch_size * number) == 0]
+    # Each device generates whole groups of completions.
+    group = 1 if config.generation is None else config.generation.num_generations
+    at_once = math.lcm(config.batch_size, group)
+    if before % (at_once * devices) == 0:
+        return config.model_copy(update={"gradient_accumulation_steps": before // (config.batch_size * devices)})
+    fitting = [number for number in range(1, before + 1) if before % (at_once * number) == 0]
+    rows = "rows" if config.generation is None else f"completions in groups of {group}"
     message = (
-        f"is {devices}, but a step of the run has {before} rows, and `batch_size` is {config.batch_size}: a checkpoint "
-        f"can be resumed on {', '.join(map(str, fitting))} devices"
+        f"is {devices}, but a step of the run has {before} {rows}, and `batch_size` is {config.batch_size}: a "
+        f"checkpoint can be resumed on {', '.join(map(str, fitting))} devices"
     )
     raise validation_failed([FieldError(field="resources.devices", code="does_not_divide", message=message)])
 

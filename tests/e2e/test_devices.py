@@ -69,6 +69,11 @@ def test_trains_evaluates_and_can_be_downloaded(stack: TrainingStack) -> None:
     assert [event["step"] for event in events if event["type"] == "eval"] == [3, 6]
     files = stack.client.get(f"/v1/runs/{run_id}/artifacts").json()["data"]
     assert "adapter_model.safetensors" in {file["path"] for file in files}
+    asked = {"model": run_id, "dataset_id": stack.chats, **TWO}
+    evaluation = stack.client.post("/v1/runs/evaluate", json=asked).json()["id"]
+    shown = stack.until(evaluation, "completed", "failed", timeout=120)
+    assert (shown["status"], shown["resources"]["devices"]) == ("completed", 2), shown["error_message"]
+    assert shown["evaluation"]["eval_loss"] > 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -139,10 +144,8 @@ def test_actions_take_effect_on_every_device(stack: TrainingStack) -> None:
 def test_what_one_device_trains_is_refused_at_once(stack: TrainingStack) -> None:
     config = {"base_model": "tiny"}
     body = {"backend": "celery", "dataset_id": stack.chats, "config": config}
-    histograms = {"config": {**config, "extra": {"distributions_steps": 5}}}
     for more, code, says in (
         ({"resources": {"devices": 3}}, "too_many_devices", "no online worker has more than 2"),
-        ({**TWO, **histograms}, "not_supported", "distributions_steps"),
         ({**TWO, "backend": "fake"}, "not_supported", "backend `fake`"),
     ):  # fmt: skip
         errors = stack.client.post("/v1/runs", json={**body, **more}).json()["errors"]

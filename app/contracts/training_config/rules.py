@@ -281,7 +281,7 @@ def _generation_conflicts(config: TrainingConfig, options: RlhfOptions, given: s
     if together % options.num_generations:
         message = (
             f"is {options.num_generations}, which does not divide `batch_size` x `gradient_accumulation_steps` = "
-            f"{together} completions per step; set {_fitting(config, options)}"
+            f"{together} completions of a device per step; set {_fitting(config, options)}"
         )
         found.append(field_error(f"{group}.num_generations", "conflict", message))
     evaluated = config.extra.get("eval_batch_size")

@@ -35,7 +35,7 @@ def probe_request(asked: RunToEstimate) -> RunCreate:
         config=normalize_numbers(config) | {"on_out_of_memory": "stop", "extra": {**extra, "probe": True}},
         priority=asked.priority,
         max_restarts=asked.max_restarts,
-        resources=asked.resources.model_copy(update={"devices": 1}),  # each has a replica, which takes the same memory
+        resources=asked.resources,
         tags=[*[tag for tag in asked.tags if tag != TAG][: MOST_TAGS - 1], TAG],
     )
 

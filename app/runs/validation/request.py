@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES, BackendRules
 from app.contracts.errors import FieldError
-from app.contracts.methods import EVALUATION_METRICS, METHODS
+from app.contracts.methods import EVALUATION_METRICS
 from app.contracts.run_task import RunTask
 from app.contracts.schemas.runs.placement import Resources
 from app.contracts.schemas.runs.requests import RunCreate
@@ -92,7 +92,7 @@ async def validate_request(
     if not found.errors and rules is not None:
         asked = TrainingConfig.model_validate(dict(request.config))
         found.errors += resource_problems(rules, asked, given_fields(request.config), request.resources)
-        found.errors += await device_problems(session, settings, rules, asked, request.resources, task)
+        found.errors += await device_problems(session, settings, rules, asked, request.resources)
     if not found.errors:
         ignored = await asyncio.to_thread(default_warnings, rules, request.config, has_eval_dataset, data_format)
         found.warnings += [_about_config(problem) for problem in ignored]
@@ -148,12 +148,11 @@ async def device_problems(
     rules: BackendRules,
     config: TrainingConfig,
     resources: Resources,
-    task: RunTask = RunTask.train,
 ) -> list[FieldError]:
     """Return the reasons why a run cannot have the requested number of devices."""
     if resources.devices == 1:
         return []
-    if why := _needs_one_device(rules, config, task):
+    if why := _needs_one_device(rules, config):
         message = f"must be 1: {why}; leave the field out, or set 1"
         return [FieldError(field="resources.devices", code="not_supported", message=message)]
     most = await most_devices(session, settings, rules.capabilities.name)
@@ -166,17 +165,11 @@ async def device_problems(
     return []
 
 
-def _needs_one_device(rules: BackendRules, config: TrainingConfig, task: RunTask) -> str | None:
-    options = config.trainer_options
+def _needs_one_device(rules: BackendRules, config: TrainingConfig) -> str | None:
     if not rules.capabilities.supports_distributed:
         return f"backend `{rules.capabilities.name}` trains on one device"
-    if task is not RunTask.train or options.probe:
-        return "evaluations and probes use one device"
-    if METHODS[config.method].generates:
-        return f"method `{config.method}` trains on one device"
-    for name in ("recipe", "data_source", "checkpoint_engine", "callbacks", "metrics", "distributions_steps"):
-        if getattr(options, name):
-            return f"`extra.{name}` works with one device"
+    if config.trainer_options.recipe is not None:
+        return "a recipe (`extra.recipe`) trains on one device"
     return None
 
 

@@ -13,7 +13,7 @@ from app.infra.storage import Storage
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
 from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run, mark_checkpoint, mark_run
-from tests.rows import events_of, run_row
+from tests.rows import add_worker, events_of, run_row
 from tests.server import ApiServer
 from tests.waiting import eventually
 
@@ -77,8 +77,9 @@ class TestRequest:
     ) -> None:
         run_id, _ = trained(api, engine, dataset, extra={"double_quant": True, "eval_on_start": True})
         other = make_dataset(engine)
+        add_worker(engine, devices=2, backends=["celery"])
         asked = {"max_eval_rows": "1k", "extra": {"eval_batch_size": 3}}
-        answer = evaluate(api, run_id, other, config=asked, tags=["t"], priority=3)
+        answer = evaluate(api, run_id, other, config=asked, tags=["t"], priority=3, resources={"devices": 2})
         run = answer.json()
         assert answer.status_code == 202 and answer.headers["location"] == f"/v1/runs/{run['id']}"
         assert (run["task"], run["status"], run["dataset_id"]) == ("evaluate", "pending", other)
@@ -92,7 +93,9 @@ class TestRequest:
         assert (config["max_eval_rows"], config["extra"]) == (1000, {"double_quant": True, "eval_batch_size": 3})
         assert (config["report_to"], config["eval_steps"], config["eval_split"]) == ([], None, 0.0)
         assert (config["sample_steps"], config["sample_prompts"]) == (None, [])
-        given = run_row(engine, run["id"]).user_set_fields
+        row = run_row(engine, run["id"])
+        assert (run["resources"]["devices"], row.devices_needed) == (2, 2)
+        given = row.user_set_fields
         assert {"lora_r", "max_eval_rows"} <= set(given) and not {"eval_steps", "report_to"} & set(given)
         assert events_of(engine, run["id"])[0].data["reason"] == f"evaluates {run_id}"
 

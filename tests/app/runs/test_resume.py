@@ -10,8 +10,8 @@ from app.config import Settings
 from app.contracts.training_config.fields import TrainingConfig
 from app.infra.ids import new_id
 from app.runs.resume import without_defaults
-from tests.factories import Trainer, count_runs, make_dataset, make_run, mark_checkpoint
-from tests.rows import events_of, run_row
+from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run, mark_checkpoint
+from tests.rows import add_worker, events_of, run_row
 from tests.server import ApiServer
 
 
@@ -208,6 +208,24 @@ class TestRefusals:
             ("config.learning_rte", "unknown_field"),
             ("config.eval_steps", "needs_eval_data"),
         }
+
+    def test_on_other_devices_a_step_keeps_its_completions_and_groups_stay_whole(
+        self, api: ApiServer, engine: Engine, settings: Settings
+    ) -> None:
+        make_model(settings)
+        rewards = [{"type": "length", "max": 8}]
+        config = {
+            "base_model": "tiny", "method": "rlhf", "batch_size": 4, "gradient_accumulation_steps": 4,
+            "max_seq_length": 64, "rlhf": {"num_generations": 8, "max_completion_length": 8, "rewards": rewards},
+        }  # fmt: skip
+        prompts = make_dataset(engine, "prompt", ("prompt",))
+        parent, _ = stopped(api, engine, prompts, 20, backend="celery", config=config)
+        add_worker(engine, devices=4, backends=["celery"])
+        child = child_of(api, parent, resources={"devices": 2})
+        assert (child["config"]["gradient_accumulation_steps"], child["resources"]["devices"]) == (2, 2)
+        (error,) = resume(api, parent, resources={"devices": 4}).json()["errors"]
+        assert error["field"] == "resources.devices"
+        assert "16 completions in groups of 8" in error["message"] and error["message"].endswith("on 1, 2 devices")
 
     def test_a_checkpoint_of_another_run_is_refused(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         parent, _ = stopped(api, engine, dataset, 20)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.worker.training.tiny import Forks, make_chat_dataset, make_tiny_model
+from tests.worker.training.two_ranks import TwoRanks
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +34,14 @@ def forks(hub_cache: Path) -> Iterator[Forks]:
     server = Forks(HF_HUB_CACHE=str(hub_cache))
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def two_ranks(forks: Forks, hub_cache: Path) -> Iterator[TwoRanks]:
+    """Fresh training processes on two devices."""
+    other = Forks(HF_HUB_CACHE=str(hub_cache))
+    yield TwoRanks(forks, other)
+    other.close()
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
 """Promises about a run on two devices: it trains as one with twice the batch does, and resumes exactly."""
 
-import os
-import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,8 @@ from tests.worker.training.tiny import (
     make_pairs,
     make_rated,
     make_tiny_model,
-    parse_records,
 )
+from tests.worker.training.two_ranks import TwoRanks
 from worker.wire.rank_place import EXIT_PEER_LOST, RankPlace
 
 Train = Callable[..., Outcome]
@@ -29,14 +27,6 @@ _COMMON: dict[str, Any] = {
     "learning_rate": 1e-2, "max_seq_length": 64, "max_steps": 6, "gradient_accumulation_steps": 2, "logging_steps": 2,
     "save_steps": 3, "eval_split": 0.2, "eval_steps": 3,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def other_forks(hub_cache: Path) -> Iterator[Forks]:
-    """Processes for the second rank."""
-    server = Forks(HF_HUB_CACHE=str(hub_cache))
-    yield server
-    server.close()
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +48,7 @@ def make_data(folder: Path, method: str, count: int) -> tuple[Path, str]:
 @pytest.fixture
 def train(
     forks: Forks,
-    other_forks: Forks,
+    two_ranks: TwoRanks,
     models: Callable[[float], Path],
     tmp_path: Path,
 ) -> Train:
@@ -72,20 +62,7 @@ def train(
         adapter = {} if method == "full" else {"lora_r": 4, "lora_dropout": dropout}
         config = {**_COMMON, "method": method, "batch_size": 4 // devices, **adapter, **config}
         job = make_job(tmp_path / str(number), models(dropout), rows, data_format=data_format, **config)
-        if devices == 1:
-            outcome = forks.run(job)
-        else:
-            with tempfile.TemporaryDirectory() as meeting:
-                first, second = (RankPlace(rank, 2, Path(meeting)).arguments() for rank in (0, 1))
-                said = {name: str(Path(job["attempt_dir"]) / f"{name}-1") for name in ("stdout", "stderr")}
-                other_forks.start(job, arguments=second, **said)
-                process = forks.start(job, arguments=first)
-                other = other_forks.wait()
-                if other.code:
-                    os.kill(process, signal.SIGKILL)  # it may wait for the other one, as a supervisor would not let it
-                outcome = forks.wait()
-                assert other.code == 0, Path(said["stderr"]).read_text()[-3000:]
-                assert parse_records(Path(said["stdout"]).read_text()) == [], "rank 0 reports the run"
+        outcome = forks.run(job) if devices == 1 else two_ranks.run(job)
         assert outcome.code == 0, outcome.stderr[-3000:]
         return outcome
 
@@ -146,7 +123,7 @@ def test_another_number_of_devices_resumes_with_the_same_rows(train: Train, befo
 
 
 def test_a_rank_that_loses_the_other_reports_no_failure_of_its_own(
-    forks: Forks, other_forks: Forks, models: Callable[[float], Path], tmp_path: Path
+    two_ranks: TwoRanks, models: Callable[[float], Path], tmp_path: Path
 ) -> None:
     """The supervisor knows how the other one ended, and that is the cause."""
     path, data_format = make_data(tmp_path, "lora", 40)
@@ -155,8 +132,8 @@ def test_a_rank_that_loses_the_other_reports_no_failure_of_its_own(
     broken = make_job(tmp_path / "broken", tmp_path / "nowhere", path, data_format=data_format, **config)
     with tempfile.TemporaryDirectory() as meeting:
         first, second = (RankPlace(rank, 2, Path(meeting)).arguments() for rank in (0, 1))
-        other_forks.start(broken, arguments=second)
-        forks.start(job, arguments=first)
-        outcome, other = forks.wait(), other_forks.wait()
+        two_ranks.second.start(broken, arguments=second)
+        two_ranks.first.start(job, arguments=first)
+        outcome, other = two_ranks.first.wait(), two_ranks.second.wait()
     assert (other.code, other.result["error"]["code"]) == (1, "model_not_found")
     assert outcome.code == EXIT_PEER_LOST and outcome.of("result") == []

@@ -162,3 +162,19 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         run.metric({**point, "extra": {**measured, **speed, **memory}}, state.max_steps)
         run.state.last_metric = {name: point[name] for name in ("step", "epoch", "loss")}
         self.trainer.report_samples()
+
+
+class SharingCallback(TrainerCallback):  # type: ignore[misc]
+    """Makes every rank follow what the plugins before it have decided on rank 0."""
+
+    def __init__(self, trainer: ServiceTrainer) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        decision.share(self._trainer)
+
+    def on_log(self, *_: Any, **__: Any) -> None:
+        decision.share(self._trainer)
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        decision.share(self._trainer)

@@ -15,13 +15,15 @@ STEPS = 2
 """The first step is a warm-up and creates the optimizer's state: only in the second is everything in memory at once."""
 
 
-def longest_rows(data: Dataset, config: TrainingConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> Dataset:
-    """Return the rows of one step, the longest first; both steps of a probe train on them.
+def longest_rows(
+    data: Dataset, config: TrainingConfig, devices: int, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Dataset:
+    """Return the rows of one step on all devices, the longest first; both steps of a probe train on them.
 
     Rows are sequences of tokens, pairs (as long as their longer answer, prompt included), or prompts, which
     `tokenizer` tokenizes.
     """
-    count = config.batch_size * config.gradient_accumulation_steps
+    count = config.batch_size * config.gradient_accumulation_steps * devices
     if config.generation is not None:
         count //= config.generation.num_generations
     order = np.argsort(-lengths(data, tokenizer), kind="stable")

@@ -27,7 +27,7 @@ from worker.training.data.rank_share import RankShareCollator
 from worker.training.failures import Stopped, TrainingFailure
 from worker.training.loop import decision, sampling
 from worker.training.loop.actions import Actions
-from worker.training.loop.anomalies import REMEMBERED, AnomalyGuard
+from worker.training.loop.anomalies import REMEMBERED, Anomaly, AnomalyGuard
 from worker.training.loop.evaluation_means import EvaluationMeans
 from worker.training.loop.memory import GpuMemory
 from worker.training.loop.throughput import Throughput
@@ -196,7 +196,8 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         self.step_rows += self.take_rows(inputs)
-        self._share = inputs.pop("share", 1.0)
+        # A batch of `rlhf` is a list of rows, all of which are this device's own.
+        self._share = inputs.pop("share") if "share" in inputs else 1.0
         if self.skips_step:
             self.skip_step()
             loss = torch.zeros((), device=self.args.device)
@@ -232,11 +233,15 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         recent = self.run.state.recent_losses
         trouble = self.guard.judge(self._step_loss, known, recent)
         if trouble is not None:
-            if not self.run.ranks.is_first:
-                self.run.ranks.wait_for_end()  # rank 0 has found the same, and looks for the rows
-            raise self.guard.failure(self, trouble)
+            raise self.anomaly_failure(trouble)
         recent.append(self._step_loss)
         del recent[:-REMEMBERED]
+
+    def anomaly_failure(self, anomaly: Anomaly) -> TrainingFailure:
+        """Build the failure that ends the attempt, after an anomaly that every rank has found; only rank 0 returns."""
+        if not self.run.ranks.is_first:
+            self.run.ranks.wait_for_end()
+        return self.guard.failure(self, anomaly)
 
     def _clip_grad_norm(self, model: Any) -> Any:
         return None if self.skips_step else super()._clip_grad_norm(model)
@@ -277,7 +282,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
                 self._begin_evaluation(None)
                 metrics = super().evaluate(*args, **options)
                 found = self.evaluated(metrics)
-                found |= self.own_metrics.results(found)
+                found |= self._own_results(found)
                 found |= _without_collisions(extra, found)
         except Stopped:
             torch.random.set_rng_state(random_state)
@@ -300,6 +305,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
             return {}
         run.state.eval_pending = False
         run.evaluation(self.state.global_step, self.state.epoch, found)
+        decision.share(self)  # a plugin may have decided something because of the metrics
         self.actions.evaluated(found)
         if not self.control.should_training_stop and not run.only_evaluates:
             run.report.phase("training")
@@ -308,7 +314,8 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
     def _begin_evaluation(self, message: str | None) -> None:
         self._eval_batches = 0
         self._eval_message = message
-        self.own_metrics = metric_functions.Evaluation(self.run.metric_factories)
+        keeps = self.run.ranks.size > 1 and not metric_functions.are_given_logits(self.run.method)
+        self.own_metrics = metric_functions.Evaluation(self.run.metric_factories, keeps)
 
     def _evaluate_extra_datasets(self) -> dict[str, float]:
         """Return the metrics of the extra sets, without a trace in training and in the evaluation that follows."""
@@ -328,7 +335,21 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         means, self._metrics["eval"] = self._metrics["eval"], defaultdict(list)
         metrics = done.metrics | speed_metrics("eval", began, num_samples=done.num_samples)
         found = self.evaluated(metrics | {f"eval_{name}": values[0] for name, values in means.items()})
-        return found | self.own_metrics.results(found)
+        return found | self._own_results(found)
+
+    def _own_results(self, found: Mapping[str, float]) -> dict[str, float]:
+        """Return the results of the metric functions, which rank 0 calls."""
+        results, error = {}, None
+        kept = self.run.ranks.gathered(self.own_metrics.kept)
+        if self.run.ranks.is_first:
+            try:
+                for batches in kept:
+                    self.own_metrics.take(batches)
+                results = self.own_metrics.results(found)
+            except TrainingFailure as failure:
+                error = failure
+        self.run.ranks.agree_on(error, stopped=False)
+        return self.run.ranks.shared(results)
 
     def end_early(self, why: str, mode: StopMode) -> None:
         """End training after the current step, with what the stop mode saves: `checkpoint`, `best` or `discard`."""
@@ -360,8 +381,11 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         if ranks.size == 1:
             return super().get_eval_dataloader(eval_dataset)
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        own = range(ranks.rank, len(rows), ranks.size)
+        if self.run.metric_factories and metric_functions.are_given_logits(self.run.method):
+            own = range(len(rows) if ranks.is_first else 0)
         with ranks.alone():
-            return super().get_eval_dataloader(rows.select(range(ranks.rank, len(rows), ranks.size)))
+            return super().get_eval_dataloader(rows.select(own))
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
         # Each rank evaluates every n-th row by itself, so that no row counts twice; then their means are merged.
@@ -441,12 +465,30 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.run.is_probe:
             return
+        if self.run.config.trainer_options.callbacks:
+            self._check_replicas()
         self.rng_states = self.run.ranks.gathered(rng_state.current(self.args.device))
         if not self.run.ranks.is_first:
             self.saved_step = self.state.global_step
             return
         if saver.save(self) and not self.control.should_training_stop:
             self.run.report.phase("training")
+
+    def _check_replicas(self) -> None:
+        """Check that every rank has the same weights, which a callback can change on rank 0 alone.
+
+        Raises:
+            TrainingFailure: `config_error`.
+        """
+        trained = (one.detach() for one in self.model.parameters() if one.requires_grad)
+        total = sum(float(one.double().sum()) for one in trained)
+        if len(set(self.run.ranks.gathered(total))) > 1:
+            raise TrainingFailure(
+                "config_error",
+                "The devices have different weights: a callback (`extra.callbacks`) has changed weights, gradients or "
+                "the optimizer, and callbacks run in the process of the first device only. Use one device, or a "
+                "callback that only reads them.",
+            )
 
     def restore_from(self, folder: Path) -> None:
         """Restore the run's state from a checkpoint; call before `train(resume_from_checkpoint=…)`."""

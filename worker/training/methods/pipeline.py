@@ -13,7 +13,7 @@ from worker.checkpoint_files import resume_fidelity
 from worker.training.context import TrainingContext
 from worker.training.data import dataset
 from worker.training.failures import TrainingFailure
-from worker.training.loop.callbacks import StepCallback
+from worker.training.loop.callbacks import SharingCallback, StepCallback
 from worker.training.loop.histograms import HistogramCallback
 from worker.training.loop.memory import MemoryProfiler
 from worker.training.loop.trainer import EndedBeforeStep, ServiceTrainerMixin
@@ -143,7 +143,9 @@ def build(make: Callable[..., Trains], run: TrainingContext, **options: Any) -> 
     trainer.add_callback(StepCallback(run, trainer))
     trainer.add_callback(trainer.plugin_callbacks)
     asked = run.config.trainer_options
-    if asked.distributions_steps is not None:
+    if asked.callbacks:
+        trainer.add_callback(SharingCallback(trainer))
+    if asked.distributions_steps is not None and run.ranks.is_first:
         trainer.add_callback(HistogramCallback(run, asked.distributions_steps))
     if asked.memory_profile:
         trainer.add_callback(MemoryProfiler(run, trainer.gpu_memory))

@@ -63,7 +63,7 @@ class Rows(Protocol):
 
 
 _READ = "read"
-"""Flag of rank 0: its data is tokenized."""
+"""Start of the flag of a rank whose data is tokenized."""
 
 Some = TypeVar("Some", bound=Rows)
 Read = Callable[[RowSource], Some]
@@ -113,10 +113,10 @@ def prepare_start(run: TrainingContext, replaced: list[Replacement]) -> Setup:
     """
     _check_optimizer(run.config)
     transformers.set_seed(run.config.seed)
-    restore_replica(run)
-    resume = run.resume_from
-    if resume is not None and run.ranks.is_first:
-        saver.check(resume.path, resume.manifest_sha256, run.report.alive)
+    if run.ranks.is_first:
+        restore_replica(run)
+        if (resume := run.resume_from) is not None:
+            saver.check(resume.path, resume.manifest_sha256, run.report.alive)
     run.report.phase("loading")
     run.report.progress("loading", 0, 2, "tokenizer and configuration")
     base = base_model.find_base(run.job, run.config)
@@ -126,7 +126,9 @@ def prepare_start(run: TrainingContext, replaced: list[Replacement]) -> Setup:
     if template is not None:
         set_template(tokenizer, template)
     run.raise_if_stopped()
-    hooks.write_source_rows(run)
+    if run.ranks.is_first:
+        hooks.write_source_rows(run)
+    run.job = run.ranks.shared(run.job)  # with the checkpoint and the rows that rank 0 has put elsewhere
     return Setup(base, tokenizer, _max_sequence_length(run, base, tokenizer, replaced))
 
 
@@ -215,7 +217,7 @@ def read_data(run: TrainingContext, read: Read[Some], cache: TokenCache) -> RunD
     run.report.phase("tokenizing")
     if not run.ranks.is_first:
         # Rank 0 tokenizes, and the others find its tokens in the cache.
-        run.ranks.wait_for_flag(_READ, run.report.alive)
+        run.ranks.wait_for_flag(f"{_READ} 0", run.report.alive)
     config, source, other = run.config, run.job.dataset, run.job.eval_dataset
     try:
         if run.only_evaluates:
@@ -244,8 +246,12 @@ def read_data(run: TrainingContext, read: Read[Some], cache: TokenCache) -> RunD
 
 def _finish_reading(run: TrainingContext, read: Mapping[str, Rows | None]) -> None:
     """Delete the rows that a data source has written, and report the remarks about each data."""
-    run.ranks.set_flag(_READ)
-    hooks.delete_source_rows(run)
+    ranks = run.ranks
+    ranks.set_flag(f"{_READ} {ranks.rank}")
+    if ranks.is_first and run.config.trainer_options.data_source is not None:
+        for rank in range(1, ranks.size):
+            ranks.wait_for_flag(f"{_READ} {rank}", run.report.alive)
+        hooks.delete_source_rows(run)
     for name, one in read.items():
         for remark in one.remarks if one else []:
             run.report.message(remark["reason"], level="warning")
@@ -256,7 +262,7 @@ def training_rows(run: TrainingContext, training: Rows) -> Dataset:
     """Return the rows to train on: all, the rows of one step only, or in a probe the longest rows."""
     if run.config.overfit_first_batch or run.only_evaluates:  # a trainer needs some, even if it never trains
         return data.first_batch(training.dataset, run.config, run.ranks.size)
-    return probe.longest_rows(training.dataset, run.config) if run.is_probe else training.dataset
+    return probe.longest_rows(training.dataset, run.config, run.ranks.size) if run.is_probe else training.dataset
 
 
 def chat_template_if_needed(run: TrainingContext, tokenizer: PreTrainedTokenizerBase) -> None:

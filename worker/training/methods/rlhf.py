@@ -57,6 +57,10 @@ class RewardTrainerMixin(ServiceTrainerMixin):
         """Return an upper bound, since completions are not known before they are generated."""
         return tokens_of_a_row + float(self.max_completion_length)
 
+    def get_train_dataloader(self) -> Any:
+        # TRL's own: its rounds are whole, and their rows follow one another, those of each device together.
+        return super(ServiceTrainerMixin, self).get_train_dataloader()
+
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
         sampler = super()._get_train_sampler(dataset)
         # Each epoch draws its order from the sampler's own generator, whose state is not in checkpoints. A resumed run
@@ -68,16 +72,23 @@ class RewardTrainerMixin(ServiceTrainerMixin):
         return sampler
 
     def _generate_single_turn(self, *arguments: Any, **options: Any) -> Any:
+        generated, failure = None, None
         # With an adapter, generation calls the base model's own forward, which nothing else puts under mixed precision.
         # Fully trained modules are in 32 bits and would not match the 16-bit modules around them.
         with self.accelerator.autocast():
             try:
-                return super()._generate_single_turn(*arguments, **options)
+                generated = super()._generate_single_turn(*arguments, **options)
             except RuntimeError as error:
                 if _NON_FINITE_ERROR not in str(error) or not self.model.training:
                     raise
+                failure = error
+        if self.model.training:
+            every = self.run.ranks.gathered((failure is not None, self.step_rows))
+            if any(failed for failed, _ in every):
+                self.step_rows = [row for _, rows in every for row in rows]
                 description = "the model's output became non-finite while it generated completions"
-                raise self.guard.failure(self, Anomaly("non_finite", description)) from error
+                raise self.anomaly_failure(Anomaly("non_finite", description)) from failure
+        return generated
 
     def _calculate_rewards(self, inputs: Any, prompts: list[Any], completions: list[Any], *more: Any) -> Any:
         rewards = super()._calculate_rewards(inputs, prompts, completions, *more)
@@ -172,7 +183,8 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
 
     data = preparation.read_data(run, read, TokenCache())
     training = data.training
-    prompts_in_a_step = config.batch_size * config.gradient_accumulation_steps // wanted.num_generations
+    completions_in_a_step = config.batch_size * config.gradient_accumulation_steps * run.ranks.size
+    prompts_in_a_step = completions_in_a_step // wanted.num_generations
     steps_per_epoch = len(training.dataset) // prompts_in_a_step
     if steps_per_epoch < 1 and not run.only_evaluates:
         raise TrainingFailure(
@@ -185,7 +197,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
     if config.overfit_first_batch or run.only_evaluates:
         seen = seen.select(range(min(prompts_in_a_step, len(seen))))
     elif run.is_probe:
-        seen = probe.longest_rows(seen, config, tokenizer)
+        seen = probe.longest_rows(seen, config, run.ranks.size, tokenizer)
     memory_plan.choose_checkpointing(run, replaced, base, training.dataset, max_length)
     with preparation.base_weights(run, base) as start:
         network = preparation.load_network(run, start, preparation.highest_id(tokenizer, data.parts))

@@ -26,7 +26,7 @@ class PluginCallbacks(TrainerCallback):  # type: ignore[misc]
     """Calls the installed callbacks of a run in their order; an error ends the run and names the plugin.
 
     A callback gets a copy of the trainer's control. It may request a log, an evaluation and a checkpoint, and end the
-    run as early stopping does. It cannot undo what the service decided.
+    run as early stopping does. It cannot undo what the service decided. On several devices only rank 0 has callbacks.
     """
 
     def __init__(self, trainer: ServiceTrainer) -> None:
@@ -37,7 +37,8 @@ class PluginCallbacks(TrainerCallback):  # type: ignore[misc]
         """
         self._trainer = trainer
         self._callbacks: dict[str, tuple[str, Any]] = {}
-        for place, plugin in enumerate(trainer.run.config.trainer_options.callbacks):
+        plugins = trainer.run.config.trainer_options.callbacks if trainer.run.ranks.is_first else []
+        for place, plugin in enumerate(plugins):
             self._callbacks[f"{place}.{plugin.type}"] = (plugin.type, _create(plugin))
         for event in _EVENTS:
             if any(_has(callback, event) for _, callback in self._callbacks.values()):

@@ -26,6 +26,11 @@ _UPDATES = {
 """Method that adds a batch, by the objective of the training method."""
 
 
+def are_given_logits(method: Method) -> bool:
+    """Return True if metric functions get the logits of each batch, which are too large to keep or to send."""
+    return _UPDATES[method.objective] == "update"
+
+
 class MetricFunction(Protocol):
     """Object created by a factory for one evaluation; besides `result` it needs the method of the run's objective.
 
@@ -97,8 +102,17 @@ def create_metric_function(factories: Mapping[str, Callable[[], Any]], name: str
 class Evaluation:
     """All metric functions of a run during one evaluation; without any it does nothing."""
 
-    def __init__(self, factories: Mapping[str, Callable[[], Any]]) -> None:
+    def __init__(self, factories: Mapping[str, Callable[[], Any]], keeps: bool = False) -> None:
+        """Create the functions; with `keeps`, batches are kept, for `take` to pass on those of all ranks."""
         self._functions = {name: create_metric_function(factories, name) for name in factories}
+        self._keeps = keeps
+        self.kept: list[tuple[str, tuple[Any, ...]]] = []
+        """Batches that were kept, each with the method that is called with it."""
+
+    def take(self, kept: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
+        """Pass batches that a rank has kept to all functions; raises as `update`."""
+        for update, batch in kept:
+            self._pass_on(update, batch)
 
     def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         """Pass a batch to all functions, with logits aligned to the labels that they predict.
@@ -119,6 +133,13 @@ class Evaluation:
         self._call("update_completions", prompts, completions, rewards)
 
     def _call(self, update: str, *batch: Any) -> None:
+        if not self._keeps:
+            self._pass_on(update, batch)
+        elif self._functions:
+            on_host = tuple(one.cpu() if isinstance(one, torch.Tensor) else one for one in batch)
+            self.kept.append((update, on_host))
+
+    def _pass_on(self, update: str, batch: Sequence[Any]) -> None:
         for name, function in self._functions.items():
             try:
                 getattr(function, update)(*batch)

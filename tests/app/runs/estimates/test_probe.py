@@ -72,7 +72,7 @@ def measure(engine: Engine, run_id: str) -> Trainer:
 
 def test_the_answer_names_a_short_run_that_waits_like_any_other(api: ApiServer, engine: Engine) -> None:
     experiment = make_experiment(engine)
-    asked = body(engine, experiment_id=experiment, tags=["mine"])
+    asked = body(engine, experiment_id=experiment, tags=["mine"], resources={"devices": 2})
     plain = api.client.post("/v1/runs/estimate", json=asked).json()
     assert plain["probe_run_id"] is None and count_runs(engine) == 0
     found = probed(api, asked, **{"Idempotency-Key": "k1"})
@@ -80,6 +80,7 @@ def test_the_answer_names_a_short_run_that_waits_like_any_other(api: ApiServer, 
     run = api.client.get(f"/v1/runs/{found['probe_run_id']}").json()
     assert (run["name"], run["tags"], run["priority"]) == ("probe of counting", ["mine", "probe"], 7)
     assert (run["experiment_id"], run["eval_dataset_id"], run["status"]) == (experiment, None, "pending")
+    assert run["resources"]["devices"] == 2, "as many as the run would have"
     config = run["config"]
     left_out = {"eval_split": 0.0, "eval_steps": None, "early_stopping_patience": None, "stop_at_step": None}
     assert {name: config[name] for name in left_out} == left_out

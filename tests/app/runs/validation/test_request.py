@@ -362,6 +362,25 @@ class TestMachine:
             assert found["valid"] and [it["code"] for it in warnings] == ([code] if code else [])
             assert all(says in it["message"] for it in warnings)
 
+    def test_all_but_a_recipe_of_a_plugin_trains_on_several_devices(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        def errors(dataset: str, **config: Any) -> list[tuple[str, str]]:
+            body = {"dataset_id": dataset, "config": {"base_model": "org/model", **config}, "resources": {"devices": 2}}
+            found = api.client.post("/v1/runs/validate", json=body).json()
+            return [(one["field"], one["code"]) for one in found["errors"]]
+
+        own = {"type": "mine"}
+        rewards = {"num_generations": 2, "rewards": [{"type": "length", "max": 8}]}
+        assert errors(make_dataset(engine, "prompt", ("prompt",)), method="rlhf", rlhf=rewards) == []
+        for extra in (
+            {"data_source": own}, {"checkpoint_engine": own}, {"callbacks": [own]}, {"distributions_steps": 5},
+            {"probe": True},
+        ):  # fmt: skip
+            assert errors(dataset, extra=extra) == [], extra
+        assert errors(dataset, eval_split=0.1, eval_steps=10, extra={"metrics": ["mine"]}) == []
+        assert errors(dataset, extra={"recipe": own}) == [("resources.devices", "not_supported")]
+
     def test_a_silent_worker_does_not_count(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         add_worker(engine, backends=["celery"])
         with engine.begin() as connection:

@@ -8,6 +8,7 @@ from datasets import Dataset
 
 from app.contracts.training_config.fields import TrainingConfig
 from tests.worker.training.tiny import Forks, make_job, write_rows
+from tests.worker.training.two_ranks import TwoRanks
 from worker.training.loop import probe as measuring
 
 CONFIG: dict[str, Any] = {
@@ -54,6 +55,18 @@ def test_a_probe_takes_two_steps_on_the_longest_rows_and_keeps_nothing(
         assert any("reference log-probabilities of 4 pairs" in one["line"] for one in probe.of("message"))
 
 
+def test_on_two_devices_it_takes_the_longest_rows_of_a_step_of_both(
+    two_ranks: TwoRanks, tiny_model: Path, tmp_path: Path
+) -> None:
+    data = texts(tmp_path / "rows.jsonl")
+    job = make_job(tmp_path, tiny_model, data, data_format="text", method="lora", **{**CONFIG, "batch_size": 1})
+    probe = two_ranks.run(job)
+    assert probe.result["outcome"] == "completed", (probe.result, probe.stderr[-2000:])
+    assert {step: sorted(rows) for step, (_, rows) in probe.steps.items()} == {1: [1, 3, 5, 8], 2: [1, 3, 5, 8]}
+    assert probe.of("config")[0]["facts"]["whole_run_steps"] == 9
+    assert probe.of("checkpoint") == [] and probe.result["output"] is None
+
+
 @pytest.mark.parametrize(
     ("columns", "config", "longest"),
     [
@@ -73,4 +86,4 @@ def test_a_probe_takes_two_steps_on_the_longest_rows_and_keeps_nothing(
 def test_packs_and_pairs_are_as_long_as_what_the_model_sees(columns: Any, config: Any, longest: list[int]) -> None:
     asked = TrainingConfig(base_model="any", batch_size=1, gradient_accumulation_steps=2, **config)
     rows = Dataset.from_dict({**columns, "rows": [[0], [1], [2]]})
-    assert [row for (row,) in measuring.longest_rows(rows, asked)["rows"]] == longest
+    assert [row for (row,) in measuring.longest_rows(rows, asked, 1)["rows"]] == longest

@@ -10,6 +10,7 @@ from app.contracts.attempt.messages import ControlMessage
 from app.contracts.methods import EVALUATION_METRICS
 from app.contracts.stop import StopRequest
 from tests.worker.training.tiny import Forks, Outcome, make_chat_dataset, make_job, make_pairs, make_prompts, make_rated
+from tests.worker.training.two_ranks import TwoRanks
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.methods.dpo import PreferenceTrainer
 from worker.training.methods.kto import RatedAnswerTrainer
@@ -160,11 +161,44 @@ def test_a_base_model_is_evaluated_as_it_is_on_the_first_rows(
     assert trained.of("eval")[0]["metrics"]["eval_loss"] == found(few)["eval_loss"]
 
 
-def test_completions_of_prompts_are_rewarded(forks: Forks, tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("devices", [1, 2])
+def test_completions_of_prompts_are_rewarded(
+    devices: int, forks: Forks, two_ranks: TwoRanks, tiny_model: Path, tmp_path: Path
+) -> None:
     data = make_prompts(tmp_path / "prompts.jsonl", 3)
     config = COMMON | {"batch_size": 4, "rlhf": {"num_generations": 2, "max_completion_length": 8, "rewards": [LENGTH]}}
     job = evaluation_job(tmp_path, tiny_model, data, data_format="prompt", method="rlhf", lora_r=None, **config)
-    assert {"eval_reward", "eval_reward_length"} <= found(forks.run(job)).keys()
+    done = forks.run(job) if devices == 1 else two_ranks.run(job)
+    assert {"eval_reward", "eval_reward_length"} <= found(done).keys()
+
+
+@pytest.mark.parametrize("method", ["lora", "dpo", "reward"])
+def test_two_devices_evaluate_as_one_does(
+    method: str, forks: Forks, two_ranks: TwoRanks, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Of seven rows, one evaluates four and the other three; a single row leaves the second one without any."""
+    data_format = {"lora": "chat"}.get(method, "preference")
+    data, held_out = (DATA[data_format](tmp_path / f"{rows}.jsonl", rows) for rows in (16, 7))
+    config = {"method": method, "lora_r": 4, **COMMON, "max_steps": 2}
+    trained = forks.run(
+        make_job(tmp_path / "train", tiny_model, data, eval_data=held_out, data_format=data_format, **config)
+    )
+    assert trained.result["outcome"] == "completed", (trained.result, trained.stderr[-2000:])
+    for rows in (7, 1):
+        one, two = (
+            found(
+                ranks.run(
+                    evaluation_job(
+                        tmp_path / f"{name}-{rows}", tiny_model, held_out, trained.output, 2, data_format=data_format,
+                        **config, max_eval_rows=rows,
+                    )
+                )
+            )
+            for name, ranks in (("one", forks), ("two", two_ranks))
+        )  # fmt: skip
+        compared = [name for name in MAIN if name in one]
+        assert two.keys() == one.keys() and compared
+        assert [two[name] for name in compared] == pytest.approx([one[name] for name in compared], rel=1e-5, abs=1e-5)
 
 
 def test_a_stop_ends_it_without_a_result(forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from worker.training.failures import TrainingFailure
 from worker.training.plugins import hooks
 from worker.training.plugins.callbacks import PluginCallbacks
 from worker.training.plugins.checkpoint_engines import restore_replica, store_replica
+from worker.training.ranks import Ranks
 from worker.wire.reporter import Reporter
 
 STEPS = 8
@@ -202,7 +203,7 @@ def stub(tmp_path: Path, **extra: Any) -> Any:
     job = make_spec(tmp_path, dataset=dataset, resume_from=gone)
     run = types.SimpleNamespace(
         only_evaluates=False,
-        config=config, folder=tmp_path, job=job, resume_from=job.resume_from, report=Reporter(None),
+        config=config, folder=tmp_path, job=job, resume_from=job.resume_from, report=Reporter(None), ranks=Ranks(),
         raise_if_stopped=lambda: None,
     )  # fmt: skip
     arguments = types.SimpleNamespace(learning_rate=0.1, weight_decay=0.01, get_warmup_steps=lambda steps: 0)

@@ -1,0 +1,62 @@
+"""Runs of the training process on two devices, without a supervisor."""
+
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tests.worker.training.tiny import Forks, Outcome, parse_records
+from worker.wire.rank_place import RankPlace
+
+_SAID = {"stdout": "stdout-1", "stderr": "stderr-1"}
+"""Files of the second process."""
+
+
+class TwoRanks:
+    """Two servers of fresh processes: the first one's are rank 0, which reports the run, and the other's rank 1."""
+
+    def __init__(self, first: Forks, second: Forks) -> None:
+        self.first, self.second = first, second
+
+    def beside(self, *folders: Path) -> "TwoRanks":
+        """Return the same for jobs that import from these folders too."""
+        return TwoRanks(self.first.beside(*folders), self.second.beside(*folders))
+
+    def run(self, job: dict[str, Any], **limits: Any) -> Outcome:
+        """Run a job to its end on both, of which the second must not fail; return what the first reported.
+
+        `limits` are those of the first, as `Forks.run` takes them.
+        """
+        with self._started(job, **limits) as (process, _):
+            other = self.second.wait()
+            if other.code:
+                _kill(process)  # it may wait for the other one, as a supervisor would not let it
+            outcome = self.first.wait()
+        said = [Path(job["attempt_dir"]) / name for name in _SAID.values()]
+        assert other.code == 0, (outcome.records[-1:], said[1].read_text()[-3000:])
+        assert parse_records(said[0].read_text()) == [], "rank 0 reports the run"
+        return outcome
+
+    def run_to_failure(self, job: dict[str, Any]) -> Outcome:
+        """Run a job that fails on the first, and then end the second; return what the first reported."""
+        with self._started(job) as (_, other):
+            outcome = self.first.wait()
+            _kill(other)
+            self.second.wait()
+        return outcome
+
+    @contextmanager
+    def _started(self, job: dict[str, Any], **limits: Any) -> Iterator[tuple[int, int]]:
+        with tempfile.TemporaryDirectory() as meeting:
+            first, second = (RankPlace(rank, 2, Path(meeting)).arguments() for rank in (0, 1))
+            said = {what: str(Path(job["attempt_dir"]) / name) for what, name in _SAID.items()}
+            other = self.second.start(job, arguments=second, **said)
+            yield self.first.start(job, arguments=first, **limits), other
+
+
+def _kill(process: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
