@@ -48,7 +48,7 @@ _WAITING = text(f"""
     ORDER BY runs.priority DESC, runs.id LIMIT 1000
 """)
 _ACCOUNT_EVERY = 10.0
-# Time in which no API process ran is not accounted for: nobody knows who used the devices.
+# Time in which no API process ran is not accounted for: it is unknown who used the devices.
 _ACCOUNT = text(f"""
     WITH round AS (
         SELECT least(coalesce(extract(epoch FROM clock_timestamp() - max(updated_at)), 0), {2 * _ACCOUNT_EVERY})

@@ -123,7 +123,7 @@ class Forecast:
                 run.owner,
             )
             for run in pending
-            if run.has_room  # nobody knows when a quota has room for the others
+            if run.has_room  # it is unknown when a quota has room for the others
         ]
         self.workers = [
             WorkerSlots(
