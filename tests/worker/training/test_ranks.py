@@ -4,6 +4,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +66,16 @@ def train(
     """Train a run on one or two devices, with or without dropout; of 40 rows, 8 are held out and 32 are two steps."""
     number = 0
 
-    def run(method: str, devices: int, *, dropout: float = 0.0, count: int = 40, **config: Any) -> Outcome:
+    def run(
+        method: str, devices: int, *, dropout: float = 0.0, count: int = 40, sharded: bool = False, **config: Any
+    ) -> Outcome:
         nonlocal number
         number += 1
         rows, data_format = make_data(tmp_path, method, count)
-        adapter = {} if method == "full" else {"lora_r": 4, "lora_dropout": dropout}
+        adapter = {} if method == "full" or "lora_r" in config else {"lora_r": 4, "lora_dropout": dropout}
         config = {**_COMMON, "method": method, "batch_size": 4 // devices, **adapter, **config}
         job = make_job(tmp_path / str(number), models(dropout), rows, data_format=data_format, **config)
+        job["sharded"] = sharded
         if devices == 1:
             outcome = forks.run(job)
         else:
@@ -82,7 +86,8 @@ def train(
                 process = forks.start(job, arguments=first)
                 other = other_forks.wait()
                 if other.code:
-                    os.kill(process, signal.SIGKILL)  # it may wait for the other one, as a supervisor would not let it
+                    with suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGKILL)  # it may wait for the other, as a supervisor would not let it
                 outcome = forks.wait()
                 assert other.code == 0, Path(said["stderr"]).read_text()[-3000:]
                 assert parse_records(Path(said["stdout"]).read_text()) == [], "rank 0 reports the run"
