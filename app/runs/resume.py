@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from dataclasses import replace
 from typing import Any
 
 from sqlalchemy import Select, select
@@ -28,7 +29,7 @@ from app.runs.creation import RunTransaction, find_by_idempotency_key, insert
 from app.runs.estimates import service as estimates
 from app.runs.validation.config import config_problems
 from app.runs.validation.destinations import destination_problems
-from app.runs.validation.request import device_problems, requirements, resource_problems
+from app.runs.validation.request import device_problems, requirements, resource_problems, sharding_problems
 from app.runs.validation.result import validation_failed
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
@@ -65,13 +66,19 @@ async def resume(
         _refuse_if_done(parent, config, checkpoint)
     rules = BACKEND_RULES[parent.backend]
     least: dict[str, int] = {}
+    sharded = False
+    before = Resources.model_validate(parent.resources)
+    resources = request.resources or before
     if rules.loads_model:
         data = await estimates.data_of(session, parent.dataset_id)
-        devices = (request.resources or Resources.model_validate(parent.resources)).devices
-        subject = estimates.Subject(config, given, parent.backend, data, devices=devices)
-        least = await estimates.least_memory_of(session, settings, storage, subject)
-    resources = request.resources or Resources.model_validate(parent.resources)
+        subject = estimates.Subject(config, given, parent.backend, data, devices=resources.devices)
+        if (resources.devices, resources.sharding) == (before.devices, before.sharding):
+            subject = replace(subject, sharded=bool(parent.requirements.get("sharded")))  # decided once
+        else:
+            subject = await estimates.with_sharding(session, settings, storage, subject, resources)
+        least, sharded = await estimates.least_memory_of(session, settings, storage, subject), subject.sharded
     wrong = resource_problems(rules, config, given, resources)
+    wrong += sharding_problems(config, given, resources)
     wrong += await device_problems(session, settings, rules, config, resources)
     if wrong:
         raise validation_failed(wrong)
@@ -90,7 +97,7 @@ async def resume(
         "base_run_id": parent.base_run_id,
         "devices_needed": resources.devices,
         "resources": resources.model_dump(),
-        "requirements": requirements(rules, config, given, resources, least),
+        "requirements": requirements(rules, config, given, resources, least, sharded=sharded),
         "priority": parent.priority,
         "max_restarts": parent.max_restarts,
         "parent_run_id": parent.id,

@@ -60,6 +60,8 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
     NOT_COUNTED: ClassVar[str | None] = None
     """Work of the method that is part of the step time, but not of the operations that MFU is computed from."""
 
+    sharding: Sharding | None = None
+    """Division of the model among the ranks, once it is divided."""
     eval_dataset: Any
     optimizer: Any
     lr_scheduler: Any
@@ -89,8 +91,6 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         """Metric functions of the current evaluation."""
         self.rng_states: list[dict[str, Any]] = []
         """States of the random number generators of all ranks, for the checkpoint that is being saved."""
-        self.sharding: Sharding | None = None
-        """Division of the model among the ranks, once it is divided."""
         self.whole_weights: dict[str, torch.Tensor] | None = None
         """Last weights of a sharded model, gathered for the output."""
         self._micro_losses: list[torch.Tensor] = []
@@ -370,7 +370,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         if ranks.size == 1:
             return super().get_eval_dataloader(eval_dataset)
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
-        own = range(ranks.rank, len(rows), ranks.size)
+        own: Sequence[int] = range(ranks.rank, len(rows), ranks.size)
         size = self.args.eval_batch_size
         self._eval_counted = math.ceil(len(own) / size)
         if self.run.is_sharded and self._eval_counted < math.ceil(math.ceil(len(rows) / ranks.size) / size):

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME
 
 OPTIMIZER_FOLDER = "optimizer"
-"""Folder in a checkpoint of a sharded run: optimizer state by parameter name, as torch.distributed.checkpoint has it."""
+"""Folder of torch.distributed.checkpoint in a checkpoint of a sharded run: optimizer state by parameter name."""
 _NEVER = timedelta(days=7)
 """Time-out of collective operations: the supervisor ends a run whose ranks are all silent."""
 
