@@ -133,7 +133,13 @@ class TestResources:
         run = make_run(api.client, dataset, resources=asked)
         assert run["resources"] == {**asked, "devices": 1, "sharding": "auto"}
         needs = {"kind": "cuda", "memory_mb": 24_000, "labels": ["gpu=h100", "site-b"]}
-        assert run["requirements"] == {**needs, "estimated_mb": {}, "sharded": False, "gguf": False, "prefers_gpu": False}
+        assert run["requirements"] == {
+            **needs,
+            "estimated_mb": {},
+            "sharded": False,
+            "gguf": False,
+            "prefers_gpu": False,
+        }
         (listed,) = api.client.get("/v1/runs", params={"view": "full"}).json()["data"]
         assert (listed["resources"], listed["pending_reason"]) == (run["resources"], None)
         assert run_row(engine, run["id"]).requirements == needs
@@ -216,7 +222,10 @@ class TestResources:
         ("config", "says"),
         [
             ({"method": "qlora", "load_in_4bit": False, "load_in_8bit": True}, ["load_in_8bit"]),
-            ({"method": "lora", "modules_to_save": ["lm_head"], "optim": "lion_8bit"}, ["modules_to_save", "lion_8bit"]),
+            (
+                {"method": "lora", "modules_to_save": ["lm_head"], "optim": "lion_8bit"},
+                ["modules_to_save", "lion_8bit"],
+            ),
             ({"method": "reward", "lora_r": 8}, ["modules_to_save"]),
             ({"method": "dpo", "lora_r": None}, ["precomputes its reference"]),
         ],

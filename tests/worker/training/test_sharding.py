@@ -1,18 +1,29 @@
 """Promises about a run whose model is divided among two devices: it trains as replicas do, and resumes exactly."""
 
+import math
+import os
+import signal
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from tests.worker.training.test_ranks import (  # noqa: F401
     Train,
     losses,
+    make_data,
     models,
     other_forks,
     rows,
     train,
 )
+from tests.worker.training.tiny import Forks, Outcome, make_job, make_tiny_model, write_rows
+from worker.wire.rank_place import RankPlace
 
 _TOLERANCE = 1e-6
 _REPLICAS, _SHARDED = {"devices": 2}, {"devices": 2, "sharded": True}
@@ -61,15 +72,13 @@ def test_resumes_exactly_with_dropout(train: Train, method: str) -> None:  # noq
 @pytest.mark.parametrize(
     ("before", "after"), [(_SHARDED, _ONE), (_ONE, _SHARDED), (_REPLICAS, _SHARDED), (_SHARDED, _REPLICAS)]
 )
-@pytest.mark.parametrize("method", ["full", "lora"])
 def test_resumes_with_another_division_and_the_same_rows(
     train: Train,  # noqa: F811
-    method: str,
     before: dict[str, Any],
     after: dict[str, Any],
 ) -> None:
-    whole = train(method, **before, **options(method))
-    rest = train(method, **after, **options(method), resume_from=whole.checkpoint(3), attempt=2)
+    whole = train("full", **before, **options("full"))
+    rest = train("full", **after, **options("full"), resume_from=whole.checkpoint(3), attempt=2)
     assert rows(rest) == {step: trained for step, trained in rows(whole).items() if step > 3}
     assert losses(rest) == pytest.approx({step: losses(whole)[step] for step in (4, 5, 6)}, abs=1e-5)
     facts = rest.of("config")[-1]["facts"]
@@ -84,3 +93,74 @@ def test_generates_the_samples_that_replicas_do(train: Train) -> None:  # noqa: 
         made = [train(method, **devices, **options(method), **asked) for devices in (_REPLICAS, _SHARDED)]
         texts = [[(one["step"], one["completion"]) for one in run.of("sample")] for run in made]
         assert texts[1] == texts[0] and len(texts[0]) == 6
+
+
+Pair = Callable[..., Outcome]
+
+
+@pytest.fixture
+def pair(forks: Forks, other_forks: Forks) -> Pair:  # noqa: F811
+    """Train a job on two devices until rank 0 has ended, as a supervisor does."""
+
+    def run(job: dict[str, Any], second: dict[str, Any] | None = None, **first: Any) -> Outcome:
+        with tempfile.TemporaryDirectory() as meeting:
+            places = [RankPlace(rank, 2, Path(meeting)).arguments() for rank in (0, 1)]
+            said: dict[str, Any] = {name: str(Path(job["attempt_dir"]) / f"{name}-1") for name in ("stdout", "stderr")}
+            other = other_forks.start(job, arguments=places[1], **said, **(second or {}))
+            forks.start(job, arguments=places[0], **first)
+            outcome = forks.wait()
+            with suppress(ProcessLookupError):
+                os.kill(other, signal.SIGKILL)
+            other_forks.wait()
+        return outcome
+
+    return run
+
+
+@pytest.mark.parametrize("save_steps", [1, 100], ids=["while training goes on", "at the end"])
+def test_a_part_that_a_device_cannot_write_fails_the_checkpoint(
+    pair: Pair,
+    models: Callable[[float], Path],  # noqa: F811
+    tmp_path: Path,
+    save_steps: int,
+) -> None:
+    data, data_format = make_data(tmp_path, "full", 40)
+    config = {"method": "full", "optim": "adamw_torch", "max_steps": 4, "save_steps": save_steps, "batch_size": 2}
+    job = make_job(tmp_path / "run", models(0.0), data, data_format=data_format, **config) | {"sharded": True}
+    done = pair(job, second={"file_bytes": 20_000})
+    assert done.result["error"]["code"] == "disk_full", done.result
+    assert "Rank 1 could not write its part" in done.result["error"]["message"]
+    assert done.of("checkpoint") == [] and list(done.folder.glob("*checkpoint*")) == []
+
+
+def test_a_stop_in_an_evaluation_ends_it_on_both_devices(
+    pair: Pair,
+    models: Callable[[float], Path],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    data, data_format = make_data(tmp_path, "lora", 40)
+    config = {"method": "lora", "max_steps": 4, "batch_size": 1, "eval_split": 0.4, "eval_steps": 2, "save_steps": 100}
+    job = make_job(tmp_path / "run", models(0.0), data, data_format=data_format, **config) | {"sharded": True}
+    stopped = pair(job, course={"drain_at_evaluation": 1})
+    assert (stopped.result["outcome"], stopped.of("eval")) == ("stopped", [])
+    again = make_job(
+        tmp_path / "run", models(0.0), data, data_format=data_format, attempt=2,
+        resume_from=stopped.checkpoint(2), **config,
+    )  # fmt: skip
+    rest = pair(again | {"sharded": True})
+    assert (rest.result["outcome"], [one["step"] for one in rest.of("eval")]) == ("completed", [2, 4])
+
+
+def test_the_row_of_a_step_without_numbers_is_named(pair: Pair, tmp_path: Path) -> None:
+    texts = [f"row {row} is like every other row" + ("§§§§" if row == 21 else "") for row in range(40)]
+    data = write_rows(tmp_path / "rows.jsonl", ({"text": text} for text in texts))
+    model = make_tiny_model(tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    ids = AutoTokenizer.from_pretrained(model)("§§§§", add_special_tokens=False)["input_ids"]
+    weights["model.embed_tokens.weight"][ids] = math.nan
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    config = {"method": "full", "optim": "adamw_torch", "batch_size": 2, "epochs": 1, "on_non_finite": "rewind"}
+    job = make_job(tmp_path / "run", model, data, data_format="text", **config) | {"sharded": True}
+    done = pair(job)
+    assert done.result["error"]["code"] == "non_finite_loss", done.result
+    assert done.result["repair"]["singled_out"] == [21]

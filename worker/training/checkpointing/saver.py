@@ -113,7 +113,8 @@ def _gather(trainer: ServiceTrainer, staging: Path, during_training: bool) -> tu
         TrainingFailure: another rank failed.
     """
     saving, ranks, sharding = trainer.saving, trainer.run.ranks, trainer.sharding
-    whole = None if sharding is None else sharding.full_weights(ranks.is_first)
+    alive = trainer.run.report.alive
+    whole = None if sharding is None else sharding.full_weights(ranks.is_first, alive)
     snapshot: Snapshot | None = None
     copy: Snapshot | None = None
     error: Exception | None = None

@@ -41,6 +41,8 @@ class Snapshot:
     """Functions, each of which writes a file with the lines so far into a folder."""
     write_optimizer: Callable[[Any, Path], None] = lambda state, folder: torch.save(state, folder / OPTIMIZER_NAME)
     """Writes the state of the optimizer into a folder; in a sharded run, each rank its part."""
+    owns_weights: bool = False
+    """True if the weights are a copy already, gathered from the devices of a sharded run."""
 
     def copied_to(self, memory: PinnedMemory) -> "Snapshot":
         """Return a copy, which training no longer changes.
@@ -49,7 +51,9 @@ class Snapshot:
             InsufficientHostMemory: there is no memory for a copy.
         """
         copies = memory.copy(self._tensors())
-        weights = [replace(one, tensors=_replace_tensors(one.tensors, copies)) for one in self.weights]
+        weights = self.weights
+        if not self.owns_weights:
+            weights = [replace(one, tensors=_replace_tensors(one.tensors, copies)) for one in weights]
         return replace(self, weights=weights, optimizer=_replace_tensors(self.optimizer, copies))
 
     def write(self, folder: Path, alive: HeartbeatCallback = no_heartbeat) -> None:
@@ -72,7 +76,8 @@ class Snapshot:
             alive()
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        yield from _tensors_in([one.tensors for one in self.weights])
+        if not self.owns_weights:
+            yield from _tensors_in([one.tensors for one in self.weights])
         yield from _tensors_in(self.optimizer)
 
 
@@ -118,7 +123,7 @@ class SnapshotBuilder:
         trainer.save_metric_averages()
         trainer.run.state.save(folder)
         histories = [history.held() for history in trainer.run.histories]
-        return Snapshot(weights, optimizer, self._constant_files, histories, write)
+        return Snapshot(weights, optimizer, self._constant_files, histories, write, owns_weights=whole is not None)
 
 
 def _write_part(sharding: Sharding, layouts: Layouts, parts: dict[str, torch.Tensor], folder: Path) -> None:

@@ -468,7 +468,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
             self._load_from_checkpoint(str(self.run.resume_from.path))
         quantized, text = self.run.config.load_in_4bit, self.pinned_text()
         before = fidelity_check.fidelity_value(self, text) if quantized else 0.0
-        self.sharding = Sharding(self.model, self.args.device)
+        self.sharding = Sharding(self.model, self.args.device, self.run.report.alive)
         if quantized and not math.isclose(fidelity_check.fidelity_value(self, text), before, rel_tol=1e-5):
             raise TrainingFailure(
                 "config_error",
@@ -481,7 +481,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
     def gather_weights(self) -> None:
         """Gather the weights of a sharded model on rank 0, for the output."""
         if self.sharding is not None:
-            self.whole_weights = self.sharding.full_weights(self.run.ranks.is_first)
+            self.whole_weights = self.sharding.full_weights(self.run.ranks.is_first, self.run.report.alive)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self.sharding is None:  # else `shard` has loaded it

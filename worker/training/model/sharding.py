@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME
 
+from worker.wire.heartbeat import HeartbeatCallback
+
 OPTIMIZER_FOLDER = "optimizer"
 """Folder of torch.distributed.checkpoint in a checkpoint of a sharded run: optimizer state by parameter name."""
 _NEVER = timedelta(days=7)
@@ -28,7 +30,7 @@ _NEVER = timedelta(days=7)
 class Sharding:
     """Division of one model among the ranks of its run; every rank makes the same calls in the same order."""
 
-    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+    def __init__(self, model: torch.nn.Module, device: torch.device, alive: HeartbeatCallback) -> None:
         """Move the model to the device layer by layer, and keep only this rank's part of each.
 
         A layer is whole on the device while it computes; embeddings and head are from a forward pass to the end of
@@ -41,6 +43,7 @@ class Sharding:
         for module in list(model.modules()):
             if type(module).__name__ in layers:
                 fully_shard(module, mesh=mesh)
+                alive()
         fully_shard(model, mesh=mesh)
         if isinstance(model, PeftModel) and hasattr(model, "generate"):
             register_fsdp_forward_method(model, "generate")  # it calls the model inside, and not this one
@@ -49,7 +52,7 @@ class Sharding:
         self._writers = dist.new_group(backend="gloo", timeout=_NEVER)
         self._writers_mesh = DeviceMesh.from_group(self._writers, "cpu")
 
-    def full_weights(self, keep: bool) -> dict[str, torch.Tensor]:
+    def full_weights(self, keep: bool, alive: HeartbeatCallback) -> dict[str, torch.Tensor]:
         """Gather the weights by name, or those of the adapter alone, in host memory; without `keep` return none.
 
         Every rank takes part. One tensor at a time is whole on the devices.
@@ -67,6 +70,7 @@ class Sharding:
             names[name] = id(tensor)  # tied weights have several names
             if id(tensor) not in found:
                 whole = full(tensor.detach())
+                alive()
                 found[id(tensor)] = whole.to("cpu", copy=True) if keep else torch.empty(0)
         return {name: found[one] for name, one in names.items()} if keep else {}
 
