@@ -373,6 +373,7 @@ class _OnKind:
 
     def __init__(self, model: Architecture, subject: Subject, kind: Literal["cpu", "cuda"]) -> None:
         self.config = resolve(subject.config, subject.given, _machine(kind), sharded=subject.sharded).config
+        self.shards = subject.shards
         self.plan = plan(model, self.config, subject.data, subject.devices)
         self.precision = Precision.of(self.config, kind)
         self._needs = memory_planner.memory_of_choices(
@@ -459,6 +460,8 @@ def _assumptions(on: _OnKind, device: EstimatedDevice, is_assumed: bool) -> list
         *on.plan.assumptions,
         *uncounted_parts(config, on.plan),
     ]
+    if on.shards > 1:
+        sentences.append(f"Weights, gradients and optimizer state are divided among {on.shards} devices.")
     if is_assumed:
         sentences.insert(0, "No worker of this backend is online; a GPU with bfloat16 is assumed.")
     if plugin := config.trainer_options.optimizer:

@@ -296,7 +296,7 @@ def write_job(job: dict[str, Any]) -> Path:
     path = Path(job["attempt_dir"]) / "job.json"
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         json.dump(job, file)
-    os.replace(file.name, path)
+    Path(file.name).replace(path)
     return path
 
 
