@@ -117,7 +117,7 @@ def pair(forks: Forks, other_forks: Forks) -> Pair:  # noqa: F811
     return run
 
 
-@pytest.mark.parametrize("save_steps", [1, 100], ids=["while training goes on", "at the end"])
+@pytest.mark.parametrize("save_steps", [1, 100], ids=["in_the_background", "at_the_end"])
 def test_a_part_that_a_device_cannot_write_fails_the_checkpoint(
     pair: Pair,
     models: Callable[[float], Path],  # noqa: F811
@@ -128,7 +128,8 @@ def test_a_part_that_a_device_cannot_write_fails_the_checkpoint(
     config = {"method": "full", "optim": "adamw_torch", "max_steps": 4, "save_steps": save_steps, "batch_size": 2}
     job = make_job(tmp_path / "run", models(0.0), data, data_format=data_format, **config) | {"sharded": True}
     done = pair(job, second={"file_bytes": 20_000})
-    assert done.result["error"]["code"] == "disk_full", done.result
+    assert done.result["outcome"] == "failed", done.result
+    assert done.result["error"]["code"] == "disk_full"
     assert "Rank 1 could not write its part" in done.result["error"]["message"]
     assert done.of("checkpoint") == [] and list(done.folder.glob("*checkpoint*")) == []
 
