@@ -63,11 +63,11 @@ def make_model(settings: Settings, name: str = "tiny", file: str = "config.json"
 class Trainer:
     """Acts as the worker of one run through the product's own statements."""
 
-    def __init__(self, engine: Engine, run_id: str, rolls_up: bool = True) -> None:
+    def __init__(self, engine: Engine, run_id: str, rolls_up: bool = True, devices: int = 1) -> None:
         """Claim the run, which must be the only pending one; `rolls_up=False` acts as a worker of the first version."""
         self.engine = engine
         self.run_id = run_id
-        self.worker_id = add_worker(engine, memory_mb=[100_000], backends=["celery", "fake"])
+        self.worker_id = add_worker(engine, memory_mb=[100_000] * devices, backends=["celery", "fake"])
         # If a dispatcher locks the run at this moment, the claim skips it once.
         claimed = eventually(self._claim)
         assert claimed["id"] == run_id

@@ -28,6 +28,8 @@ class ClaimedRun:
     base_run_id: str | None
     parent_run_id: str | None
     resume_checkpoint_id: str | None
+    requirements: dict[str, Any]
+    """Conditions that its devices meet, and the decision whether its model is divided among them."""
     device_indexes: list[int]
     """Devices of this worker that the run was assigned."""
 

@@ -37,7 +37,8 @@ class Components:
     logits: int
     """Tensors of the loss, including the logits tile."""
     workspace: int
-    """Temporary tensors of the backward pass or the optimizer, whichever is larger."""
+    """Temporary tensors of the backward pass or the optimizer, whichever is larger; if the run is sharded, also the
+    layers that are whole for a moment."""
     generation: int
     """KV cache of the completions that the model generates."""
     context: int
@@ -71,21 +72,25 @@ def memory(
     batch: Batch,
     checkpointing: Checkpointing,
     attention: Attention,
+    shards: int = 1,
 ) -> Memory:
     """Compute the memory of a run under an effective configuration with micro-batches no larger than `batch`.
+
+    Weights, gradients and optimizer state are divided among `shards` devices; the result is the memory of each.
 
     Raises:
         CannotTrain: The model cannot be trained with this configuration.
     """
     found = trained(model, config)
     held = activations(model, config, precision, batch, checkpointing, attention)
-    base, constants = _base(model, config, precision)
-    gradients = found.count * 4
+    whole, constants = _base(model, config, precision)
+    gathered = _gathered(model, config, whole, precision) if shards > 1 else 0
+    base, gradients = -(-whole // shards), -(-found.count * 4 // shards)
     adapter = 0 if config.lora_r is None else gradients
     optim = counted_optimizer(config)
-    optimizer = _optimizer(found, optim, _moments(config, optim))
-    dequantized = _dequantized(model, config, precision)
-    optimizer_workspace = _optimizer_workspace(found, optim, precision)
+    optimizer = -(-_optimizer(found, optim, _moments(config, optim)) // shards)
+    dequantized = _dequantized(model, config, precision) + gathered
+    optimizer_workspace = -(-_optimizer_workspace(found, optim, precision) // shards)
     generation = _generation(model, config, precision)
     copied = config.generation is not None and config.generation.beta > 0 and config.lora_r is None
     reference = base if copied else 0
@@ -99,6 +104,8 @@ def memory(
         gradients + inside + held.kept // max(model.layers, 1),
     )
     context = CONTEXT[precision.device]
+    # A 4-bit model is divided once it is on the device; any other comes there layer by layer.
+    loading = whole + constants if shards > 1 and config.load_in_4bit else 0
     return Memory(
         Components(
             weights=base,
@@ -113,7 +120,7 @@ def memory(
             generation=generation,
             context=context,
         ),
-        static + max(backward, gradients + optimizer_workspace, generation) + context,
+        max(static + max(backward, gradients + optimizer_workspace, generation), loading) + context,
         held,
     )
 
@@ -142,6 +149,18 @@ def _base(model: Architecture, config: TrainingConfig, precision: Precision) -> 
         constants += blocks + -(-blocks // _BLOCKS) * 4 + 1024 + 4 if doubled else blocks * 4
         constants += 16 * 4
     return base, constants
+
+
+def _gathered(model: Architecture, config: TrainingConfig, whole: int, precision: Precision) -> int:
+    """Return the bytes of divided weights, and of their gradients, that are whole on each device at once.
+
+    These are the embeddings and the head from the forward to the end of the backward pass, and two layers: one that
+    computes, and the next one.
+    """
+    ends = sum(one.count for one in weights(model) if one.kind == "embedding" or one.name.startswith("lm_head"))
+    layer = max(whole - ends * precision.base, 0) // max(model.layers, 1)
+    gradients = ends * 4 + layer if config.lora_r is None else 0
+    return ends * precision.base + 2 * layer + gradients
 
 
 def _is_quantized(one: Weight, config: TrainingConfig) -> bool:

@@ -58,22 +58,27 @@ def choose(
     batch: Batch,
     room: int | None,
     choices: tuple[Checkpointing, ...] = CHOICES,
+    shards: int = 1,
 ) -> Choice:
     """Return the first choice whose peak fits in `room` bytes (None: not known), else the last.
+
+    `shards` is the number of devices that the model is divided among.
 
     Raises:
         CannotTrain: The model cannot be trained with this configuration.
     """
-    return first_that_fits(memory_of_choices(model, config, precision, batch), room, choices)
+    return first_that_fits(memory_of_choices(model, config, precision, batch, shards), room, choices)
 
 
-def memory_of_choices(model: Architecture, config: TrainingConfig, precision: Precision, batch: Batch) -> Needs:
+def memory_of_choices(
+    model: Architecture, config: TrainingConfig, precision: Precision, batch: Batch, shards: int = 1
+) -> Needs:
     """Return a function that gives the memory of each choice; results are cached, so devices can share it."""
     attention = attention_of(model, config)
 
     @cache
     def needs(one: Checkpointing) -> Memory:
-        return memory(model, config, precision, batch, one, attention)
+        return memory(model, config, precision, batch, one, attention, shards)
 
     return needs
 
@@ -102,9 +107,16 @@ class MemoryAdvice:
     """
 
     def __init__(
-        self, model: Architecture, config: TrainingConfig, precision: Precision, length: int, rows: int | None
+        self,
+        model: Architecture,
+        config: TrainingConfig,
+        precision: Precision,
+        length: int,
+        rows: int | None,
+        shards: int = 1,
     ) -> None:
         """Prepare the changes; `length` and `rows` have the meaning that they have in `micro_batch`."""
+        self._shards = shards
         self._model, self._config, self._precision = model, config, precision
         self._length, self._rows = length, rows
         self._known: list[tuple[str, Needs]] = []
@@ -128,7 +140,8 @@ class MemoryAdvice:
         model, config, precision = self._model, self._config, self._precision
         for text, changed in _changes(config):
             loaded = Precision.of(changed, precision.device)
-            yield text, memory_of_choices(model, changed, loaded, micro_batch(model, changed, self._length, self._rows))
+            batch = micro_batch(model, changed, self._length, self._rows)
+            yield text, memory_of_choices(model, changed, loaded, batch, self._shards)
         size, steps = _smallest_batch(config)
         single = {"batch_size": size, "gradient_accumulation_steps": steps, "gradient_checkpointing": "auto"}
         least = max(64, config.generation.max_completion_length + 1 if config.generation else 0)
@@ -137,7 +150,8 @@ class MemoryAdvice:
         while shorter >= least:
             changed = config.model_copy(update={**single, "max_seq_length": shorter})
             text = f"`batch_size` {size}, `gradient_accumulation_steps` {steps} and `max_seq_length` {shorter}"
-            yield text, memory_of_choices(model, changed, precision, micro_batch(model, changed, shorter, rows))
+            batch = micro_batch(model, changed, shorter, rows)
+            yield text, memory_of_choices(model, changed, precision, batch, self._shards)
             shorter //= 2
 
 

@@ -120,11 +120,13 @@ async def _requirements(
     """Return what a device needs to train the run, from the request and the estimate."""
     rules = BACKEND_RULES[request.backend]
     least: dict[str, int] = {}
+    sharded = False
     if rules.loads_model:
         data = await estimates.data_of(session, request.dataset_id)
         subject = estimates.Subject(config, given, request.backend, data, devices=request.resources.devices)
-        least = await estimates.least_memory_of(session, settings, storage, subject)
-    return requirements(rules, config, given, request.resources, least)
+        subject = await estimates.with_sharding(session, settings, storage, subject, request.resources)
+        least, sharded = await estimates.least_memory_of(session, settings, storage, subject), subject.sharded
+    return requirements(rules, config, given, request.resources, least, sharded=sharded)
 
 
 async def find_by_idempotency_key(

@@ -96,7 +96,12 @@ async def _subject(
         raise invalid([FieldError(field="probe", code="not_supported", message=message)])
     data = await estimates.data_of(session, body.dataset_id)
     devices = body.resources.devices
-    return estimates.Subject(found.config, found.given, body.backend, data, rules.loads_model, devices)
+    subject = estimates.Subject(found.config, found.given, body.backend, data, rules.loads_model, devices)
+    subject = await estimates.with_sharding(session, settings, storage, subject, body.resources)
+    if body.probe and subject.sharded:
+        message = "has the whole model on one device, and the model of this run is divided among several; omit `probe`"
+        raise invalid([FieldError(field="probe", code="not_supported", message=message)])
+    return subject
 
 
 @router.post("", status_code=202)

@@ -94,5 +94,5 @@ async def export(
 
 def _requirements(source: Run, config: TrainingConfig) -> dict[str, Any]:
     """Return the requirements of the run that was trained, with what the export writes."""
-    kept = {name: value for name, value in source.requirements.items() if name != "gguf"}
+    kept = {name: value for name, value in source.requirements.items() if name not in ("gguf", "sharded")}
     return kept if config.gguf is None else {**kept, "gguf": True}

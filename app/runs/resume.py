@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from dataclasses import replace
 from typing import Any
 
 from sqlalchemy import Select, select
@@ -17,6 +18,7 @@ from app.contracts.run_task import RunTask
 from app.contracts.schemas.runs.placement import Resources
 from app.contracts.schemas.runs.requests import RunResume
 from app.contracts.training_config.fields import MOST_STEPS, TrainingConfig
+from app.contracts.training_config.optimizers import SHARDED_OPTIMIZERS
 from app.contracts.training_config.raw_config import GROUPS, drop_unknown_fields, given_fields, named_fields
 from app.contracts.training_config.validation import resume_problems
 from app.infra.ids import new_id
@@ -28,7 +30,7 @@ from app.runs.creation import RunTransaction, find_by_idempotency_key, insert
 from app.runs.estimates import service as estimates
 from app.runs.validation.config import config_problems
 from app.runs.validation.destinations import destination_problems
-from app.runs.validation.request import device_problems, requirements, resource_problems
+from app.runs.validation.request import device_problems, requirements, resource_problems, sharding_problems
 from app.runs.validation.result import validation_failed
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
@@ -65,13 +67,23 @@ async def resume(
         _refuse_if_done(parent, config, checkpoint)
     rules = BACKEND_RULES[parent.backend]
     least: dict[str, int] = {}
+    was_sharded = sharded = bool(parent.requirements.get("sharded"))
+    before = Resources.model_validate(parent.resources)
+    resources = request.resources or before
+    if checkpoint is not None and was_sharded:
+        config, given = _with_the_same_optimizer(config, given)
+    # A checkpoint has the state of its optimizer, which is then no default that could be replaced.
+    fixed = given if checkpoint is None else sorted({*given, "optim"})
     if rules.loads_model:
         data = await estimates.data_of(session, parent.dataset_id)
-        devices = (request.resources or Resources.model_validate(parent.resources)).devices
-        subject = estimates.Subject(config, given, parent.backend, data, devices=devices)
+        subject = estimates.Subject(config, given, parent.backend, data, devices=resources.devices)
+        if (resources.devices, resources.sharding) != (before.devices, before.sharding):  # else it is decided
+            decided = replace(subject, given=fixed)
+            sharded = (await estimates.with_sharding(session, settings, storage, decided, resources)).sharded
+        subject = replace(subject, sharded=sharded)
         least = await estimates.least_memory_of(session, settings, storage, subject)
-    resources = request.resources or Resources.model_validate(parent.resources)
     wrong = resource_problems(rules, config, given, resources)
+    wrong += sharding_problems(config, fixed, resources)
     wrong += await device_problems(session, settings, rules, config, resources)
     if wrong:
         raise validation_failed(wrong)
@@ -90,7 +102,7 @@ async def resume(
         "base_run_id": parent.base_run_id,
         "devices_needed": resources.devices,
         "resources": resources.model_dump(),
-        "requirements": requirements(rules, config, given, resources, least),
+        "requirements": requirements(rules, config, given, resources, least, sharded=sharded),
         "priority": parent.priority,
         "max_restarts": parent.max_restarts,
         "parent_run_id": parent.id,
@@ -103,6 +115,12 @@ async def resume(
     reward_runs = await service.reward_run_ids(session, parent)
     extra = await service.extra_eval_datasets(session, parent)
     return await insert(transaction, values, reason, reward_runs, extra)
+
+
+def _with_the_same_optimizer(config: TrainingConfig, given: list[str]) -> tuple[TrainingConfig, list[str]]:
+    """Return the configuration of a sharded run with the optimizer that it has used, also where that was a default."""
+    used = config.optim if config.optim in SHARDED_OPTIMIZERS else SHARDED_OPTIMIZERS[0]
+    return config.model_copy(update={"optim": used}), sorted({*given, "optim"})
 
 
 def _with_the_same_step(parent: Run, config: TrainingConfig, devices: int) -> TrainingConfig:

@@ -37,13 +37,13 @@ def idle(stack: TrainingStack) -> Iterator[None]:
     eventually(lambda: processes(stack) == [], what="no training process is left")
 
 
-def start(stack: TrainingStack, **config: Any) -> str:
+def start(stack: TrainingStack, resources: dict[str, Any] = TWO["resources"], **config: Any) -> str:
     """Start a run on two devices; return its id."""
     config = {
         "base_model": "tiny", "method": "lora", "lora_r": 4, "learning_rate": 1e-2, "max_seq_length": 64,
         "packing": False, "batch_size": 2, "max_steps": 100_000, "save_steps": 10, "logging_steps": 1, **config,
     }  # fmt: skip
-    return stack.create(config=config, backend="celery", dataset_id=stack.chats, **TWO)
+    return stack.create(config=config, backend="celery", dataset_id=stack.chats, resources=resources)
 
 
 def processes(stack: TrainingStack) -> list[int]:
@@ -168,3 +168,23 @@ def test_a_frozen_process_is_found_and_named(tmp_path: Path) -> None:
         assert not any(Path(f"/proc/{pid}").exists() for pid in before)
     finally:
         stack.close()
+
+
+def test_a_divided_model_survives_a_kill_and_goes_on_undivided_on_one_device(stack: TrainingStack) -> None:
+    run_id = start(stack, resources={"devices": 2, "sharding": "full"}, method="full", lora_r=None)
+    assert stack.run(run_id)["requirements"]["sharded"]
+    stack.until_step(run_id, 15, timeout=120)
+    os.kill(processes(stack)[1], signal.SIGKILL)
+    eventually(lambda: stack.run(run_id)["attempt"] == 2, timeout=60, what="the run is tried again")
+    stack.until_step(run_id, 20, timeout=120)
+    facts = [event for event in stack.events(run_id) if event["type"] == "config"][-1]["facts"]
+    assert facts["fidelity"] == "exact", facts["fidelity_reasons"]
+    stack.stop(run_id)
+    stopped = stack.until(run_id, "cancelled", "failed", timeout=60)
+    assert stopped["status"] == "cancelled", stopped["error_message"]
+    more = {"resources": {"devices": 1}, "stop_after_steps": 3}
+    child = stack.client.post(f"/v1/runs/{run_id}/resume", json=more).json()["id"]
+    shown = stack.until(child, "completed", "failed", timeout=120)
+    assert shown["status"] == "completed", shown["error_message"]
+    files = {file["path"] for file in stack.client.get(f"/v1/runs/{child}/artifacts").json()["data"]}
+    assert "model.safetensors" in files

@@ -148,6 +148,7 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
             weights=weights,
             replayed_actions=[ActionRequest(**one) for one in replayed],
             journal=context.storage.journal(run.id),
+            sharded=bool(run.requirements.get("sharded")),
             device=device,
             trust_remote_code=context.settings.trust_remote_code,
             hub_allowed=context.settings.allow_hub,

@@ -18,6 +18,8 @@ BATCH_SIZE = "batch_size"
 """Key of the micro-batch size in the fingerprint: it affects a step's sums, and an out-of-memory repair changes it."""
 DEVICES = "devices"
 """Key of the number of devices in the fingerprint: each draws its own random numbers and sums its own rows."""
+SHARDED = "sharded"
+"""Key of the division of the model among the devices in the fingerprint: it affects how gradients are summed."""
 FIDELITY_CHECK = "probe"
 """Key of the fidelity check's result in the manifest of a checkpoint; the value is a `float.hex`."""
 
@@ -48,6 +50,8 @@ def fingerprint_differences(checkpoint: Path, present: Mapping[str, Any]) -> lis
         now.pop(BATCH_SIZE, None)
     if DEVICES in now:
         then.setdefault(DEVICES, 1)  # versions that trained on one device did not record it
+    if SHARDED in now:
+        then.setdefault(SHARDED, False)
     return [
         _MESSAGES.get(name, f"{name}: {then.get(name)} at the checkpoint, {now.get(name)} now.")
         for name in sorted(then.keys() | now.keys())

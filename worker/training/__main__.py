@@ -24,6 +24,7 @@ from app.contracts.run_task import RunTask
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import drop_unknown_fields
 from app.contracts.training_config.resolution import Replacement, resolve
+from app.contracts.training_config.rules import sharding_obstacles
 from app.contracts.training_config.validation import config_errors
 from worker.training.context import TrainingContext
 from worker.training.failures import Stopped, TrainingFailure, classify
@@ -113,9 +114,13 @@ def _train(
         found = config_errors(config, has_eval_dataset=job.eval_dataset is not None)
         text = " ".join(problem.message for problem in found) or str(error)
         raise TrainingFailure("config_error", text) from error
-    effective = resolve(asked, given, machine)
-    if effective.problems:
-        raise TrainingFailure("config_error", " ".join(problem.message for problem in effective.problems))
+    is_sharded = job.sharded and ranks.size > 1
+    effective = resolve(asked, given, machine, sharded=is_sharded)
+    problems = [problem.message for problem in effective.problems]
+    if is_sharded and (obstacles := sharding_obstacles(asked, given)):
+        problems.append(f"The run cannot be sharded: {'; '.join(obstacles)}.")
+    if problems:
+        raise TrainingFailure("config_error", " ".join(problems))
     run = TrainingContext(job, effective.config, given, machine, report, control, journal, ranks)
     run.state.run_id = job.run_id
     hooks.check(run.config)

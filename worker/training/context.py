@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -60,6 +61,7 @@ class TrainingContext:
     best_checkpoint: EvaluatedCheckpoint | None = field(init=False)
     """Checkpoint with the best evaluation so far, also of earlier attempts."""
     _progress_sent_at: float = 0.0
+    _stops_together: bool = False
 
     def __post_init__(self) -> None:
         self.best_checkpoint = self.job.best_checkpoint
@@ -81,6 +83,11 @@ class TrainingContext:
     def only_evaluates(self) -> bool:
         """True for a run that evaluates given weights and does not train."""
         return self.job.task is RunTask.evaluate
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if the model is divided among the ranks, so that each forward pass is one of all ranks."""
+        return self.job.sharded and self.ranks.size > 1
 
     @property
     def save_every(self) -> int:
@@ -135,6 +142,10 @@ class TrainingContext:
 
         For phases where there is nothing to save: loading, tokenizing, exporting.
         """
+        if self._stops_together:
+            if self.ranks.shared(self.stop_requested is not None):
+                raise Stopped
+            return
         if self.ranks.is_first:
             if self.stop_requested is None:
                 return
@@ -142,6 +153,15 @@ class TrainingContext:
         elif not self.ranks.has_flag(_STOP):
             return
         raise Stopped
+
+    @contextmanager
+    def stopping_together(self) -> Iterator[None]:
+        """During the block, which all ranks of a sharded run go through alike, stop all of them at the same place."""
+        self._stops_together = self.is_sharded
+        try:
+            yield
+        finally:
+            self._stops_together = False
 
     def metric(self, point: dict[str, Any], total_steps: int) -> None:
         """Report, store and track the measurements of a step, in one place so that the three cannot differ."""

@@ -23,6 +23,8 @@ class ServiceTrainer(Protocol):
     """Optimizer step of the last checkpoint; -1 before the first."""
     saving: Any
     """The `CheckpointSaver` of this run."""
+    sharding: Any
+    """The `Sharding` of the model among the ranks, or None."""
     actions: Any
     """Live actions that wait for a step."""
     throughput: Any

@@ -222,6 +222,7 @@ def _needs(run: "RunRead") -> str | None:
         kind,
         f"{memory:,} MiB" if memory else None,
         ", ".join(needs.labels) or None,
+        "model divided among the devices" if needs.sharded else None,
         "GGUF converter" if needs.gguf else None,
     )
     return "; ".join(part for part in parts if part) or None

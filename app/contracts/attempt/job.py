@@ -133,6 +133,8 @@ class JobSpec(_Part):
     """Weights to evaluate; None: those of the base model. Only for the task `evaluate`."""
     replayed_actions: list[ActionRequest] = Field(default_factory=list)
     """Actions that earlier attempts did after the step of `resume_from`, in order."""
+    sharded: bool = False
+    """True: weights, gradients and optimizer state are divided among the devices of the run."""
     device: AssignedDevice | None = None
     """None (a run by hand): a GPU if there is one."""
     trust_remote_code: bool = False

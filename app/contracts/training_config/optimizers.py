@@ -141,6 +141,9 @@ OPTIMIZERS: Mapping[str, OptimizerTraits] = {
     "apollo_adamw": _APOLLO,
 }
 
+SHARDED_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop", "adagrad")
+"""Optimizers whose state can be divided among devices; the first is the default of a sharded run."""
+
 SCHEDULERS: Mapping[str, tuple[str, ...]] = {
     "cosine": ("num_cycles",),
     "linear": (),

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from app.contracts.errors import FieldError
 from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.optimizers import SHARDED_OPTIMIZERS
 from app.contracts.training_config.rules import DeviceCapabilities, machine_conflicts, method_conflicts, wants_adapter
 
 LONGEST_SEQUENCE = 1_000_000
@@ -38,12 +39,15 @@ def resolve(
     given: Iterable[str],
     machine: DeviceCapabilities | None,
     longest_sequence: int | None = None,
+    *,
+    sharded: bool = False,
 ) -> Effective:
     """Resolve all defaults; a value that was *given* and is not supported is an error.
 
     Defaults that follow from the method are resolved silently, as documented with the fields. A default that machine
     or model do not support is replaced by the nearest that works, and reported; `machine` and `longest_sequence`, the
-    model's limit in tokens, may be None: those defaults stay.
+    model's limit in tokens, may be None: those defaults stay. The model of a `sharded` run is divided among its
+    devices.
     """
     given = set(given)
     update: dict[str, Any] = {}
@@ -62,6 +66,10 @@ def resolve(
         found += machine_conflicts(config, given, machine)
         quantized = update.get("load_in_4bit", config.load_in_4bit)
         replaced = _replacements(config, given, machine, quantized)
+    if sharded and config.optim not in SHARDED_OPTIMIZERS and "optim" not in given:
+        replaced = [one for one in replaced if one.field != "optim"]
+        reason, used = "The state of this optimizer cannot be divided among devices.", SHARDED_OPTIMIZERS[0]
+        replaced.append(Replacement(field="optim", requested=config.optim, used=used, reason=reason))
     if longest_sequence is not None:
         if config.max_seq_length is None:
             update["max_seq_length"] = longest_sequence

@@ -23,6 +23,7 @@ from app.contracts.training_config.optimizers import (
     ADAM_OPTIONS,
     OPTIMIZERS,
     SCHEDULERS,
+    SHARDED_OPTIMIZERS,
     OptimizerOptions,
     SchedulerOptions,
 )
@@ -369,6 +370,31 @@ def data_conflicts(config: TrainingConfig, given: set[str], dataset_format: str 
         found.append(
             field_error("truncation_mode", "conflict", "has no effect with `wrapped` packing, which truncates nothing")
         )
+    return found
+
+
+def sharding_obstacles(config: TrainingConfig, given: set[str]) -> list[str]:
+    """Return the reasons, as clauses, why the model of a run cannot be divided among its devices."""
+    method, adapter = METHODS[config.method], wants_adapter(config)
+    found = []
+    if config.load_in_8bit:
+        found.append("`load_in_8bit` cannot be divided; use `load_in_4bit`")
+    if config.modules_to_save or (method.has_reward_head and adapter):
+        found.append("an adapter with `modules_to_save`, such as that of a reward model, cannot be divided")
+    if method.has_reference and not adapter:
+        found.append(f"`{config.method}` without an adapter precomputes its reference with the whole model")
+    if method.generates:
+        found.append(f"`{config.method}` generates with the whole model")
+    for name in ("metrics", "callbacks", "distributions_steps", "checkpoint_engine", "data_source"):
+        if config.extra.get(name):
+            found.append(f"`extra.{name}` needs the whole model on one device")
+    if config.extra.get("optimizer") is not None:
+        found.append("the state of the plugin `extra.optimizer` may not be divisible")
+    elif "optim" in given and config.optim not in SHARDED_OPTIMIZERS:
+        names = ", ".join(f"`{name}`" for name in SHARDED_OPTIMIZERS)
+        found.append(f"the state of `{config.optim}` cannot be divided; use one of {names}")
+    if config.extra.get("model_factory") is not None:
+        found.append("the layers of a model of `extra.model_factory` are not known")
     return found
 
 

@@ -28,9 +28,10 @@ from app.contracts.schemas.estimates import (
     RunEstimate,
     Unknown,  # fmt: skip
 )
+from app.contracts.schemas.runs.placement import Resources
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.resolution import resolve
-from app.contracts.training_config.rules import DeviceCapabilities
+from app.contracts.training_config.rules import DeviceCapabilities, sharding_obstacles
 from app.estimator import memory_planner
 from app.estimator.activations import Precision
 from app.estimator.architecture import Architecture, UnknownArchitecture, read
@@ -69,7 +70,14 @@ class Subject:
     loads_model: bool = True
     """True if the backend loads a model; without a model there is nothing to estimate."""
     devices: int = 1
-    """Devices that train replicas; the estimate of memory is that of each."""
+    """Devices that train together; the estimate of memory is that of each."""
+    sharded: bool = False
+    """True: weights, gradients and optimizer state are divided among the devices; else each has a replica."""
+
+    @property
+    def shards(self) -> int:
+        """Number of devices that the model is divided among."""
+        return self.devices if self.sharded else 1
 
 
 class _NoConfig(Exception):
@@ -102,7 +110,7 @@ async def estimate(
     found, todo = await loop.run_in_executor(_thread, by_formula, settings, storage, subject, known, True)
     if todo is None:
         return found
-    config = resolve(subject.config, subject.given, _machine(found.device.kind)).config
+    config = resolve(subject.config, subject.given, _machine(found.device.kind), sharded=subject.sharded).config
     async with sessions() as session:
         took = await speed(session, config, (found.device.kind, found.device.name), todo)
     operations = todo.training + todo.writing
@@ -118,18 +126,29 @@ async def _fetched(
 
 
 async def estimate_new(
-    sessions: async_sessionmaker[AsyncSession], settings: Settings, storage: Storage, subject: Subject
-) -> tuple[RunEstimate, dict[str, int]]:
-    """Estimate a run that was just created, without its duration; also return its `least_memory`."""
+    sessions: async_sessionmaker[AsyncSession],
+    settings: Settings,
+    storage: Storage,
+    subject: Subject,
+    resources: Resources,
+) -> tuple[RunEstimate, dict[str, int], bool]:
+    """Estimate a run that was just created, without its duration.
+
+    Also return its `least_memory`, and whether it is sharded, where that was not known before: the model is on the hub.
+    """
     async with sessions() as session:
         known = await look_up(session, settings, subject)
     known = replace(known, hub_config=await _fetched(sessions, settings, storage, subject))
     loop = asyncio.get_running_loop()
+    fetched = known.hub_config is not None  # otherwise it was computed before the run was created
+    if fetched and subject.devices > 1 and resources.sharding == "auto":
+        sharded = await loop.run_in_executor(_thread, must_shard, settings, storage, subject, known, resources.kind)
+        subject = replace(subject, sharded=sharded)
     found, _ = await loop.run_in_executor(_thread, by_formula, settings, storage, subject, known, False)
     least = {}
-    if known.hub_config is not None:  # otherwise it was computed before the run was created
+    if fetched:
         least = await loop.run_in_executor(_thread, least_memory, settings, storage, subject, known)
-    return found, least
+    return found, least, subject.sharded
 
 
 async def look_up(session: AsyncSession, settings: Settings, subject: Subject) -> EstimateInputs:
@@ -138,6 +157,38 @@ async def look_up(session: AsyncSession, settings: Settings, subject: Subject) -
     if resolver.is_run(subject.config.base_model):
         attempt = await session.scalar(select(Run.output_attempt).where(Run.id == subject.config.base_model))
     return EstimateInputs(await online_devices(session, settings, subject.backend), attempt)
+
+
+async def with_sharding(
+    session: AsyncSession, settings: Settings, storage: Storage, subject: Subject, resources: Resources
+) -> Subject:
+    """Return the run with the decision whether its model is divided among its devices."""
+    if subject.devices == 1 or resources.sharding == "none" or not subject.loads_model:
+        return subject
+    if resources.sharding == "full":
+        return replace(subject, sharded=True)
+    known = await look_up(session, settings, subject)
+    sharded = await asyncio.get_running_loop().run_in_executor(
+        _thread, must_shard, settings, storage, subject, known, resources.kind
+    )
+    return replace(subject, sharded=sharded)
+
+
+def must_shard(settings: Settings, storage: Storage, subject: Subject, known: EstimateInputs, kind: str | None) -> bool:
+    """Return True if the run can be sharded, and no online device holds a replica; False if that is not known.
+
+    Call it in a thread, as `by_formula`.
+    """
+    extra, devices = subject.config.trainer_options, [one for one in known.devices if kind in (None, one.kind)]
+    if extra.recipe or extra.model_factory or sharding_obstacles(subject.config, set(subject.given)):
+        return False
+    try:
+        model = read(_config_json(settings, storage, subject.config, known))
+        on = {kind: _OnKind(model, subject, kind) for kind in {one.kind for one in devices}}
+        fits = [on[one.kind].choose(one).fits for one in devices if one.memory_mb is not None]
+    except (_NoConfig, UnknownArchitecture, CannotTrain):
+        return False
+    return bool(fits) and not any(fits)
 
 
 async def least_memory_of(
@@ -321,12 +372,17 @@ class _OnKind:
     """
 
     def __init__(self, model: Architecture, subject: Subject, kind: Literal["cpu", "cuda"]) -> None:
-        self.config = resolve(subject.config, subject.given, _machine(kind)).config
+        self.config = resolve(subject.config, subject.given, _machine(kind), sharded=subject.sharded).config
+        self.shards = subject.shards
         self.plan = plan(model, self.config, subject.data, subject.devices)
         self.precision = Precision.of(self.config, kind)
-        self._needs = memory_planner.memory_of_choices(model, self.config, self.precision, self.plan.batch)
+        self._needs = memory_planner.memory_of_choices(
+            model, self.config, self.precision, self.plan.batch, subject.shards
+        )
         length = min(self.plan.batch.length, max_sequence_length(model, self.config))
-        self._advice = memory_planner.MemoryAdvice(model, self.config, self.precision, length, self.plan.rows)
+        self._advice = memory_planner.MemoryAdvice(
+            model, self.config, self.precision, length, self.plan.rows, subject.shards
+        )
 
     def choose(self, device: EstimatedDevice) -> memory_planner.Choice:
         """Return the planner's choice for that device."""
@@ -404,6 +460,8 @@ def _assumptions(on: _OnKind, device: EstimatedDevice, is_assumed: bool) -> list
         *on.plan.assumptions,
         *uncounted_parts(config, on.plan),
     ]
+    if on.shards > 1:
+        sentences.append(f"Weights, gradients and optimizer state are divided among {on.shards} devices.")
     if is_assumed:
         sentences.insert(0, "No worker of this backend is online; a GPU with bfloat16 is assumed.")
     if plugin := config.trainer_options.optimizer:

@@ -8,6 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from app.config import Settings
 from app.contracts.schemas.estimates import KeptEstimate, Measured, RunEstimate, stored
+from app.contracts.schemas.runs.placement import Resources
 from app.contracts.training_config.fields import TrainingConfig
 from app.infra.storage import Storage
 from app.runs.estimates import service
@@ -32,8 +33,12 @@ async def estimate_and_store(
                 return
             data = await service.data_of(session, run.dataset_id)
         config = TrainingConfig.model_validate(run.config)
-        subject = service.Subject(config, run.user_set_fields, run.backend, data, devices=run.devices_needed)
-        found, least = await service.estimate_new(sessions, settings, storage, subject)
+        sharded = bool(run.requirements.get("sharded"))
+        subject = service.Subject(
+            config, run.user_set_fields, run.backend, data, devices=run.devices_needed, sharded=sharded
+        )
+        resources = Resources.model_validate(run.resources)
+        found, least, sharded = await service.estimate_new(sessions, settings, storage, subject, resources)
         async with sessions() as session, session.begin():
             # The run may have been deleted in the meantime.
             still = select(Run.id).where(Run.id == run.id).with_for_update(read=True, key_share=True)
@@ -41,7 +46,7 @@ async def estimate_and_store(
                 await store(session, run.id, found)
                 kind = run.requirements.get("kind")
                 if least := {name: mb for name, mb in least.items() if kind in (None, name)}:
-                    needs = run.requirements | {"estimated_mb": least}
+                    needs = run.requirements | {"estimated_mb": least} | ({"sharded": True} if sharded else {})
                     waits = update(Run).where(Run.id == run.id, Run.attempt == 0, Run.status == "pending")
                     await session.execute(waits.values(requirements=needs))
     except Exception:

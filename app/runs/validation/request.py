@@ -17,7 +17,7 @@ from app.contracts.schemas.runs.requests import RunCreate
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import given_fields, named_fields, normalize_numbers
 from app.contracts.training_config.resolution import resolve
-from app.contracts.training_config.rules import DeviceCapabilities
+from app.contracts.training_config.rules import DeviceCapabilities, sharding_obstacles
 from app.infra.storage import Storage
 from app.runs.validation.config import config_problems, default_warnings
 from app.runs.validation.dataset import data_problems
@@ -91,21 +91,31 @@ async def validate_request(
         )
     if not found.errors and rules is not None:
         asked = TrainingConfig.model_validate(dict(request.config))
-        found.errors += resource_problems(rules, asked, given_fields(request.config), request.resources)
+        given = given_fields(request.config)
+        found.errors += resource_problems(rules, asked, given, request.resources)
+        found.errors += sharding_problems(asked, given, request.resources)
         found.errors += await device_problems(session, settings, rules, asked, request.resources)
     if not found.errors:
         ignored = await asyncio.to_thread(default_warnings, rules, request.config, has_eval_dataset, data_format)
         found.warnings += [_about_config(problem) for problem in ignored]
-        await asyncio.to_thread(_resolve, request.config, machine, found)
+        divided = request.resources.sharding == "full" and request.resources.devices > 1
+        await asyncio.to_thread(_resolve, request.config, machine, found, divided)
     return found
 
 
 def requirements(
-    rules: BackendRules, config: TrainingConfig, given: Iterable[str], resources: Resources, least: Mapping[str, int]
+    rules: BackendRules,
+    config: TrainingConfig,
+    given: Iterable[str],
+    resources: Resources,
+    least: Mapping[str, int],
+    *,
+    sharded: bool = False,
 ) -> dict[str, Any]:
     """Return the requirements on a device from the request, the configuration and the estimate.
 
-    `least` is the estimated memory by kind of device, in MiB; empty if it is not known.
+    `least` is the estimated memory by kind of device, in MiB; empty if it is not known. `sharded` is the decision
+    whether the model is divided among the devices.
     """
     kind = resources.kind or ("cuda" if _needs_gpu(rules, config, set(given)) else None)
     found: dict[str, Any] = {
@@ -113,6 +123,7 @@ def requirements(
         "memory_mb": resources.memory_mb,
         "estimated_mb": {name: mb for name, mb in least.items() if kind in (None, name)},
         "labels": sorted(set(resources.labels)),
+        "sharded": sharded,
         "gguf": rules.loads_model and config.gguf is not None,
         "prefers_gpu": rules.machine_matters and kind is None,
     }
@@ -140,6 +151,20 @@ def resource_problems(
         )
         found.append(FieldError(field="resources.kind", code="conflict", message=message))
     return found
+
+
+def sharding_problems(config: TrainingConfig, given: Iterable[str], resources: Resources) -> list[FieldError]:
+    """Return the reasons why the model of a run cannot be divided among its devices, if the request asks for it."""
+    if resources.sharding != "full" or resources.devices == 1:
+        return []
+    return [
+        FieldError(
+            field="resources.sharding",
+            code="not_supported",
+            message=f"cannot be `full`: {why}; otherwise set `none`, with which each device has a replica",
+        )
+        for why in sharding_obstacles(config, set(given))
+    ]
 
 
 async def device_problems(
@@ -212,12 +237,14 @@ def _check_extra_eval_datasets(request: RunCreate, has_eval_data: bool, found: V
         found.refuse("extra_eval_datasets", "needs_eval_data", message)
 
 
-def _resolve(config: Mapping[str, Any], machine: DeviceCapabilities | None, found: ValidationResult) -> None:
+def _resolve(
+    config: Mapping[str, Any], machine: DeviceCapabilities | None, found: ValidationResult, sharded: bool
+) -> None:
     given = given_fields(config)
     found.config = TrainingConfig.model_validate(dict(config))
     found.given = sorted(given)
     named = named_fields(config)
-    effective = resolve(found.config, given, machine, found.longest_sequence)
+    effective = resolve(found.config, given, machine, found.longest_sequence, sharded=sharded)
     found.effective = effective.config
     found.warnings += [
         FieldError(

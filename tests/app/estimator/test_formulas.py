@@ -397,3 +397,21 @@ def test_memory_comes_in_the_order_of_the_model_however_it_was_kept() -> None:
     found = estimates.stored({**estimates.EXAMPLE, "memory_mb": dict(sorted(memory.items(), reverse=True))})
     assert found is not None and found.memory_mb is not None
     assert list(found.memory_mb) == [*(one.name for one in fields(Components)), "total"]
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_each_of_four_devices_has_a_quarter_of_what_is_divided(method: str) -> None:
+    config, model = effective(method=method, max_seq_length=512, optim="adamw_torch"), architecture.read(LLAMA)
+    batch = plan(model, config, counted()).batch
+
+    def on(shards: int) -> Any:
+        return memory(model, config, Precision.of(config, "cuda"), batch, "full", "sdpa", shards)
+
+    whole, part = on(1), on(4)
+    for name in ("weights", "adapter", "gradients", "optimizer"):
+        assert getattr(part.components, name) == pytest.approx(getattr(whole.components, name) / 4, abs=4)
+    assert part.components.workspace > GIB, "some layers are whole for a moment"
+    assert part.components.quantization_constants == whole.components.quantization_constants
+    assert part.peak < whole.peak
+    loaded = whole.components.weights + whole.components.quantization_constants + whole.components.context
+    assert method != "qlora" or part.peak >= loaded, "a 4-bit model is divided once it is on the device"

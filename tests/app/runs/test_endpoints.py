@@ -131,9 +131,15 @@ class TestResources:
     ) -> None:
         asked = {"kind": "cuda", "memory_mb": 24_000, "labels": ["site-b", "gpu=h100"]}
         run = make_run(api.client, dataset, resources=asked)
-        assert run["resources"] == {**asked, "devices": 1}
+        assert run["resources"] == {**asked, "devices": 1, "sharding": "auto"}
         needs = {"kind": "cuda", "memory_mb": 24_000, "labels": ["gpu=h100", "site-b"]}
-        assert run["requirements"] == {**needs, "estimated_mb": {}, "gguf": False, "prefers_gpu": False}
+        assert run["requirements"] == {
+            **needs,
+            "estimated_mb": {},
+            "sharded": False,
+            "gguf": False,
+            "prefers_gpu": False,
+        }
         (listed,) = api.client.get("/v1/runs", params={"view": "full"}).json()["data"]
         assert (listed["resources"], listed["pending_reason"]) == (run["resources"], None)
         assert run_row(engine, run["id"]).requirements == needs
@@ -176,6 +182,7 @@ class TestResources:
         [
             ({"devices": 2}, "resources.devices", "not_supported"),
             ({"devices": 0}, "resources.devices", None),
+            ({"sharding": "half"}, "resources.sharding", None),
             ({"kind": "tpu"}, "resources.kind", None),
             ({"memory_mb": "80GB"}, "resources.memory_mb", None),
             ({"memory_mb": 2**40}, "resources.memory_mb", None),
@@ -193,6 +200,50 @@ class TestResources:
         assert answer.status_code == 422
         (error,) = answer.json()["errors"]
         assert error["field"] == field and code in (None, error["code"]), error
+
+    def test_a_model_that_no_device_holds_is_divided_among_several(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        (make_model(api.settings, "qwen") / "config.json").write_text(json.dumps(QWEN3_8B))
+        add_worker(engine, kind="cuda", backends=["celery"], memory_mb=[80_000] * 4)
+
+        def made(method: str, **asked: Any) -> Any:
+            config = {"base_model": "qwen", "method": method, "max_seq_length": 512}
+            resources = {"kind": "cuda", "devices": 4, **asked}
+            return make_run(api.client, dataset, backend="celery", config=config, resources=resources)["requirements"]
+
+        small, large, whole = made("qlora"), made("full"), made("full", sharding="none")
+        assert [needs["sharded"] for needs in (small, large, whole)] == [False, True, False]
+        assert large["estimated_mb"]["cuda"] < 80_000 < whole["estimated_mb"]["cuda"]
+        divided = made("qlora", sharding="full")
+        assert divided["sharded"] and divided["estimated_mb"]["cuda"] < small["estimated_mb"]["cuda"]
+
+    @pytest.mark.parametrize(
+        ("config", "says"),
+        [
+            ({"method": "qlora", "load_in_4bit": False, "load_in_8bit": True}, ["load_in_8bit"]),
+            (
+                {"method": "lora", "modules_to_save": ["lm_head"], "optim": "lion_8bit"},
+                ["modules_to_save", "lion_8bit"],
+            ),
+            ({"method": "reward", "lora_r": 8}, ["modules_to_save"]),
+            ({"method": "dpo", "lora_r": None}, ["precomputes its reference"]),
+        ],
+    )
+    def test_a_model_that_cannot_be_divided_is_refused(
+        self, api: ApiServer, engine: Engine, config: dict[str, Any], says: list[str]
+    ) -> None:
+        add_worker(engine, backends=["celery"], memory_mb=[80_000] * 2)
+        data = make_dataset(engine, format="preference" if config["method"] in ("reward", "dpo") else "chat")
+        body = {"dataset_id": data, "backend": "celery", "config": {"base_model": "org/model", **config}}
+        asked = {"resources": {"devices": 2, "sharding": "full"}}
+        errors = api.client.post("/v1/runs", json={**body, **asked}).json()["errors"]
+        assert {(error["field"], error["code"]) for error in errors} == {("resources.sharding", "not_supported")}
+        assert len(errors) == len(says) and all(word in one["message"] for word, one in zip(says, errors, strict=True))
+        for sharding, devices in (("auto", 2), ("none", 2), ("full", 1)):
+            resources = {"sharding": sharding, "devices": devices}
+            answer = api.client.post("/v1/runs/validate", json={**body, "resources": resources}).json()
+            assert answer["valid"], answer["errors"]
 
     def test_a_cpu_contradicts_settings_that_need_a_gpu(self, api: ApiServer, dataset: str) -> None:
         body = {"dataset_id": dataset, "config": {"base_model": "org/m", "optim": "paged_adamw_32bit"}}

@@ -48,7 +48,7 @@ def refused(answer: httpx.Response) -> tuple[int, str]:
 def stopped(api: ApiServer, engine: Engine, dataset: str, *steps: int, **body: Any) -> tuple[str, list[str]]:
     """A run that was stopped after checkpoints at these steps of 100; answers its id and theirs."""
     run_id = make_run(api.client, dataset, **body)["id"]
-    trainer = Trainer(engine, run_id).begin(total=100)
+    trainer = Trainer(engine, run_id, devices=body.get("resources", {}).get("devices", 1)).begin(total=100)
     saved = [trainer.checkpoint(step) for step in steps]
     api.client.post(f"/v1/runs/{run_id}/stop")
     trainer.cancel()
@@ -268,3 +268,18 @@ def test_a_value_that_is_the_default_of_another_method_is_written_out() -> None:
     assert without_defaults(config, {"base_model", "method"}) == {
         "base_model": "m", "method": "dpo", "learning_rate": 2e-4,
     }  # fmt: skip
+
+
+def test_a_divided_model_keeps_its_optimizer_and_the_decision(api: ApiServer, engine: Engine, dataset: str) -> None:
+    add_worker(engine, backends=["celery"], memory_mb=[80_000] * 2)
+    asked: dict[str, Any] = {"backend": "celery", "config": {"base_model": "org/model", "method": "full"}}
+    divided = {"devices": 2, "sharding": "full"}
+    parent, _ = stopped(api, engine, dataset, 20, **asked, resources=divided)
+    for resources, sharded in ((None, True), ({"devices": 1}, False), ({"devices": 2, "sharding": "none"}, False)):
+        child = child_of(api, parent, **({} if resources is None else {"resources": resources}))
+        assert (child["requirements"]["sharded"], child["config"]["optim"]) == (sharded, "adamw_torch_fused")
+    replicas, _ = stopped(api, engine, dataset, 20, **asked, resources={"devices": 2}, priority=1)
+    (error,) = resume(api, replicas, resources=divided).json()["errors"]
+    assert error["field"] == "resources.sharding" and "paged_adamw_8bit" in error["message"]
+    assert not child_of(api, replicas)["requirements"]["sharded"]
+    assert child_of(api, replicas, **{"from": "start"}, resources=divided)["requirements"]["sharded"]

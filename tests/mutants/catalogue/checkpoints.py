@@ -46,6 +46,20 @@ MUTANTS = (
         "test_extra_evaluation_sets_leave_no_trace_in_the_training_even_if_a_stop_interrupts_one",
     ),
     Mutant(
+        name="checkpoint-without-a-part",
+        promises=(11,),
+        about="A checkpoint of a divided model is committed although one device could not write its part.",
+        changes=(
+            Change(
+                "worker/training/model/sharding.py",
+                "        except CheckpointException as error:\n",
+                "        except CheckpointException as error:\n            return\n",
+            ),
+        ),
+        test="tests/worker/training/test_sharding.py::test_a_part_that_a_device_cannot_write_fails_the_checkpoint"
+        "[at_the_end]",
+    ),
+    Mutant(
         name="a-bad-step-is-taken-again",
         promises=(14,),
         about="The next attempt does not know which rows failed on their own, and trains on them in a later epoch.",

@@ -55,13 +55,16 @@ def train(
     """Train a run on one or two devices, with or without dropout; of 40 rows, 8 are held out and 32 are two steps."""
     number = 0
 
-    def run(method: str, devices: int, *, dropout: float = 0.0, count: int = 40, **config: Any) -> Outcome:
+    def run(
+        method: str, devices: int, *, dropout: float = 0.0, count: int = 40, sharded: bool = False, **config: Any
+    ) -> Outcome:
         nonlocal number
         number += 1
         rows, data_format = make_data(tmp_path, method, count)
-        adapter = {} if method == "full" else {"lora_r": 4, "lora_dropout": dropout}
+        adapter = {} if method == "full" or "lora_r" in config else {"lora_r": 4, "lora_dropout": dropout}
         config = {**_COMMON, "method": method, "batch_size": 4 // devices, **adapter, **config}
         job = make_job(tmp_path / str(number), models(dropout), rows, data_format=data_format, **config)
+        job["sharded"] = sharded
         outcome = forks.run(job) if devices == 1 else two_ranks.run(job)
         assert outcome.code == 0, outcome.stderr[-3000:]
         return outcome
@@ -90,10 +93,10 @@ def test_two_devices_train_as_one_with_twice_the_batch(train: Train, method: str
     assert sorted(path.name for path in two.output.iterdir()) == sorted(path.name for path in one.output.iterdir())
 
 
-@pytest.mark.parametrize("rest", [1, 5])
+@pytest.mark.parametrize("rest", [1, 3, 5])
 @pytest.mark.parametrize("method", ["qlora", "dpo", "kto", "reward"])
 def test_the_last_rows_of_an_epoch_are_trained_once(train: Train, method: str, rest: int) -> None:
-    """The last batch has fewer rows than the others, and with one row the second device has none."""
+    """The last batch is small: with one row the first device has none, with three it has fewer than the second."""
     config = {"count": 16 + rest, "eval_split": 0, "eval_steps": None}
     one, two = train(method, 1, **config), train(method, 2, **config)
     assert [len(trained) for trained in rows(two).values()] == [8, 8, rest] * 2

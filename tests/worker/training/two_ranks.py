@@ -40,20 +40,25 @@ class TwoRanks:
         assert parse_records(said[0].read_text()) == [], "rank 0 reports the run"
         return outcome
 
-    def run_to_failure(self, job: dict[str, Any]) -> Outcome:
-        """Run a job that fails on the first, and then end the second; return what the first reported."""
-        with self._started(job) as (_, other):
+    def run_to_end_of_first(self, job: dict[str, Any], second: dict[str, Any] | None = None, **limits: Any) -> Outcome:
+        """Run a job until the first has ended, then end the second; return what the first reported.
+
+        `limits` are those of the first, `second` those of the other one.
+        """
+        with self._started(job, second, **limits) as (_, other):
             outcome = self.first.wait()
             _kill(other)
             self.second.wait()
         return outcome
 
     @contextmanager
-    def _started(self, job: dict[str, Any], **limits: Any) -> Iterator[tuple[int, int]]:
+    def _started(
+        self, job: dict[str, Any], others: dict[str, Any] | None = None, **limits: Any
+    ) -> Iterator[tuple[int, int]]:
         with tempfile.TemporaryDirectory() as meeting:
             first, second = (RankPlace(rank, 2, Path(meeting)).arguments() for rank in (0, 1))
             said = {what: str(Path(job["attempt_dir"]) / name) for what, name in _SAID.items()}
-            other = self.second.start(job, arguments=second, **said)
+            other = self.second.start(job, arguments=second, **said, **(others or {}))
             yield self.first.start(job, arguments=first, **limits), other
 
 

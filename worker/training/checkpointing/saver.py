@@ -3,7 +3,7 @@
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,20 +38,29 @@ def save(trainer: ServiceTrainer) -> bool:
     One that is still being written is waited for first. One that does not fit on the disk is skipped with a warning;
     only a finished run cannot do without its last one. Returns True if training waited for the disk.
 
+    Every rank of a sharded run calls this: rank 0 decides, and the others write their parts.
+
     Raises:
         TrainingFailure: `disk_full`, for this checkpoint or the one before it; no partial checkpoint remains.
     """
     run, saving = trainer.run, trainer.saving
+    if not run.ranks.is_first:
+        return _follow(trainer)
     during_training = run.save_kind in _KINDS_DURING_TRAINING and not trainer.control.should_training_stop
     waits = not during_training or saving.in_flight.is_under_way
     if waits:
         run.report.phase("saving")
     try:
-        saving.in_flight.wait(run.report.alive, saving.warn_slow_disk)
-        saving.requeue_actions(trainer)
-        if saving.in_flight.step == trainer.state.global_step:
-            return waits  # exactly this state is on the disk already
-        if saving.has_room(trainer, during_training):
+        writes = False
+        try:
+            saving.in_flight.wait(run.report.alive, saving.warn_slow_disk)
+            saving.requeue_actions(trainer)
+            is_on_disk = saving.in_flight.step == trainer.state.global_step  # exactly this state
+            writes = not is_on_disk and saving.has_room(trainer, during_training)
+        finally:
+            if run.is_sharded:
+                run.ranks.shared((writes, during_training))
+        if writes:
             waits |= _write(trainer, during_training)
     except Exception as error:
         failure = classify(error)
@@ -61,16 +70,24 @@ def save(trainer: ServiceTrainer) -> bool:
     return waits
 
 
+def _follow(trainer: ServiceTrainer) -> bool:
+    """Write this rank's part of the checkpoint that rank 0 writes, if it writes one; return False."""
+    writes, during_training = trainer.run.ranks.shared((False, False))
+    if writes:
+        trainer.saving.in_flight.wait(no_heartbeat)
+        with suppress(TrainingFailure):  # rank 0 has it too, and decides what follows
+            _write(trainer, during_training)
+    trainer.saved_step = trainer.state.global_step
+    return False
+
+
 def _write(trainer: ServiceTrainer, during_training: bool) -> bool:
     """Write the checkpoint, or start to; return True if training waited for the disk."""
     run, step, saving = trainer.run, trainer.state.global_step, trainer.saving
     staging = run.folder / f".checkpoint-{step}.tmp"
-    shutil.rmtree(staging, ignore_errors=True)
     waits = False
     try:
-        staging.mkdir(parents=True)
-        snapshot = saving.gatherer.gather(trainer, staging)
-        copy = saving.copied(snapshot) if during_training else None
+        snapshot, copy = _gather(trainer, staging, during_training)
         if copy is None:
             pinned = {
                 resume_fidelity.FIDELITY_CHECK: fidelity_check.fidelity_value(trainer, trainer.pinned_text()).hex()
@@ -81,10 +98,40 @@ def _write(trainer: ServiceTrainer, during_training: bool) -> bool:
             about = _about(trainer, {})
             saving.in_flight.begin(lambda alive: _complete(saving, run, copy, staging, about, alive), step)
     except Exception:
-        shutil.rmtree(staging, ignore_errors=True)
+        if run.ranks.is_first:
+            shutil.rmtree(staging, ignore_errors=True)
         raise
     trainer.saved_step = step
     return waits
+
+
+def _gather(trainer: ServiceTrainer, staging: Path, during_training: bool) -> tuple[Snapshot, Snapshot | None]:
+    """Return the state to write, and a copy of it that training does not change, if there is to be one.
+
+    Raises:
+        OSError: the disk is full.
+        TrainingFailure: another rank failed.
+    """
+    saving, ranks, sharding = trainer.saving, trainer.run.ranks, trainer.sharding
+    alive = trainer.run.report.alive
+    whole = None if sharding is None else sharding.full_weights(ranks.is_first, alive)
+    snapshot: Snapshot | None = None
+    copy: Snapshot | None = None
+    error: Exception | None = None
+    try:
+        if ranks.is_first:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+        snapshot = saving.gatherer.gather(trainer, staging, whole)
+        copy = saving.copied(snapshot) if during_training else None
+    except Exception as problem:
+        if sharding is None:
+            raise
+        error = classify(problem)
+    if sharding is not None and ranks.agree_on(error, stopped=copy is None):
+        copy = None
+    assert snapshot is not None  # noqa: S101 - else an error was raised
+    return snapshot, copy
 
 
 class CheckpointSaver:
@@ -113,7 +160,7 @@ class CheckpointSaver:
             self.in_flight.check()
             self.requeue_actions(trainer)
         self.engine_copier.check()
-        if not self._is_prepared:
+        if not self._is_prepared and trainer.sharding is None:
             self._is_prepared = True
             run, left = self._run, trainer.state.max_steps - trainer.state.global_step
             if min(run.save_every, run.eval_every or run.save_every) <= left:
@@ -268,6 +315,10 @@ def _complete(
     Raises:
         OSError, RuntimeError: the disk is full.
     """
+    if not run.ranks.is_first:
+        with suppress(RuntimeError, OSError):  # rank 0 has it too, and decides what follows
+            snapshot.write(staging, alive)  # its part; rank 0 does the rest
+        return
     name, began = f"checkpoint-{about.step}", time.monotonic()
     try:
         with heartbeat_while_growing(alive, staging):

@@ -1,8 +1,9 @@
 """State of a trainer at one step: gathered in the loop, copied to host memory, written by any thread."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import transformers.modeling_utils
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from worker.training.checkpointing.pinned_memory import ALIGNED, PinnedMemory
+from worker.training.model.sharding import Layouts, Sharding, local
 from worker.training.trainer_protocol import ServiceTrainer
 from worker.wire.heartbeat import HeartbeatCallback, no_heartbeat
 
@@ -37,6 +39,10 @@ class Snapshot:
     """Small files that are the same in every checkpoint of the process: tokenizer, configuration."""
     histories: list[Callable[[Path], None]] = field(default_factory=list)
     """Functions, each of which writes a file with the lines so far into a folder."""
+    write_optimizer: Callable[[Any, Path], None] = lambda state, folder: torch.save(state, folder / OPTIMIZER_NAME)
+    """Writes the state of the optimizer into a folder; in a sharded run, each rank its part."""
+    owns_weights: bool = False
+    """True if the weights are a copy already, gathered from the devices of a sharded run."""
 
     def copied_to(self, memory: PinnedMemory) -> "Snapshot":
         """Return a copy, which training no longer changes.
@@ -45,7 +51,9 @@ class Snapshot:
             InsufficientHostMemory: there is no memory for a copy.
         """
         copies = memory.copy(self._tensors())
-        weights = [replace(one, tensors=_replace_tensors(one.tensors, copies)) for one in self.weights]
+        weights = self.weights
+        if not self.owns_weights:
+            weights = [replace(one, tensors=_replace_tensors(one.tensors, copies)) for one in weights]
         return replace(self, weights=weights, optimizer=_replace_tensors(self.optimizer, copies))
 
     def write(self, folder: Path, alive: HeartbeatCallback = no_heartbeat) -> None:
@@ -54,6 +62,9 @@ class Snapshot:
         Raises:
             OSError, RuntimeError: the disk is full.
         """
+        # First, since a rank of a sharded run that fails here makes this fail on every rank.
+        self.write_optimizer(self.optimizer, folder)
+        alive()
         for name, content in self.files.items():
             if not (folder / name).exists():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -63,11 +74,10 @@ class Snapshot:
         for one in self.weights:
             safetensors.torch.save_file(one.tensors, one.path, metadata=one.metadata)
             alive()
-        torch.save(self.optimizer, folder / OPTIMIZER_NAME)
-        alive()
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        yield from _tensors_in([one.tensors for one in self.weights])
+        if not self.owns_weights:
+            yield from _tensors_in([one.tensors for one in self.weights])
         yield from _tensors_in(self.optimizer)
 
 
@@ -82,16 +92,25 @@ class SnapshotBuilder:
         """Size in bytes of the files that every checkpoint repeats; 0 before the first."""
         return sum(map(len, (self._constant_files or {}).values()))
 
-    def gather(self, trainer: ServiceTrainer, folder: Path) -> Snapshot:
+    def gather(
+        self, trainer: ServiceTrainer, folder: Path, whole: Mapping[str, torch.Tensor] | None = None
+    ) -> Snapshot:
         """Gather the current state: small files that change are written to `folder` at once, the rest is referenced.
 
-        The tensors are the trainer's own, and change with its next step.
+        The tensors are the trainer's own, and change with its next step. `whole` are the weights of a sharded model.
+        Of another rank than 0, only its part of the optimizer state is gathered.
 
         Raises:
             OSError: the disk is full.
         """
+        optimizer, write = trainer.optimizer.state_dict(), Snapshot.write_optimizer
+        if trainer.sharding is not None:
+            optimizer, layouts = trainer.sharding.optimizer_parts(trainer.optimizer)
+            write = partial(_write_part, trainer.sharding, layouts)
+        if not trainer.run.ranks.is_first:
+            return Snapshot([], optimizer, {}, write_optimizer=write)
         with _collected_weights() as weights:
-            save_weights(trainer.model, folder)
+            save_weights(trainer.model, folder, whole)
         if self._constant_files is None:
             # Once only: a large tokenizer takes longer to write than an adapter to copy.
             trainer.save_constant_files(folder)
@@ -104,16 +123,22 @@ class SnapshotBuilder:
         trainer.save_metric_averages()
         trainer.run.state.save(folder)
         histories = [history.held() for history in trainer.run.histories]
-        return Snapshot(weights, trainer.optimizer.state_dict(), self._constant_files, histories)
+        return Snapshot(weights, optimizer, self._constant_files, histories, write, owns_weights=whole is not None)
 
 
-def save_weights(model: Any, folder: Path) -> None:
-    """Save the model, or its adapter alone, with its configuration.
+def _write_part(sharding: Sharding, layouts: Layouts, parts: dict[str, torch.Tensor], folder: Path) -> None:
+    sharding.save_optimizer(parts, layouts, folder)
+
+
+def save_weights(model: Any, folder: Path, whole: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Save the model, or its adapter alone, with its configuration; `whole` are the weights of a sharded one.
 
     Without the option, peft asks the hub for the base model's vocabulary size each time. No vocabulary is ever resized
     here, so a checkpoint needs no copy of the embeddings.
     """
-    options = {"save_embedding_layers": False} if isinstance(model, peft.peft_model.PeftModel) else {}
+    options: dict[str, Any] = {"save_embedding_layers": False} if isinstance(model, peft.peft_model.PeftModel) else {}
+    if whole is not None:
+        options["state_dict"] = dict(whole)
     model.save_pretrained(str(folder), **options)
 
 
@@ -122,7 +147,7 @@ def expected_bytes(trainer: ServiceTrainer) -> int:
     model: Any = trainer.model
     all_of_them = not isinstance(model, peft.peft_model.PeftModel)
     saved = (one for one in model.parameters() if one.requires_grad or all_of_them)
-    weights: dict[int, int] = {one.data_ptr(): one.nbytes for one in saved}
+    weights: dict[int, int] = {local(one).data_ptr() or id(one): one.nbytes for one in saved}
     state = [int(one.nbytes) for one in _tensors_in(trainer.optimizer.state_dict())]
     return sum(weights.values()) + sum(state) + (len(weights) + len(state)) * ALIGNED
 

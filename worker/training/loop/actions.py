@@ -257,6 +257,8 @@ class Actions:
     # Sampling
 
     def _sample(self, asked: ActionRequest, _control: TrainerControl) -> None:
+        if self._run.is_sharded:
+            raise ActionRefused("The run is sharded, so all of its devices generate together: use `sample_steps`.")
         step, prompts = self._trainer.state.global_step, asked.parameters["prompts"]
         try:
             texts = sampling.generate(

@@ -13,6 +13,7 @@ from app.contracts.attempt.messages import AnomalyDetails, RepairProposal
 from app.contracts.attempt.repair import Repair
 from app.contracts.training_config.fields import TrainingConfig
 from worker.training.failures import TrainingFailure
+from worker.training.model.sharding import local
 from worker.training.trainer_protocol import ServiceTrainer
 
 REMEMBERED = 64
@@ -166,6 +167,7 @@ def _anomalous_rows(trainer: ServiceTrainer, trouble: Anomaly, rows: list[int]) 
 
 def _evaluate_sequence(trainer: ServiceTrainer, sequence: dict[str, Any], with_gradients: bool) -> tuple[float, bool]:
     """Return the loss of one sequence without dropout, and True if its gradients are finite or were not requested."""
+    run = trainer.run
     model: Any = trainer.model
     inputs = trainer._prepare_inputs(trainer.data_collator([sequence]))
     trainer.take_rows(inputs)
@@ -173,7 +175,7 @@ def _evaluate_sequence(trainer: ServiceTrainer, sequence: dict[str, Any], with_g
     model.eval()
     try:
         with (
-            trainer.run.ranks.alone(),
+            run.ranks.alone(),
             torch.set_grad_enabled(with_gradients),
             trainer.compute_loss_context_manager(),
         ):
@@ -181,8 +183,12 @@ def _evaluate_sequence(trainer: ServiceTrainer, sequence: dict[str, Any], with_g
         if with_gradients:
             model.zero_grad()
             loss.backward()
-            gradients = [one.grad for one in model.parameters() if one.grad is not None]
-            return float(loss.item()), all(bool(torch.isfinite(one).all()) for one in gradients)
+            gradients = [local(one.grad) for one in model.parameters() if one.grad is not None]
+            are_finite = all(bool(torch.isfinite(one).all()) for one in gradients)
+            # Rank 0 looks alone, unless each rank has only a part of the gradients.
+            if run.is_sharded:
+                are_finite = all(run.ranks.gathered(are_finite))
+            return float(loss.item()), are_finite
         return float(loss.item()), True
     finally:
         model.train(trains)

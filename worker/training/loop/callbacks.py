@@ -29,12 +29,11 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
             rng_state.seed((self.run.config.seed, 0, self.run.ranks.rank))
         self.trainer.throughput.begin(self.trainer.trained_tokens())
         self.run.report.phase("training", start_step=state.global_step, total_steps=state.max_steps)
-        if self.run.ranks.is_first:
-            if self.run.stop_requested is not None:
-                self.trainer.end_early(self.run.stop_requested.why, "discard")
-            elif self.run.state.samples_pending:
-                sampling.sample(self.trainer)
+        if self.run.ranks.is_first and self.run.stop_requested is not None:
+            self.trainer.end_early(self.run.stop_requested.why, "discard")
         decision.share(self.trainer)
+        if self._samples and self.run.state.samples_pending and not control.should_training_stop:
+            sampling.sample(self.trainer)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._step_began = time.monotonic()
@@ -54,15 +53,23 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
             run.state.losses.append(loss)
             run.state.samples += len(rows)
             self.trainer.throughput.stepped(took, len(rows))
+        if run.is_sharded:
+            sampling.sample_if_due(self.trainer)
         if run.ranks.is_first:
             self._decide(state, control)
         decision.share(self.trainer)
+
+    @property
+    def _samples(self) -> bool:
+        """True if this rank takes part in the generation of samples."""
+        return self.run.ranks.is_first or self.run.is_sharded
 
     def _decide(self, state: TrainerState, control: TrainerControl) -> None:
         run, step = self.run, state.global_step
         self.trainer.saving.stepped(self.trainer)
         self.trainer.actions.repeat_due(control)
-        sampling.sample_if_due(self.trainer)
+        if not run.is_sharded:
+            sampling.sample_if_due(self.trainer)
 
         if step >= state.max_steps:  # a stop that arrives now finds the run complete
             control.should_log = control.should_save = True

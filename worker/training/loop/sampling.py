@@ -74,7 +74,7 @@ def generate(trainer: ServiceTrainer, prompts: Sequence[Prompt], max_new_tokens:
         pad_token_id=tokenizer.pad_token_id,
     )
     texts: list[str] = []
-    with _evaluation_mode(model), torch.no_grad(), trainer.accelerator.autocast():
+    with run.stopping_together(), _evaluation_mode(model), torch.no_grad(), trainer.accelerator.autocast():
         torch.manual_seed(run.config.seed + trainer.state.global_step)
         for prompt in prompts:
             run.progress("sampling", len(texts), len(prompts))
@@ -89,6 +89,7 @@ def generate(trainer: ServiceTrainer, prompts: Sequence[Prompt], max_new_tokens:
                 attention_mask=torch.ones_like(ids),
                 generation_config=options,
                 stopping_criteria=StoppingCriteriaList([_HeartbeatAndStop(run)]),
+                synced_gpus=run.is_sharded,
             )
             texts.append(tokenizer.decode(written[0, len(prompt_ids) :], skip_special_tokens=True))
     return texts
@@ -102,7 +103,9 @@ class _HeartbeatAndStop(StoppingCriteria):  # type: ignore[misc]
 
     def __call__(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         self._run.report.alive()
-        if self._run.stop_requested is not None:
+        if self._run.is_sharded:
+            self._run.raise_if_stopped()
+        elif self._run.stop_requested is not None:
             raise Stopped
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 

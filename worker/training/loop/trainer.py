@@ -4,15 +4,15 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset
 from transformers import Trainer
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import speed_metrics
 
@@ -32,6 +32,7 @@ from worker.training.loop.evaluation_means import EvaluationMeans
 from worker.training.loop.memory import GpuMemory
 from worker.training.loop.throughput import Throughput
 from worker.training.model import flops
+from worker.training.model.sharding import Sharding, full, has_parts, load_optimizer
 from worker.training.plugins import hooks, metric_functions
 from worker.training.plugins.callbacks import PluginCallbacks
 from worker.training.run_state import RunState
@@ -59,6 +60,8 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
     NOT_COUNTED: ClassVar[str | None] = None
     """Work of the method that is part of the step time, but not of the operations that MFU is computed from."""
 
+    sharding: Sharding | None = None
+    """Division of the model among the ranks, once it is divided."""
     eval_dataset: Any
     optimizer: Any
     lr_scheduler: Any
@@ -80,12 +83,16 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         """True if an earlier attempt found the current step to be bad: it then changes nothing."""
         self._eval_batches = 0
         self._eval_total = 0
+        self._eval_counted = 0
+        """Batches of this rank that count; after them, it only takes part in the forward passes of the others."""
         self._eval_message: str | None = None
         self._eval_means = EvaluationMeans()
         self.own_metrics = metric_functions.Evaluation({})
         """Metric functions of the current evaluation."""
         self.rng_states: list[dict[str, Any]] = []
         """States of the random number generators of all ranks, for the checkpoint that is being saved."""
+        self.whole_weights: dict[str, torch.Tensor] | None = None
+        """Last weights of a sharded model, gathered for the output."""
         self._micro_losses: list[torch.Tensor] = []
         self._step_loss = 0.0
         self._share = 1.0
@@ -185,11 +192,27 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         if model.training:
             # Tokens are counted on all ranks, whose batches have about as many pairs.
             self.throughput.saw(flops.token_pairs(inputs) * self.run.ranks.size)
-        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        is_uneven = model.training and self._share != 1
+        with self._gathering_any_size() if is_uneven else nullcontext():
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if model.training and self._share != 1 and num_items_in_batch is None:
             # The loss is the mean of the rows here, and gradients are the means of those of all ranks.
             loss = loss * self._share
         return loss
+
+    @contextmanager
+    def _gathering_any_size(self) -> Iterator[None]:
+        """During the block, gather tensors with a value per row, of which each rank has another number."""
+
+        def gather(tensor: torch.Tensor) -> torch.Tensor:
+            parts = self.run.ranks.gathered(tensor.detach().cpu())
+            return torch.cat([part.reshape(-1, *part.shape[1:]) for part in parts]).to(tensor.device)
+
+        self.accelerator.gather = gather
+        try:
+            yield
+        finally:
+            del self.accelerator.gather
 
     def floating_point_ops(self, inputs: Any) -> int:
         return 0  # nothing reads the sum, and transformers would count all parameters in every micro-batch
@@ -212,7 +235,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
             self._micro_losses.clear()
             self._disable_next_optimizer_step()
             return None
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        norm = full(super()._get_grad_norm(model, grad_norm=grad_norm))
         self._close_step(norm)
         return norm
 
@@ -240,6 +263,8 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
     def anomaly_failure(self, anomaly: Anomaly) -> TrainingFailure:
         """Build the failure that ends the attempt, after an anomaly that every rank has found; only rank 0 returns."""
         if not self.run.ranks.is_first:
+            if self.run.is_sharded:
+                self.guard.failure(self, anomaly)  # rank 0 looks for the rows with the parts of the model of all
             self.run.ranks.wait_for_end()
         return self.guard.failure(self, anomaly)
 
@@ -296,7 +321,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
             decision.share(self)
             return {}
         except Exception as error:
-            if is_due:
+            if is_due or run.is_sharded:  # the other ranks may wait for this one
                 raise
             self._metrics["eval"].clear()
             run.state.eval_pending = False
@@ -381,9 +406,13 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         if ranks.size == 1:
             return super().get_eval_dataloader(eval_dataset)
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
-        own = range(ranks.rank, len(rows), ranks.size)
+        own: Sequence[int] = range(ranks.rank, len(rows), ranks.size)
         if self.run.metric_factories and metric_functions.are_given_logits(self.run.method):
             own = range(len(rows) if ranks.is_first else 0)
+        size = self.args.eval_batch_size
+        self._eval_counted = math.ceil(len(own) / size)
+        if self.run.is_sharded and self._eval_counted < math.ceil(math.ceil(len(rows) / ranks.size) / size):
+            own = [*own, 0]  # one more batch, as its batches are full
         with ranks.alone():
             return super().get_eval_dataloader(rows.select(own))
 
@@ -394,11 +423,13 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         self._eval_total = len(dataloader)
         self._eval_means = EvaluationMeans()
         try:
-            with ranks.alone():
+            with ranks.alone(), self.run.stopping_together():
                 done = super().evaluation_loop(dataloader, *args, **options)
         except Stopped:
             stopped = True
         except Exception as problem:
+            if self.run.is_sharded:
+                raise  # the other ranks wait for a forward pass of this one
             error = problem
         if ranks.agree_on(error, stopped):
             raise Stopped
@@ -410,9 +441,9 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         return done
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        terms = self.eval_terms(inputs)
-        self.take_rows(inputs)
         self._eval_batches += 1
+        terms = self.eval_terms(inputs) if self._counts_batch() else 0
+        self.take_rows(inputs)
         self.run.progress("evaluating", self._eval_batches, self._eval_total, self._eval_message)
         found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         self._eval_means.add(found[0].item(), terms, self._metrics["eval"])
@@ -420,6 +451,9 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
             with torch.no_grad(), self.compute_loss_context_manager():
                 self.update_own_metrics(model, inputs)
         return found
+
+    def _counts_batch(self) -> bool:
+        return not self.run.is_sharded or self._eval_batches <= self._eval_counted
 
     def update_own_metrics(self, model: Any, inputs: Any) -> None:
         """Pass a batch of an evaluation to the metric functions; by default it has `input_ids` and `completion_mask`.
@@ -456,6 +490,41 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         self.run.state.bad_rows = self.guard.bad_rows
         self.run.state.callbacks = self.plugin_callbacks.states()
 
+    # Sharding
+
+    def shard(self) -> None:
+        """Divide the model among the ranks, with the weights of the checkpoint to resume from.
+
+        Raises:
+            TrainingFailure: `config_error`, if the model computes something else then, or this GPU lacks bfloat16.
+        """
+        if self.args.fp16:
+            raise TrainingFailure(
+                "config_error", "A sharded run needs a GPU with bfloat16: set `resources.sharding` to `none`."
+            )
+        if self.run.resume_from is not None:
+            self._load_from_checkpoint(str(self.run.resume_from.path))
+        quantized, text = self.run.config.load_in_4bit, self.pinned_text()
+        before = fidelity_check.fidelity_value(self, text) if quantized else 0.0
+        self.sharding = Sharding(self.model, self.args.device, self.run.report.alive)
+        if quantized and not math.isclose(fidelity_check.fidelity_value(self, text), before, rel_tol=1e-5):
+            raise TrainingFailure(
+                "config_error",
+                "This 4-bit model computes something else once it is sharded: set `resources.sharding` to `none`.",
+            )
+
+    def _defer_fsdp_gradient_reduction(self) -> Any:
+        return nullcontext()  # each micro-batch is reduced, so that no device holds the gradients of all weights
+
+    def gather_weights(self) -> None:
+        """Gather the weights of a sharded model on rank 0, for the output."""
+        if self.sharding is not None:
+            self.whole_weights = self.sharding.full_weights(self.run.ranks.is_first, self.run.report.alive)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self.sharding is None:  # else `shard` has loaded it
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
     # Checkpoints
 
     def save_constant_files(self, folder: Path) -> None:
@@ -468,7 +537,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         if self.run.config.trainer_options.callbacks:
             self._check_replicas()
         self.rng_states = self.run.ranks.gathered(rng_state.current(self.args.device))
-        if not self.run.ranks.is_first:
+        if not self.run.ranks.is_first and self.sharding is None:
             self.saved_step = self.state.global_step
             return
         if saver.save(self) and not self.control.should_training_stop:
@@ -506,9 +575,14 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         decays = [group["weight_decay"] for group in self.optimizer.param_groups]
         rates = hooks.initial_rates(self)
-        super()._load_optimizer_and_scheduler(checkpoint)
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
+        if checkpoint is not None and (self.sharding is not None or has_parts(Path(checkpoint))):
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
+            load_optimizer(self.model, optimizer, Path(checkpoint))
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            saver.restore_paging(getattr(self.optimizer, "optimizer", self.optimizer))  # accelerate wraps it
+            saver.restore_paging(optimizer)
             if hooks.controls_learning_rate(self.run.config):
                 hooks.reapply_rates(self, decays, rates)
             else:

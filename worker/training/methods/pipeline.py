@@ -207,6 +207,8 @@ def _costs(trainer: ServiceTrainerMixin, training: Rows, device: str | None) -> 
 def train(trainer: ServiceTrainerMixin) -> None:
     """Train to the end or to a stop, from the first step or from a checkpoint."""
     run = trainer.run
+    if run.is_sharded:
+        trainer.shard()
     with trainer.saving.settled():
         if run.resume_from is None:
             for history in run.histories:
@@ -243,8 +245,10 @@ def evaluate(trainer: ServiceTrainerMixin) -> TrainingResult:
 def finish(trainer: ServiceTrainerMixin, start: BaseModelSource, facts: dict[str, Any]) -> TrainingResult:
     """Export and push the output if training is over, and return the fields of the result record."""
     run, state = trainer.run, trainer.run.state
-    exports = run.ended_by in _EXPORTS and not run.is_probe and run.ranks.is_first
-    exported = export(trainer, start, facts) if exports else None
+    exports = run.ended_by in _EXPORTS and not run.is_probe
+    if exports:
+        trainer.gather_weights()
+    exported = export(trainer, start, facts) if exports and run.ranks.is_first else None
     return {
         "outcome": "completed" if run.ended_by in _COMPLETES else "stopped",
         "why": run.ended_by,
@@ -289,6 +293,7 @@ def _fingerprint(run: TrainingContext, base: BaseModelSource, facts: dict[str, A
         "reward_models": facts.get("reward_models"),
         resume_fidelity.BATCH_SIZE: run.config.batch_size,
         resume_fidelity.DEVICES: run.ranks.size,
+        resume_fidelity.SHARDED: run.is_sharded,
         "weights": facts["weights_dtype"],
         **{name: facts.get(name) for name in ("device", "device_name", "cpu_instructions", "threads", "versions")},
     }

@@ -29,6 +29,7 @@ from worker.training.loop import probe
 from worker.training.loop.trainer import MAIN
 from worker.training.model import base_model, loader, memory_plan
 from worker.training.model.base_model import BaseModelSource
+from worker.training.model.sharding import mark_for_sharding
 from worker.training.plugins import hooks
 from worker.training.plugins.checkpoint_engines import restore_replica
 from worker.wire.heartbeat import heartbeat_while_growing, with_heartbeat
@@ -331,7 +332,11 @@ def load_network(
             f"seed {run.config.seed}, and the model is trained from scratch."
         )
     with heartbeat_while_growing(run.report.alive, start.folder):
-        network = hooks.model(run, lambda: loader.load_model(start, run.config, run.machine, head))
+        network = hooks.model(
+            run, lambda: loader.load_model(start, run.config, run.machine, head, in_host_memory=run.is_sharded)
+        )
+    if run.is_sharded:
+        mark_for_sharding(network)
     used = network.config._attn_implementation
     if used in get_args(Attention):  # a model of a plugin may have its own
         run.config = run.config.model_copy(update={"attn_implementation": used})

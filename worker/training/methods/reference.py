@@ -22,8 +22,10 @@ def is_precomputed(run: TrainingContext) -> bool:
     """Return True if the reference log-probabilities are computed once, before the first step.
 
     Without an adapter the alternative is a second copy of the model. With an adapter it is a forward pass in every
-    step, which is more work from the second epoch on.
+    step, which is more work from the second epoch on, and the only way if the model is sharded.
     """
+    if run.is_sharded:
+        return False
     trains_again = not run.only_evaluates and preparation.configured_steps(run) > run.steps_per_epoch
     return run.config.lora_r is None or trains_again
 

@@ -69,11 +69,17 @@ def weights_dtype(config: TrainingConfig, machine: DeviceCapabilities) -> torch.
 
 
 def load_model(
-    base: BaseModelSource, config: TrainingConfig, machine: DeviceCapabilities, head: Head = "causal"
+    base: BaseModelSource,
+    config: TrainingConfig,
+    machine: DeviceCapabilities,
+    head: Head = "causal",
+    *,
+    in_host_memory: bool = False,
 ) -> PreTrainedModel:
     """Load the base model onto the device, quantized as configured; weights from safetensors only.
 
-    A `reward` head that the base does not have is initialized randomly with the seed, as in TRL.
+    A `reward` head that the base does not have is initialized randomly with the seed, as in TRL. With `in_host_memory`,
+    a model that is not quantized stays there.
     """
     options = dict(base.options)
     attention = _attention(base, config, machine)
@@ -95,9 +101,10 @@ def load_model(
         )
     elif config.load_in_8bit:
         options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=unquantized)
-    if machine.kind == "cuda":
+    quantized = config.load_in_4bit or config.load_in_8bit
+    if machine.kind == "cuda" and (quantized or not in_host_memory):
         options["device_map"] = {"": torch.cuda.current_device()}
-    elif config.load_in_4bit or config.load_in_8bit:
+    elif quantized:
         options["device_map"] = {"": "cpu"}
     transformers.set_seed(config.seed)
     try:

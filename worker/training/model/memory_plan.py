@@ -57,6 +57,7 @@ def _choose(run: TrainingContext, found: BaseModelSource, length: int, rows: int
             micro_batch(model, config, length, rows),
             # Excludes memory of other processes; the context that the estimate counts is already allocated.
             int(free_bytes),
+            shards=run.ranks.size if run.is_sharded else 1,
         )
     except (UnknownArchitecture, CannotTrain) as error:
         return True, f"The memory that the run needs is unknown, so every layer is recomputed. {error}"

@@ -129,7 +129,7 @@ def write_output(
 def _choose(trainer: ServiceTrainerMixin) -> ExportedWeights:
     """Return the best evaluated weights if the run asks for them and there are any, else the last ones."""
     run, method, step = trainer.run, trainer.run.method, trainer.state.global_step
-    last = partial(save_weights, trainer.model)
+    last = partial(save_weights, trainer.model, whole=trainer.whole_weights)
     if run.config.export == "last":
         return ExportedWeights("last", step, "because `export` is `last`", last)
     name, best = method.eval_metric, run.best_checkpoint

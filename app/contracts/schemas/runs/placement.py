@@ -28,8 +28,14 @@ class Resources(Body):
         default=1,
         ge=1,
         le=1024,
-        description="Number of devices of one worker. Each has a replica of the model and trains `batch_size` rows at "
-        "a time, so that a step has this many times as many rows.",
+        description="Number of devices of one worker. Each trains `batch_size` rows at a time, so that a step has this "
+        "many times as many rows.",
+    )
+    sharding: Literal["auto", "none", "full"] = Field(
+        default="auto",
+        description="How several devices hold the model. `none`: each has a replica. `full`: weights, gradients and "
+        "optimizer state are divided among them. `auto`: `full` if the estimate of a replica fits no online device and "
+        "the run can be divided, decided when the run is created. No effect with one device.",
     )
     labels: list[WorkerLabel] = Field(
         default_factory=list,
@@ -49,6 +55,9 @@ class Requirements(BaseModel):
         "`on_out_of_memory: repair` it is that of one row at a time.",
     )
     labels: list[str] = Field(default_factory=list, description="Labels that the worker must have.")
+    sharded: bool = Field(
+        default=False, description="True: the model is divided among the devices of the run, as `sharding` asks."
+    )
     gguf: bool = Field(default=False, description="True: the worker must have the converter of llama.cpp.")
     prefers_gpu: bool = Field(
         default=False, description="True: a CPU takes it only if the backend has had no GPU within the last hour."

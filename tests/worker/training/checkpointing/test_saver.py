@@ -29,6 +29,7 @@ from worker.training.loop.actions import Actions
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.plugins import checkpoint_engines, hooks
 from worker.training.plugins.checkpoint_engines import EngineCopier
+from worker.training.ranks import Ranks
 from worker.training.run_state import RunState
 from worker.wire.control import Control
 
@@ -69,7 +70,7 @@ class Training:
         self.run: Any = SimpleNamespace(
             folder=folder, job=make_spec(folder, run_id="run_a", disk_reserve_bytes=reserve), report=self.report,
             config=config, state=RunState(), save_kind="periodic", ended_by=None, fingerprint={}, is_probe=False,
-            save_every=2, eval_every=None,
+            save_every=2, eval_every=None, ranks=Ranks(), is_sharded=False,
             method=METHODS[TrainingMethod.sft],
             journal=SimpleNamespace(save=lambda step: None), control=self.control, stop_requested=None,
         )  # fmt: skip
@@ -77,6 +78,7 @@ class Training:
         self.trainer: Any = SimpleNamespace(
             run=self.run, model=weights, optimizer=torch.optim.SGD(weights.parameters()),
             state=SimpleNamespace(global_step=0, epoch=0.5, max_steps=10), saved_step=0, pinned_text=list,
+            sharding=None,
             control=SimpleNamespace(should_training_stop=False, should_save=False, should_evaluate=False),
         )  # fmt: skip
         trainer, run = self.trainer, self.run
@@ -85,7 +87,7 @@ class Training:
         trainer.saving, trainer.actions = self.saving, self.actions
         self.saving.gatherer.gather = self._gather
 
-    def _gather(self, _trainer: Any, folder: Path) -> Snapshot:
+    def _gather(self, _trainer: Any, folder: Path, _whole: Any) -> Snapshot:
         (folder / "state.json").write_text("{}")
 
         def wait(_folder: Path) -> None:

@@ -170,7 +170,7 @@ def test_an_output_that_is_not_finite_on_one_device_is_reported_with_the_prompts
     data = make_prompts(tmp_path / "prompts.jsonl", 13)
     job = make_job(tmp_path, model, data, data_format="prompt", on_non_finite="rewind", extra=extra, **config)
     job |= {"reward_models": []}
-    ended = two_ranks.beside(site).run_to_failure(job)
+    ended = two_ranks.beside(site).run_to_end_of_first(job)
     error = ended.result["error"]
     assert error["code"] == "non_finite_loss" and "while it generated completions" in error["message"]
     assert len(ended.result["repair"]["rows"]) == 4

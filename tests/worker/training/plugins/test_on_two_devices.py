@@ -182,7 +182,7 @@ def test_a_metric_function_that_fails_is_named(
     two_ranks: TwoRanks, site: Path, make: Callable[..., dict[str, Any]]
 ) -> None:
     job = make(2, eval_split=0.2, eval_steps=2, extra={"metrics": ["broken"]})
-    ended = two_ranks.beside(site).run_to_failure(job)
+    ended = two_ranks.beside(site).run_to_end_of_first(job)
     assert ended.result["error"]["message"].startswith("The metric function `broken` returned a str for 'own'")
 
 
@@ -199,7 +199,7 @@ def test_a_callback_that_changes_weights_ends_the_run(
     two_ranks: TwoRanks, site: Path, make: Callable[..., dict[str, Any]]
 ) -> None:
     job = make(2, extra={"callbacks": [{"type": "scales"}]})
-    ended = two_ranks.beside(site).run_to_failure(job)
+    ended = two_ranks.beside(site).run_to_end_of_first(job)
     assert ended.result["error"]["code"] == "config_error"
     assert "a callback (`extra.callbacks`) has changed weights" in ended.result["error"]["message"]
 

@@ -1,0 +1,140 @@
+"""Promises about a run whose model is divided among two devices: it trains as replicas do, and resumes exactly."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from tests.worker.training.test_ranks import (  # noqa: F401
+    Train,
+    losses,
+    make_data,
+    models,
+    rows,
+    train,
+)
+from tests.worker.training.tiny import make_job, make_tiny_model, write_rows
+from tests.worker.training.two_ranks import TwoRanks
+
+_TOLERANCE = 1e-6
+_REPLICAS, _SHARDED = {"devices": 2}, {"devices": 2, "sharded": True}
+_ONE = {"devices": 1}
+
+
+def options(method: str) -> dict[str, Any]:
+    """An optimizer that replicas and divided models share, and no adapter on a model with a new head."""
+    if method not in ("full", "reward"):
+        return {}
+    return {"optim": "adamw_torch"} | ({"lora_r": None} if method == "reward" else {})
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora", "reward", "dpo", "kto"])
+def test_a_divided_model_trains_as_replicas_do(train: Train, method: str) -> None:  # noqa: F811
+    """Also in the last step of an epoch, which has fewer rows, and with fewer batches to evaluate on one device."""
+    count = 44 if method in ("full", "lora", "qlora") else 41
+    more = {**options(method), "count": count, "eval_split": 9 / count, "extra": {"eval_batch_size": 2}}
+    replicas, sharded = (train(method, **devices, **more) for devices in (_REPLICAS, _SHARDED))
+    assert rows(sharded) == rows(replicas) and len(rows(sharded)) == 6
+    assert sharded.of("config")[-1]["facts"]["eval_rows"] == 9
+    assert losses(sharded) == pytest.approx(losses(replicas), abs=_TOLERANCE)
+    evaluations = [[record["metrics"] for record in run.of("eval")] for run in (replicas, sharded)]
+    for expected, found in zip(*evaluations, strict=True):
+        assert found["eval_loss"] == pytest.approx(expected["eval_loss"], abs=_TOLERANCE), (
+            "each held-out row counts once"
+        )
+    assert sorted(path.name for path in sharded.output.iterdir()) == sorted(p.name for p in replicas.output.iterdir())
+    name = "model.safetensors" if method in ("full", "reward") else "adapter_model.safetensors"
+    expected, found = (load_file(run.output / name) for run in (replicas, sharded))
+    assert {key: one.shape for key, one in found.items()} == {key: one.shape for key, one in expected.items()}
+    assert all(found[key].allclose(one, atol=1e-4) for key, one in expected.items())
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_resumes_exactly_with_dropout(train: Train, method: str) -> None:  # noqa: F811
+    """From a checkpoint that was written while training went on."""
+    more = {"dropout": 0.1, **_SHARDED, **options(method)}
+    whole = train(method, **more)
+    rest = train(method, **more, resume_from=whole.checkpoint(3), attempt=2)
+    assert rest.steps == {step: done for step, done in whole.steps.items() if step > 3} and len(rest.steps) == 3
+    facts = rest.of("config")[-1]["facts"]
+    assert (facts["fidelity"], facts["fidelity_reasons"]) == ("exact", [])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(_SHARDED, _ONE), (_ONE, _SHARDED), (_REPLICAS, _SHARDED), (_SHARDED, _REPLICAS)]
+)
+def test_resumes_with_another_division_and_the_same_rows(
+    train: Train,  # noqa: F811
+    before: dict[str, Any],
+    after: dict[str, Any],
+) -> None:
+    whole = train("full", **before, **options("full"))
+    rest = train("full", **after, **options("full"), resume_from=whole.checkpoint(3), attempt=2)
+    assert rows(rest) == {step: trained for step, trained in rows(whole).items() if step > 3}
+    assert losses(rest) == pytest.approx({step: losses(whole)[step] for step in (4, 5, 6)}, abs=1e-5)
+    facts = rest.of("config")[-1]["facts"]
+    assert facts["fidelity"] == "approximate"
+    reason = f"sharded: {'sharded' in before} at the checkpoint, {'sharded' in after} now."
+    assert reason in facts["fidelity_reasons"]
+
+
+def test_generates_the_samples_that_replicas_do(train: Train) -> None:  # noqa: F811
+    asked = {"sample_prompts": ["what is row 3", "row"], "sample_steps": 2, "sample_max_new_tokens": 6}
+    for method in ("full", "lora"):
+        made = [train(method, **devices, **options(method), **asked) for devices in (_REPLICAS, _SHARDED)]
+        texts = [[(one["step"], one["completion"]) for one in run.of("sample")] for run in made]
+        assert texts[1] == texts[0] and len(texts[0]) == 6
+
+
+@pytest.mark.parametrize("save_steps", [1, 100], ids=["in_the_background", "at_the_end"])
+def test_a_part_that_a_device_cannot_write_fails_the_checkpoint(
+    two_ranks: TwoRanks,
+    models: Callable[[float], Path],  # noqa: F811
+    tmp_path: Path,
+    save_steps: int,
+) -> None:
+    data, data_format = make_data(tmp_path, "full", 40)
+    config = {"method": "full", "optim": "adamw_torch", "max_steps": 4, "save_steps": save_steps, "batch_size": 2}
+    job = make_job(tmp_path / "run", models(0.0), data, data_format=data_format, **config) | {"sharded": True}
+    done = two_ranks.run_to_end_of_first(job, second={"file_bytes": 20_000})
+    assert done.result["outcome"] == "failed", done.result
+    assert done.result["error"]["code"] == "disk_full"
+    assert "Rank 1 could not write its part" in done.result["error"]["message"]
+    assert done.of("checkpoint") == [] and list(done.folder.glob("*checkpoint*")) == []
+
+
+def test_a_stop_in_an_evaluation_ends_it_on_both_devices(
+    two_ranks: TwoRanks,
+    models: Callable[[float], Path],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    data, data_format = make_data(tmp_path, "lora", 40)
+    config = {"method": "lora", "max_steps": 4, "batch_size": 1, "eval_split": 0.4, "eval_steps": 2, "save_steps": 100}
+    job = make_job(tmp_path / "run", models(0.0), data, data_format=data_format, **config) | {"sharded": True}
+    stopped = two_ranks.run_to_end_of_first(job, course={"drain_at_evaluation": 1})
+    assert (stopped.result["outcome"], stopped.of("eval")) == ("stopped", [])
+    again = make_job(
+        tmp_path / "run", models(0.0), data, data_format=data_format, attempt=2,
+        resume_from=stopped.checkpoint(2), **config,
+    )  # fmt: skip
+    rest = two_ranks.run_to_end_of_first(again | {"sharded": True})
+    assert (rest.result["outcome"], [one["step"] for one in rest.of("eval")]) == ("completed", [2, 4])
+
+
+def test_the_row_of_a_step_without_numbers_is_named(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    texts = [f"row {row} is like every other row" + ("§§§§" if row == 21 else "") for row in range(40)]
+    data = write_rows(tmp_path / "rows.jsonl", ({"text": text} for text in texts))
+    model = make_tiny_model(tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    ids = AutoTokenizer.from_pretrained(model)("§§§§", add_special_tokens=False)["input_ids"]
+    weights["model.embed_tokens.weight"][ids] = math.nan
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    config = {"method": "full", "optim": "adamw_torch", "batch_size": 2, "epochs": 1, "on_non_finite": "rewind"}
+    job = make_job(tmp_path / "run", model, data, data_format="text", **config) | {"sharded": True}
+    done = two_ranks.run_to_end_of_first(job)
+    assert done.result["error"]["code"] == "non_finite_loss", done.result
+    assert done.result["repair"]["singled_out"] == [21]

@@ -1,0 +1,168 @@
+"""Sharding: weights, gradients and optimizer state of a run divided among its devices.
+
+The only module that uses torch's interfaces for it: `fully_shard`, `DTensor` and `torch.distributed.checkpoint`.
+"""
+
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from peft import PeftModel
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+from transformers.trainer import OPTIMIZER_NAME
+
+from worker.wire.heartbeat import HeartbeatCallback
+
+OPTIMIZER_FOLDER = "optimizer"
+"""Folder of torch.distributed.checkpoint in a checkpoint of a sharded run: optimizer state by parameter name."""
+_NEVER = timedelta(days=7)
+"""Time-out of collective operations: the supervisor ends a run whose ranks are all silent."""
+
+
+class Sharding:
+    """Division of one model among the ranks of its run; every rank makes the same calls in the same order."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device, alive: HeartbeatCallback) -> None:
+        """Move the model to the device layer by layer, and keep only this rank's part of each.
+
+        A layer is whole on the device while it computes; embeddings and head are from a forward pass to the end of
+        its backward pass.
+        """
+        self._model = model
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        whole = model.get_base_model() if isinstance(model, PeftModel) else model
+        layers = set(getattr(whole, "_no_split_modules", None) or ())
+        for module in list(model.modules()):
+            if type(module).__name__ in layers:
+                fully_shard(module, mesh=mesh)
+                alive()
+        fully_shard(model, mesh=mesh)
+        if isinstance(model, PeftModel) and hasattr(model, "generate"):
+            register_fsdp_forward_method(model, "generate")  # it calls the model inside, and not this one
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        # For threads that write checkpoints: the loop uses the other groups meanwhile.
+        self._writers = dist.new_group(backend="gloo", timeout=_NEVER)
+        self._writers_mesh = DeviceMesh.from_group(self._writers, "cpu")
+
+    def full_weights(self, keep: bool, alive: HeartbeatCallback) -> dict[str, torch.Tensor]:
+        """Gather the weights by name, or those of the adapter alone, in host memory; without `keep` return none.
+
+        Every rank takes part. One tensor at a time is whole on the devices.
+        """
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        found: dict[int, torch.Tensor] = {}
+        names: dict[str, int] = {}
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, torch.Tensor) or (
+                isinstance(self._model, PeftModel) and not tensor.requires_grad
+            ):
+                continue
+            names[name] = id(tensor)  # tied weights have several names
+            if id(tensor) not in found:
+                whole = full(tensor.detach())
+                alive()
+                found[id(tensor)] = whole.to("cpu", copy=True) if keep else torch.empty(0)
+        return {name: found[one] for name, one in names.items()} if keep else {}
+
+    def optimizer_parts(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], "Layouts"]:
+        """Return this rank's part of the optimizer state by parameter name, and the layout of the whole."""
+        state = {
+            f"{self._names[parameter]}.{part}": value
+            for parameter, parts in optimizer.state.items()
+            for part, value in parts.items()
+        }
+        layouts = {
+            name: (value.placements, value.shape, value.stride())
+            for name, value in state.items()
+            if isinstance(value, DTensor)
+        }
+        return {name: local(value) for name, value in state.items()}, layouts
+
+    def save_optimizer(self, parts: Mapping[str, torch.Tensor], layouts: "Layouts", folder: Path) -> None:
+        """Write the parts of all ranks, in host memory, to a checkpoint; any thread may, with its peers on all ranks.
+
+        Raises:
+            OSError, RuntimeError: a rank could not write its part; raised on every rank.
+        """
+        state: dict[str, Any] = {}
+        for name, part in parts.items():
+            state[name] = part = part.cpu()
+            if name in layouts:
+                placements, shape, stride = layouts[name]
+                state[name] = DTensor.from_local(
+                    part, self._writers_mesh, placements, run_check=False, shape=shape, stride=stride
+                )
+        try:
+            dcp.save(state, checkpoint_id=str(folder / OPTIMIZER_FOLDER), process_group=self._writers)
+        except CheckpointException as error:
+            rank, (cause, _) = min(error.failures.items())
+            raise RuntimeError(f"Rank {rank} could not write its part of the checkpoint: {cause}") from cause
+
+
+Layouts = Mapping[str, tuple[Any, torch.Size, tuple[int, ...]]]
+"""Placements, shape and stride of the whole of each divided tensor."""
+
+
+def has_parts(checkpoint: Path) -> bool:
+    """Return True if a sharded run has made the checkpoint."""
+    return (checkpoint / OPTIMIZER_FOLDER).is_dir()
+
+
+def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
+    """Load the optimizer state of a checkpoint for parameters that are sharded, or were when it was made.
+
+    The contents of a checkpoint must have been verified: its metadata is a pickle.
+    """
+    if not has_parts(checkpoint):
+        _distribute(optimizer, torch.load(checkpoint / OPTIMIZER_NAME, map_location="cpu", weights_only=True))
+        return
+    reader = dcp.FileSystemReader(str(checkpoint / OPTIMIZER_FOLDER))
+    saved = reader.read_metadata().state_dict_metadata
+    parameters = dict(model.named_parameters())
+    state: dict[str, Any] = {}
+    for key, about in saved.items():
+        like = parameters[key.rpartition(".")[0]]
+        dtype = about.properties.dtype
+        is_like = about.size == like.shape
+        state[key] = torch.empty_like(like, dtype=dtype) if is_like else torch.empty(about.size, dtype=dtype)
+    is_sharded = any(isinstance(one, DTensor) for one in parameters.values())
+    dcp.load(state, storage_reader=reader, no_dist=not is_sharded)
+    for key, value in state.items():
+        name, _, part = key.rpartition(".")
+        optimizer.state[parameters[name]][part] = value
+
+
+def _distribute(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Give each rank its part of the whole optimizer state that a run on one device, or on replicas, has saved."""
+    for group, numbers in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        for parameter, number in zip(group["params"], numbers["params"], strict=True):
+            for part, value in saved["state"].get(number, {}).items():
+                if value.shape == parameter.shape:
+                    whole = value.to(parameter.device)
+                    value = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                optimizer.state[parameter][part] = value
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor, or all of one that is not divided."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full(tensor: Any) -> Any:
+    """Gather a divided tensor on every rank; return anything else as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def mark_for_sharding(network: PreTrainedModel) -> None:
+    """Make the trainer of transformers leave a model where it is, and not wrap it for replicas."""
+    network._is_distributed_loading_by_transformers = True
