@@ -76,7 +76,7 @@ class Watched:
 
         class Lease:
             fenced, stop, silent_seconds, run_id = False, None, 0.0, "run_test"
-            requested_stop, actions = None, ()
+            requested_stop, preempted_for, actions = None, None, ()
 
             @property
             def expired(self) -> bool:  # ends a test that would wait for ever

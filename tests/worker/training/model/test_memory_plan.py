@@ -62,6 +62,7 @@ def decided(monkeypatch: pytest.MonkeyPatch, free: int, repairs: Any = (), **con
         machine=DeviceCapabilities(kind="cuda", bf16=True),
         given=set(config),
         only_evaluates=False,
+        is_sharded=False,
         job=SimpleNamespace(auto_repairs=[Repair(reason="out of memory", **one) for one in repairs]),
     )
     found: Any = SimpleNamespace(architecture=_LLAMA)
