@@ -42,12 +42,12 @@ def _download_slowly(pieces: int, to: Path | None) -> None:
     """Let the weights come over a thin line, in pieces of half a second; without a place to go to, none arrives."""
     load = loader.load_model
 
-    def slowly(*arguments: Any) -> Any:
+    def slowly(*arguments: Any, **options: Any) -> Any:
         for _ in range(pieces):
             _NEVER.wait(0.5)
             if to is not None:
                 with to.open("ab") as file:
                     file.write(b"x" * 5000)
-        return load(*arguments)
+        return load(*arguments, **options)
 
     loader.load_model = slowly

@@ -96,6 +96,7 @@ class Watched:
             dataset_id="ds",
             eval_dataset_id=None,
             extra_eval_datasets={},
+            device_indexes=[0],
         )
         self.record_handler = RecordHandler(context, run, writer)
         slow = job.pop("slow")
