@@ -32,7 +32,10 @@ def options(method: str) -> dict[str, Any]:
     return {"optim": "adamw_torch"} | ({"lora_r": None} if method == "reward" else {})
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "qlora", "reward", "dpo", "kto"])
+@pytest.mark.parametrize(
+    "method",
+    ["full", "lora", "qlora", "dpo", *(pytest.param(one, marks=pytest.mark.full) for one in ("reward", "kto"))],
+)
 def test_a_divided_model_trains_as_replicas_do(train: Train, method: str) -> None:  # noqa: F811
     """Also in the last step of an epoch, which has fewer rows, and with fewer batches to evaluate on one device."""
     count = 44 if method in ("full", "lora", "qlora") else 41
