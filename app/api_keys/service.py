@@ -14,8 +14,8 @@ from app.api.pagination import Paging, fetch
 from app.api_keys.verifier import digest_of, is_valid
 from app.audit.log import command_entry
 from app.config import Settings
+from app.contracts.field_types import changes
 from app.contracts.schemas.api_keys import KeyCreate, KeyEdit, KeyView
-from app.contracts.schemas.quotas import changes
 from app.infra.db import sync_engine
 from app.infra.ids import new_id
 from app.tables.api_keys import ApiKey

@@ -1,10 +1,10 @@
-"""Field types shared by wire models."""
+"""Field types shared by wire models, and the changes that a request makes."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, JsonValue, PlainSerializer, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, PlainSerializer, StringConstraints
 
 JsonObject = dict[str, JsonValue]
 """JSON object with names that its sender chooses."""
@@ -76,3 +76,12 @@ class Traits:
 
 Timestamp = Annotated[datetime, PlainSerializer(timestamp, return_type=str, when_used="json")]
 """Timestamp that serializes as RFC 3339 in UTC with milliseconds."""
+
+DeviceQuota = Annotated[int, Field(strict=True, ge=0, le=1_000_000)]
+"""Number of devices that the runs of a key or an experiment may use at a time."""
+
+
+def changes(edit: BaseModel) -> dict[str, Any]:
+    """Return the fields that a request changes: those it contains; null removes a quota and keeps everything else."""
+    given = edit.model_dump(exclude_unset=True)
+    return {name: value for name, value in given.items() if value is not None or name == "max_devices"}

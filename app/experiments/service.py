@@ -7,10 +7,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.errors import conflict, not_found
 from app.api.pagination import Paging, fetch, found_by, matching
+from app.contracts.field_types import changes
 from app.contracts.methods import METHODS, TrainingMethod
 from app.contracts.run_status import TERMINAL, TrainingStatus
 from app.contracts.schemas.experiments import BestRun, ExperimentContents, ExperimentCreate, ExperimentEdit
-from app.contracts.schemas.quotas import changes
 from app.infra.ids import new_id
 from app.runs import deletion
 from app.runs.queries import best_of

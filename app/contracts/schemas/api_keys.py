@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from app.contracts.field_types import Timestamp
-from app.contracts.schemas.quotas import DeviceQuota
+from app.contracts.field_types import DeviceQuota, Timestamp
 from app.contracts.schemas.runs.common import Label
 
 KeyScope = Literal["read", "write", "admin"]

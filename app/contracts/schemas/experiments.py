@@ -4,10 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from app.contracts.field_types import Timestamp
+from app.contracts.field_types import DeviceQuota, Timestamp
 from app.contracts.methods import TrainingMethod
 from app.contracts.run_status import TrainingStatus
-from app.contracts.schemas.quotas import DeviceQuota
 from app.contracts.schemas.runs.common import Label
 
 

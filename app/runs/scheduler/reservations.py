@@ -27,7 +27,7 @@ class PendingRun:
     """Seconds from now."""
     priority: int = 0
     owner: str = ""
-    """Who shares the devices with the owners of other runs."""
+    """Owner of the run (see `queue_order.OWNERS`)."""
 
 
 @dataclass(frozen=True)

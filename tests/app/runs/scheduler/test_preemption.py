@@ -1,4 +1,4 @@
-"""Which runs make room for one that has waited too long: of made-up workers, and in the tables of real ones."""
+"""Choice of the runs that are preempted, for constructed workers and in the database."""
 
 from typing import Any
 

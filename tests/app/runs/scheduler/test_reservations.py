@@ -1,4 +1,4 @@
-"""Which worker is kept for a run that needs several devices: of made-up queues, and in the tables of real ones."""
+"""Reservations of workers for runs on several devices, for constructed queues and in the database."""
 
 import math
 from typing import Any
@@ -92,7 +92,9 @@ class TestOfTheQueue:
         await renew(settings)
         ((run_id, on, devices, is_later, spare, _),) = stored(engine)
         assert (run_id, on, devices, is_later, spare) == (big.id, worker, 2, None, 0)
-        assert claim(engine, worker) is None, "the free device is kept, since nobody knows when the other one ends"
+        assert claim(engine, worker) is None, (
+            "the free device stays reserved, since the end of the other run is unknown"
+        )
         urgent = add_run(engine, priority=1)
         assert claim(engine, worker).id == urgent.id, "it precedes the wide run"
         for run in (first, urgent):

@@ -1,4 +1,4 @@
-"""Who comes first among runs of equal priority, and how many devices a key or an experiment may use."""
+"""Order of claims among runs of equal priority, and quotas of devices of keys and experiments."""
 
 import threading
 from typing import Any
@@ -78,7 +78,9 @@ class TestShares:
         assert second["wide"] == pytest.approx(2 * second["small"])
         assert second["small"] - first["small"] == pytest.approx(10, abs=1)
         third = await account("2 hours")
-        assert third["small"] - second["small"] == pytest.approx(20, abs=1), "no one knows who used them meanwhile"
+        assert third["small"] - second["small"] == pytest.approx(20, abs=1), (
+            "the use of the devices meanwhile is unknown"
+        )
 
 
 def add_key(engine: Engine, max_devices: int) -> str:

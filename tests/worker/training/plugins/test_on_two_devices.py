@@ -145,7 +145,7 @@ def train(forks: Forks, two_ranks: TwoRanks, site: Path, make: Callable[..., dic
 
 
 def evaluations(outcome: Outcome) -> list[dict[str, float]]:
-    """What the metric functions have found, and the loss."""
+    """Results of the metric functions, and the loss."""
     return [
         {name: value for name, value in record["metrics"].items() if "_own_" in name or name == "eval_loss"}
         for record in outcome.of("eval")
