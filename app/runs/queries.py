@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from sqlalchemy import (
     ColumnElement,
+    Double,
     Integer,
     Select,
     Text,
@@ -179,6 +180,12 @@ class Filters:
             found["tag"] = json.dumps([self.tag])
         return found
 
+    def parameters(self) -> dict[str, str] | None:
+        """Return the values of all filters by name if each is compared with one value, or None."""
+        if self.find is not None or self.search is not None or len(self.status) > 1:
+            return None
+        return self.values() | ({"status": self.status[0].value} if self.status else {})
+
     def conditions(self) -> list[ColumnElement[bool]]:
         """Return all conditions except the one on the status."""
         found = [_condition(name, literal(value, Text)) for name, value in self.values().items()]
@@ -203,40 +210,57 @@ async def page(
     either come last. Probes, which measure two steps on the longest rows, and runs that do not train are excluded.
     """
     if sort == "best":
-        return await _best_first(connection, _VIEWS[view], filters, paging)
-    if filters.find is None and filters.search is None and len(filters.status) < 2:
-        runs = await _newest(connection, filters, paging, view)
-    else:
+        return await _best_first(connection, view, filters, paging)
+    values = filters.parameters()
+    if values is None:
         runs = await _fetch(connection, newest_first(_chosen(_VIEWS[view], filters, paging), Run.id, paging))
+    else:
+        statement = _newest(view, tuple(values), continues=paging.after is not None)
+        runs = await _execute(connection, statement, values | {"after": paging.after, "most": paging.limit + 1})
     return runs[: paging.limit], len(runs) > paging.limit
 
 
-async def _newest(connection: AsyncConnection, filters: Filters, paging: Paging, view: View) -> list[Listed]:
-    values: dict[str, Any] = filters.values()
-    if filters.status:
-        values["status"] = filters.status[0].value
-    if paging.after is not None:
-        values["after"] = paging.after
-    statement, constants = _compiled(view, tuple(values))
-    found = await connection.exec_driver_sql(statement, constants | values | {"limit": paging.limit + 1})
-    return _listed(found.one())
+class _Statement(NamedTuple):
+    """A list of runs as a text, which is compiled once: to do so for each request takes as long as its execution."""
+
+    text: str
+    constants: dict[str, Any]
+    """Parameters that always have the same value."""
 
 
-@lru_cache(maxsize=256)
-def _compiled(view: View, names: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
-    """Compile the list of the newest runs with these parameters, and return it with those that are always the same.
+_COMPILED = 256
+"""Number of statements that are kept; each combination of filters is one."""
+_MOST = bindparam("most", None, Integer)
+_AFTER = bindparam("after", None, Text)
+_AFTER_VALUE = bindparam("after_value", None, Double)
 
-    To do this for each request would take as long as the statement.
-    """
-    given: dict[str, ColumnElement[str]] = {name: bindparam(name, None, Text) for name in names}
-    query = _VIEWS[view].order_by(Run.id.desc()).limit(bindparam("limit", None, Integer))
-    if (after := given.pop("after", None)) is not None:
-        query = query.where(Run.id < after)
-    query = query.where(*(_condition(name, value) for name, value in given.items()))
-    compiled = _WHOLE.select_from(query.subquery()).compile(
-        dialect=_DIALECT, compile_kwargs={"render_postcompile": True}
-    )
-    return str(compiled), {name: value for name, value in compiled.params.items() if value is not None}
+
+def _compile(query: Select[*tuple[Any, ...]]) -> _Statement:
+    whole = _WHOLE.select_from(query.subquery())
+    compiled = whole.compile(dialect=_DIALECT, compile_kwargs={"render_postcompile": True})
+    constants = {name: value for name, value in compiled.params.items() if value is not None}
+    for name, bound in compiled.binds.items():
+        process = bound.type.dialect_impl(_DIALECT).bind_processor(_DIALECT)
+        if name in constants and process is not None:
+            constants[name] = process(constants[name])
+    return _Statement(str(compiled), constants)
+
+
+def _conditions(names: tuple[str, ...]) -> list[ColumnElement[bool]]:
+    """Return the conditions of filters whose values are parameters of these names."""
+    return [_condition(name, bindparam(name, None, Text)) for name in names]
+
+
+@lru_cache(maxsize=_COMPILED)
+def _newest(view: View, names: tuple[str, ...], *, continues: bool) -> _Statement:
+    query = _VIEWS[view].where(*_conditions(names))
+    if continues:
+        query = query.where(Run.id < _AFTER)
+    return _compile(query.order_by(Run.id.desc()).limit(_MOST))
+
+
+async def _execute(connection: AsyncConnection, statement: _Statement, values: dict[str, Any]) -> list[Listed]:
+    return _listed((await connection.exec_driver_sql(statement.text, statement.constants | values)).one())
 
 
 async def _fetch(connection: AsyncConnection, query: Select[*tuple[Any, ...]]) -> list[Listed]:
@@ -290,9 +314,8 @@ class _Place(NamedTuple):
 
 
 async def _best_first(
-    connection: AsyncConnection, shown: Select[*tuple[Any, ...]], filters: Filters, paging: Paging
+    connection: AsyncConnection, view: View, filters: Filters, paging: Paging
 ) -> tuple[list[Listed], bool]:
-    conditions = [*filters.conditions(), *filters.on_status(), IS_COMPARABLE]
     after = None if paging.after is None else await _place(connection, paging.after)
     first = 0
     if after is not None:
@@ -303,13 +326,35 @@ async def _best_first(
             break
         if filters.method in (None, tier.method):
             start = after if after is not None and after.tier == tier else None
-            runs += await _fetch(connection, _ranked(shown, tier, conditions, start, paging.limit + 1 - len(runs)))
+            runs += await _of_tier(connection, view, filters, tier, start, paging.limit + 1 - len(runs))
     if len(runs) <= paging.limit:
         last = after.id if after is not None and after.tier is None else None
         measures = (Run.final_score, Run.final_loss, Run.best_score, Run.best_loss)
-        without = shown.where(*conditions, *(one.is_(None) for one in measures))
+        conditions = [*filters.conditions(), *filters.on_status(), IS_COMPARABLE, *(one.is_(None) for one in measures)]
+        without = _VIEWS[view].where(*conditions)
         runs += await _fetch(connection, newest_first(without, Run.id, Paging(paging.limit - len(runs), last)))
     return runs[: paging.limit], len(runs) > paging.limit
+
+
+async def _of_tier(
+    connection: AsyncConnection, view: View, filters: Filters, tier: _Tier, start: _Place | None, most: int
+) -> list[Listed]:
+    """Return the best runs of a tier, from the one after `start`."""
+    given = filters.parameters()
+    if given is None:
+        conditions = [*filters.conditions(), *filters.on_status(), IS_COMPARABLE]
+        after = None if start is None else tuple_(literal(start.value, Double), literal(start.id, Text))
+        return await _fetch(connection, _ranked(_VIEWS[view], tier, conditions, after, literal(most, Integer)))
+    values: dict[str, Any] = given | {"most": most}
+    if start is not None:
+        values |= {"after": start.id, "after_value": start.value}
+    return await _execute(connection, _best(view, tier, tuple(given), continues=start is not None), values)
+
+
+@lru_cache(maxsize=_COMPILED)
+def _best(view: View, tier: _Tier, names: tuple[str, ...], *, continues: bool) -> _Statement:
+    after = tuple_(_AFTER_VALUE, _AFTER) if continues else None
+    return _compile(_ranked(_VIEWS[view], tier, [*_conditions(names), IS_COMPARABLE], after, _MOST))
 
 
 async def _place(connection: AsyncConnection, run_id: str) -> _Place:
@@ -332,8 +377,8 @@ def _ranked(
     chosen: Select[*tuple[Any, ...]],
     tier: _Tier,
     conditions: list[ColumnElement[bool]],
-    after: _Place | None,
-    most: int,
+    after: ColumnElement[Any] | None,
+    most: ColumnElement[int],
 ) -> Select[*tuple[Any, ...]]:
     """Order the runs of a tier: ended ones by an index; the others are sorted, since they are few and still change."""
     if tier.is_evaluated:
@@ -347,7 +392,7 @@ def _ranked(
     for value, where in ((ended, not_evaluated[0]), (unfinished, [*not_evaluated[1], *live])):
         part = select(Run.id, value.label("value")).where(*conditions, _is_of(tier.method), value.is_not(None), *where)
         if after is not None:
-            part = part.where(tuple_(value, Run.id) > tuple_(after.value, after.id))
+            part = part.where(tuple_(value, Run.id) > after)
         parts.append(part.order_by(value, Run.id).limit(most).subquery().select())
     both = union_all(*parts).subquery()
     return chosen.join(both, Run.id == both.c.id).order_by(both.c.value, both.c.id).limit(most)
@@ -360,7 +405,7 @@ async def best_of(session: AsyncSession, experiment_id: str) -> list[Any]:
     found: dict[TrainingMethod, Any] = {}
     for tier in _TIERS:
         if tier.method not in found:
-            best = (await session.execute(_ranked(named, tier, conditions, None, 1))).one_or_none()
+            best = (await session.execute(_ranked(named, tier, conditions, None, literal(1, Integer)))).one_or_none()
             if best is not None:
                 found[tier.method] = best
     return list(found.values())
