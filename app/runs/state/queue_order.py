@@ -28,9 +28,10 @@ PENDING = literal_column("'pending'", Text)
 """The status, in the statement itself: with a parameter, a plan for every value would not use the partial indexes."""
 OWNER = "coalesce(runs.created_by, '')"
 """SQL expression: the owner of a run, as in the index of pending runs."""
+# As of the start of the transaction: two runs of an owner have the same value, and so the order of their ids.
 _DECAYED = (
     "coalesce(device_seconds * "
-    f"power(0.5, cast(extract(epoch FROM clock_timestamp() - updated_at) AS float) / {HALF_LIFE_SECONDS}), 0)"
+    f"power(0.5, cast(extract(epoch FROM now() - updated_at) AS float) / {HALF_LIFE_SECONDS}), 0)"
 )
 _HELD = "SELECT count(*) FROM devices JOIN runs AS holders ON holders.id = devices.run_id WHERE"
 OWNERS = f"""

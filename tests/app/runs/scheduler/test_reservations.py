@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, insert, text
 
 from app.config import Settings
 from app.infra.db import async_engine
@@ -14,6 +14,7 @@ from app.runs.scheduler.placement import Needs
 from app.runs.scheduler.reservations import PendingRun, Reservation, choose_reservations
 from app.runs.scheduler.reserving import reserve
 from app.runs.state import machine
+from app.tables.scheduling import DeviceUsage
 from tests.rows import add_run, add_worker, claim, run_row
 
 
@@ -104,6 +105,29 @@ class TestOfTheQueue:
         await renew(settings)
         assert stored(engine) == []
         assert claim(engine, worker) is None and run_row(engine, small.id).status == "pending"
+
+    async def test_an_older_run_of_the_same_owner_precedes_the_wide_one(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        worker = add_worker(engine, devices=2)
+        add_run(engine, created_by="key")
+        claim(engine, worker)
+        older = add_run(engine, created_by="key")
+        wide, later = add_run(engine, created_by="key", devices_needed=2), add_run(engine, created_by="key")
+        with engine.begin() as connection:
+            connection.execute(
+                insert(DeviceUsage).values(
+                    owner="key", device_seconds=3600.0, updated_at=text("now() - interval '1 h'")
+                )
+            )
+            delay = text("UPDATE runs SET not_before = now() + interval '1 h' WHERE id = :id")
+            connection.execute(delay, {"id": older.id})
+        await renew(settings)
+        assert claim(engine, worker) is None, "the device is kept for the wide one"
+        with engine.begin() as connection:
+            connection.execute(text("UPDATE runs SET not_before = now()"))
+        assert claim(engine, worker).id == older.id
+        assert {run_row(engine, run.id).status for run in (wide, later)} == {"pending"}
 
     async def test_one_that_ends_in_time_or_leaves_enough_devices_starts_before_it(
         self, settings: Settings, engine: Engine, lengths: dict[str, float]
