@@ -11,27 +11,30 @@ from app.config import Settings
 from app.contracts.run_status import LIVE
 from app.runs.scheduler.fleet import read_fleet
 from app.runs.scheduler.placement import Fleet, Needs, WorkerOffer
+from app.runs.scheduler.reservations import MOST_RESERVATIONS
 from app.runs.state import machine
 from app.runs.state.queue_order import HAS_ROOM, JOIN_ROOM, OWNER, OWNERS, WITH_ROOM
 from app.tables.base import sql_list
 
 _MOST_HEADS = 20
-# A run that waits for devices which others are giving up already is not looked at.
+# Neither a run that waits for devices which others are giving up already, nor one that no worker could train.
 _HEADS = text(f"""
     {WITH_ROOM}
     SELECT runs.id, runs.priority, runs.backend, runs.devices_needed, runs.requirements, owners.used
     FROM runs {JOIN_ROOM}
-    WHERE runs.status = 'pending' AND {HAS_ROOM}
+    WHERE runs.status = 'pending' AND {HAS_ROOM} AND coalesce(runs.pending_reason ->> 'code', 'reserved') = 'reserved'
         AND greatest(runs.created_at, runs.not_before) < clock_timestamp() - make_interval(secs => :after)
         AND NOT EXISTS (
             SELECT 1 FROM runs AS others WHERE others.status IN {sql_list(LIVE)} AND others.preempted_for = runs.id)
     ORDER BY runs.priority DESC, owners.used, runs.id LIMIT {_MOST_HEADS}
 """)
+# Other tasks have no checkpoints, and a run that has made no step yet would only lose the time for loading its model.
 _TRAINING = text(f"""
     SELECT runs.id, runs.priority,
         cast(extract(epoch FROM clock_timestamp() - attempts.started_at) AS float) AS seconds
     FROM runs JOIN run_attempts AS attempts ON attempts.run_id = runs.id AND attempts.attempt = runs.attempt
     WHERE runs.status IN {sql_list(LIVE)} AND runs.stop_requested_at IS NULL AND runs.preempted_for IS NULL
+        AND runs.task = 'train' AND runs.current_step > attempts.start_step
 """)
 _RESERVED = text(f"""
     WITH owners AS ({OWNERS})
@@ -133,6 +136,10 @@ async def preempt(connection: AsyncConnection, settings: Settings) -> list[str]:
     fleet = await read_fleet(connection, settings.lease_seconds)
     reserved = {row.worker_id: row for row in (await connection.execute(_RESERVED)).all()}
     for head in heads:
+        # The next round of reservations would drop that of a run beyond those that may have one, and its room be lost.
+        others = {kept.run_id for kept in reserved.values()} - {head.id}
+        if head.devices_needed > 1 and len(others) >= MOST_RESERVATIONS:
+            continue
         needs = Needs.of(head.backend, head.devices_needed, head.requirements)
         # On a worker that is kept for a run before it, it could not start.
         open_to_it = [

@@ -1,15 +1,18 @@
 """Choice of the runs that are preempted, for constructed workers and in the database."""
 
+import json
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, insert, text
 
 from app.config import Settings
 from app.infra.db import async_engine
 from app.runs.scheduler.placement import DeviceOffer, Fleet, Needs, WorkerOffer
 from app.runs.scheduler.preemption import Room, Training, choose_room, preempt
+from app.runs.scheduler.reserving import reserve
 from app.runs.state import machine
+from app.tables.scheduling import DeviceUsage
 from tests.rows import add_run, add_worker, claim, run_row
 
 
@@ -66,6 +69,13 @@ async def ask(settings: Settings, **values: Any) -> list[str]:
     return asked
 
 
+async def renew_reservations(settings: Settings) -> None:
+    engine = async_engine(settings.database_url or "")
+    async with engine.begin() as connection:
+        await reserve(connection, settings, ["fake"])
+    await engine.dispose()
+
+
 def wait_for(engine: Engine, run_id: str, seconds: float) -> None:
     """Make a run have waited for so long."""
     with engine.begin() as connection:
@@ -73,12 +83,21 @@ def wait_for(engine: Engine, run_id: str, seconds: float) -> None:
         connection.execute(text(f"UPDATE runs SET {passed} WHERE id = :id"), {"id": run_id, "passed": seconds})
 
 
+def train(engine: Engine, worker_id: str) -> Any:
+    """Claim a run and make its first step."""
+    row = claim(engine, worker_id)
+    with engine.begin() as connection:
+        connection.execute(machine.begin(row.id, row.lease_epoch, 0, 0.0, 100, None)).one()
+        connection.execute(text("UPDATE runs SET current_step = 1 WHERE id = :id"), {"id": row.id})
+    return row
+
+
 class TestOfTheQueue:
     async def test_a_run_that_waits_too_long_gets_the_device_of_one_below_it(
         self, settings: Settings, engine: Engine
     ) -> None:
         low, device = add_run(engine), add_worker(engine)
-        claim(engine, device)
+        train(engine, device)
         high = add_run(engine, priority=3)
         wait_for(engine, high.id, 5.0)
         assert await ask(settings) == [], "it waits for less than the limit"
@@ -99,7 +118,7 @@ class TestOfTheQueue:
     ) -> None:
         device = add_worker(engine, devices=2)
         low = [add_run(engine), add_run(engine)]
-        claim(engine, device), claim(engine, device)
+        train(engine, device), train(engine, device)
         wide, small = add_run(engine, priority=3, devices_needed=2), add_run(engine)
         wait_for(engine, wide.id, 11.0)
         assert sorted(await ask(settings)) == sorted(run.id for run in low)
@@ -115,7 +134,7 @@ class TestOfTheQueue:
         self, settings: Settings, engine: Engine
     ) -> None:
         low, device = add_run(engine), add_worker(engine)
-        claim(engine, device)
+        train(engine, device)
         high = add_run(engine, priority=3)
         wait_for(engine, high.id, 11.0)
         with engine.begin() as connection:
@@ -130,7 +149,7 @@ class TestOfTheQueue:
     ) -> None:
         device = add_worker(engine, devices=2)
         add_run(engine)
-        claim(engine, device)
+        train(engine, device)
         first = add_run(engine, priority=9, devices_needed=2)
         with engine.begin() as connection:
             values = {"worker": device, "run": first.id}
@@ -143,3 +162,69 @@ class TestOfTheQueue:
         with engine.begin() as connection:  # so that nothing is free
             connection.execute(text("UPDATE devices SET memory_mb = 10 WHERE run_id IS NULL"))
         assert await ask(settings) == []
+
+    async def test_a_wide_run_that_has_reserved_the_worker_gets_it_although_its_owner_has_used_devices(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        device = add_worker(engine, devices=2)
+        low = [add_run(engine, created_by="key"), add_run(engine, created_by="key")]
+        train(engine, device), train(engine, device)
+        wide = add_run(engine, priority=3, devices_needed=2, created_by="key")
+        with engine.begin() as connection:
+            connection.execute(
+                insert(DeviceUsage).values(
+                    owner="key", device_seconds=3600.0, updated_at=text("now() - interval '1 h'")
+                )
+            )
+        wait_for(engine, wide.id, 11.0)
+        await renew_reservations(settings)
+        assert sorted(await ask(settings)) == sorted(run.id for run in low)
+
+    async def test_no_one_is_asked_for_a_wide_run_that_could_not_keep_its_worker(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        devices = [add_worker(engine, devices=2) for _ in range(4)]
+        for device in devices:
+            add_run(engine), add_run(engine)
+            train(engine, device), train(engine, device)
+        first = [add_run(engine, priority=5, devices_needed=2) for _ in range(3)]
+        await renew_reservations(settings)
+        fourth = add_run(engine, priority=3, devices_needed=2)
+        wait_for(engine, fourth.id, 11.0)
+        assert await ask(settings) == []
+        for run in first:
+            with engine.begin() as connection:
+                connection.execute(machine.request_stop(run.id, "checkpoint"))
+        await renew_reservations(settings)
+        assert len(await ask(settings)) == 2
+
+    async def test_a_run_that_would_lose_all_its_work_is_not_asked(self, settings: Settings, engine: Engine) -> None:
+        evaluation, device = add_run(engine, task="evaluate"), add_worker(engine, devices=2)
+        assert train(engine, device).id == evaluation.id
+        loading = add_run(engine)
+        claim(engine, device)
+        high = add_run(engine, priority=3)
+        wait_for(engine, high.id, 11.0)
+        assert await ask(settings) == []
+        with engine.begin() as connection:
+            connection.execute(machine.begin(loading.id, 1, 0, 0.0, 100, None)).one()
+            connection.execute(text("UPDATE runs SET current_step = 1 WHERE id = :id"), {"id": loading.id})
+        assert await ask(settings) == [loading.id]
+
+    async def test_runs_that_no_worker_could_train_do_not_hide_those_behind_them(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        low, device = add_run(engine), add_worker(engine)
+        train(engine, device)
+        reason = {"code": "no_worker_with_labels", "message": "no worker has the label"}
+        for _ in range(25):
+            hopeless = add_run(engine, priority=9, requirements={"labels": ["elsewhere"]})
+            wait_for(engine, hopeless.id, 20.0)
+        with engine.begin() as connection:
+            connection.execute(
+                text("UPDATE runs SET pending_reason = cast(:reason AS jsonb) WHERE priority = 9"),
+                {"reason": json.dumps(reason)},
+            )
+        high = add_run(engine, priority=3)
+        wait_for(engine, high.id, 11.0)
+        assert await ask(settings) == [low.id]
