@@ -25,6 +25,7 @@ from app.runs.scheduler.preemption import preempt
 from app.runs.state import machine
 from app.runs.state.queue_order import HALF_LIFE_SECONDS, JOIN_ROOM, OWNER, WITH_ROOM
 from app.tables.events import ensure_partitions
+from app.tables.scheduling import RESERVATION_SECONDS
 from app.tables.workers import Worker
 from app.workers.queries import IS_FRESH, silence_seconds
 
@@ -48,11 +49,12 @@ _WAITING = text(f"""
     ORDER BY runs.priority DESC, runs.id LIMIT 1000
 """)
 _ACCOUNT_EVERY = 10.0
-# Time in which no API process ran is not accounted for: it is unknown who used the devices.
+# Time in which no API process ran is not accounted for: it is unknown who used the devices. Rows of the future, which
+# the server has after its clock was set back, say nothing about the last round.
 _ACCOUNT = text(f"""
     WITH round AS (
         SELECT least(coalesce(extract(epoch FROM clock_timestamp() - max(updated_at)), 0), {2 * _ACCOUNT_EVERY})
-            AS seconds FROM device_usage
+            AS seconds FROM device_usage WHERE updated_at <= clock_timestamp()
     )
     INSERT INTO device_usage (owner, device_seconds, updated_at)
     SELECT {OWNER} AS owner, count(*) * round.seconds, clock_timestamp()
@@ -63,6 +65,8 @@ _ACCOUNT = text(f"""
 """)
 _RESERVE_PAUSES = 5
 """Minimum time between two rounds of reservations, as a multiple of the duration of the last one."""
+_RESERVE_PAUSE_SECONDS = RESERVATION_SECONDS / 3
+"""Maximum time between two rounds: reservations that are not renewed in time no longer count."""
 _PARTITION_EVERY = 3600.0
 _PARTITION_AGAIN = 60.0
 
@@ -133,7 +137,7 @@ class Dispatcher:
         if now >= self._reserve_at:
             await self._job("reserving devices", self._reserve)
             took = time.monotonic() - now
-            self._reserve_at = now + took * _RESERVE_PAUSES
+            self._reserve_at = now + took + min(took * (_RESERVE_PAUSES - 1), _RESERVE_PAUSE_SECONDS)
         for run_id in await self._job("preempting runs", self._preempt) or ():
             log.info("run %s is preempted", run_id, extra={"run_id": run_id})
         explained = await self._job("explaining why runs are pending", self._explain)

@@ -77,6 +77,10 @@ class TestShares:
         second = await account("10 s")
         assert second["wide"] == pytest.approx(2 * second["small"])
         assert second["small"] - first["small"] == pytest.approx(10, abs=1)
+        for _ in range(2):  # the clock of the server was set back by an hour
+            early = await account("-1 hours")
+            assert early["small"] - second["small"] == pytest.approx(0, abs=1)
+        second = early
         third = await account("2 hours")
         assert third["small"] - second["small"] == pytest.approx(20, abs=1), (
             "the use of the devices meanwhile is unknown"
