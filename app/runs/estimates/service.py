@@ -179,7 +179,10 @@ def must_shard(settings: Settings, storage: Storage, subject: Subject, known: Es
 
     Call it in a thread, as `by_formula`.
     """
-    extra, devices = subject.config.trainer_options, [one for one in known.devices if kind in (None, one.kind)]
+    extra = subject.config.trainer_options
+    if kind is None and any(one.kind == "cuda" for one in known.devices):
+        kind = "cuda"  # as runs are placed
+    devices = [one for one in known.devices if kind in (None, one.kind)]
     if extra.recipe or extra.model_factory or sharding_obstacles(subject.config, set(subject.given)):
         return False
     try:

@@ -206,10 +206,11 @@ class TestResources:
     ) -> None:
         (make_model(api.settings, "qwen") / "config.json").write_text(json.dumps(QWEN3_8B))
         add_worker(engine, kind="cuda", backends=["celery"], memory_mb=[80_000] * 4)
+        add_worker(engine, backends=["celery"], memory_mb=[1_000_000])
 
         def made(method: str, **asked: Any) -> Any:
             config = {"base_model": "qwen", "method": method, "max_seq_length": 512}
-            resources = {"kind": "cuda", "devices": 4, **asked}
+            resources = {"devices": 4, **asked}
             return make_run(api.client, dataset, backend="celery", config=config, resources=resources)["requirements"]
 
         small, large, whole = made("qlora"), made("full"), made("full", sharding="none")
@@ -217,6 +218,7 @@ class TestResources:
         assert large["estimated_mb"]["cuda"] < 80_000 < whole["estimated_mb"]["cuda"]
         divided = made("qlora", sharding="full")
         assert divided["sharded"] and divided["estimated_mb"]["cuda"] < small["estimated_mb"]["cuda"]
+        assert not made("full", kind="cpu")["sharded"], "the memory of the CPU worker is enough"
 
     @pytest.mark.parametrize(
         ("config", "says"),
