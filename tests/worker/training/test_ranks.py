@@ -21,7 +21,7 @@ from worker.wire.rank_place import EXIT_PEER_LOST, RankPlace
 
 Train = Callable[..., Outcome]
 
-METHODS = ("full", "lora", "qlora", "dpo", "kto", "reward")
+METHODS = ("lora", "dpo", *(pytest.param(one, marks=pytest.mark.full) for one in ("full", "qlora", "kto", "reward")))
 _TOLERANCE = 1e-5
 _COMMON: dict[str, Any] = {
     "learning_rate": 1e-2, "max_seq_length": 64, "max_steps": 6, "gradient_accumulation_steps": 2, "logging_steps": 2,
@@ -93,8 +93,14 @@ def test_two_devices_train_as_one_with_twice_the_batch(train: Train, method: str
     assert sorted(path.name for path in two.output.iterdir()) == sorted(path.name for path in one.output.iterdir())
 
 
-@pytest.mark.parametrize("rest", [1, 3, 5])
-@pytest.mark.parametrize("method", ["qlora", "dpo", "kto", "reward"])
+@pytest.mark.parametrize(
+    ("method", "rest"),
+    [
+        pytest.param(method, rest, marks=() if (method, rest) in (("qlora", 1), ("dpo", 3)) else pytest.mark.full)
+        for method in ("qlora", "dpo", "kto", "reward")
+        for rest in (1, 3, 5)
+    ],
+)
 def test_the_last_rows_of_an_epoch_are_trained_once(train: Train, method: str, rest: int) -> None:
     """The last batch is small: with one row the first device has none, with three it has fewer than the second."""
     config = {"count": 16 + rest, "eval_split": 0, "eval_steps": None}
@@ -104,7 +110,9 @@ def test_the_last_rows_of_an_epoch_are_trained_once(train: Train, method: str, r
     assert losses(two) == pytest.approx(losses(one), abs=_TOLERANCE)
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "qlora", "dpo"])
+@pytest.mark.parametrize(
+    "method", ["lora", *(pytest.param(one, marks=pytest.mark.full) for one in ("full", "qlora", "dpo"))]
+)
 def test_two_devices_resume_exactly_with_dropout(train: Train, method: str) -> None:
     whole = train(method, 2, dropout=0.1)
     first = train(method, 2, dropout=0.1, stop_at_step=3)
@@ -113,7 +121,7 @@ def test_two_devices_resume_exactly_with_dropout(train: Train, method: str) -> N
     assert rest.of("config")[-1]["facts"]["fidelity"] == "exact"
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [pytest.param(2, 1, marks=pytest.mark.full), (1, 2)])
 def test_another_number_of_devices_resumes_with_the_same_rows(train: Train, before: int, after: int) -> None:
     whole = train("lora", before)
     first = train("lora", before, stop_at_step=3)

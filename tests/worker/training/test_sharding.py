@@ -34,7 +34,7 @@ def options(method: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "method",
-    ["full", "lora", "qlora", "dpo", *(pytest.param(one, marks=pytest.mark.full) for one in ("reward", "kto"))],
+    ["full", "qlora", *(pytest.param(one, marks=pytest.mark.full) for one in ("lora", "dpo", "reward", "kto"))],
 )
 def test_a_divided_model_trains_as_replicas_do(train: Train, method: str) -> None:  # noqa: F811
     """Also in the last step of an epoch, which has fewer rows, and with fewer batches to evaluate on one device."""
@@ -56,7 +56,7 @@ def test_a_divided_model_trains_as_replicas_do(train: Train, method: str) -> Non
     assert all(found[key].allclose(one, atol=1e-4) for key, one in expected.items())
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("method", ["lora", *(pytest.param(one, marks=pytest.mark.full) for one in ("full", "qlora"))])
 def test_resumes_exactly_with_dropout(train: Train, method: str) -> None:  # noqa: F811
     """From a checkpoint that was written while training went on."""
     more = {"dropout": 0.1, **_SHARDED, **options(method)}
@@ -68,7 +68,13 @@ def test_resumes_exactly_with_dropout(train: Train, method: str) -> None:  # noq
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(_SHARDED, _ONE), (_ONE, _SHARDED), (_REPLICAS, _SHARDED), (_SHARDED, _REPLICAS)]
+    ("before", "after"),
+    [
+        (_SHARDED, _ONE),
+        pytest.param(_ONE, _SHARDED, marks=pytest.mark.full),
+        (_REPLICAS, _SHARDED),
+        pytest.param(_SHARDED, _REPLICAS, marks=pytest.mark.full),
+    ],
 )
 def test_resumes_with_another_division_and_the_same_rows(
     train: Train,  # noqa: F811
@@ -85,15 +91,18 @@ def test_resumes_with_another_division_and_the_same_rows(
     assert reason in facts["fidelity_reasons"]
 
 
-def test_generates_the_samples_that_replicas_do(train: Train) -> None:  # noqa: F811
+@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.full)])
+def test_generates_the_samples_that_replicas_do(train: Train, method: str) -> None:  # noqa: F811
     asked = {"sample_prompts": ["what is row 3", "row"], "sample_steps": 2, "sample_max_new_tokens": 6}
-    for method in ("full", "lora"):
-        made = [train(method, **devices, **options(method), **asked) for devices in (_REPLICAS, _SHARDED)]
-        texts = [[(one["step"], one["completion"]) for one in run.of("sample")] for run in made]
-        assert texts[1] == texts[0] and len(texts[0]) == 6
+    made = [train(method, **devices, **options(method), **asked) for devices in (_REPLICAS, _SHARDED)]
+    texts = [[(one["step"], one["completion"]) for one in run.of("sample")] for run in made]
+    assert texts[1] == texts[0] and len(texts[0]) == 6
 
 
-@pytest.mark.parametrize("save_steps", [1, 100], ids=["in_the_background", "at_the_end"])
+@pytest.mark.parametrize(
+    "save_steps",
+    [pytest.param(1, id="in_the_background"), pytest.param(100, id="at_the_end", marks=pytest.mark.full)],
+)
 def test_a_part_that_a_device_cannot_write_fails_the_checkpoint(
     two_ranks: TwoRanks,
     models: Callable[[float], Path],  # noqa: F811
