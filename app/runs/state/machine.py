@@ -360,7 +360,10 @@ def request_stop_at_epoch_end(run_id: str) -> Executable:
 
 
 def renew(run_id: str, lease_epoch: int, lease_seconds: float) -> Executable:
-    """Renew the lease and return what is asked (a stop, room, actions); no row: another worker owns the run."""
+    """Renew the lease and return what is asked (a stop, room, actions); no row: another worker owns the run.
+
+    A request to make room for a run that waits no more, or that is no longer above this one, is withdrawn.
+    """
     asked = func.json_build_object(
         text("'id'"), actions.c.id, text("'action'"), actions.c.action, text("'parameters'"), actions.c.parameters
     )
@@ -370,10 +373,17 @@ def renew(run_id: str, lease_epoch: int, lease_seconds: float) -> Executable:
         .scalar_subquery()
         .label("actions")
     )
+    above = runs.alias("above")
+    still_waits = (
+        select(above.c.id)
+        .where(above.c.id == runs.c.preempted_for, above.c.status == "pending", above.c.priority > runs.c.priority)
+        .correlate(runs)
+        .scalar_subquery()
+    )
     return (
         update(runs)
         .where(runs.c.id == run_id, runs.c.lease_epoch == lease_epoch, runs.c.lease_owner.is_not(None))
-        .values(lease_expires_at=func.clock_timestamp() + seconds(lease_seconds))
+        .values(lease_expires_at=func.clock_timestamp() + seconds(lease_seconds), preempted_for=still_waits)
         .returning(runs.c.stop_mode, runs.c.stop_grace_seconds, runs.c.preempted_for, waiting)
     )
 

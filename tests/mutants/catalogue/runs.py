@@ -126,6 +126,20 @@ MUTANTS = (
         test="tests/e2e/test_preemption.py::test_a_preempted_run_continues_exactly_after_the_one_above_it",
     ),
     Mutant(
+        name="preempted-for-a-run-that-is-gone",
+        promises=(10,),
+        about="A run leaves its devices although the run that it was to make room for has been cancelled.",
+        changes=(
+            Change(
+                _LIFECYCLE,
+                "lease_expires_at=func.clock_timestamp() + seconds(lease_seconds), preempted_for=still_waits)",
+                "lease_expires_at=func.clock_timestamp() + seconds(lease_seconds))",
+            ),
+        ),
+        test="tests/app/runs/scheduler/test_preemption.py::TestOfTheQueue"
+        "::test_a_request_is_withdrawn_once_its_run_waits_no_more",
+    ),
+    Mutant(
         name="finish-without-epoch",
         promises=(4,),
         about="A worker that has lost its run can still end it.",

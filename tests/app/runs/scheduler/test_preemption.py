@@ -144,6 +144,29 @@ class TestOfTheQueue:
             connection.execute(machine.request_stop(high.id, "checkpoint"))
             assert connection.execute(machine.preempt([low.id], high.id)).all() == []
 
+    @pytest.mark.parametrize("change", ["cancelled", "started", "lowered"])
+    async def test_a_request_is_withdrawn_once_its_run_waits_no_more(
+        self, settings: Settings, engine: Engine, change: str
+    ) -> None:
+        """Before the worker has received it with a renewal."""
+        low, device = add_run(engine), add_worker(engine)
+        claim(engine, device)
+        high = add_run(engine, priority=3)
+        wait_for(engine, high.id, 11.0)
+        assert await ask(settings) == [low.id]
+        if change == "started":
+            assert claim(engine, add_worker(engine)).id == high.id
+        else:
+            with engine.begin() as connection:
+                if change == "cancelled":
+                    connection.execute(machine.request_stop(high.id, "checkpoint"))
+                else:
+                    connection.execute(text("UPDATE runs SET priority = 0 WHERE id = :id"), {"id": high.id})
+        with engine.begin() as connection:
+            assert connection.execute(machine.renew(low.id, 1, 60.0)).one().preempted_for is None
+        row = run_row(engine, low.id)
+        assert (row.status, row.preempted_for) == ("initializing", None), "it trains on, and may be asked again"
+
     async def test_no_one_is_asked_on_a_worker_that_is_kept_for_another(
         self, settings: Settings, engine: Engine
     ) -> None:
