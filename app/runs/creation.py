@@ -81,9 +81,9 @@ async def create(
         "config": found.config.model_dump(mode="json"),
         "user_set_fields": found.given,
         "base_run_id": found.base_run_id,
-        "devices_needed": request.resources.devices,
-        "resources": request.resources.model_dump(),
-        "requirements": await _requirements(session, settings, storage, request, found.config, found.given),
+        "devices_needed": found.resources.devices,
+        "resources": found.resources.model_dump(),
+        "requirements": await _requirements(session, settings, storage, request, found, found.config),
         "priority": request.priority,
         "max_restarts": request.max_restarts,
     }
@@ -96,8 +96,8 @@ async def check(session: AsyncSession, settings: Settings, storage: Storage, req
     wrong_rewards = await reward_problems(settings, request.config)
     found: ValidationResult = await validate_request(session, settings, storage, request, wrong_rewards)
     if not found.errors and found.config is not None:
-        needed = await _requirements(session, settings, storage, request, found.config, found.given)
-        needs = Needs.of(request.backend, request.resources.devices, needed)
+        needed = await _requirements(session, settings, storage, request, found, found.config)
+        needs = Needs.of(request.backend, found.resources.devices, needed)
         waits = pending_reason(needs, await read_fleet(session, settings.lease_seconds))
         if waits is not None and waits.code != "no_worker":  # a warning of the validation says that
             found.warnings.append(FieldError(field="resources", code=waits.code, message=waits.message))
@@ -114,8 +114,8 @@ async def _requirements(
     settings: Settings,
     storage: Storage,
     request: RunCreate,
+    found: ValidationResult,
     config: TrainingConfig,
-    given: list[str],
 ) -> dict[str, Any]:
     """Return what a device needs to train the run, from the request and the estimate."""
     rules = BACKEND_RULES[request.backend]
@@ -123,10 +123,10 @@ async def _requirements(
     sharded = False
     if rules.loads_model:
         data = await estimates.data_of(session, request.dataset_id)
-        subject = estimates.Subject(config, given, request.backend, data, devices=request.resources.devices)
-        subject = await estimates.with_sharding(session, settings, storage, subject, request.resources)
+        subject = estimates.Subject(config, found.given, request.backend, data, devices=found.resources.devices)
+        subject = await estimates.with_sharding(session, settings, storage, subject, found.resources)
         least, sharded = await estimates.least_memory_of(session, settings, storage, subject), subject.sharded
-    return requirements(rules, config, given, request.resources, least, sharded=sharded)
+    return requirements(rules, config, found.given, found.resources, least, sharded=sharded)
 
 
 async def find_by_idempotency_key(

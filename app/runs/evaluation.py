@@ -23,7 +23,7 @@ from app.infra.ids import is_id, new_id
 from app.infra.storage import Storage
 from app.runs.creation import RunTransaction, default_experiment, find_by_idempotency_key, insert
 from app.runs.resume import without_defaults
-from app.runs.validation.request import requirements, validate_request
+from app.runs.validation.request import is_divided, requirements, validate_request
 from app.runs.validation.result import validation_failed
 from app.runs.validation.rewards import reward_problems
 from app.tables.checkpoints import Checkpoint
@@ -32,7 +32,7 @@ from app.tables.runs import Run
 _BACKEND = "celery"
 _ASKED = frozenset({"max_eval_rows", "seed", "extra.eval_batch_size", "extra.metrics"})
 """Fields that the request may set for weights that a run has trained; the others are those of that run."""
-_UNUSED = NOT_IN_PROBE - _ASKED
+_UNUSED = (NOT_IN_PROBE - _ASKED) | {"optim"}
 """Fields about training and its records, which an evaluation does not read."""
 
 
@@ -84,10 +84,12 @@ async def evaluate(transaction: RunTransaction, settings: Settings, storage: Sto
         "dataset_id": request.dataset_id,
         "config": config.model_copy(update={"eval_steps": None}).model_dump(mode="json"),
         "user_set_fields": sorted(given),
-        "devices_needed": request.resources.devices,
-        "resources": request.resources.model_dump(),
+        "devices_needed": found.resources.devices,
+        "resources": found.resources.model_dump(),
         # The estimate is of a training, which takes more memory.
-        "requirements": requirements(BACKEND_RULES[_BACKEND], config, given, request.resources, least={}),
+        "requirements": requirements(
+            BACKEND_RULES[_BACKEND], config, given, found.resources, least={}, sharded=is_divided(found.resources)
+        ),
         "priority": request.priority,
         "base_run_id": found.base_run_id,
     }

@@ -30,7 +30,13 @@ from app.runs.creation import RunTransaction, find_by_idempotency_key, insert
 from app.runs.estimates import service as estimates
 from app.runs.validation.config import config_problems
 from app.runs.validation.destinations import destination_problems
-from app.runs.validation.request import device_problems, requirements, resource_problems, sharding_problems
+from app.runs.validation.request import (
+    device_problems,
+    fixed_resources,
+    requirements,
+    resource_problems,
+    sharding_problems,
+)
 from app.runs.validation.result import validation_failed
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
@@ -69,7 +75,9 @@ async def resume(
     least: dict[str, int] = {}
     was_sharded = sharded = bool(parent.requirements.get("sharded"))
     before = Resources.model_validate(parent.resources)
-    resources = request.resources or before
+    resources, wrong = before, list[FieldError]()
+    if request.resources is not None:
+        resources, wrong = await fixed_resources(session, settings, rules, config, given, request.resources)
     if checkpoint is not None and was_sharded:
         config, given = _with_the_same_optimizer(config, given)
     # A checkpoint has the state of its optimizer, which is then no default that could be replaced.
@@ -82,7 +90,7 @@ async def resume(
             sharded = (await estimates.with_sharding(session, settings, storage, decided, resources)).sharded
         subject = replace(subject, sharded=sharded)
         least = await estimates.least_memory_of(session, settings, storage, subject)
-    wrong = resource_problems(rules, config, given, resources)
+    wrong += resource_problems(rules, config, given, resources)
     wrong += sharding_problems(config, fixed, resources)
     wrong += await device_problems(session, settings, rules, config, resources)
     if wrong:

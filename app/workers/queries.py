@@ -1,5 +1,7 @@
 """Queries for the workers and devices that are online."""
 
+from collections.abc import Collection
+
 from sqlalchemy import ColumnExpressionArgument, TextClause, func, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -53,6 +55,28 @@ async def most_devices(session: AsyncSession, settings: Settings, backend: str) 
     of_each = of_each.where(*online(settings, backend))
     most: int | None = await session.scalar(select(func.max(of_each.group_by(Worker.id).subquery().c.count)))
     return most
+
+
+async def device_counts(
+    session: AsyncSession,
+    settings: Settings,
+    backend: str,
+    kind: str | None,
+    memory_mb: int | None,
+    labels: Collection[str],
+) -> dict[str, int]:
+    """Return, by kind, the largest number of devices of one online worker of a backend that meet these conditions."""
+    count = func.count().label("count")
+    of_each = select(Device.kind, count).join(Worker, Worker.id == Device.worker_id).where(*online(settings, backend))
+    if kind is not None:
+        of_each = of_each.where(Device.kind == kind)
+    if memory_mb is not None:
+        of_each = of_each.where(Device.memory_mb >= memory_mb)
+    if labels:
+        of_each = of_each.where(Worker.labels.contains(list(labels)))
+    each = of_each.group_by(Worker.id, Device.kind).subquery()
+    most = await session.execute(select(each.c.kind, func.max(each.c.count).label("most")).group_by(each.c.kind))
+    return {row.kind: row.most for row in most}
 
 
 async def is_any_online(session: AsyncSession, settings: Settings, backend: str) -> bool:

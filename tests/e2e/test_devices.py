@@ -59,7 +59,7 @@ def losses(stack: TrainingStack, run_id: str) -> dict[int, str]:
 
 
 def test_trains_evaluates_and_can_be_downloaded(stack: TrainingStack) -> None:
-    run_id = start(stack, max_steps=6, save_steps=3, eval_split=0.1, eval_steps=3)
+    run_id = start(stack, {"devices": "all"}, max_steps=6, save_steps=3, eval_split=0.1, eval_steps=3)
     shown = stack.until(run_id, "completed", "failed", timeout=120)
     assert shown["status"] == "completed", shown["error_message"]
     assert (shown["resources"]["devices"], shown["attempt"], shown["current_step"]) == (2, 1, 6)

@@ -12,7 +12,7 @@ from app.contracts.backends import BACKEND_RULES, BackendRules
 from app.contracts.errors import FieldError
 from app.contracts.methods import EVALUATION_METRICS
 from app.contracts.run_task import RunTask
-from app.contracts.schemas.runs.placement import Resources
+from app.contracts.schemas.runs.placement import MOST_DEVICES, ResourceRequest, Resources
 from app.contracts.schemas.runs.requests import RunCreate
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import given_fields, named_fields, normalize_numbers
@@ -27,7 +27,7 @@ from app.runs.validation.plugins import plugin_problems
 from app.runs.validation.result import ValidationResult
 from app.tables.datasets import Dataset
 from app.tables.experiments import Experiment
-from app.workers.queries import is_any_online, most_devices, online, online_machines
+from app.workers.queries import device_counts, is_any_online, most_devices, online, online_machines
 
 
 async def validate_request(
@@ -92,14 +92,15 @@ async def validate_request(
     if not found.errors and rules is not None:
         asked = TrainingConfig.model_validate(dict(request.config))
         given = given_fields(request.config)
-        found.errors += resource_problems(rules, asked, given, request.resources)
-        found.errors += sharding_problems(asked, given, request.resources)
-        found.errors += await device_problems(session, settings, rules, asked, request.resources)
+        resources, wrong = await fixed_resources(session, settings, rules, asked, given, request.resources)
+        found.resources = resources
+        found.errors += wrong + resource_problems(rules, asked, given, resources)
+        found.errors += sharding_problems(asked, given, resources)
+        found.errors += await device_problems(session, settings, rules, asked, resources)
     if not found.errors:
         ignored = await asyncio.to_thread(default_warnings, rules, request.config, has_eval_dataset, data_format)
         found.warnings += [_about_config(problem) for problem in ignored]
-        divided = request.resources.sharding == "full" and request.resources.devices > 1
-        await asyncio.to_thread(_resolve, request.config, machine, found, divided)
+        await asyncio.to_thread(_resolve, request.config, machine, found, is_divided(found.resources))
     return found
 
 
@@ -117,7 +118,7 @@ def requirements(
     `least` is the estimated memory by kind of device, in MiB; empty if it is not known. `sharded` is the decision
     whether the model is divided among the devices.
     """
-    kind = resources.kind or ("cuda" if _needs_gpu(rules, config, set(given)) else None)
+    kind = _kind(rules, config, given, resources)
     found: dict[str, Any] = {
         "kind": kind,
         "memory_mb": resources.memory_mb,
@@ -128,6 +129,37 @@ def requirements(
         "prefers_gpu": rules.machine_matters and kind is None,
     }
     return {name: value for name, value in found.items() if value not in (None, [], {}, False)}
+
+
+async def fixed_resources(
+    session: AsyncSession,
+    settings: Settings,
+    rules: BackendRules,
+    config: TrainingConfig,
+    given: Iterable[str],
+    asked: ResourceRequest,
+) -> tuple[Resources, list[FieldError]]:
+    """Return the resources with a number of devices, and the reason why there is none for `all`."""
+    if asked.devices != "all":
+        return asked.with_devices(asked.devices), []
+    kind = _kind(rules, config, given, asked)
+    counts = await device_counts(session, settings, rules.capabilities.name, kind, asked.memory_mb, asked.labels)
+    if counts:
+        # A CPU takes a run of no certain kind only where the backend has no GPU.
+        prefers_gpu = rules.machine_matters and "cuda" in counts
+        most = counts["cuda"] if prefers_gpu else max(counts.values())
+        return asked.with_devices(min(most, MOST_DEVICES)), []
+    message = (
+        f"cannot be `all`: no worker of backend `{rules.capabilities.name}` with such devices is online, so their "
+        "number is not known; start a worker, or give the number"
+    )
+    return asked.with_devices(1), [FieldError(field="resources.devices", code="no_worker_online", message=message)]
+
+
+def _kind(
+    rules: BackendRules, config: TrainingConfig, given: Iterable[str], resources: Resources | ResourceRequest
+) -> str | None:
+    return resources.kind or ("cuda" if _needs_gpu(rules, config, set(given)) else None)
 
 
 def _needs_gpu(rules: BackendRules, config: TrainingConfig, given: Set[str]) -> bool:
@@ -153,9 +185,14 @@ def resource_problems(
     return found
 
 
+def is_divided(resources: Resources) -> bool:
+    """Return True if a run with these resources is sharded whatever its estimate is."""
+    return resources.sharding == "full" and resources.devices > 1
+
+
 def sharding_problems(config: TrainingConfig, given: Iterable[str], resources: Resources) -> list[FieldError]:
     """Return the reasons why the model of a run cannot be divided among its devices, if the request asks for it."""
-    if resources.sharding != "full" or resources.devices == 1:
+    if not is_divided(resources):
         return []
     return [
         FieldError(

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from app.api.errors import ApiError, invalid
 from app.contracts.errors import FieldError
+from app.contracts.schemas.runs.placement import Resources
 from app.contracts.training_config.fields import TrainingConfig
 
 
@@ -15,6 +16,8 @@ class ValidationResult:
     warnings: list[FieldError] = field(default_factory=list)
     config: TrainingConfig | None = None
     given: list[str] = field(default_factory=list)
+    resources: Resources = field(default_factory=Resources)
+    """Requested resources with a number of devices; set if there are no errors."""
     effective: TrainingConfig | None = None
     longest_sequence: int | None = None
     """Maximum sequence length of the base model; None if its files are not here or do not say."""

@@ -182,6 +182,8 @@ class TestResources:
         [
             ({"devices": 2}, "resources.devices", "not_supported"),
             ({"devices": 0}, "resources.devices", None),
+            ({"devices": "some"}, "resources.devices", None),
+            ({"devices": "all"}, "resources.devices", "no_worker_online"),
             ({"sharding": "half"}, "resources.sharding", None),
             ({"kind": "tpu"}, "resources.kind", None),
             ({"memory_mb": "80GB"}, "resources.memory_mb", None),
@@ -200,6 +202,33 @@ class TestResources:
         assert answer.status_code == 422
         (error,) = answer.json()["errors"]
         assert error["field"] == field and code in (None, error["code"]), error
+
+    def test_all_is_as_many_as_the_largest_worker_has_when_the_run_is_created(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        add_worker(engine, 6, backends=["celery"])
+        add_worker(engine, 3, kind="cuda", backends=["celery"])
+        add_worker(engine, kind="cuda", backends=["celery"], memory_mb=[4000, 9000], labels=["site-b"])
+        body = {"backend": "celery", "dataset_id": dataset, "config": {"base_model": "org/model"}}
+        for asked, number in (
+            ({}, 3),  # a run of no certain kind is for a GPU
+            ({"kind": "cpu"}, 6),
+            ({"labels": ["site-b"]}, 2),
+            ({"memory_mb": 9000}, 1),
+        ):
+            resources = {**asked, "devices": "all"}
+            run = make_run(api.client, **body, resources=resources)
+            row = run_row(engine, run["id"])
+            assert (run["resources"]["devices"], row.devices_needed) == (number, number), asked
+            estimate = api.client.post("/v1/runs/estimate", json={**body, "resources": resources}).json()
+            assert (
+                estimate
+                == api.client.post("/v1/runs/estimate", json={**body, "resources": {**asked, "devices": number}}).json()
+            )
+        refused = {**body, "resources": {"devices": "all", "labels": ["site-c"]}}
+        assert not api.client.post("/v1/runs/validate", json=refused).json()["valid"]
+        add_worker(engine, 8, kind="cuda", backends=["celery"])
+        assert api.client.get(f"/v1/runs/{run['id']}").json()["resources"]["devices"] == 1, "it keeps its number"
 
     def test_a_model_that_no_device_holds_is_divided_among_several(
         self, api: ApiServer, engine: Engine, dataset: str

@@ -98,6 +98,21 @@ class TestRequest:
         given = row.user_set_fields
         assert {"lora_r", "max_eval_rows"} <= set(given) and not {"eval_steps", "report_to"} & set(given)
         assert events_of(engine, run["id"])[0].data["reason"] == f"evaluates {run_id}"
+        assert not run["requirements"]["sharded"]
+
+    def test_several_devices_divide_the_model_only_if_the_request_says_so(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        """Also of a run whose optimizer cannot be divided: an evaluation has none."""
+        run_id, _ = trained(api, engine, dataset, optim="adamw_8bit")
+        add_worker(engine, devices=2, backends=["celery"])
+        for sharding, sharded in (("auto", False), ("none", False), ("full", True)):
+            resources = {"devices": 2, "sharding": sharding}
+            assert evaluate(api, run_id, dataset, resources=resources).json()["requirements"]["sharded"] is sharded
+        own, _ = trained(api, engine, dataset, modules_to_save=["lm_head"])
+        answer = evaluate(api, own, dataset, resources={"devices": 2, "sharding": "full"})
+        (error,) = answer.json()["errors"]
+        assert (answer.status_code, error["field"], error["code"]) == (422, "resources.sharding", "not_supported")
 
     def test_a_checkpoint_also_of_a_run_that_trains_is_evaluated(
         self, api: ApiServer, engine: Engine, dataset: str

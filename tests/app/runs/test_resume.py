@@ -223,7 +223,7 @@ class TestRefusals:
         add_worker(engine, devices=4, backends=["celery"])
         child = child_of(api, parent, resources={"devices": 2})
         assert (child["config"]["gradient_accumulation_steps"], child["resources"]["devices"]) == (2, 2)
-        (error,) = resume(api, parent, resources={"devices": 4}).json()["errors"]
+        (error,) = resume(api, parent, resources={"devices": "all"}).json()["errors"]
         assert error["field"] == "resources.devices"
         assert "16 completions in groups of 8" in error["message"] and error["message"].endswith("on 1, 2 devices")
 

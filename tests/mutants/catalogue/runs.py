@@ -137,7 +137,7 @@ MUTANTS = (
             ),
         ),
         test="tests/app/runs/scheduler/test_preemption.py::TestOfTheQueue"
-        "::test_a_request_is_withdrawn_once_its_run_waits_no_more",
+        "::test_a_request_is_withdrawn_once_its_run_waits_no_more[cancelled]",
     ),
     Mutant(
         name="finish-without-epoch",

@@ -231,6 +231,8 @@ def evaluate(trainer: ServiceTrainerMixin) -> TrainingResult:
         history.begin(None)
     if weights is not None:
         trainer.load_weights(weights)
+    if run.is_sharded:
+        trainer.shard()
     found = trainer.evaluate()
     return {
         "outcome": "completed" if run.stop_requested is None else "stopped",

@@ -1,17 +1,36 @@
 """Wire models of the device that a run needs: what it asks for, what that requires, and why it waits."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, StringConstraints
+from pydantic import (
+    BaseModel,
+    Field,
+    StringConstraints,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 from app.contracts.schemas.runs.common import Body
+
+MOST_DEVICES = 1024
 
 WorkerLabel = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/=-]{0,62}$")]
 """Label of a worker, such as `site-b` or `gpu=h100`."""
 
 
-class Resources(Body):
-    """Resources that a run asks for; what it leaves out follows from its configuration and its estimate."""
+DeviceCount = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
+
+
+def _one_error(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return validate(value)
+    except ValidationError:  # it has an error for the number and one for the word
+        raise ValueError(f"must be a number from 1 to {MOST_DEVICES:,}, or `all`") from None
+
+
+class _Placement(Body):
+    """Where a run may train, apart from the number of devices."""
 
     kind: Literal["cpu", "cuda"] | None = Field(
         default=None,
@@ -24,24 +43,43 @@ class Resources(Body):
         le=2**24,
         description="Least memory of the device in MiB; null: the estimate, where there is one.",
     )
-    devices: int = Field(
-        default=1,
-        ge=1,
-        le=1024,
-        description="Number of devices of one worker. Each trains `batch_size` rows at a time, so that a step has this "
-        "many times as many rows.",
-    )
     sharding: Literal["auto", "none", "full"] = Field(
         default="auto",
         description="How several devices hold the model. `none`: each has a replica. `full`: weights, gradients and "
         "optimizer state are divided among them. `auto`: `full` if the estimate of a replica fits no online device and "
-        "the run can be divided, decided when the run is created. No effect with one device.",
+        "the run can be divided, decided when the run is created; an evaluation "
+        "is divided only by `full`. No effect with one device.",
     )
     labels: list[WorkerLabel] = Field(
         default_factory=list,
         max_length=20,
         description="Labels that the worker must have, all of them; an operator sets them in `ANNEAL_WORKER_LABELS`.",
     )
+
+
+class Resources(_Placement):
+    """Resources of a run; what it leaves out follows from its configuration and its estimate."""
+
+    devices: DeviceCount = Field(
+        default=1,
+        description="Number of devices of one worker. Each trains `batch_size` rows at a time, so that a step has this "
+        "many times as many rows.",
+    )
+
+
+class ResourceRequest(_Placement):
+    """Resources that a request asks for; what it leaves out follows from its configuration and its estimate."""
+
+    devices: Annotated[DeviceCount | Literal["all"], WrapValidator(_one_error)] = Field(
+        default=1,
+        description="Number of devices of one worker. Each trains `batch_size` rows at a time, so that a step has this "
+        "many times as many rows. `all`: as many as the online worker has that has the most of them, of this kind, "
+        "with this memory and these labels. The number is determined when the run is created, and is part of the run.",
+    )
+
+    def with_devices(self, devices: int) -> Resources:
+        """Return the resources with a number of devices."""
+        return Resources(**self.model_dump(exclude={"devices"}), devices=devices)
 
 
 class Requirements(BaseModel):

@@ -176,7 +176,9 @@ class RunFull(RunSummary, TrainingRun):
     max_restarts: int
     resume_checkpoint_id: str | None
     reward_run_ids: list[str] = Field(description="Runs whose outputs are its reward models, oldest first.")
-    resources: Resources = Field(description="Resources that the request asked for.")
+    resources: Resources = Field(
+        description="Resources that the request asked for, with the number of devices that `all` stands for."
+    )
     requirements: Requirements = Field(description="Conditions that a device must meet to take it.")
 
 

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 from app.contracts.errors import FieldError
 from app.contracts.field_types import EvaluationSetName
 from app.contracts.schemas.runs.common import CHECKPOINT_ID, CONFIG, DATASET_ID, RUN_ID, Body, Config, Label
-from app.contracts.schemas.runs.placement import Resources
+from app.contracts.schemas.runs.placement import ResourceRequest
 from app.contracts.stop import StopMode
 
 MOST_TAGS = 50
@@ -67,7 +67,7 @@ class RunCreate(Body):
     max_restarts: int = Field(
         default=3, ge=0, le=100, description="Maximum restarts after losses, counted since the last new checkpoint."
     )
-    resources: Resources = Field(default_factory=Resources, description="Device that the run needs.")
+    resources: ResourceRequest = Field(default_factory=ResourceRequest, description="Device that the run needs.")
     tags: list[Label] = Field(default_factory=list, max_length=MOST_TAGS)
 
 
@@ -99,7 +99,7 @@ class EvaluationCreate(Body):
         description="ID of the experiment; null: that of the run, for a base model the experiment `default`.",
     )
     name: Label | None = Field(default=None, description="Name of the evaluation; null: it names the model.")
-    resources: Resources = Field(default_factory=Resources, description="Device that the evaluation needs.")
+    resources: ResourceRequest = Field(default_factory=ResourceRequest, description="Device that the evaluation needs.")
     priority: int = Field(default=0, ge=-1000, le=1000, description="Runs with higher priority start first.")
     tags: list[Label] = Field(default_factory=list, max_length=MOST_TAGS)
 
@@ -187,7 +187,7 @@ class RunResume(Body):
         le=100_000_000,
         description="Save and stop after so many further steps; sets `stop_at_step`, counted from the checkpoint.",
     )
-    resources: Resources | None = Field(
+    resources: ResourceRequest | None = Field(
         default=None, description="Device that the new run needs; null: as the resumed run asked for."
     )
 

@@ -45,6 +45,11 @@ class TestRunFile:
         assert run["config"]["extra"] == {"steps": 7} and run["name"] == "sft of any"
         assert json_of(anneal("runs", "validate", "-f", str(run_file), "--json"))["valid"] is True
 
+    def test_the_number_of_devices_may_be_all(self, anneal: Anneal, run_file: Path) -> None:
+        """No worker is online here, so the number is not known."""
+        done = anneal("runs", "create", "-f", str(run_file), "--set", "resources.devices=all", code=1)
+        assert "`resources.devices`: cannot be `all`: no worker" in " ".join(done.stderr.split())
+
     def test_a_merge_may_bring_a_key_again(self, anneal: Anneal, run_file: Path) -> None:
         text = "x: &x {lora_r: 4, epochs: 1}\ny: &y {<<: *x, lora_r: 8}\nconfig: {<<: *y, epochs: 5}\n"
         Path("merged.yaml").write_text(text)

@@ -172,9 +172,18 @@ def test_completions_of_prompts_are_rewarded(
     assert {"eval_reward", "eval_reward_length"} <= found(done).keys()
 
 
-@pytest.mark.parametrize("method", ["lora", "dpo", "reward"])
+@pytest.mark.parametrize(
+    ("method", "sharded"),
+    [
+        ("lora", False),
+        pytest.param("dpo", False, marks=pytest.mark.full),
+        pytest.param("reward", False, marks=pytest.mark.full),
+        ("dpo", True),
+        pytest.param("lora", True, marks=pytest.mark.full),
+    ],
+)
 def test_two_devices_evaluate_as_one_does(
-    method: str, forks: Forks, two_ranks: TwoRanks, tiny_model: Path, tmp_path: Path
+    method: str, sharded: bool, forks: Forks, two_ranks: TwoRanks, tiny_model: Path, tmp_path: Path
 ) -> None:
     """Of seven rows, one evaluates four and the other three; a single row leaves the second one without any."""
     data_format = {"lora": "chat"}.get(method, "preference")
@@ -192,6 +201,7 @@ def test_two_devices_evaluate_as_one_does(
                         tmp_path / f"{name}-{rows}", tiny_model, held_out, trained.output, 2, data_format=data_format,
                         **config, max_eval_rows=rows,
                     )
+                    | {"sharded": sharded}
                 )
             )
             for name, ranks in (("one", forks), ("two", two_ranks))
