@@ -37,7 +37,7 @@ MUTANTS = (
         about="The evaluation of an extra set moves the random state that the training goes on with.",
         changes=(
             Change(
-                "worker/training/loop/trainer.py",
+                "worker/training/loop/evaluation.py",
                 "            with sampling.preserve_rng():\n",
                 "            with nullcontext():\n",
             ),

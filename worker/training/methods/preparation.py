@@ -26,7 +26,7 @@ from worker.training.data.remarks import Remark
 from worker.training.data.token_cache import TokenCache
 from worker.training.failures import TrainingFailure
 from worker.training.loop import probe
-from worker.training.loop.trainer import MAIN
+from worker.training.loop.evaluation import MAIN
 from worker.training.model import base_model, loader, memory_plan
 from worker.training.model.base_model import BaseModelSource
 from worker.training.model.sharding import mark_for_sharding

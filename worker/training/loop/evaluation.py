@@ -1,0 +1,229 @@
+"""Evaluations of a trainer: on several datasets, divided among the ranks, and interrupted by a stop."""
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import Trainer
+from transformers.trainer_utils import speed_metrics
+
+from app.contracts.stop import StopRequest
+from worker.training.context import TrainingContext
+from worker.training.failures import Stopped, TrainingFailure
+from worker.training.loop import decision, sampling
+from worker.training.loop.actions import Actions
+from worker.training.loop.evaluation_means import EvaluationMeans
+from worker.training.plugins import metric_functions
+
+MAIN = "eval"
+"""Name of the evaluation data that decisions depend on, if a trainer is given several sets."""
+
+
+class EvaluationMixin(Trainer):  # type: ignore[misc]
+    """Part of `ServiceTrainerMixin` that evaluates.
+
+    `eval_dataset` may be a dictionary: the rows that decisions depend on as `MAIN`, and further sets, each by the start
+    of the names of its metrics. Each rank evaluates its own rows, and the means are merged.
+    """
+
+    run: TrainingContext
+    actions: Actions
+    eval_dataset: Any
+
+    def __init__(self, **options: Any) -> None:
+        self._eval_batches = 0
+        self._eval_total = 0
+        self._eval_counted = 0
+        """Batches of this rank that count; after them, it only takes part in the forward passes of the others."""
+        self._eval_message: str | None = None
+        self._eval_means = EvaluationMeans()
+        self.own_metrics = metric_functions.Evaluation({})
+        """Metric functions of the current evaluation."""
+        super().__init__(**options)
+        self.extra_eval_datasets: dict[str, Dataset] = {}
+        """Evaluation sets that nothing but their metrics depends on."""
+        if isinstance(self.eval_dataset, dict):
+            self.extra_eval_datasets = dict(self.eval_dataset)
+            self.eval_dataset = self.extra_eval_datasets.pop(MAIN)
+
+    def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+        """Evaluate on the held-out data; a stop request interrupts it and leaves it to the resumed run."""
+        run = self.run
+        run.report.phase("evaluating")
+        random_state = torch.random.get_rng_state()
+        is_due = self.evaluation_is_due()
+        # A requested evaluation leaves no trace in training; one that is due is part of it, as in TRL.
+        trace = nullcontext() if is_due else sampling.preserve_rng()
+        try:
+            with trace:
+                # First, so that a stop during one of them finds that the evaluation has decided nothing yet.
+                extra = self._evaluate_extra_datasets()
+                self._begin_evaluation(None)
+                metrics = super().evaluate(*args, **options)
+                found = self.evaluated(metrics)
+                found |= self._own_results(found)
+                found |= _without_collisions(extra, found)
+        except Stopped:
+            torch.random.set_rng_state(random_state)
+            self._metrics["eval"].clear()
+            run.state.eval_pending = self.actions.drop_evaluation()
+            self.control.should_evaluate = False
+            self.control.should_training_stop = True
+            if self.state.global_step < self.state.max_steps:
+                request = run.stop_requested or StopRequest("discard")
+                self.end_early(request.why, request.mode)
+            decision.share(self)
+            return {}
+        except Exception as error:
+            if is_due or run.is_sharded:  # the other ranks may wait for this one
+                raise
+            self._metrics["eval"].clear()
+            run.state.eval_pending = False
+            self.actions.evaluation_failed(error)
+            run.report.phase("training")
+            return {}
+        run.state.eval_pending = False
+        run.evaluation(self.state.global_step, self.state.epoch, found)
+        decision.share(self)  # a plugin may have decided something because of the metrics
+        self.actions.evaluated(found)
+        if not self.control.should_training_stop and not run.only_evaluates:
+            run.report.phase("training")
+        return dict(metrics)
+
+    def _begin_evaluation(self, message: str | None) -> None:
+        self._eval_batches = 0
+        self._eval_message = message
+        keeps = self.run.ranks.size > 1 and not metric_functions.are_given_logits(self.run.method)
+        self.own_metrics = metric_functions.Evaluation(self.run.metric_factories, keeps)
+
+    def _evaluate_extra_datasets(self) -> dict[str, float]:
+        """Return the metrics of the extra sets, without a trace in training and in the evaluation that follows."""
+        found: dict[str, float] = {}
+        for prefix, rows in self.extra_eval_datasets.items():
+            self._begin_evaluation(f"evaluating {prefix.removeprefix(f'{MAIN}_')}")
+            with sampling.preserve_rng():
+                measured = self._measure(rows)
+            named = {f"{prefix}_{name.removeprefix('eval_')}": value for name, value in measured.items()}
+            found |= _without_collisions(named, found)
+        return found
+
+    def _measure(self, rows: Dataset) -> dict[str, float]:
+        """Return the metrics of rows by the names used here, as `evaluate` does, but without any callback or log."""
+        began = time.time()
+        done = self.evaluation_loop(self.get_eval_dataloader(rows), "Evaluation", prediction_loss_only=True)
+        means, self._metrics["eval"] = self._metrics["eval"], defaultdict(list)
+        metrics = done.metrics | speed_metrics("eval", began, num_samples=done.num_samples)
+        found = self.evaluated(metrics | {f"eval_{name}": values[0] for name, values in means.items()})
+        return found | self._own_results(found)
+
+    def _own_results(self, found: Mapping[str, float]) -> dict[str, float]:
+        """Return the results of the metric functions, which rank 0 calls."""
+        results, error = {}, None
+        kept = self.run.ranks.gathered(self.own_metrics.kept)
+        if self.run.ranks.is_first:
+            try:
+                for batches in kept:
+                    self.own_metrics.take(batches)
+                results = self.own_metrics.results(found)
+            except TrainingFailure as failure:
+                error = failure
+        self.run.ranks.agree_on(error, stopped=False)
+        return self.run.ranks.shared(results)
+
+    def evaluation_is_due(self) -> bool:
+        """Return True if the configuration schedules an evaluation after the current step, requested or not."""
+        step, every = self.state.global_step, self.run.eval_every
+        return step == 0 or step >= self.state.max_steps or (every is not None and step % every == 0)
+
+    def evaluated(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of an evaluation by the names used here, without missing ones."""
+        names = {"loss": "loss", "runtime": "seconds", "samples_per_second": "samples_per_second", **self.measures()}
+        found = {ours: metrics.get(f"eval_{theirs}") for theirs, ours in names.items()}
+        return {f"eval_{ours}": value for ours, value in found.items() if value is not None}
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        ranks = self.run.ranks
+        if ranks.size == 1:
+            return super().get_eval_dataloader(eval_dataset)
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        own: Sequence[int] = range(ranks.rank, len(rows), ranks.size)
+        if self.run.metric_factories and metric_functions.are_given_logits(self.run.method):
+            own = range(len(rows) if ranks.is_first else 0)
+        size = self.args.eval_batch_size
+        self._eval_counted = math.ceil(len(own) / size)
+        if self.run.is_sharded and self._eval_counted < math.ceil(math.ceil(len(rows) / ranks.size) / size):
+            own = [*own, 0]  # one more batch, as its batches are full
+        with ranks.alone():
+            return super().get_eval_dataloader(rows.select(own))
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
+        # Each rank evaluates every n-th row by itself, so that no row counts twice; then their means are merged.
+        done: Any = None
+        ranks, error, stopped = self.run.ranks, None, False
+        self._eval_total = len(dataloader)
+        self._eval_means = EvaluationMeans()
+        try:
+            with ranks.alone(), self.run.stopping_together():
+                done = super().evaluation_loop(dataloader, *args, **options)
+        except Stopped:
+            stopped = True
+        except Exception as problem:
+            if self.run.is_sharded:
+                raise  # the other ranks wait for a forward pass of this one
+            error = problem
+        if ranks.agree_on(error, stopped):
+            raise Stopped
+        if ranks.size > 1:
+            self._eval_means.merge(ranks.gathered(self._eval_means.part(self._metrics["eval"])), self._metrics["eval"])
+            done = done._replace(num_samples=sum(ranks.gathered(done.num_samples)))
+        done.metrics["eval_loss"] = self._eval_means.loss
+        self._eval_means.reduce(self._metrics["eval"])
+        return done
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        self._eval_batches += 1
+        terms = self.eval_terms(inputs) if self._counts_batch() else 0
+        self.take_rows(inputs)
+        self.run.progress("evaluating", self._eval_batches, self._eval_total, self._eval_message)
+        found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self._eval_means.add(found[0].item(), terms, self._metrics["eval"])
+        if self.run.metric_factories:
+            with torch.no_grad(), self.compute_loss_context_manager():
+                self.update_own_metrics(model, inputs)
+        return found
+
+    def _counts_batch(self) -> bool:
+        return not self.run.is_sharded or self._eval_batches <= self._eval_counted
+
+    def update_own_metrics(self, model: Any, inputs: Any) -> None:
+        """Pass a batch of an evaluation to the metric functions; by default it has `input_ids` and `completion_mask`.
+
+        The loss is computed without the logits of a whole batch, so metrics need another forward pass.
+        """
+        batch = self._prepare_inputs(inputs)
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        self.own_metrics.update(logits, ids.masked_fill(batch["completion_mask"] == 0, -100))
+
+    def eval_terms(self, inputs: Any) -> int:
+        """Return the number of terms that the loss and the metrics of a batch are means of: by default its rows."""
+        return len(self.rows_of(inputs))
+
+
+def _without_collisions(extra: dict[str, float], found: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics of extra sets, whose names must differ from those of the other metrics.
+
+    Raises:
+        TrainingFailure: `config_error` that names two metrics with the same name.
+    """
+    if taken := sorted(extra.keys() & found.keys()):
+        raise TrainingFailure(
+            "config_error",
+            f"Two metrics of the evaluation are named `{taken[0]}`: give the extra evaluation set another name.",
+        )
+    return extra
