@@ -16,9 +16,9 @@ from app.contracts.training_config.field_traits import DURATION
 from app.runs.scheduler import durations
 from app.runs.scheduler.durations import Estimate, PastAttempt, Timings, Workload
 from app.runs.scheduler.fleet import read_fleet
-from app.runs.scheduler.placement import Fleet, Needs
+from app.runs.scheduler.placement import Fleet, Needs, RunningRun
 from app.runs.scheduler.reservations import PendingRun
-from app.runs.scheduler.simulation import RunningRun, WorkerSlots
+from app.runs.scheduler.simulation import WorkerSlots
 from app.runs.state.queue_order import HAS_ROOM, OWNER, WITH_ROOM
 from app.tables.base import sql_list
 from app.tables.runs import EXTRA_EVAL_DATASETS
@@ -40,10 +40,11 @@ _WITH = """
     LEFT JOIN checkpoints ON checkpoints.id = runs.resume_checkpoint_id
 """
 _LIVE = text(f"""
-    SELECT {_RUN}, run_timings.timings, run_timings.device,
+    SELECT {_RUN}, runs.priority, run_timings.timings, run_timings.device,
         cast(extract(epoch FROM clock_timestamp() - runs.stop_requested_at) AS float) AS stop_requested_ago,
         cast(extract(epoch FROM clock_timestamp() - coalesce(run_timings.measured_at, attempts.started_at)) AS float)
-            AS ago
+            AS ago,
+        cast(extract(epoch FROM clock_timestamp() - attempts.started_at) AS float) AS seconds
     FROM runs {_WITH}
     LEFT JOIN run_timings ON run_timings.run_id = runs.id AND run_timings.attempt = runs.attempt
     JOIN run_attempts AS attempts ON attempts.run_id = runs.id AND attempts.attempt = runs.attempt
@@ -113,7 +114,12 @@ class Forecast:
                 self.estimates[run.id] = estimate
         self.used = {run.owner: run.used for run in pending}
         """Device-seconds that the owners of pending runs have used lately."""
-        self.running = [RunningRun(run.owner, run.devices_needed, self.ends.get(run.id, math.inf)) for run in live]
+        self.running = [
+            RunningRun(
+                run.id, run.priority, run.owner, run.devices_needed, run.seconds, self.ends.get(run.id, math.inf)
+            )
+            for run in live
+        ]
         self.queue = [
             PendingRun(
                 run.id,

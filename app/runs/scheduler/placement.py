@@ -3,6 +3,7 @@
 A claim applies the same conditions in SQL (`app.runs.state.fitting`); a test compares the two.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -34,6 +35,21 @@ class WorkerOffer:
     host: str = ""
     gguf: bool = False
     """True if it can write GGUF files."""
+
+
+@dataclass(frozen=True)
+class RunningRun:
+    """A run that trains."""
+
+    run_id: str
+    priority: int
+    owner: str
+    """Owner of the run (see `queue_order.OWNERS`)."""
+    devices: int
+    seconds: float
+    """Seconds since its attempt started."""
+    end: float = math.inf
+    """Seconds from now until it frees its devices; infinite if unknown."""
 
 
 @dataclass(frozen=True)

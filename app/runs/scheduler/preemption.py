@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from app.config import Settings
 from app.contracts.run_status import LIVE
 from app.runs.scheduler.fleet import read_fleet
-from app.runs.scheduler.placement import Fleet, Needs, WorkerOffer
+from app.runs.scheduler.placement import Fleet, Needs, RunningRun, WorkerOffer
 from app.runs.scheduler.reservations import MOST_RESERVATIONS
 from app.runs.state import machine
 from app.runs.state.queue_order import HAS_ROOM, JOIN_ROOM, OWNER, OWNERS, WITH_ROOM
@@ -30,7 +30,7 @@ _HEADS = text(f"""
 """)
 # Other tasks have no checkpoints, and a run that has made no step yet would only lose the time for loading its model.
 _TRAINING = text(f"""
-    SELECT runs.id, runs.priority,
+    SELECT runs.id, runs.priority, {OWNER}, runs.devices_needed,
         cast(extract(epoch FROM clock_timestamp() - attempts.started_at) AS float) AS seconds
     FROM runs JOIN run_attempts AS attempts ON attempts.run_id = runs.id AND attempts.attempt = runs.attempt
     WHERE runs.status IN {sql_list(LIVE)} AND runs.stop_requested_at IS NULL AND runs.preempted_for IS NULL
@@ -51,16 +51,6 @@ _RESERVE = text("""
 
 
 @dataclass(frozen=True)
-class Training:
-    """A run that trains and may be preempted."""
-
-    run_id: str
-    priority: int
-    seconds: float
-    """Seconds since its attempt started."""
-
-
-@dataclass(frozen=True)
 class Room:
     """A worker on which a run can start once other runs have left it."""
 
@@ -69,7 +59,7 @@ class Room:
 
 
 def choose_room(
-    needs: Needs, priority: int, fleet: Fleet, training: Mapping[str, Training], least_seconds: float
+    needs: Needs, priority: int, fleet: Fleet, training: Mapping[str, RunningRun], least_seconds: float
 ) -> Room | None:
     """Return runs of lower priority whose devices, with those that are free, are enough for a run on one worker.
 
@@ -108,9 +98,9 @@ def _held_devices(needs: Needs, worker: WorkerOffer) -> tuple[dict[str, int], fl
     return held, needs.devices - sum(one.run_id is None for one in fitting)
 
 
-def _fewest(victims: Sequence[Training], held: Mapping[str, int], missing: float) -> list[Training]:
+def _fewest(victims: Sequence[RunningRun], held: Mapping[str, int], missing: float) -> list[RunningRun]:
     """Return victims with enough devices, lowest priority and shortest training first; none if all are not enough."""
-    chosen: list[Training] = []
+    chosen: list[RunningRun] = []
     for one in sorted(victims, key=lambda one: (one.priority, one.seconds)):
         if sum(held[other.run_id] for other in chosen) >= missing:
             break
@@ -132,7 +122,7 @@ async def preempt(connection: AsyncConnection, settings: Settings) -> list[str]:
     heads = (await connection.execute(_HEADS, {"after": settings.preempt_after_seconds})).all()
     if not heads:
         return []
-    training = {row.id: Training(*row) for row in (await connection.execute(_TRAINING)).all()}
+    training = {row.id: RunningRun(*row) for row in (await connection.execute(_TRAINING)).all()}
     fleet = await read_fleet(connection, settings.lease_seconds)
     reserved = {row.worker_id: row for row in (await connection.execute(_RESERVED)).all()}
     for head in heads:

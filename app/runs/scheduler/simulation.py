@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from app.runs.scheduler.placement import Needs, WorkerOffer
+from app.runs.scheduler.placement import Needs, RunningRun, WorkerOffer
 from app.runs.scheduler.reservations import PendingRun, Reservation, choose_reservations
 
 
@@ -31,16 +31,6 @@ class WorkerSlots:
         memory = [device.memory_mb for device in offer.devices]
         large = [at for at, room in enumerate(memory) if needs.memory_on(offer.kind) <= room]
         return tuple(sorted(large, key=lambda at: memory[at])) if len(large) >= needs.devices else ()
-
-
-@dataclass(frozen=True)
-class RunningRun:
-    """A run that trains."""
-
-    owner: str
-    devices: int
-    end: float
-    """Seconds from now; infinite if unknown."""
 
 
 @dataclass(frozen=True)

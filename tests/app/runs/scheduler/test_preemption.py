@@ -8,8 +8,8 @@ from sqlalchemy import Engine, insert, text
 
 from app.config import Settings
 from app.infra.db import async_engine
-from app.runs.scheduler.placement import DeviceOffer, Fleet, Needs, WorkerOffer
-from app.runs.scheduler.preemption import Room, Training, choose_room, preempt
+from app.runs.scheduler.placement import DeviceOffer, Fleet, Needs, RunningRun, WorkerOffer
+from app.runs.scheduler.preemption import Room, choose_room, preempt
 from app.runs.scheduler.reserving import reserve
 from app.runs.state import machine
 from app.tables.scheduling import DeviceUsage
@@ -25,7 +25,7 @@ def worker(worker_id: str, *held: str | None, memory_mb: int = 1000, **change: A
 def room(*workers: WorkerOffer, devices: int = 1, least: float = 60.0, **seconds: float) -> Room | None:
     """Where a run of priority 5 finds room; runs named `p<priority>…` train for `seconds`, others for 100."""
     runs = {device.run_id for one in workers for device in one.devices if device.run_id}
-    training = {id: Training(id, int(id[1]), seconds.get(id, 100.0)) for id in runs}
+    training = {id: RunningRun(id, int(id[1]), "", 1, seconds.get(id, 100.0)) for id in runs}
     return choose_room(Needs("celery", devices=devices, memory_mb=500), 5, Fleet(workers), training, least)
 
 

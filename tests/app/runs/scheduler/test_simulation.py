@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from app.runs.scheduler.placement import DeviceOffer, Needs, WorkerOffer
+from app.runs.scheduler.placement import DeviceOffer, Needs, RunningRun, WorkerOffer
 from app.runs.scheduler.reservations import PendingRun
-from app.runs.scheduler.simulation import RunningRun, WorkerSlots, simulate_queue
+from app.runs.scheduler.simulation import WorkerSlots, simulate_queue
 
 
 def waiting(run_id: str = "a", not_before: float = 0.0, **needs: object) -> PendingRun:
@@ -119,7 +119,7 @@ class TestOwners:
 
     def test_what_runs_now_counts_until_it_ends(self) -> None:
         queue = [replace(waiting(name), owner=name[0]) for name in ("a1", "b1")]
-        running = [RunningRun("a", 2, 10.0), RunningRun("b", 1, 30.0)]
+        running = [RunningRun("run_a", 0, "a", 2, 0.0, 10.0), RunningRun("run_b", 0, "b", 1, 0.0, 30.0)]
         for start, first in ((15.0, "b1"), (25.0, "a1")):
             found = simulate_queue([slots(start)], queue, lambda *_: 10.0, running=running)
             assert found[first].start == start, "until then, the first has used 20 and the second as long as it ran"
