@@ -90,7 +90,7 @@ class Campaign:
         for operation in self._operations:
             self.result.by_call[operation.label] = Counter()
         self._kept_run = ""
-        self._trained_run, self._trained_checkpoint = self._train_something()
+        self._trained_run, self._trained_checkpoint, self._trained_action = self._train_something()
 
     def run(self, cases: int) -> Result:
         """Send at least `cases` requests, and return the result."""
@@ -151,6 +151,8 @@ class Campaign:
                 "path": "metrics.jsonl",
             }  # fmt: skip
             case.path_parameters.update({name: given[name] for name in case.path_parameters})
+        if case.path.endswith("/actions/{action_id}") and self._chance.random() < 0.6:
+            case.path_parameters.update(run_id=self._trained_run, action_id=self._trained_action)
         if case.path.endswith("/backends/{name}") and self._chance.random() < 0.5:
             case.path_parameters["name"] = self._chance.choice(["celery", "fake"])
         if case.path.endswith("/keys/{key_id}"):  # the others that exist include the campaign's own
@@ -174,6 +176,8 @@ class Campaign:
         if case.path.endswith("/compare"):
             ids = {self._pool.pick("run_id") for _ in range(4)} - {None}
             case.query = {"ids": ",".join(map(str, ids))}
+        elif case.path.endswith("/curves"):
+            case.query = {"ids": f"{self._kept_run},{self._trained_run}", "name": "loss"}
         elif case.method == "GET" and self._chance.random() < 0.5:
             case.query = {}
 
@@ -200,6 +204,8 @@ class Campaign:
             body = self._chance.choice([{}, {"from": "start"}, {"from": "start", "config": {"max_steps": 2}}])
         if case.path.endswith("/export"):
             body = self._chance.choice([{}, {"output": "merged"}, {"name": "exported"}])
+        if case.path == "/v1/session":
+            body = {"key": self._stack.api.key}
         if case.path == "/v1/runs/evaluate":
             model = self._chance.choice(["tiny", self._trained_run, self._trained_checkpoint])
             body = {**body, "model": model, "config": {"max_eval_rows": 5}}
@@ -225,6 +231,7 @@ class Campaign:
 
     def _note(self, case: Case, answer: Any) -> None:
         self.result.by_call[case.operation.label][answer.status_code] += 1
+        self._session.cookies.clear()  # of a browser that has just signed in; the campaign uses its key
         if answer.status_code < 300:
             self._learn(case, answer)
         try:
@@ -271,21 +278,22 @@ class Campaign:
         for item in client.get(f"/v1/runs/{run_id}/checkpoints").json()["data"]:
             self._pool.of_run[item["id"]] = run_id
 
-    def _train_something(self) -> tuple[str, str]:
-        """Store a completed run of the backend that trains, with a record and a checkpoint; return both ids."""
+    def _train_something(self) -> tuple[str, str, str]:
+        """Store a completed run of the backend that trains; return the ids of the run, a checkpoint and an action."""
         make_model(self._stack.settings)
         body = {"dataset_id": self._stack.dataset_id, "config": {"base_model": "tiny", "method": "lora"}}
         answer = self._stack.client.post("/v1/runs", json={**body, "resources": {"kind": "cuda"}})
         run_id = answer.raise_for_status().json()["id"]
         trainer = Trainer(self._stack.engine, run_id).begin()
         checkpoint_id = trainer.checkpoint(2)
+        action = self._stack.client.post(f"/v1/runs/{run_id}/actions", json={"action": "checkpoint"})
         trainer.complete()
         self._stack.client.patch(f"/v1/runs/{run_id}", json={"pinned": True}).raise_for_status()
         folder = Storage(self._stack.settings).attempt_dir(run_id, 1)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "metrics.jsonl").write_text('{"loss": 1.5, "step": 2}\n')
         self._pool.of_run[checkpoint_id] = run_id
-        return run_id, checkpoint_id
+        return run_id, checkpoint_id, action.raise_for_status().json()["id"]
 
     def _sequences(self) -> None:
         """Run sequences of calls along the links that schemathesis infers from the document."""
