@@ -44,6 +44,16 @@ def training(steps: int = 3, profile: str = "plain", **values: Any) -> Story:
     return waiting(profile=profile, **values).claimed().begins().trains(steps)
 
 
+def preempted(above: str, priority: int) -> Spoil:
+    """Add a run that makes room for another one, which has this priority."""
+    story = training(5).saves("stop")
+    story._write(event="stop", outcome="stopped")
+    reason = f"preempted for run {above}, which has a higher priority"
+    waited = Story("above", began=LATE + 0.5, priority=priority).claimed().begins().completes()
+    made_room = story.requeued("handed_back", reason).claimed().begins(5).completes()
+    return together(run_added(made_room), run_added(waited))
+
+
 def forked_twice() -> Spoil:
     """Add a run whose journal starts with a process that wrote one line; another process trains the attempt."""
     story = waiting().claimed()
@@ -310,6 +320,8 @@ BROKEN: list[tuple[int, str, Spoil]] = [
     (18, "a reader that was cut off does not continue", reader(ended=False, connections=2, received=())),
     (18, "a run is released without a cause",
      run_added(training().requeued("handed_back", "released: …").claimed().begins().completes())),
+    (18, "a run makes room for one that does not exist", preempted("elsewhere", priority=5)),
+    (18, "a run makes room for one of its own priority", preempted("above", priority=0)),
     (19, "a run is lost without a cause", run_added(training().lost().claimed().begins().completes())),
     (19, "a stopped run is lost without a cause", run_added(training().stop_accepted().lost("cancelled"))),
     (19, "a run is lost because of a fault of the other worker",

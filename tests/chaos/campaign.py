@@ -21,7 +21,7 @@ from tests.chaos.faults import FAULTS
 from tests.chaos.history import History, Profile, Violation
 from tests.chaos.machine import SLOWNESS
 from tests.chaos.processes import Sizes
-from tests.chaos.profiles import PLANS
+from tests.chaos.profiles import PLANS, wanted_in
 from tests.chaos.scene import Scene, wait_for
 from tests.chaos.world import LEASE_SECONDS, World
 from tests.waiting import _pause
@@ -37,6 +37,8 @@ _WINDOWS_OF_CLIENTS = (
     "creation tried again after an error",
     "reader that never reads",
     "hanging trainer found",
+    "run preempted",
+    "run on two devices completed",
 )
 
 
@@ -137,7 +139,7 @@ def _part(seed: int, rounds: int, segments: Sequence[int], say: Callable[[str], 
         try:
             if not world.has_small_disk:
                 result.not_tried = ["disk full: this user may not mount the small file system that it needs"]
-            profiles = _references(world, say)
+            profiles = _references(world, rounds, say)
             order = schedule(seed, rounds)
             for first in segments:
                 part = order[first : first + SEGMENT_ROUNDS]
@@ -147,11 +149,13 @@ def _part(seed: int, rounds: int, segments: Sequence[int], say: Callable[[str], 
     return result
 
 
-def _references(world: World, say: Callable[[str], None]) -> dict[str, Profile]:
-    """Run each kind once without faults and return the profiles."""
+def _references(world: World, rounds: int, say: Callable[[str], None]) -> dict[str, Profile]:
+    """Run each kind that these rounds may create once without faults, and return the profiles."""
     say("reference runs without faults …")
     clients = Clients(world, 0)
-    ids = {plan.name: clients.create(plan.name) for plan in reference_plans()}
+    created = {wanted_in(number) for number in range(1, rounds + 1)}
+    plans = [plan for plan in reference_plans() if plan.backend == "fake" or plan.name in created]
+    ids = {plan.name: clients.create(plan.name) for plan in plans}
     statement = "SELECT name, status, attempt, error_message FROM runs WHERE status NOT IN ('completed')"
     if wait_for(lambda: not world.rows(statement), 120) is None:
         raise AssertionError(f"undisturbed runs did not complete: {world.rows(statement)}")
@@ -199,6 +203,14 @@ def _segment(
         if event.type == "status" and "neither reported nor printed" in str(event.data.get("reason"))
     ]
     scene.hits["hanging trainer found"] += len(found_hanging)
+    scene.hits["run preempted"] += sum(
+        event.type == "status" and str(event.data.get("reason")).startswith("preempted")
+        for events in history.events.values()
+        for event in events
+    )
+    on_two = [row for row in history.runs.values() if row["devices_needed"] == 2]
+    scene.hits["run on two devices completed"] += sum(row["status"] == "completed" for row in on_two)
+    scene.hits["run on two devices tried again"] += sum(row["attempt"] - 1 for row in on_two)
     result.hits += scene.hits + clients.hits
     result.observed += report.observed
     result.counted += Counter(report.counted)
@@ -237,8 +249,8 @@ def _course(history: History, run_id: str) -> str:
 def _round(
     scene: Scene, number: int, fault: Callable[[Scene], None], result: Result, say: Callable[[str], None]
 ) -> None:
-    if number % len(FAULTS) == 1:
-        scene.clients.want("qlora", priority=10)
+    if (name := wanted_in(number)) and number <= result.rounds:
+        scene.clients.want(name, priority=10)
     scene.round, scene.kind = number, fault.__name__
     scene.random.seed(f"{result.seed} {number}")
     began, before = time.monotonic(), Counter(scene.hits)

@@ -1,5 +1,6 @@
 """Rules for faults that explain a loss: which effects they may have, on which workers and for how long."""
 
+import re
 from collections.abc import Iterator
 
 from tests.chaos.course import Course, Loss
@@ -13,6 +14,9 @@ EVERYBODY = ("postgres", "all")
 LOOK_SECONDS = 0.5
 _CLOCKS_DIFFER_BY = 0.001
 """Seconds of rounding error of a timestamp as a float."""
+
+
+_PREEMPTED = re.compile(r"preempted for run (\S+),")
 
 
 def place(fault: FaultRecord) -> str:
@@ -58,6 +62,16 @@ def is_explained(history: History, course: Course, loss: Loss) -> bool:
     """Return True if a fault of the suite explains the loss."""
     worker = worker_of(history, course, loss.move.attempt)
     return any(may_cost(history, fault, worker, loss.how, loss.move.ts) for fault in history.faults)
+
+
+def made_room(history: History, course: Course, loss: Loss) -> bool:
+    """Return True if the run was released for another one of higher priority that had been waiting by then."""
+    found = _PREEMPTED.match(loss.move.reason)
+    above = history.runs.get(found[1]) if found and loss.how == "handed_back" else None
+    if above is None or above["priority"] <= course.row["priority"]:
+        return False
+    waits = (event.ts.timestamp() for event in history.events[above["id"]] if event.data.get("to") == "pending")
+    return any(since <= loss.move.ts for since in waits)
 
 
 def a_clock_was_wrong(history: History, when: float) -> bool:

@@ -15,7 +15,7 @@ from tests.chaos.scene import Scene
 from tests.chaos.world import LEASE_SECONDS, World
 from worker.checkpoint_files import manifest
 
-_EXPORTED = {"fake": "fake_model.json", "celery": "adapter_model.safetensors"}
+_EXPORTED = {"fake": ("fake_model.json",), "celery": ("adapter_model.safetensors", "model.safetensors")}
 
 
 def profile(world: World, plan: Plan, run_id: str | None) -> Profile:
@@ -108,8 +108,9 @@ def _broken(storage: Path, rows: list[dict[str, Any]]) -> dict[str, tuple[str, .
 
 
 def _output(world: World, run_id: str, attempt: int, backend: str) -> str:
-    path = world.storage / "runs" / run_id / f"a{attempt}" / "output" / _EXPORTED[backend]
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "missing"
+    folder = world.storage / "runs" / run_id / f"a{attempt}" / "output"
+    found = [folder / name for name in _EXPORTED[backend] if (folder / name).exists()]
+    return hashlib.sha256(found[0].read_bytes()).hexdigest() if found else "missing"
 
 
 def reference_plans() -> list[Plan]:

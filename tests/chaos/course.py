@@ -18,6 +18,8 @@ REPAIRED = "repaired"
 """Outcome of a failed attempt that is retried with a change; it does not count as a loss."""
 _REPAIRS = ("out of memory while", "loss or gradients were non-finite")
 """Prefixes of the reasons of such moves."""
+RELEASED = ("released", "preempted")
+"""Prefixes of the reasons of released runs: their worker ends, or they make room."""
 COUNTED = ("lost", "retried")
 """Requeues that raise `lost_count`."""
 
@@ -216,7 +218,7 @@ class Course:
             rows = (row["outcome"] for row in self.attempts if row["attempt"] == move.attempt)
             return next((outcome for outcome in rows if outcome in REQUEUES), None)
         if move.target == "cancelled" and move.reason != "stopped on request":
-            if move.reason.startswith("released"):
+            if move.reason.startswith(RELEASED):
                 return "handed_back"
             return "lost" if move.reason.startswith("worker lost") else "retried"
         if move.target == "failed" and self.row["error_code"] == "worker_lost":

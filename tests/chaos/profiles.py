@@ -15,10 +15,16 @@ class Plan:
     backend: str = "fake"
     max_restarts: int = 20
     """High, because with a fault every few seconds a run may be lost often."""
+    resources: dict[str, Any] = field(default_factory=dict)
     must_fail_with: str | None = None
     weight: int = 1
     """Relative frequency among the clients' runs; 0 if only faults create it."""
 
+
+_ON_TWO_DEVICES: dict[str, Any] = {
+    "base_model": "tiny", "learning_rate": 1e-2, "batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 24,
+    "save_steps": 4, "logging_steps": 1, "max_seq_length": 64, "packing": False,
+}  # fmt: skip
 
 PLANS = {
     plan.name: plan
@@ -64,12 +70,35 @@ PLANS = {
             backend="celery",
             weight=0,
         ),
+        Plan(
+            "gang",
+            24,
+            config={**_ON_TWO_DEVICES, "method": "lora", "lora_r": 4, "lora_dropout": 0.1},
+            backend="celery",
+            resources={"devices": 2},
+            weight=0,
+        ),
+        Plan(
+            "divided",
+            24,
+            config={**_ON_TWO_DEVICES, "method": "full", "optim": "adamw_torch"},
+            backend="celery",
+            resources={"devices": 2, "sharding": "full"},
+            weight=0,
+        ),
         Plan("fragile", 400, {"step_seconds": 0.05}, {"save_steps": 1000}, max_restarts=0, weight=0),
         Plan(
             "hanger", 20, {"hang_at_step": 5}, {"save_steps": 4}, max_restarts=0, must_fail_with="worker_lost", weight=0
         ),
     )
 }
+
+
+def wanted_in(number: int) -> str | None:
+    """Return the kind of training run that is created in a round, beside those of the clients."""
+    if number % 20 == 1:
+        return "qlora"
+    return {3: "gang", 8: "divided"}.get(number % 10)
 
 
 def body(plan: Plan, datasets: dict[str, str], priority: int = 0) -> dict[str, Any]:
@@ -83,4 +112,5 @@ def body(plan: Plan, datasets: dict[str, str], priority: int = 0) -> dict[str, A
         "priority": priority,
         "max_restarts": plan.max_restarts,
         "name": plan.name,
+        "resources": plan.resources,
     }

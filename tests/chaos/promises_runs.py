@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tests.chaos.causes import a_clock_was_wrong, is_explained, over_at, worker_of
+from tests.chaos.causes import a_clock_was_wrong, is_explained, made_room, over_at, worker_of
 from tests.chaos.course import COUNTED, Course, ancestors
 from tests.chaos.history import History, Violation
 
@@ -132,11 +132,12 @@ def requeues_are_explained(history: History, course: Course) -> Iterator[Violati
 
     Sound: the suite records each fault with its target; it affects runs of that worker (of every worker for PostgreSQL
     or the network) within the leases that have to expire, plus one of grace after an outage of PostgreSQL. A trainer
-    that hangs, was killed or crashes on purpose is a separate cause. Released runs count for 18, lost and retried ones
-    for 19, and all of them for 20 while a clock was wrong. The database's own clock never goes back.
+    that hangs, was killed or crashes on purpose is a separate cause, and so is a run of higher priority that waited.
+    Released runs count for 18, lost and retried ones for 19, and all of them for 20 while a clock was wrong. The
+    database's own clock never goes back.
     """
     for loss in course.losses:
-        if course.hung_in(loss.move.attempt) or is_explained(history, course, loss):
+        if course.hung_in(loss.move.attempt) or is_explained(history, course, loss) or made_room(history, course, loss):
             continue
         crashes = course.profile is not None and course.profile.must_fail_with == "trainer_crashed"
         if loss.how == "retried" and (crashes or _trainer_was_killed(history, course, loss.move.attempt)):

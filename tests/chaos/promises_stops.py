@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from tests.chaos.causes import is_disturbed, reaches, worker_of
-from tests.chaos.course import Course, first_difference
+from tests.chaos.course import RELEASED, Course, first_difference
 from tests.chaos.history import History, StopCall, Violation
 
 GRACE_LEASES = 2
@@ -100,7 +100,7 @@ def ended_in_good_order(course: Course, attempt: int) -> bool:
     if end is None or course.outcome_of(attempt) not in ("stopped", "completed"):
         return False
     by_its_worker = end.target in ("completed", "cancelled", "pending") and "lost" not in end.reason
-    return by_its_worker and (end.target != "pending" or end.reason.startswith("released"))
+    return by_its_worker and (end.target != "pending" or end.reason.startswith(RELEASED))
 
 
 def _end_of_run(course: Course) -> float:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from tests.chaos.course import RELEASED
 from tests.chaos.history import Creation, Event, FaultRecord, Growth, History, Profile, StopCall, Transcript
 from tests.chaos.promises_events import on_the_wire
 
@@ -38,6 +39,7 @@ class Story:
     extra: dict[str, Any] = field(default_factory=dict)
     max_restarts: int = 3
     worker: str = "wrk_1"
+    priority: int = 0
 
     def __post_init__(self) -> None:
         self.now = self.began
@@ -199,6 +201,7 @@ class Story:
             "resume_checkpoint_id": self.resume_checkpoint_id,
             "status": self.status,
             "max_restarts": self.max_restarts,
+            "priority": self.priority,
             "stop_requested_at": self.stop_requested_at,
             "lease_epoch": self.lease_epoch,
             "attempt": self.attempt,
@@ -310,5 +313,5 @@ def _moves_that_requeue(story: Story) -> list[float]:
     return [
         event.ts.timestamp()
         for event in story.events
-        if event.type == "status" and str(event.data["reason"]).startswith(("worker lost", "released"))
+        if event.type == "status" and str(event.data["reason"]).startswith(("worker lost", *RELEASED))
     ]

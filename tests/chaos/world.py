@@ -150,6 +150,8 @@ class World:
             port=0,
             lease_seconds=LEASE_SECONDS,
             hang_seconds=HANG_SECONDS,
+            preempt_after_seconds=1.0,
+            preempt_min_seconds=0.0,
             disk_reserve_bytes=0,  # runs may use the whole small disk, and a fault fills it
         )
         migrate.upgrade(self.settings)
