@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from tests.e2e.conftest import TrainingStack
 from tests.waiting import eventually
+from worker.wire.journal import read_journal
 
 pytestmark = pytest.mark.usefixtures("idle")
 
@@ -76,7 +78,7 @@ def test_trains_evaluates_and_can_be_downloaded(stack: TrainingStack) -> None:
     assert shown["evaluation"]["eval_loss"] > 0
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_killed_process_ends_all_and_the_run_resumes(stack: TrainingStack, rank: int) -> None:
     run_id = start(stack, max_steps=60)
     stack.until_step(run_id, 15, timeout=120)
@@ -126,11 +128,11 @@ def _is_evaluating(stack: TrainingStack, run_id: str) -> bool:
 
 
 def test_actions_take_effect_on_every_device(stack: TrainingStack) -> None:
-    run_id = start(stack, max_steps=400, eval_split=0.1, eval_steps=100_000)
+    run_id = start(stack, max_steps=80, save_steps=40, eval_split=0.1, eval_steps=100_000)
     stack.until_step(run_id, 5, timeout=120)
     asked: list[dict[str, Any]] = [
         {"action": "set_learning_rate", "learning_rate": 1e-3}, {"action": "evaluate"}, {"action": "checkpoint"},
-        {"action": "sample", "prompts": ["row 3"], "max_new_tokens": 4}, {"action": "extend", "max_steps": 450},
+        {"action": "sample", "prompts": ["row 3"], "max_new_tokens": 4}, {"action": "extend", "max_steps": 90},
     ]  # fmt: skip
     for body in asked:
         answer = stack.client.post(f"/v1/runs/{run_id}/actions", json=body)
@@ -138,7 +140,7 @@ def test_actions_take_effect_on_every_device(stack: TrainingStack) -> None:
     path = f"/v1/runs/{run_id}/actions"
     eventually(lambda: {one["status"] for one in stack.client.get(path).json()["data"]} == {"done"}, timeout=60)
     shown = stack.until(run_id, "completed", "failed", timeout=180)
-    assert (shown["status"], shown["attempt"], shown["current_step"]) == ("completed", 1, 450), shown["error_message"]
+    assert (shown["status"], shown["attempt"], shown["current_step"]) == ("completed", 1, 90), shown["error_message"]
 
 
 def test_what_one_device_trains_is_refused_at_once(stack: TrainingStack) -> None:
@@ -188,3 +190,34 @@ def test_a_divided_model_survives_a_kill_and_goes_on_undivided_on_one_device(sta
     assert shown["status"] == "completed", shown["error_message"]
     files = {file["path"] for file in stack.client.get(f"/v1/runs/{child}/artifacts").json()["data"]}
     assert "model.safetensors" in files
+
+
+@pytest.mark.full
+def test_a_divided_run_whose_machine_is_lost_goes_on_exactly_on_another_one(tmp_path: Path) -> None:
+    """From the second copy of a checkpoint, whose optimizer state is in a folder of its own."""
+    (tmp_path / "shared").mkdir()
+    stack = TrainingStack(tmp_path / "home")
+    try:
+        url = f"file://{tmp_path}/shared"
+        first = stack.add_worker(slots=2, checkpoint_url=url)
+        divided = {"resources": {"devices": 2, "sharding": "full"}, "lora_dropout": 0.1, "max_steps": 60}
+        whole = start(stack, **divided)
+        assert stack.until(whole, "completed", "failed", timeout=120)["status"] == "completed"
+        run_id = start(stack, **divided)
+        path = f"/v1/runs/{run_id}/checkpoints"
+        eventually(lambda: [one for one in stack.client.get(path).json()["data"] if "remote" in one["copies"]])
+        assert list((tmp_path / "shared").rglob("optimizer/.metadata"))
+        first.kill()
+        second = tmp_path / "second"
+        shutil.copytree(stack.settings.storage_root / "datasets", second / "datasets")
+        stack.add_worker(slots=2, checkpoint_url=url, storage=second)
+        shown = stack.until(run_id, "completed", "failed", timeout=120)
+        assert (shown["status"], shown["attempt"]) == ("completed", 2), shown["error_message"]
+        facts = [event for event in stack.events(run_id) if event["type"] == "config"][-1]["facts"]
+        assert facts["fidelity"] == "exact", facts["fidelity_reasons"]
+        assert any("was fetched" in event.get("line", "") for event in stack.events(run_id))
+        lines = [one for one in read_journal(second / "runs" / run_id / "journal.jsonl") if one["event"] == "step"]
+        steps = {line["step"]: (line["loss_hex"], line["samples"]) for line in lines}
+        assert min(steps) > 10 and steps == {step: stack.steps(whole)[step] for step in range(min(steps), 61)}
+    finally:
+        stack.close()

@@ -1,6 +1,8 @@
 """Promises about a run whose model is divided among two devices: it trains as replicas do, and resumes exactly."""
 
+import hashlib
 import math
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from tests.worker.training.output.outputs import weights
 from tests.worker.training.test_ranks import (  # noqa: F401
     Train,
     losses,
@@ -17,12 +20,18 @@ from tests.worker.training.test_ranks import (  # noqa: F401
     rows,
     train,
 )
-from tests.worker.training.tiny import make_job, make_tiny_model, write_rows
+from tests.worker.training.tiny import Forks, Outcome, load_output, make_job, make_tiny_model, write_rows
 from tests.worker.training.two_ranks import TwoRanks
+from worker.checkpoint_files.manifest import verify
+from worker.wire.rank_place import EXIT_PEER_LOST
 
 _TOLERANCE = 1e-6
 _REPLICAS, _SHARDED = {"devices": 2}, {"devices": 2, "sharded": True}
 _ONE = {"devices": 1}
+_SAVES: dict[str, Any] = {
+    "method": "full", "optim": "adamw_torch", "max_seq_length": 64, "batch_size": 2, "gradient_accumulation_steps": 1,
+    "learning_rate": 1e-2, "max_steps": 6, "save_steps": 2, "save_total_limit": None,
+}  # fmt: skip
 
 
 def options(method: str) -> dict[str, Any]:
@@ -99,6 +108,47 @@ def test_generates_the_samples_that_replicas_do(train: Train, method: str) -> No
     assert texts[1] == texts[0] and len(texts[0]) == 6
 
 
+@pytest.fixture(scope="module")
+def undisturbed(
+    two_ranks: TwoRanks,
+    models: Callable[[float], Path],  # noqa: F811
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Outcome:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    data, data_format = make_data(folder, "full", 40)
+    return two_ranks.run(make_job(folder, models(0.0), data, data_format=data_format, **_SAVES) | {"sharded": True})
+
+
+def test_a_checkpoint_is_evaluated_and_exported_as_any_other(
+    train: Train,  # noqa: F811
+    forks: Forks,
+    two_ranks: TwoRanks,
+    models: Callable[[float], Path],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    trained = train("full", **_SHARDED, **options("full"))
+    saved, expected = trained.checkpoint(3), trained.of("eval")[0]["metrics"]["eval_loss"]
+    held_out = make_data(tmp_path, "full", 40)[0]
+    lines = held_out.read_text().splitlines(keepends=True)
+    evaluated = sorted(set(range(40)) - {row for done in rows(trained).values() for row in done})
+    held_out.write_text("".join(lines[row] for row in evaluated))
+    config = {"method": "full", "max_seq_length": 64, **options("full")}
+    for name, sharded in (("one", False), ("two", True)):
+        job = make_job(tmp_path / name, models(0.0), held_out, **config)
+        weights_of = {"path": saved["path"], "step": 3, "epoch": 1.5}
+        job |= {"task": "evaluate", "weights": weights_of, "reward_models": [], "sharded": sharded}
+        done = two_ranks.run(job) if sharded else forks.run(job)
+        assert done.of("eval")[0]["metrics"]["eval_loss"] == pytest.approx(expected, abs=_TOLERANCE), done.stderr
+    job = make_job(tmp_path / "export", models(0.0), held_out, attempt=2, resume_from=saved, **config)
+    exported = forks.run(job | {"task": "export"})
+    assert exported.result["outcome"] == "completed", exported.stderr[-3000:]
+    assert (exported.output / "model.safetensors").read_bytes() == (
+        Path(saved["path"]) / "model.safetensors"
+    ).read_bytes()
+    assert load_output(exported.output, models(0.0)).num_parameters() > 0
+    assert not (exported.output / "optimizer").exists()
+
+
 @pytest.mark.parametrize(
     "save_steps",
     [pytest.param(1, id="in_the_background"), pytest.param(100, id="at_the_end", marks=pytest.mark.full)],
@@ -117,6 +167,44 @@ def test_a_part_that_a_device_cannot_write_fails_the_checkpoint(
     assert done.result["error"]["code"] == "disk_full"
     assert "Rank 1 could not write its part" in done.result["error"]["message"]
     assert done.of("checkpoint") == [] and list(done.folder.glob("*checkpoint*")) == []
+
+
+# Of the second checkpoint: a tensor of the optimizer is half written, its file or metadata is synced, that is renamed,
+# the weights are half written, files are synced, the manifest is half written, the folder is renamed, it has its name.
+@pytest.mark.parametrize(
+    ("rank", "call"),
+    [
+        (0, 132),
+        (1, 126),
+        *(pytest.param(0, call, marks=pytest.mark.full) for call in (86, 100, 129, 130, 131, 140, 148, 160, 171, 172)),
+        *(pytest.param(1, call, marks=pytest.mark.full) for call in (64, 90, 125)),
+    ],
+)
+def test_a_kill_at_any_write_fsync_or_rename_of_either_device_leaves_whole_checkpoints(
+    two_ranks: TwoRanks,
+    undisturbed: Outcome,
+    models: Callable[[float], Path],  # noqa: F811
+    tmp_path: Path,
+    rank: int,
+    call: int,
+) -> None:
+    """The other device ends too, and the next attempt continues exactly from the last checkpoint that was reported."""
+    data, data_format = make_data(tmp_path, "full", 40)
+    job = make_job(tmp_path, models(0.0), data, data_format=data_format, **_SAVES) | {"sharded": True}
+    first, second = two_ranks.run_until_death(job, rank, {"kill_at": call})
+    dead, other = (first, second) if rank == 0 else (second, first)
+    assert (dead.code, other.code) == (-signal.SIGKILL, EXIT_PEER_LOST), other.stderr[-3000:]
+    assert first.of("result") == [], "the end of the other one is no failure of its own"
+    for folder in first.folder.glob("checkpoint-*"):
+        assert verify(folder, hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()) == []
+    reported = [record["step"] for record in first.of("checkpoint")]
+    assert reported == [2]
+    again = make_job(
+        tmp_path, models(0.0), data, data_format=data_format, attempt=2, resume_from=first.checkpoint(2), **_SAVES
+    )
+    rest = two_ranks.run(again | {"sharded": True})
+    assert rest.steps == {step: done for step, done in undisturbed.steps.items() if step > 2}
+    assert weights(rest) == weights(undisturbed)
 
 
 def test_a_stop_in_an_evaluation_ends_it_on_both_devices(

@@ -76,7 +76,10 @@ def follow(course: Any) -> None:
 
 def _leave_half(name: str, arguments: tuple[Any, ...]) -> None:
     """A write that was cut off leaves a part; the other calls have happened or not."""
-    if name in ("save_file", "save"):
+    if name in ("save_file", "save") and isinstance(arguments[1], str | Path):
         Path(arguments[1]).write_text("half")
+    elif name == "save":  # to an open file, as torch.distributed.checkpoint does
+        arguments[1].write(b"half")
+        arguments[1].flush()
     elif name == "write_bytes":
         Path(arguments[0]).write_text("half")

@@ -1,8 +1,10 @@
 """Runs of the training process on two devices, without a supervisor."""
 
+import json
 import os
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +15,7 @@ from worker.wire.rank_place import RankPlace
 
 _SAID = {"stdout": "stdout-1", "stderr": "stderr-1"}
 """Files of the second process."""
+_MOST_SECONDS = 30
 
 
 class TwoRanks:
@@ -50,6 +53,20 @@ class TwoRanks:
             _kill(other)
             self.second.wait()
         return outcome
+
+    def run_until_death(self, job: dict[str, Any], rank: int, disk: dict[str, Any]) -> tuple[Outcome, Outcome]:
+        """Run a job in which one of the two is killed, as `disk` of `troubles` says; return what both reported.
+
+        The other one must end by itself, without a supervisor that kills it.
+        """
+        limits = [{"disk": json.dumps(disk)} if rank == one else {} for one in (0, 1)]
+        with self._started(job, limits[1], **limits[0]) as processes:
+            too_long = threading.Timer(_MOST_SECONDS, _kill, [processes[1 - rank]])
+            too_long.start()
+            second = self.second.wait()
+            first = self.first.wait()
+            too_long.cancel()
+        return first, second
 
     @contextmanager
     def _started(
