@@ -441,11 +441,16 @@ class TestEveryPage:
     @pytest.mark.parametrize(
         "options",
         [
-            {"viewport": {"width": 1440, "height": 900}, "color_scheme": "light"},
-            {"viewport": {"width": 1440, "height": 900}, "color_scheme": "dark"},
-            {"viewport": {"width": 390, "height": 844}, "color_scheme": "light", "has_touch": True},
+            pytest.param(
+                {"viewport": {"width": 1440, "height": 900}, "color_scheme": "light"},
+                id="light",
+                marks=pytest.mark.full,
+            ),
+            pytest.param({"viewport": {"width": 1440, "height": 900}, "color_scheme": "dark"}, id="dark"),
+            pytest.param(
+                {"viewport": {"width": 390, "height": 844}, "color_scheme": "light", "has_touch": True}, id="on a phone"
+            ),
         ],
-        ids=["light", "dark", "on a phone"],
     )
     def test_is_accessible_and_fits_its_window(
         self, chromium: Browser, shared_api: ApiServer, addresses: list[str], options: dict[str, Any]

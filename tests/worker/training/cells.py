@@ -1,7 +1,7 @@
 """The resume matrix: each method, with each adapter, interrupted at each kind of place, in each difficulty.
 
-`make resume-matrix` runs all of it and prints the table, `make resume-matrix ARGS=dpo` the cells of these objectives;
-the suite runs a part.
+`make resume-matrix` runs all of it and prints the table, `make resume-matrix ARGS=dpo` the cells of these objectives,
+`ARGS=devices` those on two devices; the suite runs a part.
 """
 
 import sys
@@ -22,6 +22,7 @@ from tests.worker.training.tiny import (
     make_rated,
     make_tiny_model,
 )
+from tests.worker.training.two_ranks import TwoRanks
 
 STEPS = 6
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -53,9 +54,18 @@ class Cell:
     objective: str
     adapter: str
     difficulty: str
+    devices: str = "one"
+    """`one` device, `two`, or two that `share` the model."""
 
     def __str__(self) -> str:
-        return f"{self.objective}-{self.adapter}-{self.difficulty}"
+        devices = "" if self.devices == "one" else f"-{self.devices}"
+        return f"{self.objective}-{self.adapter}-{self.difficulty}{devices}"
+
+    @property
+    def can_be_shared(self) -> bool:
+        """True if the model of the run can be divided."""
+        is_whole = self.objective in ("grpo", "rloo") or (self.objective == "reward" and self.adapter != "full")
+        return not is_whole and self.adapter != "8bit" and (self.objective == "sft" or self.adapter != "full")
 
 
 def cells() -> Iterator[Cell]:
@@ -65,13 +75,21 @@ def cells() -> Iterator[Cell]:
             for difficulty in DIFFICULTIES:
                 if difficulty != "packing" or objective == "sft":
                     yield Cell(objective, adapter, difficulty)
+    for objective in OBJECTIVES:
+        for adapter in ADAPTERS:
+            for difficulty in ("remainder", "dropout"):
+                for devices in ("two", "share"):
+                    cell = Cell(objective, adapter, difficulty, devices)
+                    if devices == "two" or cell.can_be_shared:
+                        yield cell
 
 
 class Lab:
     """Models and data of the matrix, and a warm process to run on them."""
 
-    def __init__(self, folder: Path, forks: Forks) -> None:
-        self.folder, self.forks = folder, forks
+    def __init__(self, folder: Path, forks: Forks, two_ranks: TwoRanks | None = None) -> None:
+        """Make models and data; cells on two devices need `two_ranks`."""
+        self.folder, self.forks, self.two_ranks = folder, forks, two_ranks
         self._models = {rate: make_tiny_model(folder / f"model-{rate}", dropout=rate) for rate in (0.0, 0.1)}
         self._data = {
             "chat": make_chat_dataset(folder / "chats.jsonl", 20),
@@ -133,6 +151,8 @@ class Lab:
             config |= {"batch_size": 4, "gradient_accumulation_steps": 2}
             length = {"type": "length", "min": 4, "max": 8, "unit": "characters", "slack": 30}
             config["rlhf"] = {**objective, "num_generations": 4, "max_completion_length": 8, "rewards": [length]}
+        if cell.devices != "one":
+            config["batch_size"] //= 2
         if has_dropout and cell.adapter != "full":
             config["lora_dropout"] = 0.1
         if is_packed:
@@ -147,7 +167,10 @@ class Lab:
         model = self._models[0.1 if has_dropout else 0.0]
         job = make_job(folder, model, data, data_format=kind, attempt=attempt, resume_from=resume_from, **config)
         job.setdefault("reward_models", [])
-        return self.forks.run(job)
+        if cell.devices == "one":
+            return self.forks.run(job)
+        assert self.two_ranks is not None
+        return self.two_ranks.run(job | {"sharded": cell.devices == "share"})
 
 
 def _epoch(outcome: Outcome, step: int) -> float:
@@ -155,19 +178,28 @@ def _epoch(outcome: Outcome, step: int) -> float:
     return float(record["epoch"])
 
 
+def _row(cell: Cell) -> str:
+    return f"| {cell.objective} | {cell.adapter} | {cell.difficulty} | {cell.devices} |"
+
+
 def main() -> int:
     """Run the matrix and print it; the exit code is 1 where a cell is neither exact nor says why not."""
-    chosen = [cell for cell in cells() if not sys.argv[1:] or cell.objective in sys.argv[1:]]
+    asked = sys.argv[1:]
+    chosen = [
+        cell
+        for cell in cells()
+        if not asked or cell.objective in asked or ("devices" in asked and cell.devices != "one")
+    ]
     wrong = approximate = 0
-    print("| objective | adapter | difficulty | " + " | ".join(PLACES) + " |")
-    print("|---|---|---|" + "---|" * len(PLACES))
+    print("| objective | adapter | difficulty | devices | " + " | ".join(PLACES) + " |")
+    print("|---|---|---|---|" + "---|" * len(PLACES))
     with tempfile.TemporaryDirectory() as folder:
-        forks = Forks()
-        lab = Lab(Path(folder), forks)
+        forks, other = Forks(), Forks()
+        lab = Lab(Path(folder), forks, TwoRanks(forks, other))
         for cell in chosen:
             whole = lab.undisturbed(cell)
             if whole.result["outcome"] != "completed":
-                print(f"| {cell.objective} | {cell.adapter} | {cell.difficulty} | {whole.result['error']} |")
+                print(f"{_row(cell)} {whole.result['error']} |")
                 wrong += 1
                 continue
             reported = []
@@ -178,10 +210,9 @@ def main() -> int:
                 wrong += bool(found) and not reasons
                 approximate += bool(reasons)
                 reported.append("exact" if not found else ", ".join(found))
-            print(
-                f"| {cell.objective} | {cell.adapter} | {cell.difficulty} | " + " | ".join(reported) + " |", flush=True
-            )
+            print(f"{_row(cell)} " + " | ".join(reported) + " |", flush=True)
         forks.close()
+        other.close()
     count = len(chosen) * len(PLACES)
     print(
         f"\n{count} cells: {count - wrong - approximate} exact, {approximate} approximate with a reason, {wrong} wrong"

@@ -68,7 +68,7 @@ def main_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
         ("lora", {"lora_r": 4, "lora_dropout": 0.1}),
         ("dpo", {"lora_r": 4}),
         pytest.param("dpo", {"lora_r": None}, marks=pytest.mark.full),
-        ("kto", {"lora_r": 4}),
+        pytest.param("kto", {"lora_r": 4}, marks=pytest.mark.full),
         ("reward", {"lora_r": 4}),
     ],
 )

@@ -119,7 +119,10 @@ def rewarded(outcome: Outcome, rank: int) -> list[tuple[int, list[int]]]:
 
 @pytest.mark.parametrize(
     ("algorithm", "config"),
-    [("grpo", {"lora_r": None}), ("rloo", {"lora_r": None, "max_eval_rows": 1, "extra": {"eval_batch_size": 2}})],
+    [
+        pytest.param("grpo", {"lora_r": None}, marks=pytest.mark.full),
+        ("rloo", {"lora_r": None, "max_eval_rows": 1, "extra": {"eval_batch_size": 2}}),
+    ],
 )
 def test_a_step_takes_the_prompts_of_one_device_with_twice_the_batch(
     train: Train, tmp_path: Path, algorithm: str, config: dict[str, Any]
