@@ -61,6 +61,8 @@ class AsyncWriter:
                 pass
             except Exception as error:
                 self._failure = classify(error)
+                if self._failure is not error:
+                    self._failure.__cause__ = error  # the end of another rank is no failure of this one
 
         self._began, self._step = time.monotonic(), step
         self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)

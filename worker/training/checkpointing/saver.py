@@ -65,6 +65,8 @@ def save(trainer: ServiceTrainer) -> bool:
     except Exception as error:
         failure = classify(error)
         if failure.code != "disk_full" or during_training or run.save_kind == "final":
+            if failure is error:
+                raise
             raise failure from error
         saving.leave_out(trainer, failure.message)
     return waits

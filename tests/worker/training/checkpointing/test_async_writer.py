@@ -26,6 +26,7 @@ from worker.training.checkpointing.pinned_memory import InsufficientHostMemory, 
 from worker.training.checkpointing.saver import CheckpointSaver
 from worker.training.checkpointing.snapshot import Snapshot
 from worker.training.failures import TrainingFailure
+from worker.training.ranks import is_peer_lost
 from worker.wire.heartbeat import no_heartbeat
 from worker.wire.journal import read_journal
 
@@ -153,6 +154,16 @@ class TestInFlight:
             in_flight.wait(no_heartbeat)
         assert failed.value.code == "disk_full"
         in_flight.check()
+
+    def test_the_end_of_another_rank_stays_recognizable(self) -> None:
+        def fail(_: Any) -> None:
+            raise RuntimeError("Connection closed by peer [127.0.0.1]:5000")
+
+        in_flight = AsyncWriter(never_short)
+        in_flight.begin(fail)
+        with pytest.raises(TrainingFailure) as failed:
+            in_flight.wait(no_heartbeat)
+        assert is_peer_lost(failed.value)
 
     def test_a_failure_of_the_loop_comes_first_and_leaves_nothing_being_written(self) -> None:
         written: list[int] = []
