@@ -146,7 +146,9 @@ async def _subject(session: AsyncSession, settings: Settings, storage: Storage, 
         why = f"is that of run {run.id}, which has trained these weights; leave it out: only {allowed} can be set"
         raise invalid([_of_config(name, "not_changeable", why) for name in refused])
     given = set(run.user_set_fields) - _UNUSED
-    return _Subject(_merged(without_defaults(run.config, given), request.config), run, checkpoint)
+    config = without_defaults(run.config, given)
+    config.pop("optim", None)  # whether its state can be divided does not matter
+    return _Subject(_merged(config, request.config), run, checkpoint)
 
 
 async def _check_output(settings: Settings, storage: Storage, run: Run) -> None:

@@ -23,6 +23,8 @@ from worker.wire.rank_place import RankPlace
 
 _NEVER = timedelta(days=7)
 """Time-out of collective operations: the supervisor ends a run whose ranks are all silent."""
+_FIRST_POLL_SECONDS = 0.005
+"""Pause of a wait at first; it grows to `_POLL_SECONDS`, so that a short wait ends soon."""
 _POLL_SECONDS = 0.1
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 _ALONE = {"num_processes": 1, "process_index": 0, "local_process_index": 0, "distributed_type": DistributedType.NO}
@@ -112,9 +114,11 @@ class Ranks:
 
     def wait_for_flag(self, name: str, alive: HeartbeatCallback) -> None:
         """Wait until rank 0 has set a flag, for however long its work takes."""
+        pause = _FIRST_POLL_SECONDS
         while not self.has_flag(name):
             alive()
-            time.sleep(_POLL_SECONDS)
+            time.sleep(pause)
+            pause = min(1.2 * pause, _POLL_SECONDS)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

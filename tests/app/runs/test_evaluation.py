@@ -108,7 +108,9 @@ class TestRequest:
         add_worker(engine, devices=2, backends=["celery"])
         for sharding, sharded in (("auto", False), ("none", False), ("full", True)):
             resources = {"devices": 2, "sharding": sharding}
-            assert evaluate(api, run_id, dataset, resources=resources).json()["requirements"]["sharded"] is sharded
+            answer = evaluate(api, run_id, dataset, resources=resources)
+            assert answer.status_code == 202, answer.text
+            assert answer.json()["requirements"]["sharded"] is sharded
         own, _ = trained(api, engine, dataset, modules_to_save=["lm_head"])
         answer = evaluate(api, own, dataset, resources={"devices": 2, "sharding": "full"})
         (error,) = answer.json()["errors"]
