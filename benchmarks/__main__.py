@@ -22,7 +22,7 @@ BENCHMARKS = {
     "C11": "benchmarks.c11_checkpoint",
     "C12": "benchmarks.c12_dashboard",
     "C13": "benchmarks.c13_queue",
-    "C14": "benchmarks.c14_devices",
+    "C15": "benchmarks.c15_devices",
 }
 SCALED = {"C1", "C3", "C4", "C6", "C9", "C12", "C13"}
 """Benchmarks that have a small size."""

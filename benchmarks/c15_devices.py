@@ -1,4 +1,4 @@
-"""C14: two devices against one: time to the first optimizer step, and time of a stop with a checkpoint.
+"""C15: two devices against one: time to the first optimizer step, and time of a stop with a checkpoint.
 
 A worker with two CPU slots and a warm zygote trains the same LoRA of a random 2-layer Llama on one and on two devices,
 in turns. The first step is timed from before the request until the trainer writes it to the journal (both on
@@ -37,9 +37,9 @@ def main() -> bool:
     ratio = statistics.median(two / one for one, two in zip(first[1], first[2], strict=True))
     for what, times in (("first step", first), ("stop", stops)):
         for devices, took in times.items():
-            print(f"C14 {what:10s} on {devices} device(s)  median {statistics.median(took):5.2f} s  "
+            print(f"C15 {what:10s} on {devices} device(s)  median {statistics.median(took):5.2f} s  "
                   f"min {min(took):5.2f}  max {max(took):5.2f}")  # fmt: skip
-    print(f"C14 two devices take {ratio:.2f} times as long to the first step")
+    print(f"C15 two devices take {ratio:.2f} times as long to the first step")
     return ratio <= 1.5 and statistics.median(stops[2]) <= 1.0
 
 
