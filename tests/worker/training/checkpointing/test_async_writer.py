@@ -55,7 +55,11 @@ def never_short(_: int | None, why: str) -> None:
 
 class TestWhileTrainingGoesOn:
     @pytest.mark.parametrize(
-        "method", [{}, {"method": "qlora", "lora_r": 4, "optim": "adamw_8bit"}], ids=["full", "qlora"]
+        "method",
+        [
+            pytest.param({}, id="full"),
+            pytest.param({"method": "qlora", "lora_r": 4, "optim": "adamw_8bit"}, id="qlora", marks=pytest.mark.full),
+        ],
     )
     def test_a_checkpoint_on_a_slow_disk_holds_the_moment_of_its_step(
         self, method: dict[str, Any], forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path

@@ -18,7 +18,7 @@ def computes_reference(outcome: Outcome) -> bool:
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell("sft", "full", "epochs"),
+        pytest.param(Cell("sft", "full", "epochs"), marks=pytest.mark.full),
         Cell("dpo", "qlora", "dropout"),
         pytest.param(Cell("kto", "lora", "evaluation"), marks=pytest.mark.full),
         Cell("grpo", "full", "dropout"),

@@ -100,7 +100,7 @@ class TestFacts:
         assert all("mfu" not in record["extra"] for record in done.of("metric"))
         assert "FLOPs per trained token" in (done.output / "README.md").read_text()
 
-    @pytest.mark.parametrize("packing", [False, True])
+    @pytest.mark.parametrize("packing", [pytest.param(False, marks=pytest.mark.full), True])
     def test_mfu_follows_from_the_facts_and_the_time(
         self, packing: bool, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
@@ -111,7 +111,9 @@ class TestFacts:
             about = facts["flops_per_token"] * record["extra"]["tokens_per_second"] / 1e9
             assert mfu == pytest.approx(about, rel=0.1)
 
-    @pytest.mark.parametrize("method", ["dpo", "reward", "rlhf"])
+    @pytest.mark.parametrize(
+        "method", ["dpo", *(pytest.param(one, marks=pytest.mark.full) for one in ("reward", "rlhf"))]
+    )
     def test_every_method_has_them(self, method: str, forks: Forks, tiny_model: Path, tmp_path: Path) -> None:
         rows = make_prompts(tmp_path / "r", 16) if method == "rlhf" else make_pairs(tmp_path / "r", 16)
         config: dict[str, Any] = COMMON | {
@@ -257,7 +259,9 @@ class TestDistributions:
             assert reported["mean"] is None and reported["std"] is None
             assert reported["count"] == len(numbers)
 
-    @pytest.mark.parametrize("method", METHODS)
+    @pytest.mark.parametrize(
+        "method", [one if one == "qlora" else pytest.param(one, marks=pytest.mark.full) for one in METHODS]
+    )
     def test_a_run_with_everything_reported_is_the_same_to_the_last_bit_and_resumes_with_it(
         self, method: str, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:

@@ -161,7 +161,7 @@ def test_a_base_model_is_evaluated_as_it_is_on_the_first_rows(
     assert trained.of("eval")[0]["metrics"]["eval_loss"] == found(few)["eval_loss"]
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_completions_of_prompts_are_rewarded(
     devices: int, forks: Forks, two_ranks: TwoRanks, tiny_model: Path, tmp_path: Path
 ) -> None:

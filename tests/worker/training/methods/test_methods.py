@@ -74,7 +74,9 @@ def test_a_method_learns_and_its_output_loads_with_plain_libraries_and_generates
     assert [path.name for path in done.folder.iterdir() if path.name.startswith(".")] == []
 
 
-@pytest.mark.parametrize("method", TRAINING_METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(one, marks=pytest.mark.full) if one in ("sft", "full") else one for one in TRAINING_METHODS]
+)
 def test_the_specified_dictionary_trains_with_every_method(
     method: str, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:
@@ -94,7 +96,7 @@ def test_the_specified_dictionary_trains_with_every_method(
     assert reported["effective"]["gradient_checkpointing"] is True
 
 
-@pytest.mark.parametrize("asked", [None, 100])
+@pytest.mark.parametrize("asked", [None, pytest.param(100, marks=pytest.mark.full)])
 def test_the_effective_length_is_the_one_in_use(
     asked: int | None, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:
