@@ -98,7 +98,7 @@ def wanted_in(number: int) -> str | None:
     """Return the kind of training run that is created in a round, beside those of the clients."""
     if number % 20 == 1:
         return "qlora"
-    return {3: "gang", 8: "divided"}.get(number % 10)
+    return {8: "gang", 0: "divided"}.get(number % 10)
 
 
 def body(plan: Plan, datasets: dict[str, str], priority: int = 0) -> dict[str, Any]:
