@@ -96,6 +96,7 @@ class Lab:
             "packed": make_chat_dataset(folder / "many.jsonl", 44),
             "preference": make_pairs(folder / "pairs.jsonl", 20),
             "rated": make_rated(folder / "rated.jsonl", 20),
+            "more rated": make_rated(folder / "more.jsonl", 40),
             "prompt": make_prompts(folder / "prompts.jsonl", 9),
         }
 
@@ -151,7 +152,8 @@ class Lab:
             config |= {"batch_size": 4, "gradient_accumulation_steps": 2}
             length = {"type": "length", "min": 4, "max": 8, "unit": "characters", "slack": 30}
             config["rlhf"] = {**objective, "num_generations": 4, "max_completion_length": 8, "rewards": [length]}
-        if cell.devices != "one":
+        compares_rows = cell.objective == "kto"  # so that no device can have a single one
+        if cell.devices != "one" and not compares_rows:
             config["batch_size"] //= 2
         if has_dropout and cell.adapter != "full":
             config["lora_dropout"] = 0.1
@@ -164,6 +166,8 @@ class Lab:
             if config["method"] != "reward":
                 config |= {"sample_steps": 1, "sample_prompts": ["what is row 3"], "sample_max_new_tokens": 4}
         data = self._data["packed" if is_packed else kind]
+        if cell.devices != "one" and compares_rows:
+            data = self._data["more rated"]
         model = self._models[0.1 if has_dropout else 0.0]
         job = make_job(folder, model, data, data_format=kind, attempt=attempt, resume_from=resume_from, **config)
         job.setdefault("reward_models", [])
