@@ -123,7 +123,10 @@ async def _requirements(
     sharded = False
     if rules.loads_model:
         data = await estimates.data_of(session, request.dataset_id)
-        subject = estimates.Subject(config, given, request.backend, data, devices=request.resources.devices)
+        asked = request.resources
+        subject = estimates.Subject(
+            config, given, request.backend, data, devices=asked.devices, sequence_parallel=asked.sequence_parallel
+        )
         subject = await estimates.with_sharding(session, settings, storage, subject, request.resources)
         least, sharded = await estimates.least_memory_of(session, settings, storage, subject), subject.sharded
     return requirements(rules, config, given, request.resources, least, sharded=sharded)

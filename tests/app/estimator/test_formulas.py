@@ -1,6 +1,6 @@
 """Figures of estimates by formula alone: no database, no model, no training."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +18,7 @@ from app.estimator import architecture, memory_planner
 from app.estimator.activations import Precision, activations
 from app.estimator.architecture import Architecture, UnknownArchitecture
 from app.estimator.flops import uncounted_parts, work
+from app.estimator.forward_pass import Batch
 from app.estimator.memory import Components, memory
 from app.estimator.parameters import CannotTrain, total, trained
 from app.estimator.steps import Data, attention_of, plan
@@ -415,3 +416,24 @@ def test_each_of_four_devices_has_a_quarter_of_what_is_divided(method: str) -> N
     assert part.peak < whole.peak
     loaded = whole.components.weights + whole.components.quantization_constants + whole.components.context
     assert method != "qlora" or part.peak >= loaded, "a 4-bit model is divided once it is on the device"
+
+
+@pytest.mark.parametrize("method", ["full", "qlora"])
+@pytest.mark.parametrize("checkpointing", ["off", "full"])
+def test_each_of_four_devices_that_share_sequences_has_a_quarter_of_the_activations(
+    method: str, checkpointing: Any
+) -> None:
+    config, model = effective(method=method, max_seq_length=8192, optim="adamw_torch"), architecture.read(LLAMA)
+    batch = Batch(1, 8192)
+
+    def on(parts: int) -> Any:
+        shared = replace(batch, parts=parts)
+        return memory(model, config, Precision.of(config, "cuda"), shared, checkpointing, "sdpa")
+
+    whole, part = on(1), on(4)
+    for name in ("weights", "adapter", "gradients", "optimizer", "workspace"):
+        assert getattr(part.components, name) == getattr(whole.components, name), name
+    quarter = whole.components.activations / 4
+    # In addition, the output of attention before it is exchanged.
+    assert quarter <= part.components.activations < quarter * 1.15
+    assert part.peak < whole.peak

@@ -176,8 +176,8 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         # The batches are those of one process with the rows of all ranks; accelerate would give each rank batches of
         # its own, and fill the last ones with rows from the beginning of the epoch.
         collate, batch_size = self.data_collator, self._train_batch_size
-        self.data_collator = RankShareCollator(collate, ranks.rank, ranks.size)
-        self._train_batch_size = batch_size * ranks.size
+        self.data_collator = RankShareCollator(collate, ranks.share, ranks.shares)
+        self._train_batch_size = batch_size * ranks.shares
         try:
             with ranks.alone():
                 loader = super().get_train_dataloader()
@@ -191,7 +191,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
     ) -> Any:
         if model.training:
             # Tokens are counted on all ranks, whose batches have about as many pairs.
-            self.throughput.saw(flops.token_pairs(inputs) * self.run.ranks.size)
+            self.throughput.saw(self.token_pairs(inputs) * self.run.ranks.shares)
         is_uneven = model.training and self._share != 1
         with self._gathering_any_size() if is_uneven else nullcontext():
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -199,6 +199,10 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
             # The loss is the mean of the rows here, and gradients are the means of those of all ranks.
             loss = loss * self._share
         return loss
+
+    def token_pairs(self, inputs: Any) -> Any:
+        """Return the pairs of tokens of the sequences in a batch, as `flops.token_pairs` does."""
+        return flops.token_pairs(inputs)
 
     @contextmanager
     def _gathering_any_size(self) -> Iterator[None]:
@@ -321,7 +325,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
             decision.share(self)
             return {}
         except Exception as error:
-            if is_due or run.is_sharded:  # the other ranks may wait for this one
+            if is_due or run.forwards_together:  # the other ranks may wait for this one
                 raise
             self._metrics["eval"].clear()
             run.state.eval_pending = False
@@ -406,12 +410,12 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         if ranks.size == 1:
             return super().get_eval_dataloader(eval_dataset)
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
-        own: Sequence[int] = range(ranks.rank, len(rows), ranks.size)
+        own: Sequence[int] = range(ranks.share, len(rows), ranks.shares)
         if self.run.metric_factories and metric_functions.are_given_logits(self.run.method):
             own = range(len(rows) if ranks.is_first else 0)
         size = self.args.eval_batch_size
         self._eval_counted = math.ceil(len(own) / size)
-        if self.run.is_sharded and self._eval_counted < math.ceil(math.ceil(len(rows) / ranks.size) / size):
+        if self.run.forwards_together and self._eval_counted < math.ceil(math.ceil(len(rows) / ranks.shares) / size):
             own = [*own, 0]  # one more batch, as its batches are full
         with ranks.alone():
             return super().get_eval_dataloader(rows.select(own))
@@ -423,19 +427,19 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         self._eval_total = len(dataloader)
         self._eval_means = EvaluationMeans()
         try:
-            with ranks.alone(), self.run.stopping_together():
+            with ranks.alone(), self.run.stopping_together(self.run.forwards_together):
                 done = super().evaluation_loop(dataloader, *args, **options)
         except Stopped:
             stopped = True
         except Exception as problem:
-            if self.run.is_sharded:
+            if self.run.forwards_together:
                 raise  # the other ranks wait for a forward pass of this one
             error = problem
         if ranks.agree_on(error, stopped):
             raise Stopped
         if ranks.size > 1:
             self._eval_means.merge(ranks.gathered(self._eval_means.part(self._metrics["eval"])), self._metrics["eval"])
-            done = done._replace(num_samples=sum(ranks.gathered(done.num_samples)))
+            done = done._replace(num_samples=sum(ranks.gathered(done.num_samples)) // ranks.per_sequence)
         done.metrics["eval_loss"] = self._eval_means.loss
         self._eval_means.reduce(self._metrics["eval"])
         return done
@@ -453,7 +457,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         return found
 
     def _counts_batch(self) -> bool:
-        return not self.run.is_sharded or self._eval_batches <= self._eval_counted
+        return not self.run.forwards_together or self._eval_batches <= self._eval_counted
 
     def update_own_metrics(self, model: Any, inputs: Any) -> None:
         """Pass a batch of an evaluation to the metric functions; by default it has `input_ids` and `completion_mask`.
@@ -491,6 +495,11 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         self.run.state.callbacks = self.plugin_callbacks.states()
 
     # Sharding
+
+    def prepare(self) -> None:
+        """Make the loaded model ready for the first forward pass of all ranks."""
+        if self.run.is_sharded:
+            self.shard()
 
     def shard(self) -> None:
         """Divide the model among the ranks, with the weights of the checkpoint to resume from.
