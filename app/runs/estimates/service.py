@@ -84,7 +84,7 @@ class Subject:
     @property
     def shares(self) -> int:
         """Number of devices, or groups of them, that the rows of a step are divided among."""
-        return self.devices // self.sequence_parallel
+        return max(self.devices // self.sequence_parallel, 1)
 
 
 class _NoConfig(Exception):

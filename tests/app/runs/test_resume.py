@@ -300,3 +300,5 @@ def test_a_step_of_devices_that_share_sequences_keeps_its_rows(api: ApiServer, e
         assert child["requirements"]["sequence_parallel"] == parts == (resources or pairs).get("sequence_parallel", 1)
     (error,) = resume(api, parent, resources={"devices": 4}).json()["errors"]
     assert error["field"] == "resources.devices" and "on 1, 2, 3, 6 devices" in error["message"]
+    (error,) = resume(api, parent, resources={"devices": 2, "sequence_parallel": 4}).json()["errors"]
+    assert error["field"] == "resources.sequence_parallel" and "use one of 1, 2," in error["message"]
