@@ -75,7 +75,7 @@ def test_what_needs_whole_sequences_is_refused_together_with_what_does_not_divid
 
 def test_devices_that_share_sequences_need_less_memory_each(api: ApiServer, engine: Engine) -> None:
     dataset = make_dataset(engine)
-    more = {"max_seq_length": 65_536, "batch_size": 1, "on_out_of_memory": "stop"}
+    more = {"max_seq_length": 65_536, "batch_size": 1, "on_out_of_memory": "stop", "gradient_checkpointing": True}
     alone, shared = (make_run(api.client, **body(dataset, 4, parts, **more)) for parts in (1, 4))
     assert (alone["requirements"]["sequence_parallel"], shared["requirements"]["sequence_parallel"]) == (1, 4)
     needs = [run["requirements"]["estimated_mb"]["cuda"] for run in (alone, shared)]
