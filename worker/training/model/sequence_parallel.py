@@ -156,11 +156,11 @@ class SequenceParallel:
         )
 
     def _exchange(self, tensor: torch.Tensor, split: int, join: int) -> torch.Tensor:
-        exchanged: torch.Tensor = _Exchange.apply(tensor, self._group, self._count, split, join)  # type: ignore[no-untyped-call]
+        exchanged: torch.Tensor = _Exchange.apply(tensor, self._group, self._count, split, join)
         return exchanged
 
 
-class _Exchange(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):  # type: ignore[misc]
     """Sends part i of dimension `split` to rank i, and concatenates what is received in dimension `join`."""
 
     @staticmethod
