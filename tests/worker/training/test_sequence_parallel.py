@@ -151,6 +151,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2, "num_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     },
+    "falcon": {"num_attention_heads": 4, "num_hidden_layers": 2},
     "recurrent_gemma": {
         "num_attention_heads": 2, "num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 16,
         "block_types": ["recurrent", "recurrent", "attention"],
@@ -196,7 +197,8 @@ def test_models_of_other_families_train_as_on_one_device(
 @pytest.mark.parametrize(
     ("family", "more", "says"),
     [
-        ("recurrent_gemma", {}, "computes something else once a sequence is divided"),
+        ("falcon", {}, "computes something else once a sequence is divided"),
+        pytest.param("recurrent_gemma", {}, "pass a state from position to position", marks=FULL),
         pytest.param(
             "llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}, "has 3 heads", marks=FULL
         ),

@@ -192,7 +192,7 @@ class _SharedHeads:
 
 
 def _obstacle(model: Any, count: int) -> str | None:
-    """Return the reason, as a clause, why the attention of a model cannot be divided, as far as names tell."""
+    """Return a clause that says why the configuration of a model rules out the division; None if it does not."""
     config = model.config.get_text_config()
     kernel = model.config._attn_implementation
     heads = getattr(config, "num_attention_heads", None)
