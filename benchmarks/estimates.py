@@ -6,6 +6,7 @@ import tempfile
 import warnings
 import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -21,7 +22,9 @@ from app.estimator import architecture
 from app.estimator.activations import EVERY, Activations, Checkpointing, Precision, activations
 from app.estimator.architecture import Architecture
 from app.estimator.forward_pass import Attention, Batch
+from worker.training.data.sequence_share import WHOLE, SequenceShareCollator
 from worker.training.model.loader import lora_config
+from worker.training.model.sequence_parallel import SequenceParallel
 
 SIZES: dict[str, Any] = {
     "vocab_size": 517, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -118,8 +121,11 @@ class _Kept:
         self.tensor = tensor
 
 
-def measured(model: Any, cell: Cell) -> int:
-    """Return the bytes that torch keeps for the backward pass after the forward pass; counts each storage once."""
+def measured(model: Any, cell: Cell, divided: SequenceParallel | None = None) -> int:
+    """Return the bytes that torch keeps for the backward pass after the forward pass; counts each storage once.
+
+    With `divided`, they are those of the first of the devices that share each sequence.
+    """
     weights = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *model.buffers())}
     kept: list[weakref.ref[_Kept]] = []
 
@@ -139,11 +145,19 @@ def measured(model: Any, cell: Cell) -> int:
         mask = torch.ones_like(ids)
         mask[0, -3:] = 0
         more["attention_mask"] = mask
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids, **more}
+    over: AbstractContextManager[None] = nullcontext()
+    if divided is not None:
+        whole = inputs | {"rows": []}
+        inputs = SequenceShareCollator(lambda _: whole, 0, cell.batch.parts, 0)([])
+        over = divided.over(inputs.pop(WHOLE))
+        del inputs["labels"], inputs["rows"]
     with (
+        over,
         torch.autograd.graph.saved_tensors_hooks(pack, lambda one: getattr(one, "tensor", one)),
         torch.autocast("cpu", torch.bfloat16, enabled=cell.mixed),
     ):
-        output = model(input_ids=ids, labels=ids, fused_lm_head=True, **more)
+        output = model(**inputs, fused_lm_head=True)
     there = [one.tensor.untyped_storage() for reference in kept if (one := reference()) is not None]
     assert output.loss.requires_grad
     return sum({one.data_ptr(): one.nbytes() for one in there}.values())

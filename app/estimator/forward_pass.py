@@ -1,5 +1,6 @@
 """Forward pass of a decoder on a tape: records the tensors that a training step keeps, by model family."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -21,16 +22,27 @@ class Batch:
     """True if an attention mask is passed: a sequence is padded, or several documents share one."""
     positions_each: bool = False
     """True if each sequence has its own position ids."""
+    parts: int = 1
+    """Number of devices that share each sequence."""
+
+    @property
+    def part(self) -> int:
+        """Number of tokens of each sequence on a device."""
+        return -(-self.length // self.parts)
 
     @property
     def tokens(self) -> int:
-        """Number of tokens, padding included."""
-        return self.sequences * self.length
+        """Number of tokens on a device, padding included."""
+        return self.sequences * self.part
 
     @property
     def pairs(self) -> int:
         """Number of token pairs in the attention mask."""
         return self.sequences * self.length**2
+
+    def scores(self, heads: int) -> int:
+        """Return the number of attention scores on a device, which has all pairs for its part of the heads."""
+        return self.pairs * heads // self.parts
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,7 @@ class Forward:
     def __init__(self, model: Architecture, batch: Batch, attention: Attention, loaded: Loaded, tape: Tape) -> None:
         self._model, self._batch, self._attention = model, batch, attention
         self._loaded, self.tape = loaded, tape
-        tokens = batch.tokens if batch.positions_each else batch.length
+        tokens = batch.tokens if batch.positions_each else batch.part
         width = round(model.head_width * model.rotary_part)
         turn = tokens * width, loaded.hidden_bytes, False
         self._rotary = Value(*turn), Value(*turn)
@@ -115,11 +127,19 @@ class Forward:
             query, key = self._rotate(query), self._rotate(key)
         # Two products per pair of tokens, regardless of whether the kernel skips the causal half.
         grad = query.grad or key.grad or states.grad
-        tape, operations = self.tape, 4 * self._batch.pairs * model.heads * model.head_width
+        tape, operations = self.tape, 4 * self._batch.scores(model.heads) * model.head_width
         tape.multiplied(operations, grad, grad)
         kernel = self._eager if self._attention == "eager" else self._fused
         out = next(name for name in ("attn.c_proj", "self_attn.dense", "self_attn.o_proj") if name in parts)
-        return self._linear(parts, out, kernel(query, key, states))
+        if self._batch.parts > 1:
+            # Copies that the devices have exchanged; each needs heads of keys and values.
+            repeats = math.lcm(model.kv_heads, self._batch.parts) // model.kv_heads
+            query = tape.made(query.elements, query.bytes, query)
+            key, states = (tape.made(one.elements * repeats, one.bytes, one) for one in (key, states))
+        result = kernel(query, key, states)
+        if self._batch.parts > 1:
+            result = tape.made(result.elements, result.bytes, result)
+        return self._linear(parts, out, result)
 
     def _rotate(self, value: Value) -> Value:
         if value.grad:
@@ -153,7 +173,7 @@ class Forward:
 
     def _unfused(self, query: Value, key: Value, states: Value) -> Value:
         """Apply attention with dropout on a CPU, which has no fused kernel for it: each operation separately."""
-        tape, pairs = self.tape, self._batch.sequences * self._batch.length**2 * self._model.heads
+        tape, pairs = self.tape, self._batch.scores(self._model.heads)
         key, states = self._repeated(key), self._repeated(states)
         scores = tape.made(pairs, query.bytes, query, key)
         if scores.grad:
@@ -167,7 +187,7 @@ class Forward:
         return tape.made(query.elements, query.bytes, shares, states)
 
     def _eager(self, query: Value, key: Value, states: Value) -> Value:
-        tape, pairs = self.tape, self._batch.sequences * self._batch.length**2 * self._model.heads
+        tape, pairs = self.tape, self._batch.scores(self._model.heads)
         key, states = self._repeated(key), self._repeated(states)
         if tape.autocast:
             query, key, states = (tape.cast(one, 2) for one in (query, key, states))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -114,9 +114,13 @@ class MemoryAdvice:
         length: int,
         rows: int | None,
         shards: int = 1,
+        parts: int = 1,
     ) -> None:
-        """Prepare the changes; `length` and `rows` have the meaning that they have in `micro_batch`."""
-        self._shards = shards
+        """Prepare the changes; `length` and `rows` have the meaning that they have in `micro_batch`.
+
+        `parts` is the number of devices that share each sequence.
+        """
+        self._shards, self._parts = shards, parts
         self._model, self._config, self._precision = model, config, precision
         self._length, self._rows = length, rows
         self._known: list[tuple[str, Needs]] = []
@@ -140,7 +144,7 @@ class MemoryAdvice:
         model, config, precision = self._model, self._config, self._precision
         for text, changed in _changes(config):
             loaded = Precision.of(changed, precision.device)
-            batch = micro_batch(model, changed, self._length, self._rows)
+            batch = replace(micro_batch(model, changed, self._length, self._rows), parts=self._parts)
             yield text, memory_of_choices(model, changed, loaded, batch, self._shards)
         size, steps = _smallest_batch(config)
         single = {"batch_size": size, "gradient_accumulation_steps": steps, "gradient_checkpointing": "auto"}
@@ -150,7 +154,7 @@ class MemoryAdvice:
         while shorter >= least:
             changed = config.model_copy(update={**single, "max_seq_length": shorter})
             text = f"`batch_size` {size}, `gradient_accumulation_steps` {steps} and `max_seq_length` {shorter}"
-            batch = micro_batch(model, changed, shorter, rows)
+            batch = replace(micro_batch(model, changed, shorter, rows), parts=self._parts)
             yield text, memory_of_choices(model, changed, precision, batch, self._shards)
             shorter //= 2
 

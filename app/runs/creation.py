@@ -123,8 +123,11 @@ async def _requirements(
     sharded = False
     if rules.loads_model:
         data = await estimates.data_of(session, request.dataset_id)
-        subject = estimates.Subject(config, found.given, request.backend, data, devices=found.resources.devices)
-        subject = await estimates.with_sharding(session, settings, storage, subject, found.resources)
+        asked = found.resources
+        subject = estimates.Subject(
+            config, found.given, request.backend, data, devices=asked.devices, sequence_parallel=asked.sequence_parallel
+        )
+        subject = await estimates.with_sharding(session, settings, storage, subject, asked)
         least, sharded = await estimates.least_memory_of(session, settings, storage, subject), subject.sharded
     return requirements(rules, config, found.given, found.resources, least, sharded=sharded)
 

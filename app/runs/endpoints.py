@@ -95,9 +95,12 @@ async def _subject(
         message = f"backend `{body.backend}` loads no model, so there is nothing to measure; omit `probe`"
         raise invalid([FieldError(field="probe", code="not_supported", message=message)])
     data = await estimates.data_of(session, body.dataset_id)
-    devices = found.resources.devices
-    subject = estimates.Subject(found.config, found.given, body.backend, data, rules.loads_model, devices)
-    subject = await estimates.with_sharding(session, settings, storage, subject, found.resources)
+    asked = found.resources
+    subject = estimates.Subject(
+        found.config, found.given, body.backend, data, rules.loads_model, asked.devices,
+        sequence_parallel=asked.sequence_parallel,
+    )  # fmt: skip
+    subject = await estimates.with_sharding(session, settings, storage, subject, asked)
     if body.probe and subject.sharded:
         message = "has the whole model on one device, and the model of this run is divided among several; omit `probe`"
         raise invalid([FieldError(field="probe", code="not_supported", message=message)])

@@ -78,7 +78,7 @@ async def export(
         "config": config.model_dump(mode="json"),
         "user_set_fields": sorted(given),
         "base_run_id": source.base_run_id,
-        "resources": {**source.resources, "devices": 1},
+        "resources": {**source.resources, "devices": 1, "sequence_parallel": 1},
         "requirements": _requirements(source, config),
         "priority": source.priority,
         "max_restarts": source.max_restarts,
@@ -94,5 +94,9 @@ async def export(
 
 def _requirements(source: Run, config: TrainingConfig) -> dict[str, Any]:
     """Return the requirements of the run that was trained, with what the export writes."""
-    kept = {name: value for name, value in source.requirements.items() if name not in ("gguf", "sharded")}
+    kept = {
+        name: value
+        for name, value in source.requirements.items()
+        if name not in ("gguf", "sharded", "sequence_parallel")
+    }
     return kept if config.gguf is None else {**kept, "gguf": True}

@@ -38,6 +38,7 @@ from app.runs.validation.request import (
     sharding_problems,
 )
 from app.runs.validation.result import validation_failed
+from app.runs.validation.sequence_parallel import sequence_parallel_problems
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
 
@@ -84,8 +85,11 @@ async def resume(
     fixed = given if checkpoint is None else sorted({*given, "optim"})
     if rules.loads_model:
         data = await estimates.data_of(session, parent.dataset_id)
-        subject = estimates.Subject(config, given, parent.backend, data, devices=resources.devices)
-        if (resources.devices, resources.sharding) != (before.devices, before.sharding):  # else it is decided
+        subject = estimates.Subject(
+            config, given, parent.backend, data, devices=resources.devices,
+            sequence_parallel=resources.sequence_parallel,
+        )  # fmt: skip
+        if _division(resources) != _division(before):  # else it is decided
             decided = replace(subject, given=fixed)
             sharded = (await estimates.with_sharding(session, settings, storage, decided, resources)).sharded
         subject = replace(subject, sharded=sharded)
@@ -93,10 +97,11 @@ async def resume(
     wrong += resource_problems(rules, config, given, resources)
     wrong += sharding_problems(config, fixed, resources)
     wrong += await device_problems(session, settings, rules, config, resources)
+    wrong += await sequence_parallel_problems(session, settings, storage, config, resources)
     if wrong:
         raise validation_failed(wrong)
-    if checkpoint is not None and resources.devices != parent.devices_needed:
-        config = _with_the_same_step(parent, config, resources.devices)
+    if checkpoint is not None and _shares(resources) != _shares(before):
+        config = _with_the_same_step(parent, config, before, resources)
     values = {
         "id": new_id("run"),
         "experiment_id": parent.experiment_id,
@@ -131,22 +136,33 @@ def _with_the_same_optimizer(config: TrainingConfig, given: list[str]) -> tuple[
     return config.model_copy(update={"optim": used}), sorted({*given, "optim"})
 
 
-def _with_the_same_step(parent: Run, config: TrainingConfig, devices: int) -> TrainingConfig:
+def _division(resources: Resources) -> tuple[int, str, int]:
+    return resources.devices, resources.sharding, resources.sequence_parallel
+
+
+def _shares(resources: Resources) -> int:
+    """Return the number of devices, or groups of them, that the rows of a step are divided among."""
+    return resources.devices // resources.sequence_parallel
+
+
+def _with_the_same_step(parent: Run, config: TrainingConfig, was: Resources, resources: Resources) -> TrainingConfig:
     """Return the configuration with which a step on these devices has as many rows as before the checkpoint.
 
     Otherwise rows would be skipped, or trained twice.
     """
-    before = parent.config["batch_size"] * parent.config["gradient_accumulation_steps"] * parent.devices_needed
+    before = parent.config["batch_size"] * parent.config["gradient_accumulation_steps"] * _shares(was)
+    shares = _shares(resources)
     # Each device generates whole groups of completions.
     group = 1 if config.generation is None else config.generation.num_generations
     at_once = math.lcm(config.batch_size, group)
-    if before % (at_once * devices) == 0:
-        return config.model_copy(update={"gradient_accumulation_steps": before // (config.batch_size * devices)})
-    fitting = [number for number in range(1, before + 1) if before % (at_once * number) == 0]
+    if before % (at_once * shares) == 0:
+        return config.model_copy(update={"gradient_accumulation_steps": before // (config.batch_size * shares)})
+    each = resources.sequence_parallel
+    fitting = [number * each for number in range(1, before + 1) if before % (at_once * number) == 0]
     rows = "rows" if config.generation is None else f"completions in groups of {group}"
     message = (
-        f"is {devices}, but a step of the run has {before} {rows}, and `batch_size` is {config.batch_size}: a "
-        f"checkpoint can be resumed on {', '.join(map(str, fitting))} devices"
+        f"is {resources.devices}, but a step of the run has {before} {rows}, and `batch_size` is {config.batch_size}: "
+        f"a checkpoint can be resumed on {', '.join(map(str, fitting))} devices"
     )
     raise validation_failed([FieldError(field="resources.devices", code="does_not_divide", message=message)])
 

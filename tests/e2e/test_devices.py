@@ -221,3 +221,27 @@ def test_a_divided_run_whose_machine_is_lost_goes_on_exactly_on_another_one(tmp_
         assert min(steps) > 10 and steps == {step: stack.steps(whole)[step] for step in range(min(steps), 61)}
     finally:
         stack.close()
+
+
+def test_devices_that_share_sequences_train_stop_and_go_on(stack: TrainingStack) -> None:
+    shared = {"devices": 2, "sequence_parallel": 2}
+    body = {"backend": "celery", "dataset_id": stack.chats, "config": {"base_model": "tiny", "method": "lora"}}
+    for parts in (3, 4):
+        answer = stack.client.post("/v1/runs", json={**body, "resources": {**shared, "sequence_parallel": parts}})
+        (error,) = answer.json()["errors"]
+        assert (answer.status_code, error["field"]) == (422, "resources.sequence_parallel")
+        assert "use one of 1, 2," in error["message"]
+    run_id = start(stack, resources=shared, packing=True, eval_split=0.1, eval_steps=10)
+    stack.until_step(run_id, 12, timeout=120)
+    stack.stop(run_id)
+    stopped = stack.until(run_id, "cancelled", "failed", timeout=60)
+    assert stopped["status"] == "cancelled", stopped["error_message"]
+    assert [event["step"] for event in stack.events(run_id) if event["type"] == "eval"][:1] == [10]
+    child = stack.client.post(f"/v1/runs/{run_id}/resume", json={"stop_after_steps": 3}).json()["id"]
+    shown = stack.until(child, "completed", "failed", timeout=120)
+    assert shown["status"] == "completed", shown["error_message"]
+    facts = next(event for event in stack.events(child) if event["type"] == "config")["facts"]
+    assert facts["fidelity"] == "exact", facts["fidelity_reasons"]
+    assert shown["requirements"]["sequence_parallel"] == 2
+    files = {file["path"] for file in stack.client.get(f"/v1/runs/{child}/artifacts").json()["data"]}
+    assert "adapter_model.safetensors" in files

@@ -25,6 +25,7 @@ from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import drop_unknown_fields
 from app.contracts.training_config.resolution import Replacement, resolve
 from app.contracts.training_config.rules import sharding_obstacles
+from app.contracts.training_config.sequence_parallel import sequence_parallel_obstacles
 from app.contracts.training_config.validation import config_errors
 from worker.training.context import TrainingContext
 from worker.training.failures import Stopped, TrainingFailure, classify
@@ -117,10 +118,16 @@ def _train(
     is_sharded = job.sharded and ranks.size > 1
     effective = resolve(asked, given, machine, sharded=is_sharded)
     problems = [problem.message for problem in effective.problems]
+    if job.sequence_parallel > 1:
+        if ranks.size % job.sequence_parallel:
+            problems.append(f"{ranks.size} devices cannot share sequences in groups of {job.sequence_parallel}.")
+        if obstacles := sequence_parallel_obstacles(asked):
+            problems.append(f"The sequences of the run cannot be divided: {'; '.join(obstacles)}.")
     if is_sharded and (obstacles := sharding_obstacles(asked, given)):
         problems.append(f"The run cannot be sharded: {'; '.join(obstacles)}.")
     if problems:
         raise TrainingFailure("config_error", " ".join(problems))
+    ranks.per_sequence = job.sequence_parallel
     run = TrainingContext(job, effective.config, given, machine, report, control, journal, ranks)
     run.state.run_id = job.run_id
     hooks.check(run.config)

@@ -90,6 +90,11 @@ class TrainingContext:
         return self.job.sharded and self.ranks.size > 1
 
     @property
+    def forwards_together(self) -> bool:
+        """True if ranks wait for each other in a forward pass, so that all of them must begin it."""
+        return self.is_sharded or self.ranks.per_sequence > 1
+
+    @property
     def save_every(self) -> int:
         """Steps between two checkpoints; known once the data is read."""
         return self._steps_of(self.config.save_steps)
@@ -155,9 +160,9 @@ class TrainingContext:
         raise Stopped
 
     @contextmanager
-    def stopping_together(self) -> Iterator[None]:
-        """During the block, which all ranks of a sharded run go through alike, stop all of them at the same place."""
-        self._stops_together = self.is_sharded
+    def stopping_together(self, together: bool) -> Iterator[None]:
+        """During the block, which all ranks go through alike if it is done `together`, stop them at the same place."""
+        self._stops_together = together
         try:
             yield
         finally:

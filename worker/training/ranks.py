@@ -43,6 +43,8 @@ class Ranks:
     def __init__(self, rank: int = 0, size: int = 1, store: dist.Store | None = None) -> None:
         self.rank = rank
         self.size = size
+        self.per_sequence = 1
+        """Number of consecutive ranks that share each sequence; they have the same rows."""
         self._store = store
 
     @classmethod
@@ -67,6 +69,21 @@ class Ranks:
     def is_first(self) -> bool:
         """True for the rank that decides, reports and writes."""
         return self.rank == 0
+
+    @property
+    def shares(self) -> int:
+        """Number of shares that the rows of a step are divided into."""
+        return self.size // self.per_sequence
+
+    @property
+    def share(self) -> int:
+        """Number of this rank's share of the rows, from 0."""
+        return self.rank // self.per_sequence
+
+    @property
+    def part(self) -> int:
+        """Number of this rank's part of each sequence, from 0."""
+        return self.rank % self.per_sequence
 
     # Collective operations, which every rank calls
 

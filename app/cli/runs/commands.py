@@ -223,6 +223,7 @@ def _needs(run: "RunRead") -> str | None:
         f"{memory:,} MiB" if memory else None,
         ", ".join(needs.labels) or None,
         "model divided among the devices" if needs.sharded else None,
+        f"{needs.sequence_parallel} devices share each sequence" if needs.sequence_parallel > 1 else None,
         "GGUF converter" if needs.gguf else None,
     )
     return "; ".join(part for part in parts if part) or None

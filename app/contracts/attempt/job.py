@@ -135,6 +135,8 @@ class JobSpec(_Part):
     """Actions that earlier attempts did after the step of `resume_from`, in order."""
     sharded: bool = False
     """True: weights, gradients and optimizer state are divided among the devices of the run."""
+    sequence_parallel: int = 1
+    """Number of devices that share each sequence; it divides the number of devices of the run."""
     device: AssignedDevice | None = None
     """None (a run by hand): a GPU if there is one."""
     trust_remote_code: bool = False

@@ -73,11 +73,18 @@ class Subject:
     """Devices that train together; the estimate of memory is that of each."""
     sharded: bool = False
     """True: weights, gradients and optimizer state are divided among the devices; else each has a replica."""
+    sequence_parallel: int = 1
+    """Number of devices that share each sequence."""
 
     @property
     def shards(self) -> int:
         """Number of devices that the model is divided among."""
         return self.devices if self.sharded else 1
+
+    @property
+    def shares(self) -> int:
+        """Number of devices, or groups of them, that the rows of a step are divided among."""
+        return max(self.devices // self.sequence_parallel, 1)
 
 
 class _NoConfig(Exception):
@@ -153,10 +160,16 @@ async def estimate_new(
 
 async def look_up(session: AsyncSession, settings: Settings, subject: Subject) -> EstimateInputs:
     """Read everything that `by_formula` needs from the database."""
-    attempt = None
-    if resolver.is_run(subject.config.base_model):
-        attempt = await session.scalar(select(Run.output_attempt).where(Run.id == subject.config.base_model))
+    attempt = await _output_attempt(session, subject.config.base_model)
     return EstimateInputs(await online_devices(session, settings, subject.backend), attempt)
+
+
+async def _output_attempt(session: AsyncSession, base_model: str) -> int | None:
+    """Return the attempt whose output is the base model, if the base model is a run."""
+    if not resolver.is_run(base_model):
+        return None
+    attempt: int | None = await session.scalar(select(Run.output_attempt).where(Run.id == base_model))
+    return attempt
 
 
 async def with_sharding(
@@ -192,6 +205,20 @@ def must_shard(settings: Settings, storage: Storage, subject: Subject, known: Es
     except (_NoConfig, UnknownArchitecture, CannotTrain):
         return False
     return bool(fits) and not any(fits)
+
+
+async def attention_heads(
+    session: AsyncSession, settings: Settings, storage: Storage, config: TrainingConfig
+) -> int | None:
+    """Return the number of attention heads of the base model; None if it is not known on this machine."""
+    known = EstimateInputs([], await _output_attempt(session, config.base_model))
+    try:
+        found = await asyncio.get_running_loop().run_in_executor(
+            _thread, _config_json, settings, storage, config, known
+        )
+        return read(found).heads
+    except (_NoConfig, UnknownArchitecture):
+        return None
 
 
 async def least_memory_of(
@@ -376,15 +403,16 @@ class _OnKind:
 
     def __init__(self, model: Architecture, subject: Subject, kind: Literal["cpu", "cuda"]) -> None:
         self.config = resolve(subject.config, subject.given, _machine(kind), sharded=subject.sharded).config
-        self.shards = subject.shards
-        self.plan = plan(model, self.config, subject.data, subject.devices)
+        self.shards, self.parts = subject.shards, subject.sequence_parallel
+        planned = plan(model, self.config, subject.data, subject.shares)
+        self.plan = replace(planned, batch=replace(planned.batch, parts=self.parts))
         self.precision = Precision.of(self.config, kind)
         self._needs = memory_planner.memory_of_choices(
             model, self.config, self.precision, self.plan.batch, subject.shards
         )
         length = min(self.plan.batch.length, max_sequence_length(model, self.config))
         self._advice = memory_planner.MemoryAdvice(
-            model, self.config, self.precision, length, self.plan.rows, subject.shards
+            model, self.config, self.precision, length, self.plan.rows, subject.shards, self.parts
         )
 
     def choose(self, device: EstimatedDevice) -> memory_planner.Choice:
@@ -465,6 +493,8 @@ def _assumptions(on: _OnKind, device: EstimatedDevice, is_assumed: bool) -> list
     ]
     if on.shards > 1:
         sentences.append(f"Weights, gradients and optimizer state are divided among {on.shards} devices.")
+    if on.parts > 1:
+        sentences.append(f"The activations of each sequence are divided among {on.parts} devices.")
     if is_assumed:
         sentences.insert(0, "No worker of this backend is online; a GPU with bfloat16 is assumed.")
     if plugin := config.trainer_options.optimizer:
@@ -535,7 +565,7 @@ def _unknown(devices: list[EstimatedDevice], reason: str, subject: Subject | Non
 def _without_model(subject: Subject, unknown: list[Unknown]) -> tuple[int | None, int | None, list[str]]:
     """Return steps, tokens and assumptions derived from rows and batches; append the rest to `unknown`."""
     config = resolve(subject.config, subject.given, None).config
-    step_plan = make_step_plan(config, subject.data, config.max_seq_length or 2**31)
+    step_plan = make_step_plan(config, subject.data, config.max_seq_length or 2**31, subject.shares)
     if source := config.trainer_options.data_source:
         reason = _of_source(source.type)
         unknown += [Unknown(field="steps", reason=reason)] if step_plan.steps is None else []

@@ -101,10 +101,11 @@ class Workload:
     def of(cls, run: Any) -> Self:
         """Return the work of a run, given a row as selected by `eta.py`; `run.config` has `FIELDS`."""
         config, first = run.config, run.resumed_at or 0
-        stops = [run.total_steps or counted_steps(run.backend, config, run.rows, run.devices_needed)]
+        shares = run.devices_needed // run.sequence_parallel
+        stops = [run.total_steps or counted_steps(run.backend, config, run.rows, shares)]
         if config.get("stop_at_step") is not None and first < config["stop_at_step"]:
             stops.append(config["stop_at_step"])
-        in_epoch = steps_in_epoch(run.backend, config, run.rows, run.devices_needed)
+        in_epoch = steps_in_epoch(run.backend, config, run.rows, shares)
         if run.current_epoch:
             # An average number of steps, which is rounded for the last batch.
             in_epoch = max(round(run.current_step / run.current_epoch), 1)
@@ -121,6 +122,7 @@ class Workload:
                 run.eval_dataset_id,
                 *sorted(run.extra_eval_datasets.values()),
                 devices=run.devices_needed,
+                sequence_parallel=run.sequence_parallel,
             ),
             work=step_size(config),
             total_steps=min((step for step in stops if step is not None), default=None),
@@ -169,9 +171,11 @@ def similarity_key(backend: str, config: Mapping[str, Any]) -> str:
     return f"{which}{backend} {config.get('method', DEFAULT_METHOD)} {config.get('base_model')}"[:500]
 
 
-def config_digest(config: Mapping[str, Any], *datasets: str | None, devices: int = 1) -> str:
+def config_digest(
+    config: Mapping[str, Any], *datasets: str | None, devices: int = 1, sequence_parallel: int = 1
+) -> str:
     """Return the digest shared by runs that do the same in each step."""
-    same = {name: config.get(name) for name in STEP_TIME} | {"devices": devices}
+    same = {name: config.get(name) for name in STEP_TIME} | {"devices": devices, "shared": sequence_parallel}
     return hashlib.sha256(json.dumps([same, *datasets], sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -181,24 +185,27 @@ def step_size(config: Mapping[str, Any]) -> float:
     return float((config.get("batch_size") or 1) * (config.get("gradient_accumulation_steps") or 1) * tokens)
 
 
-def counted_steps(backend: str, config: Mapping[str, Any], rows: int | None, devices: int) -> int | None:
-    """Return the steps of the whole run, or None if only its trainer knows them."""
+def counted_steps(backend: str, config: Mapping[str, Any], rows: int | None, shares: int) -> int | None:
+    """Return the steps of the whole run, or None if only its trainer knows them.
+
+    `shares` is the number of devices, or groups of them, that the rows of a step are divided among.
+    """
     if is_probe(config):
         return PROBE_STEPS
     least = config.get("min_steps") or 0
     if config.get("max_steps") is not None:
         return max(int(config["max_steps"]), least)
-    in_epoch = steps_in_epoch(backend, config, rows, devices)
+    in_epoch = steps_in_epoch(backend, config, rows, shares)
     return None if in_epoch is None else max(math.ceil((config.get("epochs") or 1) * in_epoch), least, 1)
 
 
-def steps_in_epoch(backend: str, config: Mapping[str, Any], rows: int | None, devices: int) -> int | None:
+def steps_in_epoch(backend: str, config: Mapping[str, Any], rows: int | None, shares: int) -> int | None:
     """Return the steps of a pass over the data, or None if only the trainer of the run knows them."""
     # Packed sequences, completions and the rows of a data source are counted by the trainer.
     is_open = config.get("packing") or method_of(config).generates or (config.get("extra") or {}).get("data_source")
     if backend == "fake" or rows is None or is_open:
         return None
-    return math.ceil(rows * (1 - (config.get("eval_split") or 0)) / (step_size(config) * devices))
+    return math.ceil(rows * (1 - (config.get("eval_split") or 0)) / (step_size(config) * shares))
 
 
 def step_seconds(windows: Sequence[tuple[int, float]]) -> float | None:

@@ -30,6 +30,7 @@ _FIELDS = ", ".join(f"'{name}', runs.config->'{name}'" for name in DURATION)
 _RUN = f"""
     runs.id, runs.task, runs.backend, runs.dataset_id, runs.eval_dataset_id, runs.total_steps, runs.started_at,
     coalesce(runs.created_by, '') AS owner, runs.devices_needed,
+    coalesce(cast(runs.requirements->>'sequence_parallel' AS int), 1) AS sequence_parallel,
     runs.stop_mode, runs.preempted_for, runs.current_step, runs.current_epoch,
     {EXTRA_EVAL_DATASETS} AS extra_eval_datasets,
     jsonb_build_object({_FIELDS}) AS config, datasets.rows, checkpoints.step AS resumed_at,

@@ -25,6 +25,7 @@ from app.runs.validation.destinations import destination_problems
 from app.runs.validation.models import _check_base_model, _check_reward_models
 from app.runs.validation.plugins import plugin_problems
 from app.runs.validation.result import ValidationResult
+from app.runs.validation.sequence_parallel import sequence_parallel_problems
 from app.tables.datasets import Dataset
 from app.tables.experiments import Experiment
 from app.workers.queries import device_counts, is_any_online, most_devices, online, online_machines
@@ -97,6 +98,7 @@ async def validate_request(
         found.errors += wrong + resource_problems(rules, asked, given, resources)
         found.errors += sharding_problems(asked, given, resources)
         found.errors += await device_problems(session, settings, rules, asked, resources)
+        found.errors += await sequence_parallel_problems(session, settings, storage, asked, resources)
     if not found.errors:
         ignored = await asyncio.to_thread(default_warnings, rules, request.config, has_eval_dataset, data_format)
         found.warnings += [_about_config(problem) for problem in ignored]
@@ -125,6 +127,7 @@ def requirements(
         "estimated_mb": {name: mb for name, mb in least.items() if kind in (None, name)},
         "labels": sorted(set(resources.labels)),
         "sharded": sharded,
+        "sequence_parallel": resources.sequence_parallel if resources.sequence_parallel > 1 else None,
         "gguf": rules.loads_model and config.gguf is not None,
         "prefers_gpu": rules.machine_matters and kind is None,
     }

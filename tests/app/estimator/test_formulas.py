@@ -18,6 +18,7 @@ from app.estimator import architecture, memory_planner
 from app.estimator.activations import Precision, activations
 from app.estimator.architecture import Architecture, UnknownArchitecture
 from app.estimator.flops import uncounted_parts, work
+from app.estimator.forward_pass import Batch
 from app.estimator.memory import Components, memory
 from app.estimator.parameters import CannotTrain, total, trained
 from app.estimator.steps import Data, attention_of, plan
@@ -415,3 +416,27 @@ def test_each_of_four_devices_has_a_quarter_of_what_is_divided(method: str) -> N
     assert part.peak < whole.peak
     loaded = whole.components.weights + whole.components.quantization_constants + whole.components.context
     assert method != "qlora" or part.peak >= loaded, "a 4-bit model is divided once it is on the device"
+
+
+@pytest.mark.parametrize("method", ["full", "qlora"])
+@pytest.mark.parametrize("checkpointing", ["off", "full"])
+def test_each_of_four_devices_that_share_sequences_has_a_quarter_of_the_activations(
+    method: str, checkpointing: Any
+) -> None:
+    config, model = effective(method=method, max_seq_length=8192, optim="adamw_torch"), architecture.read(LLAMA)
+
+    def on(parts: int, length: int) -> Any:
+        batch = Batch(1, length, parts=parts)
+        return memory(model, config, Precision.of(config, "cuda"), batch, checkpointing, "sdpa")
+
+    def of_tokens(parts: int) -> int:
+        """Casts of weights do not depend on the length."""
+        found: int = on(parts, 8192).components.activations - on(parts, 4096).components.activations
+        return found
+
+    whole, part = on(1, 8192), on(4, 8192)
+    for name in ("weights", "adapter", "gradients", "optimizer", "workspace"):
+        assert getattr(part.components, name) == getattr(whole.components, name), name
+    # In addition, the output of attention before it is exchanged.
+    assert of_tokens(1) / 4 <= of_tokens(4) < of_tokens(1) / 4 * 1.15
+    assert part.peak <= whole.peak

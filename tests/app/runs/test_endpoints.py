@@ -131,12 +131,13 @@ class TestResources:
     ) -> None:
         asked = {"kind": "cuda", "memory_mb": 24_000, "labels": ["site-b", "gpu=h100"]}
         run = make_run(api.client, dataset, resources=asked)
-        assert run["resources"] == {**asked, "devices": 1, "sharding": "auto"}
+        assert run["resources"] == {**asked, "devices": 1, "sharding": "auto", "sequence_parallel": 1}
         needs = {"kind": "cuda", "memory_mb": 24_000, "labels": ["gpu=h100", "site-b"]}
         assert run["requirements"] == {
             **needs,
             "estimated_mb": {},
             "sharded": False,
+            "sequence_parallel": 1,
             "gguf": False,
             "prefers_gpu": False,
         }

@@ -283,3 +283,22 @@ def test_a_divided_model_keeps_its_optimizer_and_the_decision(api: ApiServer, en
     assert error["field"] == "resources.sharding" and "paged_adamw_8bit" in error["message"]
     assert not child_of(api, replicas)["requirements"]["sharded"]
     assert child_of(api, replicas, **{"from": "start"}, resources=divided)["requirements"]["sharded"]
+
+
+def test_a_step_of_devices_that_share_sequences_keeps_its_rows(api: ApiServer, engine: Engine, dataset: str) -> None:
+    """Four devices in pairs have the rows of two, so the pairs may be parted only if a step still has as many rows."""
+    add_worker(engine, backends=["celery"], memory_mb=[80_000] * 4)
+    config = {"base_model": "org/model", "method": "lora", "batch_size": 2, "gradient_accumulation_steps": 3}
+    pairs = {"devices": 4, "sequence_parallel": 2}
+    parent, _ = stopped(api, engine, dataset, 20, backend="celery", config=config, resources=pairs)
+    for resources, micro_batches in (
+        (None, 3), ({"devices": 2}, 3), ({"devices": 2, "sequence_parallel": 2}, 6), ({"devices": 1}, 6),
+    ):  # fmt: skip
+        child = child_of(api, parent, **({} if resources is None else {"resources": resources}))
+        assert child["config"]["gradient_accumulation_steps"] == micro_batches, resources
+        parts = child["resources"]["sequence_parallel"]
+        assert child["requirements"]["sequence_parallel"] == parts == (resources or pairs).get("sequence_parallel", 1)
+    (error,) = resume(api, parent, resources={"devices": 4}).json()["errors"]
+    assert error["field"] == "resources.devices" and "on 1, 2, 3, 6 devices" in error["message"]
+    (error,) = resume(api, parent, resources={"devices": 2, "sequence_parallel": 4}).json()["errors"]
+    assert error["field"] == "resources.sequence_parallel" and "use one of 1, 2," in error["message"]

@@ -80,7 +80,7 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
             decision.share(self)
             return {}
         except Exception as error:
-            if is_due or run.is_sharded:  # the other ranks may wait for this one
+            if is_due or run.forwards_together:  # the other ranks may wait for this one
                 raise
             self._metrics["eval"].clear()
             run.state.eval_pending = False
@@ -151,12 +151,12 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
         if ranks.size == 1:
             return super().get_eval_dataloader(eval_dataset)
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
-        own: Sequence[int] = range(ranks.rank, len(rows), ranks.size)
+        own: Sequence[int] = range(ranks.share, len(rows), ranks.shares)
         if self.run.metric_factories and metric_functions.are_given_logits(self.run.method):
             own = range(len(rows) if ranks.is_first else 0)
         size = self.args.eval_batch_size
         self._eval_counted = math.ceil(len(own) / size)
-        if self.run.is_sharded and self._eval_counted < math.ceil(math.ceil(len(rows) / ranks.size) / size):
+        if self.run.forwards_together and self._eval_counted < math.ceil(math.ceil(len(rows) / ranks.shares) / size):
             own = [*own, 0]  # one more batch, as its batches are full
         with ranks.alone():
             return super().get_eval_dataloader(rows.select(own))
@@ -168,19 +168,19 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
         self._eval_total = len(dataloader)
         self._eval_means = EvaluationMeans()
         try:
-            with ranks.alone(), self.run.stopping_together():
+            with ranks.alone(), self.run.stopping_together(self.run.forwards_together):
                 done = super().evaluation_loop(dataloader, *args, **options)
         except Stopped:
             stopped = True
         except Exception as problem:
-            if self.run.is_sharded:
+            if self.run.forwards_together:
                 raise  # the other ranks wait for a forward pass of this one
             error = problem
         if ranks.agree_on(error, stopped):
             raise Stopped
         if ranks.size > 1:
             self._eval_means.merge(ranks.gathered(self._eval_means.part(self._metrics["eval"])), self._metrics["eval"])
-            done = done._replace(num_samples=sum(ranks.gathered(done.num_samples)))
+            done = done._replace(num_samples=sum(ranks.gathered(done.num_samples)) // ranks.per_sequence)
         done.metrics["eval_loss"] = self._eval_means.loss
         self._eval_means.reduce(self._metrics["eval"])
         return done
@@ -198,7 +198,7 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
         return found
 
     def _counts_batch(self) -> bool:
-        return not self.run.is_sharded or self._eval_batches <= self._eval_counted
+        return not self.run.forwards_together or self._eval_batches <= self._eval_counted
 
     def update_own_metrics(self, model: Any, inputs: Any) -> None:
         """Pass a batch of an evaluation to the metric functions; by default it has `input_ids` and `completion_mask`.

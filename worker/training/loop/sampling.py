@@ -74,7 +74,12 @@ def generate(trainer: ServiceTrainer, prompts: Sequence[Prompt], max_new_tokens:
         pad_token_id=tokenizer.pad_token_id,
     )
     texts: list[str] = []
-    with run.stopping_together(), _evaluation_mode(model), torch.no_grad(), trainer.accelerator.autocast():
+    with (
+        run.stopping_together(run.is_sharded),
+        _evaluation_mode(model),
+        torch.no_grad(),
+        trainer.accelerator.autocast(),
+    ):
         torch.manual_seed(run.config.seed + trainer.state.global_step)
         for prompt in prompts:
             run.progress("sampling", len(texts), len(prompts))

@@ -152,8 +152,8 @@ class ServiceTrainerMixin(EvaluationMixin):
         # The batches are those of one process with the rows of all ranks; accelerate would give each rank batches of
         # its own, and fill the last ones with rows from the beginning of the epoch.
         collate, batch_size = self.data_collator, self._train_batch_size
-        self.data_collator = RankShareCollator(collate, ranks.rank, ranks.size)
-        self._train_batch_size = batch_size * ranks.size
+        self.data_collator = RankShareCollator(collate, ranks.share, ranks.shares)
+        self._train_batch_size = batch_size * ranks.shares
         try:
             with ranks.alone():
                 loader = super().get_train_dataloader()
@@ -167,7 +167,7 @@ class ServiceTrainerMixin(EvaluationMixin):
     ) -> Any:
         if model.training:
             # Tokens are counted on all ranks, whose batches have about as many pairs.
-            self.throughput.saw(flops.token_pairs(inputs) * self.run.ranks.size)
+            self.throughput.saw(self.token_pairs(inputs) * self.run.ranks.shares)
         is_uneven = model.training and self._share != 1
         with self._gathering_any_size() if is_uneven else nullcontext():
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -175,6 +175,10 @@ class ServiceTrainerMixin(EvaluationMixin):
             # The loss is the mean of the rows here, and gradients are the means of those of all ranks.
             loss = loss * self._share
         return loss
+
+    def token_pairs(self, inputs: Any) -> Any:
+        """Return the pairs of tokens of the sequences in a batch, as `flops.token_pairs` does."""
+        return flops.token_pairs(inputs)
 
     @contextmanager
     def _gathering_any_size(self) -> Iterator[None]:
@@ -302,6 +306,11 @@ class ServiceTrainerMixin(EvaluationMixin):
         self.run.state.callbacks = self.plugin_callbacks.states()
 
     # Sharding
+
+    def prepare(self) -> None:
+        """Make the loaded model ready for the first forward pass of all ranks."""
+        if self.run.is_sharded:
+            self.shard()
 
     def shard(self) -> None:
         """Divide the model among the ranks, with the weights of the checkpoint to resume from.

@@ -58,7 +58,7 @@ def train_on_tokens(
     data = preparation.read_data(run, read, preparation.token_cache(run))
     training = data.training
     tokenized = preparation.cache_messages(run, data.parts)
-    total_steps = preparation.total_steps(run, dataset.steps_per_epoch(training.dataset, run.config, run.ranks.size))
+    total_steps = preparation.total_steps(run, dataset.steps_per_epoch(training.dataset, run.config, run.ranks.shares))
     memory_plan.choose_checkpointing(run, replaced, base, training.dataset, max_length)
     head: loader.Head = "reward" if run.method.has_reward_head else "causal"
     with preparation.base_weights(run, base) as start:
@@ -207,8 +207,7 @@ def _costs(trainer: ServiceTrainerMixin, training: Rows, device: str | None) -> 
 def train(trainer: ServiceTrainerMixin) -> None:
     """Train to the end or to a stop, from the first step or from a checkpoint."""
     run = trainer.run
-    if run.is_sharded:
-        trainer.shard()
+    trainer.prepare()
     with trainer.saving.settled():
         if run.resume_from is None:
             for history in run.histories:
@@ -229,6 +228,7 @@ def evaluate(trainer: ServiceTrainerMixin) -> TrainingResult:
     run, weights = trainer.run, trainer.run.job.weights
     for history in run.histories:
         history.begin(None)
+    trainer.prepare()
     if weights is not None:
         trainer.load_weights(weights)
     if run.is_sharded:
@@ -296,6 +296,7 @@ def _fingerprint(run: TrainingContext, base: BaseModelSource, facts: dict[str, A
         resume_fidelity.BATCH_SIZE: run.config.batch_size,
         resume_fidelity.DEVICES: run.ranks.size,
         resume_fidelity.SHARDED: run.is_sharded,
+        resume_fidelity.SEQUENCE_PARALLEL: run.ranks.per_sequence,
         "weights": facts["weights_dtype"],
         **{name: facts.get(name) for name in ("device", "device_name", "cpu_instructions", "threads", "versions")},
     }

@@ -1,7 +1,8 @@
 """Supervised fine-tuning (`sft`, `full`, `lora`, `qlora`) on chats, prompts with completions, or texts."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from trl import SFTConfig, SFTTrainer
@@ -12,8 +13,10 @@ from worker.training.context import TrainingContext
 from worker.training.data import dataset
 from worker.training.data.dataset import Tokens
 from worker.training.data.reader import RowSource
+from worker.training.data.sequence_share import WHOLE, SequenceShareCollator, WholeSequences
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.methods import pipeline, preparation
+from worker.training.model.sequence_parallel import SequenceParallel
 
 
 class SupervisedTrainer(ServiceTrainerMixin, SFTTrainer):  # type: ignore[misc]
@@ -21,13 +24,74 @@ class SupervisedTrainer(ServiceTrainerMixin, SFTTrainer):  # type: ignore[misc]
 
     MEASURES: ClassVar[Mapping[str, str]] = {"mean_token_accuracy": "token_accuracy", "entropy": "entropy"}
 
+    def __init__(self, run: TrainingContext, **options: Any) -> None:
+        super().__init__(run, **options)
+        self.sequences = SequenceParallel(self.model, run.ranks) if run.ranks.per_sequence > 1 else None
+        """Division of each sequence among ranks; None: a rank has whole sequences."""
+        self._whole: WholeSequences | None = None
+
+    def prepare(self) -> None:
+        super().prepare()
+        if self.sequences is not None:
+            self.sequences.check(self.model, self.pinned_text(), self.accelerator.autocast)
+
+    def get_train_dataloader(self) -> Any:
+        with self._dividing():
+            return super().get_train_dataloader()
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        with self._dividing():
+            return super().get_eval_dataloader(eval_dataset)
+
+    @contextmanager
+    def _dividing(self) -> Iterator[None]:
+        """During the block, the collator keeps this rank's part of each sequence."""
+        collate, ranks = self.data_collator, self.run.ranks
+        if self.sequences is not None:
+            pad = self.processing_class.pad_token_id
+            self.data_collator = SequenceShareCollator(collate, ranks.part, ranks.per_sequence, pad)
+        try:
+            yield
+        finally:
+            self.data_collator = collate
+
+    @contextmanager
+    def _over_sequences_of(self, inputs: Any) -> Iterator[None]:
+        """During the block, which contains the backward pass, attend over the whole sequences of a divided batch."""
+        self._whole = inputs.pop(WHOLE, None)
+        if self.sequences is None or self._whole is None:
+            yield
+            return
+        self._whole = self._whole.to(self.args.device)
+        with self.sequences.over(self._whole):
+            yield
+        self._whole = None
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        with self._over_sequences_of(inputs):
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        with self._over_sequences_of(inputs):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    def token_pairs(self, inputs: Any) -> Any:
+        whole = self._whole
+        if whole is None:
+            return super().token_pairs(inputs)
+        return super().token_pairs(
+            {"position_ids": whole.positions} if whole.mask is None else {"attention_mask": whole.mask}
+        )
+
     def update_own_metrics(self, model: Any, inputs: Any) -> None:
         batch = self._prepare_inputs(inputs) | {"use_cache": False}
         labels = batch.pop("labels")
         self.own_metrics.update(model(**batch).logits, labels)
 
     def eval_terms(self, inputs: Any) -> int:
-        return int((inputs["labels"][:, 1:] != -100).sum())  # the first token of a sequence is never predicted
+        # The first token of a sequence is never predicted.
+        targets = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
+        return int((targets != -100).sum())
 
     def evaluated(self, metrics: Mapping[str, float]) -> dict[str, float]:
         reported = super().evaluated(metrics)

@@ -1,5 +1,6 @@
 """Memory planner of a run: chooses what the backward pass recomputes, once the lengths are known."""
 
+from dataclasses import replace
 from typing import Any
 
 import pyarrow.compute as pc  # type: ignore[import-untyped]
@@ -54,7 +55,7 @@ def _choose(run: TrainingContext, found: BaseModelSource, length: int, rows: int
             model,
             config,
             Precision.of(config, "cuda"),
-            micro_batch(model, config, length, rows),
+            replace(micro_batch(model, config, length, rows), parts=run.ranks.per_sequence),
             # Excludes memory of other processes; the context that the estimate counts is already allocated.
             int(free_bytes),
             shards=run.ranks.size if run.is_sharded else 1,

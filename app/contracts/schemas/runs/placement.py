@@ -50,6 +50,14 @@ class _Placement(Body):
         "the run can be divided, decided when the run is created; an evaluation "
         "is divided only by `full`. No effect with one device.",
     )
+    sequence_parallel: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="Number of devices that share each sequence: each has so many of its positions, and the attention "
+        "of some of the heads. Divides `devices` and the number of attention heads. A step has rows for "
+        "`devices` / `sequence_parallel` devices.",
+    )
     labels: list[WorkerLabel] = Field(
         default_factory=list,
         max_length=20,
@@ -96,6 +104,7 @@ class Requirements(BaseModel):
     sharded: bool = Field(
         default=False, description="True: the model is divided among the devices of the run, as `sharding` asks."
     )
+    sequence_parallel: int = Field(default=1, description="Number of devices of the run that share each sequence.")
     gguf: bool = Field(default=False, description="True: the worker must have the converter of llama.cpp.")
     prefers_gpu: bool = Field(
         default=False, description="True: a CPU takes it only if the backend has had no GPU within the last hour."

@@ -154,7 +154,7 @@ class TestWorkload:
         row = {
             "backend": "celery", "dataset_id": "ds_1", "eval_dataset_id": None, "rows": 100, "total_steps": None,
             "extra_eval_datasets": {}, "resumed_at": None, "saved_at": 0, "stop_mode": None, "current_step": 0,
-            "current_epoch": 0.0, "devices_needed": 1,
+            "current_epoch": 0.0, "devices_needed": 1, "sequence_parallel": 1,
         }  # fmt: skip
         return Workload.of(SimpleNamespace(config={**self.CONFIG, **config}, **{**row, **columns}))
 
@@ -176,6 +176,9 @@ class TestWorkload:
         one, two = self.work({}), self.work({}, devices_needed=2)
         assert two.total_steps == 21, "three times seven steps of sixteen"
         assert two.twin != one.twin and two.work == one.work, "the steps of each device take as long"
+        shared = self.work({}, devices_needed=2, sequence_parallel=2)
+        assert shared.total_steps == one.total_steps, "devices that share sequences have the same rows"
+        assert len({shared.twin, two.twin, one.twin}) == 3
 
     @pytest.mark.parametrize(
         ("stop_at", "first_step", "ends_at"), [(None, 0, 90), (50, 0, 50), (50, 50, 90), (95, 0, 90)]

@@ -1,12 +1,19 @@
 """The bytes that a step holds on to are those that torch holds, within a tenth; `make estimates` shows a wider grid."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from app.estimator.activations import activations
 from app.estimator.forward_pass import Batch
 from benchmarks.estimates import WITHIN, Cell, built, estimated, measured
 from worker.training.model import flops
+from worker.training.model.sequence_parallel import SequenceParallel
+from worker.training.ranks import Ranks
 
 _PADDED = Batch(2, 64, masked=True)
 CELLS = [
@@ -33,6 +40,36 @@ def test_a_forward_pass_holds_the_bytes_of_the_formula(cell: Cell) -> None:
     torch.manual_seed(0)
     model, described = built(cell)
     assert estimated(described, cell)[0] == pytest.approx(measured(model, cell), rel=WITHIN)
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    """The first of four ranks that share each sequence, without the others: only sizes matter here."""
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    ranks = Ranks(0, 4)
+    ranks.per_sequence = 4
+    yield ranks
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("llama", "full", "sdpa", Batch(1, 96, parts=4), "off"),
+        Cell("llama", "lora", "sdpa", Batch(3, 96, parts=4, positions_each=False), "full"),
+        Cell("qwen3", "lora", "sdpa", Batch(2, 96, parts=4), "off", mixed=True),
+        Cell("llama", "qlora", "sdpa", Batch(1, 96, masked=True, positions_each=True, parts=4), "off"),
+        Cell("gpt2", "lora, no dropout", "sdpa", Batch(2, 64, parts=4), "selective"),
+    ],
+    ids=lambda cell: f"{cell.family}-{cell.method}-{cell.checkpointing}",
+)
+def test_a_device_holds_its_part_of_sequences_that_several_share(cell: Cell, ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    model, described = built(cell)
+    divided = SequenceParallel(model, ranks)
+    assert estimated(described, cell)[0] == pytest.approx(measured(model, cell, divided), rel=WITHIN)
 
 
 @pytest.mark.parametrize("checkpointing", ["off", "full"])

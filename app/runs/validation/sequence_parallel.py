@@ -1,0 +1,38 @@
+"""Validation of `resources.sequence_parallel`: what can be divided, and by which numbers."""
+
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.config import Settings
+from app.contracts.errors import FieldError
+from app.contracts.schemas.runs.placement import Resources
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.sequence_parallel import fitting_divisions, sequence_parallel_obstacles
+from app.infra.storage import Storage
+from app.runs.estimates.service import attention_heads
+
+_FIELD = "resources.sequence_parallel"
+
+
+async def sequence_parallel_problems(
+    session: AsyncSession, settings: Settings, storage: Storage, config: TrainingConfig, resources: Resources
+) -> list[FieldError]:
+    """Return the reasons why the sequences of a run cannot be divided among its devices as requested.
+
+    The number of attention heads may not be known here, such as that of a model on the hub; then the trainer checks it.
+    """
+    if resources.sequence_parallel == 1:
+        return []
+    found = [
+        FieldError(field=_FIELD, code="not_supported", message=f"must be 1: {why}")
+        for why in sequence_parallel_obstacles(config)
+    ]
+    heads = await attention_heads(session, settings, storage, config)
+    fitting = fitting_divisions(resources.devices, heads)
+    if resources.sequence_parallel not in fitting:
+        model = "" if heads is None else f" and the {heads} attention heads of the model"
+        message = (
+            f"is {resources.sequence_parallel}, which does not divide the {resources.devices} devices of the run{model}"
+            f": use one of {', '.join(map(str, fitting))}, or change `resources.devices`"
+        )
+        found.append(FieldError(field=_FIELD, code="does_not_divide", message=message))
+    return found
