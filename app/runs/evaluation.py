@@ -85,6 +85,7 @@ async def evaluate(transaction: RunTransaction, settings: Settings, storage: Sto
         "config": config.model_copy(update={"eval_steps": None}).model_dump(mode="json"),
         "user_set_fields": sorted(given),
         "devices_needed": request.resources.devices,
+        "hosts_needed": request.resources.hosts,
         "resources": request.resources.model_dump(),
         # The estimate is of a training, which takes more memory.
         "requirements": requirements(BACKEND_RULES[_BACKEND], config, given, request.resources, least={}),

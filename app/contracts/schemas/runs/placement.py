@@ -28,8 +28,15 @@ class Resources(Body):
         default=1,
         ge=1,
         le=1024,
-        description="Number of devices of one worker. Each trains `batch_size` rows at a time, so that a step has this "
-        "many times as many rows.",
+        description="Number of devices. Each trains `batch_size` rows at a time, so that a step has this many times as "
+        "many rows.",
+    )
+    hosts: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="Number of workers that train the run together, on different hosts as a rule. `devices` are those "
+        "of all, the same number on each. They share the storage, and have set `ANNEAL_GROUP_INTERFACE`.",
     )
     sharding: Literal["auto", "none", "full"] = Field(
         default="auto",
@@ -72,6 +79,7 @@ class PendingReason(BaseModel):
         "no_device_of_kind",
         "no_worker_with_labels",
         "no_gguf_converter",
+        "too_few_hosts",
         "no_device_fits",
         "devices_paused",
         "reserved",
@@ -79,9 +87,9 @@ class PendingReason(BaseModel):
         "queued",
     ] = Field(
         description="`no_worker`: no worker of its backend is online; `no_device_of_kind`, `no_worker_with_labels`, "
-        "`no_gguf_converter`, `no_device_fits`: none meets its requirements; `devices_paused`: those that do are "
-        "paused after an error, or while other programs use their memory; `reserved`: a worker keeps the devices that "
-        "it needs until enough of them are free; `quota`: its key or experiment uses as many devices as it may. "
-        "`queued` (events only): a worker can take it again."
+        "`no_gguf_converter`, `too_few_hosts`, `no_device_fits`: none, or too few, meet its requirements; "
+        "`devices_paused`: those that do are paused after an error, or while other programs use their memory; "
+        "`reserved`: a worker, or several, keep the devices that it needs until enough of them are free; `quota`: its "
+        "key or experiment uses as many devices as it may. `queued` (events only): a worker can take it again."
     )
     message: str = Field(description="The reason in a sentence, with what to do.")
