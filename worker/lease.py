@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from sqlalchemy import Executable, Row
 from sqlalchemy.exc import SQLAlchemyError
@@ -66,7 +66,7 @@ class Lease:
         self._over = False
         self._thread = threading.Thread(target=with_current_context(self._keep), name=f"lease {run_id}", daemon=True)
 
-    def __enter__(self) -> "Lease":
+    def __enter__(self) -> Self:
         self._context.hold(self)
         self._thread.start()
         return self

@@ -222,7 +222,8 @@ def test_what_a_killed_trainer_has_written_by_half_goes_with_it(
         config={}, secrets={}, start_step=0, start_epoch=0.0, best_loss=None, best_score=None, remarks=[]
     )
     for name, instead in {
-        "prepare": lambda *_: job, "launch_all": lambda *_: processes, "Monitor": Killed, "MemoryWatch": lambda *_: None,
+        "prepare": lambda *_: job, "launch_all": lambda *_: processes, "Monitor": Killed,
+        "MemoryWatch": lambda *_: None,
     }.items():  # fmt: skip
         monkeypatch.setattr(supervisor, name, instead)
     context: Any = SimpleNamespace(
