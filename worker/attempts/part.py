@@ -1,7 +1,7 @@
 """Life of a part of a run on this worker, whose lead is another one: renew → wait for the lead → launch → watch → end.
 
-The lead decides about the run, and is told only how the part has ended. The part ends with the lead's attempt: its
-lease is then not renewed any more.
+The lead decides about the run; this worker stores for it only how the part has ended. The part ends with the lead's
+attempt: its lease is then not renewed any more.
 """
 
 import logging
@@ -267,7 +267,7 @@ def _is_not_here(path: Path) -> str:
 class _PartLog:
     """Sink of the log lines of a part, stored from a thread of its own.
 
-    A line may get lost with the database, since only the lead can tell which of its events are stored.
+    A line may get lost with the database, since only the lead can check which of its events are stored.
     """
 
     def __init__(self, context: WorkerContext, run: ClaimedRun) -> None:
