@@ -63,6 +63,9 @@ class Settings(_HomeSettings):
     """Number of concurrent runs on this worker; unset: one per GPU, or one on a machine without GPUs."""
     worker_labels: str = ""
     """Labels of this worker, comma-separated, such as `site-b, gpu=h100`; runs ask for them in `resources.labels`."""
+    group_interface: str | None = None
+    """Network interface over which this worker trains runs together with other hosts (`resources.hosts`), such as
+    `eth1`: a private network, since nothing on it is authenticated. Unset: it trains none."""
     lease_seconds: float = Field(default=60.0, ge=1.0, le=3600.0)
     """Seconds that a run stays leased to an unresponsive worker; renewal, kill and grace times derive from it."""
     hang_seconds: float = Field(default=1800.0, ge=1.0)
@@ -299,8 +302,11 @@ _TRAINER_VARIABLES = {
 }  # fmt: skip
 
 
+_TRAINER_PREFIXES = ("LC_", "NCCL_", "TORCH_NCCL_", "GLOO_", "FI_", "UCX_", "NVIDIA_", "HF_XET_")
+
+
 def _is_trainer_variable(name: str) -> bool:
-    return name in _TRAINER_VARIABLES or name.startswith(("LC_", "NCCL_", "NVIDIA_", "HF_XET_"))
+    return name in _TRAINER_VARIABLES or name.startswith(_TRAINER_PREFIXES)
 
 
 def postgres_environment() -> dict[str, str]:

@@ -7,7 +7,7 @@ from sqlalchemy import Connection, Engine, insert, literal, select, text
 from sqlalchemy.dialects.postgresql import JSONB
 
 from app.infra.ids import new_id
-from app.runs.state import machine
+from app.runs.state import group_claim, machine
 from app.tables.datasets import Dataset
 from app.tables.events import RunEvent
 from app.tables.experiments import Experiment
@@ -69,6 +69,26 @@ def claim(
     with engine.begin() as connection:
         connection.execute(machine.lock_quotas())
         return connection.execute(machine.claim(worker_id, list(backends), lease, kind, list(labels))).one_or_none()
+
+
+def claim_with_others(
+    engine: Engine, worker_id: str, lease: float = 60.0, backends: tuple[str, ...] = ("fake",)
+) -> Any:
+    """Claim the run for which this worker and others are reserved; return its row or None."""
+    with engine.begin() as connection:
+        connection.execute(machine.lock_quotas())
+        return connection.execute(group_claim.claim_with_others(worker_id, list(backends), lease)).one_or_none()
+
+
+def reserve(engine: Engine, run_id: str, *worker_ids: str) -> None:
+    """Reserve workers for a run, whose devices are free."""
+    query = text(
+        "INSERT INTO reservations (worker_id, run_id, devices, starts_at, spare) VALUES (:worker, :run, 1, now(), 0) "
+        "ON CONFLICT (worker_id) DO UPDATE SET run_id = excluded.run_id, made_at = now()"
+    )
+    with engine.begin() as connection:
+        for worker_id in worker_ids:
+            connection.execute(query, {"worker": worker_id, "run": run_id})
 
 
 def run_row(engine: Engine, run_id: str) -> Any:

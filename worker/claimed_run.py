@@ -30,12 +30,17 @@ class ClaimedRun:
     resume_checkpoint_id: str | None
     requirements: dict[str, Any]
     """Conditions that its devices meet, and the decision whether its model is divided among them."""
+    devices_needed: int
+    hosts_needed: int
     device_indexes: list[int]
     """Devices of this worker that the run was assigned."""
+    members: list[str]
+    """Workers that train the other parts of the run."""
 
     @classmethod
     def of(cls, row: Row[Any]) -> Self:
         """Create it from the row that `machine.claim` returns."""
         columns = {field.name: row._mapping[field.name] for field in fields(cls)}
-        extra = columns["extra_eval_datasets"] or {}
-        return cls(**{**columns, "task": RunTask(columns["task"]), "extra_eval_datasets": extra})
+        extra, members = columns["extra_eval_datasets"] or {}, columns["members"] or []
+        given = {"task": RunTask(columns["task"]), "extra_eval_datasets": extra, "members": members}
+        return cls(**{**columns, **given})

@@ -5,11 +5,12 @@ import logging
 import socket
 import threading
 import time
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from redis import Redis
 from redis.exceptions import RedisError
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, Row, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.config import Settings
@@ -19,6 +20,7 @@ from app.infra.errors import SetupError
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.infra.tracing import Tracing
+from app.runs.state import parts
 from app.tables import migrate
 from app.tables.runs import Run
 from app.workers import registry
@@ -26,6 +28,7 @@ from app.workers.status_files import WorkerStatusFile
 from worker import devices, registration
 from worker.checkpoint_store.remote_store import RemoteStore
 from worker.checkpoint_store.replicator import Replicator
+from worker.group_network import address_of
 from worker.health import WorkerHealth
 from worker.process.launcher import Launcher
 from worker.telemetry import TelemetrySampler
@@ -68,6 +71,10 @@ class WorkerContext:
         self.health = WorkerHealth(self.storage.root)
         self.machine = devices.find(settings)
         self.kind = self.machine.devices[0].kind
+        self.group_address = None if settings.group_interface is None else address_of(settings.group_interface)
+        """Address at which processes of other hosts reach those of this worker; None: it trains no run with others."""
+        self.take_parts: Callable[[Sequence[Row[Any]]], None] | None = None
+        """Called with the parts of runs that this worker is to train, at each heartbeat."""
         self.launcher = Launcher(settings)
         self.tracing = Tracing(settings.otlp_endpoint, "anneal-worker")
         can_train = importlib.util.find_spec("torch") is not None
@@ -101,7 +108,8 @@ class WorkerContext:
         self.telemetry = TelemetrySampler(self.id, self.machine.devices, self.engine)
         self._status_file = WorkerStatusFile(settings.home, self.id)
         self._leases: dict[str, HeldLease] = {}
-        self._to_wake: set[str] = set()
+        self._to_publish: set[tuple[str, str]] = set()
+        """Channels and messages."""
         self._wake_up = threading.Event()
         self._beat_now = threading.Event()
         self._heartbeat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -182,20 +190,31 @@ class WorkerContext:
 
     def wake(self, run_id: str) -> None:
         """Notify event streams of new events; without Redis they poll. Never waits."""
-        self._to_wake.add(run_id)
+        self._publish(events_channel(run_id), "")
+
+    def signal_control(self, name: str) -> None:
+        """Have the leases on a run renewed at once by the workers that hold one, or a worker look for parts to train.
+
+        `name` is the id of the run or of the worker. Without Redis, the next renewal or heartbeat does the same. Never
+        waits.
+        """
+        self._publish(CONTROL_CHANNEL, name)
+
+    def _publish(self, channel: str, message: str) -> None:
+        self._to_publish.add((channel, message))
         self._wake_up.set()
 
     def _notify_loop(self) -> None:
         while not self._ended.is_set():
             self._wake_up.wait()
             self._wake_up.clear()
-            # Ids are popped one at a time: what other threads add meanwhile is handled in the next round.
-            while self._to_wake:
-                run_id = self._to_wake.pop()
+            # Popped one at a time: what other threads add meanwhile is handled in the next round.
+            while self._to_publish:
+                channel, message = self._to_publish.pop()
                 try:
-                    self.redis.publish(events_channel(run_id), "")
+                    self.redis.publish(channel, message)
                 except (RedisError, OSError) as error:
-                    log.info("event streams are not notified for now: %s", error)
+                    log.info("event streams and workers are not notified for now: %s", error)
                     self._ended.wait(_REDIS_PAUSE)
 
     def _try_register(self) -> bool:
@@ -217,7 +236,15 @@ class WorkerContext:
         labels = self.settings.labels
         gguf = registration.has_gguf_converter(self.settings.gguf_converter)
         registration.register(
-            connection, self.id, self.name, self.machine, self.backends, labels, self.launcher, gguf=gguf
+            connection,
+            self.id,
+            self.name,
+            self.machine,
+            self.backends,
+            labels,
+            self.launcher,
+            gguf=gguf,
+            group_address=self.group_address,
         )
 
     def _beat(self) -> None:
@@ -229,11 +256,16 @@ class WorkerContext:
             state = "draining" if self.closing.is_set() else "online"
             try:
                 with self.lease_engine.begin() as connection:
-                    alive = registry.heartbeat(self.id, state, self.launcher.mode, self.launcher.reason)
+                    has_trouble = self.group_address is not None and self.health.trouble() is not None
+                    address = None if has_trouble else self.group_address
+                    alive = registry.heartbeat(self.id, state, self.launcher.mode, self.launcher.reason, address)
                     if connection.execute(alive).one_or_none() is None:
                         self._register(connection)
                     if self.closing.is_set():
                         self._note_progress(connection)
+                    found = connection.execute(parts.of_worker(self.id)).all() if self.group_address else ()
+                if self.take_parts is not None and found:
+                    self.take_parts(found)
             except SQLAlchemyError as error:
                 log.info("heartbeat missed: %s", error)
 
@@ -254,15 +286,17 @@ class WorkerContext:
         self._status_file.update(runs={run_id: found.get(run_id, [None, None]) for run_id in list(self._leases)})
 
     def _listen(self) -> None:
-        """Renew leases on control messages, so that stop requests arrive before the next regular renewal."""
+        """Renew leases and look for parts on control messages, before the next regular renewal or heartbeat."""
         while not self._ended.is_set():
             try:
                 with self.redis.pubsub(ignore_subscribe_messages=True) as pubsub:  # type: ignore[no-untyped-call]
                     pubsub.subscribe(CONTROL_CHANNEL)
                     while not self._ended.is_set():
                         message = pubsub.get_message(timeout=0.5)
-                        lease = self._leases.get(message["data"]) if message else None
-                        if lease:
+                        name = message["data"] if message else None
+                        if name == self.id:
+                            self._beat_now.set()
+                        elif name is not None and (lease := self._leases.get(name)):
                             lease.renew_now()
             except (RedisError, OSError) as error:
                 log.info("control messages are unavailable, stop requests arrive with lease renewals: %s", error)

@@ -3,13 +3,17 @@
 import logging
 import threading
 import time
+from dataclasses import dataclass
+from typing import Any, Self
 
+from sqlalchemy import Executable, Row
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.contracts.attempt.messages import ActionRequest, ControlMessage
+from app.contracts.attempt.part_end import PartEnd
 from app.contracts.stop import StopRequest
 from app.infra.log_setup import with_current_context
-from app.runs.state import machine
+from app.runs.state import machine, parts
 from worker.context import WorkerContext
 from worker.process.training_group import TrainingGroup
 
@@ -17,6 +21,17 @@ log = logging.getLogger(__name__)
 
 
 _JOIN_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class EndedPart:
+    """Part of the run on another host that has ended, or whose lease has expired."""
+
+    worker_id: str
+    first_rank: int
+    devices: int
+    end: PartEnd | None
+    """None: its worker was lost."""
 
 
 class Lease:
@@ -37,6 +52,10 @@ class Lease:
         """Actions still pending when the lease was last renewed, to be done between two steps; oldest first."""
         self.preempted_for: str | None = None
         """Run for which this one is to save and return to the queue; once it is set, it stays."""
+        self.ended_parts: list[EndedPart] = []
+        """Parts of the run on other hosts that have ended, in this order."""
+        self.leaving: str | None = None
+        """Worker of a part that is shutting down, so that the run is to save and return to the queue."""
         self.fenced = False
         """True if this worker no longer owns the run."""
         self._context = context
@@ -47,7 +66,7 @@ class Lease:
         self._over = False
         self._thread = threading.Thread(target=with_current_context(self._keep), name=f"lease {run_id}", daemon=True)
 
-    def __enter__(self) -> "Lease":
+    def __enter__(self) -> Self:
         self._context.hold(self)
         self._thread.start()
         return self
@@ -115,8 +134,7 @@ class Lease:
         sent = time.monotonic()
         try:
             with self._context.lease_engine.begin() as connection:
-                renewal = machine.renew(self.run_id, self.lease_epoch, self._context.settings.lease_seconds)
-                row = connection.execute(renewal).one_or_none()
+                row = connection.execute(self._renewal()).one_or_none()
         except SQLAlchemyError as error:
             log.info("%s: renewal failed, %.1f s left: %s", self.run_id, self.kill_at - sent, error)
             return False
@@ -126,12 +144,45 @@ class Lease:
             return True
         self._longest_silence = self.longest_silence
         self._sent = sent
-        self.requested_stop = StopRequest(row.stop_mode, "stop", row.stop_grace_seconds) if row.stop_mode else None
-        self.preempted_for = self.preempted_for or row.preempted_for
-        self.actions = [ActionRequest(**one) for one in row.actions or []]
+        self._take(row)
         if self._processes:
             self._processes.send(ControlMessage(renew_until=self.kill_at))
         return True
+
+    def _renewal(self) -> Executable:
+        return machine.renew(self.run_id, self.lease_epoch, self._context.settings.lease_seconds)
+
+    def _take(self, row: Row[Any]) -> None:
+        """Take over what a renewal has brought."""
+        self.requested_stop = StopRequest(row.stop_mode, "stop", row.stop_grace_seconds) if row.stop_mode else None
+        self.preempted_for = self.preempted_for or row.preempted_for
+        self.actions = [ActionRequest(**one) for one in row.actions or []]
+        ended = []
+        for one in row.parts or []:
+            end = None if one["outcome"] is None else PartEnd.model_validate(one["outcome"])
+            is_released = end is not None and end.is_released
+            if one["is_leaving"] or is_released:
+                self.leaving = one["worker_id"]
+            if one["ended"] and not is_released:
+                ended.append(EndedPart(one["worker_id"], one["first_rank"], one["devices"], end))
+        self.ended_parts = ended
+
+
+class PartLease(Lease):
+    """Lease on a part of a run whose lead is another worker; it has expired until the first renewal."""
+
+    def __init__(self, context: WorkerContext, run_id: str, lease_epoch: int, part: int) -> None:
+        super().__init__(context, run_id, lease_epoch, time.monotonic() - context.settings.kill_after_seconds)
+        self.meeting: str | None = None
+        """Place at which the ranks meet; None until the lead has prepared the attempt."""
+        self._part = part
+        self.renew_now()
+
+    def _renewal(self) -> Executable:
+        return parts.renew(self.run_id, self.lease_epoch, self._part, self._context.settings.lease_seconds)
+
+    def _take(self, row: Row[Any]) -> None:
+        self.meeting = row.meeting
 
 
 class LeaseLost(Exception):

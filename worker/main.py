@@ -10,6 +10,7 @@ from app.infra.broker import QUEUE, celery_app
 from app.infra.errors import SetupError
 from app.infra.server_urls import resolve_urls
 from worker import celery_worker
+from worker.attempts.part import PartSupervisors
 from worker.celery_worker import CeleryProgram, HintConsumer, SlotPool
 from worker.context import WorkerContext
 from worker.signals import SignalHandler
@@ -32,6 +33,8 @@ def main() -> int:
 def run(settings: Settings, signals: SignalHandler) -> int:
     """Run a worker until `signals` end it."""
     context = WorkerContext(settings)
+    parts = PartSupervisors(context)
+    context.take_parts = parts.take
     app = celery_app(settings.redis_url or "")
     celery_worker.register(app, context)
     # Celery's warning about root concerns pickled messages; the messages here are JSON without arguments.
@@ -55,6 +58,7 @@ def run(settings: Settings, signals: SignalHandler) -> int:
             without_heartbeat=True,
         )
         program.start()
+        parts.wait()
         return program.exitcode or 0
     finally:
         context.close()

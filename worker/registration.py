@@ -9,6 +9,7 @@ from sqlalchemy import Connection
 from app.contracts.plugins import PLUGINS
 from app.infra.process.identity import ProcessIdentity
 from app.runs.state import machine as state_machine
+from app.runs.state import parts
 from app.workers import registry
 from worker.devices import Machine
 from worker.process.launcher import Launcher
@@ -42,6 +43,7 @@ def release_dead(connection: Connection, host: str) -> None:
         if row.boot_id == pid_scope(here) and not ProcessIdentity.of(row.pid, row.process_started).exists
     ]
     if dead:
+        connection.execute(parts.reap_dead(dead))
         moved = connection.execute(state_machine.reap_dead(dead)).mappings().all()
         connection.execute(registry.mark_offline(dead))
         log.warning("%d dead worker(s) of this machine found, %d run(s) reaped", len(dead), len(moved))
@@ -57,6 +59,7 @@ def register(
     launcher: Launcher,
     *,
     gguf: bool,
+    group_address: str | None,
 ) -> None:
     """Write this worker and its devices into the database."""
     me = ProcessIdentity.own()
@@ -76,6 +79,7 @@ def register(
                 "launch_reason": launcher.reason,
                 "plugins": installed(),
                 "gguf": gguf,
+                "group_address": group_address,
             }
         )
     )

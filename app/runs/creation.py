@@ -82,6 +82,7 @@ async def create(
         "user_set_fields": found.given,
         "base_run_id": found.base_run_id,
         "devices_needed": found.resources.devices,
+        "hosts_needed": found.resources.hosts,
         "resources": found.resources.model_dump(),
         "requirements": await _requirements(session, settings, storage, request, found, found.config),
         "priority": request.priority,
@@ -97,7 +98,7 @@ async def check(session: AsyncSession, settings: Settings, storage: Storage, req
     found: ValidationResult = await validate_request(session, settings, storage, request, wrong_rewards)
     if not found.errors and found.config is not None:
         needed = await _requirements(session, settings, storage, request, found, found.config)
-        needs = Needs.of(request.backend, found.resources.devices, needed)
+        needs = Needs.of(request.backend, found.resources.devices, found.resources.hosts, needed)
         waits = pending_reason(needs, await read_fleet(session, settings.lease_seconds))
         if waits is not None and waits.code != "no_worker":  # a warning of the validation says that
             found.warnings.append(FieldError(field="resources", code=waits.code, message=waits.message))

@@ -85,6 +85,7 @@ async def evaluate(transaction: RunTransaction, settings: Settings, storage: Sto
         "config": config.model_copy(update={"eval_steps": None}).model_dump(mode="json"),
         "user_set_fields": sorted(given),
         "devices_needed": found.resources.devices,
+        "hosts_needed": found.resources.hosts,
         "resources": found.resources.model_dump(),
         # The estimate is of a training, which takes more memory.
         "requirements": requirements(

@@ -114,6 +114,7 @@ async def resume(
         "user_set_fields": given,
         "base_run_id": parent.base_run_id,
         "devices_needed": resources.devices,
+        "hosts_needed": resources.hosts,
         "resources": resources.model_dump(),
         "requirements": requirements(rules, config, given, resources, least, sharded=sharded),
         "priority": parent.priority,

@@ -58,6 +58,7 @@ class Run(Owned, Base):
         CheckConstraint("max_restarts BETWEEN 0 AND 100", name="max_restarts_bounded"),
         CheckConstraint(f"preempted_for IS NULL OR status IN {sql_list(LIVE)}", name="preempted_is_live"),
         CheckConstraint("devices_needed BETWEEN 1 AND 1024", name="devices_needed_bounded"),
+        CheckConstraint("hosts_needed > 0 AND devices_needed % hosts_needed = 0", name="hosts_divide_devices"),
         UniqueConstraint("created_by", "idempotency_key"),
         Index(
             "ix_runs_pending",
@@ -138,6 +139,8 @@ class Run(Owned, Base):
     effective_config: Mapped[dict[str, Any] | None]
     """Configuration that the trainer used, as it reported at its start."""
     devices_needed: Mapped[int] = mapped_column(server_default=text("1"))
+    hosts_needed: Mapped[int] = mapped_column(server_default=text("1"))
+    """Workers that train it together, each on the same number of `devices_needed`."""
     requirements: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
     """Requirements on a worker, from `resources`, the configuration and the estimate: `kind`, `memory_mb`, `labels`,
     `gguf`, `estimated_mb` (least MiB by kind of device) and `prefers_gpu`."""

@@ -38,6 +38,8 @@ class Worker(Base):
     """Names of installed plugins, by kind; null if the worker's version does not report them."""
     gguf: Mapped[bool] = mapped_column(server_default="false")
     """True if it has the converter of llama.cpp."""
+    group_address: Mapped[str | None]
+    """Address at which processes of other hosts reach its training processes; null: it trains no run with others."""
     started_at: Mapped[datetime] = mapped_column(server_default=func.now())
     heartbeat_at: Mapped[datetime] = mapped_column(server_default=func.now())
 

@@ -49,12 +49,23 @@ def _device(worker_id: str, index: int) -> Update:
     return update(Device).where(Device.worker_id == worker_id, Device.index == index)
 
 
-def heartbeat(worker_id: str, state: str, launch_mode: str, launch_reason: str) -> Executable:
-    """Record a heartbeat; returns no row if the worker is not (or no longer) registered."""
+def heartbeat(
+    worker_id: str, state: str, launch_mode: str, launch_reason: str, group_address: str | None = None
+) -> Executable:
+    """Record a heartbeat; returns no row if the worker is not (or no longer) registered.
+
+    `group_address`: see `Worker`; None while it should get no part of a run.
+    """
     return (
         update(Worker)
         .where(Worker.id == worker_id)
-        .values(heartbeat_at=func.clock_timestamp(), state=state, launch_mode=launch_mode, launch_reason=launch_reason)
+        .values(
+            heartbeat_at=func.clock_timestamp(),
+            state=state,
+            launch_mode=launch_mode,
+            launch_reason=launch_reason,
+            group_address=group_address,
+        )
         .returning(Worker.id)
     )
 

@@ -9,6 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.api.pagination import Paging, fetch
 from app.config import Settings
 from app.contracts.run_status import LIVE
+from app.tables.parts import RunPart
 from app.tables.runs import Run
 from app.tables.workers import Device, Worker
 from app.workers.queries import is_fresh
@@ -33,8 +34,10 @@ async def page(session: AsyncSession, settings: Settings, paging: Paging) -> tup
     for device in (await session.scalars(owned)).all():
         devices[device.worker_id].append(device)
     runs: dict[str | None, list[str]] = defaultdict(list)
-    held = select(Run.lease_owner, Run.id).where(Run.status.in_(LIVE), Run.lease_owner.in_(ids))
-    for owner, run_id in (await session.execute(held.order_by(Run.id))).all():
+    led = select(Run.lease_owner, Run.id).where(Run.status.in_(LIVE), Run.lease_owner.in_(ids))
+    joined = select(RunPart.worker_id, RunPart.run_id).where(RunPart.ended_at.is_(None), RunPart.worker_id.in_(ids))
+    held = [*(await session.execute(led)).all(), *(await session.execute(joined)).all()]
+    for owner, run_id in sorted({(owner, run_id) for owner, run_id in held}):
         runs[owner].append(run_id)
     present = select(Worker.id).where(Worker.id.in_(ids), is_fresh(settings.lease_seconds))
     fresh = set((await session.scalars(present)).all())

@@ -192,6 +192,7 @@ def upgrade() -> None:
         sa.Column("launch_reason", sa.Text(), server_default="", nullable=False),
         sa.Column("plugins", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
         sa.Column("gguf", sa.Boolean(), server_default="false", nullable=False),
+        sa.Column("group_address", sa.Text(), nullable=True),
         sa.Column("started_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
         sa.Column("heartbeat_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
         sa.CheckConstraint("launch_mode IN ('zygote','cold')", name=op.f("ck_workers_launch_mode_known")),
@@ -246,6 +247,7 @@ def upgrade() -> None:
         sa.Column("user_set_fields", postgresql.JSONB(astext_type=sa.Text()), nullable=False),
         sa.Column("effective_config", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
         sa.Column("devices_needed", sa.Integer(), server_default=sa.text("1"), nullable=False),
+        sa.Column("hosts_needed", sa.Integer(), server_default=sa.text("1"), nullable=False),
         sa.Column(
             "requirements", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'{}'"), nullable=False
         ),
@@ -322,6 +324,9 @@ def upgrade() -> None:
             name=op.f("ck_runs_preempted_is_live"),
         ),
         sa.CheckConstraint("devices_needed BETWEEN 1 AND 1024", name=op.f("ck_runs_devices_needed_bounded")),
+        sa.CheckConstraint(
+            "hosts_needed > 0 AND devices_needed % hosts_needed = 0", name=op.f("ck_runs_hosts_divide_devices")
+        ),
         sa.CheckConstraint(
             "event_seq >= 0 AND attempt_event_count >= 0 AND first_seq >= 1", name=op.f("ck_runs_counters_positive")
         ),
@@ -485,6 +490,26 @@ def upgrade() -> None:
             ["worker_id"], ["workers.id"], name=op.f("fk_reservations_worker_id"), ondelete="CASCADE"
         ),
         sa.PrimaryKeyConstraint("worker_id", name=op.f("pk_reservations")),
+    )
+    op.create_table(
+        "run_parts",
+        sa.Column("run_id", sa.Text(), nullable=False),
+        sa.Column("lease_epoch", sa.Integer(), nullable=False),
+        sa.Column("part", sa.Integer(), nullable=False),
+        sa.Column("worker_id", sa.Text(), nullable=False),
+        sa.Column("first_rank", sa.Integer(), nullable=False),
+        sa.Column("device_indexes", postgresql.ARRAY(sa.Integer()), nullable=False),
+        sa.Column("lease_expires_at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("meeting", sa.Text(), nullable=True),
+        sa.Column("is_leaving", sa.Boolean(), server_default="false", nullable=False),
+        sa.Column("ended_at", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("outcome", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
+        sa.CheckConstraint("part > 0 AND first_rank > 0", name=op.f("ck_run_parts_follows_the_lead")),
+        sa.CheckConstraint("outcome IS NULL OR ended_at IS NOT NULL", name=op.f("ck_run_parts_outcome_of_ended")),
+        sa.PrimaryKeyConstraint("run_id", "lease_epoch", "part", name=op.f("pk_run_parts")),
+    )
+    op.create_index(
+        "ix_run_parts_open", "run_parts", ["worker_id"], unique=False, postgresql_where=sa.text("ended_at IS NULL")
     )
     op.create_table(
         "device_usage",

@@ -31,14 +31,14 @@ class Proxies:
         theirs.close()
         self._lock = threading.Lock()
 
-    def to(self, url: str) -> "Proxy":
-        """Create a proxy to an embedded server."""
+    def to(self, url: str, host: str = "127.0.0.1") -> "Proxy":
+        """Create a proxy to an embedded server, which listens on an address of this machine."""
         parts = urlsplit(url)
         path = unquote(parts.path) if parts.scheme == "unix" else f"{parse_qs(parts.query)['host'][0]}/{SOCKET}"
-        number, port = self.ask("add", path)
+        number, port = self.ask("add", path, host)
         if parts.scheme == "unix":
-            return Proxy(self, number, f"redis://:{parts.password}@127.0.0.1:{port}/0")
-        changed = make_url(url).difference_update_query(["host", "port"]).set(host="127.0.0.1", port=port)
+            return Proxy(self, number, f"redis://:{parts.password}@{host}:{port}/0")
+        changed = make_url(url).difference_update_query(["host", "port"]).set(host=host, port=port)
         return Proxy(self, number, changed.render_as_string(hide_password=False))
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ async def _serve(commands: Connection) -> None:
         except (EOFError, OSError):
             return
         if verb == "add":
-            way = _Way(arguments[0])
+            way = _Way(*arguments)
             await way.start()
             ways.append(way)
             commands.send((len(ways) - 1, way.port))
@@ -115,8 +115,9 @@ async def _serve(commands: Connection) -> None:
 class _Way:
     """Proxy implementation, in the proxy process."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, host: str) -> None:
         self.port = 0
+        self._host = host
         self.swallowed = 0
         self.delayed = 0
         self._target = target
@@ -127,7 +128,7 @@ class _Way:
 
     async def start(self) -> None:
         """Listen on a free port."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._serve, self._host, 0)
         self.port = self._server.sockets[0].getsockname()[1]
 
     def fall_silent(self) -> None:

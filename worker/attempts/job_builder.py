@@ -125,7 +125,7 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
     with context.engine.connect() as connection:
         base_model = _base_model(context, connection, run)
         reward_models = [] if run.task is RunTask.export else _reward_models(context, connection, run)
-        secrets = _secrets(context, connection, run, [base_model, *reward_models])
+        secrets = secrets_of(context, connection, run.config, [base_model, *reward_models])
         replayed = connection.execute(done_after(run.id, checkpoint.step if checkpoint else 0)).scalar_one()
         job = JobSpec(
             run_id=run.id,
@@ -294,15 +294,15 @@ def _base_of_output(
     return _locate_model(context, connection, run, trained_on, pinned, follow=False)
 
 
-def _secrets(
-    context: WorkerContext, connection: Connection, run: ClaimedRun, models: list[ModelSource]
+def secrets_of(
+    context: WorkerContext, connection: Connection, config: Mapping[str, Any], models: Sequence[ModelSource]
 ) -> dict[str, str]:
     """Return the secrets that this run needs and that are set, by the environment variable that libraries read."""
     wanted: dict[str, str] = {}
-    needs_hub = run.config.get("push_to_hub") or any(_may_need_hub(model) for model in models)
+    needs_hub = config.get("push_to_hub") or any(_may_need_hub(model) for model in models)
     if context.settings.allow_hub and needs_hub:
         wanted[store.HF_TOKEN] = "HF_TOKEN"
-    for tracker in run.config.get("report_to", ()):
+    for tracker in config.get("report_to", ()):
         wanted |= _TRACKER_SECRETS.get(tracker, {})
     if not wanted:
         return {}

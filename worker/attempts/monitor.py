@@ -10,6 +10,7 @@ from app.contracts.attempt.messages import ControlMessage
 from app.contracts.stop import StopRequest
 from app.runs.events.log import LeaseFenced
 from worker.attempts.memory_watch import MemoryWatch
+from worker.attempts.outcome import exit_of
 from worker.context import WorkerContext
 from worker.ingest.event_writer import EventWriter
 from worker.ingest.record_handler import RecordHandler
@@ -64,7 +65,7 @@ class Monitor:
             LeaseFenced: This worker no longer owns the run; the processes have been killed.
         """
         killed_for = None
-        while (ended := self._processes.poll()) is None and killed_for is None:
+        while (ended := self._end()) is None and killed_for is None:
             self._take()
             self._memory_watch.look(self._record_handler.phase)
             for feed in self._device_feeds:
@@ -78,9 +79,20 @@ class Monitor:
         self._processes.kill()  # also what they left behind in their sessions
         for rank, pieces in self._processes.drain():
             self._record_handler.take(pieces, rank)
+        for part in self._lease.ended_parts:
+            if part.end is not None:
+                self._record_handler.take_part_end(part.end)
         self._record_handler.flush_output()
         end = ended or self._processes.poll() or Exit(signal=signal.SIGKILL)
         return replace(end, suspended=suspended), killed_for
+
+    def _end(self) -> Exit | None:
+        """Return the end of the processes, or of a part on another host that ends them."""
+        ended = self._processes.poll()
+        if ended is not None and not ended.peer_lost:
+            return ended
+        causes = [cause for part in self._lease.ended_parts if (cause := exit_of(part)) is not None]
+        return causes[0] if causes else ended
 
     def _take(self) -> None:
         if self._writer.is_full or self._record_handler.is_over_budget:
@@ -97,7 +109,8 @@ class Monitor:
         silent = time.monotonic() - max(self._record_handler.last_output_at, self._backpressure_at)
         if silent > self._context.settings.hang_seconds:
             return "hang"
-        if self._lease.stop or self._lease.preempted_for or self._context.draining.is_set():
+        is_asked = self._lease.stop or self._lease.preempted_for or self._lease.leaving
+        if is_asked or self._context.draining.is_set():
             return self._enforce_stop()
         self._save_during_outage()
         self._send_requests()

@@ -1,5 +1,6 @@
 """Outcomes of an attempt and the transitions that end it."""
 
+import logging
 import signal
 from collections.abc import Mapping, Sequence
 
@@ -11,11 +12,15 @@ from app.contracts.run_status import EndReason
 from app.contracts.run_task import RunTask
 from app.runs.state import machine
 from app.tables.runs import Attempt
+from app.workers import registry
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
+from worker.devices import Device
 from worker.ingest.record_handler import RecordHandler
-from worker.lease import Lease, LeaseLost
+from worker.lease import EndedPart, Lease, LeaseLost
 from worker.process.training_process import Exit
+
+log = logging.getLogger(__name__)
 
 DEVICE_ERROR = "device_error"
 """Code of a failure whose cause is the device, so that another device may train the run."""
@@ -97,7 +102,7 @@ def ended_on_request(context: WorkerContext, run: ClaimedRun, lease: Lease) -> E
     """Return the transition of a run whose trainer ended on request."""
     # A service manager signals worker and trainer at once: the trainer may be gone before the worker handles the
     # signal.
-    is_asked = lease.stop or lease.preempted_for
+    is_asked = lease.stop or lease.preempted_for or lease.leaving
     if not is_asked and not context.draining.wait(_SHUTDOWN_NOTICE_SECONDS):
         reason = "the training process was asked to end from outside"
         return machine.retry(run.id, run.lease_epoch, reason, _RETRY_SECONDS)
@@ -107,7 +112,32 @@ def ended_on_request(context: WorkerContext, run: ClaimedRun, lease: Lease) -> E
         return machine.release(
             run.id, run.lease_epoch, f"preempted for run {lease.preempted_for}, which has a higher priority"
         )
+    if lease.leaving:
+        reason = f"released: worker {lease.leaving}, which trains a part of the run, is shutting down"
+        return machine.release(run.id, run.lease_epoch, reason)
     return machine.release(run.id, run.lease_epoch, "released: the worker is shutting down")
+
+
+def exit_of(part: EndedPart) -> Exit | None:
+    """Return the end of a part on another host as that of a process; None if it causes no end of the run."""
+    ranks = f"rank {part.first_rank}"
+    if part.devices > 1:
+        ranks = f"ranks {part.first_rank} to {part.first_rank + part.devices - 1}"
+    whose = f"worker {part.worker_id}, which trained {ranks} of the run"
+    end = part.end
+    if end is None:
+        return Exit(part_problem=f"{whose}, was lost", rank=part.first_rank)
+    if end.problem is not None:
+        return Exit(part_problem=f"{whose}, ended its part: {end.problem}", rank=end.rank)
+    if end.peer_lost or (end.exit_code == 0 and end.failure is None):
+        return None
+    return Exit(
+        code=end.exit_code,
+        signal=end.exit_signal,
+        launcher_lost=end.launcher_lost,
+        out_of_memory=end.out_of_memory,
+        rank=end.rank,
+    )
 
 
 def could_not_start(context: WorkerContext, run: ClaimedRun, why: str) -> Executable:
@@ -141,9 +171,29 @@ def hung(
     reason = f"the training process hung during {record_handler.phase} and was killed: {silence}"
     if suspended:
         ranks = f"{'rank' if len(suspended) == 1 else 'ranks'} {', '.join(map(str, suspended))}"
-        whose = f"the process of {ranks}" if len(run.device_indexes) > 1 else "it"
+        whose = f"the process of {ranks}" if run.devices_needed > 1 else "it"
         reason += f"; {whose} was suspended, by SIGSTOP or a debugger"
     return machine.retry(run.id, run.lease_epoch, reason, _RETRY_SECONDS)
+
+
+def device_verdicts(
+    context: WorkerContext, assigned: Sequence[Device], result: TrainingResult, failed: int
+) -> list[Executable]:
+    """Return what the result of an attempt says about its devices on this host.
+
+    The one whose failure was reported is paused: that at the place `failed`, if it is one of these. All take runs again
+    if the trainer ended well.
+    """
+    error = result.get("error")
+    if result["outcome"] != "failed":
+        worked = [one for one in assigned if context.health.device_worked(one.index)]
+        return [registry.resume_device(context.id, one.index) for one in worked]
+    if error and error["code"] == DEVICE_ERROR and 0 <= failed < len(assigned):
+        device = assigned[failed]
+        pause = context.health.device_failed(device.index)
+        log.error("device %d takes no run for %.0f s: %s", device.index, pause, error["message"])
+        return [registry.pause_device(context.id, device.index, error["message"], pause)]
+    return []
 
 
 def output(run: ClaimedRun, result: TrainingResult) -> int | None:
@@ -177,6 +227,8 @@ def crashed(run: ClaimedRun, record_handler: RecordHandler, end: Exit, is_repeat
 
     A run whose trainer was ended by a signal is tried again until that is repeated at one step.
     """
+    if end.part_problem is not None:
+        return machine.retry(run.id, run.lease_epoch, end.part_problem, _RETRY_SECONDS)
     if end.peer_lost:
         reason = "the training processes of the run lost the connection to each other"
         return machine.retry(run.id, run.lease_epoch, reason, _RETRY_SECONDS)

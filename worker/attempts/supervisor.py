@@ -1,14 +1,10 @@
 """Life of a run on a worker: claim → prepare → launch → monitor → conclude."""
 
 import logging
-import os
-import pwd
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
-from pathlib import Path
 
 from sqlalchemy import Executable
 from sqlalchemy.exc import SQLAlchemyError
@@ -18,17 +14,19 @@ from app.contracts.attempt.repair import Repair
 from app.infra.db import is_away
 from app.infra.lean_structlog import bound_contextvars
 from app.runs.events.log import LeaseFenced
-from app.runs.state import machine
+from app.runs.state import machine, parts
+from app.runs.state.group_claim import claim_with_others
 from app.workers import registry
 from worker import devices
 from worker.attempts import auto_repair, failure_report
 from worker.attempts.job_builder import Job, JobError, prepare
+from worker.attempts.launch import Group, Meeting, launch
 from worker.attempts.memory_watch import MemoryWatch
 from worker.attempts.monitor import Monitor
 from worker.attempts.outcome import (
-    DEVICE_ERROR,
     conclude,
     could_not_start,
+    device_verdicts,
     ended_here_before,
     ended_on_request,
     is_signal_death,
@@ -41,15 +39,15 @@ from worker.checkpoint_store.restore import RestoreControl
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 from worker.devices import Device
+from worker.group_network import MeetingPort
 from worker.health import UNUSABLE_PAUSE_SECONDS
 from worker.ingest.event_writer import EventWriter
 from worker.ingest.record_handler import RecordHandler, StartPoint
 from worker.lease import Lease, LeaseLost
 from worker.process.spawn import LaunchAbandoned, LaunchError
 from worker.process.training_group import TrainingGroup
-from worker.process.training_process import Exit, TrainingProcess
+from worker.process.training_process import Exit
 from worker.telemetry import DeviceFeed
-from worker.wire.rank_place import RankPlace
 
 log = logging.getLogger(__name__)
 
@@ -87,15 +85,28 @@ def _claim(
     return machine.claim(worker_id, list(backends), lease_seconds, kind, list(labels))
 
 
+@cache
+def _claim_with_others(worker_id: str, backends: tuple[str, ...], lease_seconds: float) -> Executable:
+    return claim_with_others(worker_id, list(backends), lease_seconds)
+
+
 def claim(context: WorkerContext) -> ClaimedRun | None:
     """Claim a run and its devices; None if there is none or the database is unavailable."""
     settings = context.settings
     _pause_unusable_devices(context)
-    statement = _claim(context.id, tuple(context.backends), settings.lease_seconds, context.kind, settings.labels)
+    backends, lease = tuple(context.backends), settings.lease_seconds
+    statements = [_claim(context.id, backends, lease, context.kind, settings.labels)]
+    if context.group_address is not None:
+        statements.append(_claim_with_others(context.id, backends, lease))
+    row = None
     try:
-        with context.engine.begin() as connection:
-            connection.execute(_LOCK_QUOTAS)
-            row = connection.execute(statement).one_or_none()
+        for statement in statements:
+            # Each in a transaction of its own, without the locks of the one before.
+            with context.engine.begin() as connection:
+                connection.execute(_LOCK_QUOTAS)
+                row = connection.execute(statement).one_or_none()
+            if row is not None:
+                break
     except SQLAlchemyError as error:
         if not is_away(error):
             raise
@@ -106,6 +117,8 @@ def claim(context: WorkerContext) -> ClaimedRun | None:
     run = ClaimedRun.of(row)
     log.info("%s: attempt %d starts", run.id, run.attempt, extra={"run_id": run.id, "attempt": run.attempt})
     context.wake(run.id)
+    for worker_id in run.members:
+        context.signal_control(worker_id)
     return run
 
 
@@ -162,6 +175,8 @@ def supervise(context: WorkerContext, run: ClaimedRun, claimed_at: float) -> Non
         except LeaseLost:
             log.warning("%s: no answer from the database; the run will be reaped and continue", run.id)
     context.wake(run.id)
+    if run.members:
+        context.signal_control(run.id)
 
 
 def run_attempt_to_outcome(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: EventWriter) -> Ending:
@@ -212,7 +227,7 @@ def attempt(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: Event
         job = writer.persist(lambda: prepare(context, run, device.for_job(), restore_control))
         start = StartPoint(job.start_step, job.start_epoch, job.best_loss, job.best_score)
         record_handler.start_from(start, job.secrets.values(), job.remarks)
-        processes = launch(context, run, lease, job, assigned)
+        processes = launch_all(context, run, lease, writer, job, assigned)
     except (TransferCancelled, LaunchAbandoned):
         return ended_on_request(context, run, lease)
     except JobError as error:
@@ -259,19 +274,9 @@ def judge_devices(
     context: WorkerContext, writer: EventWriter, assigned: Sequence[Device], record_handler: RecordHandler
 ) -> None:
     """Pause the device whose failure was reported; let all take runs again if the trainer ended well."""
-    result = record_handler.result
-    if result is None:
+    if record_handler.result is None:
         return
-    error = result.get("error")
-    statements: list[Executable] = []
-    if result["outcome"] != "failed":
-        worked = [one for one in assigned if context.health.device_worked(one.index)]
-        statements = [registry.resume_device(context.id, one.index) for one in worked]
-    elif error and error["code"] == DEVICE_ERROR:
-        device = assigned[record_handler.failed_rank]
-        pause = context.health.device_failed(device.index)
-        log.error("device %d takes no run for %.0f s: %s", device.index, pause, error["message"])
-        statements = [registry.pause_device(context.id, device.index, error["message"], pause)]
+    statements = device_verdicts(context, assigned, record_handler.result, record_handler.failed_rank)
     if not statements:
         return
 
@@ -297,62 +302,43 @@ def settle(context: WorkerContext, lease: Lease, writer: EventWriter) -> None:
         context.replicator.settle(lease.run_id, lambda: lease.fenced or lease.expired, writer.put, until)
 
 
-def launch(
-    context: WorkerContext, run: ClaimedRun, lease: Lease, job: Job, assigned: Sequence[Device]
+def launch_all(
+    context: WorkerContext, run: ClaimedRun, lease: Lease, writer: EventWriter, job: Job, assigned: Sequence[Device]
 ) -> TrainingGroup:
-    """Start a training process for each device, with its deadline in force before it does anything.
+    """Start the training processes of this host, and let the workers of the other hosts start theirs.
 
     Raises:
         LaunchAbandoned: The run was to end or to be released meanwhile.
-        LaunchError: A process could not be started; none is left.
+        LaunchError: A process could not be started; none is left here.
+        OSError: The ranks cannot meet at the address of this worker.
     """
-    if is_unwanted(context, lease):
-        raise LaunchAbandoned("no longer wanted")
     # A kernel lock also rules out two trainers of one run on one machine, not only the lease.
-    run_lock = context.storage.run_dir(run.id) / "trainer.lock"
-    folder = _rank_folder(context.settings.trainer_user) if len(assigned) > 1 else None
-    started: list[TrainingProcess] = []
+    group = Group(ENTRIES[run.backend], job.path, job.secrets, context.storage.run_dir(run.id) / "trainer.lock")
+    unwanted = partial(is_unwanted, context, lease)
+    if not run.members or context.group_address is None:
+        return launch(context, lease, group, assigned, unwanted)
+    meeting_port = MeetingPort(context.group_address)
     try:
-        for rank, device in enumerate(assigned):
-            process = context.launcher.launch(
-                ENTRIES[run.backend],
-                job.path,
-                [one.for_job() for one in assigned],
-                [_device_lock(context, device), *([run_lock] if rank == 0 else [])],
-                place=RankPlace(rank, len(assigned), folder) if folder else None,
-                renew_until=lambda: lease.kill_at,
-                should_end=lambda: is_unwanted(context, lease),
-                secrets=job.secrets,
-            )
-            started.append(process)
+        meeting = Meeting(meeting_port.meeting, first_rank=0, size=run.devices_needed)
+
+        def announce() -> None:
+            with context.engine.begin() as connection:
+                connection.execute(parts.announce(run.id, run.lease_epoch, meeting.place))
+
+        writer.persist(announce)
+        context.signal_control(run.id)
+        processes = launch(context, lease, group, assigned, unwanted, meeting)
     except BaseException:
-        TrainingGroup(started, folder).close()
+        meeting_port.close()
         raise
-    processes = TrainingGroup(started, folder)
-    lease.guard(processes)
+    processes.at_end(meeting_port.close)
     return processes
-
-
-def _device_lock(context: WorkerContext, device: Device) -> Path:
-    """Return the lock of a device: workers of a machine share a GPU, and a share of the CPU is the worker's own."""
-    owner = device.id if device.kind == "cuda" else f"{context.id}-{device.id}"
-    path = context.settings.home / "run" / "devices" / owner
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
-
-
-def _rank_folder(user: str | None) -> Path:
-    """Create a folder on this host that only the training processes can read."""
-    folder = Path(tempfile.mkdtemp(prefix="anneal-ranks-"))
-    if user:
-        account = pwd.getpwnam(user)
-        os.chown(folder, account.pw_uid, account.pw_gid)
-    return folder
 
 
 def is_unwanted(context: WorkerContext, lease: Lease) -> bool:
     """Return True if no trainer may start any more: the run is to end, to be released, or has another owner."""
-    return bool(lease.stop or lease.preempted_for) or lease.fenced or context.draining.is_set()
+    is_asked = bool(lease.stop or lease.preempted_for or lease.leaving)
+    return is_asked or lease.fenced or context.draining.is_set()
 
 
 def repair_of(

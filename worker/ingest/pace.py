@@ -37,7 +37,7 @@ class AttemptTimer:
         try:
             extra = sorted(run.extra_eval_datasets.values())
             twin = durations.config_digest(
-                run.config, run.dataset_id, run.eval_dataset_id, *extra, devices=len(run.device_indexes),
+                run.config, run.dataset_id, run.eval_dataset_id, *extra, devices=run.devices_needed,
                 sequence_parallel=run.requirements.get("sequence_parallel", 1),
             )  # fmt: skip
             self._timings = Timings(twin=twin, work=durations.step_size(run.config))

@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import Connection, Executable, select, update
@@ -22,6 +22,7 @@ from app.contracts.attempt.messages import (
     ResultRecord,
     TrainingResult,
 )
+from app.contracts.attempt.part_end import PartEnd
 from app.contracts.events import TRAINER_RECORDS
 from app.contracts.methods import method_of
 from app.contracts.run_status import LIVE
@@ -39,7 +40,6 @@ from worker.checkpoint_store.cleanup import remove_folders
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 from worker.ingest.action_results import action_result
-from worker.ingest.event_writer import EventWriter
 from worker.ingest.log_lines import LogLines
 from worker.ingest.pace import AttemptTimer
 from worker.ingest.record_budget import BURST_BYTES, BYTES_PER_SECOND, COSTLY_BYTES, LEAST_BYTES, RecordBudget
@@ -88,10 +88,20 @@ class StartPoint:
     best_score: float | None = None
 
 
+class EventSink(Protocol):
+    """Receiver of events and changes of an attempt."""
+
+    progress: Progress | None
+    """Progress of the trainer."""
+
+    def put(self, item: NewEvent | RunUpdate) -> None:
+        """Append an item; never waits."""
+
+
 class RecordHandler:
     """Handler of a trainer's output, which it passes to the writer; it stores nothing itself and never waits."""
 
-    def __init__(self, context: WorkerContext, run: ClaimedRun, writer: EventWriter) -> None:
+    def __init__(self, context: WorkerContext, run: ClaimedRun, writer: EventSink) -> None:
         self.result: TrainingResult | None = None
         """Result that the trainer has reported."""
         self.failed_rank = 0
@@ -145,9 +155,13 @@ class RecordHandler:
         """Start from the job's checkpoint; metrics beyond its step are rolled back."""
         self._start, self._bests, self.step = start, [(start.step, start.best_loss)], start.step
         self._best_score = start.best_score
-        self._redact.hide(secrets)
+        self.hide(secrets)
         for remark in remarks:
             self.say(remark, "warning")
+
+    def hide(self, secrets: Iterable[str]) -> None:
+        """Mask these values in the output from now on."""
+        self._redact.hide(secrets)
 
     def take(self, pieces: Sequence[tuple[Source, bytes]], rank: int = 0) -> None:
         """Dispatch data received from a rank to the handlers of records and lines.
@@ -167,6 +181,11 @@ class RecordHandler:
             self.say(_TOO_FAST, "warning")
 
     @property
+    def part_failure(self) -> tuple[int, TrainingResult] | None:
+        """First failure that another rank than 0 has reported, with the rank; of a part, this is all there can be."""
+        return next(iter(self._other_failures.items()), None)
+
+    @property
     def is_over_budget(self) -> bool:
         """True if the trainer has sent so many bytes of records that it has to wait before more are read."""
         return self._budget.is_spent(time.monotonic())
@@ -175,18 +194,25 @@ class RecordHandler:
         """Add a line from the service itself to the run's log."""
         self._add_lines([{"line": plain_text(line), "stream": "anneal", "level": level}], time.time())
 
-    def flush_output(self) -> None:
-        """Handle the end of the output: what is left of a line becomes a line.
-
-        Without a result of rank 0, the failure of another rank is the result.
-        """
+    def flush_lines(self) -> None:
+        """Handle the end of the output: what is left of a line becomes a line."""
         for rank, lines in self._lines.items():
             self._add_lines(_of_rank(rank, lines.flush()), time.time())
+
+    def flush_output(self) -> None:
+        """Handle the end of the output. Without a result of rank 0, the failure of another rank is the result."""
+        self.flush_lines()
         if self.result is None and self._other_failures:
             self.failed_rank, result = next(iter(self._other_failures.items()))
             if error := result.get("error"):
                 error["message"] = f"On rank {self.failed_rank}: {error['message']}"
             self._end_with(result)
+
+    def take_part_end(self, end: PartEnd) -> None:
+        """Take over the last lines of a part on another host, and a failure that one of its ranks has reported."""
+        self.tail.extend(end.last_lines)
+        if end.failure is not None:
+            self._other_failures[end.rank] = self._read_result({"type": "result", **end.failure})
 
     def _add_lines(self, lines: list[dict[str, Any]], now: float) -> None:
         for line in lines:

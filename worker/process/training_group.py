@@ -1,11 +1,9 @@
 """The training processes of one attempt: one for each device of the run, which start and end together."""
 
 import select
-import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from app.contracts.attempt.messages import ControlMessage
 from app.infra.process.identity import ProcessIdentity, process_stat
@@ -19,15 +17,19 @@ _CAUSE_SECONDS = 5.0
 
 
 class TrainingGroup:
-    """Training processes by rank; used by one supervisor thread at a time.
+    """Training processes of one host by rank; used by one supervisor thread at a time.
 
     The process of rank 0 decides and reports. The group ends when that process has ended, or another one with an error.
     """
 
-    def __init__(self, processes: Sequence[TrainingProcess], folder: Path | None = None) -> None:
-        """Take over the processes, and the folder in which they find each other."""
+    def __init__(self, processes: Sequence[TrainingProcess], first_rank: int = 0) -> None:
+        """Take over the processes.
+
+        `first_rank` is above 0 for the processes of a part, whose rank 0 is on another host.
+        """
         self._processes = list(processes)
-        self._folder = folder
+        self._at_end: list[Callable[[], None]] = []
+        self._first_rank = first_rank
         self._exits: dict[int, Exit] = {}
         """Ends seen so far by rank, in the order in which they were seen."""
         self._lost_at: float | None = None
@@ -37,8 +39,12 @@ class TrainingGroup:
         """Processes of the group, by rank."""
         return [process.identity for process in self._processes]
 
+    def at_end(self, clean_up: Callable[[], None]) -> None:
+        """Call `clean_up` when all processes have ended and the group is closed."""
+        self._at_end.append(clean_up)
+
     def send(self, message: ControlMessage) -> bool:
-        """Send a message; return False if the process of rank 0 is gone or its socket is full.
+        """Send a message; return False if the first process is gone or its socket is full.
 
         A deadline is for every process. Requests are for rank 0, which shares what follows from them.
         """
@@ -52,7 +58,7 @@ class TrainingGroup:
 
         Where several processes have ended, it is the end that caused the others.
         """
-        for rank, process in enumerate(self._processes):
+        for rank, process in self._by_rank():
             if rank not in self._exits and (end := process.poll()) is not None:
                 self._exits[rank] = replace(end, rank=rank)
         causes = [
@@ -69,7 +75,7 @@ class TrainingGroup:
     def wait(self, timeout: float) -> None:
         """Wait until a process has sent something or has ended, for at most `timeout` seconds."""
         waiting = select.poll()
-        for rank, process in enumerate(self._processes):
+        for rank, process in self._by_rank():
             waiting.register(process.channel, select.POLLIN)
             if rank not in self._exits:
                 waiting.register(process.fate, select.POLLIN)
@@ -77,20 +83,23 @@ class TrainingGroup:
 
     def receive(self) -> Iterator[tuple[int, list[tuple[Source, bytes]]]]:
         """Yield what each process has sent, with its rank; never waits."""
-        for rank, process in enumerate(self._processes):
+        for rank, process in self._by_rank():
             if pieces := process.channel.receive(0.0):
                 yield rank, pieces
 
     def drain(self) -> Iterator[tuple[int, list[tuple[Source, bytes]]]]:
         """Yield everything that is left of the output, once the processes have ended."""
-        for rank, process in enumerate(self._processes):
+        for rank, process in self._by_rank():
             if pieces := process.channel.drain():
                 yield rank, pieces
 
     def suspended(self) -> tuple[int, ...]:
         """Return the ranks whose process is suspended; the others wait for it in silence."""
-        states = (process_stat(process.identity.pid) for process in self._processes)
-        return tuple(rank for rank, stat in enumerate(states) if stat is not None and stat.state in ("T", "t"))
+        states = ((rank, process_stat(process.identity.pid)) for rank, process in self._by_rank())
+        return tuple(rank for rank, stat in states if stat is not None and stat.state in ("T", "t"))
+
+    def _by_rank(self) -> Iterator[tuple[int, TrainingProcess]]:
+        return enumerate(self._processes, self._first_rank)
 
     def kill(self) -> None:
         """Kill every process of every session with SIGKILL, and wait until all are gone.
@@ -113,7 +122,7 @@ class TrainingGroup:
                 process.close()
             except StillAliveError as error:  # the others must not live longer
                 problem = problem or error
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        for clean_up in self._at_end:
+            clean_up()
         if problem is not None:
             raise problem

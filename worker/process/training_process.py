@@ -34,6 +34,8 @@ class Exit:
     """Process of the group whose end this is."""
     peer_lost: bool = False
     """Processes of the group lost the connection to each other, and none of them ended first."""
+    part_problem: str | None = None
+    """Reason for which a part of the run on another host ended, if it is not the end of a process."""
     suspended: tuple[int, ...] = ()
     """Ranks whose process was suspended when this worker killed the group because it was silent."""
 

@@ -5,6 +5,8 @@ gathered. What only one process can know (a request, the time, the disk) is deci
 """
 
 import os
+import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +27,8 @@ _NEVER = timedelta(days=7)
 """Time-out of collective operations: the supervisor ends a run whose ranks are all silent."""
 _FIRST_POLL_SECONDS = 0.005
 """Pause of a wait at first; it grows to `_POLL_SECONDS`, so that a short wait ends soon."""
+_MEETING_SECONDS = 300
+"""Time in which rank 0 must be reachable for those of other hosts; it starts when they do."""
 _POLL_SECONDS = 0.1
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 _ALONE = {"num_processes": 1, "process_index": 0, "local_process_index": 0, "distributed_type": DistributedType.NO}
@@ -49,19 +53,25 @@ class Ranks:
 
     @classmethod
     def join(cls, place: RankPlace | None, kind: Literal["cpu", "cuda"]) -> "Ranks":
-        """Join the other ranks of the run on this host; returns once all of them have joined.
+        """Join the other ranks of the run; returns once all of them have joined.
 
-        Everything of accelerate and transformers then finds the process group that is made here. It uses the loopback
-        interface, since neither the store nor the collective libraries authenticate anybody.
+        Everything of accelerate and transformers then finds the process group that is made here. On one host it uses
+        the loopback interface, on several the one that the operator names, since neither the store nor the collective
+        libraries authenticate anybody.
         """
         if place is None:
             return cls()
-        local = {"RANK": place.rank, "WORLD_SIZE": place.size, "LOCAL_RANK": place.rank, "LOCAL_WORLD_SIZE": place.size}
-        os.environ.update({name: str(value) for name, value in local.items()})
-        os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1")
+        local = {"LOCAL_RANK": place.local_rank, "LOCAL_WORLD_SIZE": place.local_size}
+        numbers = {"RANK": place.rank, "WORLD_SIZE": place.size, **local}
+        os.environ.update({name: str(value) for name, value in numbers.items()})
+        os.environ.update(GLOO_SOCKET_IFNAME=place.interface, NCCL_SOCKET_IFNAME=place.interface)
+        os.environ["MASTER_ADDR"] = "127.0.0.1"  # accelerate demands one, and nothing uses it
         if kind == "cuda":
-            torch.cuda.set_device(place.rank)
-        store = dist.FileStore(str(place.folder / "store"), place.size)
+            torch.cuda.set_device(place.local_rank)
+        if (address := place.address) is None:
+            store: dist.Store = dist.FileStore(f"{place.meeting}/store", place.size)
+        else:
+            store = _meet(place.rank, *address)
         dist.init_process_group(_BACKENDS[kind], store=store, rank=place.rank, world_size=place.size, timeout=_NEVER)
         return cls(place.rank, place.size, store)
 
@@ -156,6 +166,31 @@ class Ranks:
     def wait_for_end(self) -> None:
         """Wait for the end of this process: rank 0 has what is left to do, and then the supervisor ends all ranks."""
         threading.Event().wait()
+
+
+def _meet(rank: int, host: str, port: int) -> dist.Store:
+    """Return the store of a run on several hosts, which rank 0 keeps; it listens on this address only."""
+    if rank == 0:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            # The supervisor keeps the port reserved with a socket that does not listen.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            listener.listen(1024)
+            fd = listener.detach()
+        return dist.TCPStore(host, port, is_master=True, timeout=_NEVER, wait_for_workers=False, master_listen_fd=fd)
+    try:
+        store = dist.TCPStore(
+            host, port, is_master=False, timeout=timedelta(seconds=_MEETING_SECONDS), wait_for_workers=False
+        )
+    except dist.DistError:
+        sys.stderr.write(
+            f"rank 0 could not be reached at {host}, port {port}, within {_MEETING_SECONDS} s: check that "
+            "ANNEAL_GROUP_INTERFACE names the same network on every host, and that no firewall is between them\n"
+        )
+        raise
+    store.set_timeout(_NEVER)
+    return store
 
 
 def is_peer_lost(error: BaseException) -> bool:

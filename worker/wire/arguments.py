@@ -26,7 +26,8 @@ class Arguments(NamedTuple):
 def parse_args(argv: Sequence[str]) -> Arguments:
     """Parse the arguments of a training process.
 
-    They are `job.json [--report-fd N] [--control-fd M] [--rank R --ranks S --rank-folder PATH]`. A file that is no
+    They are `job.json [--report-fd N] [--control-fd M] [--rank R --ranks S --meeting WHERE --local-rank L
+    --local-ranks K --interface NAME]`. A file that is no
     valid job is reported as a failed result, and ends the process.
     """
     parser = argparse.ArgumentParser(description="Run one training job.")
@@ -35,9 +36,15 @@ def parse_args(argv: Sequence[str]) -> Arguments:
     parser.add_argument("--control-fd", type=int, default=None, help="receive control messages here")
     parser.add_argument("--rank", type=int, default=0, help="number of this process among those of the run")
     parser.add_argument("--ranks", type=int, default=1, help="number of processes of the run, one for each device")
-    parser.add_argument("--rank-folder", type=Path, default=None, help="folder in which they find each other")
+    parser.add_argument("--meeting", default=None, help="folder, or tcp://address:port, at which they find each other")
+    parser.add_argument("--local-rank", type=int, default=0, help="number of this process among those of this host")
+    parser.add_argument("--local-ranks", type=int, default=1, help="number of processes of the run on this host")
+    parser.add_argument("--interface", default="lo", help="network interface over which they exchange data")
     parsed = parser.parse_args(list(argv))
-    place = None if parsed.rank_folder is None else RankPlace(parsed.rank, parsed.ranks, parsed.rank_folder)
+    place = None
+    if parsed.meeting is not None:
+        local = (parsed.local_rank, parsed.local_ranks)
+        place = RankPlace(parsed.rank, parsed.ranks, parsed.meeting, *local, parsed.interface)
     try:
         return Arguments(JobSpec.read(parsed.job), parsed.report_fd, parsed.control_fd, place)
     except (OSError, ValueError) as problem:

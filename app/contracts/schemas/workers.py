@@ -53,6 +53,7 @@ class WorkerRead(BaseModel):
                 "launch_mode": "zygote",
                 "launch_reason": "",
                 "plugins": {"optimizer": ["lion-schedule-free"], "reward": ["unit_tests"]},
+                "joins_hosts": True,
                 "gguf": True,
                 "started_at": "2026-01-02T03:04:05.678Z",
                 "heartbeat_at": "2026-01-02T04:04:05.678Z",
@@ -99,6 +100,10 @@ class WorkerRead(BaseModel):
     launch_reason: str = Field(description="Reason for cold starts; empty otherwise.")
     plugins: dict[str, list[str]] | None = Field(
         description="Names of installed plugins, by kind; null if the worker's version does not report them."
+    )
+    joins_hosts: bool = Field(
+        description="True if it trains runs together with other workers (`resources.hosts`): the operator has set "
+        "`ANNEAL_GROUP_INTERFACE`."
     )
     gguf: bool = Field(description="True if it can write GGUF files: the operator has set `ANNEAL_GGUF_CONVERTER`.")
     started_at: Timestamp

@@ -92,6 +92,21 @@ _STORE = text(
     SELECT seq_before FROM reserved
     """
 )
+_STORE_LINES = text(
+    """
+    WITH reserved AS (
+        UPDATE runs SET event_seq = event_seq + :n
+        WHERE lease_epoch = :lease_epoch AND id = :id AND status IN ('initializing', 'running', 'checkpointing')
+        RETURNING event_seq - :n AS seq_before, attempt
+    ), lines AS (
+        INSERT INTO run_events (run_id, seq, type, attempt, ts, data)
+        SELECT :id, seq_before + generate_series(1, :n), 'log', attempt,
+            cast(string_to_table(:moments, chr(31)) AS timestamptz), cast(string_to_table(:data, chr(31)) AS json)
+        FROM reserved
+    )
+    SELECT seq_before FROM reserved
+    """
+)
 # With a lock: an earlier transaction of the same caller, whose result was lost, may still be running.
 _WHERE_STORED = text(
     "SELECT attempt_event_count FROM runs WHERE id = :id AND lease_epoch = :lease_epoch "
@@ -151,6 +166,26 @@ def append(
         if seq_before is None:
             raise LeaseFenced(run_id)
     return Stored(first - 1, seq_before)
+
+
+def append_lines(connection: Connection, run_id: str, lease_epoch: int, new: Sequence[NewEvent]) -> None:
+    """Store log lines of another worker than the one that owns the run, inside the caller's transaction.
+
+    They do not count as events of the attempt, whose numbers are the owner's. So a caller that does not know whether
+    its commit succeeded must not send them again.
+
+    Raises:
+        LeaseFenced: The run has another lease epoch, or it has ended.
+    """
+    values = {
+        "id": run_id,
+        "lease_epoch": lease_epoch,
+        "n": len(new),
+        "moments": column([event.ts for event in new]),
+        "data": column([event.data for event in new]),
+    }
+    if connection.scalar(_STORE_LINES, values) is None:
+        raise LeaseFenced(run_id)
 
 
 def _store(

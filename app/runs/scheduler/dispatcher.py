@@ -22,7 +22,7 @@ from app.runs.scheduler import reserving
 from app.runs.scheduler.fleet import read_fleet
 from app.runs.scheduler.placement import Needs, pending_reason, quota_reason, reserved_reason
 from app.runs.scheduler.preemption import preempt
-from app.runs.state import machine
+from app.runs.state import machine, parts
 from app.runs.state.queue_order import HALF_LIFE_SECONDS, JOIN_ROOM, OWNER, WITH_ROOM
 from app.tables.events import ensure_partitions
 from app.tables.scheduling import RESERVATION_SECONDS
@@ -39,8 +39,9 @@ _REASONS_A_ROUND = 200
 # A worker that restarts is back within these seconds, and a worker usually takes a new run at once.
 _WAITING = text(f"""
     {WITH_ROOM}
-    SELECT runs.id, runs.backend, runs.devices_needed, runs.requirements, runs.pending_reason,
-        (SELECT workers.host FROM reservations JOIN workers ON workers.id = reservations.worker_id
+    SELECT runs.id, runs.backend, runs.devices_needed, runs.hosts_needed, runs.requirements, runs.pending_reason,
+        (SELECT string_agg(workers.host, ', ' ORDER BY workers.host)
+            FROM reservations JOIN workers ON workers.id = reservations.worker_id
             WHERE reservations.run_id = runs.id) AS reserved_on,
         owners.room AS key_room, owners.max_devices AS key_devices,
         limited.room AS experiment_room, limited.max_devices AS experiment_devices, limited.name AS experiment_name
@@ -178,6 +179,9 @@ class Dispatcher:
         log.warning("dispatcher: the database was unavailable, trying again: %s", why)
 
     async def _reap(self, connection: AsyncConnection) -> list[str]:
+        for run_id, worker_id in (await connection.execute(parts.reap(self._lease))).all():
+            log.warning("run %s: worker %s, which trains a part of it, is lost", run_id, worker_id)
+        await connection.execute(parts.forget())
         rows = (await connection.execute(machine.reap(self._lease))).mappings().all()
         await connection.execute(silent_workers(self._lease))
         return [self._report_loss(row) for row in rows]
@@ -196,7 +200,7 @@ class Dispatcher:
         fleet = await read_fleet(connection, self._lease)
         changed = []
         for run in waiting:
-            needs = Needs.of(run.backend, run.devices_needed, run.requirements)
+            needs = Needs.of(run.backend, run.devices_needed, run.hosts_needed, run.requirements)
             reason = _quota_reason(run, needs) or pending_reason(needs, fleet)
             if reason is None and run.reserved_on is not None:
                 reason = reserved_reason(needs, run.reserved_on)

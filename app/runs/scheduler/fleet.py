@@ -7,10 +7,13 @@ from sqlalchemy import text
 
 from app.runs.scheduler.placement import DeviceOffer, Fleet, WorkerOffer
 from app.runs.state.fitting import GPU_MEMORY_SECONDS
+from app.runs.state.group_claim import LATELY
 from app.workers.queries import IS_FRESH, silence_seconds
 
 _WORKERS = text(f"""
-    SELECT workers.id, workers.host, workers.backends, workers.labels, workers.gguf, min(devices.kind) AS kind,
+    SELECT workers.id, workers.host, workers.backends, workers.labels, workers.gguf,
+        workers.group_address IS NOT NULL AND workers.heartbeat_at > clock_timestamp() - make_interval(secs => :lately)
+            AS joins_hosts, min(devices.kind) AS kind,
         min(devices.name) AS device,
         json_agg(json_build_array(devices.memory_mb, devices.run_id,
             coalesce(devices.paused_until > clock_timestamp(), false)) ORDER BY devices.index) AS devices
@@ -26,7 +29,9 @@ _GPU_BACKENDS = text("""
 
 async def read_fleet(connection: Any, lease_seconds: float) -> Fleet:
     """Return the workers that claim runs now; `connection` is an async session or connection."""
-    rows: Sequence[Any] = (await connection.execute(_WORKERS, {"silence": silence_seconds(lease_seconds)})).all()
+    # A claim of several workers at once takes none that may just have died.
+    times = {"silence": silence_seconds(lease_seconds), "lately": lease_seconds * LATELY}
+    rows: Sequence[Any] = (await connection.execute(_WORKERS, times)).all()
     with_gpu = (await connection.execute(_GPU_BACKENDS, {"seconds": GPU_MEMORY_SECONDS})).all()
     workers = [
         WorkerOffer(
@@ -38,6 +43,7 @@ async def read_fleet(connection: Any, lease_seconds: float) -> Fleet:
             frozenset(row.labels),
             row.host,
             row.gguf,
+            row.joins_hosts,
         )
         for row in rows
     ]

@@ -29,7 +29,7 @@ _MOST_LIKE = 20
 _FIELDS = ", ".join(f"'{name}', runs.config->'{name}'" for name in DURATION)
 _RUN = f"""
     runs.id, runs.task, runs.backend, runs.dataset_id, runs.eval_dataset_id, runs.total_steps, runs.started_at,
-    coalesce(runs.created_by, '') AS owner, runs.devices_needed,
+    coalesce(runs.created_by, '') AS owner, runs.devices_needed, runs.hosts_needed,
     coalesce(cast(runs.requirements->>'sequence_parallel' AS int), 1) AS sequence_parallel,
     runs.stop_mode, runs.preempted_for, runs.current_step, runs.current_epoch,
     {EXTRA_EVAL_DATASETS} AS extra_eval_datasets,
@@ -74,8 +74,8 @@ _PAST = text(f"""
 """).bindparams(bindparam("likenesses"))
 _NOW = text("SELECT clock_timestamp()")
 _RESERVED = text(f"""
-    SELECT run_id, worker_id FROM reservations
-    WHERE made_at > clock_timestamp() - interval '{RESERVATION_SECONDS} s'
+    SELECT run_id, array_agg(worker_id) AS workers FROM reservations
+    WHERE made_at > clock_timestamp() - interval '{RESERVATION_SECONDS} s' GROUP BY run_id
 """)
 
 
@@ -89,10 +89,10 @@ class Forecast:
         pending: Sequence[Any],
         fleet: Fleet,
         past: Sequence[Any],
-        reserved: dict[str, str],
+        reserved: dict[str, list[str]],
         grace: float,
     ) -> None:
-        """`grace` is the most seconds that a run takes to stop, `reserved` the worker of each run that has one."""
+        """`grace` is the most seconds that a run takes to stop, `reserved` the workers of each run that has some."""
         self.now = now
         self.live = live
         self.pending = {run.id: run for run in pending}
@@ -124,7 +124,7 @@ class Forecast:
         self.queue = [
             PendingRun(
                 run.id,
-                Needs.of(run.backend, run.devices_needed, run.requirements or {}),
+                Needs.of(run.backend, run.devices_needed, run.hosts_needed, run.requirements or {}),
                 max(run.wait, 0.0),
                 run.priority,
                 run.owner,
@@ -167,6 +167,6 @@ async def read_forecast(connection: Any, settings: Settings, backends: Sequence[
     fleet = await read_fleet(connection, settings.lease_seconds)
     wanted = {durations.similarity_key(run.backend, run.config) for run in (*live, *pending)}
     past = (await connection.execute(_PAST, {"likenesses": sorted(wanted)})).all()
-    reserved = {row.run_id: row.worker_id for row in (await connection.execute(_RESERVED)).all()}
+    reserved = {row.run_id: row.workers for row in (await connection.execute(_RESERVED)).all()}
     # In a thread: a thousand runs take some tenths of a second, which must not block requests.
     return await asyncio.to_thread(Forecast, now, live, pending, fleet, past, reserved, settings.save_grace_seconds)

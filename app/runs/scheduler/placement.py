@@ -35,6 +35,8 @@ class WorkerOffer:
     host: str = ""
     gguf: bool = False
     """True if it can write GGUF files."""
+    joins_hosts: bool = False
+    """True if it trains runs together with workers of other hosts."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,15 @@ class Needs:
     """Least memory by kind of device, as far as it can be estimated."""
     labels: frozenset[str] = frozenset()
     devices: int = 1
+    hosts: int = 1
+    """Workers that train it together, each with the same number of devices."""
     gguf: bool = False
     """True: it writes a GGUF file."""
     prefers_gpu: bool = False
     """True: a CPU takes it only where the backend has no GPU."""
 
     @classmethod
-    def of(cls, backend: str, devices: int, requirements: Mapping[str, Any]) -> Self:
+    def of(cls, backend: str, devices: int, hosts: int, requirements: Mapping[str, Any]) -> Self:
         """Read `runs.requirements`."""
         return cls(
             backend,
@@ -88,9 +92,15 @@ class Needs:
             requirements.get("estimated_mb") or {},
             frozenset(requirements.get("labels") or ()),
             devices,
+            hosts,
             gguf=bool(requirements.get("gguf")),
             prefers_gpu=bool(requirements.get("prefers_gpu")),
         )
+
+    @property
+    def devices_each(self) -> int:
+        """Devices that it needs of each worker."""
+        return self.devices // self.hosts
 
     def memory_on(self, kind: str) -> int:
         """Return the memory that it needs on a kind of device, in MiB; 0 if that is not known."""
@@ -109,6 +119,7 @@ class Needs:
             and self.allows_kind(worker.kind, gpu_backends)
             and self.labels <= worker.labels
             and self.gguf <= worker.gguf
+            and (self.hosts == 1 or worker.joins_hosts)
         )
 
 
@@ -139,15 +150,21 @@ def pending_reason(needs: Needs, fleet: Fleet) -> PendingReason | None:
             "llama.cpp. Set ANNEAL_GGUF_CONVERTER on one and start it again, or create the run without `gguf`."
         )
         return PendingReason(code="no_gguf_converter", message=message)
+    if needs.hosts > 1:
+        equipped = [worker for worker in equipped if worker.joins_hosts]
+        if len(equipped) < needs.hosts:
+            return PendingReason(code="too_few_hosts", message=_too_few(needs, len(equipped)))
     fitting = [
         (worker, [device for device in worker.devices if needs.memory_on(worker.kind) <= device.memory_mb])
         for worker in equipped
     ]
-    if not any(len(devices) >= needs.devices for _, devices in fitting):
+    each = needs.devices_each
+    if sum(len(devices) >= each for _, devices in fitting) < needs.hosts:
         return PendingReason(code="no_device_fits", message=_too_small(needs, equipped))
-    if not any(sum(not device.paused for device in devices) >= needs.devices for _, devices in fitting):
+    if sum(sum(not device.paused for device in devices) >= each for _, devices in fitting) < needs.hosts:
+        which = "Every device" if needs.hosts == 1 else "On all but too few workers, a device"
         message = (
-            "Every device that the run fits on is paused after an error. `anneal workers list` shows the errors; each "
+            f"{which} that the run fits on is paused after an error. `anneal workers list` shows the errors; each "
             "device is tried again after its pause."
         )
         return PendingReason(code="devices_paused", message=message)
@@ -166,9 +183,12 @@ def quota_reason(needs: Needs, whose: str, most: int, room: int) -> PendingReaso
 
 
 def reserved_reason(needs: Needs, host: str) -> PendingReason:
-    """Return the reason of a run that waits for devices which are reserved for it."""
+    """Return the reason of a run that waits for devices which are reserved for it; `host` may be a list of several."""
+    plural = "device" if needs.devices_each == 1 else "devices"
+    where = f"of worker {host}" if needs.hosts == 1 else f"of each of the workers {host}"
+    verb = "is" if needs.devices_each == 1 else "are"
     message = (
-        f"The run waits until {needs.devices} devices of worker {host} are free. They are reserved for it: of the runs "
+        f"The run waits until {needs.devices_each} {plural} {where} {verb} free. They are reserved for it: of the runs "
         "behind it in the queue, only those start there that do not delay it."
     )
     return PendingReason(code="reserved", message=message)
@@ -186,10 +206,26 @@ def _no_kind(needs: Needs) -> str:
     )
 
 
+def _too_few(needs: Needs, count: int) -> str:
+    workers = "worker joins" if count == 1 else "workers join"
+    return (
+        f"The run needs {needs.hosts} workers that train it together, and {count} online {workers} such runs. Start "
+        "others with ANNEAL_GROUP_INTERFACE, or create the run with fewer `resources.hosts`."
+    )
+
+
 def _too_small(needs: Needs, workers: Sequence[WorkerOffer]) -> str:
-    count = max(len(worker.devices) for worker in workers)
-    if needs.devices > count:
-        return f"The run needs {needs.devices} devices of one worker, and no online worker has more than {count}."
+    each = needs.devices_each
+    enough = sum(len(worker.devices) >= each for worker in workers)
+    if needs.hosts == 1 and not enough:
+        count = max(len(worker.devices) for worker in workers)
+        return f"The run needs {each} devices of one worker, and no online worker has more than {count}."
+    if enough < needs.hosts:
+        plural = "device" if each == 1 else "devices"
+        return (
+            f"The run needs {each} {plural} of each of {needs.hosts} workers, and only {enough} online "
+            f"{'has' if enough == 1 else 'have'} so many."
+        )
     # Where the memory is estimated, it differs by kind: the sentence is about the device that lacks the least.
     worker, memory = min(
         ((worker, device.memory_mb) for worker in workers for device in worker.devices),

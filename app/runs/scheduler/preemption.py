@@ -20,7 +20,7 @@ _MOST_HEADS = 20
 # Neither a run that waits for devices which others are giving up already, nor one that no worker could train.
 _HEADS = text(f"""
     {WITH_ROOM}
-    SELECT runs.id, runs.priority, runs.backend, runs.devices_needed, runs.requirements, owners.used
+    SELECT runs.id, runs.priority, runs.backend, runs.devices_needed, runs.hosts_needed, runs.requirements, owners.used
     FROM runs {JOIN_ROOM}
     WHERE runs.status = 'pending' AND {HAS_ROOM} AND coalesce(runs.pending_reason ->> 'code', 'reserved') = 'reserved'
         AND greatest(runs.created_at, runs.not_before) < clock_timestamp() - make_interval(secs => :after)
@@ -52,50 +52,51 @@ _RESERVE = text("""
 
 @dataclass(frozen=True)
 class Room:
-    """A worker on which a run can start once other runs have left it."""
+    """Workers on which a run can start once other runs have left them: one for each host that it needs."""
 
-    worker_id: str
+    worker_ids: list[str]
     victims: list[str]
 
 
 def choose_room(
     needs: Needs, priority: int, fleet: Fleet, training: Mapping[str, RunningRun], least_seconds: float
 ) -> Room | None:
-    """Return runs of lower priority whose devices, with those that are free, are enough for a run on one worker.
+    """Return runs of lower priority whose devices, with those that are free, are enough for a run.
 
-    None if the run fits free devices, or if no worker would have enough. Of several workers it is the one on which the
-    fewest devices are given up, then the least training since the last start.
+    None if the run fits free devices, or if too few workers would have enough. Of several workers it is those on which
+    the fewest devices are given up, then the least training since the last start.
     """
-    best: tuple[tuple[int, float], Room] | None = None
+    options: list[tuple[tuple[int, float], str, list[str]]] = []
     for worker in fleet.workers:
         if not needs.allows_worker(worker, fleet.gpu_backends):
             continue
         held, missing = _held_devices(needs, worker)
-        if missing <= 0:
-            return None
         victims = [
             training[run_id]
             for run_id in held
             if run_id in training and training[run_id].priority < priority and training[run_id].seconds >= least_seconds
         ]
-        chosen = _fewest(victims, held, missing)
-        if chosen:
+        chosen = _fewest(victims, held, missing) if missing > 0 else []
+        if chosen or missing <= 0:
             key = (sum(held[one.run_id] for one in chosen), sum(one.seconds for one in chosen))
-            if best is None or key < best[0]:
-                best = (key, Room(worker.worker_id, [one.run_id for one in chosen]))
-    return best[1] if best else None
+            options.append((key, worker.worker_id, [one.run_id for one in chosen]))
+    best = sorted(options, key=lambda one: one[0])[: needs.hosts]
+    victims_of_all = list(dict.fromkeys(run_id for _, _, given_up in best for run_id in given_up))
+    if len(best) < needs.hosts or not victims_of_all:
+        return None
+    return Room([worker_id for _, worker_id, _ in best], victims_of_all)
 
 
 def _held_devices(needs: Needs, worker: WorkerOffer) -> tuple[dict[str, int], float]:
     """Return the number of fitting devices of each run on a worker, and how many the new run lacks."""
     fitting = [one for one in worker.devices if needs.memory_on(worker.kind) <= one.memory_mb and not one.paused]
-    if len(fitting) < needs.devices:
+    if len(fitting) < needs.devices_each:
         return {}, math.inf
     held: dict[str, int] = {}
     for one in fitting:
         if one.run_id is not None:
             held[one.run_id] = held.get(one.run_id, 0) + 1
-    return held, needs.devices - sum(one.run_id is None for one in fitting)
+    return held, needs.devices_each - sum(one.run_id is None for one in fitting)
 
 
 def _fewest(victims: Sequence[RunningRun], held: Mapping[str, int], missing: float) -> list[RunningRun]:
@@ -130,7 +131,7 @@ async def preempt(connection: AsyncConnection, settings: Settings) -> list[str]:
         others = {kept.run_id for kept in reserved.values()} - {head.id}
         if head.devices_needed > 1 and len(others) >= MOST_RESERVATIONS:
             continue
-        needs = Needs.of(head.backend, head.devices_needed, head.requirements)
+        needs = Needs.of(head.backend, head.devices_needed, head.hosts_needed, head.requirements)
         # On a worker that is kept for a run before it, it could not start.
         open_to_it = [
             worker
@@ -143,9 +144,9 @@ async def preempt(connection: AsyncConnection, settings: Settings) -> list[str]:
         if room is not None:
             asked = (await connection.execute(machine.preempt(room.victims, head.id))).all()
             if head.devices_needed > 1:
-                values = {"worker_id": room.worker_id, "run_id": head.id, "devices": head.devices_needed}
+                values = {"run_id": head.id, "devices": needs.devices_each}
                 await connection.execute(_RELEASE, {"run_id": head.id})
-                await connection.execute(_RESERVE, values)
+                await connection.execute(_RESERVE, [{"worker_id": one, **values} for one in room.worker_ids])
             # The devices that become free are for this run; the next one is looked at when it has started.
             return [row.id for row in asked]
     return []

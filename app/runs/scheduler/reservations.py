@@ -1,18 +1,18 @@
-"""Reservations: which worker keeps its devices for a run that needs several of them. No database.
+"""Reservations: which workers keep their devices for a run that needs several of them. No database.
 
 A device that becomes free would otherwise always go to a later run that needs one, and the devices of a run that needs
-several would never be free together. So the first such runs of the queue each reserve a worker. A later run starts
-there only if it ends before the reserved one can start, or if it leaves enough devices.
+several would never be free together. So the first such runs of the queue each reserve a worker, or as many as they
+need hosts. A later run starts there only if it ends before the reserved one can start, or if it leaves enough devices.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from app.runs.scheduler.placement import Needs
 
 MOST_RESERVATIONS = 3
-"""Runs that reserve a worker at a time; each keeps devices idle."""
+"""Runs that reserve workers at a time; each keeps devices idle."""
 _CLEARLY_SOONER = 0.8
 """Part of the time to the start on the reserved worker within which another must be free to be chosen instead."""
 
@@ -38,7 +38,7 @@ class Reservation:
     worker: int
     """Place of the worker among those given."""
     start: float
-    """Seconds from now until its devices are free; infinite if unknown."""
+    """Seconds from now until the devices of all workers that the run reserves are free; infinite if unknown."""
     spare: int
     """Devices that later runs may use all the same, because so many more fit the run and are free by then."""
 
@@ -48,35 +48,38 @@ def choose_reservations(
     fitting: Mapping[str, Mapping[int, Sequence[int]]],
     free: Sequence[Sequence[float]],
     now: float,
-    held: Mapping[str, int],
+    held: Mapping[str, Collection[int]],
 ) -> list[Reservation]:
-    """Choose a worker for each of the first runs of the queue that need several devices.
+    """Choose workers for each of the first runs of the queue that need several devices: one for each host.
 
     `fitting` has, for each run and each worker that could take it, the devices on which it fits; `free` has the time
-    at which each device of a worker becomes free. A run keeps the worker that it holds already, unless another one is
-    free clearly sooner: a run that moves with each estimate would wait everywhere and start nowhere.
+    at which each device of a worker becomes free. A run keeps the workers that it holds already, unless others are free
+    clearly sooner: a run that moves with each estimate would wait everywhere and start nowhere.
     """
     chosen: dict[int, Reservation] = {}
+    runs = 0
     for run in queue:
-        if len(chosen) == MOST_RESERVATIONS:
+        if runs == MOST_RESERVATIONS:
             break
         if run.needs.devices == 1 or run.not_before > now:
             continue
-        best: tuple[tuple[float, bool, int], int, float] | None = None
+        options: list[tuple[tuple[float, bool, int], int, float]] = []
         for at, devices in fitting[run.run_id].items():
             if at in chosen:
                 continue
-            start = max(sorted(free[at][device] for device in devices)[run.needs.devices - 1], now)
-            is_held = held.get(run.run_id) == at
+            start = max(sorted(free[at][device] for device in devices)[run.needs.devices_each - 1], now)
+            is_held = at in held.get(run.run_id, ())
             wait = (start - now) * (_CLEARLY_SOONER if is_held else 1.0)
             busy = sum(free[at][device] > now for device in devices)
-            key = (wait, not is_held, busy)
-            if best is None or key < best[0]:
-                best = (key, at, start)
-        if best is not None:
-            _, at, start = best
+            options.append(((wait, not is_held, busy), at, start))
+        best = sorted(options)[: run.needs.hosts]
+        if len(best) < run.needs.hosts:
+            continue
+        runs += 1
+        start = max(one[2] for one in best)
+        for _, at, _ in best:
             by_then = sum(
                 free[at][device] <= (now if math.isinf(start) else start) for device in fitting[run.run_id][at]
             )
-            chosen[at] = Reservation(run, at, start, max(by_then - run.needs.devices, 0))
+            chosen[at] = Reservation(run, at, start, max(by_then - run.needs.devices_each, 0))
     return list(chosen.values())

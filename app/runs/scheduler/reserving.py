@@ -40,11 +40,13 @@ async def reserve(connection: AsyncConnection, settings: Settings, backends: Seq
 
 
 def _rows(forecast: Forecast) -> list[dict[str, Any]]:
-    workers = forecast.workers
-    fitting = fitting_devices(forecast.queue, workers, forecast.fleet.gpu_backends)
-    places = {worker.offer.worker_id: at for at, worker in enumerate(workers)}
-    held = {run: places[worker] for run, worker in forecast.reserved.items() if worker in places}
-    made = choose_reservations(forecast.queue, fitting, [worker.free for worker in workers], 0.0, held)
+    slots = forecast.workers
+    fitting = fitting_devices(forecast.queue, slots, forecast.fleet.gpu_backends)
+    places = {worker.offer.worker_id: at for at, worker in enumerate(slots)}
+    held = {
+        run: {places[worker] for worker in workers if worker in places} for run, workers in forecast.reserved.items()
+    }
+    made = choose_reservations(forecast.queue, fitting, [worker.free for worker in slots], 0.0, held)
     return [_row(forecast, one, fitting) for one in made]
 
 
@@ -61,7 +63,7 @@ def _row(forecast: Forecast, made: Reservation, fitting: dict[str, dict[int, tup
     return {
         "worker_id": worker.offer.worker_id,
         "run_id": made.run.run_id,
-        "devices": made.run.needs.devices,
+        "devices": made.run.needs.devices_each,
         "starts_at": forecast.now + timedelta(seconds=min(made.start, _MOST_SECONDS)) if known else None,
         "spare": made.spare,
         "durations": json.dumps(durations),

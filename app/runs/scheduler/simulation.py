@@ -2,13 +2,13 @@
 
 Whenever a device of a worker becomes free, the worker claims runs as long as one fits its free devices: the first that
 fits, on the smallest of them that it fits. The order is that of claims: by priority, then the devices that the owner
-has used lately, then age. Runs that need several devices reserve a worker, as in `reservations.py`.
+has used lately, then age. Runs that need several devices reserve workers, as in `reservations.py`.
 """
 
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from app.runs.scheduler.placement import Needs, RunningRun, WorkerOffer
@@ -30,7 +30,7 @@ class WorkerSlots:
             return ()
         memory = [device.memory_mb for device in offer.devices]
         large = [at for at, room in enumerate(memory) if needs.memory_on(offer.kind) <= room]
-        return tuple(sorted(large, key=lambda at: memory[at])) if len(large) >= needs.devices else ()
+        return tuple(sorted(large, key=lambda at: memory[at])) if len(large) >= needs.devices_each else ()
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class PredictedStart:
     """Predicted start of a pending run."""
 
     worker: WorkerSlots | None
-    """Worker on which it starts; None: no worker could take it."""
+    """Worker on which it starts, one of them if it needs several; None: no worker could take it."""
     start: float
     """Seconds from now; infinite if unknown."""
     before: int
@@ -62,7 +62,7 @@ def simulate_queue(
     queue: Sequence[PendingRun],
     seconds: Callable[[PendingRun, WorkerSlots], float],
     gpu_backends: frozenset[str] = frozenset(),
-    reserved: Mapping[str, str] | None = None,
+    reserved: Mapping[str, Sequence[str]] | None = None,
     used: Mapping[str, float] | None = None,
     running: Sequence[RunningRun] = (),
 ) -> dict[str, PredictedStart]:
@@ -106,7 +106,7 @@ class _Simulation:
         queue: Sequence[PendingRun],
         seconds: Callable[[PendingRun, WorkerSlots], float],
         gpu_backends: frozenset[str],
-        reserved: Mapping[str, str],
+        reserved: Mapping[str, Sequence[str]],
         usage: _Usage,
     ) -> None:
         self._workers = workers
@@ -114,7 +114,7 @@ class _Simulation:
         self._seconds = seconds
         self._fitting = fitting_devices(queue, workers, gpu_backends)
         self._found = {run.run_id: PredictedStart(None, math.inf, 0) for run in queue}
-        waiting = [run for run in queue if self._fitting[run.run_id]]
+        waiting = [run for run in queue if len(self._fitting[run.run_id]) >= run.needs.hosts]
         self._waiting: dict[str, dict[str, PendingRun]] = defaultdict(dict)
         """Runs by owner and id, in the order in which each owner's are claimed."""
         for run in sorted(waiting, key=lambda one: (-one.priority, one.run_id)):
@@ -122,7 +122,9 @@ class _Simulation:
         self._claims = [0] * len(workers)
         self._free = [list(worker.free) for worker in workers]
         places = {worker.offer.worker_id: at for at, worker in enumerate(workers)}
-        self._held = {run: places[worker] for run, worker in reserved.items() if worker in places}
+        self._held: dict[str, set[int]] = {
+            run: {places[worker] for worker in some if worker in places} for run, some in reserved.items()
+        }
         self._wide = [run for run in waiting if run.needs.devices > 1]
         # Times at which a device of a worker becomes free, or a run may be claimed again.
         pauses = {run.not_before for run in waiting if run.not_before > 0}
@@ -153,14 +155,21 @@ class _Simulation:
 
     def _first_ready(
         self, runs: Iterable[PendingRun], at: int, now: float, reservation: Reservation | None
-    ) -> tuple[PendingRun, list[int]] | None:
+    ) -> tuple[PendingRun, dict[int, list[int]]] | None:
         """Return the first of these runs that a worker can claim now, and the free devices on which it fits."""
         for run in runs:
-            on = self._idle(run, at, now) if run.not_before <= now else []
-            is_enough = len(on) >= run.needs.devices
+            if run.not_before > now:
+                continue
+            places = [at] if run.needs.hosts == 1 else self._hosts(run, reservation)
+            on = {place: self._idle(run, place, now) for place in places}
+            is_enough = bool(on) and all(len(idle) >= run.needs.devices_each for idle in on.values())
             if is_enough and (reservation is None or self._may_precede(run, reservation, now)):
                 return run, on
         return None
+
+    def _hosts(self, run: PendingRun, reservation: Reservation | None) -> Collection[int]:
+        """Return the workers that a run on several hosts has reserved, if the given reservation is one of them."""
+        return self._held[run.run_id] if reservation is not None and reservation.run is run else ()
 
     def _reservation(self, at: int, now: float) -> Reservation | None:
         """Return the reservation of a worker, and keep those of all for the next time."""
@@ -169,28 +178,31 @@ class _Simulation:
         made = choose_reservations(
             sorted(self._wide, key=self._usage.place), self._fitting, self._free, now, self._held
         )
-        self._held = {one.run.run_id: one.worker for one in made}
+        self._held = defaultdict(set)
+        for one in made:
+            self._held[one.run.run_id].add(one.worker)
         return next((one for one in made if one.worker == at), None)
 
     def _may_precede(self, run: PendingRun, reservation: Reservation, now: float) -> bool:
         wide = reservation.run
         if self._usage.place(run) <= self._usage.place(wide):
             return True
-        if run.needs.devices <= reservation.spare:
+        if run.needs.devices_each <= reservation.spare:
             return True
         return now + self._seconds(run, self._workers[reservation.worker]) <= reservation.start < math.inf
 
     def _idle(self, run: PendingRun, at: int, now: float) -> list[int]:
         return [device for device in self._fitting[run.run_id].get(at, ()) if self._free[at][device] <= now]
 
-    def _start(self, run: PendingRun, on: Sequence[int], at: int, now: float) -> None:
+    def _start(self, run: PendingRun, on: Mapping[int, Sequence[int]], at: int, now: float) -> None:
         self._claim(run, at, now)
-        until = now + self._seconds(run, self._workers[at])
+        until = now + max(self._seconds(run, self._workers[place]) for place in on)
         self._usage.start(run.owner, run.needs.devices, until)
-        for device in on[: run.needs.devices]:
-            self._free[at][device] = until
-        if until < math.inf:
-            heapq.heappush(self._events, (until, at))
+        for place, idle in on.items():
+            for device in idle[: run.needs.devices_each]:
+                self._free[place][device] = until
+            if until < math.inf:
+                heapq.heappush(self._events, (until, place))
         if run.needs.devices > 1:
             self._wide.remove(run)
             # Its reservation may have kept other workers' devices idle.

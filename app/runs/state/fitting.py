@@ -151,6 +151,7 @@ def has_free_device() -> ColumnElement[bool]:
         has_memory(_runs.c.requirements, free.c.kind, free.c.memory_mb),
     )
     # The first condition does not depend on the run: Postgres checks it once, and with all devices busy nothing else.
-    fits = and_(exists(select(literal(1)).select_from(free)), exists(fitting))
+    # A run on several hosts starts only where it is reserved.
+    fits = and_(_runs.c.hosts_needed == 1, exists(select(literal(1)).select_from(free)), exists(fitting))
     is_due = and_(reserved.c.run_id == _runs.c.id, reserved.c.starts_at <= func.clock_timestamp())
     return or_(fits, exists(select(literal(1)).select_from(reserved).where(is_due)))

@@ -31,7 +31,7 @@ from sqlalchemy import (
     true,
     update,
 )
-from sqlalchemy.dialects.postgresql import JSONB, aggregate_order_by, insert
+from sqlalchemy.dialects.postgresql import aggregate_order_by, insert
 from sqlalchemy.sql.selectable import CTE
 
 from app.contracts.run_status import LIVE, TERMINAL, EndReason
@@ -48,16 +48,19 @@ from app.runs.state.fitting import (
     reservations,
     respects_reservation,
 )
+from app.runs.state.parts import is_over
 from app.runs.state.queue_order import PENDING, has_room, is_owned_by, waiting_owners
 from app.runs.state.transitions import (
     EVENT_COLUMNS,
     actions,
     as_json,
     attempts,
+    claimed,
     devices,
-    eval_datasets,
     events,
+    extra_eval_datasets,
     move,
+    run_parts,
     runs,
     statement,
 )
@@ -102,9 +105,10 @@ def lock_quotas() -> Executable:
 def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, labels: list[str]) -> Executable:
     """Claim the best pending run that fits the free devices of this worker, and the smallest of those that it fits.
 
-    `kind` is that of the worker's devices. The row adds `device_indexes`, and `extra_eval_datasets` (ids by name; None
-    without any). The run of a hint does not matter: the order is that of `queue_order.py`, as far as quotas and a
-    reservation of the worker allow. Execute `lock_quotas` first, in the same transaction.
+    `kind` is that of the worker's devices. The row adds `device_indexes`, `extra_eval_datasets` (ids by name; None
+    without any) and `members` (None; see `group_claim.py`). The run of a hint does not matter: the order is that of
+    `queue_order.py`, as far as quotas and a reservation of the worker allow. Execute `lock_quotas` first, in the same
+    transaction.
     """
     # No SKIP LOCKED: a second thread of this worker waits and then sees the remaining devices, instead of none.
     free = (
@@ -131,6 +135,7 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
         runs.c.stop_requested_at.is_(None),
         runs.c.not_before <= func.clock_timestamp(),
         runs.c.backend.in_(backends),
+        runs.c.hosts_needed == 1,
         runs.c.devices_needed <= room,
         has_room(owners),
         allows_kind(literal(kind)),
@@ -165,18 +170,7 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
         .with_for_update(of=candidate, skip_locked=True)
         .cte("picked")
     )
-    moved, parts = move(
-        picked,
-        literal("initializing"),
-        reason=func.concat("claimed by ", worker_id),
-        lease_epoch=runs.c.lease_epoch + 1,
-        attempt=runs.c.attempt + 1,
-        attempt_event_count=0,
-        lease_owner=worker_id,
-        worker_id=worker_id,
-        lease_expires_at=func.clock_timestamp() + seconds(lease_seconds),
-        started_at=func.coalesce(runs.c.started_at, func.now()),
-    )
+    moved, parts = claimed(picked, worker_id, lease_seconds)
     # The smallest that fits, so that a larger run does not wait for a device that a smaller one did not need.
     needed = select(moved.c.requirements).scalar_subquery()
     chosen = (
@@ -192,15 +186,6 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
         .returning(devices.c.index)
         .cte("taken")
     )
-    opened = (
-        insert(attempts)
-        .from_select(
-            ["run_id", "attempt", "lease_epoch", "worker_id"],
-            select(moved.c.id, moved.c.attempt, moved.c.lease_epoch, literal(worker_id)),
-        )
-        .returning(attempts.c.attempt)
-        .cte("opened")
-    )
     spent = (
         update(reservations)
         .where(reservations.c.worker_id == worker_id, reservations.c.run_id != moved.c.id)
@@ -209,9 +194,8 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
         .cte("spent")
     )
     indexes = select(func.array_agg(taken.c.index)).scalar_subquery().label("device_indexes")
-    named = func.jsonb_object_agg(eval_datasets.c.name, eval_datasets.c.dataset_id, type_=JSONB)
-    extra = select(named).where(eval_datasets.c.run_id == moved.c.id).scalar_subquery().label("extra_eval_datasets")
-    return select(moved, indexes, extra).add_cte(*parts, opened, spent)
+    members = null().label("members")
+    return select(moved, indexes, members, extra_eval_datasets(moved)).add_cte(*parts, spent)
 
 
 def begin(
@@ -363,6 +347,7 @@ def renew(run_id: str, lease_epoch: int, lease_seconds: float) -> Executable:
     """Renew the lease and return what is asked (a stop, room, actions); no row: another worker owns the run.
 
     A request to make room for a run that waits no more, or that is no longer above this one, is withdrawn.
+    Of a run on several hosts, the row also has the parts of other workers that have ended or are about to.
     """
     asked = func.json_build_object(
         text("'id'"), actions.c.id, text("'action'"), actions.c.action, text("'parameters'"), actions.c.parameters
@@ -380,11 +365,27 @@ def renew(run_id: str, lease_epoch: int, lease_seconds: float) -> Executable:
         .correlate(runs)
         .scalar_subquery()
     )
+    # Not those that run as they should, which are almost always all.
+    part = func.json_build_object(
+        text("'part'"), run_parts.c.part, text("'worker_id'"), run_parts.c.worker_id, text("'first_rank'"),
+        run_parts.c.first_rank, text("'devices'"), func.cardinality(run_parts.c.device_indexes), text("'is_leaving'"),
+        run_parts.c.is_leaving, text("'ended'"), is_over(), text("'outcome'"), run_parts.c.outcome,
+    )  # fmt: skip
+    ending = (
+        select(func.json_agg(aggregate_order_by(part, run_parts.c.ended_at)))
+        .where(
+            run_parts.c.run_id == runs.c.id,
+            run_parts.c.lease_epoch == runs.c.lease_epoch,
+            or_(is_over(), run_parts.c.is_leaving),
+        )
+        .scalar_subquery()
+    )
+    parts = case((runs.c.hosts_needed > 1, ending), else_=null()).label("parts")
     return (
         update(runs)
         .where(runs.c.id == run_id, runs.c.lease_epoch == lease_epoch, runs.c.lease_owner.is_not(None))
         .values(lease_expires_at=func.clock_timestamp() + seconds(lease_seconds), preempted_for=still_waits)
-        .returning(runs.c.stop_mode, runs.c.stop_grace_seconds, runs.c.preempted_for, waiting)
+        .returning(runs.c.stop_mode, runs.c.stop_grace_seconds, runs.c.preempted_for, waiting, parts)
     )
 
 

@@ -1,6 +1,6 @@
 """A state transition of a run as one statement: guarded UPDATE, events, end of the attempt, release of the devices.
 
-`machine.py`, the only user of this module, defines the transitions and their guards.
+`machine.py` and `group_claim.py`, the only users of this module, define the transitions and their guards.
 """
 
 from typing import Any
@@ -12,6 +12,7 @@ from sqlalchemy import (
     and_,
     case,
     cast,
+    exists,
     func,
     literal,
     null,
@@ -20,12 +21,14 @@ from sqlalchemy import (
     union_all,
     update,
 )
-from sqlalchemy.dialects.postgresql import JSON, insert
+from sqlalchemy.dialects.postgresql import JSON, JSONB, insert
 from sqlalchemy.sql.selectable import CTE
 
 from app.contracts.run_status import TERMINAL
+from app.infra.db import seconds
 from app.tables.actions import RunAction
 from app.tables.events import RunEvent
+from app.tables.parts import RunPart
 from app.tables.runs import Attempt, Run, RunEvalDataset
 from app.tables.workers import Device
 
@@ -38,6 +41,8 @@ attempts: Any = Attempt.__table__
 devices: Any = Device.__table__
 
 actions: Any = RunAction.__table__
+
+run_parts: Any = RunPart.__table__
 
 events: Any = RunEvent.__table__
 
@@ -86,6 +91,38 @@ def move(
     return moved, [_logged(moved, reason), _closed(moved, outcome), _released(moved)]
 
 
+def claimed(picked: CTE, worker_id: str, lease_seconds: float) -> tuple[CTE, list[CTE]]:
+    """Return the claim of a picked run, and the statements that belong to it."""
+    moved, parts = move(
+        picked,
+        literal("initializing"),
+        reason=func.concat("claimed by ", worker_id),
+        lease_epoch=runs.c.lease_epoch + 1,
+        attempt=runs.c.attempt + 1,
+        attempt_event_count=0,
+        lease_owner=worker_id,
+        worker_id=worker_id,
+        lease_expires_at=func.clock_timestamp() + seconds(lease_seconds),
+        started_at=func.coalesce(runs.c.started_at, func.now()),
+    )
+    opened = (
+        insert(attempts)
+        .from_select(
+            ["run_id", "attempt", "lease_epoch", "worker_id"],
+            select(moved.c.id, moved.c.attempt, moved.c.lease_epoch, literal(worker_id)),
+        )
+        .returning(attempts.c.attempt)
+        .cte("opened")
+    )
+    return moved, [*parts, opened]
+
+
+def extra_eval_datasets(moved: CTE) -> ColumnElement[Any]:
+    """Return the ids of the extra evaluation datasets of a claimed run by name, as a column; null without any."""
+    named = func.jsonb_object_agg(eval_datasets.c.name, eval_datasets.c.dataset_id, type_=JSONB)
+    return select(named).where(eval_datasets.c.run_id == moved.c.id).scalar_subquery().label("extra_eval_datasets")
+
+
 def _logged(moved: CTE, reason: Any) -> CTE:
     """Insert the events `error`, `status` and `end`, in this order, as far as the move requires them."""
     row = moved.c
@@ -131,10 +168,16 @@ def _closed(moved: CTE, outcome: str | None) -> CTE:
 
 
 def _released(moved: CTE) -> CTE:
-    """Free the devices of a run that no worker owns any more."""
+    """Free the devices of a run that no worker owns any more, but those of a part that may still have processes."""
+    is_open = exists().where(
+        run_parts.c.run_id == devices.c.run_id,
+        run_parts.c.lease_epoch == devices.c.lease_epoch,
+        run_parts.c.worker_id == devices.c.worker_id,
+        run_parts.c.ended_at.is_(None),
+    )
     return (
         update(devices)
-        .where(devices.c.run_id == moved.c.id, moved.c.lease_owner.is_(None))
+        .where(devices.c.run_id == moved.c.id, moved.c.lease_owner.is_(None), ~is_open)
         .values(run_id=None, lease_epoch=None)
         .returning(devices.c.index)
         .cte("released")

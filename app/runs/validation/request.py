@@ -1,6 +1,7 @@
 """Validation of a request for a run: reports all errors at once, before anything is written."""
 
 import asyncio
+import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -151,7 +152,7 @@ async def fixed_resources(
         # A CPU takes a run of no certain kind only where the backend has no GPU.
         prefers_gpu = rules.machine_matters and "cuda" in counts
         most = counts["cuda"] if prefers_gpu else max(counts.values())
-        return asked.with_devices(min(most, MOST_DEVICES)), []
+        return asked.with_devices(min(most, MOST_DEVICES // asked.hosts) * asked.hosts), []
     message = (
         f"cannot be `all`: no worker of backend `{rules.capabilities.name}` with such devices is online, so their "
         "number is not known; start a worker, or give the number"
@@ -185,6 +186,16 @@ def resource_problems(
             "`resources.kind` out, or change the configuration"
         )
         found.append(FieldError(field="resources.kind", code="conflict", message=message))
+    devices, hosts = resources.devices, resources.hosts
+    if hosts > devices:
+        message = f"is {hosts}, but the run has only {devices} in `devices`, and each host trains on at least one"
+        found.append(FieldError(field="resources.hosts", code="too_many_hosts", message=message))
+    elif devices % hosts:
+        message = (
+            f"is {devices}, which {hosts} hosts cannot divide, and each has the same number: set "
+            f"{devices - devices % hosts} or {devices + hosts - devices % hosts}"
+        )
+        found.append(FieldError(field="resources.devices", code="does_not_divide", message=message))
     return found
 
 
@@ -221,9 +232,12 @@ async def device_problems(
         message = f"must be 1: {why}; leave the field out, or set 1"
         return [FieldError(field="resources.devices", code="not_supported", message=message)]
     most = await most_devices(session, settings, rules.capabilities.name)
-    if most is not None and resources.devices > most:
+    each = math.ceil(resources.devices / resources.hosts)
+    if most is not None and each > most:
+        on_each = f", {each} on each host" if resources.hosts > 1 else ""
         message = (
-            f"is {resources.devices}, and no online worker has more than {most}: ask for at most {most}, or start "
+            f"is {resources.devices}{on_each}, and no online worker has more than {most}: ask for at most "
+            f"{most * resources.hosts}, or start "
         )
         message += "a worker on a machine with more devices (on a CPU, ANNEAL_SLOTS is their number)"
         return [FieldError(field="resources.devices", code="too_many_devices", message=message)]

@@ -131,7 +131,7 @@ class TestResources:
     ) -> None:
         asked = {"kind": "cuda", "memory_mb": 24_000, "labels": ["site-b", "gpu=h100"]}
         run = make_run(api.client, dataset, resources=asked)
-        assert run["resources"] == {**asked, "devices": 1, "sharding": "auto", "sequence_parallel": 1}
+        assert run["resources"] == {**asked, "devices": 1, "hosts": 1, "sharding": "auto", "sequence_parallel": 1}
         needs = {"kind": "cuda", "memory_mb": 24_000, "labels": ["gpu=h100", "site-b"]}
         assert run["requirements"] == {
             **needs,
@@ -185,6 +185,8 @@ class TestResources:
             ({"devices": 0}, "resources.devices", None),
             ({"devices": "some"}, "resources.devices", None),
             ({"devices": "all"}, "resources.devices", "no_worker_online"),
+            ({"hosts": 2}, "resources.hosts", "too_many_hosts"),
+            ({"hosts": 0}, "resources.hosts", None),
             ({"sharding": "half"}, "resources.sharding", None),
             ({"kind": "tpu"}, "resources.kind", None),
             ({"memory_mb": "80GB"}, "resources.memory_mb", None),

@@ -6,7 +6,7 @@ from sqlalchemy import Engine
 from app.config import Settings
 from app.workers import registry
 from tests.factories import Trainer, make_dataset, make_run
-from tests.rows import add_worker
+from tests.rows import add_run, add_worker, claim_with_others, reserve
 from tests.server import ApiServer
 
 
@@ -36,6 +36,15 @@ class TestWorkers:
             (0, "cpu", run)
         ]
         assert second["heartbeat_at"].endswith("Z")
+
+    def test_a_run_on_several_hosts_is_shown_with_each_of_them(self, api: ApiServer, engine: Engine) -> None:
+        run = add_run(engine, devices_needed=2, hosts_needed=2).id
+        lead, member = (add_worker(engine, group_address=f"10.0.0.{last}") for last in (1, 2))
+        other = add_worker(engine)
+        reserve(engine, run, lead, member)
+        assert claim_with_others(engine, lead).id == run
+        found = {one["id"]: (one["joins_hosts"], one["runs"]) for one in api.client.get("/v1/workers").json()["data"]}
+        assert found == {lead: (True, [run]), member: (True, [run]), other: (False, [])}
 
     def test_one_that_ended_or_fell_silent_is_offline(self, api: ApiServer, engine: Engine) -> None:
         ended, silent, alive = (add_worker(engine) for _ in range(3))

@@ -91,6 +91,36 @@ MUTANTS = (
         test=f"{_STATES}::TestClaim::test_a_run_that_another_is_just_claiming_is_skipped",
     ),
     Mutant(
+        name="claim-places-a-run-by-half",
+        promises=(3,),
+        about="A run on several hosts is claimed although a worker lacks devices.",
+        changes=(
+            Change(
+                "app/runs/state/group_claim.py",
+                ".where(candidate.c.status == PENDING, candidate.c.stop_requested_at.is_(None), is_whole)",
+                ".where(candidate.c.status == PENDING, candidate.c.stop_requested_at.is_(None))",
+            ),
+        ),
+        test="tests/app/runs/state/test_parts.py::TestClaim::test_it_takes_none_if_one_worker_lacks_a_device",
+    ),
+    Mutant(
+        name="part-renewal-without-epoch",
+        promises=(3,),
+        about="The lease of a part is renewed although the run has another attempt.",
+        changes=(
+            Change("app/runs/state/parts.py", "            _runs.c.lease_epoch == _parts.c.lease_epoch,\n", ""),
+            Change("app/runs/state/parts.py", "            _runs.c.lease_owner.is_not(None),\n", ""),
+        ),
+        test="tests/app/runs/state/test_parts.py::TestPart::test_it_is_renewed_only_while_the_run_has_its_lease_epoch",
+    ),
+    Mutant(
+        name="claim-while-a-part-runs",
+        promises=(3,),
+        about="An attempt starts although the lease on a part of the one before runs.",
+        changes=(Change("app/runs/state/group_claim.py", "            ~has_open_part,\n", ""),),
+        test="tests/app/runs/state/test_parts.py::TestPart::test_no_attempt_starts_while_the_lease_of_a_part_runs",
+    ),
+    Mutant(
         name="claim-ignores-reservations",
         promises=(2,),
         about="A run on one device takes what a run on several devices waits for.",
@@ -119,8 +149,8 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/attempts/outcome.py",
-                "    is_asked = lease.stop or lease.preempted_for\n",
-                "    is_asked = lease.stop\n",
+                "    is_asked = lease.stop or lease.preempted_for or lease.leaving\n",
+                "    is_asked = lease.stop or lease.leaving\n",
             ),
         ),
         test="tests/e2e/test_preemption.py::test_a_preempted_run_continues_exactly_after_the_one_above_it",

@@ -14,8 +14,8 @@ MUTANTS = (
         changes=(
             Change(
                 _LEASE,
-                "        self._sent = sent\n        self.requested_stop = Stop",
-                "        self._sent = time.monotonic()\n        self.requested_stop = Stop",
+                "        self._sent = sent\n        self._take(row)\n",
+                "        self._sent = time.monotonic()\n        self._take(row)\n",
             ),
         ),
         test="tests/worker/test_lease.py::test_a_renewal_counts_from_when_it_was_sent_however_late_its_answer",

@@ -23,7 +23,7 @@ def test_a_discard_late_in_a_stop_that_saves_has_its_own_seconds_and_no_more(now
     sent: list[Any] = []
     settings = SimpleNamespace(hang_seconds=1e9, save_grace_seconds=120.0)
     context: Any = SimpleNamespace(settings=settings, draining=threading.Event())
-    lease: Any = SimpleNamespace(expired=False, preempted_for=None, stop=StopRequest("checkpoint"))
+    lease: Any = SimpleNamespace(expired=False, preempted_for=None, leaving=None, stop=StopRequest("checkpoint"))
     record_handler: Any = SimpleNamespace(last_output_at=now[0], training_started=True, say=lambda *_: None)
     process: Any = SimpleNamespace(send=lambda message: sent.append(message) or True)
     nothing: Any = None
@@ -43,7 +43,7 @@ def test_to_ask_for_the_same_once_more_gives_no_more_time(now: list[float]) -> N
     settings = SimpleNamespace(hang_seconds=1e9, save_grace_seconds=120.0)
     context: Any = SimpleNamespace(settings=settings, draining=threading.Event())
     context.draining.set()
-    lease: Any = SimpleNamespace(expired=False, preempted_for=None, stop=None)
+    lease: Any = SimpleNamespace(expired=False, preempted_for=None, leaving=None, stop=None)
     record_handler: Any = SimpleNamespace(last_output_at=now[0], training_started=True, say=lambda *_: None)
     process: Any = SimpleNamespace(send=lambda _: True)
     nothing: Any = None
@@ -66,7 +66,7 @@ def test_output_is_not_read_while_too_much_waits_or_is_reported_and_the_process_
     settings = SimpleNamespace(hang_seconds=10.0, save_after_seconds=1e9)
     context: Any = SimpleNamespace(settings=settings, draining=threading.Event())
     lease: Any = SimpleNamespace(
-        expired=False, preempted_for=None, stop=None, silent_seconds=0.0, requested_stop=None, actions=[]
+        expired=False, preempted_for=None, leaving=None, stop=None, silent_seconds=0.0, requested_stop=None, actions=[]
     )
     writer: Any = SimpleNamespace(is_full=is_full)
     record_handler: Any = SimpleNamespace(

@@ -11,6 +11,7 @@ from sqlalchemy import Engine, func, text, update
 
 from app.config import Settings
 from app.contracts.attempt.failure_report import FailureReport
+from app.contracts.attempt.part_end import PartEnd
 from app.contracts.stop import StopRequest
 from app.infra.ids import new_id
 from app.infra.storage import Storage
@@ -19,11 +20,11 @@ from app.tables.runs import Attempt, Run
 from tests.rows import add_run, add_worker, claim, events_of, run_row
 from tests.waiting import eventually
 from worker.attempts import supervisor
-from worker.attempts.outcome import conclude, ended_here_before, is_signal_death, lease_lost
+from worker.attempts.outcome import conclude, ended_here_before, exit_of, is_signal_death, lease_lost
 from worker.context import WorkerContext
 from worker.ingest.event_writer import EventWriter
 from worker.ingest.record_handler import RecordHandler
-from worker.lease import Lease
+from worker.lease import EndedPart, Lease
 from worker.process.training_process import Exit
 
 _SLOW = """
@@ -221,7 +222,8 @@ def test_what_a_killed_trainer_has_written_by_half_goes_with_it(
         config={}, secrets={}, start_step=0, start_epoch=0.0, best_loss=None, best_score=None, remarks=[]
     )
     for name, instead in {
-        "prepare": lambda *_: job, "launch": lambda *_: processes, "Monitor": Killed, "MemoryWatch": lambda *_: None,
+        "prepare": lambda *_: job, "launch_all": lambda *_: processes, "Monitor": Killed,
+        "MemoryWatch": lambda *_: None,
     }.items():  # fmt: skip
         monkeypatch.setattr(supervisor, name, instead)
     context: Any = SimpleNamespace(
@@ -232,3 +234,69 @@ def test_what_a_killed_trainer_has_written_by_half_goes_with_it(
     writer: Any = SimpleNamespace(put=lambda _: None, persist=lambda work: work(), progress=None)
     supervisor.attempt(context, run, lease, writer)
     assert whole.is_dir() and not half.exists()
+
+
+class TestEndOfAPart:
+    """Which end of a part on another host ends the run, and how it reads."""
+
+    def exit_of(self, devices: int = 1, **end: Any) -> Exit | None:
+        return exit_of(EndedPart("wrk_b", 4, devices, PartEnd(rank=4, **end) if end else None))
+
+    def test_a_process_that_only_lost_the_others_or_that_had_finished_is_no_cause(self) -> None:
+        assert self.exit_of(exit_code=75, peer_lost=True) is None
+        assert self.exit_of(exit_code=0) is None
+
+    def test_that_of_a_process_is_as_on_this_host(self) -> None:
+        assert self.exit_of(exit_signal=9) == Exit(signal=9, rank=4)
+        assert self.exit_of(exit_signal=9, out_of_memory=True) == Exit(signal=9, out_of_memory=True, rank=4)
+        failure: dict[str, Any] = {"outcome": "failed", "error": {"code": "bad_data", "message": "no rows"}}
+        assert self.exit_of(exit_code=1, failure=failure) == Exit(code=1, rank=4)
+
+    def test_a_lost_worker_and_a_part_that_could_not_start_are_tried_again_with_the_reason(
+        self, engine: Engine
+    ) -> None:
+        for end, says in (
+            (self.exit_of(2), "worker wrk_b, which trained ranks 4 to 5 of the run, was lost"),
+            (self.exit_of(problem="/data is not on this worker"), "rank 4 of the run, ended its part: /data is not on"),
+        ):
+            assert end is not None
+            add_run(engine)
+            run = claim(engine, add_worker(engine))
+            nothing: Any = SimpleNamespace(result=None, phase="training", step=3)
+            with engine.begin() as connection:
+                connection.execute(conclude(nothing, run, nothing, nothing, end, None))
+            assert run_row(engine, run.id).status == "pending"
+            reason = events_of(engine, run.id)[-1].data["reason"]
+            assert says in reason
+
+    def test_a_worker_that_is_shutting_down_is_no_loss(self, engine: Engine) -> None:
+        add_run(engine)
+        run = claim(engine, add_worker(engine))
+        lease: Any = SimpleNamespace(stop=None, preempted_for=None, leaving="wrk_b")
+        nothing: Any = SimpleNamespace(result={"outcome": "stopped", "why": "drain"})
+        with engine.begin() as connection:
+            connection.execute(conclude(nothing, run, lease, nothing, Exit(code=0), None))
+        row = run_row(engine, run.id)
+        assert (row.status, row.lost_count) == ("pending", 0)
+        assert (
+            "worker wrk_b, which trains a part of the run, is shutting down"
+            in events_of(engine, run.id)[-1].data["reason"]
+        )
+
+
+def test_the_failure_of_a_part_is_that_of_the_run_and_its_lines_are_kept(settings: Settings, engine: Engine) -> None:
+    add_run(engine)
+    run = claim(engine, add_worker(engine))
+    context = WorkerContext(settings)
+    sink: Any = SimpleNamespace(put=lambda _: None, progress=None)
+    handler = RecordHandler(context, run, sink)
+    failure = {"outcome": "failed", "error": {"code": "device_error", "message": "no memory\x00 left"}}
+    handler.take_part_end(PartEnd(rank=5, exit_code=1, failure=failure, last_lines=["[rank 5] Traceback"]))
+    handler.flush_output()
+    context.engine.dispose()
+    context.lease_engine.dispose()
+    assert handler.result is not None and handler.failed_rank == 5
+    error = handler.result["error"]
+    assert error is not None and error["code"] == "device_error"
+    assert error["message"].startswith("On rank 5: no memory") and "\x00" not in error["message"]
+    assert list(handler.tail) == ["[rank 5] Traceback"]

@@ -142,7 +142,7 @@ def test_a_rank_that_loses_the_other_reports_no_failure_of_its_own(
     job = make_job(tmp_path / "run", models(0.0), path, data_format=data_format, **config)
     broken = make_job(tmp_path / "broken", tmp_path / "nowhere", path, data_format=data_format, **config)
     with tempfile.TemporaryDirectory() as meeting:
-        first, second = (RankPlace(rank, 2, Path(meeting)).arguments() for rank in (0, 1))
+        first, second = (RankPlace.on_one_host(rank, 2, Path(meeting)).arguments() for rank in (0, 1))
         two_ranks.second.start(broken, arguments=second)
         two_ranks.first.start(job, arguments=first)
         outcome, other = two_ranks.first.wait(), two_ranks.second.wait()

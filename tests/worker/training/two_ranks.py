@@ -73,7 +73,7 @@ class TwoRanks:
         self, job: dict[str, Any], others: dict[str, Any] | None = None, **limits: Any
     ) -> Iterator[tuple[int, int]]:
         with tempfile.TemporaryDirectory() as meeting:
-            first, second = (RankPlace(rank, 2, Path(meeting)).arguments() for rank in (0, 1))
+            first, second = (RankPlace.on_one_host(rank, 2, Path(meeting)).arguments() for rank in (0, 1))
             said = {what: str(Path(job["attempt_dir"]) / name) for what, name in _SAID.items()}
             other = self.second.start(job, arguments=second, **said, **(others or {}))
             yield self.first.start(job, arguments=first, **limits), other

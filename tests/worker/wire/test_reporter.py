@@ -102,7 +102,7 @@ class TestArguments:
         (tmp_path / "job.json").write_text(job.to_json())
         arguments = [str(tmp_path / "job.json"), "--report-fd", "5", "--control-fd", "6"]
         assert parse_args(arguments) == (job, 5, 6, None)
-        place = RankPlace(1, 4, tmp_path / "ranks")
+        place = RankPlace.on_one_host(1, 4, tmp_path / "ranks")
         assert parse_args([*arguments, *place.arguments()]).place == place
 
     def test_by_hand_there_are_no_descriptors(self, tmp_path: Path) -> None:

@@ -43,6 +43,13 @@ class _Placement(Body):
         le=2**24,
         description="Least memory of the device in MiB; null: the estimate, where there is one.",
     )
+    hosts: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="Number of workers that train the run together, on different hosts as a rule. `devices` are those "
+        "of all, the same number on each. They share the storage, and have set `ANNEAL_GROUP_INTERFACE`.",
+    )
     sharding: Literal["auto", "none", "full"] = Field(
         default="auto",
         description="How several devices hold the model. `none`: each has a replica. `full`: weights, gradients and "
@@ -70,8 +77,8 @@ class Resources(_Placement):
 
     devices: DeviceCount = Field(
         default=1,
-        description="Number of devices of one worker. Each trains `batch_size` rows at a time, so that a step has this "
-        "many times as many rows.",
+        description="Number of devices. Each trains `batch_size` rows at a time, so that a step has this many times as "
+        "many rows.",
     )
 
 
@@ -80,9 +87,10 @@ class ResourceRequest(_Placement):
 
     devices: Annotated[DeviceCount | Literal["all"], WrapValidator(_one_error)] = Field(
         default=1,
-        description="Number of devices of one worker. Each trains `batch_size` rows at a time, so that a step has this "
-        "many times as many rows. `all`: as many as the online worker has that has the most of them, of this kind, "
-        "with this memory and these labels. The number is determined when the run is created, and is part of the run.",
+        description="Number of devices. Each trains `batch_size` rows at a time, so that a step has this many times as "
+        "many rows. `all`: as many as the online worker has that has the most of them, of this kind, with this memory "
+        "and these labels; with `hosts`, as many on each. The number is determined when the run is created, and is "
+        "part of the run.",
     )
 
     def with_devices(self, devices: int) -> Resources:
@@ -119,6 +127,7 @@ class PendingReason(BaseModel):
         "no_device_of_kind",
         "no_worker_with_labels",
         "no_gguf_converter",
+        "too_few_hosts",
         "no_device_fits",
         "devices_paused",
         "reserved",
@@ -126,9 +135,9 @@ class PendingReason(BaseModel):
         "queued",
     ] = Field(
         description="`no_worker`: no worker of its backend is online; `no_device_of_kind`, `no_worker_with_labels`, "
-        "`no_gguf_converter`, `no_device_fits`: none meets its requirements; `devices_paused`: those that do are "
-        "paused after an error, or while other programs use their memory; `reserved`: a worker keeps the devices that "
-        "it needs until enough of them are free; `quota`: its key or experiment uses as many devices as it may. "
-        "`queued` (events only): a worker can take it again."
+        "`no_gguf_converter`, `too_few_hosts`, `no_device_fits`: none, or too few, meet its requirements; "
+        "`devices_paused`: those that do are paused after an error, or while other programs use their memory; "
+        "`reserved`: a worker, or several, keep the devices that it needs until enough of them are free; `quota`: its "
+        "key or experiment uses as many devices as it may. `queued` (events only): a worker can take it again."
     )
     message: str = Field(description="The reason in a sentence, with what to do.")

@@ -14,6 +14,7 @@ from tests.rows import add_run, add_worker, claim, run_row
 CPU = WorkerOffer("wrk_cpu", frozenset({"celery", "fake"}), "cpu", "Xeon", (DeviceOffer(256_000),), host="node-1")
 GPU = WorkerOffer("wrk_gpu", frozenset({"celery"}), "cuda", "A10", (DeviceOffer(24_000),), frozenset({"site-b"}))
 FLEET = Fleet((CPU, GPU), frozenset({"celery"}))
+HOSTS = Fleet((replace(GPU, joins_hosts=True), replace(GPU, joins_hosts=True, devices=GPU.devices * 2)))
 NEEDS = Needs("celery", estimated_mb={"cpu": 12_000, "cuda": 12_000}, prefers_gpu=True)
 
 
@@ -33,6 +34,10 @@ NEEDS = Needs("celery", estimated_mb={"cpu": 12_000, "cuda": 12_000}, prefers_gp
         (replace(NEEDS, estimated_mb={"cuda": 70_000}), FLEET, "no_device_fits", "about 70,000 MiB"),
         (replace(NEEDS, memory_mb=70_000), FLEET, "no_device_fits", "asks for 70,000 MiB"),
         (replace(NEEDS, devices=2), FLEET, "no_device_fits", "2 devices of one worker"),
+        (replace(NEEDS, devices=2, hosts=2), FLEET, "too_few_hosts", "0 online workers join such runs"),
+        (replace(NEEDS, devices=2, hosts=2), HOSTS, None, ""),
+        (replace(NEEDS, devices=4, hosts=2), HOSTS, "no_device_fits", "2 devices of each of 2 workers, and only 1"),
+        (replace(NEEDS, devices=2, hosts=2, memory_mb=70_000), HOSTS, "no_device_fits", "asks for 70,000 MiB"),
         (NEEDS, Fleet((replace(GPU, devices=(DeviceOffer(24_000, paused=True),)),)), "devices_paused", "is paused"),
     ],
 )
@@ -69,10 +74,10 @@ def test_in_a_mixed_fleet_no_run_is_claimed_where_it_cannot_fit_and_none_starves
         for worker, (kind, memory) in dice.sample(sorted(workers.items()), len(workers)):
             while (row := claim(engine, worker, kind=kind)) is not None:
                 del runs[row.id]
-                needs, (index,) = Needs.of("fake", 1, row.requirements), row.device_indexes
+                needs, (index,) = Needs.of("fake", 1, 1, row.requirements), row.device_indexes
                 assert needs.kind in (None, kind) and not (needs.prefers_gpu and kind == "cpu")
                 assert needs.memory_on(kind) <= memory[index]
-                older = [Needs.of("fake", 1, wants) for run_id, wants in runs.items() if run_id < row.id]
+                older = [Needs.of("fake", 1, 1, wants) for run_id, wants in runs.items() if run_id < row.id]
                 large = memory[index] == 80_000
                 assert not large or max((one.memory_on("cuda") for one in older), default=0) <= 40_000
                 with engine.begin() as connection:

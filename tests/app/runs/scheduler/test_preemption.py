@@ -1,6 +1,7 @@
 """Choice of the runs that are preempted, for constructed workers and in the database."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def room(*workers: WorkerOffer, devices: int = 1, least: float = 60.0, **seconds
 
 class TestChoice:
     def test_of_lower_priorities_the_lowest_and_of_these_the_one_that_started_last(self) -> None:
-        assert room(worker("w", "p4", "p1a", "p1b", "p7"), p1a=900.0, p1b=800.0, p4=70.0) == Room("w", ["p1b"])
+        assert room(worker("w", "p4", "p1a", "p1b", "p7"), p1a=900.0, p1b=800.0, p4=70.0) == Room(["w"], ["p1b"])
 
     @pytest.mark.parametrize("name", ["p5", "p9"])
     def test_none_of_its_own_priority_or_a_higher_one(self, name: str) -> None:
@@ -39,7 +40,7 @@ class TestChoice:
 
     def test_none_that_has_trained_for_too_short_a_time(self) -> None:
         assert room(worker("w", "p1"), p1=59.0) is None
-        assert room(worker("w", "p1"), p1=60.0) == Room("w", ["p1"])
+        assert room(worker("w", "p1"), p1=60.0) == Room(["w"], ["p1"])
 
     def test_no_one_is_asked_where_room_would_still_be_lacking(self) -> None:
         assert room(worker("w", "p1", "p1", "p7"), devices=3) is None
@@ -50,13 +51,30 @@ class TestChoice:
         assert room(worker("w", "p1"), worker("v", None)) is None
 
     def test_free_devices_count_and_no_more_are_given_up_than_needed(self) -> None:
-        assert room(worker("w", None, "p1", "p2"), devices=2) == Room("w", ["p1"])
+        assert room(worker("w", None, "p1", "p2"), devices=2) == Room(["w"], ["p1"])
         wide = worker("w", "p1a", "p2b", "p2b", "p2b")
-        assert room(wide, devices=3) == Room("w", ["p2b"]), "the first one is superfluous once the wide one leaves"
+        assert room(wide, devices=3) == Room(["w"], ["p2b"]), "the first one is superfluous once the wide one leaves"
 
     def test_of_several_workers_the_one_that_gives_up_least(self) -> None:
-        assert room(worker("w", "p1", "p1"), worker("v", "p2")) == Room("v", ["p2"])
-        assert room(worker("w", "p1a"), worker("v", "p1b"), p1a=90.0, p1b=80.0) == Room("v", ["p1b"])
+        assert room(worker("w", "p1", "p1"), worker("v", "p2")) == Room(["v"], ["p2"])
+        assert room(worker("w", "p1a"), worker("v", "p1b"), p1a=90.0, p1b=80.0) == Room(["v"], ["p1b"])
+
+    def test_for_a_run_on_several_hosts_each_worker_gives_up_its_share(self) -> None:
+        offered = worker("u", "p1", None), worker("v", "p2a", "p2a"), worker("w", "p3", "p3")
+        hosts = [replace(one, joins_hosts=True) for one in offered]
+        training = {name: RunningRun(name, int(name[1]), "", 1, 100.0) for name in ("p1", "p2a", "p3")}
+
+        def chosen(count: int, *workers: WorkerOffer, each: int = 2) -> Room | None:
+            needs = Needs("celery", devices=count * each, hosts=count, memory_mb=500)
+            return choose_room(needs, 5, Fleet(workers), training, 60.0)
+
+        assert chosen(2, *hosts) == Room(["u", "v"], ["p1", "p2a"])
+        assert chosen(3, *hosts) == Room(["u", "v", "w"], ["p1", "p2a", "p3"])
+        assert chosen(4, *hosts) is None
+        assert chosen(2, *offered) is None, "they do not train together"
+        free = replace(worker("x", None, None), joins_hosts=True)
+        assert chosen(2, free, *hosts) == Room(["x", "u"], ["p1"])
+        assert chosen(2, free, replace(free, worker_id="y"), *hosts) is None
 
 
 async def ask(settings: Settings, **values: Any) -> list[str]:

@@ -18,16 +18,16 @@ from app.tables.scheduling import DeviceUsage
 from tests.rows import add_run, add_worker, claim, run_row
 
 
-def wide(run_id: str = "wide", devices: int = 2, not_before: float = 0.0) -> PendingRun:
-    return PendingRun(run_id, Needs("celery", devices=devices), not_before)
+def wide(run_id: str = "wide", devices: int = 2, not_before: float = 0.0, hosts: int = 1) -> PendingRun:
+    return PendingRun(run_id, Needs("celery", devices=devices, hosts=hosts), not_before)
 
 
 def choose(
-    free: list[list[float]], *queue: PendingRun, now: float = 0.0, held: dict[str, int] | None = None
+    free: list[list[float]], *queue: PendingRun, now: float = 0.0, held: dict[str, list[int]] | None = None
 ) -> dict[str, Reservation]:
     """Reservations by run, of runs that fit every device."""
     fitting = {
-        run.run_id: {at: list(range(len(one))) for at, one in enumerate(free) if len(one) >= run.needs.devices}
+        run.run_id: {at: list(range(len(one))) for at, one in enumerate(free) if len(one) >= run.needs.devices_each}
         for run in queue
     }
     return {one.run.run_id: one for one in choose_reservations(queue, fitting, free, now, held or {})}
@@ -45,7 +45,7 @@ class TestChoice:
     def test_a_worker_that_is_held_is_left_only_for_one_that_is_free_clearly_sooner(
         self, other: float, worker: int
     ) -> None:
-        assert choose([[100.0, 100.0], [other, other]], wide(), held={"wide": 0})["wide"].worker == worker
+        assert choose([[100.0, 100.0], [other, other]], wide(), held={"wide": [0]})["wide"].worker == worker
 
     def test_of_workers_whose_ends_are_unknown_it_is_the_one_with_most_free_devices(self) -> None:
         found = choose([[math.inf, math.inf], [0.0, math.inf]], wide())["wide"]
@@ -54,6 +54,37 @@ class TestChoice:
     def test_devices_that_will_be_free_beyond_its_own_are_spare(self) -> None:
         assert choose([[0.0, 10.0, 20.0, 20.0, 99.0]], wide())["wide"].spare == 0
         assert choose([[0.0, 10.0, 20.0, 20.0, 99.0]], wide(devices=3))["wide"].spare == 1
+
+
+class TestOfSeveralHosts:
+    def places(
+        self, free: list[list[float]], *queue: PendingRun, **more: Any
+    ) -> dict[str, list[tuple[int, float, int]]]:
+        """Workers of each run, with the start and the spare devices."""
+        fitting = {
+            run.run_id: {at: list(range(len(one))) for at, one in enumerate(free) if len(one) >= run.needs.devices_each}
+            for run in queue
+        }
+        found: dict[str, list[tuple[int, float, int]]] = {}
+        for one in choose_reservations(queue, fitting, free, 0.0, more.get("held", {})):
+            found.setdefault(one.run.run_id, []).append((one.worker, one.start, one.spare))
+        return found
+
+    def test_it_reserves_the_workers_that_are_free_first_until_all_of_them_are(self) -> None:
+        free = [[50.0, 90.0], [10.0, 20.0, 30.0], [40.0, 60.0]]
+        assert self.places(free, wide(devices=4, hosts=2)) == {"wide": [(1, 60.0, 1), (2, 60.0, 0)]}
+
+    def test_it_keeps_those_that_it_holds(self) -> None:
+        free = [[50.0], [49.0], [48.0]]
+        assert [at for at, *_ in self.places(free, wide(hosts=2), held={"wide": [0, 1]})["wide"]] == [1, 0]
+
+    def test_with_too_few_workers_it_reserves_none_and_leaves_them_to_the_next(self) -> None:
+        found = self.places([[1.0, 1.0], [1.0]], wide("a", devices=4, hosts=2), wide("b", devices=2, hosts=2))
+        assert list(found) == ["b"]
+
+    def test_two_runs_share_no_worker(self) -> None:
+        found = self.places([[0.0], [0.0], [0.0]], wide("a", hosts=2), wide("b", hosts=2))
+        assert {run: sorted(at for at, *_ in places) for run, places in found.items()} == {"a": [0, 1]}
 
 
 def stored(engine: Engine) -> list[Any]:

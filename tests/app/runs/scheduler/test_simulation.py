@@ -45,6 +45,14 @@ def test_several_devices_have_to_be_free_on_one_worker() -> None:
     assert simulate_queue(workers, [waiting(devices=3)], lambda *_: 1.0)["a"].worker is None
 
 
+def test_a_run_on_several_hosts_starts_when_all_of_them_are_free_and_takes_the_devices_of_each() -> None:
+    workers = [slots(at, worker_id=name, joins_hosts=True) for at, name in ((10.0, "u"), (30.0, "v"), (90.0, "w"))]
+    queue = [waiting("wide", devices=2, hosts=2), waiting("next")]
+    assert starts(workers, queue, wide=25.0, next=30.0) == {"wide": 30.0, "next": 55.0}, "not at 10 s, and so before it"
+    assert starts(workers, queue, wide=25.0, next=20.0) == {"wide": 30.0, "next": 10.0}, "it ends in time"
+    assert starts([slots(0.0, 0.0), *workers[:1]], queue) == {"wide": math.inf, "next": 0.0}
+
+
 def test_a_run_that_needs_several_devices_is_preceded_only_by_later_ones_that_end_in_time() -> None:
     queue = [waiting("wide", devices=2), waiting("long"), waiting("short")]
     # A device is free at once, the other in 20 s.
@@ -60,7 +68,7 @@ def test_a_worker_that_is_reserved_already_is_kept() -> None:
         held: simulate_queue(
             workers, ordered([waiting("wide", devices=2), waiting("small")]), lambda *_: 60.0, reserved=by
         )
-        for held, by in (("none", {}), ("v", {"wide": "v"}))
+        for held, by in (("none", {}), ("v", {"wide": ["v"]}))
     }
     assert {held: one["small"].start for held, one in found.items()} == {"none": 50.0, "v": 30.0}
 

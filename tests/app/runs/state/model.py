@@ -120,7 +120,7 @@ class Model:
             values = dict(call.values)
             wants = values.pop("requirements")
             run = self.runs[call.run] = ModelRun(
-                id=call.run, needs=Needs.of(values["backend"], values["devices_needed"], wants), **values
+                id=call.run, needs=Needs.of(values["backend"], values["devices_needed"], 1, wants), **values
             )
             run.record("status", **{"from": None, "to": "pending", "reason": "created", "attempt": 0})
             return "pending"

@@ -267,8 +267,10 @@ class RunMachine(RuleBasedStateMachine):
         self.last = call
 
     def _settle(self, began: datetime) -> None:
-        """Check the pauses that were just given, and hold them until `time_passes`."""
+        """Check the pauses that were just given, and hold them and the hints until `time_passes`."""
         for run in self.model.runs.values():
+            if run.hinted and run.status == "pending":
+                self.database.change("notified_at = now() + interval '1 d'", run.id)
             if run.pause is None:
                 continue
             pause, run.pause = run.pause, None

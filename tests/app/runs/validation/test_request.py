@@ -381,6 +381,33 @@ class TestMachine:
         assert errors(dataset, eval_split=0.1, eval_steps=10, extra={"metrics": ["mine"]}) == []
         assert errors(dataset, extra={"recipe": own}) == [("resources.devices", "not_supported")]
 
+    def test_devices_are_divided_among_hosts(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        add_worker(engine, devices=2, backends=["celery"], group_address="10.0.0.1")
+
+        def found(hosts: int, devices: int) -> Any:
+            resources = {"hosts": hosts, "devices": devices}
+            body = {"dataset_id": dataset, "config": {"base_model": "org/model"}, "resources": resources}
+            return api.client.post("/v1/runs/validate", json=body).json()
+
+        for hosts, devices, field, says in (
+            (4, 3, "resources.hosts", "is 4, but the run has only 3 in `devices`"),
+            (2, 3, "resources.devices", "set 2 or 4"),
+            (
+                2,
+                6,
+                "resources.devices",
+                "is 6, 3 on each host, and no online worker has more than 2: ask for at most 4",
+            ),
+        ):
+            (error,) = found(hosts, devices)["errors"]
+            assert error["field"] == field and says in error["message"], error
+        valid = found(2, 4)
+        assert valid["errors"] == []
+        (warning,) = (one for one in valid["warnings"] if one["field"] == "resources")
+        assert warning["code"] == "too_few_hosts" and "ANNEAL_GROUP_INTERFACE" in warning["message"]
+        add_worker(engine, devices=2, backends=["celery"], group_address="10.0.0.2")
+        assert [one for one in found(2, 4)["warnings"] if one["field"] == "resources"] == []
+
     def test_a_silent_worker_does_not_count(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         add_worker(engine, backends=["celery"])
         with engine.begin() as connection:

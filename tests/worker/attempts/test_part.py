@@ -1,0 +1,109 @@
+"""A part of a run on several hosts ends without a process if it cannot start, and says why; its devices are free."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, text, update
+
+from app.config import Settings
+from app.runs.state import machine, parts
+from app.tables.workers import Device, Worker
+from tests.rows import add_run, add_worker, claim_with_others, reserve, run_row
+from tests.waiting import eventually
+from worker.attempts import part as part_module
+from worker.attempts.part import PartSupervisors
+from worker.context import WorkerContext
+
+
+@pytest.fixture
+def context(settings: Settings, engine: Engine) -> Iterator[WorkerContext]:
+    """A worker that trains runs together with others, registered with its device."""
+    (settings.storage_root / "datasets").mkdir(parents=True, exist_ok=True)
+    context = WorkerContext(settings.model_copy(update={"group_interface": "lo", "slots": 1}))
+    with engine.begin() as connection:
+        context._register(connection)
+        connection.execute(update(Worker).where(Worker.id == context.id).values(backends=["fake"]))
+        connection.execute(update(Device).where(Device.worker_id == context.id).values(memory_mb=1000))
+    yield context
+    context.engine.dispose()
+    context.lease_engine.dispose()
+
+
+@pytest.fixture
+def claimed(context: WorkerContext, engine: Engine) -> Any:
+    """The claim of a run by another worker, of which this one is to train a part."""
+    run_id, lead = add_run(engine, devices_needed=2, hosts_needed=2).id, add_worker(engine, group_address="10.0.0.1")
+    reserve(engine, run_id, lead, context.id)
+    row = claim_with_others(engine, lead)
+    assert row.members == [context.id]
+    return row
+
+
+def outcome(engine: Engine, run_id: str) -> Any:
+    """How the part of a run has ended; None while it has not."""
+    query = "SELECT outcome FROM run_parts WHERE run_id = :id AND ended_at IS NOT NULL"
+    with engine.connect() as connection:
+        return connection.scalar(text(query), {"id": run_id})
+
+
+def take(context: WorkerContext, engine: Engine) -> PartSupervisors:
+    """Do what a heartbeat does."""
+    supervisors = PartSupervisors(context)
+    with engine.connect() as connection:
+        found = connection.execute(parts.of_worker(context.id)).all()
+    supervisors.take(found)
+    supervisors.take(found)
+    return supervisors
+
+
+def is_free(context: WorkerContext, engine: Engine) -> bool:
+    with engine.connect() as connection:
+        query = "SELECT run_id IS NULL FROM devices WHERE worker_id = :id"
+        return bool(connection.scalar(text(query), {"id": context.id}))
+
+
+def test_without_the_files_of_the_run_it_ends_with_their_path(
+    context: WorkerContext, engine: Engine, claimed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part_module, "_VISIBLE_SECONDS", 0.2)
+    supervisors = take(context, engine)
+    with engine.begin() as connection:
+        connection.execute(parts.announce(claimed.id, claimed.lease_epoch, "tcp://127.0.0.1:1"))
+    eventually(lambda: _has_ended(context, claimed.id, engine), timeout=30, what="the part has ended")
+    end = outcome(engine, claimed.id)
+    assert "job.json is not on this worker" in end["problem"] and end["rank"] == 1
+    assert is_free(context, engine)
+    with engine.begin() as connection:
+        (found,) = connection.execute(machine.renew(claimed.id, claimed.lease_epoch, 60.0)).one().parts
+    assert found["outcome"] == end
+    supervisors.wait()
+
+
+def _has_ended(context: WorkerContext, run_id: str, engine: Engine) -> bool:
+    """Have the lease of the part renewed, as a message of the lead does; return True once the part has ended."""
+    lease = context._leases.get(run_id)
+    if lease is not None:
+        lease.renew_now()
+    return outcome(engine, run_id) is not None
+
+
+def test_it_ends_when_the_attempt_of_the_lead_has_ended(context: WorkerContext, engine: Engine, claimed: Any) -> None:
+    supervisors = take(context, engine)
+    with engine.begin() as connection:
+        connection.execute(machine.retry(claimed.id, claimed.lease_epoch, "lost", 0.0))
+    eventually(lambda: _has_ended(context, claimed.id, engine), timeout=30, what="the part has ended")
+    assert is_free(context, engine)
+    supervisors.wait()
+    assert run_row(engine, claimed.id).status == "pending"
+
+
+def test_a_worker_that_shuts_down_before_the_start_releases_the_run(
+    context: WorkerContext, engine: Engine, claimed: Any
+) -> None:
+    supervisors = take(context, engine)
+    context.draining.set()
+    supervisors.wait()
+    assert outcome(engine, claimed.id)["is_released"] and is_free(context, engine)
+    assert not [thread for thread in threading.enumerate() if thread.name == f"part {claimed.id}"]

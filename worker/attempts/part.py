@@ -1,0 +1,311 @@
+"""Life of a part of a run on this worker, whose lead is another one: renew → wait for the lead → launch → watch → end.
+
+The lead decides about the run; this worker stores for it only how the part has ended. The part ends with the lead's
+attempt: its lease is then not renewed any more.
+"""
+
+import logging
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Executable, Row
+from sqlalchemy.exc import SQLAlchemyError
+
+from app.contracts.attempt.job import JobSpec
+from app.contracts.attempt.part_end import PartEnd
+from app.infra.db import is_away
+from app.infra.lean_structlog import bound_contextvars
+from app.infra.log_setup import with_current_context
+from app.runs.events import log as event_log
+from app.runs.events.log import LeaseFenced, NewEvent, Progress
+from app.runs.state import parts
+from worker.attempts.job_builder import JobError, secrets_of
+from worker.attempts.launch import Group, Meeting, launch
+from worker.attempts.outcome import device_verdicts
+from worker.claimed_run import ClaimedRun
+from worker.context import WorkerContext
+from worker.devices import Device
+from worker.ingest.record_handler import RecordHandler
+from worker.ingest.spool import RunUpdate
+from worker.lease import PartLease
+from worker.process.process_group import StillAliveError
+from worker.process.spawn import LaunchAbandoned, LaunchError
+from worker.process.training_group import TrainingGroup
+from worker.process.training_process import Exit
+
+log = logging.getLogger(__name__)
+
+ENTRY = "worker.training.__main__:main"
+_NOT_RENEWED = "its lease was not renewed in time, so it has no process any more"
+_POLL_SECONDS = 0.05
+_VISIBLE_SECONDS = 60.0
+"""Time in which a file that the lead has written must be visible here."""
+_RETRY_SECONDS = 0.5
+_LOG_SECONDS = 0.2
+_MOST_LINES = 2000
+"""Log lines that may wait for the database; older ones are dropped."""
+
+
+class PartSupervisors:
+    """Threads that each train a part; the parts come with the worker's heartbeats."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._threads: dict[tuple[str, int], threading.Thread] = {}
+
+    def take(self, found: Sequence[Row[Any]]) -> None:
+        """Start to train the parts that are not known yet."""
+        for row in found:
+            key = (row.run_id, row.lease_epoch)
+            if key not in self._threads:
+                thread = threading.Thread(target=train_part, args=(self._context, row), name=f"part {row.run_id}")
+                thread.daemon = True
+                self._threads[key] = thread
+                thread.start()
+
+    def wait(self) -> None:
+        """Wait until all parts have ended."""
+        while alive := [thread for thread in list(self._threads.values()) if thread.is_alive()]:
+            alive[0].join()
+
+
+def train_part(context: WorkerContext, row: Row[Any]) -> None:
+    """Train a part until it ends; in every case no process of it is left, and its devices are free."""
+    with (
+        bound_contextvars(run_id=row.run_id),
+        PartLease(context, row.run_id, row.lease_epoch, row.part) as lease,
+    ):
+        log.info("%s: trains a part from rank %d on", row.run_id, row.first_rank)
+        part = _Part(context, row, lease)
+        try:
+            end = part.train()
+        except StillAliveError:
+            # The devices stay taken until the lease has expired, and those processes hold the locks.
+            log.exception("%s: a process of the part does not end", row.run_id)
+            return
+        except Exception as error:
+            # Not its text, which may be that of the database, with the values of a statement.
+            log.exception("%s: a part of the run", row.run_id)
+            problem = (
+                f"an internal error of the worker ({type(error).__name__}); an operator finds the cause in its log"
+            )
+            end = PartEnd(rank=row.first_rank, problem=problem)
+        part.store(end)
+    log.info("%s: its part has ended", row.run_id)
+
+
+class _Part:
+    def __init__(self, context: WorkerContext, row: Row[Any], lease: PartLease) -> None:
+        self._context = context
+        self._row = row
+        self._lease = lease
+        by_index = {device.index: device for device in context.machine.devices}
+        self._assigned: list[Device] = [by_index[index] for index in row.device_indexes]
+        self._verdicts: list[Executable] = []
+        """Statements about the devices, from how the part has ended."""
+        self._is_leaving = False
+
+    def train(self) -> PartEnd:
+        """Wait until the lead has prepared the attempt, start the processes and watch them to their end."""
+        while self._lease.meeting is None:
+            if self._lease.fenced or self._context.draining.is_set():
+                return self._not_started()
+            time.sleep(_POLL_SECONDS)
+        try:
+            run, group, secrets = self._prepare()
+            meeting = Meeting(self._lease.meeting, self._row.first_rank, run.devices_needed)
+            processes = launch(self._context, self._lease, group, self._assigned, self._is_unwanted, meeting)
+        except LaunchAbandoned:
+            return self._not_started()
+        except (JobError, LaunchError, OSError, ValueError) as error:
+            problem = error.message if isinstance(error, JobError) else str(error)
+            self._context.health.failed(problem)
+            return self._end(problem=problem)
+        self._context.health.started()
+        with _PartLog(self._context, run) as sink:
+            handler = RecordHandler(self._context, run, sink)
+            handler.hide(secrets.values())
+            try:
+                return self._watch(processes, handler)
+            finally:
+                processes.close()
+
+    def store(self, end: PartEnd) -> None:
+        """Store the end and free the devices, as soon as the database is available; then notify the lead."""
+        row = self._row
+        outcome = end.model_dump(mode="json")
+        while True:
+            try:
+                with self._context.engine.begin() as connection:
+                    for statement in (
+                        *parts.end(row.run_id, row.lease_epoch, row.part, self._context.id, outcome),
+                        *self._verdicts,
+                    ):
+                        connection.execute(statement)
+                break
+            except SQLAlchemyError as error:
+                if not is_away(error):
+                    raise
+                log.info("%s: the end of its part waits for the database: %s", row.run_id, error)
+                time.sleep(_RETRY_SECONDS)
+        self._context.signal_control(row.run_id)
+
+    def _is_unwanted(self) -> bool:
+        return self._lease.fenced or self._lease.expired or self._context.draining.is_set()
+
+    def _not_started(self) -> PartEnd:
+        if self._lease.fenced:
+            return self._end(exit_code=0)
+        return self._end(is_released=True) if self._context.draining.is_set() else self._end(problem=_NOT_RENEWED)
+
+    def _end(self, **values: Any) -> PartEnd:
+        return PartEnd(rank=values.pop("rank", self._row.first_rank), **values)
+
+    def _prepare(self) -> tuple[ClaimedRun, Group, dict[str, str]]:
+        """Read the job that the lead has written, and check that everything in it is at the same place here.
+
+        Raises:
+            JobError: Something is not here.
+            LaunchAbandoned: The attempt has ended.
+        """
+        row, context = self._row, self._context
+        with context.engine.connect() as connection:
+            found = connection.execute(parts.run_of(row.run_id, row.lease_epoch)).one_or_none()
+            if found is None:
+                raise LaunchAbandoned("the attempt has ended")
+            run = ClaimedRun.of(found)
+        path = context.storage.attempt_dir(run.id, run.attempt) / "job.json"
+        self._wait_for(path)
+        job = JobSpec.read(path)
+        for needed in _paths(job):
+            if not needed.exists():
+                raise JobError("internal", _is_not_here(needed), is_transient=True)
+        with context.engine.connect() as connection:
+            secrets = secrets_of(context, connection, run.config, [job.base_model, *job.reward_models])
+        return run, Group(ENTRY, path, secrets), secrets
+
+    def _wait_for(self, path: Path) -> None:
+        """Wait until a file of the shared storage is visible: NFS may still show the folder as it was."""
+        deadline = time.monotonic() + _VISIBLE_SECONDS
+        while not path.is_file():
+            if self._is_unwanted():
+                raise LaunchAbandoned("no longer wanted")
+            if time.monotonic() > deadline:
+                raise JobError("internal", _is_not_here(path), is_transient=True)
+            time.sleep(_POLL_SECONDS)
+
+    def _watch(self, processes: TrainingGroup, handler: RecordHandler) -> PartEnd:
+        """Pass the output on until the processes have ended, or must."""
+        lease = self._lease
+        while (ended := processes.poll()) is None and not lease.fenced and not lease.expired:
+            if handler.is_over_budget:
+                time.sleep(_POLL_SECONDS)
+            else:
+                processes.wait(_POLL_SECONDS)
+                for rank, pieces in processes.receive():
+                    handler.take(pieces, rank)
+            if self._context.draining.is_set() and not self._is_leaving:
+                self._leave()
+        processes.kill()
+        for rank, pieces in processes.drain():
+            handler.take(pieces, rank)
+        handler.flush_lines()
+        return self._end_of(ended, handler)
+
+    def _end_of(self, ended: Exit | None, handler: RecordHandler) -> PartEnd:
+        failure = handler.part_failure
+        if ended is None and failure is None:
+            return self._end(exit_code=0) if self._lease.fenced else self._end(problem=_NOT_RENEWED)
+        ended = ended or Exit(rank=self._row.first_rank)
+        if ended.signal == signal.SIGALRM and failure is None:
+            return self._end(rank=ended.rank, problem=_NOT_RENEWED)  # its own timer
+        if failure is not None:
+            rank, result = failure
+            self._verdicts = device_verdicts(self._context, self._assigned, result, rank - self._row.first_rank)
+        return self._end(
+            rank=failure[0] if failure else ended.rank,
+            exit_code=ended.code,
+            exit_signal=ended.signal,
+            out_of_memory=ended.out_of_memory,
+            launcher_lost=ended.launcher_lost,
+            peer_lost=ended.peer_lost,
+            failure=dict(failure[1]) if failure else None,
+            last_lines=list(handler.tail),
+        )
+
+    def _leave(self) -> None:
+        """Let the lead save and release the run, since this worker is shutting down."""
+        row = self._row
+        try:
+            with self._context.engine.begin() as connection:
+                connection.execute(parts.leave(row.run_id, row.lease_epoch, row.part))
+        except SQLAlchemyError as error:
+            if not is_away(error):
+                raise
+            return  # tried again at the next look
+        self._is_leaving = True
+        self._context.signal_control(row.run_id)
+
+
+def _paths(job: JobSpec) -> Iterator[Path]:
+    yield from (source.path for source in job.datasets)
+    yield from (model.path for model in (job.base_model, *job.reward_models) if model.path is not None)
+
+
+def _is_not_here(path: Path) -> str:
+    return (
+        f"{path} is not on this worker: mount the storage and the folder of models at the same path on all hosts, or "
+        "train on one host (`resources.hosts`)"
+    )
+
+
+class _PartLog:
+    """Sink of the log lines of a part, stored from a thread of its own.
+
+    A line may get lost with the database, since only the lead can check which of its events are stored.
+    """
+
+    def __init__(self, context: WorkerContext, run: ClaimedRun) -> None:
+        self.progress: Progress | None = None
+        self._context = context
+        self._run = run
+        self._waiting: deque[NewEvent] = deque(maxlen=_MOST_LINES)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=with_current_context(self._write), name=f"log {run.id}", daemon=True)
+
+    def __enter__(self) -> "_PartLog":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def put(self, item: NewEvent | RunUpdate) -> None:
+        """Append a log line."""
+        if isinstance(item, NewEvent):
+            self._waiting.append(item)
+
+    def _write(self) -> None:
+        while True:
+            is_last = self._over.wait(_LOG_SECONDS)
+            if batch := [self._waiting.popleft() for _ in range(len(self._waiting))]:
+                self._store(batch)
+            if is_last:
+                return
+
+    def _store(self, batch: Sequence[NewEvent]) -> None:
+        try:
+            with self._context.engine.begin() as connection:
+                event_log.append_lines(connection, self._run.id, self._run.lease_epoch, batch)
+        except LeaseFenced:
+            return  # the attempt has ended
+        except SQLAlchemyError as error:
+            log.warning("%s: %d log lines of its part are not stored: %s", self._run.id, len(batch), error)
+            return
+        self._context.wake(self._run.id)
