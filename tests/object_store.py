@@ -7,6 +7,8 @@ from typing import Any
 import fsspec
 import pytest
 
+SECRET = "secret-of-the-store"
+
 
 @contextmanager
 def s3_server(bucket: str) -> Iterator[Any]:
@@ -19,8 +21,8 @@ def s3_server(bucket: str) -> Iterator[Any]:
     host, port = server.get_host_and_port()
     patch = pytest.MonkeyPatch()
     patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        patch.setenv(name, "testing")
+    patch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    patch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     fsspec.get_filesystem_class("s3").clear_instance_cache()  # of an earlier server
     boto3.client("s3").create_bucket(Bucket=bucket)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import TrainingStack
-from tests.object_store import s3_server
+from tests.object_store import SECRET, s3_server
 from tests.stack import is_alive
 from tests.waiting import eventually
 from worker.wire.journal import read_journal
@@ -100,6 +100,8 @@ def test_a_run_of_a_lost_host_is_continued_exactly_on_one_that_shares_no_folder(
         evaluated = stack.client.post("/v1/runs/evaluate", json={"model": whole, "dataset_id": stack.chats})
         assert evaluated.status_code == 202, evaluated.text
         completed(stack, evaluated.json()["id"])
+        files = [path for home in (second.home, stack.home) for path in home.rglob("*") if path.is_file()]
+        assert not [path for path in files if SECRET.encode() in path.read_bytes()]
         assert not list((stack.settings.storage_root / "runs").glob("*")), "the API keeps no copy"
     finally:
         stack.close()
