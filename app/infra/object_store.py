@@ -250,11 +250,15 @@ class ObjectStore:
     def move(self, key: str, target: str) -> None:
         """Move all files below a key; they count as modified now."""
         source, goal = self.place(key), self.place(target)
+        if not self.is_local:
+            for one in self.list(key):
+                moved = self.place(target + one.key.removeprefix(key))
+                with self.store_errors():
+                    self.files.cp_file(self.place(one.key), moved)
+            self.remove(key)
+            return
         self.check_root()
         with self.store_errors():
-            if not self.is_local:
-                self.files.mv(source, goal, recursive=True)
-                return
             Path(goal).parent.mkdir(parents=True, exist_ok=True)
             shutil.move(source, goal)
             for path in [Path(goal), *Path(goal).rglob("*")]:

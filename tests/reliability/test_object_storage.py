@@ -32,7 +32,7 @@ def test_an_output_that_cannot_be_sent_fails_the_run_with_a_code_and_a_resume_co
     stack: Stack, share: Path, away: Path
 ) -> None:
     stack.add_worker(lease_seconds=1.0)
-    run_id = stack.create({**QUICK, "steps": 30, "step_seconds": 0.1}, {"max_restarts": 0})
+    run_id = stack.create({**QUICK, "steps": 30, "step_seconds": 0.1}, max_restarts=0)
     stack.until(run_id, "running")
     share.rename(away)
     shown = stack.until(run_id, "failed", "completed", timeout=120)

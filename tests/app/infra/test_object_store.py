@@ -63,6 +63,8 @@ class TestAStore:
             yield b"half"
             raise KeyboardInterrupt
 
+        if "memory" in store.url:
+            pytest.skip("it has no files that appear when they are complete")
         with pytest.raises(KeyboardInterrupt):
             store.put("datasets/ds_1/data.jsonl", pieces())  # type: ignore[arg-type]
         assert store.list("datasets") == []

@@ -173,8 +173,8 @@ class TestItsSize:
             host.copy.dataset(RUN, *first, never)
             with other.copy.used_by(OTHER):
                 other.copy.dataset(OTHER, *second, never)
-            assert host.here() == {first[0].parent.name, second[0].parent.name}
-        assert host.here() == {second[0].parent.name}
+                assert host.here() == {first[0].parent.name, second[0].parent.name}
+            assert host.here() == {first[0].parent.name}
 
     def test_does_not_cost_a_checkpoint_that_is_still_to_be_sent(self, host: Host, engine: Engine) -> None:
         trainer = Trainer(engine, add_run(engine).id)
@@ -199,7 +199,7 @@ class TestItsSize:
 
 class TestAnOutput:
     def test_is_fetched_verified_and_nothing_else(self, host: Host, settings: Settings, tmp_path: Path) -> None:
-        of = (new_id("run"), 1)
+        of = (add_run(host.engine).id, 1)
         writer = Host(settings, host.engine, tmp_path / "two", host.remote.url)
         output, described = writer.storage.output_dir(*of), writer.storage.output_manifest(*of)
         (output / "deep").mkdir(parents=True)
