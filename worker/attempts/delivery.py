@@ -47,8 +47,8 @@ def deliver(
         delivery.output()
         delivery.records()
     except TransferCancelled:
-        if lease.fenced or lease.expired:
-            return ending  # it is not stored
+        if lease.fenced:
+            return ending  # another worker owns the run, so it is not stored
         reason = "released: the worker shut down before the output was sent to the storage"
         return machine.release(run.id, run.lease_epoch, reason)
     except StoreUnavailable as error:
@@ -127,9 +127,12 @@ class _Delivery:
             pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
 
     def _check(self) -> None:
-        """Raise `TransferCancelled` if another worker owns the run, or if the grace period of a drain is over."""
+        """Raise `TransferCancelled` if another worker owns the run, or if the grace period of a drain is over.
+
+        An expired lease is no reason: no trainer is left, and this worker may own the run once the database answers.
+        """
         is_over = time.monotonic() > self._context.drained_at + self._context.settings.save_grace_seconds
-        if self._lease.fenced or self._lease.expired or is_over:
+        if self._lease.fenced or is_over:
             raise TransferCancelled("the run has another owner, or the worker is to end")
 
     def _on_piece(self) -> None:

@@ -73,7 +73,8 @@ class WorkingCopy:
                 self._users[run_id] = held
                 yield
         finally:
-            del self._users[run_id]
+            if self._users.get(run_id) is held:  # else a later attempt of the same run is on this worker already
+                del self._users[run_id]
             try:
                 self.trim()
             except (OSError, SQLAlchemyError) as error:
