@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config import Settings
-from app.infra.object_store import MARK, ObjectMissing, ObjectStore, StoreUnavailable
+from app.infra.object_store import MARK, SMALL_PART_BYTES, ObjectMissing, ObjectStore, StoreUnavailable
 from app.infra.storage import Storage
 from app.infra.untrusted_folder import OutsideStorage
 from tests.object_store import s3
@@ -57,6 +57,13 @@ class TestAStore:
         store.remove("datasets/ds_10")
         store.remove("datasets/ds_10")
         assert store.list("datasets") == []
+
+    def test_takes_a_large_file_in_parts(self, store: ObjectStore) -> None:
+        pieces = [os.urandom(2**20) for _ in range(20)]
+        store.put("large", iter(pieces), part_bytes=SMALL_PART_BYTES)
+        with store.open("large") as file:
+            assert file.size == 20 * 2**20 and file.seek(17 * 2**20) and file.read(2**20) == pieces[17]
+        assert b"".join(store.get("large", file.size)) == b"".join(pieces)
 
     def test_takes_nothing_of_a_file_whose_sender_fails(self, store: ObjectStore) -> None:
         def pieces() -> object:
