@@ -205,7 +205,7 @@ def content(storage: Storage, dataset: Dataset) -> BinaryIO | StoredFile:
     """Open the file of a dataset; raises a 404 error if it is missing from the storage."""
     try:
         return storage.open_dataset(dataset.id, dataset.extension)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise ApiError(
             404,
             "content_missing",

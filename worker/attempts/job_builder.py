@@ -397,15 +397,14 @@ def _best_evaluated(context: WorkerContext, run: ClaimedRun, control: RestoreCon
         return None
     score, step, best = min(evaluated, key=lambda one: one[:2])
     place = context.storage.named_checkpoint(best.run_id, best.attempt, best.name)
-    if run.task is RunTask.train and run.config.get("export") != "last":
+    if context.working_copy is not None and run.task is RunTask.train and run.config.get("export") != "last":
         with _kept(context, run, place, control):
             if best.replicated_at is not None and not place.exists():
                 fetched = restore.restore_checkpoint(context, run, best, place, [], control)
-                if fetched.outcome is RestoreOutcome.AWAY:
-                    message = (
-                        f"the best checkpoint {best.id} cannot be read: {fetched.why}; the run waits for another try"
-                    )
-                    pause = _pause(context.engine, run)
+                # After hours the run goes on, and exports the last weights with a warning.
+                pause = _pause(context.engine, run)
+                if fetched.outcome is RestoreOutcome.AWAY and pause is not None:
+                    message = f"the best checkpoint {best.id} cannot be read: {fetched.why}; the run waits"
                     raise JobError("storage_unavailable", message, is_transient=True, pause_seconds=pause)
     return EvaluatedCheckpoint(
         path=place,

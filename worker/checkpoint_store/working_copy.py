@@ -87,7 +87,8 @@ class WorkingCopy:
     @contextmanager
     def fetching(self, folder: Path, check: Callable[[], None]) -> Iterator[None]:
         """Let no other thread or process fetch the same folder, for the duration of the block."""
-        path = self._lock_file(folder).with_suffix(".fetch")
+        path = self._lock_file(folder)
+        path = path.with_name(f"{path.name}.fetch")
         with _locked(path, fcntl.LOCK_EX, check):
             try:
                 yield
