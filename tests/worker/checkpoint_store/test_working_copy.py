@@ -2,24 +2,29 @@
 
 import hashlib
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, insert
+from sqlalchemy import Engine, insert, update
 
 from app.config import Settings
 from app.infra.ids import new_id
 from app.infra.object_store import MARK, StoreUnavailable
 from app.infra.storage import Storage
 from app.tables.datasets import Dataset
-from tests.factories import Trainer
+from tests.factories import Trainer, mark_checkpoint
 from tests.rows import add_run
+from tests.worker.attempts.test_job_builder import Lab
+from worker.checkpoint_files import manifest
 from worker.checkpoint_store import working_copy
 from worker.checkpoint_store.remote_store import RemoteStore, ReplicaCorrupt, ReplicaMissing, TransferCancelled
+from worker.checkpoint_store.replicator import Replicator
 from worker.checkpoint_store.working_copy import WorkingCopy
 
 RUN, OTHER = new_id("run"), new_id("run")
@@ -256,3 +261,31 @@ class TestAnOutput:
             host.remote.send_described(output, described, lambda _: True, sent, never)
         host.remote.send_described(output, described, lambda _: True, sent, never)
         assert keys == ["a", "b", "outage", "c", "output.manifest.json"]
+
+
+class TestTheNextAttempt:
+    def test_has_the_best_checkpoint_too_for_its_output(self, settings: Settings, engine: Engine, share: Path) -> None:
+        lab = Lab(settings, engine)
+        remote = RemoteStore(f"file://{share}", lab.storage)
+        lab.context.working_copy = WorkingCopy(remote, lab.storage, engine, 10**9, 0)
+        lab.context.replicator = Replicator(remote, lab.storage, engine)
+        (dataset,) = lab.storage.root.glob("datasets/*/data.jsonl")
+        content = dataset.read_bytes()
+        with engine.begin() as connection:
+            values = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            connection.execute(update(Dataset).where(Dataset.id == dataset.parent.name).values(**values))
+        remote.objects.put(lab.storage.key_of(dataset), iter([content]))
+        for step, loss in ((10, 1.0), (20, 2.0)):
+            folder, now = lab.save(step), datetime.now(UTC)
+            sha256 = hashlib.sha256((folder / manifest.MANIFEST).read_bytes()).hexdigest()
+            remote.send(folder, sha256, never)
+            stored = {"replicated_at": now, "replica_started_at": now, "metrics": {"eval_loss": loss}}
+            mark_checkpoint(engine, lab.ids[step], **stored)
+        shutil.rmtree(lab.storage.root / "runs")
+        shutil.rmtree(lab.storage.root / "datasets")
+        (lab.storage.root / "datasets").mkdir()
+        with lab.context.working_copy.used_by(lab.trainer.run_id):
+            job, reported = lab.next_attempt()
+            best = reported["best_checkpoint"]
+            assert (job.start_step, best["step"]) == (20, 10)
+            assert manifest.verify(Path(best["path"]), best["manifest_sha256"]) == []
