@@ -1,8 +1,8 @@
 """Working copy of an object store on this machine: datasets and attempts, fetched when a run needs them.
 
 An entry is the folder of a dataset or of an attempt. Each has a lock file: a run that uses the entry holds it shared
-until its attempt ends, and whoever removes the entry holds it exclusively. Workers of a machine may share the folder.
-The time of a lock file is that of the last use.
+until its attempt ends, and a process that removes the entry holds it exclusively. Workers of a machine may share the
+folder. The time of a lock file is that of the last use.
 """
 
 import errno
@@ -219,7 +219,7 @@ class WorkingCopy:
 
 @contextmanager
 def _locked(path: Path, how: int, check: Callable[[], None]) -> Iterator[None]:
-    """Hold a lock on a file that may be removed by whoever holds it exclusively; raise BlockingIOError with LOCK_NB."""
+    """Hold a lock on a file that its exclusive holder may remove; raise BlockingIOError with LOCK_NB."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
