@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/=-]{0,62}")
@@ -82,8 +82,14 @@ class Settings(_HomeSettings):
     or relative to their folder where `models_root` has no such name.
 
     Links in `models_root` may lead into them."""
-    storage: Path | None = None
-    """Folder of datasets, checkpoints and outputs, shared by the API and all workers."""
+    storage: str | Path | None = None
+    """Folder of datasets, checkpoints and outputs, shared by the API and all workers; or the URL of an object store
+    (`s3://bucket/prefix`), of which each worker keeps a working copy in `cache`."""
+    cache: Path | None = None
+    """Folder of the working copy if `storage` is a URL; unset: `cache` in `home`."""
+    cache_bytes: int = Field(default=100 * 1024**3, ge=0)
+    """Size limit of the working copy: least recently used datasets and attempts are removed from it, except what a run
+    uses or what is not in the store yet."""
     secret_key_file: Path | None = None
     """File of the keys that encrypt secrets, identical on every machine; unset: `secret.key` in `home`."""
     trainer_user: str | None = None
@@ -93,7 +99,8 @@ class Settings(_HomeSettings):
     disk_reserve_bytes: int = Field(default=1024**3, ge=0)
     """Bytes that checkpoints must leave free on the storage; one that would use them is skipped or fails its run."""
     checkpoint_url: str | None = None
-    """URL where workers store checkpoint replicas (`s3://bucket/prefix`, `file:///share`); unset: no replicas."""
+    """URL where workers store checkpoint replicas (`s3://bucket/prefix`, `file:///share`); unset: no replicas. Not with
+    a URL as `storage`, where all checkpoints are."""
     launch: Literal["auto", "zygote", "cold"] = "auto"
     """Launch of training processes: forked from a preloaded process (`zygote`) or `cold`; `auto` prefers the zygote."""
     max_upload_bytes: int = Field(default=4 * 1024**3, ge=1)
@@ -185,14 +192,15 @@ class Settings(_HomeSettings):
             )
         return uri
 
-    @field_validator("checkpoint_url")
+    @field_validator("checkpoint_url", "storage")
     @classmethod
-    def _check_checkpoint_url(cls, url: str | None) -> str | None:
-        # The URL appears in run logs; the storage libraries read credentials from the worker's environment.
-        if url is not None and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s@?#]+", url) is None:
+    def _check_store_url(cls, url: str | Path | None, info: ValidationInfo) -> str | Path | None:
+        # The URL appears in run logs; the storage libraries read credentials from the process's environment.
+        is_url = isinstance(url, str) and (info.field_name == "checkpoint_url" or "://" in url)
+        if is_url and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s@?#]+", str(url)) is None:
             raise ValueError(
                 "must be a URL such as s3://bucket/prefix or file:///mnt/share, without user, password and options; "
-                "set S3 credentials in the worker's environment (AWS_ACCESS_KEY_ID and so on)"
+                "set S3 credentials in the environment (AWS_ACCESS_KEY_ID and so on)"
             )
         return url
 
@@ -202,7 +210,14 @@ class Settings(_HomeSettings):
         object.__setattr__(self, "models_root", (self.models_root or home / "models").expanduser().absolute())
         if self.gguf_converter is not None:
             object.__setattr__(self, "gguf_converter", self.gguf_converter.expanduser().absolute())
-        object.__setattr__(self, "storage", (self.storage or home / "storage").expanduser().absolute())
+        if self.cache is not None:
+            object.__setattr__(self, "cache", self.cache.expanduser().absolute())
+        if self.storage_url is None:
+            object.__setattr__(self, "storage", Path(self.storage or home / "storage").expanduser().absolute())
+        elif self.checkpoint_url is not None:
+            raise ValueError(
+                "ANNEAL_STORAGE is a URL, so all checkpoints are stored there: remove ANNEAL_CHECKPOINT_URL"
+            )
         for root in self.model_roots[1:]:
             # Training processes write to the storage, so a model there is not the operator's.
             real, storage = Path(os.path.realpath(root)), Path(os.path.realpath(self.storage_root))
@@ -222,8 +237,15 @@ class Settings(_HomeSettings):
 
     @property
     def storage_root(self) -> Path:
-        """Folder of datasets, checkpoints and outputs."""
-        return self.storage or self.home / "storage"
+        """Folder of datasets, checkpoints and outputs on this machine: all of them, or the working copy of some."""
+        if self.storage_url is not None:
+            return self.cache or self.home / "cache"
+        return Path(self.storage or self.home / "storage")
+
+    @property
+    def storage_url(self) -> str | None:
+        """URL of the object store; None if the storage is a folder that all machines share."""
+        return self.storage if isinstance(self.storage, str) and "://" in self.storage else None
 
     @property
     def models_folder(self) -> Path:

@@ -160,7 +160,7 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     settings: Settings = api.state.settings
     engine = async_engine(settings.database_url or "")
     sessions = session_maker(engine)
-    storage = Storage(settings)
+    storage = Storage.shared(settings)
     queue = Broker(settings)
     dispatching = async_engine(settings.database_url or "", pool_size=1)
     dispatcher = Dispatcher(dispatching, queue, settings, sorted(BACKEND_RULES))

@@ -28,6 +28,7 @@ from app.workers.status_files import WorkerStatusFile
 from worker import devices, registration
 from worker.checkpoint_store.remote_store import RemoteStore
 from worker.checkpoint_store.replicator import Replicator
+from worker.checkpoint_store.working_copy import WorkingCopy
 from worker.group_network import address_of
 from worker.health import WorkerHealth
 from worker.process.launcher import Launcher
@@ -68,7 +69,7 @@ class WorkerContext:
         self.id = new_id("wrk")
         self.name = socket.gethostname()
         self.storage = Storage(settings)
-        self.health = WorkerHealth(self.storage.root)
+        self.health = WorkerHealth(self.storage.root, is_shared=settings.storage_url is None)
         self.machine = devices.find(settings)
         self.kind = self.machine.devices[0].kind
         self.group_address = None if settings.group_interface is None else address_of(settings.group_interface)
@@ -103,8 +104,19 @@ class WorkerContext:
         """Monotonic time at which `draining` was set."""
         self.replicator: Replicator | None = None
         """Checkpoint replication, if the operator configured it."""
-        if settings.checkpoint_url:
-            self.replicator = Replicator(RemoteStore(settings.checkpoint_url, self.storage), self.storage, self.engine)
+        self.remote: RemoteStore | None = None
+        """Store of checkpoints, which also holds everything else if `storage` is a URL."""
+        self.working_copy: WorkingCopy | None = None
+        """Copy of the object store on this machine, if `storage` is a URL."""
+        if settings.storage_url:
+            self.remote = RemoteStore(settings.storage_url, self.storage, "ANNEAL_STORAGE")
+            self.working_copy = WorkingCopy(
+                self.remote, self.storage, self.engine, settings.cache_bytes, settings.disk_reserve_bytes
+            )
+        elif settings.checkpoint_url:
+            self.remote = RemoteStore(settings.checkpoint_url, self.storage)
+        if self.remote:
+            self.replicator = Replicator(self.remote, self.storage, self.engine)
         self.telemetry = TelemetrySampler(self.id, self.machine.devices, self.engine)
         self._status_file = WorkerStatusFile(settings.home, self.id)
         self._leases: dict[str, HeldLease] = {}

@@ -18,8 +18,10 @@ UNUSABLE_PAUSE_SECONDS = 15.0
 class WorkerHealth:
     """Health of a worker, as far as it can be checked before it takes a run."""
 
-    def __init__(self, storage: Path) -> None:
+    def __init__(self, storage: Path, *, is_shared: bool = True) -> None:
+        """Watch a folder in which, if `is_shared`, the API stores datasets; else it is a copy of an object store."""
         self._storage = storage
+        self._is_shared = is_shared
         self._pause = 0.0
         self._paused_until = 0.0
         self._why = ""
@@ -35,7 +37,7 @@ class WorkerHealth:
             free = free_bytes(self._storage)
         except OSError as error:
             return f"the storage {self._storage} is not available: {error.strerror}"
-        if not (self._storage / "datasets").is_dir():
+        if self._is_shared and not (self._storage / "datasets").is_dir():
             # Every run has a dataset, which the API has stored.
             return f"the storage {self._storage} holds no datasets: set the same ANNEAL_STORAGE for API and workers"
         if free is not None and free < ROOM_BYTES:

@@ -22,6 +22,7 @@ from app.contracts.errors import FieldError
 from app.contracts.training_config.fields import TrainingConfig
 from app.infra.db import is_away
 from app.infra.ids import new_id
+from app.infra.object_store import StoreUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -105,8 +106,20 @@ def statement_timeout() -> ApiError:
     )
 
 
+def storage_unavailable(clause: str) -> ApiError:
+    """Create a 503 error for an object store that cannot be used now."""
+    return ApiError(
+        503,
+        "storage_unavailable",
+        f"The storage cannot be used now ({clause}); try again in {RETRY_SECONDS} seconds.",
+        headers={"Retry-After": str(RETRY_SECONDS)},
+    )
+
+
 def as_api_error(error: BaseException) -> ApiError | None:
-    """Return the API error for a failure of the database or the disk; None for any other exception."""
+    """Return the API error for a failure of the database, the disk or the storage; None for any other exception."""
+    if isinstance(error, StoreUnavailable):
+        return storage_unavailable(str(error))
     original = getattr(error, "orig", None) or error
     if isinstance(original, psycopg.errors.DiskFull):
         return disk_full()
@@ -282,5 +295,5 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _client_gone)
-    for kind in (sqlalchemy.exc.SQLAlchemyError, psycopg.Error, OSError):
+    for kind in (sqlalchemy.exc.SQLAlchemyError, psycopg.Error, OSError, StoreUnavailable):
         app.add_exception_handler(kind, _infrastructure_error)

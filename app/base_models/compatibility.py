@@ -45,11 +45,11 @@ def model_conflicts(
 
 def _lacking(folder: ModelFolder, from_scratch: bool) -> str | None:
     """Return what is wrong with the weights in a model's folder, as far as can be seen without reading them."""
-    if not any(folder.path.glob("*.safetensors")):
+    weights = folder.weights()
+    if not weights:
         message = "The folder contains no safetensors weights; add them, or train from scratch with method `full`."
         return None if from_scratch else message
-    whole = folder.path / WEIGHTS_FILE
-    if whole.is_file() and whole.stat().st_size == 0:
+    if weights.get(WEIGHTS_FILE) == 0:
         return f"{WEIGHTS_FILE} in the folder is empty; replace it with the model's weights."
     return None
 

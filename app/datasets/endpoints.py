@@ -8,6 +8,7 @@ from starlette.responses import FileResponse
 
 from app.api.authorization import CurrentCaller
 from app.api.dependencies import CurrentSettings, CurrentStorage, Session
+from app.api.file_response import OpenFileResponse
 from app.api.idempotency import Idempotency
 from app.api.pagination import FindQuery, PageQuery, SearchQuery
 from app.audit.log import call_of
@@ -150,13 +151,10 @@ async def download_dataset(dataset_id: str, session: Session, storage: CurrentSt
     """Download the rows as JSONL, completely or the requested ranges; `ETag` is the SHA-256."""
     dataset = await service.get(session, dataset_id)
     file = await asyncio.to_thread(service.content, storage, dataset)
-    return FileResponse(
+    return OpenFileResponse(
         file,
         media_type="application/x-ndjson",
         filename=service.file_name(dataset),
-        headers={
-            "ETag": f'"{dataset.sha256}"',
-            "X-Content-Type-Options": "nosniff",
-            "Cache-Control": "private, no-store",
-        },
+        modified=dataset.created_at.timestamp(),
+        headers={"ETag": f'"{dataset.sha256}"'},
     )

@@ -53,7 +53,7 @@ async def mix(
     """Write the rows of a mix into `folder`; raises `ApiError` if its sources do not fit together."""
     async with sessions() as session:
         found = await _sources(session, asked)
-    files = [await asyncio.to_thread(service.content, storage, dataset) for dataset in found]
+    files = [await asyncio.to_thread(service.local_content, storage, dataset, folder) for dataset in found]
     return await run_with_slot(_write_in_slot, asked, found, files, folder / "data", settings.max_upload_bytes)
 
 

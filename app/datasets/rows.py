@@ -2,12 +2,12 @@
 
 import json
 import os
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from app.api.errors import invalid
 from app.contracts.errors import FieldError
 from app.contracts.schemas.datasets import DatasetRow, DatasetRows
+from app.infra.object_store import StoredFile
 
 _MOST_TEXT = 2000
 _MOST_ITEMS = 50
@@ -18,22 +18,21 @@ _MOST_BYTES = 256 * 1024
 _CUT = "… (cut)"
 
 
-def read(file: Path, cursor: str | None, limit: int) -> DatasetRows:
-    """Return at most `limit` rows after a cursor, fewer if they are large; long texts and lists are cut.
+def read(file: BinaryIO | StoredFile, cursor: str | None, limit: int) -> DatasetRows:
+    """Return at most `limit` rows after a cursor, fewer if they are large; long texts and lists are cut. Closes `file`.
 
     Raises 422 `invalid` for a cursor that is not from the same dataset.
     """
     line, position = _parsed(cursor)
     rows: list[DatasetRow] = []
     size = 0
-    with file.open("rb") as stream:
-        total = os.fstat(stream.fileno()).st_size
+    with file as stream:
+        total = stream.seek(0, os.SEEK_END)
         if position > total:
             raise _unknown_cursor()
-        if position > 0:
-            stream.seek(position - 1)
-            if stream.read(1) != b"\n":
-                raise _unknown_cursor()
+        stream.seek(max(position - 1, 0))
+        if position > 0 and stream.read(1) != b"\n":
+            raise _unknown_cursor()
         while len(rows) < limit and size < _MOST_BYTES and (raw := stream.readline()):
             line += 1
             shown = _Cut().cut(json.loads(raw))

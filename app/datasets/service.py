@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from sqlalchemy import ARRAY, Text, any_, literal, or_, select
 from sqlalchemy.dialects.postgresql import insert
@@ -16,6 +18,7 @@ from app.audit.log import AuditedCall
 from app.datasets.importer import ImportedFile
 from app.infra.db import is_away
 from app.infra.ids import new_id
+from app.infra.object_store import PIECE_BYTES, StoredFile
 from app.infra.storage import Storage
 from app.tables.datasets import Dataset, DatasetIdempotencyKey
 from app.tables.runs import Run, RunEvalDataset
@@ -52,7 +55,8 @@ async def store(
     if earlier := await _find_earlier(sessions, created_by, idempotency):
         return earlier
     id = new_id("ds")
-    await asyncio.to_thread(storage.promote, received.path, storage.dataset_file(id, EXTENSION))
+    await _mark_storage(sessions, storage)
+    await asyncio.to_thread(storage.store_dataset, received.path, id, EXTENSION)
     try:
         for _ in range(_CLAIM_ATTEMPTS):
             try:
@@ -71,6 +75,15 @@ async def store(
         if not is_away(error):
             await asyncio.to_thread(storage.remove_dataset, id)
         raise
+
+
+async def _mark_storage(sessions: async_sessionmaker[AsyncSession], storage: Storage) -> None:
+    """Mark a new folder as the storage, unless datasets were stored before: then it is a share that is not mounted."""
+    objects = storage.objects
+    if objects is not None and await asyncio.to_thread(objects.needs_mark):
+        async with sessions() as session:
+            is_first = await session.scalar(select(Dataset.id).limit(1)) is None
+        await asyncio.to_thread(objects.mark_root, lambda: is_first)
 
 
 async def _commit(
@@ -188,16 +201,27 @@ async def delete(session: AsyncSession, dataset_id: str) -> None:
     await session.delete(dataset)
 
 
-def content(storage: Storage, dataset: Dataset) -> Path:
-    """Return the file of a dataset; raises a 404 error if it is missing from the storage."""
-    file = storage.dataset_file(dataset.id, dataset.extension)
-    if not file.is_file():
+def content(storage: Storage, dataset: Dataset) -> BinaryIO | StoredFile:
+    """Open the file of a dataset; raises a 404 error if it is missing from the storage."""
+    try:
+        return storage.open_dataset(dataset.id, dataset.extension)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise ApiError(
             404,
             "content_missing",
             f"The file of dataset {dataset.id} is missing from the storage; upload it again, or restore the storage.",
-        )
-    return file
+        ) from None
+
+
+def local_content(storage: Storage, dataset: Dataset, folder: Path) -> Path:
+    """Return the file of a dataset on this machine, copied into `folder` from an object store; 404 if it is missing."""
+    with content(storage, dataset) as file:
+        if not isinstance(file, StoredFile):
+            return storage.dataset_file(dataset.id, dataset.extension)
+        copy = folder / f"{dataset.id}.{dataset.extension}"
+        with copy.open("wb") as target:
+            shutil.copyfileobj(file, target, PIECE_BYTES)
+    return copy
 
 
 def file_name(dataset: Dataset) -> str:

@@ -1,4 +1,8 @@
-"""Layout of `ANNEAL_STORAGE`; the only module that builds paths below it."""
+"""Layout of `ANNEAL_STORAGE`; the only module that builds paths below it.
+
+If it is the URL of an object store, the layout there is the same, and the folder on this machine has a working copy of
+some of it: what a worker fetches and writes, and what the API stages.
+"""
 
 import os
 import re
@@ -7,20 +11,49 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 from uuid import uuid4
 
 from app.config import Settings
 from app.infra.ids import is_id
+from app.infra.object_store import (
+    PIECE_BYTES,
+    SMALL_PART_BYTES,
+    ObjectMissing,
+    ObjectStore,
+    StoredFile,
+    StoreUnavailable,
+)
 from app.infra.untrusted_folder import OutsideStorage
 
 _CHECKPOINT = re.compile(r"checkpoint-[0-9]+")
 
 
 class Storage:
-    """Folders of datasets and runs below one root that the API and workers share."""
+    """Folders of datasets and runs below one root.
 
-    def __init__(self, settings: Settings) -> None:
+    With `objects`, as the API and commands have it, datasets and runs are stored there, and what is removed is removed
+    there too. Without, which is how a worker sees even the working copy of an object store, all is in the folder.
+    """
+
+    def __init__(self, settings: Settings, objects: ObjectStore | None = None) -> None:
         self.root = settings.storage_root
+        self.objects = objects
+
+    @classmethod
+    def shared(cls, settings: Settings) -> "Storage":
+        """Return the storage as the API and commands use it.
+
+        Raises:
+            SetupError: No installed library supports the URL.
+        """
+        url = settings.storage_url
+        return cls(settings, None if url is None else ObjectStore(url, "ANNEAL_STORAGE"))
+
+    @property
+    def name(self) -> str:
+        """Folder or URL, for messages."""
+        return str(self.root) if self.objects is None else self.objects.url
 
     @contextmanager
     def staging(self) -> Iterator[Path]:
@@ -56,27 +89,70 @@ class Storage:
         """Return the path of a dataset's file."""
         return self._dataset_dir(dataset_id) / f"data.{extension}"
 
-    def remove_dataset(self, dataset_id: str) -> None:
-        """Remove the files of a dataset; no error if there are none."""
-        shutil.rmtree(self._dataset_dir(dataset_id), ignore_errors=True)
+    def store_dataset(self, source: Path, dataset_id: str, extension: str) -> None:
+        """Move a finished file of `staging()` to the place of a dataset, durably and completely or not at all.
 
-    def put_dataset_aside(self, dataset_id: str) -> Path:
+        Raises:
+            StoreUnavailable: The object store accepts no more.
+        """
+        target = self.dataset_file(dataset_id, extension)
+        if self.objects is None:
+            self.promote(source, target)
+            return
+        with source.open("rb") as file:
+            pieces = iter(lambda: file.read(PIECE_BYTES), b"")
+            self.objects.put(self.key_of(target), pieces, part_bytes=SMALL_PART_BYTES)
+        source.unlink()
+
+    def open_dataset(self, dataset_id: str, extension: str) -> BinaryIO | StoredFile:
+        """Open the file of a dataset.
+
+        Raises:
+            FileNotFoundError: It is missing.
+            StoreUnavailable: The object store does not answer.
+        """
+        path = self.dataset_file(dataset_id, extension)
+        if self.objects is None:
+            return path.open("rb")
+        try:
+            return self.objects.open(self.key_of(path))
+        except ObjectMissing as error:
+            raise FileNotFoundError(path.name) from error
+
+    def remove_dataset(self, dataset_id: str) -> None:
+        """Remove the files of a dataset; no error if there are none, or if they cannot be removed now."""
+        folder = self._dataset_dir(dataset_id)
+        if self.objects is not None:
+            with suppress(StoreUnavailable):  # the sweep finds it
+                self.objects.remove(self.key_of(folder))
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def put_dataset_aside(self, dataset_id: str) -> str:
         """Move the files of a dataset to the `aside` folder, where they are kept for some time; return the new path."""
         folder = self._dataset_dir(dataset_id)
         target = self.root / "aside" / f"{folder.name}-{uuid4().hex[:8]}"
+        if self.objects is not None:
+            self.objects.move(self.key_of(folder), self.key_of(target))
+            return f"{self.objects.url}/{self.key_of(target)}"
         target.parent.mkdir(mode=0o700, exist_ok=True)
         folder.rename(target)
         os.utime(target)
-        return target
+        return str(target)
 
     def sweep_aside(self, older_than_seconds: float) -> None:
         """Remove folders that were put aside longer ago than this."""
+        if self.objects is not None:
+            for name in self._old_objects(self.objects, "aside", older_than_seconds):
+                self.objects.remove(f"aside/{name}")
+            return
         for folder in self._folders("aside"):
             if _age(folder) > older_than_seconds:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def dataset_ids(self, older_than_seconds: float) -> list[str]:
         """Return the ids of datasets whose files were last changed longer ago than this."""
+        if self.objects is not None:
+            return [it for it in self._old_objects(self.objects, "datasets", older_than_seconds) if is_id(it, "ds")]
         folders = self._folders("datasets")
         return [it.name for it in folders if is_id(it.name, "ds") and _age(it) > older_than_seconds]
 
@@ -94,9 +170,12 @@ class Storage:
         return self.runs / _checked(run_id, "run")
 
     def remove_run(self, run_id: str) -> None:
-        """Remove the folder of a run if it exists; raises `OSError` if something cannot be removed."""
-        with suppress(FileNotFoundError):
-            shutil.rmtree(self.run_dir(run_id))
+        """Remove the folder of a run if it exists.
+
+        Raises:
+            OSError, StoreUnavailable: Something cannot be removed now.
+        """
+        self._remove(self.run_dir(run_id))
 
     def journal(self, run_id: str) -> Path:
         """Return the path of the journal that the trainers of all attempts of a run write."""
@@ -108,7 +187,7 @@ class Storage:
 
     def shown(self, run_id: str, attempt: int, name: str) -> str:
         """Return a path in `attempt_dir` as text, for lists: creating a `Path` for each takes longer than the query."""
-        return f"{self.root}/runs/{run_id}/a{attempt}/{name}"
+        return f"{self.name}/runs/{run_id}/a{attempt}/{name}"
 
     def checkpoint_dir(self, run_id: str, attempt: int, step: int) -> Path:
         """Return the folder of a checkpoint; it exists only once it is complete."""
@@ -121,9 +200,8 @@ class Storage:
         return self.attempt_dir(run_id, attempt) / name
 
     def remove_checkpoint(self, run_id: str, attempt: int, name: str) -> None:
-        """Remove the folder of a checkpoint if it exists; raises `OSError` if something cannot be removed."""
-        with suppress(FileNotFoundError):
-            shutil.rmtree(self.named_checkpoint(run_id, attempt, name))
+        """Remove the folder of a checkpoint if it exists; raises as `remove_run` does."""
+        self._remove(self.named_checkpoint(run_id, attempt, name))
 
     def fetch_dir(self, checkpoint: Path, own_name: str) -> Path:
         """Return the folder in which a worker stages a checkpoint that it fetches.
@@ -141,8 +219,31 @@ class Storage:
         """Return the folder of the fine-tuned model and its other files."""
         return self.attempt_dir(run_id, attempt) / "output"
 
+    def output_manifest(self, run_id: str, attempt: int) -> Path:
+        """Return the place of the manifest of an output in an object store."""
+        return self.attempt_dir(run_id, attempt) / "output.manifest.json"
+
+    def records_manifest(self, run_id: str, attempt: int) -> Path:
+        """Return the place of the manifest of an attempt's records in an object store."""
+        return self.attempt_dir(run_id, attempt) / "records.manifest.json"
+
     def _dataset_dir(self, dataset_id: str) -> Path:
         return self.root / "datasets" / _checked(dataset_id, "ds")
+
+    def _remove(self, folder: Path) -> None:
+        if self.objects is not None:
+            self.objects.remove(self.key_of(folder))
+        with suppress(FileNotFoundError):
+            shutil.rmtree(folder)
+
+    def _old_objects(self, objects: ObjectStore, name: str, older_than_seconds: float) -> list[str]:
+        """Return the folders below a key of which every file was last changed longer ago than this."""
+        newest: dict[str, float] = {}
+        for one in objects.list(name):
+            folder = one.key.split("/")[1]
+            newest[folder] = max(newest.get(folder, 0.0), one.modified)
+        now = time.time()
+        return [folder for folder, modified in newest.items() if now - modified > older_than_seconds]
 
     def _folders(self, name: str) -> list[Path]:
         parent = self.root / name

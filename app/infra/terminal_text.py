@@ -30,3 +30,8 @@ def plain_text(text: str) -> str:
 def plain_json(document: str) -> str:
     """Return a JSON document of the same value, in which the characters that a terminal obeys are escaped."""
     return document.translate(_ESCAPED)
+
+
+def is_plain_path(path: str) -> bool:
+    """Return True for a path in UTF-8 without control characters, direction marks and backslashes."""
+    return plain_line(path) == path and not {"\t", "\\"} & set(path)

@@ -74,14 +74,13 @@ def _describe(name: str, folder: ModelFolder) -> ModelRead:
     named = config.get("architectures")
     architecture = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
     dtype = config.get("dtype") or config.get("torch_dtype")
-    weights = (path.stat().st_size for path in folder.path.glob("*.safetensors"))
     return ModelRead(
         id=name,
         is_adapter=is_adapter,
         architecture=architecture and architecture[:200],
         parameters=None if is_adapter else _parameters(config),
         dtype=dtype[:50] if isinstance(dtype, str) else None,
-        bytes=sum(weights),
+        bytes=sum(folder.weights().values()),
         has_chat_template=folder.has("chat_template.jinja")
         or folder.has("chat_template.json")
         or "chat_template" in folder.read_json("tokenizer_config.json"),

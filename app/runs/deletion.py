@@ -10,6 +10,7 @@ from sqlalchemy.orm import aliased
 
 from app.api.errors import conflict, not_found
 from app.contracts.run_status import TERMINAL
+from app.infra.object_store import StoreUnavailable
 from app.infra.storage import Storage
 from app.runs.checkpoints import replicas
 from app.tables.checkpoints import Checkpoint
@@ -93,7 +94,7 @@ async def delete_remaining_data(sessions: async_sessionmaker[AsyncSession], stor
             last = run_id
             try:
                 await asyncio.to_thread(storage.remove_run, run_id)
-            except OSError as error:
+            except (OSError, StoreUnavailable) as error:
                 log.warning("cannot remove the files of deleted run %s, trying again later: %s", run_id, error)
                 continue
             while await _some_events(sessions, run_id):

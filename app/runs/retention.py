@@ -22,6 +22,7 @@ from app.config import Settings
 from app.contracts.run_status import TERMINAL
 from app.infra.db import async_engine, is_away
 from app.infra.ids import id_at
+from app.infra.object_store import StoreUnavailable
 from app.infra.storage import Storage
 from app.runs import deletion
 from app.runs.checkpoints import retention
@@ -204,7 +205,7 @@ class Pruning:
     async def _remove(self, run_id: str, attempt: int, name: str) -> None:
         try:
             await asyncio.to_thread(self._storage.remove_checkpoint, run_id, attempt, name)
-        except OSError as error:
+        except (OSError, StoreUnavailable) as error:
             log.warning("cannot delete checkpoint %s of %s, trying again later: %s", name, run_id, error)
 
     async def _events(self, before: datetime) -> None:
@@ -300,7 +301,7 @@ def prune(settings: Settings, policy: Policy, dry_run: bool) -> PruneResult:
     async def once() -> PruneResult:
         engine = async_engine(settings.database_url or "", pool_size=2)
         try:
-            return await Pruning(engine, Storage(settings), policy, dry_run).all()
+            return await Pruning(engine, Storage.shared(settings), policy, dry_run).all()
         finally:
             await engine.dispose()
 

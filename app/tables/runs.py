@@ -261,6 +261,10 @@ class Attempt(Base):
     """Status or requeue reason that ended it: completed, failed, cancelled, lost, handed_back, retried, repaired."""
     report: Mapped[dict[str, Any] | None]
     """Failure report, unless it ended well; `worker/attempts/failure_report.py` defines the fields."""
+    output_sha256: Mapped[str | None]
+    """SHA-256 of the manifest of its output in an object store, once all files are there."""
+    records_sha256: Mapped[str | None]
+    """SHA-256 of the manifest of its records in an object store, once all files are there."""
 
 
 class AttemptTimings(Base):

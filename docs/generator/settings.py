@@ -25,7 +25,7 @@ _OTHERS = """\
 | `HF_XET_*` | | Tuning of downloads from the hub, such as `HF_XET_HIGH_PERFORMANCE`; set them for workers. |
 | `CC`, `TRITON_CACHE_DIR`, `XDG_CACHE_HOME` | | C compiler and caches of compiled GPU kernels; set them for workers. |
 | `WANDB_BASE_URL`, `WANDB_ENTITY`, `WANDB_PROJECT`, `WANDB_MODE` | W&B's own; project `anneal` | Destination of runs with `report_to: ["wandb"]`, as read by `wandb`; set them for workers. |
-| `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_ENDPOINT_URL` | | Credentials and endpoint for `ANNEAL_CHECKPOINT_URL=s3://…`; set them for workers. |
+| `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_ENDPOINT_URL` | | Credentials and endpoint for `ANNEAL_STORAGE=s3://…`, set for API and workers, or for `ANNEAL_CHECKPOINT_URL=s3://…`, set for workers. |
 | `CUDA_VISIBLE_DEVICES` | all | GPUs that a worker uses, by index or UUID; MIG instances by UUID (`nvidia-smi -L`). |
 """
 
@@ -54,7 +54,12 @@ def _table(model: type[BaseSettings]) -> str:
 
 
 def _default(name: str, field: dict[str, Any]) -> str:
-    derived = {"home": "`~/.anneal`", "models_root": "`$ANNEAL_HOME/models`", "storage": "`$ANNEAL_HOME/storage`"}
+    derived = {
+        "home": "`~/.anneal`",
+        "models_root": "`$ANNEAL_HOME/models`",
+        "storage": "`$ANNEAL_HOME/storage`",
+        "cache": "`$ANNEAL_HOME/cache`",
+    }
     if name in derived:
         return derived[name]
     value = field.get("default")

@@ -567,6 +567,8 @@ def upgrade() -> None:
         sa.Column("ended_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("outcome", sa.Text(), nullable=True),
         sa.Column("report", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
+        sa.Column("output_sha256", sa.Text(), nullable=True),
+        sa.Column("records_sha256", sa.Text(), nullable=True),
         sa.CheckConstraint("(outcome IS NULL) = (ended_at IS NULL)", name=op.f("ck_run_attempts_outcome_iff_ended")),
         sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_run_attempts_run_id"), ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("run_id", "attempt", name=op.f("pk_run_attempts")),

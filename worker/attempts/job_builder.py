@@ -4,11 +4,12 @@ import logging
 import os
 import pwd
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Executable, func, select
+from sqlalchemy import Connection, Engine, Executable, and_, func, select
 
 from app.base_models import resolver
 from app.base_models.model_folder import ModelFolder
@@ -31,6 +32,7 @@ from app.contracts.attempt.messages import ActionRequest
 from app.contracts.methods import method_of, rewards_of
 from app.contracts.plugins import has_replicas
 from app.contracts.run_task import RunTask
+from app.infra.object_store import StoreUnavailable
 from app.infra.untrusted_folder import create_below
 from app.runs.actions.replay import done_after
 from app.runs.checkpoints import retention
@@ -42,6 +44,7 @@ from app.tables.runs import Attempt, Run
 from worker.attempts import auto_repair
 from worker.checkpoint_files import manifest
 from worker.checkpoint_store import cleanup, restore
+from worker.checkpoint_store.remote_store import ReplicaCorrupt, ReplicaMissing
 from worker.checkpoint_store.restore import RestoreControl, RestoreOutcome
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
@@ -101,16 +104,17 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
         OSError: The storage cannot be read or written.
     """
     folder = context.storage.attempt_dir(run.id, run.attempt)
-    with context.engine.connect() as connection:
-        # Checked first: a worker that does not see the dataset does not see the checkpoints either, and must not mark
-        # them as corrupt.
-        dataset = _dataset(context, connection, run.dataset_id)
-        evaluation = _dataset(context, connection, run.eval_dataset_id) if run.eval_dataset_id else None
-        extra = {name: _dataset(context, connection, id) for name, id in sorted(run.extra_eval_datasets.items())}
+    restore_control = restore_control.limited(_MAX_PREPARATION_SECONDS)
+    if context.working_copy is not None:
+        context.working_copy.use(run.id, folder, restore_control.check)
+    # Checked first: a worker that does not see the dataset does not see the checkpoints either, and must not mark them
+    # as corrupt.
+    dataset = _dataset(context, run, run.dataset_id, restore_control)
+    evaluation = _dataset(context, run, run.eval_dataset_id, restore_control) if run.eval_dataset_id else None
+    extra = {name: _dataset(context, run, id, restore_control) for name, id in sorted(run.extra_eval_datasets.items())}
     folder.parent.mkdir(parents=True, exist_ok=True)
     cleanup.before_attempt(context, run)
     remarks: list[str] = []
-    restore_control = restore_control.limited(_MAX_PREPARATION_SECONDS)
     with context.engine.connect() as connection:
         repaired = auto_repair.previous_repairs(connection, run.id)
     checkpoint = weights = None
@@ -122,6 +126,11 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
         case RunTask.export:
             checkpoint, _ = _chosen(context, run, restore_control)
     config, changed = auto_repair.apply(run.config, repaired)
+    best_checkpoint = _best_evaluated(context, run, restore_control)
+    if run.backend != "fake":
+        models = [run.config["base_model"], *([] if run.task is RunTask.export else _reward_model_names(run))]
+        for name in models:
+            _fetch_output(context, run, name, restore_control)
     with context.engine.connect() as connection:
         base_model = _base_model(context, connection, run)
         reward_models = [] if run.task is RunTask.export else _reward_models(context, connection, run)
@@ -144,7 +153,7 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
             token_cache=_token_cache(context),
             disk_reserve_bytes=context.settings.disk_reserve_bytes,
             resume_from=_resume(context, checkpoint),
-            best_checkpoint=_best_evaluated(context, run),
+            best_checkpoint=best_checkpoint,
             weights=weights,
             replayed_actions=[ActionRequest(**one) for one in replayed],
             journal=context.storage.journal(run.id),
@@ -225,9 +234,12 @@ def _token_cache(context: WorkerContext) -> TokenCacheLocation | None:
     return TokenCacheLocation(folder=folder, limit_bytes=limit)
 
 
-def _dataset(context: WorkerContext, connection: Connection, dataset_id: str) -> DataSource:
-    row = connection.execute(select(Dataset.__table__).where(Dataset.id == dataset_id)).one()
+def _dataset(context: WorkerContext, run: ClaimedRun, dataset_id: str, control: RestoreControl) -> DataSource:
+    (row,) = _rows(context.engine, select(Dataset.__table__).where(Dataset.id == dataset_id))
     path = context.storage.dataset_file(row.id, row.extension)
+    if (copy := context.working_copy) is not None:
+        with _store_errors(context, run, f"the file of dataset {row.id}", "bad_data", "upload it again"):
+            copy.dataset(run.id, path, row.bytes, row.sha256, control.check)
     if not path.is_file():
         raise JobError(
             "bad_data",
@@ -244,8 +256,55 @@ def _base_model(context: WorkerContext, connection: Connection, run: ClaimedRun)
 
 def _reward_models(context: WorkerContext, connection: Connection, run: ClaimedRun) -> list[ModelSource]:
     """Return the models of the rewards of type `model`, in the order of these rewards."""
-    models = [reward["model"] for _, reward in rewards_of(run.config) if reward["type"] == "model"]
-    return [_locate_model(context, connection, run, model) for model in models]
+    return [_locate_model(context, connection, run, model) for model in _reward_model_names(run)]
+
+
+def _reward_model_names(run: ClaimedRun) -> list[str]:
+    return [reward["model"] for _, reward in rewards_of(run.config) if reward["type"] == "model"]
+
+
+@contextmanager
+def _store_errors(context: WorkerContext, run: ClaimedRun, what: str, code: str, advice: str) -> Iterator[None]:
+    """Convert errors of a fetch to `JobError`."""
+    try:
+        yield
+    except StoreUnavailable as error:
+        message = f"{what} cannot be fetched now ({error}); the run waits for another try"
+        pause = _pause(context.engine, run)
+        raise JobError("storage_unavailable", message, is_transient=True, pause_seconds=pause) from error
+    except ReplicaMissing as error:
+        raise JobError(code, f"{what} is not in the storage; {advice}") from error
+    except ReplicaCorrupt as error:
+        raise JobError(code, f"{what} in the storage is not what was stored ({error}); {advice}") from error
+
+
+def _fetch_output(context: WorkerContext, run: ClaimedRun, name: str, control: RestoreControl) -> None:
+    """Fetch the output that a model names, and that of its base, from the object store, if there is one."""
+    copy = context.working_copy
+    while copy is not None and resolver.is_run(name):
+        written_by = and_(Attempt.run_id == Run.id, Attempt.attempt == Run.output_attempt)
+        query = select(Run.output_attempt, Run.base_model, Attempt.output_sha256).join(Attempt, written_by)
+        found = next(iter(_rows(context.engine, query.where(Run.id == name))), None)
+        if found is None or found.output_sha256 is None:
+            return  # the search for the model says what is missing
+        with _store_errors(context, run, f"the output of run {name}", "model_not_found", "resume that run"):
+            of = (name, found.output_attempt)
+            output = copy.output(run.id, of, found.output_sha256, context.id, control.check)
+        described = ModelFolder(context.storage, output).read_json("adapter_config.json")
+        if described.get("base_model_name_or_path", MERGED_BASE) == MERGED_BASE:
+            return
+        name = found.base_model
+
+
+@contextmanager
+def _kept(context: WorkerContext, run: ClaimedRun, place: Path, control: RestoreControl) -> Iterator[None]:
+    """Keep a checkpoint in the working copy for the run, and let no other run fetch it at the same time."""
+    if context.working_copy is None:
+        yield
+        return
+    context.working_copy.use(run.id, place.parent, control.check)
+    with context.working_copy.fetching(place, control.check):
+        yield
 
 
 def _locate_model(
@@ -327,7 +386,7 @@ def _resume(context: WorkerContext, checkpoint: Any) -> ResumePoint | None:
     )
 
 
-def _best_evaluated(context: WorkerContext, run: ClaimedRun) -> EvaluatedCheckpoint | None:
+def _best_evaluated(context: WorkerContext, run: ClaimedRun, control: RestoreControl) -> EvaluatedCheckpoint | None:
     """Return the checkpoint with the best evaluation, the earliest of several, of this run and those it resumes."""
     method = method_of(run.config)
     evaluated = [
@@ -338,8 +397,18 @@ def _best_evaluated(context: WorkerContext, run: ClaimedRun) -> EvaluatedCheckpo
     if not evaluated:
         return None
     score, step, best = min(evaluated, key=lambda one: one[:2])
+    place = context.storage.named_checkpoint(best.run_id, best.attempt, best.name)
+    if context.working_copy is not None and run.task is RunTask.train and run.config.get("export") != "last":
+        with _kept(context, run, place, control):
+            if best.replicated_at is not None and not place.exists():
+                fetched = restore.restore_checkpoint(context, run, best, place, [], control)
+                # After hours the run goes on, and exports the last weights with a warning.
+                pause = _pause(context.engine, run)
+                if fetched.outcome is RestoreOutcome.AWAY and pause is not None:
+                    message = f"the best checkpoint {best.id} cannot be read: {fetched.why}; the run waits"
+                    raise JobError("storage_unavailable", message, is_transient=True, pause_seconds=pause)
     return EvaluatedCheckpoint(
-        path=context.storage.named_checkpoint(best.run_id, best.attempt, best.name),
+        path=place,
         step=step,
         manifest_sha256=best.manifest_sha256,
         metric=method.score(score),
@@ -359,10 +428,11 @@ def _newest_good(context: WorkerContext, run: ClaimedRun, remarks: list[str], re
         if has_replicas(run.config) and checkpoint.replicated_at is None and not place.exists():
             elsewhere = elsewhere or checkpoint  # the trainer fetches its copy
             continue
-        wrong = manifest.verify(place, checkpoint.manifest_sha256, restore_control.check)
-        if not wrong:
-            return checkpoint
-        fetched = restore.restore_checkpoint(context, run, checkpoint, place, wrong, restore_control)
+        with _kept(context, run, place, restore_control):
+            wrong = manifest.verify(place, checkpoint.manifest_sha256, restore_control.check)
+            if not wrong:
+                return checkpoint
+            fetched = restore.restore_checkpoint(context, run, checkpoint, place, wrong, restore_control)
         about = f"checkpoint {checkpoint.id} (step {checkpoint.step})"
         if fetched.outcome is RestoreOutcome.WHOLE:
             remarks.append(f"{about} was missing or corrupt here: {fetched.why}")
@@ -396,7 +466,10 @@ def _evaluated(context: WorkerContext, run: ClaimedRun, restore_control: Restore
         JobError: They no longer exist, or are not reachable now.
     """
     if run.resume_checkpoint_id is None:
-        return _evaluated_output(context, run.base_run_id) if run.base_run_id else None
+        if run.base_run_id is None:
+            return None
+        _fetch_output(context, run, run.base_run_id, restore_control)
+        return _evaluated_output(context, run.base_run_id)
     checkpoint, place = _chosen(context, run, restore_control)
     return TrainedWeights(path=place, step=checkpoint.step, epoch=checkpoint.epoch)
 
@@ -415,8 +488,13 @@ def _chosen(context: WorkerContext, run: ClaimedRun, restore_control: RestoreCon
     fetches_itself = is_export and has_replicas(run.config) and checkpoint.replicated_at is None
     if why is None and fetches_itself and not place.exists():
         return checkpoint, place  # the trainer fetches its copy
-    if why is None and (wrong := manifest.verify(place, checkpoint.manifest_sha256, restore_control.check)):
-        fetched = restore.restore_checkpoint(context, run, checkpoint, place, wrong, restore_control)
+    wrong: list[str] = []
+    if why is None:
+        with _kept(context, run, place, restore_control):
+            wrong = manifest.verify(place, checkpoint.manifest_sha256, restore_control.check)
+            if wrong:
+                fetched = restore.restore_checkpoint(context, run, checkpoint, place, wrong, restore_control)
+    if wrong:
         if fetched.outcome is RestoreOutcome.AWAY:
             message = f"checkpoint {checkpoint.id} cannot be read: {fetched.why}; the run waits for another try"
             raise JobError("internal", message, is_transient=True, pause_seconds=_pause(context.engine, run))

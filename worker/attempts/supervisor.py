@@ -19,6 +19,7 @@ from app.runs.state.group_claim import claim_with_others
 from app.workers import registry
 from worker import devices
 from worker.attempts import auto_repair, failure_report
+from worker.attempts.delivery import deliver
 from worker.attempts.job_builder import Job, JobError, prepare
 from worker.attempts.launch import Group, Meeting, launch
 from worker.attempts.memory_watch import MemoryWatch
@@ -166,6 +167,7 @@ def supervise(context: WorkerContext, run: ClaimedRun, claimed_at: float) -> Non
         Lease(context, run.id, run.lease_epoch, claimed_at) as lease,
         EventWriter(context, run, lease) as writer,
         context.replicator.log_to(run.id, writer.put) if context.replicator else nullcontext(),
+        context.working_copy.used_by(run.id) if context.working_copy else nullcontext(),
     ):
         try:
             ending = run_attempt_to_outcome(context, run, lease, writer)
@@ -260,14 +262,16 @@ def attempt(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: Event
         report = failure_report.build_failure_report(record_handler, memory_watch, end, killed_for, repair)
         writer.put(failure_report.store_failure_report(run, report, time.time()))
     if repair:
-        return machine.repair(run.id, run.lease_epoch, repair.reason)
+        ending = machine.repair(run.id, run.lease_epoch, repair.reason)
+        return deliver(context, run, lease, writer, ending, has_output=False)
     is_repeated = False
     if is_signal_death(record_handler, end, killed_for):
         writer.wait_past_lease()
         is_repeated = writer.persist(partial(recurs, context, run, record_handler.step))
     transition = conclude(context, run, lease, record_handler, end, killed_for, is_repeated)
     settle(context, lease, writer)
-    return transition
+    has_output = bool(record_handler.result and record_handler.result.get("output"))
+    return deliver(context, run, lease, writer, transition, has_output=has_output)
 
 
 def judge_devices(

@@ -13,12 +13,12 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from app.infra.untrusted_folder import OutsideStorage, entries_below, open_below, read_below, refuse_outside
+from app.infra.file_manifest import MANIFEST, MAX_BYTES, listed
+from app.infra.untrusted_folder import OutsideStorage, entries_below, open_below, read_below
 from worker.wire.heartbeat import HeartbeatCallback, no_heartbeat
 
-MANIFEST = "manifest.json"
-MAX_BYTES = 16 * 2**20
-"""Maximum size of a manifest."""
+__all__ = ["MANIFEST", "MAX_BYTES", "listed"]
+
 _FORMAT = 1
 _PIECE = 1 << 20
 _MAX_EXTRA = 10
@@ -90,6 +90,13 @@ def verify(folder: Path, manifest_sha256: str, alive: HeartbeatCallback = no_hea
         expected = listed(text)
     except ValueError as error:  # `OutsideStorage` is one
         return [f"{MANIFEST} does not describe this checkpoint: {error}"]
+    return differences(folder, expected, alive)
+
+
+def differences(
+    folder: Path, expected: Mapping[str, tuple[int, str]], alive: HeartbeatCallback = no_heartbeat
+) -> list[str]:
+    """Return in which files a folder differs from size and SHA-256 of each, in sentences; raises as `verify` does."""
     present = _present(folder, expected, alive)
     problems = [f"{_shown(name)} is not part of it" for name in present - expected.keys()]
     for name, (size, sha256) in expected.items():
@@ -99,27 +106,12 @@ def verify(folder: Path, manifest_sha256: str, alive: HeartbeatCallback = no_hea
     return problems
 
 
-def listed(text: bytes) -> dict[str, tuple[int, str]]:
-    """Return size and SHA-256 of each file that a manifest names.
-
-    Raises:
-        ValueError: The manifest is invalid, or a name in it leads out of the folder (`OutsideStorage`).
-    """
-    try:
-        files = {name: (int(facts["bytes"]), str(facts["sha256"])) for name, facts in json.loads(text)["files"].items()}
-    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"it is invalid ({type(error).__name__})") from error
-    for name in files:
-        refuse_outside(name)
-    return files
-
-
 def _present(folder: Path, expected: Container[str], alive: HeartbeatCallback) -> set[str]:
     """Return the names of the files in the folder, only a few of them beyond those expected: it may have any number."""
     present, extra = set(), 0
     for name, status in entries_below(folder):
         alive()
-        if status is None or name == MANIFEST:
+        if status is None or (name == MANIFEST and name not in expected):
             continue
         if name not in expected:
             extra += 1

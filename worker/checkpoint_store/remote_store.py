@@ -1,86 +1,28 @@
-"""Remote store of whole checkpoints, on any file system that fsspec supports.
+"""Remote store of whole folders, on any file system that fsspec supports.
 
-A checkpoint is sent with its manifest last, and fetched exactly as it was written.
+A folder is sent with its manifest last, and fetched exactly as it was written. The manifest of a checkpoint is a file
+in its folder, which the trainer has written. That of an output or of an attempt's records is beside the folder, and is
+written while they are sent.
 """
 
-import errno
 import hashlib
-import logging
+import json
 import os
 import shutil
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
-from uuid import uuid4
+from typing import BinaryIO
 
-import fsspec
-from fsspec.spec import AbstractBufferedFile
-
-from app.infra.errors import SetupError
-from app.infra.storage import Storage, fsync
-from app.infra.untrusted_folder import create_below, open_below
+from app.infra.object_store import PIECE_BYTES, ObjectMissing, ObjectStore
+from app.infra.storage import Storage
+from app.infra.terminal_text import is_plain_path
+from app.infra.untrusted_folder import create_below, entries_below, open_below
 from worker.checkpoint_files import manifest
-
-_SILENT = {errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ESTALE, errno.ENOTCONN}
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-_NO_CREDENTIALS_TYPES = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"}
-
-
-log = logging.getLogger(__name__)
-
-MARK = ".anneal-checkpoints"
-"""File in a folder that is meant to hold replicas. The mount point of a share that is not mounted has none."""
-_PIECE_BYTES = 4 * 2**20
-_MAX_LOGGED = 1000
-_PART = ".part"
-_SILENCE_SECONDS = 20.0
-
-
-def _socket(address: tuple[Any, ...]) -> socket.socket:
-    """Create a socket whose sends time out too.
-
-    The timeouts of libraries concern reading only, but a store that accepts no more data must not block the sender.
-    """
-    made = socket.socket(*address[:3])
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_SILENCE_SECONDS * 1000))
-    return made
-
-
-def _options(protocol: str) -> dict[str, Any]:
-    if protocol != "s3":
-        return {}
-    # The callers have their own pauses and report them: a request to a silent store ends soon.
-    config = {
-        "connect_timeout": 5,
-        "read_timeout": _SILENCE_SECONDS,
-        "retries": {"mode": "standard", "total_max_attempts": 2},
-        "connector_args": {"socket_factory": _socket},
-    }
-    from aiobotocore.session import AioSession
-    from botocore.handlers import add_expect_header
-
-    session = AioSession()
-    # Waiting for the store's permission to send a body has no timeout there: a silent store would block it forever.
-    session.unregister("before-call.s3", add_expect_header)
-    return {"use_listings_cache": False, "config_kwargs": config, "session": session}
 
 
 class TransferCancelled(Exception):
     """The sender or fetcher was asked to end."""
-
-
-class StoreUnavailable(Exception):
-    """The remote store does not answer, or refuses this worker; its contents may be intact.
-
-    The text is a clause that is safe to show to any user.
-    """
-
-    def __init__(self, clause: str, is_silent: bool = False) -> None:
-        super().__init__(clause)
-        self.is_silent = is_silent
-        """True if nothing answers at all, so that the next request need not be tried."""
 
 
 class ReplicaMissing(Exception):
@@ -102,24 +44,14 @@ class LocalCheckpointCorrupt(Exception):
 class RemoteStore:
     """Remote store; its paths are those below the storage root, made from ids by `Storage` alone."""
 
-    def __init__(self, url: str, storage: Storage) -> None:
+    def __init__(self, url: str, storage: Storage, setting: str = "ANNEAL_CHECKPOINT_URL") -> None:
         """Set up the client; nothing is connected yet.
 
         Raises:
             SetupError: No installed library supports the URL.
         """
         self.url = url
-        protocol = url.partition("://")[0]
-        try:
-            self._files, root = fsspec.url_to_fs(url, **_options(protocol))
-        except (ImportError, ValueError) as error:
-            install = " (for S3: `pip install -c constraints.txt -e '.[s3]'` in the clone of Anneal)"
-            more = install if protocol.startswith("s3") else ""
-            raise SetupError(f"ANNEAL_CHECKPOINT_URL={url} cannot be used: {error}{more}") from error
-        if protocol == "s3":
-            self._files.retries = 1  # its own retries, each of which includes all tries of the library below it
-        self._root = str(root).rstrip("/")
-        self._is_local = "file" in self._protocols()
+        self.objects = ObjectStore(url, setting)
         self._storage = storage
 
     def mark_root(self, is_first: Callable[[], bool]) -> None:
@@ -128,11 +60,7 @@ class RemoteStore:
         Raises:
             StoreUnavailable: The folder does not exist, or it is not the one that holds the replicas.
         """
-        if self._is_local and not Path(self._root, MARK).exists() and Path(self._root).is_dir() and is_first():
-            with self._store_errors():
-                Path(self._root, MARK).touch()
-                fsync(Path(self._root))
-        self._check_root()
+        self.objects.mark_root(is_first)
 
     def send(self, folder: Path, sha256: str, on_piece: Callable[[], None]) -> None:
         """Send a checkpoint, its manifest last: before that, no reader takes the files for a checkpoint.
@@ -150,17 +78,50 @@ class RemoteStore:
         text = b"".join(_local_pieces(folder, manifest.MANIFEST))
         if hashlib.sha256(text).hexdigest() != sha256:
             raise LocalCheckpointCorrupt(f"{folder.name}: {manifest.MANIFEST} is not the one that was written with it")
-        target = self._place(folder)
-        self._check_root()
+        target = self._storage.key_of(folder)
+        self.objects.check_root()
         with _local_errors(folder):
             listed = manifest.listed(text)
-        if self._is_local:
-            with self._store_errors():
-                for left in Path(target).rglob(f".*{_PART}"):
-                    left.unlink()  # left by a killed process
+        self.objects.remove_partial(target)
         for name, wanted in listed.items():
-            self._put(f"{target}/{name}", _hashed(folder, name, wanted, on_piece))
-        self._put(f"{target}/{manifest.MANIFEST}", iter([text]))
+            self.objects.put(f"{target}/{name}", _hashed(folder, name, wanted, on_piece))
+        self.objects.put(f"{target}/{manifest.MANIFEST}", iter([text]))
+
+    def send_described(
+        self,
+        folder: Path,
+        described: Path,
+        is_wanted: Callable[[str], bool],
+        sent: dict[str, tuple[int, str]],
+        on_piece: Callable[[], None],
+    ) -> str:
+        """Send the files of a folder that are wanted, then their manifest as `described`; return its SHA-256.
+
+        Links and paths that are not plain text are left out; the manifest has the number of these paths. `sent` has the
+        size and SHA-256 of files that an earlier try has sent, and is extended.
+
+        Raises:
+            OutsideStorage, OSError: The folder cannot be read.
+            ValueError: It has too many files to describe.
+            StoreUnavailable: The remote store accepts no more.
+        """
+        target, left_out = self._storage.key_of(folder), 0
+        names = []
+        for name, status in entries_below(folder):
+            if status is not None and is_wanted(name):
+                names.append(name)
+                left_out += not is_plain_path(name)
+        for name in sorted(filter(is_plain_path, names)):
+            if name not in sent:
+                digest = _Digest()
+                self.objects.put(f"{target}/{name}", digest.of(_opened_pieces(folder, name), on_piece))
+                sent[name] = (digest.bytes, digest.sha256)
+        files = {name: {"bytes": size, "sha256": sha256} for name, (size, sha256) in sorted(sent.items())}
+        text = json.dumps({"format": 1, "files": files, "left_out": left_out}, indent=1).encode()
+        if len(text) > manifest.MAX_BYTES:
+            raise ValueError(f"{folder.name} has too many files: {len(files):,}")
+        self.objects.put(self._storage.key_of(described), iter([text]))
+        return hashlib.sha256(text).hexdigest()
 
     def fetch(self, folder: Path, sha256: str, own_name: str, on_piece: Callable[[], None]) -> None:
         """Restore `folder` as it was written: staged, verified to the last byte, then renamed.
@@ -173,26 +134,93 @@ class RemoteStore:
             ReplicaMissing, ReplicaCorrupt, StoreUnavailable: See these; nothing that was fetched is left here.
             OSError: This worker's own storage cannot take it.
         """
-        source = self._place(folder)
-        text = b"".join(self._get(f"{source}/{manifest.MANIFEST}", manifest.MAX_BYTES))
-        if hashlib.sha256(text).hexdigest() != sha256:
-            raise ReplicaCorrupt(
-                f"{manifest.MANIFEST} of the replica is not the one that was written with the checkpoint"
-            )
+        source = self._storage.key_of(folder)
+        text = self._manifest(f"{source}/{manifest.MANIFEST}", sha256)
         own = self._storage.fetch_dir(folder, own_name)
+
+        def is_whole(staging: Path) -> list[str]:
+            with _created(staging, manifest.MANIFEST) as file:
+                file.write(text)
+            return manifest.verify(staging, sha256, on_piece)
+
+        self._restore(source, folder, own, _listed(text), is_whole, on_piece)
+
+    def fetch_described(
+        self, folder: Path, described: Path, sha256: str, own_name: str, on_piece: Callable[[], None]
+    ) -> None:
+        """Restore a folder of `send_described`, as `fetch` does and with the same errors."""
+        files = self.described_files(described, sha256)
+        own = self._storage.fetch_dir(folder, own_name)
+
+        def is_whole(staging: Path) -> list[str]:
+            return manifest.differences(staging, files, on_piece)
+
+        self._restore(self._storage.key_of(folder), folder, own, files, is_whole, on_piece)
+
+    def described_files(self, described: Path, sha256: str) -> dict[str, tuple[int, str]]:
+        """Return size and SHA-256 of each file of a folder of `send_described`.
+
+        Raises:
+            ReplicaMissing, ReplicaCorrupt, StoreUnavailable: See these.
+        """
+        return _listed(self._manifest(self._storage.key_of(described), sha256))
+
+    def fetch_file(self, path: Path, size: int, sha256: str, staging: Path, on_piece: Callable[[], None]) -> None:
+        """Restore a single file: staged in a folder of this worker's own, verified, then renamed.
+
+        Raises:
+            ReplicaMissing, ReplicaCorrupt, StoreUnavailable: See these.
+            OSError: This worker's own storage cannot take it.
+        """
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        try:
+            digest = _Digest()
+            with _created(staging, path.name) as file, _missing(path.name):
+                for piece in digest.of(self.objects.get(self._storage.key_of(path), size), on_piece):
+                    file.write(piece)
+            if (digest.bytes, digest.sha256) != (size, sha256):
+                raise ReplicaCorrupt(f"{path.name} in the store has other contents than were written")
+            manifest.commit(staging, path.parent, on_piece, aside=staging.with_name(f"{staging.name}.replaced"))
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    def remove(self, folder: Path) -> None:
+        """Remove the replica of a checkpoint, or of everything of a run; no error if there is none.
+
+        Raises:
+            StoreUnavailable: Something may be left.
+        """
+        self.objects.remove(self._storage.key_of(folder))
+
+    def _manifest(self, key: str, sha256: str) -> bytes:
+        with _missing(key.rpartition("/")[2]):
+            text = b"".join(self.objects.get(key, manifest.MAX_BYTES))
+        if hashlib.sha256(text).hexdigest() != sha256:
+            name = key.rpartition("/")[2]
+            raise ReplicaCorrupt(f"{name} of the replica is not the one that was written with the checkpoint")
+        return text
+
+    def _restore(
+        self,
+        source: str,
+        folder: Path,
+        own: Path,
+        files: Mapping[str, tuple[int, str]],
+        differences: Callable[[Path], list[str]],
+        on_piece: Callable[[], None],
+    ) -> None:
         staging = own / folder.name
         shutil.rmtree(own, ignore_errors=True)
         own.mkdir(parents=True, mode=0o700)
         try:
             staging.mkdir()
-            for name, (size, _) in manifest.listed(text).items():
-                with _created(staging, name) as file:
-                    for piece in self._get(f"{source}/{name}", size):
+            for name, (size, _) in files.items():
+                with _created(staging, name) as file, _missing(name):
+                    for piece in self.objects.get(f"{source}/{name}", size):
                         file.write(piece)
                         on_piece()
-            with _created(staging, manifest.MANIFEST) as file:
-                file.write(text)
-            wrong = manifest.verify(staging, sha256, on_piece)
+            wrong = differences(staging)
             if wrong:
                 raise ReplicaCorrupt(f"the replica is corrupt: {'; '.join(wrong[:3])}")
             folder.parent.mkdir(exist_ok=True)
@@ -204,107 +232,39 @@ class RemoteStore:
         finally:
             shutil.rmtree(own, ignore_errors=True)
 
-    def remove(self, folder: Path) -> None:
-        """Remove the replica of a checkpoint, or of everything of a run; no error if there is none.
 
-        Raises:
-            StoreUnavailable: Something may be left.
-        """
-        self._check_root()
-        with self._store_errors(), suppress(FileNotFoundError):
-            self._files.rm(self._place(folder), recursive=True)
+class _Digest:
+    """Size and SHA-256 of what passes through."""
 
-    def _place(self, folder: Path) -> str:
-        return f"{self._root}/{self._storage.key_of(folder)}"
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._hash = hashlib.sha256()
 
-    def _put(self, path: str, pieces: Iterator[bytes]) -> None:
-        if self._is_local:
-            return self._put_durably(Path(path), pieces)
-        with self._store_errors():
-            file = self._files.open(path, "wb")
-        try:
-            for piece in pieces:
-                with self._store_errors():
-                    file.write(piece)
-            with self._store_errors():
-                file.close()
-        except BaseException:
-            _discard(file)
-            raise
+    @property
+    def sha256(self) -> str:
+        return self._hash.hexdigest()
 
-    def _put_durably(self, path: Path, pieces: Iterator[bytes]) -> None:
-        """Write into a local folder: a file appears under its name only when it is complete and on disk."""
-        part = path.with_name(f".{path.name}.{uuid4().hex}{_PART}")
-        with self._store_errors():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = part.open("xb")
-        try:
-            with file:
-                for piece in pieces:
-                    with self._store_errors():
-                        file.write(piece)
-                with self._store_errors():
-                    file.flush()
-                    os.fsync(file.fileno())
-            with self._store_errors():
-                part.replace(path)
-                for folder in path.parents:
-                    _fsync_folder(folder)
-                    if folder == Path(self._root):
-                        break
-        except BaseException:
-            with suppress(OSError):
-                part.unlink()
-            raise
+    def of(self, pieces: Iterator[bytes], on_piece: Callable[[], None]) -> Iterator[bytes]:
+        for piece in pieces:
+            self._hash.update(piece)
+            self.bytes += len(piece)
+            on_piece()
+            yield piece
 
-    def _get(self, path: str, most: int) -> Iterator[bytes]:
-        """Yield a file in pieces, ending with the first piece beyond `most` bytes: the rest need not be fetched."""
-        self._check_root()
-        with self._store_errors():
-            try:
-                file = self._files.open(path, "rb", block_size=_PIECE_BYTES)
-            except FileNotFoundError as error:
-                raise ReplicaMissing(path.rpartition("/")[2]) from error
-        with file:
-            taken = 0
-            while taken <= most:
-                with self._store_errors():
-                    try:
-                        piece: bytes = file.read(_PIECE_BYTES)
-                    except FileNotFoundError as error:
-                        raise ReplicaMissing(path.rpartition("/")[2]) from error
-                if not piece:
-                    return
-                taken += len(piece)
-                yield piece
 
-    def _check_root(self) -> None:
-        # A share that is not mounted must not be replaced by a folder of the same name on this machine's own disk.
-        if not self._is_local:
-            return
-        if not Path(self._root).is_dir():
-            raise StoreUnavailable(f"the folder {self._root} does not exist: mount it or create it", is_silent=True)
-        if not Path(self._root, MARK).exists():
-            raise StoreUnavailable(
-                f"the folder {self._root} has no file {MARK}: mount the share that belongs there, or create that file "
-                "if replicas are to be stored there",
-                is_silent=True,
-            )
+def _listed(text: bytes) -> dict[str, tuple[int, str]]:
+    try:
+        return manifest.listed(text)
+    except ValueError as error:  # `OutsideStorage` is one
+        raise ReplicaCorrupt(f"the replica is corrupt: {error}") from error
 
-    def _protocols(self) -> tuple[str, ...]:
-        protocol = self._files.protocol
-        return (protocol,) if isinstance(protocol, str) else tuple(protocol)
 
-    @contextmanager
-    def _store_errors(self) -> Iterator[None]:
-        """Convert any exception into `StoreUnavailable`: the store cannot be used now. For calls of libraries only."""
-        try:
-            yield
-        except ReplicaMissing:
-            raise
-        except Exception as error:
-            log.warning("%s: %s", self.url, f"{type(error).__name__}: {error}"[:_MAX_LOGGED])
-            raise StoreUnavailable(*describe_store_error(error)) from error
+@contextmanager
+def _missing(name: str) -> Iterator[None]:
+    try:
+        yield
+    except ObjectMissing as error:
+        raise ReplicaMissing(name) from error
 
 
 def _created(folder: Path, name: str) -> BinaryIO:
@@ -316,13 +276,9 @@ def _created(folder: Path, name: str) -> BinaryIO:
 
 
 def _hashed(folder: Path, name: str, wanted: tuple[int, str], on_piece: Callable[[], None]) -> Iterator[bytes]:
-    digest, size = hashlib.sha256(), 0
-    for piece in _local_pieces(folder, name):
-        digest.update(piece)
-        size += len(piece)
-        on_piece()
-        yield piece
-    if (size, digest.hexdigest()) != wanted:
+    digest = _Digest()
+    yield from digest.of(_local_pieces(folder, name), on_piece)
+    if (digest.bytes, digest.sha256) != wanted:
         raise LocalCheckpointCorrupt(f"{folder.name}: {name} has other contents than were written")
 
 
@@ -330,7 +286,13 @@ def _local_pieces(folder: Path, name: str) -> Iterator[bytes]:
     with _local_errors(folder):
         file = os.fdopen(open_below(folder, name), "rb")
     with file:
-        while piece := file.read(_PIECE_BYTES):
+        while piece := file.read(PIECE_BYTES):
+            yield piece
+
+
+def _opened_pieces(folder: Path, name: str) -> Iterator[bytes]:
+    with os.fdopen(open_below(folder, name), "rb") as file:
+        while piece := file.read(PIECE_BYTES):
             yield piece
 
 
@@ -342,43 +304,3 @@ def _local_errors(folder: Path) -> Iterator[None]:
         if not folder.exists():
             raise LocalCheckpointMissing(folder.name) from error
         raise LocalCheckpointCorrupt(f"{folder.name}: {error}") from error
-
-
-def _discard(file: Any) -> None:
-    """Discard a partly written file, so that nothing of it arrives in the store."""
-    with suppress(Exception):  # the store removes the rest by itself
-        if hasattr(file, "discard"):
-            file.discard()
-    if isinstance(file, AbstractBufferedFile):
-        file.closed = True  # closing it would complete the upload
-    else:
-        file.close()
-
-
-def _fsync_folder(folder: Path) -> None:
-    try:
-        fsync(folder)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # the file system does not support it
-            raise
-
-
-# By name, because the packages that raise these are optional.
-_SILENT_TYPES = {"HTTPClientError", "ConnectionError", "ClientConnectionError", "gaierror"}
-
-
-def describe_store_error(error: Exception) -> tuple[str, bool]:
-    """Describe an error of the remote store in a clause, and return True with it if nothing answers there at all."""
-    names = {kind.__name__ for kind in type(error).__mro__}
-    number = error.errno if isinstance(error, OSError) else None
-    if names & _NO_CREDENTIALS_TYPES:
-        return "this worker has no credentials for it", True
-    if isinstance(error, PermissionError) or number == errno.EROFS:
-        return "it refuses this worker: check its credentials and its permissions there", False
-    if isinstance(error, TimeoutError) or names & _SILENT_TYPES or number in _SILENT:
-        return "it does not answer", True
-    if isinstance(error, FileNotFoundError):
-        return "the location does not exist", False
-    if number in _FULL:
-        return "it has no space left", False
-    return f"it answers with an error ({type(error).__name__})", False

@@ -13,6 +13,7 @@ from typing import Any
 from sqlalchemy import Engine, Executable
 from sqlalchemy.exc import SQLAlchemyError
 
+from app.infra.object_store import StoreUnavailable
 from app.infra.storage import Storage
 from app.runs.checkpoints import replicas, retention
 from app.runs.events.log import NewEvent
@@ -21,7 +22,6 @@ from worker.checkpoint_store.remote_store import (
     LocalCheckpointCorrupt,
     LocalCheckpointMissing,
     RemoteStore,
-    StoreUnavailable,
     TransferCancelled,
 )
 

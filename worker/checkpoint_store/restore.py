@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from sqlalchemy import Engine
 
 from app.config import Settings
+from app.infra.object_store import StoreUnavailable
 from app.infra.storage import Storage
 from app.runs.checkpoints import replicas
 from app.runs.events.log import NewEvent
@@ -23,10 +24,10 @@ from worker.checkpoint_store.remote_store import (
     RemoteStore,
     ReplicaCorrupt,
     ReplicaMissing,
-    StoreUnavailable,
     TransferCancelled,
 )
 from worker.checkpoint_store.replicator import Replicator
+from worker.checkpoint_store.working_copy import WorkingCopy
 from worker.claimed_run import ClaimedRun
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class StoreContext(Protocol):
     engine: Engine
     draining: threading.Event
     replicator: Replicator | None
+    working_copy: WorkingCopy | None
 
 
 class RestoreOutcome(Enum):
@@ -143,6 +145,8 @@ def _fetch(
     place: Path,
     restore_control: RestoreControl,
 ) -> None:
+    if context.working_copy is not None:
+        context.working_copy.trim(checkpoint.bytes)
     lacking = DiskSpace(context.storage.root, context.settings.disk_reserve_bytes).lacking(checkpoint.bytes)
     if lacking:
         raise OSError(errno.ENOSPC, f"{checkpoint.name} does not fit on the disk: {lacking}")

@@ -83,6 +83,6 @@ class CheckpointRead(BaseModel):
     )
     copies: list[Literal["local", "remote"]] = Field(
         description="Locations. `local`: storage of the worker that wrote it. `remote`: complete replica at "
-        "`ANNEAL_CHECKPOINT_URL`, from which a worker with other storage can resume."
+        "`ANNEAL_CHECKPOINT_URL`, or in the object store of `ANNEAL_STORAGE`, from which any other worker can resume."
     )
     created_at: Timestamp

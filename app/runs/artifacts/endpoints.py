@@ -1,13 +1,10 @@
 """Endpoints `/v1/runs/{run_id}/artifacts` and `artifacts.tar`."""
 
 import asyncio
-import os
-import weakref
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.responses import FileResponse, StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from app.api.dependencies import CurrentStorage, Session
 from app.contracts.schemas.artifacts import Artifacts
@@ -47,14 +44,14 @@ async def download_artifacts(run_id: str, session: Session, storage: CurrentStor
 async def download_artifact(run_id: str, path: str, session: Session, storage: CurrentStorage) -> FileResponse:
     """Download one file, whole or the requested ranges."""
     folder = await service.output_folder(session, storage, run_id)
-    return _OpenFile(await asyncio.to_thread(service.open_file, folder, path), path.rpartition("/")[2])
+    return await asyncio.to_thread(folder.response, path)
 
 
 @router.get("/attempts/{attempt}/artifacts", responses=_MANY)
 async def list_attempt_artifacts(run_id: str, attempt: int, session: Session, storage: CurrentStorage) -> Artifacts:
     """List the records of an attempt, however it ended: metrics, memory profile, distributions, TensorBoard files."""
     folder = await service.attempt_folder(session, storage, run_id, attempt)
-    return await asyncio.to_thread(service.listed_records, folder)
+    return await asyncio.to_thread(service.listed, folder)
 
 
 @router.get("/attempts/{attempt}/artifacts/{path:path}", response_class=FileResponse, responses=_FILE)
@@ -63,24 +60,4 @@ async def download_attempt_artifact(
 ) -> FileResponse:
     """Download one record of an attempt, whole or the requested ranges."""
     folder = await service.attempt_folder(session, storage, run_id, attempt)
-    return _OpenFile(await asyncio.to_thread(service.open_record, folder, path), path.rpartition("/")[2])
-
-
-class _OpenFile(FileResponse):
-    """Response from an open descriptor, so that the file sent is the file that was checked."""
-
-    def __init__(self, descriptor: int, name: str) -> None:
-        super().__init__(
-            f"/proc/self/fd/{descriptor}",
-            media_type="application/octet-stream",
-            filename=name,
-            stat_result=os.fstat(descriptor),
-            headers={"X-Content-Type-Options": "nosniff", "Cache-Control": "private, no-store"},
-        )
-        self._close = weakref.finalize(self, os.close, descriptor)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._close()
+    return await asyncio.to_thread(folder.response, path)

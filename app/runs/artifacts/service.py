@@ -1,31 +1,25 @@
 """Access to the output files of a run."""
 
-import os
-from collections.abc import Callable
-from pathlib import Path
-
-from sqlalchemy import select
+from sqlalchemy import and_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.api.errors import ApiError, not_found, printable
+from app.api.errors import ApiError, conflict, not_found
+from app.contracts.attempt.records import is_record
 from app.contracts.run_status import TERMINAL
 from app.contracts.run_task import RunTask
 from app.contracts.schemas.artifacts import Artifact, Artifacts
+from app.infra import file_manifest
 from app.infra.storage import Storage
-from app.infra.terminal_text import plain_line
-from app.infra.untrusted_folder import OutsideStorage, entries_below, open_below
-from app.tables.runs import Run
-
-RECORDS = frozenset({"metrics.jsonl", "distributions.jsonl", "memory_profile.jsonl", "memory_snapshot.pickle"})
-"""Files in an attempt's folder that record its training."""
-_TENSORBOARD = "tensorboard/"
-MAX_FILES = 2000
-"""Files and folders that are listed or archived; an archive that is sent takes a kilobyte of memory for each."""
+from app.runs.artifacts.folders import FileFolder, LocalFolder, StoredFolder
+from app.tables.checkpoints import Checkpoint
+from app.tables.runs import Attempt, Run
 
 
-async def output_folder(session: AsyncSession, storage: Storage, run_id: str) -> Path:
+async def output_folder(session: AsyncSession, storage: Storage, run_id: str) -> FileFolder:
     """Return the output folder of a run; raise 404 with the reason if there is none."""
-    query = select(Run.status, Run.task, Run.output_attempt).where(Run.id == run_id)
+    written_by = and_(Attempt.run_id == Run.id, Attempt.attempt == Run.output_attempt)
+    columns = (Run.status, Run.task, Run.output_attempt, Run.created_at, Run.finished_at, Attempt.output_sha256)
+    query = select(*columns).outerjoin(Attempt, written_by).where(Run.id == run_id)
     run = (await session.execute(query)).one_or_none()
     if run is None:
         raise not_found("run", run_id)
@@ -40,10 +34,15 @@ async def output_folder(session: AsyncSession, storage: Storage, run_id: str) ->
             else f"it is {run.status}; follow /v1/runs/{run_id}/events until it ends"
         )
         raise ApiError(404, "no_artifacts", f"Run {run_id} has no output yet: {reason}.")
-    return storage.output_dir(run_id, run.output_attempt)
+    folder = storage.output_dir(run_id, run.output_attempt)
+    if storage.objects is None:
+        return LocalFolder(folder)
+    described = storage.key_of(storage.output_manifest(run_id, run.output_attempt))
+    modified = (run.finished_at or run.created_at).timestamp()
+    return StoredFolder(storage.objects, storage.key_of(folder), described, run.output_sha256, modified)
 
 
-async def attempt_folder(session: AsyncSession, storage: Storage, run_id: str, attempt: int) -> Path:
+async def attempt_folder(session: AsyncSession, storage: Storage, run_id: str, attempt: int) -> FileFolder:
     """Return the folder of an attempt of a run; raise 404 if there was no such attempt."""
     last = (await session.execute(select(Run.attempt).where(Run.id == run_id))).scalar_one_or_none()
     if last is None:
@@ -52,92 +51,39 @@ async def attempt_folder(session: AsyncSession, storage: Storage, run_id: str, a
         raise ApiError(
             404, "attempt_not_found", f"Run {run_id} has no attempt {attempt}; it has had {last} so far, from 1 on."
         )
-    return storage.attempt_dir(run_id, attempt)
-
-
-def is_record(path: str) -> bool:
-    """Return True for a file in which an attempt records its training, such as `metrics.jsonl`."""
-    return path in RECORDS or path.startswith(_TENSORBOARD)
-
-
-def listed_records(folder: Path) -> Artifacts:
-    """Return the records in an attempt's folder, sorted by path; links are neither followed nor listed."""
-    return listed(folder, is_record)
-
-
-def open_record(folder: Path, path: str) -> int:
-    """Open a record of an attempt and return its descriptor; raise 404 for any other file."""
-    if not is_record(path):
-        raise _no_such_artifact(path)
-    return open_file(folder, path)
-
-
-def listed(folder: Path, is_wanted: Callable[[str], bool] = lambda _: True) -> Artifacts:
-    """Return the files below `folder` whose paths are wanted, sorted by path; links are neither followed nor listed."""
-    found, left_out = files(folder, is_wanted)
-    return Artifacts(data=[Artifact(path=path, bytes=status.st_size) for path, status in found], left_out=left_out)
-
-
-def open_file(folder: Path, path: str) -> int:
-    """Open the file at `path` below `folder` and return its descriptor; raise 404 unless it is a regular file inside.
-
-    The training process owns this folder, so its content is untrusted and can change at any time.
-    """
-    if not _is_plain(path):
-        raise _no_such_artifact(path)
-    try:
-        return open_below(folder, path)
-    except (OutsideStorage, OSError):
-        # The response must not reveal whether a path outside the folder exists.
-        raise _no_such_artifact(path) from None
-
-
-def _no_such_artifact(path: str) -> ApiError:
-    return ApiError(
-        404,
-        "artifact_not_found",
-        f"There is no artifact {printable(path, 100)}; list this run's artifacts to see their paths.",
-    )
-
-
-def files(
-    folder: Path, is_wanted: Callable[[str], bool] = lambda _: True
-) -> tuple[list[tuple[str, os.stat_result]], int]:
-    """Return the regular files below `folder`, sorted by path, with their status, and the number of those left out.
-
-    Links are not followed. A path that is not plain text is left out: it would control the terminals in which the file
-    is listed, and archives and other systems would read it as another one.
-
-    Raises:
-        ApiError: 404 if the folder is missing, 409 if it has more than `MAX_FILES` files and folders.
-    """
-    if folder.is_symlink() or not folder.is_dir():
+    folder = storage.attempt_dir(run_id, attempt)
+    if storage.objects is None:
+        return LocalFolder(folder, is_record)
+    query = select(Attempt.records_sha256, Attempt.ended_at).where(Attempt.run_id == run_id, Attempt.attempt == attempt)
+    found = (await session.execute(query)).one_or_none()
+    if found is None or found.records_sha256 is None:
         raise ApiError(
             404,
             "artifacts_missing",
-            "The files are not in the storage: they were removed, or the API and the workers have different values of "
-            "ANNEAL_STORAGE.",
+            f"The records of attempt {attempt} are not in the storage: its worker sends them when the attempt ends; a "
+            "worker that was lost has sent none.",
         )
-    found: list[tuple[str, os.stat_result]] = []
-    seen = left_out = 0
-    for path, status in entries_below(folder):
-        if not is_wanted(path):
-            continue
-        seen += 1
-        if seen > MAX_FILES:
-            raise ApiError(
-                409,
-                "too_many_artifacts",
-                f"There are more than {MAX_FILES:,} files and folders, too many to list: download them one by one by "
-                "their paths, or copy them from the storage.",
-            )
-        if status is not None and _is_plain(path):
-            found.append((path, status))
-        elif status is not None:
-            left_out += 1
-    return sorted(found), left_out
+    described = storage.key_of(storage.records_manifest(run_id, attempt))
+    modified = found.ended_at.timestamp() if found.ended_at else 0.0
+    return StoredFolder(storage.objects, storage.key_of(folder), described, found.records_sha256, modified)
 
 
-def _is_plain(path: str) -> bool:
-    """Return True for a path in UTF-8 without control characters, direction marks and backslashes."""
-    return plain_line(path) == path and not {"\t", "\\"} & set(path)
+def checkpoint_folder(storage: Storage, checkpoint: Checkpoint) -> FileFolder:
+    """Return the folder of a checkpoint; raise 409 if it is not in the object store."""
+    folder = storage.named_checkpoint(checkpoint.run_id, checkpoint.attempt, checkpoint.name)
+    if storage.objects is None:
+        return LocalFolder(folder)
+    if checkpoint.replicated_at is None:
+        raise conflict(
+            "checkpoint_not_stored",
+            f"Checkpoint {checkpoint.id} is not in the storage yet; its worker sends it there, so try again later.",
+        )
+    key, modified = storage.key_of(folder), checkpoint.created_at.timestamp()
+    described = f"{key}/{file_manifest.MANIFEST}"
+    return StoredFolder(storage.objects, key, described, checkpoint.manifest_sha256, modified)
+
+
+def listed(folder: FileFolder) -> Artifacts:
+    """Return the files of `folder`, sorted by path; links are neither followed nor listed."""
+    found, left_out = folder.files()
+    return Artifacts(data=[Artifact(path=one.path, bytes=one.bytes) for one in found], left_out=left_out)

@@ -10,6 +10,7 @@ from app.api.pagination import PageQuery
 from app.contracts.schemas.checkpoints import CheckpointEdit, CheckpointRead
 from app.contracts.schemas.page import Page
 from app.runs.artifacts.archive import tar_response
+from app.runs.artifacts.service import checkpoint_folder
 from app.runs.checkpoints import service
 from app.runs.service import get as get_run
 from app.tables.checkpoints import Checkpoint
@@ -52,7 +53,7 @@ async def download_checkpoint(
     """Download the files of a checkpoint in one tar archive, generated while it is sent."""
     run = await get_run(session, run_id)
     found = await service.get(session, run.id, checkpoint_id)
-    return await tar_response(storage.named_checkpoint(run.id, found.attempt, found.name), found.id)
+    return await tar_response(checkpoint_folder(storage, found), found.id)
 
 
 async def _shown(session: Session, run_id: str, rows: Sequence[Checkpoint]) -> list[CheckpointRead]:

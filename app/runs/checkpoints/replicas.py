@@ -74,12 +74,16 @@ def mark_replica_corrupt(checkpoint_id: str, replicated_at: datetime) -> Executa
     )
 
 
+def is_to_be_sent() -> ColumnElement[bool]:
+    """Return the condition that a replica is wanted of a checkpoint of a run that is live or ended lately."""
+    return and_(_WANTED, or_(Run.status.not_in(TERMINAL), Run.finished_at > func.clock_timestamp() - _LOOK_BACK))
+
+
 def without_replica(before: str | None = None) -> Executable:
     """Return checkpoints of live and recently ended runs without a replica upload, newest first.
 
     Their worker is gone or behind. Returns one page; `before` is the last id of the previous page.
     """
-    recent = or_(Run.status.not_in(TERMINAL), Run.finished_at > func.clock_timestamp() - _LOOK_BACK)
     late = Checkpoint.created_at < func.clock_timestamp() - _OVERDUE
     free = or_(Checkpoint.replica_started_at.is_(None), _is_abandoned())
     query = select(
@@ -92,7 +96,7 @@ def without_replica(before: str | None = None) -> Executable:
     ).join(Run, Run.id == Checkpoint.run_id)
     if before is not None:
         query = query.where(Checkpoint.id < before)
-    return query.where(_WANTED, free, recent, late).order_by(Checkpoint.id.desc()).limit(_AT_ONCE)
+    return query.where(is_to_be_sent(), free, late).order_by(Checkpoint.id.desc()).limit(_AT_ONCE)
 
 
 def to_remove(after: str = "") -> Executable:

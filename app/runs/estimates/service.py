@@ -39,6 +39,7 @@ from app.estimator.flops import RunFlops, uncounted_parts, work
 from app.estimator.memory import CONTEXT
 from app.estimator.parameters import CannotTrain, total, trained
 from app.estimator.steps import Data, make_step_plan, max_sequence_length, plan
+from app.infra.object_store import StoreUnavailable
 from app.infra.storage import Storage
 from app.infra.untrusted_folder import OutsideStorage
 from app.runs.estimates import hub_config
@@ -315,15 +316,17 @@ async def online_devices(session: AsyncSession, settings: Settings, backend: str
 def _config_json(settings: Settings, storage: Storage, config: TrainingConfig, known: EstimateInputs) -> dict[str, Any]:
     try:
         located = resolver.locate(settings, storage, config.base_model, known.attempt, config.revision)
+        if located["path"] is not None:
+            return _of_folder(ModelFolder(storage, Path(located["path"])), settings, storage)
     except resolver.BaseModelError as error:
         raise _NoConfig(error.message) from error
-    if located["path"] is None:
-        if (fetched := known.hub_config) is not None:
-            if fetched.content is None:
-                raise _NoConfig(fetched.reason)
-            return _parsed("config.json", fetched.content)
-        return _of_hub(storage, str(located["hub"]), config.revision)
-    return _of_folder(ModelFolder(storage, Path(located["path"])), settings, storage)
+    except StoreUnavailable as error:
+        raise _NoConfig(f"The storage cannot be used now: {error}.") from error
+    if (fetched := known.hub_config) is not None:
+        if fetched.content is None:
+            raise _NoConfig(fetched.reason)
+        return _parsed("config.json", fetched.content)
+    return _of_hub(storage, str(located["hub"]), config.revision)
 
 
 def _of_folder(folder: ModelFolder, settings: Settings, storage: Storage, depth: int = 0) -> dict[str, Any]:
@@ -346,12 +349,20 @@ def _base_by_name(base: str, folder: ModelFolder, settings: Settings, storage: S
     if base == MERGED_BASE:
         return folder.path / MERGED_BASE
     if resolver.is_run(base):
-        outputs = storage.run_dir(base).glob("a*/output")
-        return max(outputs, default=None, key=lambda path: int(path.parent.name[1:]))
+        return _newest_output(storage, base)
     with suppress(resolver.BaseModelError):
         path = resolver.folder_of(settings, base)
         return path if path.is_dir() else None
     return None
+
+
+def _newest_output(storage: Storage, run_id: str) -> Path | None:
+    if storage.objects is not None:
+        names = [one.key.split("/") for one in storage.objects.list(f"runs/{run_id}")]
+        attempts = [int(name[2][1:]) for name in names if name[3:] == ["output.manifest.json"]]
+        return storage.output_dir(run_id, max(attempts)) if attempts else None
+    outputs = storage.run_dir(run_id).glob("a*/output")
+    return max(outputs, default=None, key=lambda path: int(path.parent.name[1:]))
 
 
 def _allowed(base: str, settings: Settings, storage: Storage) -> Path | None:

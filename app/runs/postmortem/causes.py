@@ -72,6 +72,9 @@ def probable_cause(
         case "device_error":
             advice = "Check the devices that `anneal workers list` shows as paused, then resume the run."
             return Cause(message or "The device failed.", advice=advice)
+        case "storage_unavailable":
+            advice = "Resume the run once the storage works: it continues from its last checkpoint."
+            return Cause(message or "The output could not be sent to the storage.", advice=advice)
         case "trainer_crashed":
             return _crash(seen, resume="Resume the run")
         case "worker_lost":

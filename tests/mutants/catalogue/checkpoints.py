@@ -169,8 +169,9 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/attempts/job_builder.py",
-                "        wrong = manifest.verify(place, checkpoint.manifest_sha256, restore_control.check)\n",
-                "        wrong: list[str] = []\n",
+                "            wrong = manifest.verify(place, checkpoint.manifest_sha256, restore_control.check)\n"
+                "            if not wrong:\n                return checkpoint\n",
+                "            return checkpoint\n",
             ),
         ),
         test="tests/worker/attempts/test_job_builder.py::test_a_damaged_checkpoint_is_marked_reported_and_skipped[flipped]",
@@ -182,11 +183,52 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/checkpoint_store/remote_store.py",
-                "            wrong = manifest.verify(staging, sha256, on_piece)\n",
+                "            wrong = differences(staging)\n",
                 "            wrong: list[str] = []\n",
             ),
         ),
         test="tests/worker/checkpoint_store/test_replication.py::TestTheNextAttempt::test_takes_no_copy_that_is_damaged_or_half",
+    ),
+    Mutant(
+        name="working-copy-unverified",
+        promises=(11,),
+        about="A run uses the file of a dataset in the working copy without verification.",
+        changes=(
+            Change(
+                "worker/checkpoint_store/working_copy.py",
+                "            if folder.is_dir() and not differences(folder, {path.name: (size, sha256)}, check):\n",
+                "            if path.exists():\n",
+            ),
+        ),
+        test="tests/worker/checkpoint_store/test_working_copy.py::TestADataset"
+        "::test_is_fetched_once_and_again_if_a_byte_differs",
+    ),
+    Mutant(
+        name="removed-while-used",
+        promises=(11,),
+        about="The working copy removes what a run of another worker uses.",
+        changes=(
+            Change(
+                "worker/checkpoint_store/working_copy.py",
+                "enter_context(_locked(self._lock_file(folder), fcntl.LOCK_SH, check))",
+                "enter_context(_locked(folder.parent / 'unlocked', fcntl.LOCK_SH, check))",
+            ),
+        ),
+        test="tests/worker/checkpoint_store/test_working_copy.py::TestItsSize::test_takes_nothing_from_a_run",
+    ),
+    Mutant(
+        name="completed-before-sent",
+        promises=(11,),
+        about="A run is completed although its output could not be sent to the object store.",
+        changes=(
+            Change(
+                "worker/attempts/delivery.py",
+                "        return machine.retry(run.id, run.lease_epoch, reason, _RETRY_SECONDS, STORAGE_UNAVAILABLE)\n",
+                "        return ending\n",
+            ),
+        ),
+        test="tests/reliability/test_object_storage.py"
+        "::test_an_output_that_cannot_be_sent_fails_the_run_with_a_code_and_a_resume_completes_it",
     ),
     Mutant(
         name="unreadable-is-damaged",

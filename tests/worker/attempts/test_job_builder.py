@@ -39,6 +39,7 @@ class Context:
         self.id, self.name = "wrk_test", "here"
         self.settings, self.engine, self.storage = settings, engine, Storage(settings)
         self.replicator: Any = None
+        self.working_copy: Any = None
         self.draining = threading.Event()
 
 

@@ -227,7 +227,7 @@ def test_what_a_killed_trainer_has_written_by_half_goes_with_it(
     }.items():  # fmt: skip
         monkeypatch.setattr(supervisor, name, instead)
     context: Any = SimpleNamespace(
-        machine=SimpleNamespace(devices=[device]), storage=storage, replicator=None,
+        machine=SimpleNamespace(devices=[device]), storage=storage, replicator=None, working_copy=None, remote=None,
         health=SimpleNamespace(started=lambda: None), draining=threading.Event(), telemetry=None,
     )  # fmt: skip
     lease: Any = SimpleNamespace(stop=StopRequest("discard"), fenced=False)

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from app.config import Settings
+from app.infra import object_store
+from app.infra.object_store import MARK, StoreUnavailable, describe_store_error
 from app.infra.storage import Storage
 from tests.worker.checkpoint_store.test_replication import (
     files_below,
@@ -19,15 +21,8 @@ from tests.worker.checkpoint_store.test_replication import (
     s3,  # noqa: F401
     whole,
 )
-from worker.checkpoint_store import remote_store as remotes
-from worker.checkpoint_store.remote_store import (
-    MARK,
-    LocalCheckpointCorrupt,
-    LocalCheckpointMissing,
-    RemoteStore,
-    StoreUnavailable,
-    describe_store_error,
-)
+from worker.checkpoint_store import remote_store
+from worker.checkpoint_store.remote_store import LocalCheckpointCorrupt, LocalCheckpointMissing, RemoteStore
 
 SECRET = 'connection to server at "10.1.2.3" failed for user "anneal" key AKIA123'
 
@@ -48,7 +43,7 @@ class TestWhatIsReported:
     @pytest.mark.parametrize(
         ("error", "clause"),
         [
-            (PermissionError(13, SECRET), "it refuses this worker"),
+            (PermissionError(13, SECRET), "it refuses this process"),
             (TimeoutError(SECRET), "it does not answer"),
             (ConnectionRefusedError(111, SECRET), "it does not answer"),
             (socket.gaierror(-2, SECRET), "it does not answer"),
@@ -72,7 +67,7 @@ class TestWhatIsReported:
         def fails(*_: Any, **__: Any) -> None:
             raise error
 
-        monkeypatch.setattr(remotes.os, "fsync", fails)
+        monkeypatch.setattr(os, "fsync", fails)
         with caplog.at_level(logging.WARNING), pytest.raises(StoreUnavailable, match=clause) as reported:
             share.send(folder, digest, lambda: None)
         assert "10.1.2.3" not in str(reported.value) and "AKIA123" not in str(reported.value)
@@ -117,7 +112,7 @@ class TestAFileOnItsWay:
 
         folder, digest = whole(settings)
         remote = RemoteStore(s3, Storage(settings))
-        remote._files.default_block_size = 5 * 2**20  # so that it is sent in parts
+        remote.objects.files.default_block_size = 5 * 2**20  # so that it is sent in parts
         with pytest.raises(KeyboardInterrupt):
             remote.send(folder, digest, killed_after(2))
         client = boto3.client("s3")
@@ -201,7 +196,7 @@ class TestWhatIsHere:
         def fails(*_: Any) -> int:
             raise OSError(24, "too many open files")
 
-        monkeypatch.setattr(remotes, "open_below", fails)
+        monkeypatch.setattr(remote_store, "open_below", fails)
         with pytest.raises(OSError, match="too many"):
             share.send(folder, digest, lambda: None)
 
@@ -239,8 +234,8 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 def test_a_silent_store_is_soon_given_up(
     silent: list[float], settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert remotes._SILENCE_SECONDS <= 20
-    monkeypatch.setattr(remotes, "_SILENCE_SECONDS", 0.2)
+    assert object_store._SILENCE_SECONDS <= 20
+    monkeypatch.setattr(object_store, "_SILENCE_SECONDS", 0.2)
     folder, digest = whole(settings)
     for use in (
         lambda remote: remote.send(folder, digest, lambda: None),  # more than the buffers on the way take

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fsspec
 import pytest
 from sqlalchemy import Engine, select, text
 from sqlalchemy.ext.asyncio import async_sessionmaker
@@ -20,11 +19,13 @@ from app.config import Settings
 from app.infra.db import async_engine
 from app.infra.errors import SetupError
 from app.infra.ids import new_id
+from app.infra.object_store import MARK, StoreUnavailable
 from app.infra.storage import Storage
 from app.runs import deletion
 from app.runs.checkpoints import retention
 from app.runs.events.log import NewEvent
 from app.tables.checkpoints import Checkpoint
+from tests.object_store import s3
 from tests.rows import run_row
 from tests.waiting import eventually
 from tests.worker.attempts.test_job_builder import CPU, WAITS, Lab, flip
@@ -32,35 +33,14 @@ from worker.attempts.job_builder import JobError, prepare
 from worker.checkpoint_files import manifest
 from worker.checkpoint_store import restore
 from worker.checkpoint_store.remote_store import (
-    MARK,
     LocalCheckpointCorrupt,
     RemoteStore,
     ReplicaCorrupt,
     ReplicaMissing,
-    StoreUnavailable,
 )
 from worker.checkpoint_store.replicator import Replicator
 
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[str]:
-    """URL of a prefix of a bucket on a local server that speaks S3; credentials in the environment, as a worker's."""
-    import boto3
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    patch = pytest.MonkeyPatch()
-    patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        patch.setenv(name, "testing")
-    patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    fsspec.get_filesystem_class("s3").clear_instance_cache()  # of an earlier server
-    boto3.client("s3").create_bucket(Bucket="checkpoints")
-    yield "s3://checkpoints/of-anneal"
-    patch.undo()
-    server.stop()
+__all__ = ["s3"]
 
 
 @pytest.fixture
@@ -248,7 +228,7 @@ class TestWhatATrainerMayWrite:
         folder, _ = whole(settings)
         said = json.dumps({"files": {manifest.MANIFEST: {"bytes": 9, "sha256": "0" * 64}}}).encode()
         remote = RemoteStore(f"memory://{new_id('run')}", Storage(settings))
-        remote._files.pipe_file(f"{remote._place(folder)}/{manifest.MANIFEST}", said)
+        remote.objects.put(f"{Storage(settings).key_of(folder)}/{manifest.MANIFEST}", iter([said]))
         with pytest.raises(ReplicaCorrupt, match="twice"):
             remote.fetch(folder, hashlib.sha256(said).hexdigest(), "wrk_test", lambda: None)
 

@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import async_sessionmaker
 
 from app.config import Settings
 from app.infra.db import async_engine
+from app.infra.object_store import MARK, StoreUnavailable
 from app.runs import deletion
 from app.runs.checkpoints import replicas as statements
 from app.runs.events.log import NewEvent
@@ -26,7 +27,7 @@ from tests.worker.checkpoint_store.test_replication import (
 )
 from worker.checkpoint_store import remote_store as remotes
 from worker.checkpoint_store import replicator as copying
-from worker.checkpoint_store.remote_store import MARK, RemoteStore, StoreUnavailable
+from worker.checkpoint_store.remote_store import RemoteStore
 from worker.checkpoint_store.replicator import Replicator
 
 # ruff: noqa: F811

@@ -65,7 +65,7 @@ class TrainingRun(BaseModel):
     current_epoch: float = 0.0
     best_loss: float | None = None
     checkpoint_path: str | None = Field(
-        default=None, description="Folder of the newest good checkpoint, on the storage shared by API and workers."
+        default=None, description="Folder of the newest good checkpoint, a path or URL below `ANNEAL_STORAGE`."
     )
     error_message: str | None = None
 
@@ -147,7 +147,7 @@ class RunSummary(BaseModel):
     error_code: str | None
     error_message: str | None = None
     fine_tuned_model: str | None = Field(
-        description="Folder of the adapter or model, on the storage shared by API and workers. "
+        description="Folder of the adapter or model, a path or URL below `ANNEAL_STORAGE`. "
         "To train another run on it, use this run's id as `base_model`."
     )
     last_seq: int = Field(description="`seq` of the newest event of the run.")

@@ -16,7 +16,7 @@ from app.client.client import Anneal
 from app.infra.db import sync_engine
 from app.infra.ids import new_id
 from app.infra.storage import Storage
-from app.runs.artifacts import archive, service
+from app.runs.artifacts import archive, folders
 from tests.app.uploads import lines, upload
 from tests.factories import Trainer, make_dataset
 from tests.rows import add_run
@@ -189,7 +189,7 @@ def test_very_many_files_are_not_listed(
     shared_api: ApiServer, run: str, failed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Millions that a trainer left would fill the memory; those of checkpoints do not count among the records."""
-    monkeypatch.setattr(service, "MAX_FILES", 3)
+    monkeypatch.setattr(folders, "MAX_FILES", 3)
     for path in (f"/v1/runs/{run}/artifacts", f"/v1/runs/{run}/artifacts.tar"):  # three files in two folders
         answer = shared_api.client.get(path)
         assert (answer.status_code, answer.json()["code"]) == (409, "too_many_artifacts")
@@ -217,13 +217,14 @@ def test_a_file_that_becomes_a_link_after_it_was_listed_is_not_followed(
     shared_api: ApiServer, run: str, tmp_path: Path
 ) -> None:
     output = Storage(shared_api.settings).output_dir(run, 1)
-    members = archive.members(output, run)
+    folder = folders.LocalFolder(output)
+    members = archive.members(folder, run)
     (tmp_path / "other").write_bytes(b"secret" * 10_000)
     (output / "adapter_model.safetensors").unlink()
     (output / "adapter_model.safetensors").symlink_to(tmp_path / "other")
     sent = []
     with pytest.raises(OSError):
-        sent.extend(archive.stream(output, members))
+        sent.extend(archive.stream(folder, members))
     assert b"secret" not in b"".join(sent)
 
 

@@ -1,0 +1,55 @@
+"""Response that sends an open file, whole or the requested ranges: a local file or one of an object store."""
+
+import os
+import stat
+import weakref
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, BinaryIO, cast
+
+import anyio
+from starlette.responses import FileResponse
+from starlette.types import Receive, Scope, Send
+
+from app.infra.object_store import StoredFile
+
+
+class OpenFileResponse(FileResponse):
+    """Response from an open file, so that the file sent is the file that was checked, and errors come before it."""
+
+    def __init__(
+        self,
+        file: BinaryIO | StoredFile,
+        *,
+        filename: str,
+        media_type: str = "application/octet-stream",
+        modified: float = 0.0,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Take over the open file; `modified` are seconds since 1970, for a file of an object store."""
+        if isinstance(file, StoredFile):
+            about = os.stat_result((stat.S_IFREG | 0o644, 0, 0, 1, 0, 0, file.size, modified, modified, modified))
+            path = filename
+        else:
+            about = os.fstat(file.fileno())
+            path = f"/proc/self/fd/{file.fileno()}"
+        common = {"X-Content-Type-Options": "nosniff", "Cache-Control": "private, no-store"}
+        super().__init__(
+            path, media_type=media_type, filename=filename, stat_result=about, headers={**common, **(headers or {})}
+        )
+        self._stored = file if isinstance(file, StoredFile) else None
+        self._close = weakref.finalize(self, file.close)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
+
+    @asynccontextmanager
+    async def _open_file(self) -> AsyncIterator[Any]:
+        if self._stored is None:
+            async with super()._open_file() as file:
+                yield file
+        else:
+            yield anyio.wrap_file(cast(BinaryIO, self._stored))

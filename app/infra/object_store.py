@@ -1,0 +1,383 @@
+"""Files below one URL, on any file system that fsspec supports: an object store or a share.
+
+A file appears under its name only when it is complete. Keys are paths below the URL, and no key leads out of it.
+"""
+
+import errno
+import io
+import logging
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from app.infra.errors import SetupError
+from app.infra.untrusted_folder import OutsideStorage, refuse_outside
+
+log = logging.getLogger(__name__)
+
+MARK = ".anneal-checkpoints"
+"""File in a folder that is meant to hold stored files. The mount point of a share that is not mounted has none."""
+PIECE_BYTES = 4 * 2**20
+SMALL_PART_BYTES = 8 * 2**20
+"""Part size of an upload that keeps the memory of many at a time low; a file may then have 80 GB (10,000 parts)."""
+_MAX_LOGGED = 1000
+_PART = ".part"
+_SILENCE_SECONDS = 20.0
+_SILENT = {errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ESTALE, errno.ENOTCONN}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_NO_CREDENTIALS_TYPES = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"}
+# By name, because the packages that raise these are optional.
+_SILENT_TYPES = {"HTTPClientError", "ConnectionError", "ClientConnectionError", "gaierror"}
+
+
+class StoreUnavailable(Exception):
+    """The store does not answer, or refuses this process; its contents may be intact.
+
+    The text is a clause that is safe to show to any user.
+    """
+
+    def __init__(self, clause: str, is_silent: bool = False) -> None:
+        super().__init__(clause)
+        self.is_silent = is_silent
+        """True if nothing answers at all, so that the next request need not be tried."""
+
+
+class ObjectMissing(Exception):
+    """The store has no such file."""
+
+
+@dataclass(frozen=True)
+class ObjectFacts:
+    """File in the store."""
+
+    key: str
+    bytes: int
+    modified: float
+    """Seconds since 1970, by the clock of the store."""
+
+
+def _socket(address: tuple[Any, ...]) -> socket.socket:
+    """Create a socket whose sends time out too.
+
+    The timeouts of libraries concern reading only, but a store that accepts no more data must not block the sender.
+    """
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_SILENCE_SECONDS * 1000))
+    return made
+
+
+def _options(protocol: str) -> dict[str, Any]:
+    if protocol != "s3":
+        return {}
+    # The callers have their own pauses and report them: a request to a silent store ends soon.
+    config = {
+        "connect_timeout": 5,
+        "read_timeout": _SILENCE_SECONDS,
+        "retries": {"mode": "standard", "total_max_attempts": 2},
+        "connector_args": {"socket_factory": _socket},
+    }
+    from aiobotocore.session import AioSession
+    from botocore.handlers import add_expect_header
+
+    session = AioSession()
+    # Waiting for the store's permission to send a body has no timeout there: a silent store would block it forever.
+    session.unregister("before-call.s3", add_expect_header)
+    return {"use_listings_cache": False, "config_kwargs": config, "session": session}
+
+
+class ObjectStore:
+    """Files below one URL. Every method may be called from any thread, and blocks."""
+
+    def __init__(self, url: str, setting: str) -> None:
+        """Set up the client; nothing is connected yet. `setting` is the variable that has the URL.
+
+        Raises:
+            SetupError: No installed library supports the URL.
+        """
+        import fsspec  # only where a URL is configured
+
+        self.url = url.rstrip("/")
+        protocol = url.partition("://")[0]
+        try:
+            self.files, root = fsspec.url_to_fs(url, **_options(protocol))
+        except (ImportError, ValueError) as error:
+            install = " (for S3: `pip install -c constraints.txt -e '.[s3]'` in the clone of Anneal)"
+            more = install if protocol.startswith("s3") else ""
+            raise SetupError(f"{setting}={url} cannot be used: {error}{more}") from error
+        if protocol == "s3":
+            self.files.retries = 1  # its own retries, each of which includes all tries of the library below it
+        self._root = str(root).rstrip("/")
+        self.is_local = "file" in self._protocols()
+
+    def place(self, key: str) -> str:
+        """Return the path of a key in the file system; raise `OutsideStorage` for one that leads out of the URL."""
+        refuse_outside(key)
+        return f"{self._root}/{key}"
+
+    def mark_root(self, is_first: Callable[[], bool]) -> None:
+        """Create the marker in a folder that has none, if `is_first()` says that nothing was ever stored.
+
+        Raises:
+            StoreUnavailable: The folder does not exist, or it is not the one that holds the files.
+        """
+        if self.needs_mark() and is_first():
+            with self.store_errors():
+                Path(self._root, MARK).touch()
+                _fsync(Path(self._root))
+        self.check_root()
+
+    def needs_mark(self) -> bool:
+        """Return True if the store is a folder that exists and has no marker."""
+        return self.is_local and not Path(self._root, MARK).exists() and Path(self._root).is_dir()
+
+    def check_root(self) -> None:
+        """Raise `StoreUnavailable` if the store is a folder that is not mounted."""
+        # A share that is not mounted must not be replaced by a folder of the same name on this machine's own disk.
+        if not self.is_local:
+            return
+        if not Path(self._root).is_dir():
+            raise StoreUnavailable(f"the folder {self._root} does not exist: mount it or create it", is_silent=True)
+        if not Path(self._root, MARK).exists():
+            raise StoreUnavailable(
+                f"the folder {self._root} has no file {MARK}: mount the share that belongs there, or create that file "
+                "if files are to be stored there",
+                is_silent=True,
+            )
+
+    def put(self, key: str, pieces: Iterator[bytes], *, part_bytes: int | None = None) -> None:
+        """Write a file; nothing of it arrives if `pieces` raises.
+
+        Raises:
+            StoreUnavailable: The store accepts no more.
+        """
+        path = self.place(key)
+        self.check_root()
+        if self.is_local:
+            return self._put_durably(Path(path), pieces)
+        with self.store_errors():
+            options = {} if part_bytes is None else {"block_size": part_bytes}
+            file = self.files.open(path, "wb", **options)
+        try:
+            for piece in pieces:
+                with self.store_errors():
+                    file.write(piece)
+            with self.store_errors():
+                file.close()
+        except BaseException:
+            _discard(file)
+            raise
+
+    def _put_durably(self, path: Path, pieces: Iterator[bytes]) -> None:
+        """Write into a local folder: a file appears under its name only when it is complete and on disk."""
+        part = path.with_name(f".{path.name}.{uuid4().hex}{_PART}")
+        with self.store_errors():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = part.open("xb")
+        try:
+            with file:
+                for piece in pieces:
+                    with self.store_errors():
+                        file.write(piece)
+                with self.store_errors():
+                    file.flush()
+                    os.fsync(file.fileno())
+            with self.store_errors():
+                part.replace(path)
+                for folder in path.parents:
+                    _fsync(folder)
+                    if folder == Path(self._root):
+                        break
+        except BaseException:
+            with suppress(OSError):
+                part.unlink()
+            raise
+
+    def remove_partial(self, key: str) -> None:
+        """Remove what a killed process left half written below a key of a local folder."""
+        if self.is_local:
+            with self.store_errors():
+                for left in Path(self.place(key)).rglob(f".*{_PART}"):
+                    left.unlink()
+
+    def open(self, key: str) -> "StoredFile":
+        """Open a file for reading.
+
+        Raises:
+            ObjectMissing, StoreUnavailable: See these.
+        """
+        path = self.place(key)
+        self.check_root()
+        with self.store_errors():
+            try:
+                return StoredFile(self, self.files.open(path, "rb", block_size=PIECE_BYTES), key)
+            except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+                raise ObjectMissing(key.rpartition("/")[2]) from error
+
+    def get(self, key: str, most: int) -> Iterator[bytes]:
+        """Yield a file in pieces, ending with the first piece beyond `most` bytes: the rest need not be fetched."""
+        with self.open(key) as file:
+            taken = 0
+            while taken <= most and (piece := file.read(PIECE_BYTES)):
+                taken += len(piece)
+                yield piece
+
+    def read(self, key: str, most: int) -> bytes:
+        """Return the content of a file; raise `OutsideStorage` if it has more than `most` bytes."""
+        content = b"".join(self.get(key, most))
+        if len(content) > most:
+            raise OutsideStorage(f"larger than {most:,} bytes: {key!r}")
+        return content
+
+    def remove(self, key: str) -> None:
+        """Remove a file, or all files below a key; no error if there is none.
+
+        Raises:
+            StoreUnavailable: Something may be left.
+        """
+        path = self.place(key)
+        self.check_root()
+        with self.store_errors(), suppress(FileNotFoundError):
+            self.files.rm(path, recursive=True)
+
+    def move(self, key: str, target: str) -> None:
+        """Move all files below a key; they count as modified now."""
+        source, goal = self.place(key), self.place(target)
+        if not self.is_local:
+            for one in self.list(key):
+                moved = self.place(target + one.key.removeprefix(key))
+                with self.store_errors():
+                    self.files.cp_file(self.place(one.key), moved)
+            self.remove(key)
+            return
+        self.check_root()
+        with self.store_errors():
+            Path(goal).parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(source, goal)
+            for path in [Path(goal), *Path(goal).rglob("*")]:
+                os.utime(path)
+
+    def list(self, key: str) -> list[ObjectFacts]:
+        """Return all files below a key."""
+        path = self.place(key)
+        self.check_root()
+        with self.store_errors():
+            try:
+                found = self.files.find(path, detail=True)
+            except FileNotFoundError:
+                return []
+        prefix = path.lstrip("/")
+        return [
+            ObjectFacts(f"{key}/{name.lstrip('/').removeprefix(prefix).lstrip('/')}", int(about["size"]), _time(about))
+            for name, about in found.items()
+        ]
+
+    @contextmanager
+    def store_errors(self) -> Iterator[None]:
+        """Convert any exception into `StoreUnavailable`: the store cannot be used now. For calls of libraries only."""
+        try:
+            yield
+        except (ObjectMissing, StoreUnavailable):
+            raise
+        except Exception as error:
+            log.warning("%s: %s", self.url, f"{type(error).__name__}: {error}"[:_MAX_LOGGED])
+            raise StoreUnavailable(*describe_store_error(error)) from error
+
+    def _protocols(self) -> tuple[str, ...]:
+        protocol = self.files.protocol
+        return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+
+
+class StoredFile(io.RawIOBase):
+    """Open file of a store, which raises `StoreUnavailable` and `ObjectMissing` only."""
+
+    def __init__(self, store: ObjectStore, file: Any, key: str) -> None:
+        super().__init__()
+        self.size = int(file.size)
+        self._store, self._file, self._key = store, file, key
+
+    def read(self, size: int = -1, /) -> bytes:
+        with self._store.store_errors():
+            try:
+                content: bytes = self._file.read(size)
+            except FileNotFoundError as error:
+                raise ObjectMissing(self._key.rpartition("/")[2]) from error
+            return content
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        with self._store.store_errors():
+            line: bytes = self._file.readline()
+            return line
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        with self._store.store_errors():
+            return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        if not self.closed:
+            with suppress(Exception):
+                self._file.close()
+        super().close()
+
+
+def _time(about: dict[str, Any]) -> float:
+    """Return the time of the last change, which each file system names in its own way; now if it has none."""
+    found = about.get("LastModified") or about.get("mtime") or about.get("created") or time.time()
+    return found.timestamp() if isinstance(found, datetime) else float(found)
+
+
+def _discard(file: Any) -> None:
+    """Discard a partly written file, so that nothing of it arrives in the store."""
+    with suppress(Exception):  # the store removes the rest by itself
+        if hasattr(file, "discard"):
+            file.discard()
+    from fsspec.spec import AbstractBufferedFile
+
+    if isinstance(file, AbstractBufferedFile):
+        file.closed = True  # closing it would complete the upload
+    else:
+        file.close()
+
+
+def _fsync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # the file system does not support it
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def describe_store_error(error: Exception) -> tuple[str, bool]:
+    """Describe an error of the store in a clause, and return True with it if nothing answers there at all."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    number = error.errno if isinstance(error, OSError) else None
+    if names & _NO_CREDENTIALS_TYPES:
+        return "this process has no credentials for it", True
+    if isinstance(error, PermissionError) or number == errno.EROFS:
+        return "it refuses this process: check its credentials and its permissions there", False
+    if isinstance(error, TimeoutError) or names & _SILENT_TYPES or number in _SILENT:
+        return "it does not answer", True
+    if isinstance(error, FileNotFoundError):
+        return "the location does not exist", False
+    if number in _FULL:
+        return "it has no space left", False
+    return f"it answers with an error ({type(error).__name__})", False

@@ -1,0 +1,190 @@
+"""Folders of files that are listed, archived and downloaded: on this machine or in an object store."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from starlette.responses import FileResponse
+
+from app.api.errors import ApiError, conflict, printable
+from app.api.file_response import OpenFileResponse
+from app.infra import file_manifest
+from app.infra.object_store import ObjectMissing, ObjectStore
+from app.infra.terminal_text import is_plain_path
+from app.infra.untrusted_folder import OutsideStorage, entries_below, open_below
+
+MAX_FILES = 2000
+"""Files and folders that are listed or archived; an archive that is sent takes a kilobyte of memory for each."""
+_PIECE = 1024 * 1024
+
+
+@dataclass(frozen=True, order=True)
+class FileFacts:
+    """File of a folder."""
+
+    path: str
+    """Path below the folder."""
+    bytes: int
+    modified: int
+    """Seconds since 1970."""
+
+
+class FileFolder(Protocol):
+    """Folder that a training process has written, so that its content is untrusted. All methods block.
+
+    A path that is not plain text is neither listed nor sent: it would control the terminals in which the file is
+    listed, and archives and other systems would read it as another one.
+    """
+
+    def files(self) -> tuple[list[FileFacts], int]:
+        """Return the files, sorted by path, and the number of those left out.
+
+        Raises:
+            ApiError: 404 if the folder is missing, 409 if it has more than `MAX_FILES` files and folders.
+        """
+
+    def pieces(self, path: str) -> Iterator[bytes]:
+        """Yield the content of a file; raise OSError or `StoreUnavailable` if it cannot be read."""
+
+    def response(self, path: str) -> FileResponse:
+        """Return a response that sends one file, whole or the requested ranges; raise 404 if there is none."""
+
+
+class LocalFolder:
+    """Folder on this machine; links are not followed."""
+
+    def __init__(self, folder: Path, is_wanted: Callable[[str], bool] = lambda _: True) -> None:
+        self._folder = folder
+        self._is_wanted = is_wanted
+
+    def files(self) -> tuple[list[FileFacts], int]:
+        if self._folder.is_symlink() or not self._folder.is_dir():
+            raise _missing()
+        found: list[FileFacts] = []
+        seen = left_out = 0
+        for path, status in entries_below(self._folder):
+            if not self._is_wanted(path):
+                continue
+            seen += 1
+            if seen > MAX_FILES:
+                raise _too_many()
+            if status is not None and is_plain_path(path):
+                found.append(FileFacts(path, status.st_size, int(status.st_mtime)))
+            elif status is not None:
+                left_out += 1
+        return sorted(found), left_out
+
+    def pieces(self, path: str) -> Iterator[bytes]:
+        try:
+            descriptor = open_below(self._folder, path)
+        except OutsideStorage as error:
+            raise OSError(str(error)) from None
+        with os.fdopen(descriptor, "rb") as file:
+            while piece := file.read(_PIECE):
+                yield piece
+
+    def response(self, path: str) -> FileResponse:
+        if not self._is_wanted(path) or not is_plain_path(path):
+            raise _no_such_artifact(path)
+        try:
+            descriptor = open_below(self._folder, path)
+        except (OutsideStorage, OSError):
+            # The response must not reveal whether a path outside the folder exists.
+            raise _no_such_artifact(path) from None
+        return OpenFileResponse(os.fdopen(descriptor, "rb"), filename=path.rpartition("/")[2])
+
+
+class StoredFolder:
+    """Folder in an object store: the files that its manifest names."""
+
+    def __init__(self, objects: ObjectStore, key: str, manifest_key: str, sha256: str | None, modified: float) -> None:
+        """`sha256` is that of the manifest; None if nothing was stored. All files count as modified at `modified`."""
+        self._objects = objects
+        self._key = key
+        self._manifest_key = manifest_key
+        self._sha256 = sha256
+        self._modified = modified
+
+    def files(self) -> tuple[list[FileFacts], int]:
+        text = self._manifest()
+        listed = self._listed(text)
+        if len(listed) > MAX_FILES:
+            raise _too_many()
+        left_out = json.loads(text).get("left_out", 0)
+        found = [FileFacts(path, size, int(self._modified)) for path, size in listed.items() if is_plain_path(path)]
+        hidden = left_out if isinstance(left_out, int) else 0
+        return sorted(found), len(listed) - len(found) + hidden
+
+    def pieces(self, path: str) -> Iterator[bytes]:
+        try:
+            with self._objects.open(f"{self._key}/{path}") as file:
+                while piece := file.read(_PIECE):
+                    yield piece
+        except ObjectMissing as error:
+            raise OSError(f"{path} is missing") from error
+
+    def response(self, path: str) -> FileResponse:
+        if not is_plain_path(path) or path not in self._listed(self._manifest()):
+            raise _no_such_artifact(path)
+        try:
+            file = self._objects.open(f"{self._key}/{path}")
+        except (ObjectMissing, OutsideStorage):
+            raise _no_such_artifact(path) from None
+        return OpenFileResponse(file, filename=path.rpartition("/")[2], modified=self._modified)
+
+    def _listed(self, text: bytes) -> dict[str, int]:
+        try:
+            listed = {path: size for path, (size, _) in file_manifest.listed(text).items()}
+        except ValueError:
+            raise _corrupt() from None
+        if self._manifest_key == f"{self._key}/{file_manifest.MANIFEST}":
+            listed[file_manifest.MANIFEST] = len(text)
+        return listed
+
+    def _manifest(self) -> bytes:
+        try:
+            text = self._objects.read(self._manifest_key, file_manifest.MAX_BYTES)
+        except ObjectMissing:
+            raise _missing() from None
+        except OutsideStorage:
+            raise _corrupt() from None
+        if hashlib.sha256(text).hexdigest() != self._sha256:
+            raise _corrupt()
+        return text
+
+
+def _missing() -> ApiError:
+    return ApiError(
+        404,
+        "artifacts_missing",
+        "The files are not in the storage: they were removed, or the API and the workers have different values of "
+        "ANNEAL_STORAGE.",
+    )
+
+
+def _corrupt() -> ApiError:
+    return conflict(
+        "artifacts_corrupt",
+        "The files in the storage are not those that were stored; restore the storage, or resume the run to create "
+        "them again.",
+    )
+
+
+def _too_many() -> ApiError:
+    return conflict(
+        "too_many_artifacts",
+        f"There are more than {MAX_FILES:,} files and folders, too many to list: download them one by one by "
+        "their paths, or copy them from the storage.",
+    )
+
+
+def _no_such_artifact(path: str) -> ApiError:
+    return ApiError(
+        404,
+        "artifact_not_found",
+        f"There is no artifact {printable(path, 100)}; list this run's artifacts to see their paths.",
+    )

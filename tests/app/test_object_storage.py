@@ -1,0 +1,227 @@
+"""The API with an object store as its storage: datasets, artifacts and checkpoints are there and nowhere else."""
+
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, select, update
+
+from app.config import Settings
+from app.datasets import service
+from app.infra.db import session_maker
+from app.infra.object_store import MARK
+from app.infra.storage import Storage
+from app.runs import deletion
+from app.tables.checkpoints import Checkpoint
+from app.tables.datasets import Dataset
+from app.tables.runs import Attempt
+from tests.factories import Trainer, make_dataset, make_run
+from tests.server import ApiServer, ThreadServer
+from tests.waiting import eventually
+from worker.checkpoint_files import manifest
+from worker.checkpoint_store.remote_store import RemoteStore
+
+ROWS = b"".join(b'{"text": "row %d"}\n' % number for number in range(200))
+
+
+@pytest.fixture
+def share(tmp_path: Path) -> Path:
+    (tmp_path / "share").mkdir()
+    return tmp_path / "share"
+
+
+@pytest.fixture
+def stored(settings: Settings, share: Path) -> Iterator[ApiServer]:
+    """The API on a store."""
+    changed = Settings(**{**settings.model_dump(), "storage": f"file://{share}"})
+    with ThreadServer(changed) as server:
+        yield server
+
+
+def upload(api: ApiServer, content: bytes = ROWS) -> dict[str, Any]:
+    answer = api.client.post("/v1/datasets", files={"file": ("rows.jsonl", content)})
+    assert answer.status_code == 201, answer.text
+    created: dict[str, Any] = answer.json()
+    return created
+
+
+class TestADataset:
+    def test_is_in_the_store_and_read_from_there(self, stored: ApiServer, share: Path) -> None:
+        dataset = upload(stored)
+        file = share / "datasets" / dataset["id"] / "data.jsonl"
+        assert hashlib.sha256(file.read_bytes()).hexdigest() == dataset["sha256"]
+        assert [path for path in stored.settings.storage_root.rglob("*") if path.is_file()] == []
+        path = f"/v1/datasets/{dataset['id']}"
+        content = stored.client.get(f"{path}/content")
+        assert content.content == ROWS and content.headers["etag"] == f'"{dataset["sha256"]}"'
+        part = stored.client.get(f"{path}/content", headers={"Range": "bytes=3-9"})
+        assert (part.status_code, part.content) == (206, ROWS[3:10])
+        several = stored.client.get(f"{path}/content", headers={"Range": "bytes=0-1,10-12"})
+        assert several.status_code == 206 and ROWS[10:13] in several.content
+        page = stored.client.get(f"{path}/rows", params={"limit": 3}).json()
+        after = stored.client.get(f"{path}/rows", params={"limit": 3, "after": page["next"]}).json()
+        assert [one["line"] for one in (*page["data"], *after["data"])] == [1, 2, 3, 4, 5, 6]
+
+    def test_is_mixed_from_others_there(self, stored: ApiServer) -> None:
+        ids = [upload(stored)["id"], upload(stored, b'{"text": "other"}\n')["id"]]
+        mixed = stored.client.post(
+            "/v1/datasets/mix", json={"name": "m", "sources": [{"dataset_id": id} for id in ids]}
+        )
+        assert mixed.status_code == 201, mixed.text
+        content = stored.client.get(f"/v1/datasets/{mixed.json()['id']}/content").content
+        assert content == ROWS + b'{"text": "other"}\n'
+
+    def test_goes_with_its_row(self, stored: ApiServer, share: Path) -> None:
+        dataset = upload(stored)
+        assert stored.client.delete(f"/v1/datasets/{dataset['id']}").status_code == 204
+        eventually(lambda: not list((share / "datasets").rglob("data.jsonl")))
+
+    async def test_without_a_row_is_put_aside_and_later_removed(self, stored: ApiServer, engine: Engine) -> None:
+        known, orphan = upload(stored)["id"], upload(stored)["id"]
+        with engine.begin() as connection:
+            connection.execute(Dataset.__table__.delete().where(Dataset.id == orphan))
+        storage = Storage.shared(stored.settings)
+        assert storage.objects is not None
+        sessions = session_maker(stored_engine(stored))
+        assert await service.sweep(sessions, storage, older_than_seconds=0) == 1
+        assert [one.key.split("/")[1] for one in storage.objects.list("datasets")] == [known]
+        assert [one.key.split("/")[1].split("-")[0] for one in storage.objects.list("aside")] == [orphan]
+        storage.sweep_aside(0)
+        assert storage.objects.list("aside") == []
+
+
+def stored_engine(api: ApiServer) -> Any:
+    from app.infra.db import async_engine
+
+    return async_engine(api.settings.database_url or "")
+
+
+class TestAnOutage:
+    def test_is_503_with_a_time_and_leaves_no_row(self, stored: ApiServer, share: Path, engine: Engine) -> None:
+        dataset = upload(stored)
+        share.rename(share.with_name("away"))
+        answers = [
+            stored.client.post("/v1/datasets", files={"file": ("rows.jsonl", ROWS)}),
+            stored.client.get(f"/v1/datasets/{dataset['id']}/content"),
+            stored.client.get(f"/v1/datasets/{dataset['id']}/rows"),
+        ]
+        for answer in answers:
+            assert (answer.status_code, answer.json()["code"]) == (503, "storage_unavailable")
+            assert int(answer.headers["retry-after"]) > 0
+        with engine.connect() as connection:
+            assert connection.scalars(select(Dataset.id)).all() == [dataset["id"]]
+        share.with_name("away").rename(share)
+        assert stored.client.get(f"/v1/datasets/{dataset['id']}/content").content == ROWS
+
+    def test_a_share_without_its_mark_is_not_taken_for_a_new_one(self, stored: ApiServer, share: Path) -> None:
+        upload(stored)
+        (share / MARK).unlink()
+        assert stored.client.post("/v1/datasets", files={"file": ("rows.jsonl", ROWS)}).status_code == 503
+
+
+class Done:
+    """A completed run whose output, records and checkpoint a worker has sent."""
+
+    def __init__(self, api: ApiServer, engine: Engine, home: Path) -> None:
+        upload(api)  # marks the store
+        local = Storage(Settings(**{**api.settings.model_dump(), "home": home, "cache": home / "cache"}))
+        self.remote = RemoteStore(api.settings.storage_url or "", local)
+        self.trainer = Trainer(engine, make_run(api.client, make_dataset(engine))["id"]).begin()
+        self.id, of = self.trainer.run_id, (self.trainer.run_id, 1)
+        checkpoint = local.checkpoint_dir(*of, 5)
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "weights").write_bytes(b"w" * 3000)
+        digest = manifest.write_manifest(checkpoint, 5, {})
+        self.checkpoint = self.trainer.checkpoint(5, manifest_sha256=digest)
+        output = local.output_dir(*of)
+        (output / "deep").mkdir(parents=True)
+        self.files = {"adapter_config.json": b"{}", "deep/weights.safetensors": bytes(range(256)) * 40, "empty": b""}
+        for name, content in self.files.items():
+            (output / name).write_bytes(content)
+        (output / "link").symlink_to("/etc/passwd")
+        (output / "bad\x1b[2Jname").write_bytes(b"x")
+        (local.attempt_dir(*of) / "metrics.jsonl").write_text("{}\n")
+        (local.attempt_dir(*of) / "job.json").write_text("not a record")
+
+        def always(_: str) -> bool:
+            return True
+
+        sent = self.remote.send_described(output, local.output_manifest(*of), always, {}, lambda: None)
+        records = self.remote.send_described(
+            local.attempt_dir(*of), local.records_manifest(*of), lambda name: name == "metrics.jsonl", {}, lambda: None
+        )
+        self.remote.send(checkpoint, digest, lambda: None)
+        self.trainer.complete()
+        with engine.begin() as connection:
+            values = {"output_sha256": sent, "records_sha256": records}
+            connection.execute(update(Attempt).where(Attempt.run_id == self.id).values(**values))
+
+
+@pytest.fixture
+def done(stored: ApiServer, engine: Engine, tmp_path: Path) -> Done:
+    return Done(stored, engine, tmp_path / "worker")
+
+
+class TestAnOutput:
+    def test_is_listed_and_downloaded_from_the_store(self, stored: ApiServer, done: Done) -> None:
+        path = f"/v1/runs/{done.id}/artifacts"
+        listed = stored.client.get(path).json()
+        assert listed["left_out"] == 1, "a name that would control a terminal is not sent"
+        assert {one["path"]: one["bytes"] for one in listed["data"]} == {k: len(v) for k, v in done.files.items()}
+        for name, content in done.files.items():
+            assert stored.client.get(f"{path}/{name}").content == content
+        part = stored.client.get(f"{path}/deep/weights.safetensors", headers={"Range": "bytes=-5"})
+        assert (part.status_code, part.content) == (206, done.files["deep/weights.safetensors"][-5:])
+        archive = stored.client.get(f"{path}.tar")
+        assert len(archive.content) == int(archive.headers["content-length"])
+        with tarfile.open(fileobj=io.BytesIO(archive.content)) as tar:
+            found = {one.name.removeprefix(f"{done.id}/"): tar.extractfile(one).read() for one in tar.getmembers()}  # type: ignore[union-attr]
+        assert found == done.files
+        assert stored.client.get(f"/v1/runs/{done.id}").json()["fine_tuned_model"] == (
+            f"{stored.settings.storage_url}/runs/{done.id}/a1/output"
+        )
+
+    @pytest.mark.parametrize("name", ["../metrics.jsonl", "..%2F..%2Fa1%2Fjob.json", "%2Fetc%2Fpasswd", "link", "x"])
+    def test_leads_to_no_other_file(self, stored: ApiServer, done: Done, name: str) -> None:
+        assert stored.client.get(f"/v1/runs/{done.id}/artifacts/{name}").status_code == 404
+
+    def test_of_another_manifest_than_was_stored_is_refused(self, stored: ApiServer, done: Done, share: Path) -> None:
+        file = share / "runs" / done.id / "a1" / "output.manifest.json"
+        listed = json.loads(file.read_bytes())
+        listed["files"]["../../../datasets"] = {"bytes": 1, "sha256": "0" * 64}
+        file.write_text(json.dumps(listed))
+        answer = stored.client.get(f"/v1/runs/{done.id}/artifacts")
+        assert (answer.status_code, answer.json()["code"]) == (409, "artifacts_corrupt")
+
+    def test_that_is_away_is_503(self, stored: ApiServer, done: Done, share: Path) -> None:
+        share.rename(share.with_name("away"))
+        for path in ("artifacts", "artifacts.tar", "artifacts/empty", "attempts/1/artifacts"):
+            assert stored.client.get(f"/v1/runs/{done.id}/{path}").status_code == 503
+
+    def test_has_the_records_of_its_attempt(self, stored: ApiServer, done: Done) -> None:
+        path = f"/v1/runs/{done.id}/attempts/1/artifacts"
+        assert [one["path"] for one in stored.client.get(path).json()["data"]] == ["metrics.jsonl"]
+        assert stored.client.get(f"{path}/metrics.jsonl").text == "{}\n"
+        assert stored.client.get(f"{path}/job.json").status_code == 404
+
+    def test_a_checkpoint_is_downloaded_once_it_is_sent(self, stored: ApiServer, done: Done, engine: Engine) -> None:
+        path = f"/v1/runs/{done.id}/checkpoints/{done.checkpoint}/download"
+        answer = stored.client.get(path)
+        assert (answer.status_code, answer.json()["code"]) == (409, "checkpoint_not_stored")
+        with engine.begin() as connection:
+            now = select(Attempt.started_at).limit(1).scalar_subquery()
+            connection.execute(update(Checkpoint).values(replicated_at=now))
+        with tarfile.open(fileobj=io.BytesIO(stored.client.get(path).content)) as tar:
+            assert sorted(name.split("/")[1] for name in tar.getnames()) == ["manifest.json", "weights"]
+
+    async def test_goes_with_its_run(self, stored: ApiServer, done: Done, share: Path) -> None:
+        assert stored.client.delete(f"/v1/runs/{done.id}").status_code == 204
+        sessions = session_maker(stored_engine(stored))
+        await deletion.delete_remaining_data(sessions, Storage.shared(stored.settings))
+        # The API may be doing it already.
+        eventually(lambda: not [path for path in (share / "runs").rglob("*") if path.is_file()])

@@ -1,0 +1,121 @@
+"""Hosts that share no folder: an object store holds everything, and each worker has a home of its own."""
+
+import io
+import shutil
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import TrainingStack
+from tests.object_store import SECRET, s3_server
+from tests.stack import is_alive
+from tests.waiting import eventually
+from worker.wire.journal import read_journal
+
+CONFIG = {
+    "base_model": "tiny", "method": "lora", "lora_r": 4, "lora_dropout": 0.1, "learning_rate": 1e-2,
+    "max_seq_length": 64, "packing": False, "batch_size": 2, "max_steps": 80, "save_steps": 20, "logging_steps": 20,
+}  # fmt: skip
+
+
+@pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.full)])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """URL of an empty store."""
+    if request.param == "file":
+        (tmp_path / "share").mkdir()
+        yield f"file://{tmp_path}/share"
+    else:
+        with s3_server("anneal"):
+            yield "s3://anneal/team"
+
+
+class Host:
+    """Home of a worker, with its own copy of the base model."""
+
+    def __init__(self, home: Path, models: Path) -> None:
+        self.home = home
+        shutil.copytree(models, home / "models")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"home": self.home, "models_root": self.home / "models", "slots": 1}
+
+    def journal(self, run_id: str) -> list[dict[str, Any]]:
+        path = self.home / "cache" / "runs" / run_id / "journal.jsonl"
+        return read_journal(path) if path.exists() else []
+
+    def steps(self, run_id: str) -> dict[int, tuple[str, list[int]]]:
+        lines = [line for line in self.journal(run_id) if line["event"] == "step"]
+        return {line["step"]: (line["loss_hex"], line["samples"]) for line in lines}
+
+
+def train(stack: TrainingStack, **config: Any) -> str:
+    return stack.create(config={**CONFIG, **config}, backend="celery", dataset_id=stack.chats)
+
+
+def completed(stack: TrainingStack, run_id: str) -> dict[str, Any]:
+    shown = stack.until(run_id, "completed", "failed", timeout=120)
+    assert shown["status"] == "completed", shown["error_message"]
+    return shown
+
+
+def test_a_run_of_a_lost_host_is_continued_exactly_on_one_that_shares_no_folder(url: str, tmp_path: Path) -> None:
+    stack = TrainingStack(tmp_path / "api", storage=url)
+    try:
+        first = Host(tmp_path / "first", stack.settings.models_folder)
+        lost = stack.add_worker(**first.settings)
+        whole = train(stack)
+        completed(stack, whole)
+        expected = first.steps(whole)
+
+        run_id = train(stack)
+        path = f"/v1/runs/{run_id}/checkpoints"
+        eventually(lambda: [one for one in stack.client.get(path).json()["data"] if "remote" in one["copies"]])
+        trainers = [process.pid for process in lost.descendants()]
+        lost.kill()
+        eventually(lambda: not any(map(is_alive, trainers)), timeout=60)
+        shutil.rmtree(first.home)
+        second = Host(tmp_path / "second", stack.settings.models_folder)
+        stack.add_worker(**second.settings)
+        shown = completed(stack, run_id)
+        assert shown["attempt"] == 2 and shown["fine_tuned_model"] == f"{url}/runs/{run_id}/a2/output"
+        resumed = second.steps(run_id)
+        assert min(resumed) > 20 and max(resumed) == 80
+        assert resumed == {step: expected[step] for step in resumed}
+
+        weights = {id: download(stack.client, id, "adapter_model.safetensors") for id in (whole, run_id)}
+        assert weights[whole] == weights[run_id]
+        # Only the store has the output of the first run and its base.
+        assert completed(stack, train(stack, base_model=whole, max_steps=2))["current_step"] == 2
+        (one,) = stack.client.get(f"/v1/runs/{whole}/attempts/1/artifacts").json()["data"]
+        assert one["path"] == "metrics.jsonl"
+        saved = stack.client.get(f"/v1/runs/{whole}/checkpoints").json()["data"][0]
+        archive = stack.client.get(f"/v1/runs/{whole}/checkpoints/{saved['id']}/download").content
+        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+            assert f"{saved['id']}/manifest.json" in tar.getnames()
+        evaluated = stack.client.post("/v1/runs/evaluate", json={"model": whole, "dataset_id": stack.chats})
+        assert evaluated.status_code == 202, evaluated.text
+        completed(stack, evaluated.json()["id"])
+        files = [path for home in (second.home, stack.home) for path in home.rglob("*") if path.is_file()]
+        assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+        assert not list((stack.settings.storage_root / "runs").glob("*")), "the API keeps no copy"
+    finally:
+        stack.close()
+
+
+def download(client: httpx.Client, run_id: str, name: str) -> bytes:
+    """The file alone, in ranges and in the archive, which must be the same."""
+    path = f"/v1/runs/{run_id}/artifacts"
+    (listed,) = [one for one in client.get(path).json()["data"] if one["path"] == name]
+    answer = client.get(f"{path}/{name}")
+    assert answer.status_code == 200 and len(answer.content) == listed["bytes"]
+    part = client.get(f"{path}/{name}", headers={"Range": "bytes=5-8"})
+    assert part.status_code == 206 and part.content == answer.content[5:9]
+    with tarfile.open(fileobj=io.BytesIO(client.get(f"{path}.tar").content)) as archive:
+        member = archive.extractfile(f"{run_id}/{name}")
+        assert member is not None and member.read() == answer.content
+    return answer.content

@@ -1,0 +1,112 @@
+"""What follows from an output that is sent to an object store, or cannot be."""
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, select
+
+from app.config import Settings
+from app.infra.object_store import MARK
+from app.infra.storage import Storage
+from app.runs.state import machine
+from app.tables.runs import Attempt, Run
+from tests.rows import add_run, add_worker, claim
+from worker.attempts import delivery
+from worker.checkpoint_store.remote_store import RemoteStore
+
+
+class Lab:
+    """An attempt that has written an output and one record, and its worker."""
+
+    def __init__(self, settings: Settings, engine: Engine, share: Path) -> None:
+        self.engine, self.share = engine, share
+        add_run(engine, max_restarts=1)
+        self.run = claim(engine, add_worker(engine))
+        url = f"file://{share}"
+        storage = Storage(Settings(**{**settings.model_dump(), "storage": url}))
+        (storage.output_dir(self.run.id, 1) / "deep").mkdir(parents=True)
+        (storage.output_dir(self.run.id, 1) / "deep" / "weights").write_bytes(b"w" * 1000)
+        (storage.attempt_dir(self.run.id, 1) / "metrics.jsonl").write_text("{}\n")
+        self.said: list[Any] = []
+        self.lease: Any = SimpleNamespace(fenced=False, expired=True)
+        self.writer: Any = SimpleNamespace(
+            put=self.said.append, persist=lambda work: work(), wait_past_lease=lambda: None
+        )
+        self.context: Any = SimpleNamespace(
+            working_copy=object(), remote=RemoteStore(url, storage), storage=storage, engine=engine,
+            drained_at=float("inf"), settings=SimpleNamespace(save_grace_seconds=0.3),
+            health=SimpleNamespace(failed=lambda _: None),
+        )  # fmt: skip
+
+    def ends(self, *, has_output: bool = True) -> Any:
+        """Deliver, and store what follows; answers the run's row."""
+        done = machine.complete(self.run.id, self.run.lease_epoch, 1, "done")
+        ending = delivery.deliver(self.context, self.run, self.lease, self.writer, done, has_output=has_output)
+        with self.engine.begin() as connection:
+            connection.execute(ending)
+            return connection.execute(select(Run.__table__).where(Run.id == self.run.id)).one()
+
+    def stored(self) -> list[str]:
+        return sorted(path.name for path in self.share.rglob("*") if path.is_file() and path.name != MARK)
+
+    def hashes(self) -> tuple[str | None, str | None]:
+        with self.engine.connect() as connection:
+            row = connection.execute(select(Attempt.output_sha256, Attempt.records_sha256)).one()
+        return row.output_sha256, row.records_sha256
+
+
+@pytest.fixture
+def lab(settings: Settings, engine: Engine, tmp_path: Path) -> Lab:
+    share = tmp_path / "share"
+    share.mkdir()
+    (share / MARK).touch()
+    return Lab(settings, engine, share)
+
+
+def test_a_run_is_completed_once_its_output_and_records_are_stored_also_past_its_lease(lab: Lab) -> None:
+    assert lab.ends().status == "completed"
+    assert lab.stored() == ["metrics.jsonl", "output.manifest.json", "records.manifest.json", "weights"]
+    assert all(lab.hashes())
+
+
+def test_without_the_store_it_is_tried_again_and_nothing_says_that_it_is_stored(lab: Lab) -> None:
+    lab.share.rename(lab.share.with_name("away"))
+    began = time.monotonic()
+    row = lab.ends()
+    assert (row.status, row.lost_count) == ("pending", 1) and time.monotonic() - began > 0.3
+    assert lab.hashes() == (None, None)
+
+
+def test_a_drain_waits_for_the_grace_period_and_then_releases_it(lab: Lab) -> None:
+    lab.share.rename(lab.share.with_name("away"))
+    lab.context.settings.save_grace_seconds = 60.0
+    lab.context.drained_at = time.monotonic() - 59.8
+    row = lab.ends()
+    assert (row.status, row.lost_count) == ("pending", 0)
+
+
+def test_what_another_worker_owns_is_not_sent_on(lab: Lab) -> None:
+    lab.lease.fenced = True
+    with lab.engine.begin() as connection:
+        connection.execute(machine.retry(lab.run.id, lab.run.lease_epoch, "lost", 0.0))
+    assert lab.ends().status == "pending"
+    assert lab.stored() == [] and lab.hashes() == (None, None)
+
+
+def test_an_output_that_is_no_folder_is_not_taken_for_one(lab: Lab, tmp_path: Path) -> None:
+    output = lab.context.storage.output_dir(lab.run.id, 1)
+    output.rename(tmp_path / "outside")
+    output.symlink_to(tmp_path / "outside")
+    assert lab.ends().status == "pending"
+    assert lab.stored() == []
+
+
+def test_records_of_an_attempt_without_output_are_sent_once_and_their_loss_is_reported(lab: Lab) -> None:
+    lab.ends(has_output=False)
+    assert lab.stored() == ["metrics.jsonl", "records.manifest.json"]
+    lab.share.rename(lab.share.with_name("away"))
+    lab.ends(has_output=False)
+    assert "records of this attempt could not be sent" in str(lab.said[-1])

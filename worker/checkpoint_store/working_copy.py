@@ -1,0 +1,261 @@
+"""Working copy of an object store on this machine: datasets and attempts, fetched when a run needs them.
+
+An entry is the folder of a dataset or of an attempt. Each has a lock file: a run that uses the entry holds it shared
+until its attempt ends, and a process that removes the entry holds it exclusively. Workers of a machine may share the
+folder. The time of a lock file is that of the last use.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+from uuid import uuid4
+
+from sqlalchemy import Engine, select
+from sqlalchemy.exc import SQLAlchemyError
+
+from app.infra.object_store import StoreUnavailable
+from app.infra.storage import Storage
+from app.runs.checkpoints import replicas
+from app.tables.checkpoints import Checkpoint
+from app.tables.datasets import Dataset
+from app.tables.runs import Run
+from worker.checkpoint_files.disk_space import DiskSpace
+from worker.checkpoint_files.manifest import differences
+from worker.checkpoint_store.remote_store import RemoteStore
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_POLL_SECONDS = 0.1
+_TRIES = 3
+_PAUSE_SECONDS = 1.0
+_LEFT_SECONDS = 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class _Entry:
+    folder: Path
+    bytes: int
+    used_at: float
+
+
+class WorkingCopy:
+    """Bounded cache of what runs of this machine use. Every method may be called from any thread."""
+
+    def __init__(
+        self, remote: RemoteStore, storage: Storage, engine: Engine, limit_bytes: int, reserve_bytes: int
+    ) -> None:
+        self._remote = remote
+        self._storage = storage
+        self._engine = engine
+        self._limit = limit_bytes
+        self._disk_space = DiskSpace(storage.root, reserve_bytes)
+        self._users: dict[str, ExitStack] = {}
+        self._trimming = threading.Lock()
+        for folder in ("datasets", "runs", "locks"):
+            (storage.root / folder).mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def used_by(self, run_id: str) -> Iterator[None]:
+        """Keep what is used for a run from being removed, for the duration of the block; make room afterwards."""
+        try:
+            with ExitStack() as held:
+                self._users[run_id] = held
+                yield
+        finally:
+            if self._users.get(run_id) is held:  # else a later attempt of the same run is on this worker already
+                del self._users[run_id]
+            try:
+                self.trim()
+            except (OSError, SQLAlchemyError) as error:
+                log.warning("the working copy %s could not be tidied: %s", self._storage.root, error)
+
+    def use(self, run_id: str, folder: Path, check: Callable[[], None]) -> None:
+        """Keep an entry for a run; it need not exist yet. `check` raises to end the wait for another process."""
+        self._users[run_id].enter_context(_locked(self._lock_file(folder), fcntl.LOCK_SH, check))
+
+    @contextmanager
+    def fetching(self, folder: Path, check: Callable[[], None]) -> Iterator[None]:
+        """Let no other thread or process fetch the same folder, for the duration of the block."""
+        path = self._lock_file(folder)
+        path = path.with_name(f"{path.name}.fetch")
+        with _locked(path, fcntl.LOCK_EX, check):
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)  # who waits for it notices
+
+    def dataset(self, run_id: str, path: Path, size: int, sha256: str, check: Callable[[], None]) -> None:
+        """Fetch the file of a dataset for a run, unless it is here as it was stored.
+
+        Raises:
+            ReplicaMissing, ReplicaCorrupt, StoreUnavailable: See these.
+            OSError: There is no space for it here.
+        """
+        folder = path.parent
+        self.use(run_id, folder, check)
+        with self.fetching(folder, check):
+            if folder.is_dir() and not differences(folder, {path.name: (size, sha256)}, check):
+                return
+            self._make_room(size, path.name)
+            staging = self._storage.root / "staging" / uuid4().hex
+            self._tried(lambda: self._remote.fetch_file(path, size, sha256, staging, check), check)
+
+    def output(self, run_id: str, of: tuple[str, int], sha256: str, own_name: str, check: Callable[[], None]) -> Path:
+        """Fetch the output of an attempt, `of` a run and its number, as `dataset` does; return its folder."""
+        folder, described = self._storage.output_dir(*of), self._storage.output_manifest(*of)
+        self.use(run_id, folder.parent, check)
+        with self.fetching(folder, check):
+            files = self._tried(lambda: self._remote.described_files(described, sha256), check)
+            if not folder.is_dir() or folder.is_symlink() or differences(folder, files, check):
+                self._make_room(sum(size for size, _ in files.values()), "the output")
+                folder.parent.parent.mkdir(exist_ok=True)
+                self._tried(
+                    lambda: self._remote.fetch_described(folder, described, sha256, f"{own_name}.{run_id}", check),
+                    check,
+                )
+        return folder
+
+    def trim(self, incoming_bytes: int = 0) -> None:
+        """Remove entries that no run uses: those of deleted runs and datasets, then the least recently used ones.
+
+        Stops once `incoming_bytes` more fit. An attempt with a checkpoint that is still to be sent is kept.
+        """
+        with self._trimming:
+            self._remove_leftovers()
+            entries = sorted(self._entries(), key=lambda one: one.used_at)
+            total = sum(one.bytes for one in entries)
+            deleted, unsent = self._deleted(entries), self._unsent(entries)
+            for one in sorted(entries, key=lambda one: (one.folder not in deleted, one.used_at)):
+                is_over = total + incoming_bytes > self._limit
+                if one.folder in deleted or (is_over and one.folder not in unsent):
+                    total -= one.bytes if self._remove(one.folder) else 0
+            for run_folder in {folder.parent for folder in deleted if folder.parent.parent == self._storage.runs}:
+                if not any(run_folder.glob("a*")):
+                    shutil.rmtree(run_folder, ignore_errors=True)  # its journal and its lock
+
+    def _make_room(self, size: int, what: str) -> None:
+        self.trim(size)
+        if lacking := self._disk_space.lacking(size):
+            raise OSError(errno.ENOSPC, f"{what} does not fit on the disk: {lacking}")
+
+    def _tried(self, fetch: Callable[[], T], check: Callable[[], None]) -> T:
+        for tries in range(1, _TRIES + 1):
+            check()
+            try:
+                return fetch()
+            except StoreUnavailable:
+                if tries == _TRIES:
+                    raise
+                time.sleep(_PAUSE_SECONDS * tries)
+        raise AssertionError("unreachable")
+
+    def _entries(self) -> Iterator[_Entry]:
+        datasets = self._storage.root / "datasets"
+        for folder in [*datasets.iterdir(), *self._storage.runs.glob("*/a*")]:
+            if folder.is_dir() and not folder.is_symlink():
+                with suppress(FileNotFoundError):  # removed by another process
+                    yield _Entry(folder, _bytes_below(folder), self._used_at(folder))
+
+    def _used_at(self, folder: Path) -> float:
+        try:
+            return self._lock_file(folder).stat().st_mtime
+        except FileNotFoundError:
+            return folder.stat().st_mtime
+
+    def _deleted(self, entries: Sequence[_Entry]) -> set[Path]:
+        """Return the entries whose run or dataset is not in the database."""
+        names = {one.folder: _owner(one.folder) for one in entries}
+        ids = set(names.values())
+        with self._engine.connect() as connection:
+            known = set(connection.scalars(select(Run.id).where(Run.id.in_(ids))))
+            known |= set(connection.scalars(select(Dataset.id).where(Dataset.id.in_(ids))))
+        return {folder for folder, id in names.items() if id not in known}
+
+    def _unsent(self, entries: Sequence[_Entry]) -> set[Path]:
+        """Return the attempts with a checkpoint that a worker is still to send."""
+        query = select(Checkpoint.run_id, Checkpoint.attempt).join(Run, Run.id == Checkpoint.run_id)
+        ids = {_owner(one.folder) for one in entries}
+        with self._engine.connect() as connection:
+            rows = connection.execute(query.where(Checkpoint.run_id.in_(ids), replicas.is_to_be_sent())).all()
+        return {self._storage.attempt_dir(run_id, attempt) for run_id, attempt in rows}
+
+    def _remove_leftovers(self) -> None:
+        """Remove what killed processes left half fetched or half removed."""
+        self._storage.sweep_staging(_LEFT_SECONDS)
+        for folder in self._storage.runs.glob("*/.fetch-*"):
+            with suppress(FileNotFoundError):
+                if time.time() - folder.stat().st_mtime > _LEFT_SECONDS:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def _remove(self, folder: Path) -> bool:
+        """Remove an entry unless it is in use; return True if it is gone."""
+        path = self._lock_file(folder)
+        try:
+            with _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB, lambda: None):
+                going = self._storage.root / "staging" / uuid4().hex
+                going.parent.mkdir(exist_ok=True)
+                folder.rename(going)
+                path.unlink()
+        except (BlockingIOError, FileNotFoundError):
+            return False
+        shutil.rmtree(going, ignore_errors=True)
+        log.info("removed %s from the working copy", folder)
+        return True
+
+    def _lock_file(self, folder: Path) -> Path:
+        return self._storage.root / "locks" / self._storage.key_of(folder).replace("/", ".")
+
+
+@contextmanager
+def _locked(path: Path, how: int, check: Callable[[], None]) -> Iterator[None]:
+    """Hold a lock on a file that its exclusive holder may remove; raise BlockingIOError with LOCK_NB."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            while True:
+                try:
+                    fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if how & fcntl.LOCK_NB:
+                        raise
+                    check()
+                    time.sleep(_POLL_SECONDS)
+            if _is_at(path, descriptor):
+                os.utime(descriptor)
+                yield
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _owner(folder: Path) -> str:
+    """Return the id of the dataset or run of an entry."""
+    return folder.name if folder.parent.name == "datasets" else folder.parent.name
+
+
+def _bytes_below(folder: Path) -> int:
+    size = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                size += os.lstat(os.path.join(root, name)).st_size  # noqa: PTH118 - a Path for each takes longer
+    return size
