@@ -124,6 +124,10 @@ class Settings(_HomeSettings):
     a program that starts it; unset: runs with `gguf` are refused."""
     otlp_endpoint: str | None = None
     """URL of an OpenTelemetry collector that receives traces over HTTP (`http://collector:4318`); unset: no traces."""
+    ray_url: str | None = None
+    """URL of the dashboard of the Ray cluster for runs of backend `ray` (`http://ray-head:8265`); unset: none."""
+    ray_token: str | None = Field(default=None, repr=False)
+    """Token of a Ray cluster with `RAY_AUTH_MODE=token`."""
     log_format: Literal["json", "console"] | None = None
     """Log format of the API and workers; unset: `console` on a terminal, `json` otherwise."""
     allowed_hosts: str = ""
@@ -171,6 +175,24 @@ class Settings(_HomeSettings):
                 "token"
             )
         return url
+
+    @field_validator("ray_url")
+    @classmethod
+    def _check_ray(cls, url: str | None) -> str | None:
+        # The message does not repeat the value, which may contain a token.
+        if url is not None and re.fullmatch(rf"(?i:{_ORIGIN})(?:/[A-Za-z0-9._~/-]*)?", url) is None:
+            raise ValueError(
+                "must be http(s)://host[:port][/path], the address of Ray's dashboard, without user, password and "
+                "options; set ANNEAL_RAY_TOKEN to the cluster's token"
+            )
+        return url
+
+    @field_validator("ray_token")
+    @classmethod
+    def _check_ray_token(cls, token: str | None) -> str | None:
+        if token is not None and re.fullmatch(r"[!-~]+", token) is None:
+            raise ValueError("must be printable ASCII characters without spaces, as `ray get-auth-token` prints it")
+        return token
 
     @field_validator("mlflow_tracking_uri")
     @classmethod

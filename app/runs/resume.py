@@ -30,7 +30,13 @@ from app.runs.creation import RunTransaction, find_by_idempotency_key, insert
 from app.runs.estimates import service as estimates
 from app.runs.validation.config import config_problems
 from app.runs.validation.destinations import destination_problems
-from app.runs.validation.request import device_problems, requirements, resource_problems, sharding_problems
+from app.runs.validation.request import (
+    backend_problems,
+    device_problems,
+    requirements,
+    resource_problems,
+    sharding_problems,
+)
 from app.runs.validation.result import validation_failed
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
@@ -82,7 +88,8 @@ async def resume(
             sharded = (await estimates.with_sharding(session, settings, storage, decided, resources)).sharded
         subject = replace(subject, sharded=sharded)
         least = await estimates.least_memory_of(session, settings, storage, subject)
-    wrong = resource_problems(rules, config, given, resources)
+    wrong = backend_problems(settings, rules, resources)
+    wrong += resource_problems(rules, config, given, resources)
     wrong += sharding_problems(config, fixed, resources)
     wrong += await device_problems(session, settings, rules, config, resources)
     if wrong:

@@ -487,6 +487,13 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("worker_id", name=op.f("pk_reservations")),
     )
     op.create_table(
+        "ray_jobs",
+        sa.Column("run_id", sa.Text(), nullable=False),
+        sa.Column("lease_epoch", sa.Integer(), nullable=False),
+        sa.Column("left_at", sa.DateTime(timezone=True), nullable=True),
+        sa.PrimaryKeyConstraint("run_id", "lease_epoch", name=op.f("pk_ray_jobs")),
+    )
+    op.create_table(
         "device_usage",
         sa.Column("owner", sa.Text(), nullable=False),
         sa.Column("device_seconds", sa.Double(), nullable=False),
