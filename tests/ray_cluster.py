@@ -65,10 +65,10 @@ class RayNode:
 class RayCluster:
     """A head without CPUs, on which only the drivers of jobs run, and nodes with one CPU each."""
 
-    def __init__(self, settings: Settings, nodes: int = 2) -> None:
-        """Start it; the nodes have the settings of a worker in their environment."""
+    def __init__(self, settings: Settings, dashboard: int, nodes: int = 2) -> None:
+        """Start it; the nodes have the settings of a worker in their environment, but those of the API about Ray."""
         self._folder = Path(tempfile.mkdtemp(prefix="ray"))  # short, because paths of sockets are
-        self.port, self.dashboard = free_port(), free_port()
+        self.port, self.dashboard = free_port(), dashboard
         self.url = f"http://127.0.0.1:{self.dashboard}"
         self.client = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=30)
         inherited = {name: value for name, value in settings.child_environment().items() if "RAY" not in name}
