@@ -186,7 +186,7 @@ def test_a_job_that_is_stopped_in_ray_saves_and_the_run_continues(stack: RayStac
     moves = [(event["from"], event["to"]) for event in stack.events(run_id) if event["type"] == "status"]
     assert ("running", "pending") in moves
     saved = [event for event in stack.events(run_id) if event["type"] == "checkpoint" and event["attempt"] == 1]
-    first = [line["step"] for line in stack.journal(run_id) if line["event"] == "step" and line["attempt"] == 2][0]
+    first = next(line["step"] for line in stack.journal(run_id) if line["event"] == "step" and line["attempt"] == 2)
     assert saved[-1]["step"] == first - 1, "nothing is trained again"
     assert_trained_once(stack, run_id)
 
