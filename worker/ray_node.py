@@ -92,7 +92,8 @@ class Driver:
             return self._train(ray, self._actor(ray, group, bundle), kind)
         except ray.exceptions.RayActorError as error:
             # Whether its worker still trains is not known here: the lease of the run decides.
-            print(f"the node of the worker is lost: {' '.join(str(error).split())}", file=sys.stderr)  # noqa: T201
+            why = [line.strip() for line in str(error).splitlines() if line.strip()]
+            print(f"the worker was not started, or its node is lost: {why[-1]}", file=sys.stderr)  # noqa: T201
             return 1
         finally:
             remove_placement_group(group)

@@ -10,6 +10,7 @@ import logging
 import shlex
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from sqlalchemy import Executable, text
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 _LOCK = 0x726179  # "ray": one replica at a time does a round, no matter which
 _SECONDS = 2.0
 """Time from one round to the next, unless a run was created or stopped."""
+_SECONDS_WITHOUT_CLUSTER = 30.0
+_REASONS_A_ROUND = 200
 _ROUND_SECONDS = 30.0
 """Most time of a round: its transaction, which has the lock, may be idle for a minute."""
 _MOST_WAITING = 16
@@ -101,14 +104,10 @@ class RayJobs:
             try:
                 await self.round()
             except Exception as error:  # without this loop no run of the cluster would start again
-                if is_away(error) or isinstance(error, OSError):
-                    log.warning("ray: the database is unavailable, trying again: %s", error)
-                else:
+                if not is_away(error) and not isinstance(error, OSError):  # the dispatcher reports those
                     log.exception("ray: a round failed")
-            try:
-                await asyncio.wait_for(self._wanted.wait(), _SECONDS)
-            except TimeoutError:
-                pass
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wanted.wait(), _SECONDS if self._api else _SECONDS_WITHOUT_CLUSTER)
 
     async def round(self) -> None:
         """Do one round, unless another replica is doing one."""
@@ -210,7 +209,7 @@ class RayJobs:
     async def _explain(self, reasons: Sequence[tuple[Any, PendingReason]]) -> None:
         """Store the reasons that are new, each with an event."""
         changed = [(run, reason) for run, reason in reasons if reason.model_dump() != run.pending_reason]
-        for run, reason in changed:
+        for run, reason in changed[:_REASONS_A_ROUND]:
             await self._execute(machine.report_pending_reason(run.run_id, reason))
             await self._queue.wake(run.run_id)
 
@@ -242,20 +241,12 @@ def _is_claimed(job: Any) -> bool:
 
 
 def _entrypoint(job: Any) -> str:
-    command = [
-        "python",
-        "-m",
-        "worker.ray_node",
-        job.run_id,
-        str(job.lease_epoch),
-        "--devices",
-        str(job.devices_needed),
-    ]
+    options = {"--devices": str(job.devices_needed)}
     if kind := job.requirements.get("kind"):
-        command += ["--kind", kind]
-    for label in job.requirements.get("labels") or ():
-        command += ["--label", label]
-    return shlex.join(command)
+        options["--kind"] = kind
+    words = [word for option in options.items() for word in option]
+    words += [word for label in job.requirements.get("labels") or () for word in ("--label", label)]
+    return shlex.join(["python", "-m", "worker.ray_node", job.run_id, str(job.lease_epoch), *words])
 
 
 def _not_configured() -> PendingReason:
