@@ -172,7 +172,7 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     api.state.reading_engine, api.state.reading_sessions = reading, session_maker(reading)
     api.state.snapshot_sessions = session_maker(engine.execution_options(isolation_level="REPEATABLE READ"))
     api.state.auth, api.state.queue, api.state.streams = KeyVerifier(sessions), queue, streams
-    placing = async_engine(settings.database_url or "", pool_size=2) if settings.ray_url else dispatching
+    placing = async_engine(settings.database_url or "", pool_size=1)
     ray_jobs = RayJobs(placing, queue, settings)
     api.state.backends = {
         name: RayBackend(rules, sessions, settings, storage, queue, streams, wake=ray_jobs.wake)
