@@ -83,15 +83,18 @@ class RayCluster:
 
     def add_node(self) -> RayNode:
         """Add a node with one CPU and wait until the cluster knows it."""
-        before = self.count()
+        before = self.alive()
         node = self._start(f"--address=127.0.0.1:{self.port}", "--num-cpus=1", "--num-gpus=0", "--labels=zone=a")
-        eventually(lambda: self.count() > before, timeout=90, what=f"a node of Ray, see {node.log}")
+        try:
+            eventually(lambda: self.alive() - before, timeout=90, what="a node of Ray")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {node.log.read_text()[-2000:]}") from error
         return node
 
-    def count(self) -> int:
-        """Return the number of nodes that are alive, with the head."""
+    def alive(self) -> set[str]:
+        """Return the ids of the nodes that are alive, that of the head among them."""
         nodes = self.client.get("/nodes", params={"view": "summary"}).json()["data"]["summary"]
-        return sum(one["raylet"].get("state") == "ALIVE" for one in nodes)
+        return {one["raylet"]["nodeId"] for one in nodes if one["raylet"].get("state") == "ALIVE"}
 
     def jobs(self) -> dict[str, dict[str, Any]]:
         """Return all jobs by their submission id."""
