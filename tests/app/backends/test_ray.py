@@ -15,6 +15,7 @@ from app.infra.storage import Storage
 from app.runs.events.stream import Streams
 from tests.app.backends.conformance import Conformance
 from tests.factories import Trainer, make_dataset, make_model
+from tests.rows import add_worker
 from tests.server import ApiServer, ThreadServer
 
 
@@ -83,6 +84,12 @@ class TestResources:
         answer = api.client.post("/v1/runs", json={**body, "resources": resources})
         assert answer.status_code == 202, answer.text
         assert "prefers_gpu" not in {name for name, value in answer.json()["requirements"].items() if value}
+        add_worker(engine, backends=["ray"])
+        gpu = {"base_model": "tiny", "optim": "paged_adamw_32bit"}
+        answer = api.client.post("/v1/runs", json={**body, "config": gpu})
+        assert answer.status_code == 202 and answer.json()["requirements"]["kind"] == "cuda", (
+            "nodes in use do not matter"
+        )
         answer = api.client.post("/v1/runs", json={**body, "resources": {"labels": ["site-b", "gpu="]}})
         assert [one["code"] for one in answer.json()["errors"]] == ["not_a_ray_label"] * 2
 
