@@ -24,6 +24,7 @@ def test_every_attacker_is_listed() -> None:
         "A malicious dataset or model",
         "The training process",
         "A writer to Redis",
+        "A user of the Ray cluster",
         "Another Unix user of the machine",
         "A stolen dump of the database",
         "A stolen disk",
