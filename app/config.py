@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -323,6 +324,15 @@ _TRAINER_VARIABLES = {
 
 def _is_trainer_variable(name: str) -> bool:
     return name in _TRAINER_VARIABLES or name.startswith(("LC_", "NCCL_", "NVIDIA_", "HF_XET_"))
+
+
+def placed_worker_environment(kind: str, devices: int, labels: Sequence[str]) -> dict[str, str]:
+    """Return the environment of a worker that a cluster places: that of this process, with its devices and labels."""
+    own = _parts(os.environ.get("ANNEAL_WORKER_LABELS", ""))
+    placed = {"ANNEAL_SLOTS": str(devices), "ANNEAL_WORKER_LABELS": ",".join([*own, *labels])}
+    if kind == "cpu":
+        placed["CUDA_VISIBLE_DEVICES"] = ""
+    return {**os.environ, **placed}
 
 
 def postgres_environment() -> dict[str, str]:

@@ -6,7 +6,6 @@ the worker save and release its run.
 """
 
 import argparse
-import os
 import signal
 import socket
 import subprocess
@@ -15,6 +14,7 @@ import threading
 import time
 from typing import IO, Any
 
+from app.config import placed_worker_environment
 from app.infra.process.children import start_child
 
 _LOOK_SECONDS = 1.0
@@ -28,11 +28,7 @@ class Bundle:
 
     def start(self, run: str, lease_epoch: int, kind: str, devices: int, labels: list[str]) -> str:
         """Start the worker, whose other settings are those of the node; return the name of the node."""
-        environment = {**os.environ, "ANNEAL_SLOTS": str(devices)}
-        own = [label for label in os.environ.get("ANNEAL_WORKER_LABELS", "").split(",") if label.strip()]
-        environment["ANNEAL_WORKER_LABELS"] = ",".join([*own, *labels])
-        if kind == "cpu":
-            environment["CUDA_VISIBLE_DEVICES"] = ""
+        environment = placed_worker_environment(kind, devices, labels)
         command = [sys.executable, "-m", "worker.single_run", run, str(lease_epoch)]
         # SIGTERM, not SIGKILL: if only this actor dies, the worker saves and releases its run.
         self._worker = start_child(command, environment=environment, death_signal=signal.SIGTERM, pipe=True)

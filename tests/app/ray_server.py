@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -70,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, status: int, found: Any) -> None:
         self.server.asked.append((self.command, self.path))
         self.server.tokens.add(self.headers["authorization"])
-        time.sleep(self.server.delay)
+        threading.Event().wait(self.server.delay)
         if self.server.loses_responses:
             self.close_connection = True
             return
