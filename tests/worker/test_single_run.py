@@ -29,12 +29,12 @@ def last_line(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_it_claims_its_run_alone_and_ends_with_the_attempt(settings: Settings, engine: Engine) -> None:
-    urgent, mine = add(engine, priority=9), add(engine, config={"base_model": "missing"})
+    urgent, mine = add(engine, priority=9), add(engine, config={"base_model": "/nowhere/model"})
     other = add_run(engine).id
     done = start(settings, mine)
     assert done.returncode == 0, done.stderr
     row = run_row(engine, mine)
-    assert (row.status, row.attempt) == ("failed", 1), "its dataset or model is missing"
+    assert (row.status, row.attempt) == ("failed", 1), "there is no such model"
     assert {run_row(engine, one).status for one in (urgent, other)} == {"pending"}
     with engine.connect() as connection:
         assert connection.execute(text("SELECT state, backends FROM workers")).all() == [("offline", ["ray"])]
