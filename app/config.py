@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -134,6 +135,10 @@ class Settings(_HomeSettings):
     a program that starts it; unset: runs with `gguf` are refused."""
     otlp_endpoint: str | None = None
     """URL of an OpenTelemetry collector that receives traces over HTTP (`http://collector:4318`); unset: no traces."""
+    ray_url: str | None = None
+    """URL of the dashboard of the Ray cluster for runs of backend `ray` (`http://ray-head:8265`); unset: none."""
+    ray_token: str | None = Field(default=None, repr=False)
+    """Token of a Ray cluster with `RAY_AUTH_MODE=token`."""
     log_format: Literal["json", "console"] | None = None
     """Log format of the API and workers; unset: `console` on a terminal, `json` otherwise."""
     allowed_hosts: str = ""
@@ -181,6 +186,24 @@ class Settings(_HomeSettings):
                 "token"
             )
         return url
+
+    @field_validator("ray_url")
+    @classmethod
+    def _check_ray(cls, url: str | None) -> str | None:
+        # The message does not repeat the value, which may contain a token.
+        if url is not None and re.fullmatch(rf"(?i:{_ORIGIN})(?:/[A-Za-z0-9._~/-]*)?", url) is None:
+            raise ValueError(
+                "must be http(s)://host[:port][/path], the address of Ray's dashboard, without user, password and "
+                "options; set ANNEAL_RAY_TOKEN to the cluster's token"
+            )
+        return url
+
+    @field_validator("ray_token")
+    @classmethod
+    def _check_ray_token(cls, token: str | None) -> str | None:
+        if token is not None and re.fullmatch(r"[!-~]+", token) is None:
+            raise ValueError("must be printable ASCII characters without spaces, as `ray get-auth-token` prints it")
+        return token
 
     @field_validator("mlflow_tracking_uri")
     @classmethod
@@ -329,6 +352,15 @@ _TRAINER_PREFIXES = ("LC_", "NCCL_", "TORCH_NCCL_", "GLOO_", "FI_", "UCX_", "NVI
 
 def _is_trainer_variable(name: str) -> bool:
     return name in _TRAINER_VARIABLES or name.startswith(_TRAINER_PREFIXES)
+
+
+def placed_worker_environment(kind: str, devices: int, labels: Sequence[str]) -> dict[str, str]:
+    """Return the environment of a worker that a cluster places: that of this process, with its devices and labels."""
+    own = _parts(os.environ.get("ANNEAL_WORKER_LABELS", ""))
+    placed = {"ANNEAL_SLOTS": str(devices), "ANNEAL_WORKER_LABELS": ",".join([*own, *labels])}
+    if kind == "cpu":
+        placed["CUDA_VISIBLE_DEVICES"] = ""
+    return {**os.environ, **placed}
 
 
 def postgres_environment() -> dict[str, str]:

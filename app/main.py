@@ -46,8 +46,10 @@ from app.api_keys.middleware import AuthenticationMiddleware
 from app.api_keys.verifier import KeyVerifier
 from app.audit.middleware import AuditMiddleware
 from app.backends.celery import CeleryBackend
+from app.backends.ray import RayBackend
+from app.backends.ray_jobs import RayJobs
 from app.config import Settings, get_settings
-from app.contracts.backends import BACKEND_RULES
+from app.contracts.backends import BACKEND_RULES, WORKER_BACKENDS
 from app.infra.broker import Broker
 from app.infra.db import async_engine, session_maker
 from app.infra.process.memory import return_large_blocks
@@ -163,20 +165,25 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     storage = Storage.shared(settings)
     queue = Broker(settings)
     dispatching = async_engine(settings.database_url or "", pool_size=1)
-    dispatcher = Dispatcher(dispatching, queue, settings, sorted(BACKEND_RULES))
+    dispatcher = Dispatcher(dispatching, queue, settings, WORKER_BACKENDS)
     streams = Streams(engine, queue)
     api.state.engine, api.state.sessions, api.state.storage = engine, sessions, storage
     reading = async_engine(settings.database_url or "", pool_size=5, reads_only=True)
     api.state.reading_engine, api.state.reading_sessions = reading, session_maker(reading)
     api.state.snapshot_sessions = session_maker(engine.execution_options(isolation_level="REPEATABLE READ"))
     api.state.auth, api.state.queue, api.state.streams = KeyVerifier(sessions), queue, streams
+    placing = async_engine(settings.database_url or "", pool_size=1)
+    ray_jobs = RayJobs(placing, queue, settings)
     api.state.backends = {
-        name: CeleryBackend(rules, sessions, settings, storage, queue, streams) for name, rules in BACKEND_RULES.items()
+        name: RayBackend(rules, sessions, settings, storage, queue, streams, wake=ray_jobs.wake)
+        if rules.starts_workers
+        else CeleryBackend(rules, sessions, settings, storage, queue, streams)
+        for name, rules in BACKEND_RULES.items()
     }
     api.state.open_streams = OpenStreams(settings.streams_per_key)
     api.state.curve_reads = asyncio.Semaphore(app.runs.metrics.curves.READS_AT_A_TIME)
     api.state.log_searches = asyncio.Semaphore(app.runs.logs.endpoints.SEARCHES_AT_A_TIME)
-    api.state.eta = EtaService(settings, sorted(BACKEND_RULES), api.state.reading_sessions)
+    api.state.eta = EtaService(settings, WORKER_BACKENDS, api.state.reading_sessions)
     api.state.snapshots = Snapshots(dispatching, settings)
     api.state.metrics = Metrics(api.state.requests, streams, queue, dispatcher)
     return_large_blocks()
@@ -187,6 +194,7 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     gc.set_threshold(10_000, 20, 20)
     await queue.start()
     await dispatcher.start()
+    await ray_jobs.start()
     sweeping = app.datasets.service.sweep_in_background(sessions, storage)
     pruning = app.runs.retention.in_background(engine, storage, settings)
     try:
@@ -194,10 +202,12 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     finally:
         sweeping.cancel()
         pruning.cancel()
+        await ray_jobs.stop()
         await dispatcher.stop()
         await streams.close()
         await queue.close()
         await dispatching.dispose()
+        await placing.dispose()
         await engine.dispose()
         await reading.dispose()
         await asyncio.to_thread(api.state.tracing.close)

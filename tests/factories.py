@@ -67,7 +67,7 @@ class Trainer:
         """Claim the run, which must be the only pending one; `rolls_up=False` acts as a worker of the first version."""
         self.engine = engine
         self.run_id = run_id
-        self.worker_id = add_worker(engine, memory_mb=[100_000] * devices, backends=["celery", "fake"])
+        self.worker_id = add_worker(engine, memory_mb=[100_000] * devices, backends=["celery", "fake", "ray"])
         # If a dispatcher locks the run at this moment, the claim skips it once.
         claimed = eventually(self._claim)
         assert claimed["id"] == run_id
@@ -78,7 +78,7 @@ class Trainer:
 
     def _claim(self) -> Any:
         with self.engine.begin() as connection:
-            claim = machine.claim(self.worker_id, ["celery", "fake"], 600.0, "cuda", [])
+            claim = machine.claim(self.worker_id, ["celery", "fake", "ray"], 600.0, "cuda", [])
             return connection.execute(claim).mappings().one_or_none()
 
     def begin(self, step: int = 0, total: int | None = 100) -> "Trainer":

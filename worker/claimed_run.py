@@ -16,7 +16,7 @@ class ClaimedRun:
     attempt: int
     lease_epoch: int
     """Lease epoch: what is written for the run is fenced with it."""
-    backend: Literal["celery", "fake"]
+    backend: Literal["celery", "fake", "ray"]
     config: dict[str, Any]
     user_set_fields: list[str]
     """Fields of the configuration that the user has set."""

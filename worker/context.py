@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import math
 import socket
 import threading
 import time
@@ -59,13 +60,14 @@ class WorkerContext:
     `worker.main` creates one per process, starts it before it takes runs, and closes it at the end. Every method may
     be called from any thread. `engine` is for the work on runs, `lease_engine` for renewals and heartbeats alone;
     both have a connection per slot and one more. `kind` is the kind of this machine's devices (`cuda` or `cpu`), and
-    `backends` the backends whose runs this worker can train.
+    `backends` the backends whose runs this worker can train. A worker that was started for one run takes only that.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, only_run: str | None = None) -> None:
         if settings.database_url is None or settings.redis_url is None:
             raise ValueError("no database or Redis URL: start `anneal up` first, or set both ANNEAL_…_URL variables")
         self.settings = settings
+        self.only_run = only_run
         self.id = new_id("wrk")
         self.name = socket.gethostname()
         self.storage = Storage(settings)
@@ -80,6 +82,8 @@ class WorkerContext:
         self.tracing = Tracing(settings.otlp_endpoint, "anneal-worker")
         can_train = importlib.util.find_spec("torch") is not None
         self.backends = ["celery", "fake"] if can_train else ["fake"]
+        if only_run is not None:
+            self.backends = ["ray"]
         self.engine = sync_engine(settings.database_url, pool_size=self.machine.slots + 1)
         # Renewals must not queue behind a large append or block with it, so they have their own connections with short
         # timeouts.
@@ -127,18 +131,22 @@ class WorkerContext:
         self._heartbeat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._ended = threading.Event()
 
-    def start(self) -> bool:
+    def start(self, database_seconds: float = math.inf) -> bool:
         """Clean up after a dead predecessor, register once the database is available, start heartbeat and listeners.
 
         Returns:
             False if the worker was asked to end meanwhile.
 
         Raises:
-            SetupError: The database schema is older than this code.
+            SetupError: The database schema is older than this code, or the database could not be reached for
+                `database_seconds`.
         """
         self._status_file.open()
         self.launcher.start()
-        while not self._try_register():
+        began = time.monotonic()
+        while (trouble := self._try_register()) is not None:
+            if time.monotonic() - began > database_seconds:
+                raise SetupError(f"the database cannot be reached from {self.name}: {trouble}")
             if self.closing.wait(_DATABASE_PAUSE):
                 return False
         self._heartbeat.start()
@@ -229,7 +237,8 @@ class WorkerContext:
                     log.info("event streams and workers are not notified for now: %s", error)
                     self._ended.wait(_REDIS_PAUSE)
 
-    def _try_register(self) -> bool:
+    def _try_register(self) -> str | None:
+        """Register this worker; return why not, if the database is unavailable."""
         try:
             with self.engine.begin() as connection:
                 if older := migrate.schema_error(migrate.current(connection)):
@@ -241,8 +250,8 @@ class WorkerContext:
             if not is_away(error):
                 raise
             log.warning("the database cannot be reached, trying again: %s", error)
-            return False
-        return True
+            return " ".join(str(getattr(error, "orig", None) or error).split())
+        return None
 
     def _register(self, connection: Connection) -> None:
         labels = self.settings.labels

@@ -95,7 +95,7 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
     async def create_run(self, transaction: RunTransaction, request: RunCreate, run_id: str | None = None) -> Run:
         """Insert the run; after the commit, send a hint to the workers and estimate the run."""
         run = await create(transaction, self._settings, self._storage, request, run_id)
-        transaction.after_commit.add_task(self._queue.hint)
+        self._announce(transaction)
         if self.rules.loads_model:
             transaction.after_commit.add_task(estimate_and_store, self._sessions, self._settings, self._storage, run)
         return run
@@ -103,7 +103,7 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
     async def evaluate_model(self, transaction: RunTransaction, request: EvaluationCreate) -> Run:
         """Insert the run; after the commit, send a hint to the workers."""
         run = await evaluate(transaction, self._settings, self._storage, request)
-        transaction.after_commit.add_task(self._queue.hint)
+        self._announce(transaction)
         return run
 
     async def stop_run(
@@ -118,7 +118,7 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
     async def resume_run(self, transaction: RunTransaction, run_id: str, request: RunResume) -> Run:
         """Insert the run that continues `run_id`; after the commit, send a hint to the workers."""
         run = await resume(transaction, self._settings, self._storage, run_id, request)
-        transaction.after_commit.add_task(self._queue.hint)
+        self._announce(transaction)
         return run
 
     async def export_checkpoint(
@@ -126,7 +126,7 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
     ) -> Run:
         """Insert the run that exports a checkpoint; after the commit, send a hint to the workers."""
         run = await export(transaction, self._settings, run_id, checkpoint_id, request)
-        transaction.after_commit.add_task(self._queue.hint)
+        self._announce(transaction)
         return run
 
     async def launch(self, run: TrainingRun, dataset_path: Path, output_dir: Path) -> str:
@@ -167,6 +167,10 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
             wanted = await self._checkpoint_id(transaction.session, checkpoint_path) if checkpoint_path else None
             child = await self.resume_run(transaction, run_id, RunResume(checkpoint_id=wanted))
         return child.id
+
+    def _announce(self, transaction: RunTransaction) -> None:
+        """After the commit, send a hint to the workers."""
+        transaction.after_commit.add_task(self._queue.hint)
 
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[RunTransaction]:

@@ -14,6 +14,7 @@ from app.contracts.schemas.page import Page
 from app.contracts.training_config import groups
 from app.estimator.model_sizes import largest_model
 from app.runs.estimates.service import online_devices
+from app.runs.validation.request import unavailable_reason
 
 router = APIRouter(tags=["backends"])
 
@@ -55,4 +56,9 @@ async def _read(session: AsyncSession, settings: Settings, rules: BackendRules) 
     devices = await online_devices(session, settings, name) if rules.loads_model else []
     if devices and (memory := devices[0].memory_mb) is not None:
         largest = await asyncio.to_thread(largest_model, devices[0].kind, memory)
-    return BackendRead(id=name, **rules.capabilities.model_dump(exclude={"max_model_size_b"}), max_model_size_b=largest)
+    return BackendRead(
+        id=name,
+        **rules.capabilities.model_dump(exclude={"max_model_size_b"}),
+        max_model_size_b=largest,
+        unavailable_reason=unavailable_reason(settings, rules),
+    )

@@ -53,6 +53,13 @@ class BackendRules:
     """True if the valid configurations depend on the worker's device."""
     loads_model: bool
     """True if `base_model` must exist; otherwise any name is accepted."""
+    setting: Literal["ray_url"] | None = None
+    """Setting without which the backend is not available."""
+
+    @property
+    def starts_workers(self) -> bool:
+        """True if a cluster starts a worker for each run; otherwise the workers that are online claim runs."""
+        return self.setting is not None
 
 
 class TrainingBackend(ABC, Generic[Transaction, Run]):
@@ -176,8 +183,27 @@ _FAKE = BackendRules(
     loads_model=False,
 )
 
-BACKEND_RULES: Mapping[str, BackendRules] = {rules.capabilities.name: rules for rules in (_CELERY, _FAKE)}
+_RAY = BackendRules(
+    capabilities=BackendCapabilities(
+        name="ray",
+        supports_local=False,
+        supports_remote=True,
+        supports_distributed=True,
+        supported_methods=tuple(TrainingMethod),
+        max_model_size_b=None,
+        supported_quantization=("4bit", "8bit"),
+        supports_streaming_logs=True,
+    ),
+    options=None,
+    machine_matters=True,
+    loads_model=True,
+    setting="ray_url",
+)
+
+BACKEND_RULES: Mapping[str, BackendRules] = {rules.capabilities.name: rules for rules in (_CELERY, _FAKE, _RAY)}
 """Rules of each backend, by its name."""
+WORKER_BACKENDS = tuple(sorted(name for name, rules in BACKEND_RULES.items() if not rules.starts_workers))
+"""Backends whose runs the workers that are online claim."""
 
 
 class BackendRead(BackendCapabilities):
@@ -196,8 +222,12 @@ class BackendRead(BackendCapabilities):
                 "max_model_size_b": 119.7,
                 "supported_quantization": ["4bit", "8bit"],
                 "supports_streaming_logs": True,
+                "unavailable_reason": None,
             }
         },
     )
 
     id: str
+    unavailable_reason: str | None = Field(
+        description="Why no run can be created for it, with the setting that is missing; null: it is available."
+    )

@@ -17,6 +17,7 @@ from app.runs import service
 from app.runs.checkpoints.service import get
 from app.runs.creation import RunTransaction, find_by_idempotency_key, insert
 from app.runs.validation.destinations import gguf_problems
+from app.runs.validation.request import unavailable_reason
 from app.tables.runs import Run
 
 
@@ -35,6 +36,8 @@ async def export(
     source = await service.lock(session, run_id, for_child=True)
     checkpoint = await get(session, source.id, checkpoint_id)
     rules = BACKEND_RULES[source.backend]
+    if why := unavailable_reason(settings, rules):
+        raise invalid([FieldError(field="checkpoint_id", code="backend_not_configured", message=why)])
     if not rules.loads_model:
         message = f"run {run_id} is of backend `{source.backend}`, whose checkpoints contain no model to export"
         raise invalid([FieldError(field="checkpoint_id", code="not_supported", message=message)])

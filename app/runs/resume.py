@@ -31,6 +31,7 @@ from app.runs.estimates import service as estimates
 from app.runs.validation.config import config_problems
 from app.runs.validation.destinations import destination_problems
 from app.runs.validation.request import (
+    backend_problems,
     device_problems,
     fixed_resources,
     requirements,
@@ -94,6 +95,7 @@ async def resume(
             sharded = (await estimates.with_sharding(session, settings, storage, decided, resources)).sharded
         subject = replace(subject, sharded=sharded)
         least = await estimates.least_memory_of(session, settings, storage, subject)
+    wrong += backend_problems(settings, rules, resources)
     wrong += resource_problems(rules, config, given, resources)
     wrong += sharding_problems(config, fixed, resources)
     wrong += await device_problems(session, settings, rules, config, resources)

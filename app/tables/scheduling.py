@@ -31,6 +31,19 @@ class Reservation(Base):
     made_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
+class RayJob(Base):
+    """Job of a Ray cluster that was submitted for a pending run, or is about to be; deleted once it has ended."""
+
+    __tablename__ = "ray_jobs"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    """Not a foreign key: the job of a deleted run is still to be stopped."""
+    lease_epoch: Mapped[int] = mapped_column(primary_key=True)
+    """That of the pending run: its next attempt, or loss, has another job."""
+    left_at: Mapped[datetime | None]
+    """Time at which it was found that the run needs this job no more; null: it waits or trains."""
+
+
 class DeviceUsage(Base):
     """Device-seconds that the runs of an owner have used, of which half are forgotten each week."""
 

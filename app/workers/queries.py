@@ -34,8 +34,8 @@ def online(settings: Settings, backend: str) -> tuple[ColumnExpressionArgument[b
 async def online_machines(
     session: AsyncSession, settings: Settings, backend: str, rules: BackendRules | None
 ) -> list[DeviceCapabilities]:
-    """Return the kinds of devices of a backend's online workers, best first; none if devices do not matter."""
-    if rules is None or not rules.machine_matters:
+    """Return the kinds of devices of a backend's online workers, best first; none if they do not matter."""
+    if rules is None or not rules.machine_matters or rules.starts_workers:  # a cluster has others than those in use
         return []
     query = select(Device.kind).distinct().join(Worker, Worker.id == Device.worker_id)
     kinds = (await session.scalars(query.where(*online(settings, backend)))).all()

@@ -512,6 +512,13 @@ def upgrade() -> None:
         "ix_run_parts_open", "run_parts", ["worker_id"], unique=False, postgresql_where=sa.text("ended_at IS NULL")
     )
     op.create_table(
+        "ray_jobs",
+        sa.Column("run_id", sa.Text(), nullable=False),
+        sa.Column("lease_epoch", sa.Integer(), nullable=False),
+        sa.Column("left_at", sa.DateTime(timezone=True), nullable=True),
+        sa.PrimaryKeyConstraint("run_id", "lease_epoch", name=op.f("pk_ray_jobs")),
+    )
+    op.create_table(
         "device_usage",
         sa.Column("owner", sa.Text(), nullable=False),
         sa.Column("device_seconds", sa.Double(), nullable=False),

@@ -25,6 +25,7 @@ def test_every_attacker_is_listed() -> None:
         "The training process",
         "A writer to Redis",
         "The network between hosts",
+        "A user of the Ray cluster",
         "Another Unix user of the machine",
         "A stolen dump of the database",
         "A stolen disk",

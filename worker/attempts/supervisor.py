@@ -56,18 +56,24 @@ log = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0
 _LOCK_QUOTAS = machine.lock_quotas()
 
-ENTRIES = {"celery": "worker.training.__main__:main", "fake": "worker.fake.trainer:main"}
+_TRAINING = "worker.training.__main__:main"
+ENTRIES = {"celery": _TRAINING, "fake": "worker.fake.trainer:main", "ray": _TRAINING}
 
 
 Ending = Callable[[], Executable]
 """Transition that ends an attempt, created when it is stored."""
 
 
-def work(context: WorkerContext) -> None:
-    """Train pending runs that fit, the most urgent first, until none is left; first wait until GPUs are checked."""
+def wait_for_devices(context: WorkerContext) -> None:
+    """Wait until GPUs are checked, or the worker is to end."""
     while context.kind == "cuda" and not context.closing.is_set():
         if context.launcher.wait_checked(_LOOK_SECONDS):
             break
+
+
+def work(context: WorkerContext) -> None:
+    """Train pending runs that fit, the most urgent first, until none is left; first wait until GPUs are checked."""
+    wait_for_devices(context)
     while not context.closing.is_set():
         if context.health.trouble():
             return
@@ -80,10 +86,15 @@ def work(context: WorkerContext) -> None:
 
 @cache
 def _claim(
-    worker_id: str, backends: tuple[str, ...], lease_seconds: float, kind: str, labels: tuple[str, ...]
+    worker_id: str,
+    backends: tuple[str, ...],
+    lease_seconds: float,
+    kind: str,
+    labels: tuple[str, ...],
+    only_run: str | None,
 ) -> Executable:
     # It is the same for every claim of a worker, and building it takes longer than executing it.
-    return machine.claim(worker_id, list(backends), lease_seconds, kind, list(labels))
+    return machine.claim(worker_id, list(backends), lease_seconds, kind, list(labels), only_run)
 
 
 @cache
@@ -96,7 +107,7 @@ def claim(context: WorkerContext) -> ClaimedRun | None:
     settings = context.settings
     _pause_unusable_devices(context)
     backends, lease = tuple(context.backends), settings.lease_seconds
-    statements = [_claim(context.id, backends, lease, context.kind, settings.labels)]
+    statements = [_claim(context.id, backends, lease, context.kind, settings.labels, context.only_run)]
     if context.group_address is not None:
         statements.append(_claim_with_others(context.id, backends, lease))
     row = None

@@ -103,7 +103,7 @@ class JobSpec(_Part):
     run_id: str
     task: RunTask = RunTask.train
     attempt: int
-    backend: Literal["celery", "fake"]
+    backend: Literal["celery", "fake", "ray"]
     config: JsonObject
     """Configuration of the run with repairs applied; the training process validates and resolves it."""
     user_set_fields: frozenset[str]

@@ -21,11 +21,13 @@ def start_child(
     folder: Path | None = None,
     descriptors: Sequence[int] = (),
     death_signal: signal.Signals = signal.SIGKILL,
+    pipe: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start a process in its own session (Ctrl-C does not reach it) that gets `death_signal` when this process dies.
 
     Call it from the main thread: the kernel sends the signal when the *thread* that started the child ends.
-    Both output streams are appended to `log`, or inherited without one. The child inherits `descriptors`.
+    Both output streams are appended to `log`, or inherited without one; with `pipe` the caller reads them from
+    `stdout`. The child inherits `descriptors`.
     """
     parent = os.getpid()
 
@@ -40,8 +42,8 @@ def start_child(
         return subprocess.Popen(
             list(arguments),
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
+            stdout=subprocess.PIPE if pipe else output,
+            stderr=subprocess.STDOUT if pipe else output,
             env=None if environment is None else dict(environment),
             cwd=folder,
             pass_fds=descriptors,

@@ -12,7 +12,7 @@ from sqlalchemy.exc import TimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from app.config import Settings
-from app.contracts.schemas.runs.placement import PendingReason
+from app.contracts.backends import WORKER_BACKENDS
 from app.infra import async_tasks
 from app.infra.broker import ALL_RUNS, Broker
 from app.infra.clock import utc_now
@@ -20,7 +20,7 @@ from app.infra.db import is_away
 from app.runs.events.feed import number_events
 from app.runs.scheduler import reserving
 from app.runs.scheduler.fleet import read_fleet
-from app.runs.scheduler.placement import Needs, pending_reason, quota_reason, reserved_reason
+from app.runs.scheduler.placement import Needs, pending_reason, reason_of_quota, reserved_reason
 from app.runs.scheduler.preemption import preempt
 from app.runs.state import machine, parts
 from app.runs.state.queue_order import HALF_LIFE_SECONDS, JOIN_ROOM, OWNER, WITH_ROOM
@@ -47,8 +47,9 @@ _WAITING = text(f"""
         limited.room AS experiment_room, limited.max_devices AS experiment_devices, limited.name AS experiment_name
     FROM runs {JOIN_ROOM}
     WHERE runs.status = 'pending' AND runs.not_before < clock_timestamp() - interval '5 s'
+        AND runs.backend = ANY(:backends)
     ORDER BY runs.priority DESC, runs.id LIMIT 1000
-""")
+""").bindparams(backends=list(WORKER_BACKENDS))
 _ACCOUNT_EVERY = 10.0
 # Time in which no API process ran is not accounted for: it is unknown who used the devices. Rows of the future, which
 # the server has after its clock was set back, say nothing about the last round.
@@ -201,7 +202,7 @@ class Dispatcher:
         changed = []
         for run in waiting:
             needs = Needs.of(run.backend, run.devices_needed, run.hosts_needed, run.requirements)
-            reason = _quota_reason(run, needs) or pending_reason(needs, fleet)
+            reason = reason_of_quota(run) or pending_reason(needs, fleet)
             if reason is None and run.reserved_on is not None:
                 reason = reserved_reason(needs, run.reserved_on)
             if (reason and reason.model_dump()) != run.pending_reason:
@@ -215,15 +216,6 @@ class Dispatcher:
         log.warning("run %s: worker %s is lost, the run is now %s", run_id, worker_id, status, extra={"run_id": run_id})
         self.losses.labels(status).inc()
         return str(run_id)
-
-
-def _quota_reason(run: Any, needs: Needs) -> PendingReason | None:
-    if run.key_room is not None and needs.devices > run.key_room:
-        return quota_reason(needs, "its API key", run.key_devices, run.key_room)
-    if run.experiment_room is not None and needs.devices > run.experiment_room:
-        whose = f"experiment {run.experiment_name}"
-        return quota_reason(needs, whose, run.experiment_devices, run.experiment_room)
-    return None
 
 
 def silent_workers(lease_seconds: float) -> Any:

@@ -34,6 +34,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import aggregate_order_by, insert
 from sqlalchemy.sql.selectable import CTE
 
+from app.contracts.backends import WORKER_BACKENDS
 from app.contracts.run_status import LIVE, TERMINAL, EndReason
 from app.contracts.schemas.runs.placement import PendingReason
 from app.contracts.stop import StopMode
@@ -102,13 +103,20 @@ def lock_quotas() -> Executable:
     return select(func.pg_advisory_xact_lock(_QUOTA_LOCK)).where(is_limited)
 
 
-def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, labels: list[str]) -> Executable:
+def claim(
+    worker_id: str,
+    backends: list[str],
+    lease_seconds: float,
+    kind: str,
+    labels: list[str],
+    only_run: str | None = None,
+) -> Executable:
     """Claim the best pending run that fits the free devices of this worker, and the smallest of those that it fits.
 
-    `kind` is that of the worker's devices. The row adds `device_indexes`, `extra_eval_datasets` (ids by name; None
-    without any) and `members` (None; see `group_claim.py`). The run of a hint does not matter: the order is that of
-    `queue_order.py`, as far as quotas and a reservation of the worker allow. Execute `lock_quotas` first, in the same
-    transaction.
+    `kind` is that of the worker's devices; a worker that was started for one run claims `only_run`. The row adds
+    `device_indexes`, `extra_eval_datasets` (ids by name; None without any) and `members` (None; see `group_claim.py`).
+    The run of a hint does not matter: the order is that of `queue_order.py`, as far as quotas and a reservation of the
+    worker allow. Execute `lock_quotas` first, in the same transaction.
     """
     # No SKIP LOCKED: a second thread of this worker waits and then sees the remaining devices, instead of none.
     free = (
@@ -147,7 +155,12 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
         select(runs.c.id, runs.c.priority)
         # A CASE: Postgres takes it to be true for half of the runs, and so reads those of an owner in their order until
         # enough fit. It would take the bare conditions to be true for none, and read and sort all runs of the owner.
-        .where(is_owned_by(owners.c.owner), runs.c.status == PENDING, case((fits, true()), else_=false()))
+        .where(
+            is_owned_by(owners.c.owner),
+            runs.c.status == PENDING,
+            true() if only_run is None else runs.c.id == only_run,
+            case((fits, true()), else_=false()),
+        )
         .order_by(runs.c.priority.desc(), runs.c.id)
         .limit(at_most)
         .lateral("best")
@@ -389,6 +402,12 @@ def renew(run_id: str, lease_epoch: int, lease_seconds: float) -> Executable:
     )
 
 
+def requeue_unclaimed(run_id: str, lease_epoch: int, reason: str, delay_seconds: float) -> Executable:
+    """Requeue a pending run whose worker could not be started; this counts as a loss. No row: it waits no more."""
+    waits = and_(runs.c.id == run_id, runs.c.lease_epoch == lease_epoch, runs.c.status == "pending")
+    return _requeue(waits, reason, "requeued", counted=True, delay_seconds=delay_seconds, code="worker_not_started")
+
+
 def preempt(run_ids: list[str], for_run: str) -> Executable:
     """Ask live runs to save and return to the queue, in favor of a pending run; a row for each that was asked."""
     waits = select(runs.c.id).where(runs.c.id == for_run, runs.c.status == "pending").scalar_subquery()
@@ -417,6 +436,7 @@ def mark_notified(limit: int) -> Executable:
         select(runs.c.id)
         .where(
             runs.c.status == "pending",
+            runs.c.backend.in_(WORKER_BACKENDS),
             runs.c.not_before <= func.clock_timestamp(),
             or_(
                 runs.c.notified_at.is_(None),

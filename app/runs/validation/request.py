@@ -53,6 +53,8 @@ async def validate_request(
     if rules is None:
         names = ", ".join(f"`{name}`" for name in sorted(BACKEND_RULES))
         found.refuse("backend", "unknown_backend", f"unknown backend; choose one of {names}")
+    else:
+        found.errors += backend_problems(settings, rules, request.resources)
     if request.experiment_id is not None:
         await _check_experiment(session, request.experiment_id, found)
     places = {"dataset_id": request.dataset_id}
@@ -82,7 +84,7 @@ async def validate_request(
     loads_model = rules is None or rules.loads_model
     await _check_base_model(session, settings, storage, config, loads_model, found, needs_weights=needs_weights)
     await _check_reward_models(session, settings, storage, request.config, loads_model, found)
-    if rules is not None and not await is_any_online(session, settings, request.backend):
+    if rules is not None and not rules.starts_workers and not await is_any_online(session, settings, request.backend):
         found.warnings.append(
             FieldError(
                 field="backend",
@@ -130,7 +132,7 @@ def requirements(
         "sharded": sharded,
         "sequence_parallel": resources.sequence_parallel if resources.sequence_parallel > 1 else None,
         "gguf": rules.loads_model and config.gguf is not None,
-        "prefers_gpu": rules.machine_matters and kind is None,
+        "prefers_gpu": rules.machine_matters and kind is None and not rules.starts_workers,
     }
     return {name: value for name, value in found.items() if value not in (None, [], {}, False)}
 
@@ -173,6 +175,39 @@ def _needs_gpu(rules: BackendRules, config: TrainingConfig, given: Set[str]) -> 
         or ("bnb_4bit_compute_dtype" in given and config.bnb_4bit_compute_dtype == "float16")
     )
     return rules.machine_matters and needs_gpu
+
+
+def backend_problems(
+    settings: Settings, rules: BackendRules, resources: Resources | ResourceRequest
+) -> list[FieldError]:
+    """Return why no run with these resources can be created for a backend now."""
+    if why := unavailable_reason(settings, rules):
+        return [FieldError(field="backend", code="backend_not_configured", message=why)]
+    if not rules.starts_workers:
+        return []
+    if resources.hosts > 1:
+        message = f"must be 1: backend `{rules.capabilities.name}` starts one worker for a run; leave the field out"
+        return [FieldError(field="resources.hosts", code="not_supported", message=message)]
+    return [
+        FieldError(
+            field="resources.labels",
+            code="not_a_ray_label",
+            message=f"`{label}` is not a label of Ray nodes: write `key=value`, as in `ray start --labels`",
+        )
+        for label in resources.labels
+        if not all(label.partition("="))
+    ]
+
+
+def unavailable_reason(settings: Settings, rules: BackendRules) -> str | None:
+    """Return which setting a backend lacks; None if it is available."""
+    if rules.setting is None or getattr(settings, rules.setting) is not None:
+        return None
+    variable = f"ANNEAL_{rules.setting.upper()}"
+    return (
+        f"backend `{rules.capabilities.name}` is not available: set {variable} in the environment of the API and "
+        "restart it"
+    )
 
 
 def resource_problems(
@@ -231,6 +266,8 @@ async def device_problems(
     if why := _needs_one_device(rules, config):
         message = f"must be 1: {why}; leave the field out, or set 1"
         return [FieldError(field="resources.devices", code="not_supported", message=message)]
+    if rules.starts_workers:
+        return []  # the cluster may grow
     most = await most_devices(session, settings, rules.capabilities.name)
     each = math.ceil(resources.devices / resources.hosts)
     if most is not None and each > most:

@@ -30,7 +30,7 @@ MUTANTS = (
         changes=(
             Change(
                 "app/backends/celery.py",
-                "transaction.after_commit.add_task(self._queue.hint)\n        if",
+                "self._announce(transaction)\n        if",
                 "await self._queue.hint()\n        if",
             ),
         ),

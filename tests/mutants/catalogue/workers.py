@@ -8,6 +8,19 @@ _END = "tests/worker/attempts/test_outcome.py"
 
 MUTANTS = (
     Mutant(
+        name="ray-believes-the-job",
+        promises=(3,),
+        about="A run that a worker trains is treated as one that needs its Ray job no more.",
+        changes=(
+            Change(
+                "app/backends/ray_jobs.py",
+                "    return job.status in LIVE and job.current_epoch == job.lease_epoch + 1\n",
+                "    return False\n",
+            ),
+        ),
+        test="tests/app/backends/test_ray_jobs.py::TestAJob::test_whose_run_trains_does_not_matter",
+    ),
+    Mutant(
         name="lease-from-the-answer",
         promises=(3, 19),
         about="A renewal counts from its response, so after a slow response the trainer outlives its lease.",

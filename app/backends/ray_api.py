@@ -1,0 +1,106 @@
+"""Client of the Jobs REST API of a Ray cluster."""
+
+import asyncio
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from app.infra.terminal_text import plain_line
+
+if TYPE_CHECKING:  # an API without a cluster does not wait for this import
+    import httpx
+
+_CONNECT_SECONDS = 3.0
+_CALL_SECONDS = 10.0
+_MOST_CHARACTERS = 300
+_CREDENTIALS = re.compile(r"://[^/\s@]*@")
+
+
+class RayUnreachable(Exception):
+    """The cluster did not respond as Ray does; the message says how."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Job of the cluster."""
+
+    status: str
+    """`PENDING`, `RUNNING`, `SUCCEEDED`, `FAILED` or `STOPPED`."""
+    last_line: str
+    """Last line of Ray's message about the job, which for a failure is the last one that the job has printed."""
+
+    @property
+    def has_ended(self) -> bool:
+        """True if none of its processes runs any more."""
+        return self.status in ("SUCCEEDED", "FAILED", "STOPPED")
+
+
+class RayApi:
+    """Connection to the dashboard of a cluster; every call takes at most ten seconds."""
+
+    def __init__(self, url: str, token: str | None) -> None:
+        import httpx
+
+        self.url = url
+        self._errors = (httpx.HTTPError, TimeoutError)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        timeout = httpx.Timeout(_CALL_SECONDS, connect=_CONNECT_SECONDS)
+        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def job(self, job_id: str) -> Job | None:
+        """Return a job; None if the cluster does not have it."""
+        response = await self._call("GET", f"/api/jobs/{job_id}")
+        if response.status_code == 404:
+            return None
+        found = self._json(response)
+        return Job(str(found.get("status")), last_line(str(found.get("message") or "")))
+
+    async def submit(self, job_id: str, entrypoint: str, environment: dict[str, str]) -> None:
+        """Submit a job; a job that has this id already stays as it is.
+
+        `environment` is visible to everyone who can read jobs.
+        """
+        body = {"submission_id": job_id, "entrypoint": entrypoint, "runtime_env": {"env_vars": environment}}
+        response = await self._call("POST", "/api/jobs/", json=body)
+        # Ray responds with 500 to an id that exists, which is also that of a request whose response was lost.
+        if response.is_error and await self.job(job_id) is None:
+            raise self._unexpected(response)
+
+    async def stop(self, job_id: str) -> None:
+        """Send SIGTERM to a job, if it still runs."""
+        response = await self._call("POST", f"/api/jobs/{job_id}/stop")
+        if response.status_code != 404:
+            self._json(response)
+
+    async def _call(self, method: str, path: str, **options: Any) -> "httpx.Response":
+        try:
+            async with asyncio.timeout(_CALL_SECONDS):
+                return await self._http.request(method, path, **options)
+        except self._errors as error:
+            raise RayUnreachable(str(error) or type(error).__name__) from error
+
+    def _json(self, response: "httpx.Response") -> dict[str, Any]:
+        try:
+            found = response.json() if response.is_success else None
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise self._unexpected(response)
+        return found
+
+    def _unexpected(self, response: "httpx.Response") -> RayUnreachable:
+        if response.status_code in (401, 403):
+            return RayUnreachable(
+                f"it rejects the token ({response.status_code}): set ANNEAL_RAY_TOKEN to the cluster's"
+            )
+        return RayUnreachable(f"it responds with status {response.status_code}: {last_line(response.text)}")
+
+
+def last_line(text: str) -> str:
+    """Return the last line of a text that is not empty, short, and without credentials of URLs."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return plain_line(_CREDENTIALS.sub("://***@", lines[-1].strip()))[:_MOST_CHARACTERS] if lines else ""

@@ -1,0 +1,274 @@
+"""Jobs of a Ray cluster for pending runs of backend `ray`: submits, explains and stops them, in a loop of the API.
+
+A job starts a worker for one run (`worker.ray_node`). Ray places it; only the claim in PostgreSQL decides who trains.
+The id of a job has the lease epoch of the pending run, which each claim and each loss raises. So a job that may have
+been submitted is looked up by its id, and never submitted twice.
+"""
+
+import asyncio
+import logging
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from sqlalchemy import Executable, text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from app.backends.ray_api import Job, RayApi, RayUnreachable
+from app.config import Settings
+from app.contracts.run_status import LIVE
+from app.contracts.schemas.runs.placement import PendingReason
+from app.infra import async_tasks
+from app.infra.broker import Broker
+from app.infra.db import is_away
+from app.runs.scheduler.placement import reason_of_quota
+from app.runs.state import machine
+from app.runs.state.queue_order import JOIN_ROOM, WITH_ROOM
+
+log = logging.getLogger(__name__)
+
+_LOCK = 0x726179  # "ray": one replica at a time does a round, no matter which
+_SECONDS = 2.0
+"""Time from one round to the next, unless a run was created or stopped."""
+_SECONDS_WITHOUT_CLUSTER = 30.0
+_REASONS_A_ROUND = 200
+_ROUND_SECONDS = 30.0
+"""Most time of a round: its transaction, which has the lock, may be idle for a minute."""
+_MOST_WAITING = 16
+"""Jobs that wait for the cluster at a time: each has a process on its head node, and Ray does not know priorities."""
+_RETRY_SECONDS = 10.0
+"""Pause after a first failed job; it doubles with each further one."""
+_END_SECONDS = 15.0
+"""Time that a worker has to end by itself after its run has left it."""
+_EXTRA_SECONDS = 15
+"""Time that a job has after the save grace of its trainer: for the worker and for the driver."""
+
+_PENDING = text(f"""
+    {WITH_ROOM}
+    SELECT runs.id AS run_id, runs.lease_epoch, coalesce(runs.created_by, '') AS owner, runs.experiment_id,
+        runs.devices_needed, runs.pending_reason, jobs.run_id IS NOT NULL AS has_job,
+        owners.room AS key_room, owners.max_devices AS key_devices,
+        limited.room AS experiment_room, limited.max_devices AS experiment_devices, limited.name AS experiment_name
+    FROM runs {JOIN_ROOM}
+        LEFT JOIN ray_jobs AS jobs ON jobs.run_id = runs.id AND jobs.lease_epoch = runs.lease_epoch
+    WHERE runs.status = 'pending' AND runs.backend = 'ray' AND runs.not_before <= clock_timestamp()
+    ORDER BY has_job DESC, runs.priority DESC, owners.used, runs.id LIMIT 1000
+""")
+_ADD = text("INSERT INTO ray_jobs (run_id, lease_epoch) VALUES (:run_id, :lease_epoch) ON CONFLICT DO NOTHING")
+_JOBS = text("""
+    SELECT jobs.run_id, jobs.lease_epoch, runs.status, runs.lease_epoch AS current_epoch, runs.devices_needed,
+        runs.requirements, runs.pending_reason,
+        extract(epoch FROM clock_timestamp() - jobs.left_at) AS left_ago
+    FROM ray_jobs AS jobs LEFT JOIN runs ON runs.id = jobs.run_id
+    ORDER BY jobs.left_at NULLS FIRST, jobs.run_id
+""")
+_LEAVE = text(
+    "UPDATE ray_jobs SET left_at = coalesce(left_at, clock_timestamp()) WHERE run_id = :run_id AND lease_epoch = :epoch"
+)
+_DELETE = text("DELETE FROM ray_jobs WHERE run_id = :run_id AND lease_epoch = :epoch")
+
+
+class RayJobs:
+    """Loop of an API process; of all replicas, the one that gets the advisory lock does the round."""
+
+    def __init__(self, engine: AsyncEngine, queue: Broker, settings: Settings) -> None:
+        """Create the loop; `engine` is its own, because a round waits for the cluster with a connection in use."""
+        self._engine = engine
+        self._queue = queue
+        self._settings = settings
+        self._api = RayApi(settings.ray_url, settings.ray_token) if settings.ray_url else None
+        self._task: asyncio.Task[None] | None = None
+        self._wanted = asyncio.Event()
+        self._trouble: str | None = None
+
+    async def start(self) -> None:
+        """Start the loop."""
+        self._task = asyncio.create_task(self._loop(), name="ray jobs")
+
+    async def stop(self) -> None:
+        """Stop the loop; jobs go on."""
+        if self._task:
+            await async_tasks.cancel_and_wait(self._task)
+        if self._api:
+            await self._api.close()
+
+    def wake(self) -> None:
+        """Begin the next round now."""
+        self._wanted.set()
+
+    async def _loop(self) -> None:
+        while True:
+            self._wanted.clear()
+            try:
+                await self.round()
+            except Exception as error:  # without this loop no run of the cluster would start again
+                if not is_away(error) and not isinstance(error, OSError):  # the dispatcher reports those
+                    log.exception("ray: a round failed")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wanted.wait(), _SECONDS if self._api else _SECONDS_WITHOUT_CLUSTER)
+
+    async def round(self) -> None:
+        """Do one round, unless another replica is doing one."""
+        async with self._engine.begin() as lock:
+            if await lock.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": _LOCK}):
+                await self._choose()
+                await self._settle_all()
+
+    async def _choose(self) -> None:
+        """Note the next pending runs for which jobs are to be submitted; explain why the others wait."""
+        async with self._engine.begin() as connection:
+            waiting = (await connection.execute(_PENDING)).all()
+            jobs, by_key, by_experiment = 0, Counter[str](), Counter[str]()
+            reasons: list[tuple[Any, PendingReason]] = []
+            for run in waiting:
+                if not run.has_job:
+                    quota = reason_of_quota(run, by_key[run.owner], by_experiment[run.experiment_id])
+                    reason = _not_configured() if self._api is None else quota
+                    if reason is None and jobs >= _MOST_WAITING:
+                        reason = _queued()
+                    if reason is not None:
+                        reasons.append((run, reason))
+                        continue
+                    await connection.execute(_ADD, {"run_id": run.run_id, "lease_epoch": run.lease_epoch})
+                jobs += 1
+                by_key[run.owner] += run.devices_needed
+                by_experiment[run.experiment_id] += run.devices_needed
+        await self._explain(reasons)
+
+    async def _settle_all(self) -> None:
+        async with self._engine.begin() as connection:
+            jobs = (await connection.execute(_JOBS)).all()
+        if self._api is None:
+            await self._explain([(job, _not_configured()) for job in jobs if _is_waiting(job)])
+            return
+        try:
+            async with asyncio.timeout(_ROUND_SECONDS):
+                for job in jobs:
+                    await self._settle(self._api, job)
+        except (RayUnreachable, TimeoutError) as error:
+            error = error if str(error) else RayUnreachable("it takes too long")
+            self._report(f"{self._api.url} does not respond: {error}")
+            message = (
+                f"Ray at {self._api.url} does not respond ({error}). The run waits, and its job is submitted once it "
+                "does; an operator checks the cluster and ANNEAL_RAY_URL."
+            )
+            reason = PendingReason(code="ray_unreachable", message=message)
+            await self._explain([(job, reason) for job in jobs if _is_waiting(job)])
+        else:
+            self._report(None)
+
+    async def _settle(self, api: RayApi, job: Any) -> None:
+        """Submit the job of a run that waits for it, stop that of one that needs it no more."""
+        if _is_claimed(job):
+            return
+        job_id = f"anneal-{job.run_id}-{job.lease_epoch}"
+        found = await api.job(job_id)
+        if not _is_waiting(job):
+            await self._leave(api, job, job_id, found)
+        elif found is None:
+            await api.submit(job_id, _entrypoint(job), self._environment())
+            log.info("ray: job %s is submitted", job_id, extra={"run_id": job.run_id})
+            await self._explain([(job, _placing(job, job_id))])
+        elif found.has_ended:
+            await self._retry(job, job_id, found)
+        else:
+            await self._explain([(job, _placing(job, job_id))])
+
+    async def _leave(self, api: RayApi, job: Any, job_id: str, found: Job | None) -> None:
+        """Let a worker that has had the run end by itself, then stop the job; a job without a claim at once."""
+        key = {"run_id": job.run_id, "epoch": job.lease_epoch}
+        if found is None or found.has_ended:
+            await self._execute(_DELETE, key)
+            return
+        was_claimed = job.current_epoch is not None and job.current_epoch > job.lease_epoch
+        if job.left_ago is None:
+            await self._execute(_LEAVE, key)
+        if not was_claimed or (job.left_ago or 0) > _END_SECONDS:
+            await api.stop(job_id)
+
+    async def _retry(self, job: Any, job_id: str, found: Job) -> None:
+        """Requeue a run whose job has ended without a claim; too many of them fail it."""
+        why = found.last_line or f"it is {found.status} and has claimed nothing"
+        reason = f"Ray job {job_id} started no worker: {why}"
+        async with self._engine.begin() as connection:
+            requeue = machine.requeue_unclaimed(job.run_id, job.lease_epoch, reason, _RETRY_SECONDS)
+            row = (await connection.execute(requeue)).mappings().one_or_none()
+            await connection.execute(_DELETE, {"run_id": job.run_id, "epoch": job.lease_epoch})
+        if row is None:
+            return  # claimed or stopped meanwhile
+        log.warning("run %s: %s; the run is now %s", job.run_id, reason, row["status"], extra={"run_id": job.run_id})
+        await self._queue.wake(job.run_id)
+        if row["status"] == "pending":
+            message = (
+                f"{reason}. It is tried again after a pause ({row['lost_count']} of {row['max_restarts']} restarts)."
+            )
+            await self._explain([(job, PendingReason(code="ray_job_failed", message=message))])
+
+    async def _explain(self, reasons: Sequence[tuple[Any, PendingReason]]) -> None:
+        """Store the reasons that are new, each with an event."""
+        changed = [(run, reason) for run, reason in reasons if reason.model_dump() != run.pending_reason]
+        for run, reason in changed[:_REASONS_A_ROUND]:
+            await self._execute(machine.report_pending_reason(run.run_id, reason))
+            await self._queue.wake(run.run_id)
+
+    async def _execute(self, statement: Executable, parameters: dict[str, Any] | None = None) -> None:
+        async with self._engine.begin() as connection:
+            await connection.execute(statement, parameters)
+
+    def _report(self, trouble: str | None) -> None:
+        """Log that the cluster does not respond, and that it does again."""
+        if trouble is not None and self._trouble is None:
+            log.warning("ray: %s; runs wait", trouble)
+        elif trouble is None and self._trouble is not None:
+            log.info("ray: the cluster responds again")
+        self._trouble = trouble
+
+    def _environment(self) -> dict[str, str]:
+        """Return variables of a job: none of them is a secret."""
+        # Ray kills a stopped job after 3 seconds by default, in which a trainer cannot save.
+        return {"RAY_JOB_STOP_WAIT_TIME_S": str(round(self._settings.save_grace_seconds) + _EXTRA_SECONDS)}
+
+
+def _is_waiting(job: Any) -> bool:
+    return bool(job.status == "pending" and job.current_epoch == job.lease_epoch)
+
+
+def _is_claimed(job: Any) -> bool:
+    """Return True if the worker of this job trains the run, whatever Ray believes about the job."""
+    return job.status in LIVE and job.current_epoch == job.lease_epoch + 1
+
+
+def _entrypoint(job: Any) -> str:
+    options = {"--devices": str(job.devices_needed)}
+    if kind := job.requirements.get("kind"):
+        options["--kind"] = kind
+    words = [word for option in options.items() for word in option]
+    words += [word for label in job.requirements.get("labels") or () for word in ("--label", label)]
+    return shlex.join(["python", "-m", "worker.ray_node", job.run_id, str(job.lease_epoch), *words])
+
+
+def _not_configured() -> PendingReason:
+    message = "The API has no ANNEAL_RAY_URL any more. An operator sets it and restarts the API, or stop the run."
+    return PendingReason(code="ray_not_configured", message=message)
+
+
+def _queued() -> PendingReason:
+    message = (
+        f"{_MOST_WAITING} other runs wait for Ray to place them, those of higher priority first. The job of this run "
+        "is submitted after them."
+    )
+    return PendingReason(code="ray_queued", message=message)
+
+
+def _placing(job: Any, job_id: str) -> PendingReason:
+    count, kind = job.devices_needed, job.requirements.get("kind")
+    noun = {"cuda": "GPU", "cpu": "CPU"}.get(kind, "GPU (or CPU, in a cluster without GPUs)")
+    plural = noun if count == 1 else noun.replace("GPU", "GPUs").replace("CPU", "CPUs")
+    labels = job.requirements.get("labels") or []
+    message = f"Ray job {job_id} waits for a node with {count} free {plural}"
+    if labels:
+        message += f" and the labels {', '.join(f'`{label}`' for label in labels)}"
+    message += ", or its worker is starting. `ray status` shows what the cluster has."
+    return PendingReason(code="ray_placing", message=message)

@@ -1,0 +1,326 @@
+"""The loop that submits jobs to a Ray cluster: each waiting run has one, whatever the cluster does."""
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, text
+
+from app.backends import ray_api, ray_jobs
+from app.backends.ray_jobs import RayJobs
+from app.config import Settings
+from app.infra.broker import Broker
+from app.infra.db import async_engine
+from app.runs.scheduler.dispatcher import Dispatcher
+from app.runs.state import machine
+from tests.app.ray_server import RayServer, ray_server
+from tests.factories import make_dataset, make_run
+from tests.rows import add_run, add_worker, events_of, run_row
+from tests.server import ThreadServer
+from tests.waiting import eventually
+
+
+@pytest.fixture
+def ray() -> Iterator[RayServer]:
+    with ray_server() as server:
+        yield server
+
+
+@pytest.fixture
+def settings(settings: Settings, ray: RayServer) -> Settings:
+    return settings.model_copy(update={"ray_url": ray.url, "ray_token": "sesame"})
+
+
+@pytest.fixture
+async def jobs(settings: Settings) -> AsyncIterator[RayJobs]:
+    async for one in loop_of(settings):
+        yield one
+
+
+async def loop_of(settings: Settings) -> AsyncIterator[RayJobs]:
+    """A loop that does a round when the test says so."""
+    own = async_engine(settings.database_url or "", pool_size=2)
+    loop = RayJobs(own, Broker(settings), settings)
+    yield loop
+    await loop.stop()
+    await own.dispose()
+
+
+def add(engine: Engine, **values: Any) -> str:
+    """A pending run of the backend; its id."""
+    run_id: str = add_run(engine, backend="ray", **values).id
+    return run_id
+
+
+def job(run_id: str, epoch: int = 0) -> str:
+    return f"anneal-{run_id}-{epoch}"
+
+
+def waits_because(engine: Engine, run_id: str) -> tuple[str, str]:
+    reason = run_row(engine, run_id).pending_reason
+    return reason["code"], reason["message"]
+
+
+def claim(engine: Engine, run_id: str) -> Any:
+    """Claim the run as the worker that its job has started."""
+    worker = add_worker(engine, devices=4, backends=["ray"])
+    with engine.begin() as connection:
+        return connection.execute(machine.claim(worker, ["ray"], 60.0, "cpu", [], run_id)).one_or_none()
+
+
+def execute(engine: Engine, statement: Any) -> None:
+    with engine.begin() as connection:
+        connection.execute(text(statement) if isinstance(statement, str) else statement)
+
+
+class TestSubmission:
+    async def test_a_waiting_run_has_one_job_however_many_rounds_there_are(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        run_id = add(engine, devices_needed=2, requirements={"kind": "cuda", "labels": ["zone=a b;c"]})
+        for _ in range(3):
+            await jobs.round()
+        assert ray.submissions == [job(run_id)] and ray.tokens == {"Bearer sesame"}
+        wanted = f"python -m worker.ray_node {run_id} 0 --devices 2 --kind cuda --label 'zone=a b;c'"
+        assert ray.bodies[0]["entrypoint"] == wanted
+        code, message = waits_because(engine, run_id)
+        assert code == "ray_placing" and "2 free GPUs" in message and job(run_id) in message
+        assert [kind for _, kind, _, _ in events_of(engine, run_id)] == ["status", "pending"]
+
+    async def test_nothing_secret_is_part_of_a_job(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine, settings: Settings
+    ) -> None:
+        add(engine)
+        await jobs.round()
+        (body,) = ray.bodies
+        assert body["runtime_env"] == {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "21"}}
+        sent = json.dumps(body)
+        secret = (settings.database_url, settings.redis_url, "sesame", str(settings.storage))
+        assert not any(one and one in sent for one in secret)
+
+    async def test_replicas_at_once_submit_it_once(self, ray: RayServer, settings: Settings, engine: Engine) -> None:
+        run_id = add(engine)
+        ray.delay = 0.2
+        replicas = [loop_of(settings) for _ in range(3)]
+        loops = [await anext(one) for one in replicas]
+        await asyncio.gather(*(one.round() for one in loops))
+        assert ray.submissions == [job(run_id)]
+        for one in replicas:
+            await anext(one, None)
+
+    async def test_a_lost_response_is_looked_up_and_not_asked_for_again(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        run_id = add(engine)
+        real = ray_api.RayApi.submit
+
+        async def submit(api: Any, *arguments: Any) -> None:
+            ray.loses_responses = True
+            try:
+                await real(api, *arguments)
+            finally:
+                ray.loses_responses = False
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ray_api.RayApi, "submit", submit)
+            await jobs.round()
+        assert waits_because(engine, run_id)[0] == "ray_unreachable" and ray.submissions == [job(run_id)]
+        await jobs.round()
+        assert waits_because(engine, run_id)[0] == "ray_placing" and ray.submissions == [job(run_id)]
+
+    async def test_an_id_that_exists_already_is_the_job(self, settings: Settings, ray: RayServer) -> None:
+        api = ray_api.RayApi(ray.url, None)
+        await api.submit("anneal-run-1", "true", {})
+        await api.submit("anneal-run-1", "true", {})
+        assert ray.submissions == ["anneal-run-1"] * 2
+        await api.close()
+
+    async def test_only_some_jobs_wait_at_a_time_those_of_higher_priority_first(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(ray_jobs, "_MOST_WAITING", 2)
+        low, high, middle = (add(engine, priority=priority) for priority in (0, 9, 5))
+        await jobs.round()
+        assert set(ray.submissions) == {job(high), job(middle)}
+        assert waits_because(engine, low)[0] == "ray_queued"
+        assert claim(engine, high)
+        await jobs.round()
+        assert set(ray.submissions) == {job(high), job(middle), job(low)}
+
+    async def test_a_quota_counts_the_jobs_that_are_submitted(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        first, second = add(engine, devices_needed=2), add(engine, devices_needed=2)
+        execute(engine, "UPDATE experiments SET max_devices = 3")
+        experiment = run_row(engine, first).experiment_id
+        execute(engine, f"UPDATE runs SET experiment_id = '{experiment}'")
+        await jobs.round()
+        assert ray.submissions == [job(first)]
+        assert waits_because(engine, second)[0] == "quota"
+
+    async def test_a_run_that_waits_after_a_loss_has_its_job_when_it_is_due(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        add(engine)
+        execute(engine, "UPDATE runs SET not_before = now() + interval '1 hour'")
+        await jobs.round()
+        assert ray.submissions == []
+
+
+class TestACluster:
+    async def test_that_does_not_respond_lets_runs_wait_with_one_line_in_the_log(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        run_id = add(engine)
+        ray.loses_responses = True
+        with caplog.at_level(logging.INFO):
+            for _ in range(3):
+                await jobs.round()
+            code, message = waits_because(engine, run_id)
+            assert code == "ray_unreachable" and ray.url in message and "ANNEAL_RAY_URL" in message
+            ray.loses_responses = False
+            await jobs.round()
+        assert waits_because(engine, run_id)[0] == "ray_placing"
+        told = [record.message for record in caplog.records if record.message.startswith("ray: ")]
+        assert ["does not respond" in one for one in told][:2] == [True, False] and len(told) == 3
+
+    async def test_that_rejects_the_token_is_named(self, jobs: RayJobs, ray: RayServer, engine: Engine) -> None:
+        run_id = add(engine)
+        ray.token = "another"
+        await jobs.round()
+        assert "set ANNEAL_RAY_TOKEN" in waits_because(engine, run_id)[1]
+
+    async def test_that_is_slow_ends_a_round(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(ray_jobs, "_ROUND_SECONDS", 0.5)
+        run_id, ray.delay = add(engine), 3.0
+        await asyncio.wait_for(jobs.round(), 2.5)
+        code, message = waits_because(engine, run_id)
+        assert code == "ray_unreachable" and "takes too long" in message
+
+    def test_that_hangs_holds_up_nothing_else(self, settings: Settings, engine: Engine) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as deaf:
+            url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+            with ThreadServer(settings.model_copy(update={"ray_url": url})) as api:
+                add(engine)
+                deaf.settimeout(20)
+                held = deaf.accept()[0]
+                dataset = make_dataset(engine, "text", ["text"])
+                other = make_run(api.client, dataset)["id"]
+                eventually(lambda: run_row(engine, other).notified_at, timeout=10, what="a hint")
+                held.close()
+
+
+class TestAJob:
+    async def test_that_starts_no_worker_is_tried_again_with_the_reason(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        run_id = add(engine, max_restarts=1)
+        await jobs.round()
+        said = "logs:\nTraceback\n\x1b[31mNo module named worker, see https://ada:pass@host/x\n\n"
+        ray.end(job(run_id), "FAILED", said)
+        await jobs.round()
+        row = run_row(engine, run_id)
+        code, message = waits_because(engine, run_id)
+        assert (row.status, row.lease_epoch, row.lost_count) == ("pending", 1, 1) and code == "ray_job_failed"
+        assert "No module named worker, see https://***@host/x" in message and "\x1b" not in message
+        await jobs.round()
+        assert ray.submissions == [job(run_id)], "not before a pause"
+        execute(engine, "UPDATE runs SET not_before = now()")
+        await jobs.round()
+        assert ray.submissions == [job(run_id), job(run_id, 1)]
+        ray.end(job(run_id, 1), "SUCCEEDED")
+        await jobs.round()
+        row = run_row(engine, run_id)
+        assert (row.status, row.error_code) == ("failed", "worker_not_started")
+        assert job(run_id, 1) in row.error_message
+
+    async def test_that_the_cluster_has_forgotten_is_submitted_again(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        run_id = add(engine)
+        await jobs.round()
+        ray.jobs.clear()
+        await jobs.round()
+        assert ray.submissions == [job(run_id)] * 2
+
+    async def test_of_a_run_that_was_stopped_or_deleted_is_stopped(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        stopped, deleted = add(engine), add(engine)
+        await jobs.round()
+        execute(engine, machine.request_stop(stopped, "checkpoint"))
+        execute(engine, f"DELETE FROM runs WHERE id = '{deleted}'")
+        await jobs.round()
+        assert sorted(ray.stopped) == sorted([job(stopped), job(deleted)])
+        await jobs.round()
+        assert len(ray.stopped) == 2
+        with engine.connect() as connection:
+            assert connection.scalar(text("SELECT count(*) FROM ray_jobs")) == 0
+
+    async def test_whose_run_trains_does_not_matter(self, jobs: RayJobs, ray: RayServer, engine: Engine) -> None:
+        """Ray may have given up a node whose worker still renews its lease."""
+        run_id = add(engine)
+        await jobs.round()
+        assert claim(engine, run_id)
+        ray.end(job(run_id), "FAILED", "the node is lost")
+        asked = len(ray.asked)
+        await jobs.round()
+        row = run_row(engine, run_id)
+        assert (row.status, row.lease_epoch, row.lost_count) == ("initializing", 1, 0)
+        assert len(ray.asked) == asked and ray.submissions == [job(run_id)]
+
+    async def test_of_a_run_that_has_ended_may_end_by_itself_first(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        run_id = add(engine)
+        await jobs.round()
+        run = claim(engine, run_id)
+        execute(engine, machine.fail(run_id, run.lease_epoch, "bad_data", "row 3 is empty"))
+        for _ in range(2):
+            await jobs.round()
+        assert ray.stopped == []
+        execute(engine, "UPDATE ray_jobs SET left_at = left_at - interval '1 minute'")
+        await jobs.round()
+        assert ray.stopped == [job(run_id)]
+
+    async def test_of_a_run_that_was_released_is_followed_by_another(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        run_id = add(engine)
+        await jobs.round()
+        run = claim(engine, run_id)
+        execute(engine, machine.release(run_id, run.lease_epoch, "drained"))
+        await jobs.round()
+        row = run_row(engine, run_id)
+        assert row.status == "pending" and ray.submissions == [job(run_id), job(run_id, row.lease_epoch)]
+        assert ray.stopped == []
+
+
+class TestWorkersOfOtherBackends:
+    async def test_get_no_hints_for_its_runs_and_no_other_reason_is_given(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        run_id = add(engine)
+        execute(engine, "UPDATE runs SET not_before = now() - interval '1 minute'")
+        own = async_engine(settings.database_url or "", pool_size=1)
+        hints, explained = await Dispatcher(own, Broker(settings), settings).round()
+        await own.dispose()
+        assert (hints, explained) == (0, []) and run_row(engine, run_id).pending_reason is None
+
+    async def test_without_a_url_a_run_that_waits_says_so(self, settings: Settings, engine: Engine) -> None:
+        run_id = add(engine)
+        async for loop in loop_of(settings.model_copy(update={"ray_url": None})):
+            await loop.round()
+        assert waits_because(engine, run_id)[0] == "ray_not_configured"
+
+    def test_a_worker_of_one_run_claims_no_other(self, engine: Engine) -> None:
+        first, second = add(engine, priority=5), add(engine)
+        assert claim(engine, second).id == second
+        assert claim(engine, second) is None
+        assert claim(engine, first).id == first

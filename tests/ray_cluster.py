@@ -1,0 +1,130 @@
+"""A local Ray cluster of `ray start` processes: a head without devices, and nodes that tests kill and freeze."""
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from app.config import Settings
+from tests.ports import free_port
+from tests.waiting import eventually
+
+TOKEN = secrets.token_hex(32)
+
+
+class RayNode:
+    """Node of the cluster: `ray start --block` and its processes."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str], log: Path) -> None:
+        command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
+        ports = [f"--{name}={free_port()}" for name in ("dashboard-agent-listen-port", "metrics-export-port")]
+        memory = ["--node-ip-address=127.0.0.1", f"--object-store-memory={80 * 2**20}", "--min-worker-port=0"]
+        self.log = log
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [*command, *memory, "--max-worker-port=0", *ports, *arguments], env=environment, stdout=output,
+                stderr=output, start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def raylet(self) -> psutil.Process:
+        """The raylet of this node, which starts its workers."""
+        return next(one for one in self.processes() if one.name() == "raylet")
+
+    def processes(self) -> list[psutil.Process]:
+        """Return all processes of this node, those of its workers among them."""
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def holds(self, pid: int) -> bool:
+        """Return True if a process is one of this node."""
+        return any(one.pid == pid for one in self.processes())
+
+    def stop(self) -> None:
+        """Kill all processes of this node."""
+        every = self.processes()
+        self.process.send_signal(signal.SIGTERM)
+        _quietly(lambda: self.process.wait(20))
+        for one in every:
+            _quietly(one.kill)
+        _quietly(self.process.kill)
+        self.process.wait(20)
+
+
+class RayCluster:
+    """A head without CPUs, on which only the drivers of jobs run, and nodes with one CPU each."""
+
+    def __init__(self, settings: Settings, dashboard: int, nodes: int = 2) -> None:
+        """Start it; the nodes have the settings of a worker in their environment, but those of the API about Ray."""
+        self._folder = Path(tempfile.mkdtemp(prefix="ray"))  # short, because paths of sockets are
+        self.port, self.dashboard = free_port(), dashboard
+        self.url = f"http://127.0.0.1:{self.dashboard}"
+        self.client = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=30)
+        inherited = {name: value for name, value in settings.child_environment().items() if "RAY" not in name}
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        self._environment = {**inherited, "PATH": path, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+        self.head = self._start(
+            "--head", f"--port={self.port}", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
+            f"--dashboard-port={self.dashboard}", f"--temp-dir={self._folder}", "--num-cpus=0", "--num-gpus=0",
+        )  # fmt: skip
+        eventually(self._answers, timeout=120, what=f"the head of Ray, see {self.head.log}")
+        self.nodes = [self.add_node() for _ in range(nodes)]
+
+    def add_node(self) -> RayNode:
+        """Add a node with one CPU and wait until the cluster knows it."""
+        before = self.alive()
+        node = self._start(f"--address=127.0.0.1:{self.port}", "--num-cpus=1", "--num-gpus=0", "--labels=zone=a")
+        try:
+            eventually(lambda: self.alive() - before, timeout=90, what="a node of Ray")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {node.log.read_text()[-2000:]}") from error
+        return node
+
+    def alive(self) -> set[str]:
+        """Return the ids of the nodes that are alive, that of the head among them."""
+        nodes = self.client.get("/nodes", params={"view": "summary"}).json()["data"]["summary"]
+        return {one["raylet"]["nodeId"] for one in nodes if one["raylet"].get("state") == "ALIVE"}
+
+    def jobs(self) -> dict[str, dict[str, Any]]:
+        """Return all jobs by their submission id."""
+        return {one["submission_id"]: one for one in self.client.get("/api/jobs/").json() if one["submission_id"]}
+
+    def log_of(self, job_id: str) -> str:
+        """Return what a job has printed."""
+        return str(self.client.get(f"/api/jobs/{job_id}/logs").json()["logs"])
+
+    def stop(self) -> None:
+        """Kill all processes."""
+        self.client.close()
+        for node in [*self.nodes, self.head]:
+            node.stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, *arguments: str) -> RayNode:
+        number = len(list(self._folder.glob("start-*")))
+        return RayNode(list(arguments), self._environment, self._folder / f"start-{number}.log")
+
+    def _answers(self) -> bool:
+        assert self.head.process.poll() is None, self.head.log.read_text()[-3000:]
+        try:
+            return self.client.get("/api/version").status_code == 200
+        except httpx.TransportError:
+            return False
+
+
+def _quietly(action: Callable[[], object]) -> None:
+    try:
+        action()
+    except (psutil.NoSuchProcess, ProcessLookupError, subprocess.TimeoutExpired):
+        pass

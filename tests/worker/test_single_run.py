@@ -1,0 +1,72 @@
+"""A worker that was started for one run takes that and ends, or ends with a line that says why not."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+from sqlalchemy import Engine, text
+
+from app.config import Settings
+from app.infra.ids import new_id
+from tests.rows import add_run, run_row
+
+
+def start(settings: Settings, run_id: str, epoch: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the worker of a run to its end."""
+    command = [sys.executable, "-m", "worker.single_run", run_id, str(epoch)]
+    variables = {**settings.child_environment(), "ANNEAL_LAUNCH": "cold", **environment}
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+
+
+def add(engine: Engine, **values: Any) -> str:
+    run_id: str = add_run(engine, backend="ray", **values).id
+    return run_id
+
+
+def last_line(done: subprocess.CompletedProcess[str]) -> str:
+    return done.stderr.splitlines()[-1]
+
+
+def test_it_claims_its_run_alone_and_ends_with_the_attempt(settings: Settings, engine: Engine) -> None:
+    urgent, mine = add(engine, priority=9), add(engine, config={"base_model": "/nowhere/model"})
+    other = add_run(engine).id
+    done = start(settings, mine)
+    assert done.returncode == 0, done.stderr
+    row = run_row(engine, mine)
+    assert (row.status, row.attempt) == ("failed", 1), "there is no such model"
+    assert {run_row(engine, one).status for one in (urgent, other)} == {"pending"}
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT state, backends FROM workers")).all() == [("offline", ["ray"])]
+
+
+def test_a_run_that_waits_no_more_needs_nothing(settings: Settings, engine: Engine) -> None:
+    lost = add(engine)
+    for run_id, epoch in ((lost, 7), (new_id("run"), 0)):
+        assert start(settings, run_id, epoch).returncode == 0
+    assert run_row(engine, lost).status == "pending"
+
+
+def test_a_machine_that_does_not_fit_is_named(settings: Settings, engine: Engine) -> None:
+    run_id = add(engine, requirements={"kind": "cuda"})
+    done = start(settings, run_id, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1 and "needs a device of kind `cuda`" in last_line(done)
+    assert run_row(engine, run_id).status == "pending"
+
+
+def test_missing_and_wrong_settings_are_named_without_their_values(settings: Settings) -> None:
+    without = {"ANNEAL_DATABASE_URL": "", "ANNEAL_REDIS_URL": "", "ANNEAL_HOME": str(settings.home / "none")}
+    assert "ANNEAL_DATABASE_URL" in last_line(start(settings, "run_1", **without))
+    done = start(settings, "run_1", ANNEAL_CHECKPOINT_URL="s3://ada:hunter2@bucket", ANNEAL_LEASE_SECONDS="soon")
+    assert done.returncode == 1 and "ANNEAL_LEASE_SECONDS" in last_line(done) and "hunter2" not in done.stderr
+
+
+def test_a_database_that_cannot_be_reached_is_named(settings: Settings) -> None:
+    program = "import sys\nfrom worker import single_run\nsingle_run._DATABASE_SECONDS = 0\nsys.exit(single_run.main())"
+    away = {"ANNEAL_DATABASE_URL": "postgresql://ada:hunter2@127.0.0.1:1/x", "ANNEAL_LAUNCH": "cold"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, "run_1", "0"],
+        env={**settings.child_environment(), **away}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 1 and f"cannot be reached from {os.uname().nodename}" in last_line(done)
+    assert "hunter2" not in done.stderr

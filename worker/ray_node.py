@@ -1,0 +1,153 @@
+"""Driver of a Ray job: reserves devices of the cluster for one run and starts Anneal's worker on them.
+
+The API submits `python -m worker.ray_node <run> <lease epoch>`, which needs neither the database nor the storage. The
+worker (`worker.single_run`) has the environment of its Ray node. SIGTERM, which Ray sends to a job that is stopped, has
+the worker save and release its run.
+"""
+
+import argparse
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import IO, Any
+
+from app.config import placed_worker_environment
+from app.infra.process.children import start_child
+
+_LOOK_SECONDS = 1.0
+
+
+class Bundle:
+    """Actor on the node of a bundle: starts the worker there, and ends it.
+
+    Ray calls its methods one after the other in the main thread, which the worker's death signal requires.
+    """
+
+    def start(self, run: str, lease_epoch: int, kind: str, devices: int, labels: list[str]) -> str:
+        """Start the worker, whose other settings are those of the node; return the name of the node."""
+        environment = placed_worker_environment(kind, devices, labels)
+        command = [sys.executable, "-m", "worker.single_run", run, str(lease_epoch)]
+        # SIGTERM, not SIGKILL: if only this actor dies, the worker saves and releases its run.
+        self._worker = start_child(command, environment=environment, death_signal=signal.SIGTERM, pipe=True)
+        self._last_line = ""
+        self._reader = threading.Thread(target=self._copy, args=[self._worker.stdout], daemon=True)
+        self._reader.start()
+        return socket.gethostname()
+
+    def wait(self, seconds: float) -> tuple[int, str] | None:
+        """Return the exit code of the worker and the last line that it has printed; None if it still runs."""
+        try:
+            code = self._worker.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        self._reader.join(_LOOK_SECONDS)
+        return code, self._last_line
+
+    def stop(self) -> None:
+        """Have the worker save and release its run."""
+        if self._worker.poll() is None:
+            self._worker.send_signal(signal.SIGTERM)
+
+    def _copy(self, output: IO[bytes]) -> None:
+        for line in output:
+            text = line.decode(errors="replace").rstrip()
+            self._last_line = text or self._last_line
+            print(text, file=sys.stderr, flush=True)  # noqa: T201  # Ray forwards it to the log of the job
+
+
+class Driver:
+    """The job: a placement group with a bundle for each node, and an actor in each of them."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._is_stopping = False
+
+    def request_stop(self, *_: object) -> None:
+        """Handle SIGTERM."""
+        self._is_stopping = True
+
+    def run(self) -> int:
+        """Return 0 if the worker has ended by itself or was stopped, and 1 with a last line that says what failed."""
+        import ray
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        ray.init(address="auto")
+        signal.signal(signal.SIGTERM, self.request_stop)  # Ray has set its own handler, which exits
+        arguments = self._arguments
+        kind = arguments.kind or ("cuda" if ray.cluster_resources().get("GPU") else "cpu")
+        bundle = {"GPU" if kind == "cuda" else "CPU": float(arguments.devices)}
+        selector = dict(label.split("=", 1) for label in arguments.label)
+        group = placement_group([bundle], bundle_label_selector=[selector] if selector else None)
+        print(f"waiting for a node with {bundle} {selector or ''}", flush=True)  # noqa: T201
+        try:
+            if not self._is_placed(ray, group):
+                return 0
+            return self._train(ray, self._actor(ray, group, bundle), kind)
+        except ray.exceptions.RayActorError as error:
+            # Whether its worker still trains is not known here: the lease of the run decides.
+            why = [line.strip() for line in str(error).splitlines() if line.strip()]
+            print(f"the worker was not started, or its node is lost: {why[-1]}", file=sys.stderr)  # noqa: T201
+            return 1
+        finally:
+            remove_placement_group(group)
+
+    def _is_placed(self, ray: Any, group: Any) -> bool:
+        """Wait for the cluster; return False if the job is stopped before."""
+        ready = group.ready()
+        while not self._is_stopping:
+            if ray.wait([ready], timeout=_LOOK_SECONDS)[0]:
+                ray.get(ready)
+                return True
+        return False
+
+    def _actor(self, ray: Any, group: Any, bundle: dict[str, float]) -> Any:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        options = ray.remote(Bundle).options(
+            num_cpus=bundle.get("CPU", 0),
+            num_gpus=bundle.get("GPU", 0),
+            max_restarts=0,  # a run goes on by another claim, with a job of its own
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+        )
+        return options.remote()
+
+    def _train(self, ray: Any, bundle: Any, kind: str) -> int:
+        """Start the worker and wait for its end; pass a request to stop on."""
+        given = self._arguments
+        node = ray.get(bundle.start.remote(given.run, given.lease_epoch, kind, given.devices, given.label))
+        print(f"the worker is on {node}", flush=True)  # noqa: T201
+        was_asked = False
+        while True:
+            if self._is_stopping and not was_asked:
+                bundle.stop.remote()
+                was_asked = True
+            try:
+                ended = ray.get(bundle.wait.remote(_LOOK_SECONDS))
+            except ray.exceptions.ActorUnavailableError:  # for a moment, or it is declared dead later
+                time.sleep(_LOOK_SECONDS)
+                continue
+            if ended is not None:
+                break
+        code, last_line = ended
+        if code == 0 or was_asked:
+            return 0
+        print(f"the worker on {node} ended with {code}: {last_line}", file=sys.stderr)  # noqa: T201
+        return 1
+
+
+def main() -> int:
+    """Run the job with the arguments of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run")
+    parser.add_argument("lease_epoch", type=int)
+    parser.add_argument("--devices", type=int, required=True)
+    parser.add_argument("--kind", choices=["cuda", "cpu"], help="default: cuda, in a cluster without GPUs cpu")
+    parser.add_argument("--label", action="append", default=[], help="label of the node, key=value")
+    return Driver(parser.parse_args()).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Worker for one run, started with `python -m worker.single_run <run> <lease epoch>` on a node of a cluster.
+
+It takes no hints: it claims its run and ends with the attempt, also when it has released the run.
+"""
+
+import logging
+import sys
+import time
+
+from pydantic import ValidationError
+from sqlalchemy import select
+
+from app.config import Settings, get_settings
+from app.infra import log_setup
+from app.infra.errors import SetupError
+from app.infra.server_urls import resolve_urls
+from app.runs.scheduler.placement import DeviceOffer, Fleet, Needs, WorkerOffer, pending_reason
+from app.tables.runs import Run
+from worker import registration
+from worker.attempts import supervisor
+from worker.context import WorkerContext
+from worker.signals import SignalHandler
+
+log = logging.getLogger(__name__)
+
+_DATABASE_SECONDS = 60.0
+_CLAIM_SECONDS = 60.0
+_PAUSE = 1.0
+
+
+def main() -> int:
+    """Train the run; return 0 if it was claimed or waits no more, and 1 with a last line that says why it was not."""
+    run_id, lease_epoch = sys.argv[1], int(sys.argv[2])
+    signals = SignalHandler()
+    try:
+        settings = get_settings()
+        log_setup.set_up(settings.log_format)
+        run(resolve_urls(settings), signals, run_id, lease_epoch)
+    except ValidationError as error:  # its own text shows values, such as passwords
+        wrong = " ".join(f"ANNEAL_{'_'.join(map(str, one['loc'])).upper()}: {one['msg']}." for one in error.errors())
+        print(f"anneal: {wrong}", file=sys.stderr)  # noqa: T201
+        return 1
+    except SetupError as error:
+        print(f"anneal: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+def run(settings: Settings, signals: SignalHandler, run_id: str, lease_epoch: int) -> None:
+    """Claim the run and train it, or release it if `signals` end the worker; raise `SetupError` if it cannot."""
+    context = WorkerContext(settings, only_run=run_id)
+    signals.start(context)
+    context.launcher.adopt_orphans()
+    try:
+        if context.start(_DATABASE_SECONDS):
+            _work(context, run_id, lease_epoch)
+    finally:
+        context.close()
+
+
+def _work(context: WorkerContext, run_id: str, lease_epoch: int) -> None:
+    supervisor.wait_for_devices(context)
+    if trouble := context.health.trouble():
+        raise SetupError(trouble)
+    deadline = time.monotonic() + _CLAIM_SECONDS
+    while not context.closing.is_set():
+        sent = time.monotonic()
+        claimed = supervisor.claim(context)
+        if claimed is not None:
+            supervisor.supervise(context, claimed, sent)
+            return
+        waiting = _waiting(context, run_id, lease_epoch)
+        if waiting is None:
+            log.info("%s: it needs this worker no more", run_id)
+            return
+        reason = pending_reason(waiting, Fleet([_offer(context)]))
+        if reason is not None:
+            raise SetupError(reason.message)
+        if time.monotonic() > deadline:
+            raise SetupError(
+                f"no claim within {_CLAIM_SECONDS:.0f} s: a quota, or an error of the devices, prevents it"
+            )
+        context.closing.wait(_PAUSE)
+
+
+def _waiting(context: WorkerContext, run_id: str, lease_epoch: int) -> Needs | None:
+    """Return what the run needs if it still waits for this worker."""
+    query = select(Run.backend, Run.devices_needed, Run.requirements)
+    with context.engine.begin() as connection:
+        row = connection.execute(
+            query.where(Run.id == run_id, Run.lease_epoch == lease_epoch, Run.status == "pending")
+        ).one_or_none()
+    return None if row is None else Needs.of(row.backend, row.devices_needed, row.requirements)
+
+
+def _offer(context: WorkerContext) -> WorkerOffer:
+    """Return what this worker has, in the terms of the queue."""
+    devices = context.machine.devices
+    return WorkerOffer(
+        context.id,
+        frozenset(context.backends),
+        context.kind,
+        devices[0].name,
+        tuple(DeviceOffer(device.memory_bytes // 2**20) for device in devices),
+        frozenset(context.settings.labels),
+        context.name,
+        registration.has_gguf_converter(context.settings.gguf_converter),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
