@@ -273,7 +273,7 @@ def _write_model(service: Stack) -> str:
     for first in range(0, EVENTS - 4, 100):
         attempt.store(
             [
-                NewEvent.of("metric", now, METRIC | {"step": number})
+                NewEvent.of("metric", now, METRIC | {"step": number, "loss": 2 + 1 / (1 + number) + number % 7 / 10})
                 if number % 2
                 else NewEvent.of("log", now, {"line": LINE, "stream": "stdout", "level": "info"})
                 for number in range(first, min(first + 100, EVENTS - 4))
@@ -309,4 +309,5 @@ def _check_events(seqs: list[int]) -> None:
 
 
 def _check_curve(found: Any) -> None:
-    assert len(str(found)) > 1000, found
+    steps = found["series"]["loss"]["steps"]
+    assert steps[0] == 1 and steps[-1] >= EVENTS - 6 and len(steps) > 50, found

@@ -60,7 +60,7 @@ def main(scale: float = 1.0) -> bool:
             stack.callback(apis[-1].stop)
             stack.callback(apis[-1].client.close)
         for api in apis:
-            api.wait_until_up()
+            eventually(api._answers, timeout=120, what="every API process answers")
         nginx = stack.enter_context(_nginx(proxy, folder, [api.port for api in apis])) if proxy else None
         ports = [nginx.port] if nginx else [api.port for api in apis]
         print(
@@ -101,8 +101,8 @@ class _Measurement:
         of_streams = [_memory(api.process.pid) - used for api, used in zip(self._apis, before, strict=True)]
         print(
             f"C14 {readers:,} readers of {runs} runs connected in {took:.1f} s ({readers / took:,.0f} a second); an "
-            f"API process uses {sum(of_streams) / readers / 1024:.1f} KiB a stream ({min(before) / 2**20:.0f} MiB without, "
-            f"{max(map(sum, zip(before, of_streams, strict=True))) / 2**20:.0f} MiB with), the proxy "
+            f"API process uses {sum(of_streams) / readers / 1024:.1f} KiB a stream ({min(before) / 2**20:.0f} MiB "
+            f"without, {max(map(sum, zip(before, of_streams, strict=True))) / 2**20:.0f} MiB with), the proxy "
             f"{(self._proxy_memory() - proxy_before) / readers / 1024:.1f} KiB",
             flush=True,
         )

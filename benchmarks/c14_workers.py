@@ -93,13 +93,13 @@ def _measure(service: Stack, fleet: "list[subprocess.Popen[str]]", workers: int,
     overdue = [run_id for one in figures for run_id in one["overdue"]]
     print(
         f"C14 {rates}\n"
-        f"C14 a claim takes {_part(claims, 0.5) * 1e3:.0f} ms in the median, {_part(claims, 0.99) * 1e3:.0f} ms at most "
-        f"in 99 %; a run of {arriving} created over HTTP at {ARRIVALS:g} a second was claimed after "
+        f"C14 a claim takes {_part(claims, 0.5) * 1e3:.0f} ms in the median, p99 {_part(claims, 0.99) * 1e3:.0f} ms; a "
+        f"run of {arriving} created over HTTP at {ARRIVALS:g} a second was claimed after "
         f"{_part(waits, 0.5) * 1e3:.0f} ms in the median, p99 {_part(waits, 0.99) * 1e3:.0f} ms, longest "
         f"{waits[-1] * 1e3:.0f} ms\n"
         f"C14 {completed} of {runs + arriving} runs completed in their first attempt, {lost} attempts lost, {gaps} "
-        f"runs with missing events; the longest time between two renewals was {silences[-1]:.1f} s of {LEASE_SECONDS:g} s, "
-        f"trainers beyond their deadline: {len(overdue)}",
+        f"runs with missing events; the longest time between two renewals was {silences[-1]:.1f} s of "
+        f"{LEASE_SECONDS:g} s, trainers beyond their deadline: {len(overdue)}",
         flush=True,
     )
     return completed == runs + arriving and not lost and not gaps and not overdue
