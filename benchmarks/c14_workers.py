@@ -26,11 +26,11 @@ from tests.stack import Stack
 from tests.waiting import eventually
 
 WORKERS, PROCESSES = 200, 4
-RUNS, ARRIVING = 2000, 150
+RUNS, ARRIVING = 2000, 100
 ARRIVALS = 5.0
 """Runs created per second once the queue is empty."""
-STEPS, STEP_SECONDS = 10, 2.0
-IDLE_SECONDS = 20.0
+STEPS, STEP_SECONDS = 10, 1.5
+IDLE_SECONDS = 10.0
 CONNECTIONS_EACH = 4
 """Upper bound of the connections to PostgreSQL that a worker with one slot keeps."""
 LEASE_SECONDS = 60.0
