@@ -9,6 +9,7 @@ the query of Prometheus. Then retention drops the oldest month while a live run 
 
 import asyncio
 import json
+import os
 import random
 import shutil
 import tempfile
@@ -137,6 +138,8 @@ class _Measurement:
         with psycopg.connect(self._url, autocommit=True) as connection:
             connection.execute("VACUUM (ANALYZE)")
             eventually(lambda: _is_empty(connection, "event_feed_queue"), 600, 0.5, "the feed is numbered")
+        os.sync()
+        with psycopg.connect(self._url) as connection:
             of_events = _one(
                 connection,
                 "SELECT sum(pg_total_relation_size(inhrelid)) FROM pg_inherits "
@@ -181,8 +184,8 @@ class _Measurement:
             "curve, run of this month": Lane(lambda: self._curve(self._any(newest)), CALLS, check=_check_curve),
             "renewal of a lease": Lane(self._executes(machine.renew(self._live.run_id, 1, 3600.0)), CALLS),
             "heartbeat of a worker": Lane(self._executes(heartbeat), CALLS),
-            "Prometheus' query": Lane(self._in_loop(self._snapshot), 5),
-            "round of the dispatcher": Lane(self._in_loop(self._round), 5),
+            "Prometheus' query": Lane(self._in_loop(self._snapshot), CALLS),
+            "round of the dispatcher": Lane(self._in_loop(self._round), CALLS),
         }
 
     def _append(self) -> None:

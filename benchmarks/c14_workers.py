@@ -152,7 +152,8 @@ def _arrive(service: Stack, count: int) -> list[float]:
         service.until(run_id, "completed", timeout=120)
     with service.engine.connect() as connection:
         query = text(
-            "SELECT extract(epoch FROM started_at - created_at) FROM runs JOIN run_attempts ON run_id = id "
+            "SELECT extract(epoch FROM run_attempts.started_at - created_at) FROM runs "
+            "JOIN run_attempts ON run_id = id "
             "WHERE id = ANY(:ids) ORDER BY 1"
         )
         return [float(seconds) for seconds in connection.scalars(query, {"ids": ids})]

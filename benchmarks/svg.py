@@ -5,9 +5,21 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-WIDTH, HEIGHT = 760, 380
-LEFT, RIGHT, TOP, BOTTOM = 70, 190, 44, 50
-COLORS = ("#d9480f", "#1971c2", "#2f9e44", "#9c36b5", "#f08c00", "#0c8599", "#495057", "#e64980")
+WIDTH, HEIGHT = 820, 380
+LEFT, RIGHT, TOP, BOTTOM = 70, 250, 44, 50
+COLORS = (
+    "#d9480f",
+    "#1971c2",
+    "#2f9e44",
+    "#9c36b5",
+    "#f08c00",
+    "#0c8599",
+    "#495057",
+    "#e64980",
+    "#5c3d2e",
+    "#82c91e",
+    "#1c2a8c",
+)
 FOLDER = Path("build/benchmarks")
 
 
