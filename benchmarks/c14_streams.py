@@ -157,7 +157,8 @@ class _Measurement:
         worker = add_worker(self._service.engine, devices=count)
         self._runs = [add_run(self._service.engine).id for _ in range(count)]
         for _ in range(count):
-            claim(self._service.engine, worker, lease=3600)
+            # The dispatcher holds locks of the runs for which it is just sending hints, and a claim skips those.
+            eventually(lambda: claim(self._service.engine, worker, lease=3600), what="a run is claimed")
         self._stamps = [[] for _ in range(count)]
 
     def _produce(self, seconds: float) -> None:

@@ -26,7 +26,7 @@ from tests.stack import Stack
 from tests.waiting import eventually
 
 WORKERS, PROCESSES = 200, 4
-RUNS, ARRIVING = 2000, 100
+RUNS, ARRIVING = 1500, 100
 ARRIVALS = 5.0
 """Runs created per second once the queue is empty."""
 STEPS, STEP_SECONDS = 10, 1.5
