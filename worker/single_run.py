@@ -85,12 +85,12 @@ def _work(context: WorkerContext, run_id: str, lease_epoch: int) -> None:
 
 def _waiting(context: WorkerContext, run_id: str, lease_epoch: int) -> Needs | None:
     """Return what the run needs if it still waits for this worker."""
-    query = select(Run.backend, Run.devices_needed, Run.requirements)
+    query = select(Run.backend, Run.devices_needed, Run.hosts_needed, Run.requirements)
     with context.engine.begin() as connection:
         row = connection.execute(
             query.where(Run.id == run_id, Run.lease_epoch == lease_epoch, Run.status == "pending")
         ).one_or_none()
-    return None if row is None else Needs.of(row.backend, row.devices_needed, row.requirements)
+    return None if row is None else Needs.of(row.backend, row.devices_needed, row.hosts_needed, row.requirements)
 
 
 def _offer(context: WorkerContext) -> WorkerOffer:

@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from app.config import Settings
 from app.contracts.backends import WORKER_BACKENDS
+from app.contracts.schemas.runs.placement import PendingReason
 from app.infra import async_tasks
 from app.infra.broker import ALL_RUNS, Broker
 from app.infra.clock import utc_now

@@ -144,9 +144,9 @@ class PendingReason(BaseModel):
         "`devices_paused`: those that do are paused after an error, or while other programs use their memory; "
         "`reserved`: a worker, or several, keep the devices that it needs until enough of them are free; `quota`: its "
         "key or experiment uses as many devices as it may. `queued` (events only): a worker can take it again. "
-        "Of backend `ray`: `ray_not_configured`: the API has no `ANNEAL_RAY_URL`; `ray_unreachable`: the cluster does not "
-        "respond; `ray_queued`: others wait for the cluster first; `ray_placing`: Ray has its job, and waits for a node "
-        "with so many free devices or starts the worker; `ray_job_failed`: the job has failed, and is submitted again "
-        "after a pause."
+        "Of backend `ray`: `ray_not_configured`: the API has no `ANNEAL_RAY_URL`; `ray_unreachable`: the cluster does "
+        "not respond; `ray_queued`: others wait for the cluster first; `ray_placing`: Ray has its job, and waits for a "
+        "node with so many free devices or starts the worker; `ray_job_failed`: the job has failed, and is submitted "
+        "again after a pause."
     )
     message: str = Field(description="The reason in a sentence, with what to do.")
