@@ -166,6 +166,7 @@ def test_a_killed_process_of_another_host_ends_all_and_is_named(hosts: Hosts) ->
     assert any("rank 1 ended with signal 9" in reason for reason in hosts.reasons(run_id)), hosts.reasons(run_id)
 
 
+@pytest.mark.full
 def test_a_killed_worker_of_a_part_is_replaced_once_its_lease_has_expired(hosts: Hosts) -> None:
     hosts.add()
     run_id = hosts.start(max_steps=60)
