@@ -1,15 +1,25 @@
 """A worker that was started for one run takes that and ends, or ends with a line that says why not."""
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+import pytest
 from sqlalchemy import Engine, text
 
 from app.config import Settings
 from app.infra.ids import new_id
 from tests.rows import add_run, run_row
+
+
+@pytest.fixture(autouse=True)
+def storage(settings: Settings) -> Path:
+    """The folder that API and nodes share."""
+    (settings.storage_root / "datasets").mkdir(parents=True)
+    return settings.storage_root
 
 
 def start(settings: Settings, run_id: str, epoch: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -29,15 +39,23 @@ def last_line(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_it_claims_its_run_alone_and_ends_with_the_attempt(settings: Settings, engine: Engine) -> None:
-    urgent, mine = add(engine, priority=9), add(engine, config={"base_model": "/nowhere/model"})
+    urgent, mine = add(engine, priority=9), add(engine)
     other = add_run(engine).id
     done = start(settings, mine)
     assert done.returncode == 0, done.stderr
     row = run_row(engine, mine)
-    assert (row.status, row.attempt) == ("failed", 1), "there is no such model"
+    assert (row.attempt, row.lease_owner) == (1, None), "one attempt, which fails since there is no data"
     assert {run_row(engine, one).status for one in (urgent, other)} == {"pending"}
     with engine.connect() as connection:
         assert connection.execute(text("SELECT state, backends FROM workers")).all() == [("offline", ["ray"])]
+
+
+def test_a_storage_that_is_not_mounted_is_named(settings: Settings, engine: Engine, storage: Path) -> None:
+    run_id = add(engine)
+    shutil.rmtree(storage)
+    done = start(settings, run_id)
+    assert done.returncode == 1 and f"the storage {storage} is not available" in last_line(done)
+    assert run_row(engine, run_id).status == "pending"
 
 
 def test_a_run_that_waits_no_more_needs_nothing(settings: Settings, engine: Engine) -> None:

@@ -67,7 +67,7 @@ class TestWorkers:
 class TestBackends:
     def test_report_what_they_can_run(self, api: ApiServer) -> None:
         page = api.client.get("/v1/backends").json()
-        assert [backend["id"] for backend in page["data"]] == ["celery", "fake"]
+        assert [backend["id"] for backend in page["data"]] == ["celery", "fake", "ray"]
         celery = api.client.get("/v1/backends/celery").json()
         assert celery == page["data"][0]
         assert set(celery["supported_methods"]) == {"full", "lora", "qlora", "dpo", "kto", "reward", "rlhf", "sft"}
@@ -77,12 +77,12 @@ class TestBackends:
         def sizes() -> list[float | None]:
             return [backend["max_model_size_b"] for backend in api.client.get("/v1/backends").json()["data"]]
 
-        assert sizes() == [None, None]
+        assert sizes() == [None] * 3
         add_worker(engine, backends=["celery", "fake"], memory_mb=[1])
-        assert sizes() == [0.0, None]
+        assert sizes() == [0.0, None, None]
         add_worker(engine, kind="cuda", backends=["celery"], memory_mb=[24_000, 81_559])
-        largest, nothing = sizes()
-        assert nothing is None and largest is not None and 60 < largest < 150
+        largest, *others = sizes()
+        assert others == [None, None] and largest is not None and 60 < largest < 150
 
     def test_an_unknown_one_is_a_404(self, api: ApiServer) -> None:
         answer = api.client.get("/v1/backends/slurm")
