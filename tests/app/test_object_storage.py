@@ -50,6 +50,13 @@ def upload(api: ApiServer, content: bytes = ROWS) -> dict[str, Any]:
     return created
 
 
+def test_a_run_on_several_hosts_is_refused(stored: ApiServer) -> None:
+    body = {"dataset_id": upload(stored)["id"], "backend": "celery", "config": {"base_model": "any"}}
+    answer = stored.client.post("/v1/runs/validate", json={**body, "resources": {"devices": 2, "hosts": 2}})
+    errors = {error["field"]: error["code"] for error in answer.json()["errors"]}
+    assert errors["resources.hosts"] == "not_supported"
+
+
 class TestADataset:
     def test_is_in_the_store_and_read_from_there(self, stored: ApiServer, share: Path) -> None:
         dataset = upload(stored)
