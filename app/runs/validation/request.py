@@ -185,8 +185,8 @@ def backend_problems(
         return [FieldError(field="backend", code="backend_not_configured", message=why)]
     if resources.hosts > 1 and settings.storage_url is not None:
         message = (
-            "must be 1: the hosts of a run share a folder, and the storage of this service is an object store; leave the "
-            "field out, or let the operator set ANNEAL_STORAGE to a shared folder"
+            "must be 1: the hosts of a run share a folder, and the storage of this service is an object store; leave "
+            "the field out, or let the operator set ANNEAL_STORAGE to a shared folder"
         )
         return [FieldError(field="resources.hosts", code="not_supported", message=message)]
     if not rules.starts_workers:
