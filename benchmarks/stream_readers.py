@@ -116,7 +116,9 @@ class Readers:
         for key, _ in self._selector.select(timeout):
             subscriber = key.data
             if subscriber is None:
-                if not self._obey(os.read(0, 4096).decode().split("\n")):
+                commands = os.read(0, 4096)
+                # Without its parent, this process would try to reconnect forever.
+                if not commands or not self._obey(commands.decode().split("\n")):
                     return False
                 continue
             try:
