@@ -37,6 +37,7 @@ _LOCK = 0x707275  # "pru": one pass at a time, across replicas and commands
 _EVERY_SECONDS = 3600.0
 _RUNS_AT_ONCE = 500
 _LOOK_BACK_DAYS = 7.0
+_LOCK_TIMEOUT = "2s"
 _MONTH = re.compile(r"run_events_(\d{4})_(\d\d)")
 
 
@@ -236,7 +237,7 @@ class Pruning:
         inside = (Run.id >= low, Run.id < high)
         async with self._sessions() as session, session.begin():
             # This lock blocks appends: rather try again later than block them for long.
-            await session.execute(text("SET LOCAL lock_timeout = '2s'"))
+            await session.execute(text(f"SET LOCAL lock_timeout = '{_LOCK_TIMEOUT}'"))
             await session.execute(text("SET LOCAL statement_timeout = 0"))
             young = select(Run.id).where(*inside, Run.status.not_in(TERMINAL) | (Run.finished_at > before))
             if await session.scalar(young.limit(1)):
@@ -249,9 +250,10 @@ class Pruning:
                 return False
             if not self._dry_run:
                 await _drop_from_feed(session, kept, low, high)
-                await _exchange(session, name, kept, low, high)
                 truncated = update(Run).where(*inside, Run.id.not_in(kept), Run.first_seq <= Run.event_seq)
                 await session.execute(truncated.values(first_seq=Run.event_seq + 1))
+                # Last: from here to the commit, no event of any run can be stored.
+                await _exchange(session, name, kept, low, high)
         return True
 
 

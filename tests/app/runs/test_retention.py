@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from app.tables.checkpoints import Checkpoint
 from app.tables.events import RunEvent, ensure_partitions
 from app.tables.runs import Run
 from tests.factories import Trainer, mark_checkpoint, mark_run
-from tests.rows import add_run, learn_from, run_row
+from tests.rows import add_run, learn_from, run_row, waiting_for_locks
 from tests.server import ThreadServer
 from tests.waiting import eventually
 
@@ -129,6 +130,20 @@ class TestEvents:
                 loss = api.client.get(f"/v1/runs/{trainer.run_id}/metrics").json()["series"]["loss"]
                 assert (loss["min"], loss["max"], loss["steps"][0], loss["steps"][-1]) == (0.0, 6.0, 0, 49)
         assert prune(settings, Policy(events_days=30), dry_run=False) == PruneResult()
+
+    def test_other_runs_store_events_while_those_of_a_month_are_updated(
+        self, engine: Engine, made: Made, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(retention, "_LOCK_TIMEOUT", "30s")
+        old, live = made.run(JANUARY), made.run(FEBRUARY, ended=False)
+        with ThreadPoolExecutor(1) as thread:
+            with engine.begin() as reader:
+                reader.execute(select(Run.id).where(Run.id == old.run_id).with_for_update(read=True))
+                pruning = thread.submit(prune, settings, Policy(events_days=30), dry_run=False)
+                eventually(lambda: waiting_for_locks(engine) == 1, what="the update of the runs waits")
+                live.events("metric", {"step": 50, "loss": 1.0})
+                assert waiting_for_locks(engine) == 1 and not pruning.done()
+            assert pruning.result().months == ["2025-01"]
 
     def test_not_while_a_run_of_the_month_goes_on(self, engine: Engine, made: Made, settings: Settings) -> None:
         live, ended = made.run(JANUARY, ended=False), made.run(JANUARY)
