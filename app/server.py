@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import resource
 import signal
 import socket
 import time
@@ -92,6 +93,9 @@ def serve(settings: Settings, listener: socket.socket) -> None:
     # For a signal sent before uvicorn installs its handlers; uvicorn re-raises its own after the shutdown.
     for ending in (signal.SIGTERM, signal.SIGINT):
         signal.signal(ending, lambda number, _: stop_signals.append(number))
+    # Each stream needs a descriptor, and the usual soft limit is 1,024, for programs that call `select`.
+    hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     from app.main import create_app
 
     log_setup.set_up(settings.log_format)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -231,15 +232,17 @@ class TestApi:
     def test_it_takes_a_free_port_reports_it_and_ends_cleanly_on_sigterm(
         self, servers: dict[str, str], settings: Settings
     ) -> None:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "app.cli.main", "api", "--port", "0"], env={**os.environ, **servers}
-        )
+        command = [sys.executable, "-P", "-m", "app.cli.main", "api", "--port", "0"]
+        few_files = ["sh", "-c", 'ulimit -Sn 512; exec "$@"', "sh"]
+        process = subprocess.Popen([*few_files, *command], env={**os.environ, **servers})
         try:
             address_file = settings.home / "run" / "api.json"
             found = eventually(
                 lambda: json.loads(address_file.read_text()) if address_file.exists() else None, timeout=30
             )
             assert found["pid"] == process.pid
+            soft, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+            assert soft == hard, "streams are limited by the soft limit of open files"
             with httpx.Client(base_url=found["url"], trust_env=False) as client:
                 assert client.get("/healthz").json() == {"status": "ok"}
             process.send_signal(signal.SIGTERM)
