@@ -17,6 +17,7 @@ from app.infra.broker import Broker
 from app.infra.db import async_engine
 from app.infra.ids import id_at
 from app.runs.scheduler.dispatcher import Dispatcher
+from app.runs.scheduler.placement import Fleet, Needs
 from tests.rows import add_run, add_worker, claim, events_of, run_row
 from tests.waiting import eventually, eventually_async
 
@@ -85,6 +86,24 @@ async def test_a_run_that_cannot_start_says_why_once_and_again_when_it_changes(
     assert run_row(engine, run).pending_reason is None
     events = [(event.seq, event.data["code"]) for event in events_of(engine, run) if event.type == "pending"]
     assert events == [(2, "no_worker"), (3, "no_device_fits"), (4, "queued")]
+
+
+async def test_runs_that_need_the_same_are_judged_once_and_not_in_the_event_loop(
+    dispatcher: Dispatcher, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[tuple[int | None, threading.Thread]] = []
+
+    def record(needs: Needs, _fleet: Fleet) -> None:
+        judged.append((needs.memory_mb, threading.current_thread()))
+
+    monkeypatch.setattr("app.runs.scheduler.dispatcher.pending_reason", record)
+    for memory in (5000, 5000, 6000, 5000):
+        add_run(engine, requirements={"memory_mb": memory})
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE runs SET not_before = now() - interval '6 s'"))
+    await dispatcher.round()
+    assert sorted(memory for memory, _ in judged if memory) == [5000, 6000]
+    assert threading.current_thread() not in {thread for _, thread in judged}
 
 
 async def test_a_partition_that_cannot_be_created_stops_neither_hints_nor_reaping(
