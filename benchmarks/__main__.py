@@ -22,8 +22,12 @@ BENCHMARKS = {
     "C11": "benchmarks.c11_checkpoint",
     "C12": "benchmarks.c12_dashboard",
     "C13": "benchmarks.c13_queue",
+    "C14.EVENTS": "benchmarks.c14_events",
+    "C14.STREAMS": "benchmarks.c14_streams",
+    "C14.WORKERS": "benchmarks.c14_workers",
 }
-SCALED = {"C1", "C3", "C4", "C6", "C9", "C12", "C13"}
+"""Modules by name; the name before the dot stands for all its parts."""
+SCALED = {"C1", "C3", "C4", "C6", "C9", "C12", "C13", "C14.EVENTS", "C14.STREAMS", "C14.WORKERS"}
 """Benchmarks that have a small size."""
 
 
@@ -34,8 +38,10 @@ def main() -> int:
         "--scale", type=float, default=1.0, help=f"part of the full size, for a trial of {', '.join(sorted(SCALED))}"
     )
     arguments = parser.parse_args()
-    names = [name.upper() for name in arguments.names] or list(BENCHMARKS)
-    unknown = [name for name in names if name not in BENCHMARKS]
+    asked = [name.upper() for name in arguments.names] or list(BENCHMARKS)
+    names = [name for one in asked for name in BENCHMARKS if one in (name, name.partition(".")[0])]
+    known = {part for name in BENCHMARKS for part in (name, name.partition(".")[0])}
+    unknown = [one for one in asked if one not in known]
     if unknown:
         print(f"unknown benchmark {', '.join(unknown)}: choose from {', '.join(BENCHMARKS)}", file=sys.stderr)
         return 2

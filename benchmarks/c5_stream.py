@@ -15,18 +15,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
 
 from app.infra.broker import events_channel
 from app.runs.events.log import NewEvent, append
+from benchmarks.stream_readers import ReaderGroup
 from tests.ports import free_port
 from tests.rows import add_run, add_worker, claim
 from tests.stack import Stack
@@ -201,68 +200,27 @@ def _answers(port: int) -> bool:
         return False
 
 
-class Group:
-    """Processes of the subscribers."""
-
-    def __init__(self, lane: Ours | Peer, folder: Path, subscribers: int) -> None:
-        self._samples = [folder / f"samples-{n}" for n in range(PROCESSES)]
-        self._processes = []
-        for n, samples in enumerate(self._samples):
-            options = {
-                "port": lane.port, "path": lane.path, "headers": lane.headers, "after": lane.after, "most": MOST_SEQ,
-                "count": subscribers // PROCESSES, "sample": 5, "seed": n, "samples": str(samples),
-            }  # fmt: skip
-            command = [sys.executable, "-m", "benchmarks.c5_readers", json.dumps(options)]
-            self._processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-        for process in self._processes:
-            assert self._heard(process) == "ready"
-
-    def ask(self, line: str) -> list[dict[str, Any]]:
-        """Send a command and return the response of every process."""
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(line + "\n")
-            process.stdin.flush()
-        return [self._heard(process) for process in self._processes]
-
-    def end(self) -> list[tuple[int, int, float]]:
-        """Return samples of (first, last, time) of events that arrived together."""
-        self.ask("end")
-        found = []
-        for process, path in zip(self._processes, self._samples, strict=True):
-            process.wait(timeout=30)
-            values = array("d")
-            values.frombytes(path.read_bytes())
-            found += [(int(a), int(b), t) for a, b, t in zip(values[::3], values[1::3], values[2::3], strict=True)]
-        return found
-
-    @staticmethod
-    def _heard(process: subprocess.Popen[str]) -> Any:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the readers ended with {process.wait()}")
-        return json.loads(line)
-
-
 def _measure(lane: Ours | Peer, load: Load, reconnecting: float) -> Figures:
     with tempfile.TemporaryDirectory(prefix="anneal-bench-") as folder:
-        group = Group(lane, Path(folder), load.subscribers)
+        group = ReaderGroup(
+            Path(folder), load.subscribers, PROCESSES, ports=[lane.port], paths=[lane.path], headers=lane.headers,
+            after=lane.after, most=MOST_SEQ,
+        )  # fmt: skip
         began, cpu_before = time.monotonic(), sum(lane.process.cpu_times()[:2])
         stamps = _produce(lane, load.rate, load.seconds)
         # A side that keeps up needs no more time; one that does not is measured under full load up to here.
-        reports = _until_all(group, lane.after + len(stamps), time.monotonic() + 3.0)
+        reports = group.until_all(lane.after + len(stamps), time.monotonic() + 3.0)
         took, cpu = time.monotonic() - began, sum(lane.process.cpu_times()[:2]) - cpu_before
         received = sum(report["received"] for report in reports)
         written = len(stamps)
         if reconnecting:
             group.ask(f"hang {HANGING_SECONDS} {reconnecting}")
             written += len(_produce(lane, load.rate, HANGING_SECONDS))
-            reports = _until_all(group, lane.after + written, time.monotonic() + LATEST)
+            reports = group.until_all(lane.after + written, time.monotonic() + LATEST)
         samples = group.end()
     came = [
         when - stamps[seq - lane.after - 1]
-        for first, last, when in samples
+        for _, first, last, when in samples
         for seq in range(first, min(last, lane.after + len(stamps)) + 1)
     ]
     return Figures(
@@ -288,14 +246,6 @@ def _produce(lane: Ours | Peer, rate: int, seconds: float) -> list[float]:
             stamps += [time.monotonic()] * count
             lane.write(count)
     return stamps
-
-
-def _until_all(group: Group, last: int, deadline: float) -> list[dict[str, Any]]:
-    while True:
-        reports = group.ask("count")
-        if all(report["least"] == last for report in reports) or time.monotonic() > deadline:
-            return reports
-        time.sleep(0.05)
 
 
 def _print(ours: dict[Load, list[Figures]], theirs: dict[Load, list[Figures]]) -> bool:

@@ -42,6 +42,8 @@ class Postgres:
     """
 
     name = "postgres"
+    max_connections = 200
+    """Connections that the server accepts; a benchmark with many workers raises it."""
 
     def __init__(
         self, folder: Path, sockets: Path, log: Path, *, admin_password: str, password: str, durable: bool = True
@@ -81,7 +83,7 @@ class Postgres:
             "port": str(PORT),
             "unix_socket_directories": '"{}"'.format(str(self._sockets).replace('"', '""')),
             "unix_socket_permissions": "0700",
-            "max_connections": "200",
+            "max_connections": str(self.max_connections),
             "jit": "off",
             "log_min_messages": "warning",
             "log_min_error_statement": "panic",  # statements contain user data
