@@ -26,10 +26,10 @@ from tests.stack import Stack
 from tests.waiting import eventually
 
 WORKERS, PROCESSES = 200, 4
-RUNS, ARRIVING = 1500, 100
+RUNS, ARRIVING = 1000, 100
 ARRIVALS = 5.0
 """Runs created per second once the queue is empty."""
-STEPS, STEP_SECONDS = 10, 1.5
+STEPS, STEP_SECONDS = 10, 3.0
 IDLE_SECONDS = 10.0
 CONNECTIONS_EACH = 4
 """Upper bound of the connections to PostgreSQL that a worker with one slot keeps."""
