@@ -11,7 +11,8 @@ from app.infra.ids import new_id
 from app.runs.events import log as event_log
 from app.runs.events.log import LeaseFenced, NewEvent
 from app.runs.state import machine, parts
-from tests.rows import add_run, add_worker, claim, claim_with_others, events_of, reserve, run_row
+from tests.rows import add_run, add_worker, claim, claim_with_others, events_of, reserve, run_row, waiting_for_locks
+from tests.waiting import eventually
 
 LEASE = 60.0
 END = {"exit_code": 0}
@@ -170,6 +171,26 @@ class TestPart:
         assert claim_with_others(engine, lead, LEASE) is None
         expire(engine, claimed.id)
         assert claim_with_others(engine, lead, LEASE).attempt == 2
+
+    def test_a_claim_that_waited_for_a_device_starts_no_attempt_beside_one_that_came_and_went(
+        self, engine: Engine
+    ) -> None:
+        run_id, lead, other = wide(engine), member(engine), member(engine)
+        third, fourth = member(engine), member(engine)
+        reserve(engine, run_id, lead, other)
+        found: list[Any] = []
+        waiting = threading.Thread(target=lambda: found.append(claim_with_others(engine, lead, LEASE)))
+        with engine.begin() as connection:
+            connection.execute(text("SELECT 1 FROM devices WHERE worker_id = :id FOR UPDATE"), {"id": other})
+            waiting.start()
+            eventually(lambda: waiting_for_locks(engine) > 0)
+            execute(engine, text("DELETE FROM reservations"))
+            reserve(engine, run_id, third, fourth)
+            row = claim_with_others(engine, third, LEASE)
+            execute(engine, machine.release(run_id, row.lease_epoch, "drained"))
+        waiting.join()
+        assert found == [None], "a part of the first attempt may still run"
+        assert run_row(engine, run_id).status == "pending"
 
     def test_its_end_frees_its_devices_and_no_others(self, engine: Engine, claimed: Any) -> None:
         lead, other = claimed.lease_owner, claimed.members[0]
