@@ -21,6 +21,8 @@ from worker.telemetry import DeviceFeed
 
 _NO_SAVE_GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
+_RENEW_SECONDS = 1.0
+"""Pause between renewals while the end of a part on another host is waited for."""
 
 
 class Monitor:
@@ -42,7 +44,9 @@ class Monitor:
         processes: TrainingGroup,
         memory_watch: MemoryWatch,
         device_feeds: Sequence[DeviceFeed],
+        other_parts: int = 0,
     ) -> None:
+        """`other_parts` is the number of parts that other hosts train."""
         self._context = context
         self._lease = lease
         self._writer = writer
@@ -57,6 +61,10 @@ class Monitor:
         self._sent_actions: set[str] = set()
         """Ids of the actions already sent."""
         self._backpressure_at = time.monotonic()
+        self._other_parts = other_parts
+        self._lost_at: float | None = None
+        """Monotonic time at which processes of the run were found to have lost each other."""
+        self._renew_at = 0.0
 
     def run_until_exit(self) -> tuple[Exit, KillReason | None]:
         """Handle output until the processes have ended; return the end, and the reason if this worker killed them.
@@ -87,18 +95,39 @@ class Monitor:
         return replace(end, suspended=suspended), killed_for
 
     def _end(self) -> Exit | None:
-        """Return the end of the processes, or of a part on another host that ends them."""
-        ended = self._processes.poll()
+        """Return the end of the processes, or of a part on another host that ends them.
+
+        Processes that have only lost each other have not caused the end. The cause may be that of a part: it is waited
+        for until all parts are over, for one lease at most, since no other attempt starts before that.
+        """
+        ended = self._processes.poll() if self._lost_at is None else None
         if ended is not None and not ended.peer_lost:
             return ended
         causes = [cause for part in self._lease.ended_parts if (cause := exit_of(part)) is not None]
-        return causes[0] if causes else ended
+        if causes:
+            return causes[0]
+        now = time.monotonic()
+        if self._lost_at is None:
+            has_part_lost_peers = any(part.end is not None and part.end.peer_lost for part in self._lease.ended_parts)
+            if ended is None and not has_part_lost_peers:
+                return None
+            self._lost_at = now
+            self._processes.kill()
+        are_over = len(self._lease.ended_parts) >= self._other_parts
+        if are_over or now - self._lost_at > self._context.settings.lease_seconds:
+            return Exit(peer_lost=True)
+        if now >= self._renew_at:
+            self._renew_at = now + _RENEW_SECONDS
+            self._lease.renew_now()  # it brings the ends of parts
+        return None
 
     def _take(self) -> None:
         if self._writer.is_full or self._record_handler.is_over_budget:
             time.sleep(_POLL_SECONDS)  # unread output makes the trainer wait, so memory stays bounded
             self._backpressure_at = time.monotonic()
         else:
+            if self._lost_at is not None:
+                time.sleep(_POLL_SECONDS)  # ended processes have no more to wait for
             self._processes.wait(_POLL_SECONDS)
             for rank, pieces in self._processes.receive():
                 self._record_handler.take(pieces, rank)

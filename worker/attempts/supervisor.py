@@ -258,7 +258,8 @@ def attempt(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: Event
     memory_watch = MemoryWatch(processes.identities, assigned)
     feeds = [DeviceFeed(context.telemetry, one, writer.put) for one in assigned]
     try:
-        monitor = Monitor(context, lease, writer, record_handler, processes, memory_watch, feeds)
+        others = len(run.members)
+        monitor = Monitor(context, lease, writer, record_handler, processes, memory_watch, feeds, others)
         end, killed_for = monitor.run_until_exit()
     finally:
         processes.close()

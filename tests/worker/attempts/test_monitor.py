@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from app.contracts.attempt.part_end import PartEnd
 from app.contracts.stop import StopRequest
 from worker.attempts.monitor import Monitor
+from worker.lease import EndedPart
+from worker.process.training_process import Exit
 
 
 @pytest.fixture
@@ -78,3 +81,42 @@ def test_output_is_not_read_while_too_much_waits_or_is_reported_and_the_process_
         now[0] += 8.0
         monitor._take()
         assert monitor._reason_to_kill() is None
+
+
+class TestProcessesThatHaveLostEachOther:
+    """On several hosts, the first cause may be that of another host's process."""
+
+    def monitor(self, parts: list[EndedPart], poll: Exit | None, others: int) -> tuple[Any, list[str]]:
+        calls: list[str] = []
+        settings = SimpleNamespace(lease_seconds=60.0)
+        lease: Any = SimpleNamespace(ended_parts=parts, renew_now=lambda: calls.append("renew"))
+        processes: Any = SimpleNamespace(poll=lambda: poll, kill=lambda: calls.append("kill"))
+        nothing: Any = None
+        context: Any = SimpleNamespace(settings=settings)
+        return Monitor(context, lease, nothing, nothing, processes, nothing, nothing, others), calls
+
+    def test_wait_for_the_cause_of_a_part(self, now: list[float]) -> None:
+        parts: list[EndedPart] = []
+        monitor, calls = self.monitor(parts, Exit(peer_lost=True), others=1)
+        assert monitor._end() is None and calls == ["kill", "renew"]
+        now[0] += 5.0
+        assert monitor._end() is None and calls == ["kill", "renew", "renew"]
+        parts.append(EndedPart("wrk_b", 1, 1, PartEnd(exit_code=1, rank=1)))
+        found = monitor._end()
+        assert (found.code, found.rank) == (1, 1)
+
+    def test_end_once_all_parts_are_over_without_a_cause(self) -> None:
+        lost = EndedPart("wrk_b", 1, 1, PartEnd(rank=1, exit_code=75, peer_lost=True))
+        monitor, calls = self.monitor([lost], None, others=1)
+        assert monitor._end() == Exit(peer_lost=True), "rank 0 would wait for the part in vain"
+        assert calls == ["kill"]
+
+    def test_end_after_a_lease_at_most(self, now: list[float]) -> None:
+        monitor, _ = self.monitor([], Exit(peer_lost=True), others=1)
+        assert monitor._end() is None
+        now[0] += 61.0
+        assert monitor._end() == Exit(peer_lost=True)
+
+    def test_end_at_once_on_one_host(self) -> None:
+        monitor, _ = self.monitor([], Exit(peer_lost=True), others=0)
+        assert monitor._end() == Exit(peer_lost=True)
