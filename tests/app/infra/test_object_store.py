@@ -70,11 +70,10 @@ class TestAStore:
             yield b"half"
             raise KeyboardInterrupt
 
-        if "memory" in store.url:
-            pytest.skip("it has no files that appear when they are complete")
         with pytest.raises(KeyboardInterrupt):
             store.put("datasets/ds_1/data.jsonl", pieces())  # type: ignore[arg-type]
-        assert store.list("datasets") == []
+        # The store in memory has no files that appear when they are complete.
+        assert "memory" in store.url or store.list("datasets") == []
 
     @given(st.text(alphabet=st.sampled_from("ab./\\\0~% \u202e"), max_size=12))
     def test_reaches_nothing_outside_its_url(self, key: str) -> None:

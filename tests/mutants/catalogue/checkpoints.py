@@ -57,7 +57,7 @@ MUTANTS = (
             ),
         ),
         test="tests/worker/training/test_sharding.py::test_a_part_that_a_device_cannot_write_fails_the_checkpoint"
-        "[at_the_end]",
+        "[in_the_background]",
     ),
     Mutant(
         name="a-bad-step-is-taken-again",

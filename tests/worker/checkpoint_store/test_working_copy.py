@@ -20,6 +20,7 @@ from app.infra.storage import Storage
 from app.tables.datasets import Dataset
 from tests.factories import Trainer, mark_checkpoint
 from tests.rows import add_run
+from tests.waiting import eventually
 from tests.worker.attempts.test_job_builder import Lab
 from worker.checkpoint_files import manifest
 from worker.checkpoint_store import working_copy
@@ -165,7 +166,8 @@ class TestItsSize:
         for dataset in (first, second, first):
             with host.copy.used_by(RUN):
                 host.copy.dataset(RUN, *dataset, never)
-            time.sleep(0.01)  # the times of two uses differ
+            used_at = time.time()
+            eventually(lambda used_at=used_at: time.time() > used_at + 0.01)  # the times of two uses differ
         with host.copy.used_by(RUN):
             host.copy.dataset(RUN, *third, never)
         assert host.here() == {first[0].parent.name, third[0].parent.name}

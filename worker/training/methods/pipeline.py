@@ -228,11 +228,9 @@ def evaluate(trainer: ServiceTrainerMixin) -> TrainingResult:
     run, weights = trainer.run, trainer.run.job.weights
     for history in run.histories:
         history.begin(None)
-    trainer.prepare()
     if weights is not None:
         trainer.load_weights(weights)
-    if run.is_sharded:
-        trainer.shard()
+    trainer.prepare()
     found = trainer.evaluate()
     return {
         "outcome": "completed" if run.stop_requested is None else "stopped",

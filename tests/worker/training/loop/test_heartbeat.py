@@ -76,7 +76,7 @@ class Watched:
 
         class Lease:
             fenced, stop, silent_seconds, run_id = False, None, 0.0, "run_test"
-            requested_stop, preempted_for, actions = None, None, ()
+            requested_stop, preempted_for, leaving, actions, ended_parts = None, None, None, (), ()
 
             @property
             def expired(self) -> bool:  # ends a test that would wait for ever
@@ -97,6 +97,8 @@ class Watched:
             eval_dataset_id=None,
             extra_eval_datasets={},
             device_indexes=[0],
+            devices_needed=1,
+            requirements={},
         )
         self.record_handler = RecordHandler(context, run, writer)
         slow = job.pop("slow")

@@ -63,6 +63,7 @@ def decided(monkeypatch: pytest.MonkeyPatch, free: int, repairs: Any = (), **con
         given=set(config),
         only_evaluates=False,
         is_sharded=False,
+        ranks=SimpleNamespace(size=1, per_sequence=1),
         job=SimpleNamespace(auto_repairs=[Repair(reason="out of memory", **one) for one in repairs]),
     )
     found: Any = SimpleNamespace(architecture=_LLAMA)
