@@ -16,8 +16,12 @@ _MOST_CHARACTERS = 300
 _CREDENTIALS = re.compile(r"://[^/\s@]*@")
 
 
-class RayUnreachable(Exception):
-    """The cluster did not respond as Ray does; the message says how."""
+class RayError(Exception):
+    """The cluster did not respond to a call as Ray does; the message says how."""
+
+
+class RayUnreachable(RayError):
+    """No connection to the cluster is possible, so that no other call can succeed either."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class RayApi:
 
         self.url = url
         self._errors = (httpx.HTTPError, TimeoutError)
+        self._no_connection = (httpx.ConnectError, httpx.ConnectTimeout)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         timeout = httpx.Timeout(_CALL_SECONDS, connect=_CONNECT_SECONDS)
         self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout)
@@ -81,7 +86,8 @@ class RayApi:
             async with asyncio.timeout(_CALL_SECONDS):
                 return await self._http.request(method, path, **options)
         except self._errors as error:
-            raise RayUnreachable(str(error) or type(error).__name__) from error
+            kind = RayUnreachable if isinstance(error, self._no_connection) else RayError
+            raise kind(str(error) or type(error).__name__) from error
 
     def _json(self, response: "httpx.Response") -> dict[str, Any]:
         try:
@@ -92,12 +98,10 @@ class RayApi:
             raise self._unexpected(response)
         return found
 
-    def _unexpected(self, response: "httpx.Response") -> RayUnreachable:
+    def _unexpected(self, response: "httpx.Response") -> RayError:
         if response.status_code in (401, 403):
-            return RayUnreachable(
-                f"it rejects the token ({response.status_code}): set ANNEAL_RAY_TOKEN to the cluster's"
-            )
-        return RayUnreachable(f"it responds with status {response.status_code}: {last_line(response.text)}")
+            return RayError(f"it rejects the token ({response.status_code}): set ANNEAL_RAY_TOKEN to the cluster's")
+        return RayError(f"it responds with status {response.status_code}: {last_line(response.text)}")
 
 
 def last_line(text: str) -> str:

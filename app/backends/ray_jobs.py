@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy import Executable, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from app.backends.ray_api import Job, RayApi, RayUnreachable
+from app.backends.ray_api import Job, RayApi, RayError, RayUnreachable
 from app.config import Settings
 from app.contracts.run_status import LIVE
 from app.contracts.schemas.runs.placement import PendingReason
@@ -82,6 +82,8 @@ class RayJobs:
         self._task: asyncio.Task[None] | None = None
         self._wanted = asyncio.Event()
         self._trouble: str | None = None
+        self._stopped_at: tuple[str, int] | None = None
+        """Job at which the last round ran out of time."""
 
     async def start(self) -> None:
         """Start the loop."""
@@ -143,38 +145,62 @@ class RayJobs:
         if self._api is None:
             await self._explain([(job, _not_configured()) for job in jobs if _is_waiting(job)])
             return
+        jobs = self._from_where_the_last_round_stopped(jobs)
+        settled: dict[tuple[str, int], PendingReason | None] = {}
+        trouble: RayError | None = None
+        current, responds = None, False
         try:
             async with asyncio.timeout(_ROUND_SECONDS):
                 for job in jobs:
-                    await self._settle(self._api, job)
-        except (RayUnreachable, TimeoutError) as error:
-            error = error if str(error) else RayUnreachable("it takes too long")
-            self._report(f"{self._api.url} does not respond: {error}")
-            message = (
-                f"Ray at {self._api.url} does not respond ({error}). The run waits, and its job is submitted once it "
-                "does; an operator checks the cluster and ANNEAL_RAY_URL."
-            )
-            reason = PendingReason(code="ray_unreachable", message=message)
-            await self._explain([(job, reason) for job in jobs if _is_waiting(job)])
-        else:
-            self._report(None)
+                    current = _key(job)
+                    try:
+                        settled[current] = await self._settle(self._api, job)
+                        responds = True
+                    except RayUnreachable:
+                        raise
+                    except RayError as error:  # the next job may have more luck: only some calls need the head's agent
+                        trouble = error
+                        settled[current] = self._unreachable(error) if _is_waiting(job) else None
+        except RayUnreachable as error:
+            trouble, responds = error, False
+        except TimeoutError:
+            trouble = trouble or RayError("it takes too long")
+            self._stopped_at = current
+        if trouble is not None and not responds:  # then the jobs that were not reached wait for the same reason
+            reason = self._unreachable(trouble)
+            settled = {_key(job): settled.get(_key(job), reason) for job in jobs if _is_waiting(job)}
+        self._report(None if trouble is None else f"{self._api.url} does not respond: {trouble}")
+        await self._explain([(job, reason) for job in jobs if (reason := settled.get(_key(job))) is not None])
 
-    async def _settle(self, api: RayApi, job: Any) -> None:
-        """Submit the job of a run that waits for it, stop that of one that needs it no more."""
+    def _from_where_the_last_round_stopped(self, jobs: Sequence[Any]) -> Sequence[Any]:
+        """Return the jobs in an order in which those come first that the last round has not reached."""
+        keys = [_key(job) for job in jobs]
+        first = keys.index(self._stopped_at) + 1 if self._stopped_at in keys else 0
+        self._stopped_at = None
+        return [*jobs[first:], *jobs[:first]]
+
+    def _unreachable(self, error: RayError) -> PendingReason:
+        message = (
+            f"Ray at {self._settings.ray_url} does not respond ({error}). The run waits, and its job is submitted once "
+            "it does; an operator checks the cluster and ANNEAL_RAY_URL."
+        )
+        return PendingReason(code="ray_unreachable", message=message)
+
+    async def _settle(self, api: RayApi, job: Any) -> PendingReason | None:
+        """Submit the job of a run that waits for it, stop that of one that needs it no more; return why a run waits."""
         if _is_claimed(job):
-            return
+            return None
         job_id = f"anneal-{job.run_id}-{job.lease_epoch}"
         found = await api.job(job_id)
         if not _is_waiting(job):
             await self._leave(api, job, job_id, found)
-        elif found is None:
+            return None
+        if found is None:
             await api.submit(job_id, _entrypoint(job), self._environment())
             log.info("ray: job %s is submitted", job_id, extra={"run_id": job.run_id})
-            await self._explain([(job, _placing(job, job_id))])
         elif found.has_ended:
-            await self._retry(job, job_id, found)
-        else:
-            await self._explain([(job, _placing(job, job_id))])
+            return await self._retry(job, job_id, found)
+        return _placing(job, job_id)
 
     async def _leave(self, api: RayApi, job: Any, job_id: str, found: Job | None) -> None:
         """Let a worker that has had the run end by itself, then stop the job; a job without a claim at once."""
@@ -188,8 +214,8 @@ class RayJobs:
         if not was_claimed or (job.left_ago or 0) > _END_SECONDS:
             await api.stop(job_id)
 
-    async def _retry(self, job: Any, job_id: str, found: Job) -> None:
-        """Requeue a run whose job has ended without a claim; too many of them fail it."""
+    async def _retry(self, job: Any, job_id: str, found: Job) -> PendingReason | None:
+        """Requeue a run whose job has ended without a claim; too many of them fail it. Return why it waits."""
         why = found.last_line or f"it is {found.status} and has claimed nothing"
         reason = f"Ray job {job_id} started no worker: {why}"
         async with self._engine.begin() as connection:
@@ -197,14 +223,13 @@ class RayJobs:
             row = (await connection.execute(requeue)).mappings().one_or_none()
             await connection.execute(_DELETE, {"run_id": job.run_id, "epoch": job.lease_epoch})
         if row is None:
-            return  # claimed or stopped meanwhile
+            return None  # claimed or stopped meanwhile
         log.warning("run %s: %s; the run is now %s", job.run_id, reason, row["status"], extra={"run_id": job.run_id})
         await self._queue.wake(job.run_id)
-        if row["status"] == "pending":
-            message = (
-                f"{reason}. It is tried again after a pause ({row['lost_count']} of {row['max_restarts']} restarts)."
-            )
-            await self._explain([(job, PendingReason(code="ray_job_failed", message=message))])
+        if row["status"] != "pending":
+            return None
+        message = f"{reason}. It is tried again after a pause ({row['lost_count']} of {row['max_restarts']} restarts)."
+        return PendingReason(code="ray_job_failed", message=message)
 
     async def _explain(self, reasons: Sequence[tuple[Any, PendingReason]]) -> None:
         """Store the reasons that are new, each with an event."""
@@ -229,6 +254,10 @@ class RayJobs:
         """Return variables of a job: none of them is a secret."""
         # Ray kills a stopped job after 3 seconds by default, in which a trainer cannot save.
         return {"RAY_JOB_STOP_WAIT_TIME_S": str(round(self._settings.save_grace_seconds) + _EXTRA_SECONDS)}
+
+
+def _key(job: Any) -> tuple[str, int]:
+    return job.run_id, job.lease_epoch
 
 
 def _is_waiting(job: Any) -> bool:

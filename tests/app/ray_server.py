@@ -24,6 +24,8 @@ class RayServer(ThreadingHTTPServer):
         """Token that requests must have."""
         self.loses_responses = False
         """True: what is asked happens, and the connection is closed without a response."""
+        self.failing: dict[str, int] = {}
+        """Status with which requests of a method are answered, such as 500 for `POST`."""
         self.delay = 0.0
         """Seconds before each response."""
 
@@ -50,6 +52,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or b"{}")
+        if status := self.server.failing.get("POST"):
+            return self._answer(status, "Traceback …\nNo available agent to submit job, please try again later.")
         if self.path != "/api/jobs/":
             job_id = self.path.removeprefix("/api/jobs/").removesuffix("/stop")
             self.server.stopped.append(job_id)

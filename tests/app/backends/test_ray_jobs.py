@@ -203,6 +203,36 @@ class TestACluster:
         code, message = waits_because(engine, run_id)
         assert code == "ray_unreachable" and "takes too long" in message
 
+    async def test_whose_head_accepts_no_jobs_is_asked_for_each_and_events_are_written_once(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        """As when the agent of the head is down: jobs can be read, and neither submitted nor stopped."""
+        first, second, ended = (add(engine) for _ in range(3))
+        await jobs.round()
+        ray.jobs.pop(job(first))
+        ray.failing["POST"] = 500
+        new = add(engine)
+        ray.end(job(ended), "FAILED", "No module named worker")
+        for _ in range(3):
+            await jobs.round()
+        for run_id in (first, new):
+            code, message = waits_because(engine, run_id)
+            assert code == "ray_unreachable" and "status 500: No available agent" in message
+        assert waits_because(engine, second)[0] == "ray_placing"
+        assert run_row(engine, ended).lease_epoch == 1, "a job behind one that cannot be submitted is handled"
+        told = [len([1 for _, kind, _, _ in events_of(engine, run_id) if kind == "pending"]) for run_id in (first, new)]
+        assert told == [2, 1], "one event for each change"
+
+    async def test_that_is_slow_gets_to_every_job_in_some_rounds(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(ray_jobs, "_ROUND_SECONDS", 0.9)
+        wanted = {job(add(engine)) for _ in range(4)}
+        ray.delay = 0.3  # a submission takes twice this, so that a round is enough for one of them
+        for _ in range(4):
+            await jobs.round()
+        assert set(ray.submissions) == wanted
+
     def test_that_hangs_holds_up_nothing_else(self, settings: Settings, engine: Engine) -> None:
         with socket.create_server(("127.0.0.1", 0)) as deaf:
             url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
