@@ -60,10 +60,11 @@ class WorkerContext:
     `worker.main` creates one per process, starts it before it takes runs, and closes it at the end. Every method may
     be called from any thread. `engine` is for the work on runs, `lease_engine` for renewals and heartbeats alone;
     both have a connection per slot and one more. `kind` is the kind of this machine's devices (`cuda` or `cpu`), and
-    `backends` the backends whose runs this worker can train. A worker that was started for one run takes only that.
+    `backends` the backends whose runs this worker can train. A worker that was started for one run takes
+    only that, as of the lease epoch for which it was started.
     """
 
-    def __init__(self, settings: Settings, only_run: str | None = None) -> None:
+    def __init__(self, settings: Settings, only_run: tuple[str, int] | None = None) -> None:
         if settings.database_url is None or settings.redis_url is None:
             raise ValueError("no database or Redis URL: start `anneal up` first, or set both ANNEAL_…_URL variables")
         self.settings = settings

@@ -48,7 +48,7 @@ def main() -> int:
 
 def run(settings: Settings, signals: SignalHandler, run_id: str, lease_epoch: int) -> None:
     """Claim the run and train it, or release it if `signals` end the worker; raise `SetupError` if it cannot."""
-    context = WorkerContext(settings, only_run=run_id)
+    context = WorkerContext(settings, only_run=(run_id, lease_epoch))
     signals.start(context)
     context.launcher.adopt_orphans()
     try:

@@ -109,14 +109,14 @@ def claim(
     lease_seconds: float,
     kind: str,
     labels: list[str],
-    only_run: str | None = None,
+    only_run: tuple[str, int] | None = None,
 ) -> Executable:
     """Claim the best pending run that fits the free devices of this worker, and the smallest of those that it fits.
 
-    `kind` is that of the worker's devices; a worker that was started for one run claims `only_run`. The row adds
-    `device_indexes`, `extra_eval_datasets` (ids by name; None without any) and `members` (None; see `group_claim.py`).
-    The run of a hint does not matter: the order is that of `queue_order.py`, as far as quotas and a reservation of the
-    worker allow. Execute `lock_quotas` first, in the same transaction.
+    `kind` is that of the worker's devices; a worker that was started for one run claims `only_run`: its id and
+    the lease epoch for which the worker was started. The row adds `device_indexes`, `extra_eval_datasets` (ids by name;
+    None without any) and `members` (None; see `group_claim.py`). The run of a hint does not matter: the order is that
+    of `queue_order.py`, as far as quotas and a reservation of the worker allow. Execute `lock_quotas` first, in the same transaction.
     """
     # No SKIP LOCKED: a second thread of this worker waits and then sees the remaining devices, instead of none.
     free = (
@@ -158,7 +158,7 @@ def claim(
         .where(
             is_owned_by(owners.c.owner),
             runs.c.status == PENDING,
-            true() if only_run is None else runs.c.id == only_run,
+            true() if only_run is None else and_(runs.c.id == only_run[0], runs.c.lease_epoch == only_run[1]),
             case((fits, true()), else_=false()),
         )
         .order_by(runs.c.priority.desc(), runs.c.id)

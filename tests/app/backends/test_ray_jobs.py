@@ -65,11 +65,11 @@ def waits_because(engine: Engine, run_id: str) -> tuple[str, str]:
     return reason["code"], reason["message"]
 
 
-def claim(engine: Engine, run_id: str) -> Any:
+def claim(engine: Engine, run_id: str, epoch: int = 0) -> Any:
     """Claim the run as the worker that its job has started."""
     worker = add_worker(engine, devices=4, backends=["ray"])
     with engine.begin() as connection:
-        return connection.execute(machine.claim(worker, ["ray"], 60.0, "cpu", [], run_id)).one_or_none()
+        return connection.execute(machine.claim(worker, ["ray"], 60.0, "cpu", [], (run_id, epoch))).one_or_none()
 
 
 def execute(engine: Engine, statement: Any) -> None:
@@ -354,3 +354,11 @@ class TestWorkersOfOtherBackends:
         assert claim(engine, second).id == second
         assert claim(engine, second) is None
         assert claim(engine, first).id == first
+
+    async def test_a_worker_of_an_earlier_job_claims_nothing(self, engine: Engine) -> None:
+        """Its job has been given up, and another one has been submitted for the run."""
+        run_id = add(engine)
+        execute(engine, machine.requeue_unclaimed(run_id, 0, "the job has ended", 0.0))
+        execute(engine, "UPDATE runs SET not_before = now()")
+        assert claim(engine, run_id) is None
+        assert claim(engine, run_id, epoch=1).id == run_id
