@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from app.config import Settings
 from app.infra.broker import CONTROL_CHANNEL, events_channel
 from app.infra.db import is_away, sync_engine
-from app.infra.errors import SetupError
+from app.infra.errors import SetupError, TryLater
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.infra.tracing import Tracing
@@ -139,15 +139,15 @@ class WorkerContext:
             False if the worker was asked to end meanwhile.
 
         Raises:
-            SetupError: The database schema is older than this code, or the database could not be reached for
-                `database_seconds`.
+            SetupError: The database schema is older than this code.
+            TryLater: The database could not be reached for `database_seconds`.
         """
         self._status_file.open()
         self.launcher.start()
         began = time.monotonic()
         while (trouble := self._try_register()) is not None:
             if time.monotonic() - began > database_seconds:
-                raise SetupError(f"the database cannot be reached from {self.name}: {trouble}")
+                raise TryLater(f"the database cannot be reached from {self.name}: {trouble}")
             if self.closing.wait(_DATABASE_PAUSE):
                 return False
         self._heartbeat.start()

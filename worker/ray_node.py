@@ -15,6 +15,7 @@ import time
 from typing import IO, Any
 
 from app.config import placed_worker_environment
+from app.infra.errors import EXIT_TRY_LATER
 from app.infra.process.children import start_child
 
 _LOOK_SECONDS = 1.0
@@ -70,11 +71,18 @@ class Driver:
         self._is_stopping = True
 
     def run(self) -> int:
-        """Return 0 if the worker has ended by itself or was stopped, and 1 with a last line that says what failed."""
+        """Return 0 if the worker has ended by itself or was stopped; otherwise a last line says what failed.
+
+        The code is then that of the worker, or 75 if Ray has lost it.
+        """
         import ray
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        ray.init(address="auto")
+        try:
+            ray.init(address="auto")
+        except ConnectionError as error:
+            print(f"the cluster does not respond: {error}", file=sys.stderr)  # noqa: T201
+            return EXIT_TRY_LATER
         signal.signal(signal.SIGTERM, self.request_stop)  # Ray has set its own handler, which exits
         arguments = self._arguments
         kind = arguments.kind or ("cuda" if ray.cluster_resources().get("GPU") else "cpu")
@@ -86,11 +94,13 @@ class Driver:
             if not self._is_placed(ray, group):
                 return 0
             return self._train(ray, self._actor(ray, group, bundle), kind)
-        except ray.exceptions.RayActorError as error:
+        except ray.exceptions.RayTaskError:  # of this file, on the node
+            raise
+        except ray.exceptions.RayError as error:
             # Whether its worker still trains is not known here: the lease of the run decides.
             why = [line.strip() for line in str(error).splitlines() if line.strip()]
             print(f"the worker was not started, or its node is lost: {why[-1]}", file=sys.stderr)  # noqa: T201
-            return 1
+            return EXIT_TRY_LATER
         finally:
             remove_placement_group(group)
 
@@ -135,7 +145,7 @@ class Driver:
         if code == 0 or was_asked:
             return 0
         print(f"the worker on {node} ended with {code}: {last_line}", file=sys.stderr)  # noqa: T201
-        return 1
+        return EXIT_TRY_LATER if code == EXIT_TRY_LATER else 1
 
 
 def main() -> int:

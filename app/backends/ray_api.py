@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from app.infra.errors import EXIT_TRY_LATER
 from app.infra.terminal_text import plain_line
 
 if TYPE_CHECKING:  # an API without a cluster does not wait for this import
@@ -32,6 +33,19 @@ class Job:
     """`PENDING`, `RUNNING`, `SUCCEEDED`, `FAILED` or `STOPPED`."""
     last_line: str
     """Last line of Ray's message about the job, which for a failure is the last one that the job has printed."""
+
+    exit_code: int | None = None
+    """Exit code of its driver; None if that has none: it runs, was not started, or died with its node."""
+
+    @property
+    def has_failed(self) -> bool:
+        """True if its driver failed by itself: it was neither stopped nor killed, and did not end with "try later"."""
+        return (
+            self.status == "FAILED"
+            and self.exit_code is not None
+            and 0 < self.exit_code < 128
+            and (self.exit_code != EXIT_TRY_LATER)
+        )
 
     @property
     def has_ended(self) -> bool:
@@ -62,7 +76,7 @@ class RayApi:
         if response.status_code == 404:
             return None
         found = self._json(response)
-        return Job(str(found.get("status")), last_line(str(found.get("message") or "")))
+        return Job(str(found.get("status")), last_line(str(found.get("message") or "")), found.get("driver_exit_code"))
 
     async def submit(self, job_id: str, entrypoint: str, environment: dict[str, str]) -> None:
         """Submit a job; a job that has this id already stays as it is.

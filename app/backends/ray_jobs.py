@@ -40,6 +40,8 @@ _MOST_WAITING = 16
 """Jobs that wait for the cluster at a time: each has a process on its head node, and Ray does not know priorities."""
 _RETRY_SECONDS = 10.0
 """Pause after a first failed job; it doubles with each further one."""
+_LATER_SECONDS = 30.0
+"""Pause after a job that ended without a failure of its own."""
 _END_SECONDS = 15.0
 """Time that a worker has to end by itself after its run has left it."""
 _EXTRA_SECONDS = 15
@@ -215,11 +217,12 @@ class RayJobs:
             await api.stop(job_id)
 
     async def _retry(self, job: Any, job_id: str, found: Job) -> PendingReason | None:
-        """Requeue a run whose job has ended without a claim; too many of them fail it. Return why it waits."""
-        why = found.last_line or f"it is {found.status} and has claimed nothing"
-        reason = f"Ray job {job_id} started no worker: {why}"
+        """Requeue a run whose job has ended without a claim, and return why it waits; too many failures fail it."""
+        why = found.last_line or f"it is {found.status}, and no worker has claimed the run"
+        reason = f"Ray job {job_id} ended before a worker claimed the run: {why}"
         async with self._engine.begin() as connection:
-            requeue = machine.requeue_unclaimed(job.run_id, job.lease_epoch, reason, _RETRY_SECONDS)
+            pause = _RETRY_SECONDS if found.has_failed else _LATER_SECONDS
+            requeue = machine.requeue_unclaimed(job.run_id, job.lease_epoch, reason, pause, counted=found.has_failed)
             row = (await connection.execute(requeue)).mappings().one_or_none()
             await connection.execute(_DELETE, {"run_id": job.run_id, "epoch": job.lease_epoch})
         if row is None:
@@ -228,8 +231,10 @@ class RayJobs:
         await self._queue.wake(job.run_id)
         if row["status"] != "pending":
             return None
-        message = f"{reason}. It is tried again after a pause ({row['lost_count']} of {row['max_restarts']} restarts)."
-        return PendingReason(code="ray_job_failed", message=message)
+        message = f"{reason}. It is tried again after a pause"
+        if found.has_failed:
+            message += f" ({row['lost_count']} of {row['max_restarts']} restarts)"
+        return PendingReason(code="ray_job_failed", message=f"{message}.")
 
     async def _explain(self, reasons: Sequence[tuple[Any, PendingReason]]) -> None:
         """Store the reasons that are new, each with an event."""

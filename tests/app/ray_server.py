@@ -7,6 +7,13 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+ENDED = {
+    "STOPPED": "Job was intentionally stopped.",
+    "SUCCEEDED": "Job finished successfully.",
+    "FAILED": "Unexpected error occurred: failed to get job supervisor.",
+}
+"""Messages of Ray 2.60 about jobs that have ended; it has others for failures."""
+
 
 class RayServer(ThreadingHTTPServer):
     """Jobs by their id; what was asked for is in `asked`."""
@@ -38,9 +45,10 @@ class RayServer(ThreadingHTTPServer):
         """Ids with which a submission was asked for, in order."""
         return [body["submission_id"] for body in self.bodies]
 
-    def end(self, job_id: str, status: str, message: str = "") -> None:
-        """End a job."""
-        self.jobs[job_id] = {"status": status, "message": message}
+    def end(self, job_id: str, status: str, message: str | None = None, exit_code: int | None = None) -> None:
+        """End a job, by default with the message of Ray."""
+        message = ENDED.get(status, "") if message is None else message
+        self.jobs[job_id] = {"status": status, "message": message, "driver_exit_code": exit_code}
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -116,7 +116,8 @@ def claim(
     `kind` is that of the worker's devices; a worker that was started for one run claims `only_run`: its id and
     the lease epoch for which the worker was started. The row adds `device_indexes`, `extra_eval_datasets` (ids by name;
     None without any) and `members` (None; see `group_claim.py`). The run of a hint does not matter: the order is that
-    of `queue_order.py`, as far as quotas and a reservation of the worker allow. Execute `lock_quotas` first, in the same transaction.
+    of `queue_order.py`, as far as quotas and a reservation of the worker allow. Execute
+    `lock_quotas` first, in the same transaction.
     """
     # No SKIP LOCKED: a second thread of this worker waits and then sees the remaining devices, instead of none.
     free = (
@@ -402,10 +403,13 @@ def renew(run_id: str, lease_epoch: int, lease_seconds: float) -> Executable:
     )
 
 
-def requeue_unclaimed(run_id: str, lease_epoch: int, reason: str, delay_seconds: float) -> Executable:
-    """Requeue a pending run whose worker could not be started; this counts as a loss. No row: it waits no more."""
+def requeue_unclaimed(run_id: str, lease_epoch: int, reason: str, delay_seconds: float, *, counted: bool) -> Executable:
+    """Requeue a pending run that no worker has claimed; no row: it waits no more.
+
+    `counted`: its worker failed, which is a loss. Otherwise something that it needs was unavailable.
+    """
     waits = and_(runs.c.id == run_id, runs.c.lease_epoch == lease_epoch, runs.c.status == "pending")
-    return _requeue(waits, reason, "requeued", counted=True, delay_seconds=delay_seconds, code="worker_not_started")
+    return _requeue(waits, reason, "requeued", counted=counted, delay_seconds=delay_seconds, code="worker_not_started")
 
 
 def preempt(run_ids: list[str], for_run: str) -> Executable:

@@ -253,7 +253,7 @@ class TestAJob:
         run_id = add(engine, max_restarts=1)
         await jobs.round()
         said = "logs:\nTraceback\n\x1b[31mNo module named worker, see https://ada:pass@host/x\n\n"
-        ray.end(job(run_id), "FAILED", said)
+        ray.end(job(run_id), "FAILED", said, exit_code=1)
         await jobs.round()
         row = run_row(engine, run_id)
         code, message = waits_because(engine, run_id)
@@ -264,11 +264,34 @@ class TestAJob:
         execute(engine, "UPDATE runs SET not_before = now()")
         await jobs.round()
         assert ray.submissions == [job(run_id), job(run_id, 1)]
-        ray.end(job(run_id, 1), "SUCCEEDED")
+        ray.end(job(run_id, 1), "FAILED", exit_code=127)
         await jobs.round()
         row = run_row(engine, run_id)
         assert (row.status, row.error_code) == ("failed", "worker_not_started")
         assert job(run_id, 1) in row.error_message
+
+    @pytest.mark.parametrize(
+        "end",
+        [
+            ("STOPPED", None, -15), ("STOPPED", None, None), ("SUCCEEDED", None, 0), ("FAILED", None, None),
+            ("FAILED", "exit code -9", -9), ("FAILED", "exit code 137", 137),
+            ("FAILED", "the worker on n ended with 75: no claim within 60 s: a quota", 75),
+        ],
+        ids=lambda end: f"{end[0]}-{end[2]}",
+    )  # fmt: skip
+    async def test_that_ended_through_no_failure_of_its_own_costs_no_restart(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine, end: tuple[str, str | None, int | None]
+    ) -> None:
+        run_id = add(engine, max_restarts=0)
+        await jobs.round()
+        ray.end(job(run_id), *end)
+        await jobs.round()
+        row = run_row(engine, run_id)
+        assert (row.status, row.lease_epoch, row.lost_count) == ("pending", 1, 0)
+        code, message = waits_because(engine, run_id)
+        assert code == "ray_job_failed" and "restarts" not in message
+        await jobs.round()
+        assert ray.submissions == [job(run_id)], "not before a pause"
 
     async def test_that_the_cluster_has_forgotten_is_submitted_again(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
@@ -358,7 +381,7 @@ class TestWorkersOfOtherBackends:
     async def test_a_worker_of_an_earlier_job_claims_nothing(self, engine: Engine) -> None:
         """Its job has been given up, and another one has been submitted for the run."""
         run_id = add(engine)
-        execute(engine, machine.requeue_unclaimed(run_id, 0, "the job has ended", 0.0))
+        execute(engine, machine.requeue_unclaimed(run_id, 0, "the job has ended", 0.0, counted=False))
         execute(engine, "UPDATE runs SET not_before = now()")
         assert claim(engine, run_id) is None
         assert claim(engine, run_id, epoch=1).id == run_id
