@@ -85,15 +85,14 @@ class Driver:
             return EXIT_TRY_LATER
         signal.signal(signal.SIGTERM, self.request_stop)  # Ray has set its own handler, which exits
         arguments = self._arguments
-        kind = arguments.kind or ("cuda" if ray.cluster_resources().get("GPU") else "cpu")
-        bundle = {"GPU" if kind == "cuda" else "CPU": float(arguments.devices)}
+        bundle = {"GPU" if arguments.kind == "cuda" else "CPU": float(arguments.devices)}
         selector = dict(label.split("=", 1) for label in arguments.label)
         group = placement_group([bundle], bundle_label_selector=[selector] if selector else None)
         print(f"waiting for a node with {bundle} {selector or ''}", flush=True)  # noqa: T201
         try:
             if not self._is_placed(ray, group):
                 return 0
-            return self._train(ray, self._actor(ray, group, bundle), kind)
+            return self._train(ray, self._actor(ray, group, bundle))
         except ray.exceptions.RayTaskError:  # of this file, on the node
             raise
         except ray.exceptions.RayError as error:
@@ -124,10 +123,10 @@ class Driver:
         )
         return options.remote()
 
-    def _train(self, ray: Any, bundle: Any, kind: str) -> int:
+    def _train(self, ray: Any, bundle: Any) -> int:
         """Start the worker and wait for its end; pass a request to stop on."""
         given = self._arguments
-        node = ray.get(bundle.start.remote(given.run, given.lease_epoch, kind, given.devices, given.label))
+        node = ray.get(bundle.start.remote(given.run, given.lease_epoch, given.kind, given.devices, given.label))
         print(f"the worker is on {node}", flush=True)  # noqa: T201
         was_asked = False
         while True:
@@ -154,7 +153,7 @@ def main() -> int:
     parser.add_argument("run")
     parser.add_argument("lease_epoch", type=int)
     parser.add_argument("--devices", type=int, required=True)
-    parser.add_argument("--kind", choices=["cuda", "cpu"], help="default: cuda, in a cluster without GPUs cpu")
+    parser.add_argument("--kind", choices=["cuda", "cpu"], default="cuda", help="kind of the devices")
     parser.add_argument("--label", action="append", default=[], help="label of the node, key=value")
     return Driver(parser.parse_args()).run()
 

@@ -274,10 +274,12 @@ def _is_claimed(job: Any) -> bool:
     return job.status in LIVE and job.current_epoch == job.lease_epoch + 1
 
 
+def _kind(run: Any) -> str:
+    return run.requirements.get("kind") or "cuda"
+
+
 def _entrypoint(job: Any) -> str:
-    options = {"--devices": str(job.devices_needed)}
-    if kind := job.requirements.get("kind"):
-        options["--kind"] = kind
+    options = {"--devices": str(job.devices_needed), "--kind": _kind(job)}
     words = [word for option in options.items() for word in option]
     words += [word for label in job.requirements.get("labels") or () for word in ("--label", label)]
     return shlex.join(["python", "-m", "worker.ray_node", job.run_id, str(job.lease_epoch), *words])
@@ -297,12 +299,14 @@ def _queued() -> PendingReason:
 
 
 def _placing(job: Any, job_id: str) -> PendingReason:
-    count, kind = job.devices_needed, job.requirements.get("kind")
-    noun = {"cuda": "GPU", "cpu": "CPU"}.get(kind, "GPU (or CPU, in a cluster without GPUs)")
-    plural = noun if count == 1 else noun.replace("GPU", "GPUs").replace("CPU", "CPUs")
+    count = job.devices_needed
+    noun = "CPU" if _kind(job) == "cpu" else "GPU"
+    plural = noun if count == 1 else f"{noun}s"
     labels = job.requirements.get("labels") or []
     message = f"Ray job {job_id} waits for a node with {count} free {plural}"
     if labels:
         message += f" and the labels {', '.join(f'`{label}`' for label in labels)}"
     message += ", or its worker is starting. `ray status` shows what the cluster has."
+    if _kind(job) == "cuda":
+        message += " In a cluster without GPUs, create the run with resources.kind `cpu`."
     return PendingReason(code="ray_placing", message=message)

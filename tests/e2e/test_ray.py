@@ -30,7 +30,7 @@ class RayStack(TrainingStack):
 
     def train(self, **config: Any) -> str:
         """A QLoRA run of backend `ray`; its id."""
-        resources = {"labels": ["zone=a"]}
+        resources = {"kind": "cpu", "labels": ["zone=a"]}
         config = {**QLORA, **config}
         return self.create(config=config, backend="ray", dataset_id=self.chats, resources=resources)
 

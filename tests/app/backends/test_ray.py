@@ -83,15 +83,25 @@ class TestResources:
         resources = {"devices": 64, "labels": ["ray.io/accelerator-type=H100"]}
         answer = api.client.post("/v1/runs", json={**body, "resources": resources})
         assert answer.status_code == 202, answer.text
-        assert "prefers_gpu" not in {name for name, value in answer.json()["requirements"].items() if value}
-        add_worker(engine, backends=["ray"])
         gpu = {"base_model": "tiny", "optim": "paged_adamw_32bit"}
+        add_worker(engine, backends=["ray"])
         answer = api.client.post("/v1/runs", json={**body, "config": gpu})
-        assert answer.status_code == 202 and answer.json()["requirements"]["kind"] == "cuda", (
-            "nodes in use do not matter"
-        )
+        assert answer.status_code == 202, "nodes in use do not matter"
         answer = api.client.post("/v1/runs", json={**body, "resources": {"labels": ["site-b", "gpu="]}})
         assert [one["code"] for one in answer.json()["errors"]] == ["not_a_ray_label"] * 2
+
+    def test_gpus_are_used_unless_cpus_are_asked_for(self, api: ApiServer, engine: Engine) -> None:
+        """Also in a cluster that has none now: a run never moves to CPUs because its GPU node is gone."""
+        make_model(api.settings)
+        add_worker(engine, backends=["ray"])
+        body = {"backend": "ray", "dataset_id": make_dataset(engine), "config": {"base_model": "tiny"}}
+        kinds = {}
+        for kind in (None, "cuda", "cpu"):
+            answer = api.client.post("/v1/runs", json={**body, "resources": {"kind": kind}})
+            assert answer.status_code == 202, answer.text
+            kinds[kind] = answer.json()["requirements"]["kind"]
+            assert "prefers_gpu" not in {name for name, value in answer.json()["requirements"].items() if value}
+        assert kinds == {None: "cuda", "cuda": "cuda", "cpu": "cpu"}
 
 
 class TestSettings:
