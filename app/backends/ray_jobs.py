@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from sqlalchemy import Executable, text
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from app.backends.ray_api import Job, RayApi, RayError, RayUnreachable
 from app.config import Settings
@@ -38,6 +38,10 @@ _ROUND_SECONDS = 30.0
 """Most time of a round: its transaction, which has the lock, may be idle for a minute."""
 _MOST_WAITING = 16
 """Jobs that wait for the cluster at a time: each has a process on its head node, and Ray does not know priorities."""
+_MOST_ALIKE = 4
+"""Of these, jobs of one owner that need the same devices: if Ray cannot place the first, it cannot place the next."""
+_TURN_SECONDS = 300.0
+"""Time after which a job that waits gives its place up for as long; an autoscaler can add a node meanwhile."""
 _RETRY_SECONDS = 10.0
 """Pause after a first failed job; it doubles with each further one."""
 _LATER_SECONDS = 30.0
@@ -50,7 +54,8 @@ _EXTRA_SECONDS = 15
 _PENDING = text(f"""
     {WITH_ROOM}
     SELECT runs.id AS run_id, runs.lease_epoch, coalesce(runs.created_by, '') AS owner, runs.experiment_id,
-        runs.devices_needed, runs.pending_reason, jobs.run_id IS NOT NULL AS has_job,
+        runs.priority, runs.devices_needed, runs.requirements, runs.pending_reason, jobs.run_id IS NOT NULL AS has_job,
+        extract(epoch FROM clock_timestamp() - jobs.added_at) AS waits,
         owners.room AS key_room, owners.max_devices AS key_devices,
         limited.room AS experiment_room, limited.max_devices AS experiment_devices, limited.name AS experiment_name
     FROM runs {JOIN_ROOM}
@@ -124,22 +129,38 @@ class RayJobs:
         """Note the next pending runs for which jobs are to be submitted; explain why the others wait."""
         async with self._engine.begin() as connection:
             waiting = (await connection.execute(_PENDING)).all()
-            jobs, by_key, by_experiment = 0, Counter[str](), Counter[str]()
+            held = [run for run in waiting if run.has_job]
+            by_key, by_experiment = Counter[str](), Counter[str]()
+            for run in held:
+                by_key[run.owner] += run.devices_needed
+                by_experiment[run.experiment_id] += run.devices_needed
             reasons: list[tuple[Any, PendingReason]] = []
-            for run in waiting:
-                if not run.has_job:
-                    quota = reason_of_quota(run, by_key[run.owner], by_experiment[run.experiment_id])
-                    reason = _not_configured() if self._api is None else quota
-                    if reason is None and jobs >= _MOST_WAITING:
-                        reason = _queued()
-                    if reason is not None:
-                        reasons.append((run, reason))
-                        continue
-                    await connection.execute(_ADD, {"run_id": run.run_id, "lease_epoch": run.lease_epoch})
-                jobs += 1
+            for run in waiting[len(held) :]:
+                quota = reason_of_quota(run, by_key[run.owner], by_experiment[run.experiment_id])
+                reason = _not_configured() if self._api is None else quota
+                last = _without_place(held, run) if reason is None else None
+                if last is not None and not _gives_way(last, run):
+                    reason = _queued()
+                if reason is not None:
+                    reasons.append((run, reason))
+                    continue
+                if last is not None:
+                    await self._withdraw(connection, last, run)
+                    held.remove(last)
+                    reasons.append((last, _queued()))
+                await connection.execute(_ADD, {"run_id": run.run_id, "lease_epoch": run.lease_epoch})
+                held.append(run)
                 by_key[run.owner] += run.devices_needed
                 by_experiment[run.experiment_id] += run.devices_needed
         await self._explain(reasons)
+
+    async def _withdraw(self, connection: AsyncConnection, last: Any, run: Any) -> None:
+        """Requeue a run whose job has the place of another one; a later step of the round stops that job."""
+        pause = 0.0 if last.priority < run.priority else _TURN_SECONDS
+        reason = f"Ray job {_job_id(last)} gives its place to {run.run_id}, since Ray has not placed it"
+        requeue = machine.requeue_unclaimed(last.run_id, last.lease_epoch, reason, pause, counted=False)
+        if (await connection.execute(requeue)).one_or_none() is not None:
+            log.info("%s", reason, extra={"run_id": last.run_id})
 
     async def _settle_all(self) -> None:
         async with self._engine.begin() as connection:
@@ -192,7 +213,7 @@ class RayJobs:
         """Submit the job of a run that waits for it, stop that of one that needs it no more; return why a run waits."""
         if _is_claimed(job):
             return None
-        job_id = f"anneal-{job.run_id}-{job.lease_epoch}"
+        job_id = _job_id(job)
         found = await api.job(job_id)
         if not _is_waiting(job):
             await self._leave(api, job, job_id, found)
@@ -265,6 +286,33 @@ def _key(job: Any) -> tuple[str, int]:
     return job.run_id, job.lease_epoch
 
 
+def _job_id(run: Any) -> str:
+    return f"anneal-{run.run_id}-{run.lease_epoch}"
+
+
+def _shape(run: Any) -> tuple[Any, ...]:
+    """Return what matters for Ray, with the owner."""
+    return run.owner, run.devices_needed, _kind(run), tuple(run.requirements.get("labels") or ())
+
+
+def _without_place(held: Sequence[Any], run: Any) -> Any | None:
+    """Return the job that would have to be withdrawn for that of `run`; None if there is a free place."""
+    alike = [one for one in held if _shape(one) == _shape(run)]
+    rivals = alike if len(alike) >= _MOST_ALIKE else held if len(held) >= _MOST_WAITING else []
+    # Those of this round have no time yet.
+    old = [one for one in rivals if one.waits is not None and one.waits > _TURN_SECONDS]
+    return min(
+        old if old and rivals is held else rivals, key=lambda one: (one.priority, -(one.waits or 0)), default=None
+    )
+
+
+def _gives_way(last: Any, run: Any) -> bool:
+    """Return True if a job that waits is to be withdrawn for another: the lowest, or one that has had its turn."""
+    if last.waits is None:
+        return False
+    return last.priority < run.priority or (last.waits > _TURN_SECONDS and _shape(last) != _shape(run))
+
+
 def _is_waiting(job: Any) -> bool:
     return bool(job.status == "pending" and job.current_epoch == job.lease_epoch)
 
@@ -292,8 +340,9 @@ def _not_configured() -> PendingReason:
 
 def _queued() -> PendingReason:
     message = (
-        f"{_MOST_WAITING} other runs wait for Ray to place them, those of higher priority first. The job of this run "
-        "is submitted after them."
+        f"Other runs wait for Ray to place them: at most {_MOST_WAITING}, and {_MOST_ALIKE} of an owner that need the "
+        "same devices, have a job at a time, those of higher priority first. The job of this run is submitted when one "
+        f"of them starts, ends, or has waited for {_TURN_SECONDS / 60:.0f} minutes."
     )
     return PendingReason(code="ray_queued", message=message)
 

@@ -151,6 +151,48 @@ class TestSubmission:
         await jobs.round()
         assert set(ray.submissions) == {job(high), job(middle), job(low)}
 
+    async def test_a_run_of_higher_priority_takes_the_place_of_a_lower_one(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        waiting = [add(engine, devices_needed=64 + number) for number in range(16)]
+        await jobs.round()
+        urgent = add(engine, priority=5)
+        await jobs.round()
+        assert ray.submissions[16:] == [job(urgent)]
+        (given_up,) = [run_id for run_id in waiting if run_row(engine, run_id).lease_epoch == 1]
+        row = run_row(engine, given_up)
+        assert (row.status, row.lost_count) == ("pending", 0) and row.pending_reason["code"] == "ray_queued"
+        execute(engine, "UPDATE ray_jobs SET left_at = left_at - interval '1 minute'")
+        await jobs.round()
+        assert ray.stopped == [job(given_up)] and len(ray.submissions) == 17
+
+    async def test_runs_that_cannot_be_placed_do_not_keep_others_waiting(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        """Whatever their priority: after five minutes they give their places up for as long."""
+        large = [add(engine, devices_needed=64 + number, priority=9) for number in range(16)]
+        small = add(engine)
+        await jobs.round()
+        assert len(ray.submissions) == 16 and waits_because(engine, small)[0] == "ray_queued"
+        execute(engine, "UPDATE ray_jobs SET added_at = added_at - interval '6 minutes'")
+        for _ in range(2):
+            await jobs.round()
+        assert ray.submissions[16:] == [job(small)]
+        rows = [run_row(engine, run_id) for run_id in large]
+        assert sum(row.lease_epoch for row in rows) == 1 and {row.lost_count for row in rows} == {0}
+
+    async def test_a_few_jobs_stand_for_all_runs_of_an_owner_that_need_the_same(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        large = [add(engine, devices_needed=64) for _ in range(16)]
+        small = add(engine)
+        await jobs.round()
+        assert job(small) in ray.submissions and len(ray.submissions) == 5
+        assert waits_because(engine, large[-1])[0] == "ray_queued"
+        execute(engine, "UPDATE ray_jobs SET added_at = added_at - interval '6 minutes'")
+        await jobs.round()
+        assert len(ray.submissions) == 5, "to change places among them would be of no use"
+
     async def test_a_quota_counts_the_jobs_that_are_submitted(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:
