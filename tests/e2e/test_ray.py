@@ -190,6 +190,21 @@ def test_a_job_that_is_stopped_in_ray_saves_and_the_run_continues(stack: RayStac
     assert_trained_once(stack, run_id)
 
 
+def test_a_drained_node_saves_its_run_and_gets_no_other(stack: RayStack, undisturbed: str) -> None:
+    """By the two commands of `docs/guides/ray.md`."""
+    run_id = stack.train()
+    stack.until_step(run_id, 45, timeout=120)
+    node, _ = stack.node_of(run_id)
+    stack.cluster.drain(node)
+    shown = stack.completed(run_id)
+    assert shown["attempt"] == 2 and stack.steps(run_id) == stack.steps(undisturbed)
+    steps = [line["step"] for line in stack.journal(run_id) if line["event"] == "step"]
+    assert steps == list(range(1, STEPS + 1)), "it has saved: nothing is trained again"
+    assert not node.holds(pids_of_trainers(stack.journal(run_id))[-1])
+    assert_trained_once(stack, run_id)
+    replace_node(stack, node)
+
+
 def test_a_driver_that_is_killed_costs_a_loss(stack: RayStack, undisturbed: str) -> None:
     run_id = stack.train()
     stack.until_step(run_id, 45, timeout=120)

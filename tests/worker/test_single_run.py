@@ -12,7 +12,9 @@ from sqlalchemy import Engine, text
 
 from app.config import Settings
 from app.infra.ids import new_id
+from app.workers.status_files import read_statuses
 from tests.rows import add_run, run_row
+from tests.waiting import eventually
 
 
 @pytest.fixture(autouse=True)
@@ -127,3 +129,27 @@ sys.exit(single_run.main())
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert run_row(engine, run_id).attempt == 1
+
+
+def test_the_command_that_drains_a_machine_ends_it(settings: Settings, engine: Engine, storage: Path) -> None:
+    """As `docs/guides/ray.md` prints it for a node that leaves the cluster."""
+    run_id = add(engine)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE experiments SET max_devices = 0"))
+    environment = {**settings.child_environment(), "ANNEAL_LAUNCH": "cold"}
+    command = [sys.executable, "-m", "worker.single_run", run_id, "0"]
+    worker = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    try:
+        eventually(lambda: any(note.process.exists for note in read_statuses(settings.home)), timeout=60)
+        line = "anneal worker --drain --timeout 0"
+        assert line in (Path(__file__).parents[2] / "docs/guides/ray.md").read_text()
+        anneal = Path(sys.executable).with_name("anneal")
+        done = subprocess.run(
+            [anneal, *line.split()[1:]], env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0 and "Drained: 1 worker ended." in done.stdout, done.stdout
+        assert worker.wait(1) == 0
+    finally:
+        worker.kill()
+        worker.wait()
+    assert run_row(engine, run_id).status == "pending"
