@@ -409,7 +409,16 @@ def requeue_unclaimed(run_id: str, lease_epoch: int, reason: str, delay_seconds:
     `counted`: its worker failed, which is a loss. Otherwise something that it needs was unavailable.
     """
     waits = and_(runs.c.id == run_id, runs.c.lease_epoch == lease_epoch, runs.c.status == "pending")
-    return _requeue(waits, reason, "requeued", counted=counted, delay_seconds=delay_seconds, code="worker_not_started")
+    return _requeue(
+        waits,
+        reason,
+        "requeued",
+        counted=counted,
+        delay_seconds=delay_seconds,
+        code="worker_not_started",
+        advice="see `ray job logs` of that job and the environment of the nodes, then resume the run; one that has no "
+        'checkpoint with {"from": "start"}',
+    )
 
 
 def preempt(run_ids: list[str], for_run: str) -> Executable:
@@ -498,6 +507,7 @@ def _requeue(
     delay_seconds: float,
     skip_locked: bool = False,
     code: str = "worker_lost",
+    advice: str = "see the last log lines, then resume the run",
 ) -> Executable:
     # A first loss whose cause is known needs no delay; a repeated one does.
     delay = case((runs.c.lost_count == 0, seconds(delay_seconds)), else_=seconds(max(delay_seconds, _LEAST_PAUSE)))
@@ -506,7 +516,7 @@ def _requeue(
     fails = and_(runs.c.stop_requested_at.is_(None), exhausted)
     gave_up = func.concat(
         reason, " (", runs.c.lost_count + 1, " times without a new checkpoint, max_restarts is ", runs.c.max_restarts,
-        "): see the last log lines, then resume the run",
+        "): ", advice,
     )  # fmt: skip
     return statement(
         _pick(where, skip_locked),

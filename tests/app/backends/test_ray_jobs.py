@@ -290,7 +290,7 @@ class TestACluster:
 
 class TestAJob:
     async def test_that_starts_no_worker_is_tried_again_with_the_reason(
-        self, jobs: RayJobs, ray: RayServer, engine: Engine
+        self, jobs: RayJobs, ray: RayServer, engine: Engine, settings: Settings
     ) -> None:
         run_id = add(engine, max_restarts=1)
         await jobs.round()
@@ -310,7 +310,8 @@ class TestAJob:
         await jobs.round()
         row = run_row(engine, run_id)
         assert (row.status, row.error_code) == ("failed", "worker_not_started")
-        assert job(run_id, 1) in row.error_message
+        assert job(run_id, 1) in row.error_message and "`ray job logs`" in row.error_message
+        assert '{"from": "start"}' in row.error_message
 
     @pytest.mark.parametrize(
         "end",
