@@ -48,6 +48,8 @@ def main() -> int:
     except SetupError as error:
         print(f"anneal: {error}", file=sys.stderr)  # noqa: T201
         return EXIT_TRY_LATER if isinstance(error, TryLater) else 1
+    finally:
+        signals.ignore()
     return 0
 
 
