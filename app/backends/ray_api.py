@@ -1,11 +1,11 @@
 """Client of the Jobs REST API of a Ray cluster."""
 
 import asyncio
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from app.infra.errors import EXIT_TRY_LATER
+from app.infra.redaction import redact
 from app.infra.terminal_text import plain_line
 
 if TYPE_CHECKING:  # an API without a cluster does not wait for this import
@@ -14,7 +14,6 @@ if TYPE_CHECKING:  # an API without a cluster does not wait for this import
 _CONNECT_SECONDS = 3.0
 _CALL_SECONDS = 10.0
 _MOST_CHARACTERS = 300
-_CREDENTIALS = re.compile(r"://[^/\s@]*@")
 
 
 class RayError(Exception):
@@ -119,6 +118,6 @@ class RayApi:
 
 
 def last_line(text: str) -> str:
-    """Return the last line of a text that is not empty, short, and without credentials of URLs."""
+    """Return the last line of a text that is not empty, short, and without credentials."""
     lines = [line for line in text.splitlines() if line.strip()]
-    return plain_line(_CREDENTIALS.sub("://***@", lines[-1].strip()))[:_MOST_CHARACTERS] if lines else ""
+    return plain_line(redact(lines[-1].strip()))[:_MOST_CHARACTERS] if lines else ""

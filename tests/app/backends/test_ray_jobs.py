@@ -300,7 +300,7 @@ class TestAJob:
         row = run_row(engine, run_id)
         code, message = waits_because(engine, run_id)
         assert (row.status, row.lease_epoch, row.lost_count) == ("pending", 1, 1) and code == "ray_job_failed"
-        assert "No module named worker, see https://***@host/x" in message and "\x1b" not in message
+        assert "No module named worker, see https://ada:[redacted]@host/x" in message and "\x1b" not in message
         await jobs.round()
         assert ray.submissions == [job(run_id)], "not before a pause"
         execute(engine, "UPDATE runs SET not_before = now()")
