@@ -183,14 +183,14 @@ class RayJobs:
                         raise
                     except RayError as error:  # the next job may have more luck: only some calls need the head's agent
                         trouble = error
-                        settled[current] = self._unreachable(error) if _is_waiting(job) else None
+                        settled[current] = _unreachable(error) if _is_waiting(job) else None
         except RayUnreachable as error:
             trouble, responds = error, False
         except TimeoutError:
             trouble = trouble or RayError("it takes too long")
             self._stopped_at = current
         if trouble is not None and not responds:  # then the jobs that were not reached wait for the same reason
-            reason = self._unreachable(trouble)
+            reason = _unreachable(trouble)
             settled = {_key(job): settled.get(_key(job), reason) for job in jobs if _is_waiting(job)}
         self._report(None if trouble is None else f"{self._api.url} does not respond: {trouble}")
         await self._explain([(job, reason) for job in jobs if (reason := settled.get(_key(job))) is not None])
@@ -201,13 +201,6 @@ class RayJobs:
         first = keys.index(self._stopped_at) + 1 if self._stopped_at in keys else 0
         self._stopped_at = None
         return [*jobs[first:], *jobs[:first]]
-
-    def _unreachable(self, error: RayError) -> PendingReason:
-        message = (
-            f"Ray at {self._settings.ray_url} does not respond ({error}). The run waits, and its job is submitted once "
-            "it does; an operator checks the cluster and ANNEAL_RAY_URL."
-        )
-        return PendingReason(code="ray_unreachable", message=message)
 
     async def _settle(self, api: RayApi, job: Any) -> PendingReason | None:
         """Submit the job of a run that waits for it, stop that of one that needs it no more; return why a run waits."""
@@ -345,6 +338,14 @@ def _queued() -> PendingReason:
         f"of them starts, ends, or has waited for {_TURN_SECONDS / 60:.0f} minutes."
     )
     return PendingReason(code="ray_queued", message=message)
+
+
+def _unreachable(error: RayError) -> PendingReason:
+    message = (
+        f"The Ray cluster of ANNEAL_RAY_URL does not respond ({error}). The run waits, and its job is submitted "
+        "once it does; an operator checks the cluster and the setting, and finds the URL in the log of the API."
+    )
+    return PendingReason(code="ray_unreachable", message=message)
 
 
 def _placing(job: Any, job_id: str) -> PendingReason:
