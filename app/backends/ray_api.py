@@ -63,7 +63,8 @@ class RayApi:
         self._no_connection = (httpx.ConnectError, httpx.ConnectTimeout)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         timeout = httpx.Timeout(_CALL_SECONDS, connect=_CONNECT_SECONDS)
-        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout)
+        # The cluster is in the network of the API; a proxy for the internet would also see the token.
+        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, trust_env=False)
 
     async def close(self) -> None:
         """Close the connections."""

@@ -139,6 +139,17 @@ class TestSubmission:
         assert ray.submissions == ["anneal-run-1"] * 2
         await api.close()
 
+    async def test_a_proxy_of_the_environment_is_not_used(
+        self, ray: RayServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, "http://127.0.0.1:1")
+        for name in ("NO_PROXY", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        api = ray_api.RayApi(ray.url, None)
+        assert await api.job("anneal-run-1") is None
+        await api.close()
+
     async def test_only_some_jobs_wait_at_a_time_those_of_higher_priority_first(
         self, jobs: RayJobs, ray: RayServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
