@@ -48,6 +48,8 @@ _LATER_SECONDS = 30.0
 """Pause after a job that ended without a failure of its own."""
 _END_SECONDS = 15.0
 """Time that a worker has to end by itself after its run has left it."""
+_LOST_SECONDS = 60.0
+"""Time for which a job that Ray does not have is looked for: a submission without a response may come late."""
 _EXTRA_SECONDS = 15
 """Time that a job has after the save grace of its trainer: for the worker and for the driver."""
 
@@ -221,6 +223,9 @@ class RayJobs:
     async def _leave(self, api: RayApi, job: Any, job_id: str, found: Job | None) -> None:
         """Let a worker that has had the run end by itself, then stop the job; a job without a claim at once."""
         key = {"run_id": job.run_id, "epoch": job.lease_epoch}
+        if found is None and (job.left_ago or 0) < _LOST_SECONDS:
+            await self._execute(_LEAVE, key)  # Ray may still execute a submission whose response was lost
+            return
         if found is None or found.has_ended:
             await self._execute(_DELETE, key)
             return

@@ -132,6 +132,34 @@ class TestSubmission:
         await jobs.round()
         assert waits_because(engine, run_id)[0] == "ray_placing" and ray.submissions == [job(run_id)]
 
+    async def test_a_submission_that_arrives_after_its_run_was_stopped_is_stopped(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        """Ray went on with a request that had timed out."""
+        run_id = add(engine)
+        await jobs.round()
+        created = ray.jobs.pop(job(run_id))
+        execute(engine, machine.request_stop(run_id, "checkpoint"))
+        execute(engine, f"DELETE FROM runs WHERE id = '{run_id}'")
+        for _ in range(2):
+            await jobs.round()
+        ray.jobs[job(run_id)] = created
+        await jobs.round()
+        assert ray.stopped == [job(run_id)]
+
+    async def test_a_job_that_never_arrives_is_forgotten_after_a_while(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        run_id = add(engine)
+        await jobs.round()
+        ray.jobs.clear()
+        execute(engine, machine.request_stop(run_id, "checkpoint"))
+        await jobs.round()
+        execute(engine, "UPDATE ray_jobs SET left_at = left_at - interval '2 minutes'")
+        await jobs.round()
+        with engine.connect() as connection:
+            assert connection.scalar(text("SELECT count(*) FROM ray_jobs")) == 0
+
     async def test_an_id_that_exists_already_is_the_job(self, settings: Settings, ray: RayServer) -> None:
         api = ray_api.RayApi(ray.url, None)
         await api.submit("anneal-run-1", "true", {})
