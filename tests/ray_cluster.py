@@ -82,6 +82,7 @@ class RayCluster:
             f"--dashboard-port={self.dashboard}", f"--temp-dir={self._folder}", "--num-cpus=0", "--num-gpus=0",
         )  # fmt: skip
         eventually(self._answers, timeout=120, what=f"the head of Ray, see {self.head.log}")
+        eventually(self.alive, timeout=60, what="the head is one of the nodes")
         self.nodes = [self.add_node() for _ in range(nodes)]
 
     def add_node(self) -> RayNode:
