@@ -54,12 +54,22 @@ class RayServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: RayServer
 
+    def _is_refused(self) -> bool:
+        if self.server.token is None or self.headers["authorization"] == f"Bearer {self.server.token}":
+            return False
+        self._answer(401, "Unauthorized")
+        return True
+
     def do_GET(self) -> None:
+        if self._is_refused():
+            return
         job = self.server.jobs.get(self.path.removeprefix("/api/jobs/"))
         self._answer(*((200, job) if job else (404, "Job does not exist")))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or b"{}")
+        if self._is_refused():
+            return None
         if status := self.server.failing.get("POST"):
             return self._answer(status, "Traceback …\nNo available agent to submit job, please try again later.")
         if self.path != "/api/jobs/":
@@ -69,8 +79,6 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._answer(404, f"Job {job_id} does not exist")
             self.server.end(job_id, "STOPPED")
             return self._answer(200, {"stopped": True})
-        if self.server.token is not None and self.headers["authorization"] != f"Bearer {self.server.token}":
-            return self._answer(401, "Unauthorized")
         self.server.bodies.append(body)
         job_id = body["submission_id"]
         if job_id in self.server.jobs:

@@ -1,6 +1,7 @@
 """The `ray` backend: the promises of all backends, and its settings."""
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -9,6 +10,7 @@ from sqlalchemy import Engine
 from app.backends.ray import RayBackend
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES
+from app.contracts.schemas.runs.reads import TrainingRun
 from app.infra.broker import Broker
 from app.infra.db import async_engine, session_maker
 from app.infra.storage import Storage
@@ -40,6 +42,14 @@ class TestRayBackend(Conformance):
         await streams.close()
         await queue.close()
         await database.dispose()
+
+    async def test_a_new_run_and_a_stop_begin_a_round_of_the_loop(
+        self, backend: RayBackend, storage: Storage, run: TrainingRun, data: Path
+    ) -> None:
+        run_id = await self.launched(backend, storage, run, data)
+        assert self.rounds == 1
+        await backend.stop(run_id)
+        assert self.rounds == 2
 
     def _count(self) -> None:
         self.rounds += 1

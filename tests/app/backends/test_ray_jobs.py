@@ -276,6 +276,14 @@ class TestACluster:
         await jobs.round()
         assert "set ANNEAL_RAY_TOKEN" in waits_because(engine, run_id)[1]
 
+    async def test_that_rejects_the_token_only_of_submissions_is_named(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        run_id = add(engine)
+        ray.failing["POST"] = 403
+        await jobs.round()
+        assert "set ANNEAL_RAY_TOKEN" in waits_because(engine, run_id)[1]
+
     async def test_that_is_slow_ends_a_round(
         self, jobs: RayJobs, ray: RayServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
