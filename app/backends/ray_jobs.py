@@ -195,7 +195,7 @@ class RayJobs:
             reason = _unreachable(trouble)
             settled = {_key(job): settled.get(_key(job), reason) for job in jobs if _is_waiting(job)}
         self._report(None if trouble is None else f"{self._api.url} does not respond: {trouble}")
-        await self._explain([(job, reason) for job in jobs if (reason := settled.get(_key(job))) is not None])
+        await self._explain([(job, why) for job in jobs if (why := settled.get(_key(job))) is not None])
 
     def _from_where_the_last_round_stopped(self, jobs: Sequence[Any]) -> Sequence[Any]:
         """Return the jobs in an order in which those come first that the last round has not reached."""
