@@ -360,7 +360,15 @@ def placed_worker_environment(kind: str, devices: int, labels: Sequence[str]) ->
     placed = {"ANNEAL_SLOTS": str(devices), "ANNEAL_WORKER_LABELS": ",".join([*own, *labels])}
     if kind == "cpu":
         placed["CUDA_VISIBLE_DEVICES"] = ""
-    return {**os.environ, **placed}
+    environment = {**os.environ, **placed}
+    # Ray sets it for its actors, to the CPUs of the bundle or to 1. That of the node is in the process above.
+    environment.pop("OMP_NUM_THREADS", None)
+    import psutil  # clients read settings too, and need it for nothing
+
+    above = psutil.Process().parent()
+    if above is not None and (threads := above.environ().get("OMP_NUM_THREADS")):
+        environment["OMP_NUM_THREADS"] = threads
+    return environment
 
 
 def postgres_environment() -> dict[str, str]:

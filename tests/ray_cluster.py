@@ -1,6 +1,7 @@
 """A local Ray cluster of `ray start` processes: a head without devices, and nodes that tests kill and freeze."""
 
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -29,6 +30,8 @@ class RayNode:
         ports = [f"--{name}={free_port()}" for name in ("dashboard-agent-listen-port", "metrics-export-port")]
         memory = ["--node-ip-address=127.0.0.1", f"--object-store-memory={80 * 2**20}", "--min-worker-port=0"]
         self.log = log
+        self.id = ""
+        """Id by which Ray knows it."""
         with log.open("ab") as output:
             self.process = subprocess.Popen(
                 [*command, *memory, "--max-worker-port=0", *ports, *arguments], env=environment, stdout=output,
@@ -73,12 +76,13 @@ class RayCluster:
         self.client = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=30)
         inherited = {name: value for name, value in settings.child_environment().items() if "RAY" not in name}
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        self._environment = {**inherited, "PATH": path, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+        self.environment = {**inherited, "PATH": path, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
         self.head = self._start(
             "--head", f"--port={self.port}", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
             f"--dashboard-port={self.dashboard}", f"--temp-dir={self._folder}", "--num-cpus=0", "--num-gpus=0",
         )  # fmt: skip
         eventually(self._answers, timeout=120, what=f"the head of Ray, see {self.head.log}")
+        eventually(self.alive, timeout=60, what="the head is one of the nodes")
         self.nodes = [self.add_node() for _ in range(nodes)]
 
     def add_node(self) -> RayNode:
@@ -86,10 +90,19 @@ class RayCluster:
         before = self.alive()
         node = self._start(f"--address=127.0.0.1:{self.port}", "--num-cpus=1", "--num-gpus=0", "--labels=zone=a")
         try:
-            eventually(lambda: self.alive() - before, timeout=90, what="a node of Ray")
+            (node.id,) = eventually(lambda: self.alive() - before, timeout=90, what="a node of Ray")
         except AssertionError as error:
             raise AssertionError(f"{error}: {node.log.read_text()[-2000:]}") from error
         return node
+
+    def drain(self, node: RayNode) -> None:
+        """Drain a node with the commands of `docs/guides/ray.md`, which name no node where each has a machine."""
+        text = (Path(__file__).parents[1] / "docs/guides/ray.md").read_text()
+        lines = re.findall(r"^ {4}((?:ray drain-node|anneal worker --drain) .*)$", text, re.MULTILINE)
+        assert len(lines) == 2, lines
+        lines[0] += f" --address 127.0.0.1:{self.port} --node-id {node.id}"
+        for line in lines:
+            subprocess.run(["bash", "-c", line], env=self.environment, check=True, timeout=90)
 
     def alive(self) -> set[str]:
         """Return the ids of the nodes that are alive, that of the head among them."""
@@ -113,7 +126,7 @@ class RayCluster:
 
     def _start(self, *arguments: str) -> RayNode:
         number = len(list(self._folder.glob("start-*")))
-        return RayNode(list(arguments), self._environment, self._folder / f"start-{number}.log")
+        return RayNode(list(arguments), self.environment, self._folder / f"start-{number}.log")
 
     def _answers(self) -> bool:
         assert self.head.process.poll() is None, self.head.log.read_text()[-3000:]

@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from app.config import Settings
 from app.infra.broker import CONTROL_CHANNEL, events_channel
 from app.infra.db import is_away, sync_engine
-from app.infra.errors import SetupError
+from app.infra.errors import SetupError, TryLater
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.infra.tracing import Tracing
@@ -60,10 +60,11 @@ class WorkerContext:
     `worker.main` creates one per process, starts it before it takes runs, and closes it at the end. Every method may
     be called from any thread. `engine` is for the work on runs, `lease_engine` for renewals and heartbeats alone;
     both have a connection per slot and one more. `kind` is the kind of this machine's devices (`cuda` or `cpu`), and
-    `backends` the backends whose runs this worker can train. A worker that was started for one run takes only that.
+    `backends` the backends whose runs this worker can train. A worker that was started for one run takes
+    only that, as of the lease epoch for which it was started.
     """
 
-    def __init__(self, settings: Settings, only_run: str | None = None) -> None:
+    def __init__(self, settings: Settings, only_run: tuple[str, int] | None = None) -> None:
         if settings.database_url is None or settings.redis_url is None:
             raise ValueError("no database or Redis URL: start `anneal up` first, or set both ANNEAL_…_URL variables")
         self.settings = settings
@@ -138,15 +139,15 @@ class WorkerContext:
             False if the worker was asked to end meanwhile.
 
         Raises:
-            SetupError: The database schema is older than this code, or the database could not be reached for
-                `database_seconds`.
+            SetupError: The database schema is older than this code.
+            TryLater: The database could not be reached for `database_seconds`.
         """
         self._status_file.open()
         self.launcher.start()
         began = time.monotonic()
         while (trouble := self._try_register()) is not None:
             if time.monotonic() - began > database_seconds:
-                raise SetupError(f"the database cannot be reached from {self.name}: {trouble}")
+                raise TryLater(f"the database cannot be reached from {self.name}: {trouble}")
             if self.closing.wait(_DATABASE_PAUSE):
                 return False
         self._heartbeat.start()

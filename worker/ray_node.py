@@ -15,6 +15,7 @@ import time
 from typing import IO, Any
 
 from app.config import placed_worker_environment
+from app.infra.errors import EXIT_TRY_LATER
 from app.infra.process.children import start_child
 
 _LOOK_SECONDS = 1.0
@@ -70,27 +71,35 @@ class Driver:
         self._is_stopping = True
 
     def run(self) -> int:
-        """Return 0 if the worker has ended by itself or was stopped, and 1 with a last line that says what failed."""
+        """Return 0 if the worker has ended by itself or was stopped; otherwise a last line says what failed.
+
+        The code is then that of the worker, or 75 if Ray has lost it.
+        """
         import ray
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        ray.init(address="auto")
+        try:
+            ray.init(address="auto")
+        except ConnectionError as error:
+            print(f"the cluster does not respond: {error}", file=sys.stderr)  # noqa: T201
+            return EXIT_TRY_LATER
         signal.signal(signal.SIGTERM, self.request_stop)  # Ray has set its own handler, which exits
         arguments = self._arguments
-        kind = arguments.kind or ("cuda" if ray.cluster_resources().get("GPU") else "cpu")
-        bundle = {"GPU" if kind == "cuda" else "CPU": float(arguments.devices)}
+        bundle = {"GPU" if arguments.kind == "cuda" else "CPU": float(arguments.devices)}
         selector = dict(label.split("=", 1) for label in arguments.label)
         group = placement_group([bundle], bundle_label_selector=[selector] if selector else None)
         print(f"waiting for a node with {bundle} {selector or ''}", flush=True)  # noqa: T201
         try:
             if not self._is_placed(ray, group):
                 return 0
-            return self._train(ray, self._actor(ray, group, bundle), kind)
-        except ray.exceptions.RayActorError as error:
+            return self._train(ray, self._actor(ray, group, bundle))
+        except ray.exceptions.RayTaskError:  # of this file, on the node
+            raise
+        except ray.exceptions.RayError as error:
             # Whether its worker still trains is not known here: the lease of the run decides.
             why = [line.strip() for line in str(error).splitlines() if line.strip()]
             print(f"the worker was not started, or its node is lost: {why[-1]}", file=sys.stderr)  # noqa: T201
-            return 1
+            return EXIT_TRY_LATER
         finally:
             remove_placement_group(group)
 
@@ -114,10 +123,10 @@ class Driver:
         )
         return options.remote()
 
-    def _train(self, ray: Any, bundle: Any, kind: str) -> int:
+    def _train(self, ray: Any, bundle: Any) -> int:
         """Start the worker and wait for its end; pass a request to stop on."""
         given = self._arguments
-        node = ray.get(bundle.start.remote(given.run, given.lease_epoch, kind, given.devices, given.label))
+        node = ray.get(bundle.start.remote(given.run, given.lease_epoch, given.kind, given.devices, given.label))
         print(f"the worker is on {node}", flush=True)  # noqa: T201
         was_asked = False
         while True:
@@ -135,7 +144,7 @@ class Driver:
         if code == 0 or was_asked:
             return 0
         print(f"the worker on {node} ended with {code}: {last_line}", file=sys.stderr)  # noqa: T201
-        return 1
+        return EXIT_TRY_LATER if code == EXIT_TRY_LATER else 1
 
 
 def main() -> int:
@@ -144,7 +153,7 @@ def main() -> int:
     parser.add_argument("run")
     parser.add_argument("lease_epoch", type=int)
     parser.add_argument("--devices", type=int, required=True)
-    parser.add_argument("--kind", choices=["cuda", "cpu"], help="default: cuda, in a cluster without GPUs cpu")
+    parser.add_argument("--kind", choices=["cuda", "cpu"], default="cuda", help="kind of the devices")
     parser.add_argument("--label", action="append", default=[], help="label of the node, key=value")
     return Driver(parser.parse_args()).run()
 

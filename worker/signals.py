@@ -40,6 +40,11 @@ class SignalHandler:
         """Apply signals to this worker from now on, including those already received."""
         threading.Thread(target=self._handle_signals, args=[context], name="signals", daemon=True).start()
 
+    def ignore(self) -> None:
+        """Ignore further signals: at its end, Python restores default handlers, and a second signal would kill."""
+        for number in (*_TERMINATION_SIGNALS, DRAIN_SIGNAL):
+            signal.signal(number, signal.SIG_IGN)
+
     def _on_signal(self, number: int, _frame: Any) -> None:
         with suppress(BlockingIOError):  # so many are queued that this one adds nothing
             os.write(self._writing, bytes([number]))

@@ -9,10 +9,12 @@ import time
 
 from pydantic import ValidationError
 from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
 
 from app.config import Settings, get_settings
 from app.infra import log_setup
-from app.infra.errors import SetupError
+from app.infra.db import is_away
+from app.infra.errors import EXIT_TRY_LATER, SetupError, TryLater
 from app.infra.server_urls import resolve_urls
 from app.runs.scheduler.placement import DeviceOffer, Fleet, Needs, WorkerOffer, pending_reason
 from app.tables.runs import Run
@@ -29,7 +31,10 @@ _PAUSE = 1.0
 
 
 def main() -> int:
-    """Train the run; return 0 if it was claimed or waits no more, and 1 with a last line that says why it was not."""
+    """Train the run; return 0 if it was claimed, waits no more, or the worker was to end.
+
+    Otherwise a last line says why it was not claimed. The code is 75 if that may end without a change, and 1 if not.
+    """
     run_id, lease_epoch = sys.argv[1], int(sys.argv[2])
     signals = SignalHandler()
     try:
@@ -42,13 +47,15 @@ def main() -> int:
         return 1
     except SetupError as error:
         print(f"anneal: {error}", file=sys.stderr)  # noqa: T201
-        return 1
+        return EXIT_TRY_LATER if isinstance(error, TryLater) else 1
+    finally:
+        signals.ignore()
     return 0
 
 
 def run(settings: Settings, signals: SignalHandler, run_id: str, lease_epoch: int) -> None:
     """Claim the run and train it, or release it if `signals` end the worker; raise `SetupError` if it cannot."""
-    context = WorkerContext(settings, only_run=run_id)
+    context = WorkerContext(settings, only_run=(run_id, lease_epoch))
     signals.start(context)
     context.launcher.adopt_orphans()
     try:
@@ -69,17 +76,21 @@ def _work(context: WorkerContext, run_id: str, lease_epoch: int) -> None:
         if claimed is not None:
             supervisor.supervise(context, claimed, sent)
             return
-        waiting = _waiting(context, run_id, lease_epoch)
-        if waiting is None:
-            log.info("%s: it needs this worker no more", run_id)
-            return
-        reason = pending_reason(waiting, Fleet([_offer(context)]))
-        if reason is not None:
-            raise SetupError(reason.message)
+        try:
+            waiting = _waiting(context, run_id, lease_epoch)
+        except SQLAlchemyError as error:
+            if not is_away(error):
+                raise
+            trouble = "the database is unavailable"
+        else:
+            if waiting is None:
+                log.info("%s: it needs this worker no more", run_id)
+                return
+            if (reason := pending_reason(waiting, Fleet([_offer(context)]))) is not None:
+                raise SetupError(reason.message)
+            trouble = "a quota, or an error of the devices, prevents it"
         if time.monotonic() > deadline:
-            raise SetupError(
-                f"no claim within {_CLAIM_SECONDS:.0f} s: a quota, or an error of the devices, prevents it"
-            )
+            raise TryLater(f"no claim within {_CLAIM_SECONDS:.0f} s: {trouble}")
         context.closing.wait(_PAUSE)
 
 

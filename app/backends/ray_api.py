@@ -1,10 +1,11 @@
 """Client of the Jobs REST API of a Ray cluster."""
 
 import asyncio
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from app.infra.errors import EXIT_TRY_LATER
+from app.infra.redaction import redact
 from app.infra.terminal_text import plain_line
 
 if TYPE_CHECKING:  # an API without a cluster does not wait for this import
@@ -13,11 +14,14 @@ if TYPE_CHECKING:  # an API without a cluster does not wait for this import
 _CONNECT_SECONDS = 3.0
 _CALL_SECONDS = 10.0
 _MOST_CHARACTERS = 300
-_CREDENTIALS = re.compile(r"://[^/\s@]*@")
 
 
-class RayUnreachable(Exception):
-    """The cluster did not respond as Ray does; the message says how."""
+class RayError(Exception):
+    """The cluster did not respond to a call as Ray does; the message says how."""
+
+
+class RayUnreachable(RayError):
+    """No connection to the cluster is possible, so that no other call can succeed either."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,19 @@ class Job:
     """`PENDING`, `RUNNING`, `SUCCEEDED`, `FAILED` or `STOPPED`."""
     last_line: str
     """Last line of Ray's message about the job, which for a failure is the last one that the job has printed."""
+
+    exit_code: int | None = None
+    """Exit code of its driver; None if that has none: it runs, was not started, or died with its node."""
+
+    @property
+    def has_failed(self) -> bool:
+        """True if its driver failed by itself: it was neither stopped nor killed, and did not end with "try later"."""
+        return (
+            self.status == "FAILED"
+            and self.exit_code is not None
+            and 0 < self.exit_code < 128
+            and (self.exit_code != EXIT_TRY_LATER)
+        )
 
     @property
     def has_ended(self) -> bool:
@@ -43,9 +60,11 @@ class RayApi:
 
         self.url = url
         self._errors = (httpx.HTTPError, TimeoutError)
+        self._no_connection = (httpx.ConnectError, httpx.ConnectTimeout)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         timeout = httpx.Timeout(_CALL_SECONDS, connect=_CONNECT_SECONDS)
-        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout)
+        # The cluster is in the network of the API; a proxy for the internet would also see the token.
+        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, trust_env=False)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -57,7 +76,7 @@ class RayApi:
         if response.status_code == 404:
             return None
         found = self._json(response)
-        return Job(str(found.get("status")), last_line(str(found.get("message") or "")))
+        return Job(str(found.get("status")), last_line(str(found.get("message") or "")), found.get("driver_exit_code"))
 
     async def submit(self, job_id: str, entrypoint: str, environment: dict[str, str]) -> None:
         """Submit a job; a job that has this id already stays as it is.
@@ -81,7 +100,8 @@ class RayApi:
             async with asyncio.timeout(_CALL_SECONDS):
                 return await self._http.request(method, path, **options)
         except self._errors as error:
-            raise RayUnreachable(str(error) or type(error).__name__) from error
+            kind = RayUnreachable if isinstance(error, self._no_connection) else RayError
+            raise kind(str(error) or type(error).__name__) from error
 
     def _json(self, response: "httpx.Response") -> dict[str, Any]:
         try:
@@ -92,15 +112,13 @@ class RayApi:
             raise self._unexpected(response)
         return found
 
-    def _unexpected(self, response: "httpx.Response") -> RayUnreachable:
+    def _unexpected(self, response: "httpx.Response") -> RayError:
         if response.status_code in (401, 403):
-            return RayUnreachable(
-                f"it rejects the token ({response.status_code}): set ANNEAL_RAY_TOKEN to the cluster's"
-            )
-        return RayUnreachable(f"it responds with status {response.status_code}: {last_line(response.text)}")
+            return RayError(f"it rejects the token ({response.status_code}): set ANNEAL_RAY_TOKEN to the cluster's")
+        return RayError(f"it responds with status {response.status_code}: {last_line(response.text)}")
 
 
 def last_line(text: str) -> str:
-    """Return the last line of a text that is not empty, short, and without credentials of URLs."""
+    """Return the last line of a text that is not empty, short, and without credentials."""
     lines = [line for line in text.splitlines() if line.strip()]
-    return plain_line(_CREDENTIALS.sub("://***@", lines[-1].strip()))[:_MOST_CHARACTERS] if lines else ""
+    return plain_line(redact(lines[-1].strip()))[:_MOST_CHARACTERS] if lines else ""

@@ -14,9 +14,9 @@ from contextlib import suppress
 from typing import Any
 
 from sqlalchemy import Executable, text
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from app.backends.ray_api import Job, RayApi, RayUnreachable
+from app.backends.ray_api import Job, RayApi, RayError, RayUnreachable
 from app.config import Settings
 from app.contracts.run_status import LIVE
 from app.contracts.schemas.runs.placement import PendingReason
@@ -38,17 +38,26 @@ _ROUND_SECONDS = 30.0
 """Most time of a round: its transaction, which has the lock, may be idle for a minute."""
 _MOST_WAITING = 16
 """Jobs that wait for the cluster at a time: each has a process on its head node, and Ray does not know priorities."""
+_MOST_ALIKE = 4
+"""Of these, jobs of one owner that need the same devices: if Ray cannot place the first, it cannot place the next."""
+_TURN_SECONDS = 300.0
+"""Time after which a job that waits gives its place up for as long; an autoscaler can add a node meanwhile."""
 _RETRY_SECONDS = 10.0
 """Pause after a first failed job; it doubles with each further one."""
+_LATER_SECONDS = 30.0
+"""Pause after a job that ended without a failure of its own."""
 _END_SECONDS = 15.0
 """Time that a worker has to end by itself after its run has left it."""
+_LOST_SECONDS = 60.0
+"""Time for which a job that Ray does not have is looked for: a submission without a response may come late."""
 _EXTRA_SECONDS = 15
 """Time that a job has after the save grace of its trainer: for the worker and for the driver."""
 
 _PENDING = text(f"""
     {WITH_ROOM}
     SELECT runs.id AS run_id, runs.lease_epoch, coalesce(runs.created_by, '') AS owner, runs.experiment_id,
-        runs.devices_needed, runs.pending_reason, jobs.run_id IS NOT NULL AS has_job,
+        runs.priority, runs.devices_needed, runs.requirements, runs.pending_reason, jobs.run_id IS NOT NULL AS has_job,
+        extract(epoch FROM clock_timestamp() - jobs.added_at) AS waits,
         owners.room AS key_room, owners.max_devices AS key_devices,
         limited.room AS experiment_room, limited.max_devices AS experiment_devices, limited.name AS experiment_name
     FROM runs {JOIN_ROOM}
@@ -82,6 +91,8 @@ class RayJobs:
         self._task: asyncio.Task[None] | None = None
         self._wanted = asyncio.Event()
         self._trouble: str | None = None
+        self._stopped_at: tuple[str, int] | None = None
+        """Job at which the last round ran out of time."""
 
     async def start(self) -> None:
         """Start the loop."""
@@ -120,22 +131,38 @@ class RayJobs:
         """Note the next pending runs for which jobs are to be submitted; explain why the others wait."""
         async with self._engine.begin() as connection:
             waiting = (await connection.execute(_PENDING)).all()
-            jobs, by_key, by_experiment = 0, Counter[str](), Counter[str]()
+            held = [run for run in waiting if run.has_job]
+            by_key, by_experiment = Counter[str](), Counter[str]()
+            for run in held:
+                by_key[run.owner] += run.devices_needed
+                by_experiment[run.experiment_id] += run.devices_needed
             reasons: list[tuple[Any, PendingReason]] = []
-            for run in waiting:
-                if not run.has_job:
-                    quota = reason_of_quota(run, by_key[run.owner], by_experiment[run.experiment_id])
-                    reason = _not_configured() if self._api is None else quota
-                    if reason is None and jobs >= _MOST_WAITING:
-                        reason = _queued()
-                    if reason is not None:
-                        reasons.append((run, reason))
-                        continue
-                    await connection.execute(_ADD, {"run_id": run.run_id, "lease_epoch": run.lease_epoch})
-                jobs += 1
+            for run in waiting[len(held) :]:
+                quota = reason_of_quota(run, by_key[run.owner], by_experiment[run.experiment_id])
+                reason = _not_configured() if self._api is None else quota
+                last = _without_place(held, run) if reason is None else None
+                if last is not None and not _gives_way(last, run):
+                    reason = _queued()
+                if reason is not None:
+                    reasons.append((run, reason))
+                    continue
+                if last is not None:
+                    await self._withdraw(connection, last, run)
+                    held.remove(last)
+                    reasons.append((last, _queued()))
+                await connection.execute(_ADD, {"run_id": run.run_id, "lease_epoch": run.lease_epoch})
+                held.append(run)
                 by_key[run.owner] += run.devices_needed
                 by_experiment[run.experiment_id] += run.devices_needed
         await self._explain(reasons)
+
+    async def _withdraw(self, connection: AsyncConnection, last: Any, run: Any) -> None:
+        """Requeue a run whose job has the place of another one; a later step of the round stops that job."""
+        pause = 0.0 if last.priority < run.priority else _TURN_SECONDS
+        reason = f"Ray job {_job_id(last)} gives its place to {run.run_id}, since Ray has not placed it"
+        requeue = machine.requeue_unclaimed(last.run_id, last.lease_epoch, reason, pause, counted=False)
+        if (await connection.execute(requeue)).one_or_none() is not None:
+            log.info("%s", reason, extra={"run_id": last.run_id})
 
     async def _settle_all(self) -> None:
         async with self._engine.begin() as connection:
@@ -143,42 +170,62 @@ class RayJobs:
         if self._api is None:
             await self._explain([(job, _not_configured()) for job in jobs if _is_waiting(job)])
             return
+        jobs = self._from_where_the_last_round_stopped(jobs)
+        settled: dict[tuple[str, int], PendingReason | None] = {}
+        trouble: RayError | None = None
+        current, responds = None, False
         try:
             async with asyncio.timeout(_ROUND_SECONDS):
                 for job in jobs:
-                    await self._settle(self._api, job)
-        except (RayUnreachable, TimeoutError) as error:
-            error = error if str(error) else RayUnreachable("it takes too long")
-            self._report(f"{self._api.url} does not respond: {error}")
-            message = (
-                f"Ray at {self._api.url} does not respond ({error}). The run waits, and its job is submitted once it "
-                "does; an operator checks the cluster and ANNEAL_RAY_URL."
-            )
-            reason = PendingReason(code="ray_unreachable", message=message)
-            await self._explain([(job, reason) for job in jobs if _is_waiting(job)])
-        else:
-            self._report(None)
+                    current = _key(job)
+                    try:
+                        settled[current] = await self._settle(self._api, job)
+                        responds = True
+                    except RayUnreachable:
+                        raise
+                    except RayError as error:  # the next job may have more luck: only some calls need the head's agent
+                        trouble = error
+                        settled[current] = _unreachable(error) if _is_waiting(job) else None
+        except RayUnreachable as error:
+            trouble, responds = error, False
+        except TimeoutError:
+            trouble = trouble or RayError("it takes too long")
+            self._stopped_at = current
+        if trouble is not None and not responds:  # then the jobs that were not reached wait for the same reason
+            reason = _unreachable(trouble)
+            settled = {_key(job): settled.get(_key(job), reason) for job in jobs if _is_waiting(job)}
+        self._report(None if trouble is None else f"{self._api.url} does not respond: {trouble}")
+        await self._explain([(job, why) for job in jobs if (why := settled.get(_key(job))) is not None])
 
-    async def _settle(self, api: RayApi, job: Any) -> None:
-        """Submit the job of a run that waits for it, stop that of one that needs it no more."""
+    def _from_where_the_last_round_stopped(self, jobs: Sequence[Any]) -> Sequence[Any]:
+        """Return the jobs in an order in which those come first that the last round has not reached."""
+        keys = [_key(job) for job in jobs]
+        first = keys.index(self._stopped_at) + 1 if self._stopped_at in keys else 0
+        self._stopped_at = None
+        return [*jobs[first:], *jobs[:first]]
+
+    async def _settle(self, api: RayApi, job: Any) -> PendingReason | None:
+        """Submit the job of a run that waits for it, stop that of one that needs it no more; return why a run waits."""
         if _is_claimed(job):
-            return
-        job_id = f"anneal-{job.run_id}-{job.lease_epoch}"
+            return None
+        job_id = _job_id(job)
         found = await api.job(job_id)
         if not _is_waiting(job):
             await self._leave(api, job, job_id, found)
-        elif found is None:
+            return None
+        if found is None:
             await api.submit(job_id, _entrypoint(job), self._environment())
             log.info("ray: job %s is submitted", job_id, extra={"run_id": job.run_id})
-            await self._explain([(job, _placing(job, job_id))])
         elif found.has_ended:
-            await self._retry(job, job_id, found)
-        else:
-            await self._explain([(job, _placing(job, job_id))])
+            return await self._retry(job, job_id, found)
+        return _placing(job, job_id)
 
     async def _leave(self, api: RayApi, job: Any, job_id: str, found: Job | None) -> None:
         """Let a worker that has had the run end by itself, then stop the job; a job without a claim at once."""
         key = {"run_id": job.run_id, "epoch": job.lease_epoch}
+        if found is None and (job.left_ago or 0) < _LOST_SECONDS:
+            await self._execute(_LEAVE, key)  # Ray may still execute a submission whose response was lost
+            return
         if found is None or found.has_ended:
             await self._execute(_DELETE, key)
             return
@@ -188,23 +235,25 @@ class RayJobs:
         if not was_claimed or (job.left_ago or 0) > _END_SECONDS:
             await api.stop(job_id)
 
-    async def _retry(self, job: Any, job_id: str, found: Job) -> None:
-        """Requeue a run whose job has ended without a claim; too many of them fail it."""
-        why = found.last_line or f"it is {found.status} and has claimed nothing"
-        reason = f"Ray job {job_id} started no worker: {why}"
+    async def _retry(self, job: Any, job_id: str, found: Job) -> PendingReason | None:
+        """Requeue a run whose job has ended without a claim, and return why it waits; too many failures fail it."""
+        why = found.last_line or f"it is {found.status}, and no worker has claimed the run"
+        reason = f"Ray job {job_id} ended before a worker claimed the run: {why}"
         async with self._engine.begin() as connection:
-            requeue = machine.requeue_unclaimed(job.run_id, job.lease_epoch, reason, _RETRY_SECONDS)
+            pause = _RETRY_SECONDS if found.has_failed else _LATER_SECONDS
+            requeue = machine.requeue_unclaimed(job.run_id, job.lease_epoch, reason, pause, counted=found.has_failed)
             row = (await connection.execute(requeue)).mappings().one_or_none()
             await connection.execute(_DELETE, {"run_id": job.run_id, "epoch": job.lease_epoch})
         if row is None:
-            return  # claimed or stopped meanwhile
+            return None  # claimed or stopped meanwhile
         log.warning("run %s: %s; the run is now %s", job.run_id, reason, row["status"], extra={"run_id": job.run_id})
         await self._queue.wake(job.run_id)
-        if row["status"] == "pending":
-            message = (
-                f"{reason}. It is tried again after a pause ({row['lost_count']} of {row['max_restarts']} restarts)."
-            )
-            await self._explain([(job, PendingReason(code="ray_job_failed", message=message))])
+        if row["status"] != "pending":
+            return None
+        message = f"{reason}. It is tried again after a pause"
+        if found.has_failed:
+            message += f" ({row['lost_count']} of {row['max_restarts']} restarts)"
+        return PendingReason(code="ray_job_failed", message=f"{message}.")
 
     async def _explain(self, reasons: Sequence[tuple[Any, PendingReason]]) -> None:
         """Store the reasons that are new, each with an event."""
@@ -231,6 +280,37 @@ class RayJobs:
         return {"RAY_JOB_STOP_WAIT_TIME_S": str(round(self._settings.save_grace_seconds) + _EXTRA_SECONDS)}
 
 
+def _key(job: Any) -> tuple[str, int]:
+    return job.run_id, job.lease_epoch
+
+
+def _job_id(run: Any) -> str:
+    return f"anneal-{run.run_id}-{run.lease_epoch}"
+
+
+def _shape(run: Any) -> tuple[Any, ...]:
+    """Return what matters for Ray, with the owner."""
+    return run.owner, run.devices_needed, _kind(run), tuple(run.requirements.get("labels") or ())
+
+
+def _without_place(held: Sequence[Any], run: Any) -> Any | None:
+    """Return the job that would have to be withdrawn for that of `run`; None if there is a free place."""
+    alike = [one for one in held if _shape(one) == _shape(run)]
+    rivals = alike if len(alike) >= _MOST_ALIKE else held if len(held) >= _MOST_WAITING else []
+    # Those of this round have no time yet.
+    old = [one for one in rivals if one.waits is not None and one.waits > _TURN_SECONDS]
+    return min(
+        old if old and rivals is held else rivals, key=lambda one: (one.priority, -(one.waits or 0)), default=None
+    )
+
+
+def _gives_way(last: Any, run: Any) -> bool:
+    """Return True if a job that waits is to be withdrawn for another: the lowest, or one that has had its turn."""
+    if last.waits is None:
+        return False
+    return last.priority < run.priority or (last.waits > _TURN_SECONDS and _shape(last) != _shape(run))
+
+
 def _is_waiting(job: Any) -> bool:
     return bool(job.status == "pending" and job.current_epoch == job.lease_epoch)
 
@@ -240,10 +320,12 @@ def _is_claimed(job: Any) -> bool:
     return job.status in LIVE and job.current_epoch == job.lease_epoch + 1
 
 
+def _kind(run: Any) -> str:
+    return run.requirements.get("kind") or "cuda"
+
+
 def _entrypoint(job: Any) -> str:
-    options = {"--devices": str(job.devices_needed)}
-    if kind := job.requirements.get("kind"):
-        options["--kind"] = kind
+    options = {"--devices": str(job.devices_needed), "--kind": _kind(job)}
     words = [word for option in options.items() for word in option]
     words += [word for label in job.requirements.get("labels") or () for word in ("--label", label)]
     return shlex.join(["python", "-m", "worker.ray_node", job.run_id, str(job.lease_epoch), *words])
@@ -256,19 +338,30 @@ def _not_configured() -> PendingReason:
 
 def _queued() -> PendingReason:
     message = (
-        f"{_MOST_WAITING} other runs wait for Ray to place them, those of higher priority first. The job of this run "
-        "is submitted after them."
+        f"Other runs wait for Ray to place them: at most {_MOST_WAITING}, and {_MOST_ALIKE} of an owner that need the "
+        "same devices, have a job at a time, those of higher priority first. The job of this run is submitted when one "
+        f"of them starts, ends, or has waited for {_TURN_SECONDS / 60:.0f} minutes."
     )
     return PendingReason(code="ray_queued", message=message)
 
 
+def _unreachable(error: RayError) -> PendingReason:
+    message = (
+        f"The Ray cluster of ANNEAL_RAY_URL does not respond ({error}). The run waits, and its job is submitted "
+        "once it does; an operator checks the cluster and the setting, and finds the URL in the log of the API."
+    )
+    return PendingReason(code="ray_unreachable", message=message)
+
+
 def _placing(job: Any, job_id: str) -> PendingReason:
-    count, kind = job.devices_needed, job.requirements.get("kind")
-    noun = {"cuda": "GPU", "cpu": "CPU"}.get(kind, "GPU (or CPU, in a cluster without GPUs)")
-    plural = noun if count == 1 else noun.replace("GPU", "GPUs").replace("CPU", "CPUs")
+    count = job.devices_needed
+    noun = "CPU" if _kind(job) == "cpu" else "GPU"
+    plural = noun if count == 1 else f"{noun}s"
     labels = job.requirements.get("labels") or []
     message = f"Ray job {job_id} waits for a node with {count} free {plural}"
     if labels:
         message += f" and the labels {', '.join(f'`{label}`' for label in labels)}"
     message += ", or its worker is starting. `ray status` shows what the cluster has."
+    if _kind(job) == "cuda":
+        message += " In a cluster without GPUs, create the run with resources.kind `cpu`."
     return PendingReason(code="ray_placing", message=message)

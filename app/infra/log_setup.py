@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 import sys
 from collections.abc import Callable, MutableMapping
 from contextvars import Context, copy_context
@@ -18,6 +17,7 @@ from app.infra.lean_structlog import (
     format_exc_info,
     merge_contextvars,
 )
+from app.infra.redaction import redact
 
 Format = Literal["json", "console"]
 EventDict = MutableMapping[str, Any]
@@ -25,8 +25,6 @@ EventDict = MutableMapping[str, Any]
 
 _LEADING_FIELDS = ("timestamp", "level", "logger", "event")
 _ONLY_WARNINGS = ("alembic", "celery", "httpcore", "httpx", "kombu")
-# Keys and passwords in URLs are never logged on purpose, but an error of a library may contain one.
-_SECRET = re.compile(r"(\banneal_)[A-Za-z0-9_-]{43}|(://[^\s:/@]*:)[^\s@]+(?=@)")
 
 
 def set_up(chosen: Format | None) -> None:
@@ -57,7 +55,8 @@ class _Redacting(ProcessorFormatter):
     """Formatter that redacts keys and passwords from a record, including its traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return _SECRET.sub(lambda found: f"{found[1] or found[2]}[redacted]", super().format(record))
+        # They are never logged on purpose, but an error of a library may contain one.
+        return redact(super().format(record))
 
 
 def _formatter(render: Callable[[Any, str, EventDict], str]) -> ProcessorFormatter:

@@ -40,6 +40,7 @@ class RayJob(Base):
     """Not a foreign key: the job of a deleted run is still to be stopped."""
     lease_epoch: Mapped[int] = mapped_column(primary_key=True)
     """That of the pending run: its next attempt, or loss, has another job."""
+    added_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
     left_at: Mapped[datetime | None]
     """Time at which it was found that the run needs this job no more; null: it waits or trains."""
 

@@ -7,6 +7,13 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+ENDED = {
+    "STOPPED": "Job was intentionally stopped.",
+    "SUCCEEDED": "Job finished successfully.",
+    "FAILED": "Unexpected error occurred: failed to get job supervisor.",
+}
+"""Messages of Ray 2.60 about jobs that have ended; it has others for failures."""
+
 
 class RayServer(ThreadingHTTPServer):
     """Jobs by their id; what was asked for is in `asked`."""
@@ -24,6 +31,8 @@ class RayServer(ThreadingHTTPServer):
         """Token that requests must have."""
         self.loses_responses = False
         """True: what is asked happens, and the connection is closed without a response."""
+        self.failing: dict[str, int] = {}
+        """Status with which requests of a method are answered, such as 500 for `POST`."""
         self.delay = 0.0
         """Seconds before each response."""
 
@@ -36,20 +45,33 @@ class RayServer(ThreadingHTTPServer):
         """Ids with which a submission was asked for, in order."""
         return [body["submission_id"] for body in self.bodies]
 
-    def end(self, job_id: str, status: str, message: str = "") -> None:
-        """End a job."""
-        self.jobs[job_id] = {"status": status, "message": message}
+    def end(self, job_id: str, status: str, message: str | None = None, exit_code: int | None = None) -> None:
+        """End a job, by default with the message of Ray."""
+        message = ENDED.get(status, "") if message is None else message
+        self.jobs[job_id] = {"status": status, "message": message, "driver_exit_code": exit_code}
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: RayServer
 
+    def _is_refused(self) -> bool:
+        if self.server.token is None or self.headers["authorization"] == f"Bearer {self.server.token}":
+            return False
+        self._answer(401, "Unauthorized")
+        return True
+
     def do_GET(self) -> None:
+        if self._is_refused():
+            return
         job = self.server.jobs.get(self.path.removeprefix("/api/jobs/"))
         self._answer(*((200, job) if job else (404, "Job does not exist")))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or b"{}")
+        if self._is_refused():
+            return None
+        if status := self.server.failing.get("POST"):
+            return self._answer(status, "Traceback …\nNo available agent to submit job, please try again later.")
         if self.path != "/api/jobs/":
             job_id = self.path.removeprefix("/api/jobs/").removesuffix("/stop")
             self.server.stopped.append(job_id)
@@ -57,8 +79,6 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._answer(404, f"Job {job_id} does not exist")
             self.server.end(job_id, "STOPPED")
             return self._answer(200, {"stopped": True})
-        if self.server.token is not None and self.headers["authorization"] != f"Bearer {self.server.token}":
-            return self._answer(401, "Unauthorized")
         self.server.bodies.append(body)
         job_id = body["submission_id"]
         if job_id in self.server.jobs:

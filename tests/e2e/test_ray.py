@@ -30,7 +30,7 @@ class RayStack(TrainingStack):
 
     def train(self, **config: Any) -> str:
         """A QLoRA run of backend `ray`; its id."""
-        resources = {"labels": ["zone=a"]}
+        resources = {"kind": "cpu", "labels": ["zone=a"]}
         config = {**QLORA, **config}
         return self.create(config=config, backend="ray", dataset_id=self.chats, resources=resources)
 
@@ -188,6 +188,26 @@ def test_a_job_that_is_stopped_in_ray_saves_and_the_run_continues(stack: RayStac
     steps = [line["step"] for line in stack.journal(run_id) if line["event"] == "step"]
     assert steps == list(range(1, STEPS + 1)), "it has saved: nothing is trained again"
     assert_trained_once(stack, run_id)
+
+
+def test_a_drained_node_saves_its_run_and_gets_no_other(stack: RayStack) -> None:
+    """By the two commands of `docs/guides/ray.md`."""
+    run_id = stack.train(**LONG)
+    stack.until_step(run_id, 1, timeout=180)
+    node, pid = stack.node_of(run_id)
+    stack.cluster.drain(node)
+    assert not is_alive(pid)
+    eventually(lambda: len(pids_of_trainers(stack.journal(run_id))) == 2, timeout=120, what="it trains again")
+    assert stack.node_of(run_id)[0] is not node
+    seen = max(line["step"] for line in stack.journal(run_id) if line["event"] == "step")
+    stack.until_step(run_id, seen + 1, timeout=60)
+    steps = [line["step"] for line in stack.journal(run_id) if line["event"] == "step"]
+    assert steps == list(range(1, len(steps) + 1)), "it has saved: nothing is trained again"
+    assert stack.run(run_id)["attempt"] == 2
+    assert stack.stop(run_id, save_checkpoint=False).status_code == 202
+    stack.until(run_id, "cancelled")
+    assert_trained_once(stack, run_id)
+    replace_node(stack, node)
 
 
 def test_a_driver_that_is_killed_costs_a_loss(stack: RayStack, undisturbed: str) -> None:

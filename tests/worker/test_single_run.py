@@ -12,7 +12,9 @@ from sqlalchemy import Engine, text
 
 from app.config import Settings
 from app.infra.ids import new_id
+from app.workers.status_files import read_statuses
 from tests.rows import add_run, run_row
+from tests.waiting import eventually
 
 
 @pytest.fixture(autouse=True)
@@ -86,5 +88,68 @@ def test_a_database_that_cannot_be_reached_is_named(settings: Settings) -> None:
         [sys.executable, "-c", program, "run_1", "0"],
         env={**settings.child_environment(), **away}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert done.returncode == 1 and f"cannot be reached from {os.uname().nodename}" in last_line(done)
+    assert done.returncode == 75 and f"cannot be reached from {os.uname().nodename}" in last_line(done)
     assert "hunter2" not in done.stderr
+
+
+def test_a_quota_that_is_full_meanwhile_is_no_failure(settings: Settings, engine: Engine) -> None:
+    """It was free when the job was submitted."""
+    run_id = add(engine)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE experiments SET max_devices = 0"))
+    program = "import sys\nfrom worker import single_run\nsingle_run._CLAIM_SECONDS = 0\nsys.exit(single_run.main())"
+    done = subprocess.run(
+        [sys.executable, "-c", program, run_id, "0"],
+        env={**settings.child_environment(), "ANNEAL_LAUNCH": "cold"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 75 and "a quota" in last_line(done), done.stderr
+    assert run_row(engine, run_id).status == "pending"
+
+
+def test_a_database_that_fails_after_the_start_is_no_failure(settings: Settings, engine: Engine) -> None:
+    """As when another server takes over: the claim and the look at the run fail, and both are tried again."""
+    run_id = add(engine)
+    program = """
+import sys
+from sqlalchemy.exc import OperationalError
+from worker import single_run
+from worker.attempts import supervisor
+failures = []
+claim, waiting = supervisor.claim, single_run._waiting
+def away(*_):
+    failures.append(1)
+    raise OperationalError("SELECT 1", None, Exception("the server ends"))
+supervisor.claim = lambda context: claim(context) if len(failures) > 1 else None
+single_run._waiting = lambda *given: away() if len(failures) < 2 else waiting(*given)
+sys.exit(single_run.main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, run_id, "0"],
+        env={**settings.child_environment(), "ANNEAL_LAUNCH": "cold"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert run_row(engine, run_id).attempt == 1
+
+
+def test_the_command_that_drains_a_machine_ends_it(settings: Settings, engine: Engine, storage: Path) -> None:
+    """As `docs/guides/ray.md` prints it for a node that leaves the cluster."""
+    run_id = add(engine)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE experiments SET max_devices = 0"))
+    environment = {**settings.child_environment(), "ANNEAL_LAUNCH": "cold"}
+    command = [sys.executable, "-m", "worker.single_run", run_id, "0"]
+    worker = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    try:
+        eventually(lambda: any(note.process.exists for note in read_statuses(settings.home)), timeout=60)
+        line = "anneal worker --drain --timeout 0"
+        assert line in (Path(__file__).parents[2] / "docs/guides/ray.md").read_text()
+        anneal = Path(sys.executable).with_name("anneal")
+        done = subprocess.run(
+            [anneal, *line.split()[1:]], env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0 and "Drained: 1 worker ended." in done.stdout, done.stdout
+        assert worker.wait(1) == 0
+    finally:
+        worker.kill()
+        worker.wait()
+    assert run_row(engine, run_id).status == "pending"

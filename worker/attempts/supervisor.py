@@ -91,7 +91,7 @@ def _claim(
     lease_seconds: float,
     kind: str,
     labels: tuple[str, ...],
-    only_run: str | None,
+    only_run: tuple[str, int] | None,
 ) -> Executable:
     # It is the same for every claim of a worker, and building it takes longer than executing it.
     return machine.claim(worker_id, list(backends), lease_seconds, kind, list(labels), only_run)

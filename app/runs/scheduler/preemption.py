@@ -8,6 +8,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from app.config import Settings
+from app.contracts.backends import WORKER_BACKENDS
 from app.contracts.run_status import LIVE
 from app.runs.scheduler.fleet import read_fleet
 from app.runs.scheduler.placement import Fleet, Needs, RunningRun, WorkerOffer
@@ -17,12 +18,14 @@ from app.runs.state.queue_order import HAS_ROOM, JOIN_ROOM, OWNER, OWNERS, WITH_
 from app.tables.base import sql_list
 
 _MOST_HEADS = 20
-# Neither a run that waits for devices which others are giving up already, nor one that no worker could train.
+# Neither a run that waits for devices which others are giving up already, nor one that no worker could train or claim:
+# a worker of a cluster is started for one run.
 _HEADS = text(f"""
     {WITH_ROOM}
     SELECT runs.id, runs.priority, runs.backend, runs.devices_needed, runs.hosts_needed, runs.requirements, owners.used
     FROM runs {JOIN_ROOM}
-    WHERE runs.status = 'pending' AND {HAS_ROOM} AND coalesce(runs.pending_reason ->> 'code', 'reserved') = 'reserved'
+    WHERE runs.status = 'pending' AND runs.backend IN {sql_list(WORKER_BACKENDS)} AND {HAS_ROOM}
+        AND coalesce(runs.pending_reason ->> 'code', 'reserved') = 'reserved'
         AND greatest(runs.created_at, runs.not_before) < clock_timestamp() - make_interval(secs => :after)
         AND NOT EXISTS (
             SELECT 1 FROM runs AS others WHERE others.status IN {sql_list(LIVE)} AND others.preempted_for = runs.id)

@@ -109,14 +109,15 @@ def claim(
     lease_seconds: float,
     kind: str,
     labels: list[str],
-    only_run: str | None = None,
+    only_run: tuple[str, int] | None = None,
 ) -> Executable:
     """Claim the best pending run that fits the free devices of this worker, and the smallest of those that it fits.
 
-    `kind` is that of the worker's devices; a worker that was started for one run claims `only_run`. The row adds
-    `device_indexes`, `extra_eval_datasets` (ids by name; None without any) and `members` (None; see `group_claim.py`).
-    The run of a hint does not matter: the order is that of `queue_order.py`, as far as quotas and a reservation of the
-    worker allow. Execute `lock_quotas` first, in the same transaction.
+    `kind` is that of the worker's devices; a worker that was started for one run claims `only_run`: its id and
+    the lease epoch for which the worker was started. The row adds `device_indexes`, `extra_eval_datasets` (ids by name;
+    None without any) and `members` (None; see `group_claim.py`). The run of a hint does not matter: the order is that
+    of `queue_order.py`, as far as quotas and a reservation of the worker allow. Execute
+    `lock_quotas` first, in the same transaction.
     """
     # No SKIP LOCKED: a second thread of this worker waits and then sees the remaining devices, instead of none.
     free = (
@@ -158,7 +159,7 @@ def claim(
         .where(
             is_owned_by(owners.c.owner),
             runs.c.status == PENDING,
-            true() if only_run is None else runs.c.id == only_run,
+            true() if only_run is None else and_(runs.c.id == only_run[0], runs.c.lease_epoch == only_run[1]),
             case((fits, true()), else_=false()),
         )
         .order_by(runs.c.priority.desc(), runs.c.id)
@@ -402,10 +403,22 @@ def renew(run_id: str, lease_epoch: int, lease_seconds: float) -> Executable:
     )
 
 
-def requeue_unclaimed(run_id: str, lease_epoch: int, reason: str, delay_seconds: float) -> Executable:
-    """Requeue a pending run whose worker could not be started; this counts as a loss. No row: it waits no more."""
+def requeue_unclaimed(run_id: str, lease_epoch: int, reason: str, delay_seconds: float, *, counted: bool) -> Executable:
+    """Requeue a pending run that no worker has claimed; no row: it waits no more.
+
+    `counted`: its worker failed, which is a loss. Otherwise something that it needs was unavailable.
+    """
     waits = and_(runs.c.id == run_id, runs.c.lease_epoch == lease_epoch, runs.c.status == "pending")
-    return _requeue(waits, reason, "requeued", counted=True, delay_seconds=delay_seconds, code="worker_not_started")
+    return _requeue(
+        waits,
+        reason,
+        "requeued",
+        counted=counted,
+        delay_seconds=delay_seconds,
+        code="worker_not_started",
+        advice="see `ray job logs` of that job and the environment of the nodes, then resume the run; one that has no "
+        'checkpoint with {"from": "start"}',
+    )
 
 
 def preempt(run_ids: list[str], for_run: str) -> Executable:
@@ -494,6 +507,7 @@ def _requeue(
     delay_seconds: float,
     skip_locked: bool = False,
     code: str = "worker_lost",
+    advice: str = "see the last log lines, then resume the run",
 ) -> Executable:
     # A first loss whose cause is known needs no delay; a repeated one does.
     delay = case((runs.c.lost_count == 0, seconds(delay_seconds)), else_=seconds(max(delay_seconds, _LEAST_PAUSE)))
@@ -502,7 +516,7 @@ def _requeue(
     fails = and_(runs.c.stop_requested_at.is_(None), exhausted)
     gave_up = func.concat(
         reason, " (", runs.c.lost_count + 1, " times without a new checkpoint, max_restarts is ", runs.c.max_restarts,
-        "): see the last log lines, then resume the run",
+        "): ", advice,
     )  # fmt: skip
     return statement(
         _pick(where, skip_locked),

@@ -132,7 +132,7 @@ def requirements(
         "sharded": sharded,
         "sequence_parallel": resources.sequence_parallel if resources.sequence_parallel > 1 else None,
         "gguf": rules.loads_model and config.gguf is not None,
-        "prefers_gpu": rules.machine_matters and kind is None and not rules.starts_workers,
+        "prefers_gpu": rules.machine_matters and kind is None,
     }
     return {name: value for name, value in found.items() if value not in (None, [], {}, False)}
 
@@ -165,7 +165,9 @@ async def fixed_resources(
 def _kind(
     rules: BackendRules, config: TrainingConfig, given: Iterable[str], resources: Resources | ResourceRequest
 ) -> str | None:
-    return resources.kind or ("cuda" if _needs_gpu(rules, config, set(given)) else None)
+    # A cluster has nodes of every kind, and may add some: without a request, a run would go to the CPUs of a GPU node.
+    is_gpu = rules.machine_matters and rules.starts_workers
+    return resources.kind or ("cuda" if is_gpu or _needs_gpu(rules, config, set(given)) else None)
 
 
 def _needs_gpu(rules: BackendRules, config: TrainingConfig, given: Set[str]) -> bool:

@@ -1,6 +1,7 @@
 """The `ray` backend: the promises of all backends, and its settings."""
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -9,6 +10,7 @@ from sqlalchemy import Engine
 from app.backends.ray import RayBackend
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES
+from app.contracts.schemas.runs.reads import TrainingRun
 from app.infra.broker import Broker
 from app.infra.db import async_engine, session_maker
 from app.infra.storage import Storage
@@ -40,6 +42,14 @@ class TestRayBackend(Conformance):
         await streams.close()
         await queue.close()
         await database.dispose()
+
+    async def test_a_new_run_and_a_stop_begin_a_round_of_the_loop(
+        self, backend: RayBackend, storage: Storage, run: TrainingRun, data: Path
+    ) -> None:
+        run_id = await self.launched(backend, storage, run, data)
+        assert self.rounds == 1
+        await backend.stop(run_id)
+        assert self.rounds == 2
 
     def _count(self) -> None:
         self.rounds += 1
@@ -83,15 +93,25 @@ class TestResources:
         resources = {"devices": 64, "labels": ["ray.io/accelerator-type=H100"]}
         answer = api.client.post("/v1/runs", json={**body, "resources": resources})
         assert answer.status_code == 202, answer.text
-        assert "prefers_gpu" not in {name for name, value in answer.json()["requirements"].items() if value}
-        add_worker(engine, backends=["ray"])
         gpu = {"base_model": "tiny", "optim": "paged_adamw_32bit"}
+        add_worker(engine, backends=["ray"])
         answer = api.client.post("/v1/runs", json={**body, "config": gpu})
-        assert answer.status_code == 202 and answer.json()["requirements"]["kind"] == "cuda", (
-            "nodes in use do not matter"
-        )
+        assert answer.status_code == 202, "nodes in use do not matter"
         answer = api.client.post("/v1/runs", json={**body, "resources": {"labels": ["site-b", "gpu="]}})
         assert [one["code"] for one in answer.json()["errors"]] == ["not_a_ray_label"] * 2
+
+    def test_gpus_are_used_unless_cpus_are_asked_for(self, api: ApiServer, engine: Engine) -> None:
+        """Also in a cluster that has none now: a run never moves to CPUs because its GPU node is gone."""
+        make_model(api.settings)
+        add_worker(engine, backends=["ray"])
+        body = {"backend": "ray", "dataset_id": make_dataset(engine), "config": {"base_model": "tiny"}}
+        kinds = {}
+        for kind in (None, "cuda", "cpu"):
+            answer = api.client.post("/v1/runs", json={**body, "resources": {"kind": kind}})
+            assert answer.status_code == 202, answer.text
+            kinds[kind] = answer.json()["requirements"]["kind"]
+            assert "prefers_gpu" not in {name for name, value in answer.json()["requirements"].items() if value}
+        assert kinds == {None: "cuda", "cuda": "cuda", "cpu": "cpu"}
 
 
 class TestSettings:

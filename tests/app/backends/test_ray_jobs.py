@@ -65,11 +65,11 @@ def waits_because(engine: Engine, run_id: str) -> tuple[str, str]:
     return reason["code"], reason["message"]
 
 
-def claim(engine: Engine, run_id: str) -> Any:
+def claim(engine: Engine, run_id: str, epoch: int = 0) -> Any:
     """Claim the run as the worker that its job has started."""
     worker = add_worker(engine, devices=4, backends=["ray"])
     with engine.begin() as connection:
-        return connection.execute(machine.claim(worker, ["ray"], 60.0, "cpu", [], run_id)).one_or_none()
+        return connection.execute(machine.claim(worker, ["ray"], 60.0, "cpu", [], (run_id, epoch))).one_or_none()
 
 
 def execute(engine: Engine, statement: Any) -> None:
@@ -132,11 +132,50 @@ class TestSubmission:
         await jobs.round()
         assert waits_because(engine, run_id)[0] == "ray_placing" and ray.submissions == [job(run_id)]
 
+    async def test_a_submission_that_arrives_after_its_run_was_stopped_is_stopped(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        """Ray went on with a request that had timed out."""
+        run_id = add(engine)
+        await jobs.round()
+        created = ray.jobs.pop(job(run_id))
+        execute(engine, machine.request_stop(run_id, "checkpoint"))
+        execute(engine, f"DELETE FROM runs WHERE id = '{run_id}'")
+        for _ in range(2):
+            await jobs.round()
+        ray.jobs[job(run_id)] = created
+        await jobs.round()
+        assert ray.stopped == [job(run_id)]
+
+    async def test_a_job_that_never_arrives_is_forgotten_after_a_while(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        run_id = add(engine)
+        await jobs.round()
+        ray.jobs.clear()
+        execute(engine, machine.request_stop(run_id, "checkpoint"))
+        await jobs.round()
+        execute(engine, "UPDATE ray_jobs SET left_at = left_at - interval '2 minutes'")
+        await jobs.round()
+        with engine.connect() as connection:
+            assert connection.scalar(text("SELECT count(*) FROM ray_jobs")) == 0
+
     async def test_an_id_that_exists_already_is_the_job(self, settings: Settings, ray: RayServer) -> None:
         api = ray_api.RayApi(ray.url, None)
         await api.submit("anneal-run-1", "true", {})
         await api.submit("anneal-run-1", "true", {})
         assert ray.submissions == ["anneal-run-1"] * 2
+        await api.close()
+
+    async def test_a_proxy_of_the_environment_is_not_used(
+        self, ray: RayServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, "http://127.0.0.1:1")
+        for name in ("NO_PROXY", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        api = ray_api.RayApi(ray.url, None)
+        assert await api.job("anneal-run-1") is None
         await api.close()
 
     async def test_only_some_jobs_wait_at_a_time_those_of_higher_priority_first(
@@ -150,6 +189,48 @@ class TestSubmission:
         assert claim(engine, high)
         await jobs.round()
         assert set(ray.submissions) == {job(high), job(middle), job(low)}
+
+    async def test_a_run_of_higher_priority_takes_the_place_of_a_lower_one(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        waiting = [add(engine, devices_needed=64 + number) for number in range(16)]
+        await jobs.round()
+        urgent = add(engine, priority=5)
+        await jobs.round()
+        assert ray.submissions[16:] == [job(urgent)]
+        (given_up,) = [run_id for run_id in waiting if run_row(engine, run_id).lease_epoch == 1]
+        row = run_row(engine, given_up)
+        assert (row.status, row.lost_count) == ("pending", 0) and row.pending_reason["code"] == "ray_queued"
+        execute(engine, "UPDATE ray_jobs SET left_at = left_at - interval '1 minute'")
+        await jobs.round()
+        assert ray.stopped == [job(given_up)] and len(ray.submissions) == 17
+
+    async def test_runs_that_cannot_be_placed_do_not_keep_others_waiting(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        """Whatever their priority: after five minutes they give their places up for as long."""
+        large = [add(engine, devices_needed=64 + number, priority=9) for number in range(16)]
+        small = add(engine)
+        await jobs.round()
+        assert len(ray.submissions) == 16 and waits_because(engine, small)[0] == "ray_queued"
+        execute(engine, "UPDATE ray_jobs SET added_at = added_at - interval '6 minutes'")
+        for _ in range(2):
+            await jobs.round()
+        assert ray.submissions[16:] == [job(small)]
+        rows = [run_row(engine, run_id) for run_id in large]
+        assert sum(row.lease_epoch for row in rows) == 1 and {row.lost_count for row in rows} == {0}
+
+    async def test_a_few_jobs_stand_for_all_runs_of_an_owner_that_need_the_same(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        large = [add(engine, devices_needed=64) for _ in range(16)]
+        small = add(engine)
+        await jobs.round()
+        assert job(small) in ray.submissions and len(ray.submissions) == 5
+        assert waits_because(engine, large[-1])[0] == "ray_queued"
+        execute(engine, "UPDATE ray_jobs SET added_at = added_at - interval '6 minutes'")
+        await jobs.round()
+        assert len(ray.submissions) == 5, "to change places among them would be of no use"
 
     async def test_a_quota_counts_the_jobs_that_are_submitted(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
@@ -181,16 +262,25 @@ class TestACluster:
             for _ in range(3):
                 await jobs.round()
             code, message = waits_because(engine, run_id)
-            assert code == "ray_unreachable" and ray.url in message and "ANNEAL_RAY_URL" in message
+            assert code == "ray_unreachable" and "ANNEAL_RAY_URL" in message and ray.url not in message
             ray.loses_responses = False
             await jobs.round()
         assert waits_because(engine, run_id)[0] == "ray_placing"
         told = [record.message for record in caplog.records if record.message.startswith("ray: ")]
         assert ["does not respond" in one for one in told][:2] == [True, False] and len(told) == 3
+        assert ray.url in told[0], "for the operator"
 
     async def test_that_rejects_the_token_is_named(self, jobs: RayJobs, ray: RayServer, engine: Engine) -> None:
         run_id = add(engine)
         ray.token = "another"
+        await jobs.round()
+        assert "set ANNEAL_RAY_TOKEN" in waits_because(engine, run_id)[1]
+
+    async def test_that_rejects_the_token_only_of_submissions_is_named(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        run_id = add(engine)
+        ray.failing["POST"] = 403
         await jobs.round()
         assert "set ANNEAL_RAY_TOKEN" in waits_because(engine, run_id)[1]
 
@@ -202,6 +292,36 @@ class TestACluster:
         await asyncio.wait_for(jobs.round(), 2.5)
         code, message = waits_because(engine, run_id)
         assert code == "ray_unreachable" and "takes too long" in message
+
+    async def test_whose_head_accepts_no_jobs_is_asked_for_each_and_events_are_written_once(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        """As when the agent of the head is down: jobs can be read, and neither submitted nor stopped."""
+        first, second, ended = (add(engine) for _ in range(3))
+        await jobs.round()
+        ray.jobs.pop(job(first))
+        ray.failing["POST"] = 500
+        new = add(engine)
+        ray.end(job(ended), "FAILED", "No module named worker")
+        for _ in range(3):
+            await jobs.round()
+        for run_id in (first, new):
+            code, message = waits_because(engine, run_id)
+            assert code == "ray_unreachable" and "status 500: No available agent" in message
+        assert waits_because(engine, second)[0] == "ray_placing"
+        assert run_row(engine, ended).lease_epoch == 1, "a job behind one that cannot be submitted is handled"
+        told = [len([1 for _, kind, _, _ in events_of(engine, run_id) if kind == "pending"]) for run_id in (first, new)]
+        assert told == [2, 1], "one event for each change"
+
+    async def test_that_is_slow_gets_to_every_job_in_some_rounds(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(ray_jobs, "_ROUND_SECONDS", 0.9)
+        wanted = {job(add(engine)) for _ in range(4)}
+        ray.delay = 0.3  # a submission takes twice this, so that a round is enough for one of them
+        for _ in range(4):
+            await jobs.round()
+        assert set(ray.submissions) == wanted
 
     def test_that_hangs_holds_up_nothing_else(self, settings: Settings, engine: Engine) -> None:
         with socket.create_server(("127.0.0.1", 0)) as deaf:
@@ -218,27 +338,51 @@ class TestACluster:
 
 class TestAJob:
     async def test_that_starts_no_worker_is_tried_again_with_the_reason(
-        self, jobs: RayJobs, ray: RayServer, engine: Engine
+        self, jobs: RayJobs, ray: RayServer, engine: Engine, settings: Settings
     ) -> None:
         run_id = add(engine, max_restarts=1)
         await jobs.round()
         said = "logs:\nTraceback\n\x1b[31mNo module named worker, see https://ada:pass@host/x\n\n"
-        ray.end(job(run_id), "FAILED", said)
+        ray.end(job(run_id), "FAILED", said, exit_code=1)
         await jobs.round()
         row = run_row(engine, run_id)
         code, message = waits_because(engine, run_id)
         assert (row.status, row.lease_epoch, row.lost_count) == ("pending", 1, 1) and code == "ray_job_failed"
-        assert "No module named worker, see https://***@host/x" in message and "\x1b" not in message
+        assert "No module named worker, see https://ada:[redacted]@host/x" in message and "\x1b" not in message
         await jobs.round()
         assert ray.submissions == [job(run_id)], "not before a pause"
         execute(engine, "UPDATE runs SET not_before = now()")
         await jobs.round()
         assert ray.submissions == [job(run_id), job(run_id, 1)]
-        ray.end(job(run_id, 1), "SUCCEEDED")
+        ray.end(job(run_id, 1), "FAILED", exit_code=127)
         await jobs.round()
         row = run_row(engine, run_id)
         assert (row.status, row.error_code) == ("failed", "worker_not_started")
-        assert job(run_id, 1) in row.error_message
+        assert job(run_id, 1) in row.error_message and "`ray job logs`" in row.error_message
+        assert '{"from": "start"}' in row.error_message
+
+    @pytest.mark.parametrize(
+        "end",
+        [
+            ("STOPPED", None, -15), ("STOPPED", None, None), ("SUCCEEDED", None, 0), ("FAILED", None, None),
+            ("FAILED", "exit code -9", -9), ("FAILED", "exit code 137", 137),
+            ("FAILED", "the worker on n ended with 75: no claim within 60 s: a quota", 75),
+        ],
+        ids=lambda end: f"{end[0]}-{end[2]}",
+    )  # fmt: skip
+    async def test_that_ended_through_no_failure_of_its_own_costs_no_restart(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine, end: tuple[str, str | None, int | None]
+    ) -> None:
+        run_id = add(engine, max_restarts=0)
+        await jobs.round()
+        ray.end(job(run_id), *end)
+        await jobs.round()
+        row = run_row(engine, run_id)
+        assert (row.status, row.lease_epoch, row.lost_count) == ("pending", 1, 0)
+        code, message = waits_because(engine, run_id)
+        assert code == "ray_job_failed" and "restarts" not in message
+        await jobs.round()
+        assert ray.submissions == [job(run_id)], "not before a pause"
 
     async def test_that_the_cluster_has_forgotten_is_submitted_again(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
@@ -324,3 +468,11 @@ class TestWorkersOfOtherBackends:
         assert claim(engine, second).id == second
         assert claim(engine, second) is None
         assert claim(engine, first).id == first
+
+    async def test_a_worker_of_an_earlier_job_claims_nothing(self, engine: Engine) -> None:
+        """Its job has been given up, and another one has been submitted for the run."""
+        run_id = add(engine)
+        execute(engine, machine.requeue_unclaimed(run_id, 0, "the job has ended", 0.0, counted=False))
+        execute(engine, "UPDATE runs SET not_before = now()")
+        assert claim(engine, run_id) is None
+        assert claim(engine, run_id, epoch=1).id == run_id

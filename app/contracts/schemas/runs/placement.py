@@ -35,7 +35,7 @@ class _Placement(Body):
     kind: Literal["cpu", "cuda"] | None = Field(
         default=None,
         description="Kind of device; null: a GPU if the backend has had a worker with one within the last hour, or if "
-        "the configuration needs one, else a CPU.",
+        "the configuration needs one, else a CPU. Of backend `ray`: a GPU.",
     )
     memory_mb: int | None = Field(
         default=None,

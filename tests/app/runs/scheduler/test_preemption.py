@@ -101,9 +101,9 @@ def wait_for(engine: Engine, run_id: str, seconds: float) -> None:
         connection.execute(text(f"UPDATE runs SET {passed} WHERE id = :id"), {"id": run_id, "passed": seconds})
 
 
-def train(engine: Engine, worker_id: str) -> Any:
+def train(engine: Engine, worker_id: str, **given: Any) -> Any:
     """Claim a run and make its first step."""
-    row = claim(engine, worker_id)
+    row = claim(engine, worker_id, **given)
     with engine.begin() as connection:
         connection.execute(machine.begin(row.id, row.lease_epoch, 0, 0.0, 100, None)).one()
         connection.execute(text("UPDATE runs SET current_step = 1 WHERE id = :id"), {"id": row.id})
@@ -130,6 +130,13 @@ class TestOfTheQueue:
         row = run_row(engine, low.id)
         assert (row.status, row.preempted_for, row.lost_count) == ("pending", None, 0)
         assert claim(engine, device).id == high.id
+
+    async def test_a_run_of_a_cluster_asks_nobody(self, settings: Settings, engine: Engine) -> None:
+        """The worker of another run could not claim it: it was started for that run alone."""
+        add_run(engine, backend="ray")
+        train(engine, add_worker(engine, backends=["ray"]), backends=["ray"])
+        wait_for(engine, add_run(engine, backend="ray", priority=3).id, 11.0)
+        assert await ask(settings) == []
 
     async def test_a_wide_run_reserves_the_worker_that_is_cleared_for_it(
         self, settings: Settings, engine: Engine

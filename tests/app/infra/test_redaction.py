@@ -1,0 +1,22 @@
+"""Credentials in text of other programs are replaced, and the rest is kept."""
+
+import pytest
+
+from app.infra.redaction import redact
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("postgresql://ada:p/w@host:5432/x is away", "postgresql://ada:[redacted]@host:5432/x is away"),
+        ("rediss://:hunter2@redis:6379/0", "rediss://:[redacted]@redis:6379/0"),
+        ("https://ghp_hunter2@host/x", "https://[redacted]@host/x"),
+        ("host=db password=hunter2 user=ada", "host=db password=[redacted] user=ada"),
+        ("host=db password='hunter2' user=ada", "host=db password='[redacted]' user=ada"),
+        (f"key anneal_{'a' * 43}.", "key anneal_[redacted]."),
+        ('{"event": "password=hunter2"}', '{"event": "password=[redacted]"}'),
+        ("http://ray-head:8265/a responds to a@b", "http://ray-head:8265/a responds to a@b"),
+    ],
+)
+def test_it_replaces_credentials_only(text: str, shown: str) -> None:
+    assert redact(text) == shown
