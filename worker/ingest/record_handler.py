@@ -105,7 +105,7 @@ class RecordHandler:
         self.result: TrainingResult | None = None
         """Result that the trainer has reported."""
         self.failed_rank = 0
-        """Rank of the process that has reported the result, if it is a failure."""
+        """Rank on which the failure happened, if the result is one."""
         self.effective: dict[str, Any] | None = None
         """Configuration that the trainer actually uses, once it has reported it."""
         self.phase = "loading"
@@ -203,8 +203,9 @@ class RecordHandler:
         """Handle the end of the output. Without a result of rank 0, the failure of another rank is the result."""
         self.flush_lines()
         if self.result is None and self._other_failures:
-            self.failed_rank, result = next(iter(self._other_failures.items()))
-            if error := result.get("error"):
+            rank, result = next(iter(self._other_failures.items()))
+            self.failed_rank = result.get("rank", rank)
+            if (error := result.get("error")) and "rank" not in result:
                 error["message"] = f"On rank {self.failed_rank}: {error['message']}"
             self._end_with(result)
 
@@ -344,7 +345,9 @@ class RecordHandler:
             self._stopwatch.total(self._total_steps)
 
     def _handle_result(self, record: dict[str, Any], _ts: float) -> None:
-        self._end_with(self._read_result(record))
+        result = self._read_result(record)
+        self.failed_rank = result.get("rank", 0)
+        self._end_with(result)
 
     def _handler_of(self, rank: int, record: dict[str, Any]) -> Callable[[dict[str, Any], float], None] | None:
         def keep(result: dict[str, Any], _ts: float) -> None:

@@ -125,7 +125,9 @@ class Ranks:
             raise error
         for rank, (failed, _) in enumerate(found):
             if failed is not None:
-                raise TrainingFailure(failed[0], f"On rank {rank}: {failed[1]}")
+                relayed = TrainingFailure(failed[0], f"On rank {rank}: {failed[1]}")
+                relayed.rank = rank
+                raise relayed
         return any(was_stopped for _, was_stopped in found)
 
     # Signals, which do not wait
