@@ -112,7 +112,10 @@ class RecordHandler:
         self.training_started = False
         """True once the trainer has reached its first step, or the evaluation that is its task."""
         self.last_output_at = time.monotonic()
-        """Monotonic time of the last output of rank 0, of any kind; it is silent while it waits for another rank."""
+        """Monotonic time of the last output, of any kind; once training has started, of rank 0.
+
+        Before that, each rank may work for long while rank 0 waits for it. In training, rank 0 is silent then.
+        """
         self.step: int | None = None
         """Last step that the trainer reported; before that, the one from which it starts."""
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
@@ -169,7 +172,7 @@ class RecordHandler:
         Of ranks other than 0, lines are stored with their rank, and of records only a failure counts.
         """
         now = time.time()
-        if pieces and rank == 0:
+        if pieces and (rank == 0 or not self.training_started):
             self.last_output_at = time.monotonic()
         for source, data in pieces:
             if source == "report":
