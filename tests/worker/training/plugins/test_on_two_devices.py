@@ -58,9 +58,12 @@ class Broken(Counted):
         return {"own": "good"}
 
 class OneSided(Counted):
+    """Created once at the start, and then for each evaluation."""
+    made = 0
     def __init__(self):
         super().__init__()
-        assert os.environ["RANK"] == "0"
+        OneSided.made += 1
+        assert os.environ["RANK"] == "0" or OneSided.made == 1
 
 class Decides(TrainerCallback):
     """Saves after step 1, saves because of the metric of step 3, and ends because of the evaluation after step 5."""
