@@ -226,7 +226,8 @@ class _Part:
             return self._end(rank=ended.rank, problem=_NOT_RENEWED)  # its own timer
         if failure is not None:
             rank, result = failure
-            self._verdicts = device_verdicts(self._context, self._assigned, result, rank - self._row.first_rank)
+            failed = result.get("rank", rank) - self._row.first_rank
+            self._verdicts = device_verdicts(self._context, self._assigned, result, failed)
         return self._end(
             rank=failure[0] if failure else ended.rank,
             exit_code=ended.code,

@@ -105,14 +105,17 @@ class RecordHandler:
         self.result: TrainingResult | None = None
         """Result that the trainer has reported."""
         self.failed_rank = 0
-        """Rank of the process that has reported the result, if it is a failure."""
+        """Rank on which the failure happened, if the result is one."""
         self.effective: dict[str, Any] | None = None
         """Configuration that the trainer actually uses, once it has reported it."""
         self.phase = "loading"
         self.training_started = False
         """True once the trainer has reached its first step, or the evaluation that is its task."""
         self.last_output_at = time.monotonic()
-        """Monotonic time of the last output of rank 0, of any kind; it is silent while it waits for another rank."""
+        """Monotonic time of the last output, of any kind; once training has started, of rank 0.
+
+        Before that, each rank may work for long while rank 0 waits for it. In training, rank 0 is silent then.
+        """
         self.step: int | None = None
         """Last step that the trainer reported; before that, the one from which it starts."""
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
@@ -169,7 +172,7 @@ class RecordHandler:
         Of ranks other than 0, lines are stored with their rank, and of records only a failure counts.
         """
         now = time.time()
-        if pieces and rank == 0:
+        if pieces and (rank == 0 or not self.training_started):
             self.last_output_at = time.monotonic()
         for source, data in pieces:
             if source == "report":
@@ -203,8 +206,9 @@ class RecordHandler:
         """Handle the end of the output. Without a result of rank 0, the failure of another rank is the result."""
         self.flush_lines()
         if self.result is None and self._other_failures:
-            self.failed_rank, result = next(iter(self._other_failures.items()))
-            if error := result.get("error"):
+            rank, result = next(iter(self._other_failures.items()))
+            self.failed_rank = result.get("rank", rank)
+            if (error := result.get("error")) and "rank" not in result:
                 error["message"] = f"On rank {self.failed_rank}: {error['message']}"
             self._end_with(result)
 
@@ -344,7 +348,9 @@ class RecordHandler:
             self._stopwatch.total(self._total_steps)
 
     def _handle_result(self, record: dict[str, Any], _ts: float) -> None:
-        self._end_with(self._read_result(record))
+        result = self._read_result(record)
+        self.failed_rank = result.get("rank", 0)
+        self._end_with(result)
 
     def _handler_of(self, rank: int, record: dict[str, Any]) -> Callable[[dict[str, Any], float], None] | None:
         def keep(result: dict[str, Any], _ts: float) -> None:

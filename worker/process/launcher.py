@@ -171,7 +171,8 @@ class Launcher:
                 raise LaunchError(self._cold_because or "the zygote is not available, and ANNEAL_LAUNCH=zygote")
             process = self._start_cold(wanted)
         try:
-            process.remember(process_group.record(self._folder, process.identity), self._orphans)
+            record = process_group.record(self._folder, process.identity, place.folder if place else None)
+            process.remember(record, self._orphans)
         except OSError as problem:
             process.close()
             raise LaunchError(f"the training process could not be recorded: {problem}") from problem

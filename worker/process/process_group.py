@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -46,17 +47,26 @@ def kill_session(leader: ProcessIdentity, pidfd: int | None = None) -> list[int]
     return sorted(hit)
 
 
-def record(folder: Path, trainer: ProcessIdentity) -> Path:
-    """Record that this process has started `trainer`, for `sweep` after a crash; return the file."""
+def record(folder: Path, trainer: ProcessIdentity, meeting: Path | None = None) -> Path:
+    """Record that this process has started `trainer`, for `sweep` after a crash; return the file.
+
+    `meeting` is the folder in which the processes of its run meet, which is removed with it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{trainer.pid}-{trainer.start_time}.json"
-    identities = {"trainer": asdict(trainer), "worker": asdict(ProcessIdentity.own())}
-    write_private_json(path, identities, durable=False)
+    noted = {
+        "trainer": asdict(trainer),
+        "worker": asdict(ProcessIdentity.own()),
+        "meeting": str(meeting) if meeting else None,
+    }
+    write_private_json(path, noted, durable=False)
     return path
 
 
 def sweep(folder: Path) -> list[int]:
     """Kill what trainers of dead workers left running (such as loader processes); return the process ids.
+
+    The folders in which they met are removed.
 
     Records of an earlier boot are removed; those of another pid namespace are left to its own worker.
     """
@@ -80,6 +90,8 @@ def sweep(folder: Path) -> list[int]:
                 # device; the other devices can be used. Its record stays for the next worker.
                 log.error("processes left running by a dead worker's trainer do not die: %s", error)
                 continue
+        if meeting := noted.get("meeting"):
+            shutil.rmtree(meeting, ignore_errors=True)
         path.unlink(missing_ok=True)
     return hit
 

@@ -160,7 +160,10 @@ def _ended_by(error: Exception, control: Control) -> TrainingResult:
     error_info: ErrorInfo = {"code": failure.code, "message": failure.message}
     if failure.details is not None:
         error_info["details"] = failure.details
-    return {"outcome": "failed", "error": error_info, "repair": failure.repair}
+    result: TrainingResult = {"outcome": "failed", "error": error_info, "repair": failure.repair}
+    if failure.rank is not None:
+        result["rank"] = failure.rank
+    return result
 
 
 def _quiet_libraries() -> None:

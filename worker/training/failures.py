@@ -40,6 +40,8 @@ class TrainingFailure(Exception):
         """Changes for the next attempt, if the configuration asks for a repair: kind, step and rows."""
         self.details = details
         """Facts for the post-mortem."""
+        self.rank: int | None = None
+        """Rank on which it happened, if it is not this one."""
 
 
 class Stopped(Exception):

@@ -20,7 +20,6 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
 from worker.training.failures import TrainingFailure, chain_of, classify
-from worker.wire.heartbeat import HeartbeatCallback
 from worker.wire.rank_place import RankPlace
 
 _NEVER = timedelta(days=7)
@@ -125,7 +124,9 @@ class Ranks:
             raise error
         for rank, (failed, _) in enumerate(found):
             if failed is not None:
-                raise TrainingFailure(failed[0], f"On rank {rank}: {failed[1]}")
+                relayed = TrainingFailure(failed[0], f"On rank {rank}: {failed[1]}")
+                relayed.rank = rank
+                raise relayed
         return any(was_stopped for _, was_stopped in found)
 
     # Signals, which do not wait
@@ -139,11 +140,13 @@ class Ranks:
         """Return True if a rank has set the flag."""
         return self._store is not None and self._store.check([name])
 
-    def wait_for_flag(self, name: str, alive: HeartbeatCallback) -> None:
-        """Wait until rank 0 has set a flag, for however long its work takes."""
+    def wait_for_flag(self, name: str) -> None:
+        """Wait until a rank has set a flag, for however long its work takes.
+
+        Sends no heartbeat: the rank that works sends its own, and a wait must not hide that it hangs.
+        """
         pause = _FIRST_POLL_SECONDS
         while not self.has_flag(name):
-            alive()
             time.sleep(pause)
             pause = min(1.2 * pause, _POLL_SECONDS)
 

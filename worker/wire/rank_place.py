@@ -35,6 +35,11 @@ class RankPlace:
         host, _, port = self.meeting.removeprefix("tcp://").rpartition(":")
         return (host, int(port)) if self.meeting.startswith("tcp://") else None
 
+    @property
+    def folder(self) -> Path | None:
+        """Folder in which the processes find each other; None for several hosts."""
+        return None if self.address else Path(self.meeting)
+
     def arguments(self) -> list[str]:
         """Return the arguments of a training process from which `parse_args` reads it."""
         return [

@@ -231,9 +231,11 @@ class RankReporter(Reporter):
     """Reporter of another rank than 0: it sends heartbeats and its own failure, since rank 0 reports the run."""
 
     def send(self, record: TrainerRecord) -> None:
-        """Send a failed result; any other record is left to rank 0."""
+        """Send a failed result; any other record is left to rank 0, and only shows progress here."""
         if record["type"] == "result" and record["outcome"] == "failed":
             super().send(record)
+        else:
+            self.alive()
 
 
 def write_all(descriptor: int, data: bytes) -> None:

@@ -535,6 +535,26 @@ class TestOtherRanks:
         assert lab.record_handler.result == {"type": "result", "outcome": "failed", "error": error}
         assert lab.record_handler.failed_rank == 1
 
+    def test_a_failure_that_another_rank_reports_is_that_of_the_rank_on_which_it_happened(self, lab: Lab) -> None:
+        """The device of that rank is paused, not the one of the rank that reports it."""
+        error = {"code": "device_error", "message": "On rank 3: the GPU failed"}
+        failed = {"type": "result", "outcome": "failed", "error": error, "rank": 3}
+        lab.record_handler.take([("report", json.dumps(failed).encode())], 1)
+        lab.record_handler.flush_output()
+        assert (lab.record_handler.failed_rank, (lab.record_handler.result or {})["error"]) == (3, error)
+        lab.says("result", outcome="failed", error=error, rank=2)
+        assert lab.record_handler.failed_rank == 2
+
+    def test_their_output_is_a_sign_of_life_only_until_training_starts(self, lab: Lab) -> None:
+        """Before, they may work for long while rank 0 waits; in training they may go on while rank 0 hangs."""
+        handler = lab.record_handler
+        handler.last_output_at = 0.0
+        handler.take([("stdout", b"loading\n")], 1)
+        assert handler.last_output_at > 0
+        handler.training_started, handler.last_output_at = True, 0.0
+        handler.take([("stdout", b"loading\n")], 1)
+        assert handler.last_output_at == 0.0
+
     def test_the_result_of_rank_0_comes_first(self, lab: Lab) -> None:
         failed = {"type": "result", "outcome": "failed", "error": {"code": "internal", "message": "it broke"}}
         lab.record_handler.take([("report", json.dumps(failed).encode())], 1)

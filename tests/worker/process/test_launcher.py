@@ -335,6 +335,17 @@ class TestWorkerDeath:
         assert session_members(reported["trainer"]) == []
         assert list((tmp_path / "run" / "trainers").iterdir()) == []
 
+    def test_the_folder_in_which_processes_of_a_dead_worker_met_is_removed(self, tmp_path: Path) -> None:
+        meeting, records = tmp_path / "meeting", tmp_path / "trainers"
+        meeting.mkdir()
+        (meeting / "store").touch()
+        path = process_group.record(records, ProcessIdentity.of(2**22 - 8, 1), meeting)
+        assert process_group.sweep(records) == [] and meeting.exists(), "its worker lives"
+        noted = json.loads(path.read_text())
+        path.write_text(json.dumps({**noted, "worker": vars(ProcessIdentity.of(2**22 - 7, 1))}))
+        assert process_group.sweep(records) == []
+        assert not meeting.exists() and not path.exists()
+
     def test_trainers_of_a_living_worker_are_left_alone(self, tmp_path: Path) -> None:
         worker, reported = _worker(tmp_path, "zygote")
         assert process_group.sweep(tmp_path / "run" / "trainers") == []

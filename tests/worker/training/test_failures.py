@@ -28,8 +28,11 @@ from tests.worker.training.tiny import (
     write_rows,
 )
 from worker.checkpoint_files.manifest import verify
+from worker.training.__main__ import _ended_by
 from worker.training.failures import TrainingFailure, classify
 from worker.training.model.base_model import load_failure
+from worker.training.ranks import Ranks
+from worker.wire.control import Control
 
 QUICK: dict[str, Any] = {"method": "lora", "max_seq_length": 64, "batch_size": 2, "gradient_accumulation_steps": 1}
 
@@ -377,3 +380,16 @@ class TestKilledWhileSaving:
         assert done.code == -signal.SIGKILL
         for record in done.of("checkpoint"):
             assert verify(done.folder / record["name"], record["manifest_sha256"]) == []
+
+
+def test_a_failure_on_another_rank_is_reported_with_that_rank() -> None:
+    """The worker pauses the device of that rank."""
+
+    class Second(Ranks):
+        def gathered(self, value: Any) -> list[Any]:
+            return [value, (("device_error", "the GPU failed"), False)]
+
+    with pytest.raises(TrainingFailure, match="On rank 1: the GPU failed") as raised:
+        Second(0, 2).agree_on(None, stopped=False)
+    result = _ended_by(raised.value, Control())
+    assert (result["outcome"], result["rank"]) == ("failed", 1)

@@ -1,5 +1,6 @@
 """Promises about a run on two devices: it trains as one with twice the batch does, and resumes exactly."""
 
+import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -131,6 +132,20 @@ def test_another_number_of_devices_resumes_with_the_same_rows(train: Train, befo
     facts = rest.of("config")[-1]["facts"]
     assert facts["fidelity"] == "approximate"
     assert f"devices: {before} at the checkpoint, {after} now." in facts["fidelity_reasons"]
+
+
+def test_a_skipped_step_names_the_rows_of_both_devices(
+    two_ranks: TwoRanks, models: Callable[[float], Path], tmp_path: Path
+) -> None:
+    path, data_format = make_data(tmp_path, "lora", 40)
+    config = _COMMON | {"method": "lora", "batch_size": 2, "max_steps": 2, "save_steps": 2}
+    job = make_job(tmp_path / "run", models(0.0), path, data_format=data_format, **config)
+    repair = {"kind": "non_finite", "step": 1, "rows": [], "singled_out": [], "reason": "a bad step"}
+    done = two_ranks.run(job | {"attempt": 2, "auto_repairs": [repair]})
+    assert done.result["outcome"] == "completed", done.result
+    lines = [json.loads(line) for line in Path(job["journal"]).read_text().splitlines()]
+    (skipped,) = [line for line in lines if line["event"] == "skip_step"]
+    assert (skipped["step"], len(set(skipped["samples"]))) == (1, 8)
 
 
 def test_a_rank_that_loses_the_other_reports_no_failure_of_its_own(

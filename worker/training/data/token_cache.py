@@ -90,6 +90,11 @@ class TokenCache:
             return cls()
         return cls(named.folder, named.limit_bytes, warn=warn, alive=alive)
 
+    @property
+    def keeps(self) -> bool:
+        """True if entries are kept, for other processes of this run too."""
+        return self._folder is not None
+
     def entry(self, parts: Mapping[str, Any] | None, schema: pa.Schema, build: Build) -> Entry:
         """Return the entry of an earlier run with the same `parts`, or make it with `build`.
 

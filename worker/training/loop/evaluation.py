@@ -98,8 +98,6 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
     def _begin_evaluation(self, message: str | None) -> None:
         self._eval_batches = 0
         self._eval_message = message
-        keeps = self.run.ranks.size > 1 and not metric_functions.are_given_logits(self.run.method)
-        self.own_metrics = metric_functions.Evaluation(self.run.metric_factories, keeps)
 
     def _evaluate_extra_datasets(self) -> dict[str, float]:
         """Return the metrics of the extra sets, without a trace in training and in the evaluation that follows."""
@@ -167,7 +165,10 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
         ranks, error, stopped = self.run.ranks, None, False
         self._eval_total = len(dataloader)
         self._eval_means = EvaluationMeans()
+        keeps = ranks.size > 1 and not metric_functions.are_given_logits(self.run.method)
         try:
+            # Code of a plugin, which may fail on one rank only.
+            self.own_metrics = metric_functions.Evaluation(self.run.metric_factories, keeps)
             with ranks.alone(), self.run.stopping_together(self.run.forwards_together):
                 done = super().evaluation_loop(dataloader, *args, **options)
         except Stopped:

@@ -38,7 +38,9 @@ def sample(trainer: ServiceTrainer) -> None:
     except Stopped:
         run.state.samples_pending = True
         return
-    except Exception as error:  # training continues after any failure
+    except Exception as error:
+        if run.is_sharded:  # the other ranks may wait for a forward pass of this one
+            raise
         reason = f"{type(error).__name__}: {one_line(error)}".rstrip(".")
         run.report.message(f"Sampling failed: {reason}. Training continues.", level="warning")
         return

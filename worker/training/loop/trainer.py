@@ -213,6 +213,7 @@ class ServiceTrainerMixin(EvaluationMixin):
         # The last point before the optimizer: a step that would corrupt the weights is never taken.
         if self.skips_step:
             self._micro_losses.clear()
+            self.step_rows = [row for rows in self.run.ranks.gathered(self.step_rows) for row in rows]
             self._disable_next_optimizer_step()
             return None
         norm = full(super()._get_grad_norm(model, grad_norm=grad_norm))

@@ -216,9 +216,9 @@ def read_data(run: TrainingContext, read: Read[Some], cache: TokenCache) -> RunD
         return None if most is None else list(range(count_rows(str(file.path))))[:most]
 
     run.report.phase("tokenizing")
-    if not run.ranks.is_first:
+    if not run.ranks.is_first and cache.keeps:
         # Rank 0 tokenizes, and the others find its tokens in the cache.
-        run.ranks.wait_for_flag(f"{_READ} 0", run.report.alive)
+        run.ranks.wait_for_flag(f"{_READ} 0")
     config, source, other = run.config, run.job.dataset, run.job.eval_dataset
     try:
         if run.only_evaluates:
@@ -251,7 +251,7 @@ def _finish_reading(run: TrainingContext, read: Mapping[str, Rows | None]) -> No
     ranks.set_flag(f"{_READ} {ranks.rank}")
     if ranks.is_first and run.config.trainer_options.data_source is not None:
         for rank in range(1, ranks.size):
-            ranks.wait_for_flag(f"{_READ} {rank}", run.report.alive)
+            ranks.wait_for_flag(f"{_READ} {rank}")
         hooks.delete_source_rows(run)
     for name, one in read.items():
         for remark in one.remarks if one else []:

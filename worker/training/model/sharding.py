@@ -137,9 +137,11 @@ def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, che
         state[key] = torch.empty_like(like, dtype=dtype) if is_like else torch.empty(about.size, dtype=dtype)
     is_sharded = any(isinstance(one, DTensor) for one in parameters.values())
     dcp.load(state, storage_reader=reader, no_dist=not is_sharded)
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     for key, value in state.items():
         name, _, part = key.rpartition(".")
-        optimizer.state[parameters[name]][part] = value
+        parameter = parameters[name]
+        optimizer.state[parameter][part] = _placed(value, part, parameter, groups[parameter])
 
 
 def _distribute(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
@@ -150,7 +152,17 @@ def _distribute(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> N
                 if value.shape == parameter.shape:
                     whole = value.to(parameter.device)
                     value = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-                optimizer.state[parameter][part] = value
+                optimizer.state[parameter][part] = _placed(value, part, parameter, group)
+
+
+def _placed(value: torch.Tensor, part: str, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+    """Return a part of the state where the optimizer expects it, as `Optimizer.load_state_dict` places it.
+
+    Fused and capturable optimizers count steps on the device of the parameter, all others on the CPU.
+    """
+    if part == "step" and (group.get("fused") or group.get("capturable")):
+        return value.to(parameter.device, torch.float32)
+    return value
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

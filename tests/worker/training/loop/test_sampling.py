@@ -1,10 +1,14 @@
 """Periodic samples: what is sampled when, and that training does not depend on it."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from tests.worker.training.output.outputs import weights
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_pairs, make_tiny_model
+from worker.training.loop import sampling
 
 PROMPTS = [
     "what is row 3",
@@ -87,3 +91,25 @@ def test_a_failure_to_sample_is_reported_and_training_goes_on(forks: Forks, tmp_
     assert done.result["outcome"] == "completed", done.result
     (line,) = [record["line"] for record in done.of("message") if "Sampling failed" in record["line"]]
     assert "no system messages" in line and "Training continues." in line
+
+
+def test_a_failure_ends_a_divided_run_since_the_other_devices_wait() -> None:
+    """Without the end, they would wait until the run counts as hanging, and again in the next attempt."""
+
+    def fail(_: Any) -> None:
+        raise RuntimeError("no generation")
+
+    said: list[str] = []
+    run = SimpleNamespace(
+        config=SimpleNamespace(sample_prompts=["row"], sample_max_new_tokens=4, sample_temperature=0.0),
+        state=SimpleNamespace(samples_pending=True),
+        report=SimpleNamespace(message=lambda text, level: said.append(text)),
+        is_sharded=False,
+    )
+    trainer: Any = SimpleNamespace(run=run, processing_class=None, model=None, accelerator=SimpleNamespace())
+    trainer.accelerator.unwrap_model = fail
+    sampling.sample(trainer)
+    assert said == ["Sampling failed: RuntimeError: no generation. Training continues."]
+    run.is_sharded = True
+    with pytest.raises(RuntimeError, match="no generation"):
+        sampling.sample(trainer)

@@ -57,6 +57,14 @@ class Broken(Counted):
     def result(self):
         return {"own": "good"}
 
+class OneSided(Counted):
+    """Created once at the start, and then for each evaluation."""
+    made = 0
+    def __init__(self):
+        super().__init__()
+        OneSided.made += 1
+        assert os.environ["RANK"] == "0" or OneSided.made == 1
+
 class Decides(TrainerCallback):
     """Saves after step 1, saves because of the metric of step 3, and ends because of the evaluation after step 5."""
     def __init__(self):
@@ -83,6 +91,7 @@ counted = own_metrics:Counted
 texts = own_metrics:Texts
 scores = own_metrics:Scores
 broken = own_metrics:Broken
+one_sided = own_metrics:OneSided
 
 [anneal.callbacks]
 decides = own_metrics:Decides
@@ -184,6 +193,17 @@ def test_a_metric_function_that_fails_is_named(
     job = make(2, eval_split=0.2, eval_steps=2, extra={"metrics": ["broken"]})
     ended = two_ranks.beside(site).run_to_end_of_first(job)
     assert ended.result["error"]["message"].startswith("The metric function `broken` returned a str for 'own'")
+
+
+def test_a_metric_function_that_fails_on_one_device_fails_a_requested_evaluation_on_both(
+    two_ranks: TwoRanks, site: Path, make: Callable[..., dict[str, Any]]
+) -> None:
+    job = make(2, eval_split=0.2, eval_steps=None, extra={"metrics": ["one_sided"]})
+    job["replayed_actions"] = [{"id": "act_1", "action": "evaluate", "parameters": {}, "step": 2}]
+    done = two_ranks.beside(site).run(job)
+    (answer,) = done.of("action")
+    assert (done.result["outcome"], answer["status"]) == ("completed", "failed"), answer
+    assert "On rank 1" in answer["message"]
 
 
 def test_what_a_callback_decides_is_done_on_both_devices(train: Train) -> None:
