@@ -184,7 +184,7 @@ class WorkingCopy:
 
     def _unsent(self, entries: Sequence[_Entry]) -> set[Path]:
         """Return the attempts with a checkpoint that a worker is still to send."""
-        query = select(Checkpoint.run_id, Checkpoint.attempt).join(Run, Run.id == Checkpoint.run_id)
+        query = select(Checkpoint.run_id, Checkpoint.attempt)
         ids = {_owner(one.folder) for one in entries}
         with self._engine.connect() as connection:
             rows = connection.execute(query.where(Checkpoint.run_id.in_(ids), replicas.is_to_be_sent())).all()

@@ -6,7 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from app.infra.ids import new_id
 from app.infra.object_store import MARK, StoreUnavailable
 from app.infra.storage import Storage
 from app.tables.datasets import Dataset
-from tests.factories import Trainer, mark_checkpoint
+from tests.factories import Trainer, mark_checkpoint, mark_run
 from tests.rows import add_run
 from tests.worker.attempts.test_job_builder import Lab
 from worker.checkpoint_files import manifest
@@ -184,6 +184,8 @@ class TestItsSize:
     def test_does_not_cost_a_checkpoint_that_is_still_to_be_sent(self, host: Host, engine: Engine) -> None:
         trainer = Trainer(engine, add_run(engine).id)
         trainer.checkpoint(5)
+        trainer.complete()
+        mark_run(engine, trainer.run_id, finished_at=datetime.now(UTC) - timedelta(days=30))  # an outage may last
         attempts = [host.storage.attempt_dir(trainer.run_id, number) for number in (1, 2)]
         for folder in attempts:
             (folder / "checkpoint-5").mkdir(parents=True)
