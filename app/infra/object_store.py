@@ -44,8 +44,10 @@ class StoreUnavailable(Exception):
     The text is a clause that is safe to show to any user.
     """
 
-    def __init__(self, clause: str, is_silent: bool = False) -> None:
+    def __init__(self, clause: str, is_silent: bool = False, is_refused: bool = False) -> None:
         super().__init__(clause)
+        self.is_refused = is_refused
+        """True if this process has no permission; others may have it."""
         self.is_silent = is_silent
         """True if nothing answers at all, so that the next request need not be tried."""
 
@@ -288,7 +290,7 @@ class ObjectStore:
             raise
         except Exception as error:
             log.warning("%s: %s", self.url, f"{type(error).__name__}: {error}"[:_MAX_LOGGED])
-            raise StoreUnavailable(*describe_store_error(error)) from error
+            raise StoreUnavailable(*describe_store_error(error), _is_refusal(error)) from error
 
     def _protocols(self) -> tuple[str, ...]:
         protocol = self.files.protocol
@@ -364,6 +366,11 @@ def _fsync(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def _is_refusal(error: Exception) -> bool:
+    has_none = {kind.__name__ for kind in type(error).__mro__} & _NO_CREDENTIALS_TYPES
+    return bool(has_none) or isinstance(error, PermissionError)
 
 
 def describe_store_error(error: Exception) -> tuple[str, bool]:

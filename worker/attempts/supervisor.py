@@ -245,9 +245,10 @@ def attempt(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: Event
         return ended_on_request(context, run, lease)
     except JobError as error:
         if error.pause_seconds is not None:
+            context.health.failed(error.message)
             return machine.release(run.id, run.lease_epoch, f"released: {error.message}", error.pause_seconds)
         if error.is_transient:
-            return could_not_start(context, run, error.message)
+            return could_not_start(context, run, error.message, error.code)
         return machine.fail(run.id, run.lease_epoch, error.code, error.message)
     except LaunchError as error:
         return could_not_start(context, run, f"a training process could not be started: {error}")

@@ -20,7 +20,8 @@ from app.infra.storage import Storage
 from app.tables.datasets import Dataset
 from tests.factories import Trainer, mark_checkpoint, mark_run
 from tests.rows import add_run
-from tests.worker.attempts.test_job_builder import Lab
+from tests.worker.attempts.test_job_builder import Lab, flip
+from worker.attempts.job_builder import JobError
 from worker.checkpoint_files import manifest
 from worker.checkpoint_store import working_copy
 from worker.checkpoint_store.remote_store import RemoteStore, ReplicaCorrupt, ReplicaMissing, TransferCancelled
@@ -265,6 +266,41 @@ class TestAnOutput:
         assert keys == ["a", "b", "outage", "c", "output.manifest.json"]
 
 
+class TestAWorkerWithAnotherStorage:
+    def test_fails_no_run_for_it_and_names_its_storage(self, settings: Settings, engine: Engine, share: Path) -> None:
+        lab = in_store(settings, engine, share)
+        shutil.rmtree(lab.storage.root / "datasets")
+        with lab.context.working_copy.used_by(lab.trainer.run_id), pytest.raises(JobError) as refused:
+            lab.next_attempt()
+        assert (refused.value.code, refused.value.is_transient) == ("bad_data", True)
+        assert f"file://{share}" in refused.value.message
+
+    def test_or_without_permission_keeps_no_other_worker_waiting(
+        self, settings: Settings, engine: Engine, share: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lab = in_store(settings, engine, share)
+        shutil.rmtree(lab.storage.root / "datasets")
+        monkeypatch.setattr(working_copy, "_PAUSE_SECONDS", 0.0)
+
+        def refuses(*_: Any, **__: Any) -> Any:
+            raise PermissionError("403")
+
+        monkeypatch.setattr(lab.context.working_copy._remote.objects.files, "open", refuses)
+        with lab.context.working_copy.used_by(lab.trainer.run_id), pytest.raises(JobError) as refused:
+            lab.next_attempt()
+        assert (refused.value.code, refused.value.pause_seconds) == ("storage_unavailable", 0.0)
+
+
+def in_store(settings: Settings, engine: Engine, share: Path) -> Lab:
+    """A worker whose storage is the share, which has nothing yet."""
+    lab = Lab(settings, engine)
+    lab.context.settings = Settings(**{**settings.model_dump(), "storage": f"file://{share}"})
+    remote = RemoteStore(f"file://{share}", lab.storage)
+    lab.context.working_copy = WorkingCopy(remote, lab.storage, engine, 10**9, 0)
+    lab.context.replicator = Replicator(remote, lab.storage, engine)
+    return lab
+
+
 class TestTheNextAttempt:
     def test_has_the_best_checkpoint_too_for_its_output(self, settings: Settings, engine: Engine, share: Path) -> None:
         lab = Lab(settings, engine)
@@ -291,3 +327,6 @@ class TestTheNextAttempt:
             best = reported["best_checkpoint"]
             assert (job.start_step, best["step"]) == (20, 10)
             assert manifest.verify(Path(best["path"]), best["manifest_sha256"]) == []
+            flip(Path(best["path"]))
+            lab.next_attempt()
+            assert manifest.verify(Path(best["path"]), best["manifest_sha256"]) == [], "it is fetched again"
