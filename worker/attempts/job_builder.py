@@ -400,7 +400,7 @@ def _best_evaluated(context: WorkerContext, run: ClaimedRun, control: RestoreCon
         return None
     score, step, best = min(evaluated, key=lambda one: one[:2])
     place = context.storage.named_checkpoint(best.run_id, best.attempt, best.name)
-    if context.working_copy is not None and run.task is RunTask.train and run.config.get("export") != "last":
+    if context.working_copy is not None and run.task == RunTask.train and run.config.get("export") != "last":
         with _kept(context, run, place, control):
             wrong = manifest.verify(place, best.manifest_sha256, control.check)
             if wrong and best.replicated_at is not None:

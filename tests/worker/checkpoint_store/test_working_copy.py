@@ -204,6 +204,21 @@ class TestItsSize:
             assert host.here() == {dataset[0].parent.name}, "a run uses it"
         assert host.here() == set() and not run.parent.exists()
 
+    def test_is_not_spent_on_runs_that_have_ended_or_on_locks_of_what_is_gone(self, host: Host, engine: Engine) -> None:
+        trainer, live = Trainer(engine, add_run(engine).id), add_run(engine).id
+        trainer.complete()
+        for run_id in (trainer.run_id, live):
+            host.storage.run_dir(run_id).mkdir(parents=True)
+            for name in ("journal.jsonl", "trainer.lock"):
+                (host.storage.run_dir(run_id) / name).touch()
+        old, new = (host.storage.root / "locks" / f"runs.{new_id('run')}.a1" for _ in range(2))
+        old.touch()
+        new.touch()
+        os.utime(old, (0, 0))
+        host.copy.trim()
+        assert [path.name for path in host.storage.runs.iterdir()] == [live]
+        assert list(old.parent.iterdir()) == [new]
+
 
 class TestAnOutput:
     def test_is_fetched_verified_and_nothing_else(self, host: Host, settings: Settings, tmp_path: Path) -> None:
@@ -269,7 +284,8 @@ class TestAnOutput:
 class TestAWorkerWithAnotherStorage:
     def test_fails_no_run_for_it_and_names_its_storage(self, settings: Settings, engine: Engine, share: Path) -> None:
         lab = in_store(settings, engine, share)
-        shutil.rmtree(lab.storage.root / "datasets")
+        (dataset,) = lab.storage.root.glob("datasets/*")
+        shutil.rmtree(dataset)
         with lab.context.working_copy.used_by(lab.trainer.run_id), pytest.raises(JobError) as refused:
             lab.next_attempt()
         assert (refused.value.code, refused.value.is_transient) == ("bad_data", True)
@@ -279,7 +295,8 @@ class TestAWorkerWithAnotherStorage:
         self, settings: Settings, engine: Engine, share: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         lab = in_store(settings, engine, share)
-        shutil.rmtree(lab.storage.root / "datasets")
+        (dataset,) = lab.storage.root.glob("datasets/*")
+        shutil.rmtree(dataset)
         monkeypatch.setattr(working_copy, "_PAUSE_SECONDS", 0.0)
 
         def refuses(*_: Any, **__: Any) -> Any:
