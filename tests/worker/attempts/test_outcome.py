@@ -1,5 +1,6 @@
 """What the worker stores comes before what it tells: readers of new events, everybody of the end."""
 
+import errno
 import json
 import threading
 import time
@@ -85,6 +86,25 @@ def test_a_worker_that_waits_for_its_storage_takes_no_run_meanwhile(
     context.lease_engine.dispose()
     assert "it refuses this process" in (context.health.trouble() or "")
     assert (run_row(engine, run.id).status, run_row(engine, run.id).lost_count) == ("pending", 0)
+
+
+def test_a_disk_that_cannot_take_what_a_run_needs_is_the_cause_that_is_reported(
+    settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_run(engine, max_restarts=0)
+    run = claim(engine, add_worker(engine), lease=60.0)
+    context = WorkerContext(settings)
+
+    def prepare(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "the dataset does not fit on the disk")
+
+    monkeypatch.setattr(supervisor, "prepare", prepare)
+    writer: Any = SimpleNamespace(put=lambda _: None, persist=lambda work: work())
+    with engine.begin() as connection:
+        connection.execute(supervisor.attempt(context, run, SimpleNamespace(), writer))  # type: ignore[arg-type]
+    context.engine.dispose()
+    context.lease_engine.dispose()
+    assert (run_row(engine, run.id).status, run_row(engine, run.id).error_code) == ("failed", "disk_full")
 
 
 def test_readers_are_woken_when_there_is_something_to_read(
