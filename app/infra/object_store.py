@@ -122,6 +122,8 @@ class ObjectStore:
     def place(self, key: str) -> str:
         """Return the path of a key in the file system; raise `OutsideStorage` for one that leads out of the URL."""
         refuse_outside(key)
+        if "?versionId=" in key:  # s3fs would read another key, at that version
+            raise OutsideStorage(f"a key must not contain `?versionId=`: {key!r}")
         return f"{self._root}/{key}"
 
     def mark_root(self, is_first: Callable[[], bool]) -> None:
