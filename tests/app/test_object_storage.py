@@ -18,7 +18,7 @@ from app.infra.db import session_maker
 from app.infra.object_store import MARK
 from app.infra.storage import Storage
 from app.runs import deletion
-from app.tables.checkpoints import Checkpoint
+from app.tables.checkpoints import Checkpoint, ReplicaDeletion
 from app.tables.datasets import Dataset
 from app.tables.runs import Attempt
 from tests.factories import Trainer, make_dataset, make_run
@@ -249,9 +249,15 @@ class TestAnOutput:
         with tarfile.open(fileobj=io.BytesIO(stored.client.get(path).content)) as tar:
             assert sorted(name.split("/")[1] for name in tar.getnames()) == ["manifest.json", "weights"]
 
-    async def test_goes_with_its_run(self, stored: ApiServer, done: Done, share: Path) -> None:
+    async def test_goes_with_its_run(self, stored: ApiServer, done: Done, share: Path, engine: Engine) -> None:
         assert stored.client.delete(f"/v1/runs/{done.id}").status_code == 204
         sessions = session_maker(stored_engine(stored))
         await deletion.delete_remaining_data(sessions, Storage.shared(stored.settings))
         # The API may be doing it already.
         eventually(lambda: not [path for path in (share / "runs").rglob("*") if path.is_file()])
+
+        def is_removed_again() -> bool:
+            with engine.connect() as connection:
+                return connection.scalar(select(ReplicaDeletion.run_id)) == done.id
+
+        eventually(is_removed_again, what="a second removal of what a worker may still send")

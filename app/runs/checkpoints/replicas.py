@@ -148,6 +148,15 @@ def schedule_replica_deletion(runs: Select[str]) -> Insert:
     return insert(ReplicaDeletion).from_select(["run_id", "not_before"], copied).on_conflict_do_nothing()
 
 
+def schedule_second_removal(run_id: str) -> Insert:
+    """Schedule another removal of everything that a deleted run has in an object store.
+
+    A worker that did not know of the deletion may have sent something after the first one.
+    """
+    values = {"run_id": run_id, "not_before": func.clock_timestamp() + _ABANDONED}
+    return insert(ReplicaDeletion).values(values).on_conflict_do_nothing()
+
+
 def runs_to_remove(after: str = "") -> Executable:
     """Return one page of deleted runs that may still have replica files, with ids above `after`."""
     due = and_(ReplicaDeletion.not_before <= func.clock_timestamp(), ReplicaDeletion.run_id > after)
