@@ -121,7 +121,9 @@ class WorkerContext:
         elif settings.checkpoint_url:
             self.remote = RemoteStore(settings.checkpoint_url, self.storage)
         if self.remote:
-            self.replicator = Replicator(self.remote, self.storage, self.engine)
+            self.replicator = Replicator(
+                self.remote, self.storage, self.engine, is_storage=settings.storage_url is not None
+            )
         self.telemetry = TelemetrySampler(self.id, self.machine.devices, self.engine)
         self._status_file = WorkerStatusFile(settings.home, self.id)
         self._leases: dict[str, HeldLease] = {}

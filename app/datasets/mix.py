@@ -1,8 +1,9 @@
 """Mixes: datasets made of rows of other datasets, in the order of `datasets.interleave_datasets`."""
 
-import asyncio
+import errno
 import json
 import os
+import shutil
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
@@ -53,8 +54,7 @@ async def mix(
     """Write the rows of a mix into `folder`; raises `ApiError` if its sources do not fit together."""
     async with sessions() as session:
         found = await _sources(session, asked)
-    files = [await asyncio.to_thread(service.local_content, storage, dataset, folder) for dataset in found]
-    return await run_with_slot(_write_in_slot, asked, found, files, folder / "data", settings.max_upload_bytes)
+    return await run_with_slot(_write_in_slot, asked, found, storage, folder, settings.max_upload_bytes)
 
 
 async def _sources(session: AsyncSession, asked: DatasetMix) -> list[Dataset]:
@@ -90,14 +90,30 @@ async def _sources(session: AsyncSession, asked: DatasetMix) -> list[Dataset]:
 
 
 def _write_in_slot(
-    asked: DatasetMix, found: list[Dataset], files: list[Path], path: Path, most_bytes: int
+    asked: DatasetMix, found: list[Dataset], storage: Storage, folder: Path, most_bytes: int
 ) -> ImportedFile:
     if not _slots.acquire(blocking=False):
         raise SandboxBusy
     try:
-        return _write(asked, found, files, path, most_bytes)
+        files = _local_files(found, storage, folder)
+        return _write(asked, found, files, folder / "data", most_bytes)
     finally:
         _slots.release()
+
+
+def _local_files(found: list[Dataset], storage: Storage, folder: Path) -> list[Path]:
+    """Return the file of each source on this machine, each dataset fetched once from an object store.
+
+    Raises:
+        OSError: They do not fit on the disk.
+    """
+    distinct = {dataset.id: dataset for dataset in found}
+    if storage.objects is not None:
+        needed = sum(dataset.bytes for dataset in distinct.values())
+        if shutil.disk_usage(folder).free < needed:
+            raise OSError(errno.ENOSPC, f"the sources of a mix need {needed:,} bytes below {folder}")
+    local = {id: service.local_content(storage, dataset, folder) for id, dataset in distinct.items()}
+    return [local[dataset.id] for dataset in found]
 
 
 def _write(asked: DatasetMix, found: list[Dataset], files: list[Path], path: Path, most_bytes: int) -> ImportedFile:

@@ -1,8 +1,8 @@
 """Operations on datasets: store, list, delete, and sweep leftovers."""
 
 import asyncio
+import hashlib
 import logging
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -214,13 +214,27 @@ def content(storage: Storage, dataset: Dataset) -> BinaryIO | StoredFile:
 
 
 def local_content(storage: Storage, dataset: Dataset, folder: Path) -> Path:
-    """Return the file of a dataset on this machine, copied into `folder` from an object store; 404 if it is missing."""
+    """Return the file of a dataset on this machine, copied into `folder` from an object store.
+
+    Raises:
+        ApiError: 404 if the file is missing, 409 if it is not what was stored.
+        OSError: It does not fit on the disk.
+    """
     with content(storage, dataset) as file:
         if not isinstance(file, StoredFile):
             return storage.dataset_file(dataset.id, dataset.extension)
         copy = folder / f"{dataset.id}.{dataset.extension}"
+        digest, taken = hashlib.sha256(), 0
         with copy.open("wb") as target:
-            shutil.copyfileobj(file, target, PIECE_BYTES)
+            while taken <= dataset.bytes and (piece := file.read(PIECE_BYTES)):
+                digest.update(piece)
+                taken += target.write(piece)
+    if digest.hexdigest() != dataset.sha256:
+        raise conflict(
+            "content_corrupt",
+            f"The file of dataset {dataset.id} in the storage is not what was stored; upload it again, or restore the "
+            "storage.",
+        )
     return copy
 
 

@@ -44,8 +44,10 @@ class StoreUnavailable(Exception):
     The text is a clause that is safe to show to any user.
     """
 
-    def __init__(self, clause: str, is_silent: bool = False) -> None:
+    def __init__(self, clause: str, is_silent: bool = False, is_refused: bool = False) -> None:
         super().__init__(clause)
+        self.is_refused = is_refused
+        """True if this process has no permission; others may have it."""
         self.is_silent = is_silent
         """True if nothing answers at all, so that the next request need not be tried."""
 
@@ -120,6 +122,8 @@ class ObjectStore:
     def place(self, key: str) -> str:
         """Return the path of a key in the file system; raise `OutsideStorage` for one that leads out of the URL."""
         refuse_outside(key)
+        if "?versionId=" in key:  # s3fs would read another key, at that version
+            raise OutsideStorage(f"a key must not contain `?versionId=`: {key!r}")
         return f"{self._root}/{key}"
 
     def mark_root(self, is_first: Callable[[], bool]) -> None:
@@ -288,7 +292,7 @@ class ObjectStore:
             raise
         except Exception as error:
             log.warning("%s: %s", self.url, f"{type(error).__name__}: {error}"[:_MAX_LOGGED])
-            raise StoreUnavailable(*describe_store_error(error)) from error
+            raise StoreUnavailable(*describe_store_error(error), _is_refusal(error)) from error
 
     def _protocols(self) -> tuple[str, ...]:
         protocol = self.files.protocol
@@ -364,6 +368,11 @@ def _fsync(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def _is_refusal(error: Exception) -> bool:
+    has_none = {kind.__name__ for kind in type(error).__mro__} & _NO_CREDENTIALS_TYPES
+    return bool(has_none) or isinstance(error, PermissionError)
 
 
 def describe_store_error(error: Exception) -> tuple[str, bool]:

@@ -96,6 +96,8 @@ async def delete_remaining_data(sessions: async_sessionmaker[AsyncSession], stor
                 await asyncio.to_thread(storage.remove_run, run_id)
             except (OSError, StoreUnavailable) as error:
                 log.warning("cannot remove the files of deleted run %s, trying again later: %s", run_id, error)
+                if isinstance(error, StoreUnavailable) and error.is_silent:
+                    break  # each further run would block a thread until the store's time limit
                 continue
             while await _some_events(sessions, run_id):
                 pass
@@ -104,6 +106,8 @@ async def delete_remaining_data(sessions: async_sessionmaker[AsyncSession], stor
                 for table in (QueuedFeedEvent, FeedEvent, MetricRollup):
                     await session.execute(delete(table).where(table.run_id == run_id))
                 await session.execute(delete(RunDeletion).where(RunDeletion.run_id == run_id))
+                if storage.objects is not None:
+                    await session.execute(replicas.schedule_second_removal(run_id))
             log.info("removed the remaining data of deleted run %s", run_id)
             done += 1
     return done

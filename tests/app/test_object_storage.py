@@ -6,6 +6,7 @@ import json
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from app.infra.db import session_maker
 from app.infra.object_store import MARK
 from app.infra.storage import Storage
 from app.runs import deletion
-from app.tables.checkpoints import Checkpoint
+from app.tables.checkpoints import Checkpoint, ReplicaDeletion
 from app.tables.datasets import Dataset
 from app.tables.runs import Attempt
 from tests.factories import Trainer, make_dataset, make_run
@@ -82,6 +83,27 @@ class TestADataset:
         assert mixed.status_code == 201, mixed.text
         content = stored.client.get(f"/v1/datasets/{mixed.json()['id']}/content").content
         assert content == ROWS + b'{"text": "other"}\n'
+
+    def test_is_fetched_once_for_a_mix_and_only_as_it_was_stored_and_if_the_disk_takes_it(
+        self, stored: ApiServer, share: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        dataset, opened, open_dataset = upload(stored)["id"], [], Storage.open_dataset
+
+        def counted(self: Storage, id: str, extension: str) -> Any:
+            opened.append(id)
+            return open_dataset(self, id, extension)
+
+        monkeypatch.setattr(Storage, "open_dataset", counted)
+        body = {"name": "m", "sources": [{"dataset_id": dataset}] * 3}
+        answer = stored.client.post("/v1/datasets/mix", json=body)
+        assert (answer.status_code, answer.json().get("rows"), opened) == (201, 600, [dataset]), answer.text
+        with (share / "datasets" / dataset / "data.jsonl").open("ab") as file:
+            file.write(b'{"text": "more"}\n')
+        answer = stored.client.post("/v1/datasets/mix", json=body)
+        assert (answer.status_code, answer.json()["code"]) == (409, "content_corrupt")
+        monkeypatch.setattr("app.datasets.mix.shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+        assert stored.client.post("/v1/datasets/mix", json=body).status_code == 507
+        assert opened == [dataset] * 2
 
     def test_goes_with_its_row(self, stored: ApiServer, share: Path) -> None:
         dataset = upload(stored)
@@ -205,6 +227,14 @@ class TestAnOutput:
         answer = stored.client.get(f"/v1/runs/{done.id}/artifacts")
         assert (answer.status_code, answer.json()["code"]) == (409, "artifacts_corrupt")
 
+    def test_whose_file_has_another_size_than_was_stored_is_refused(
+        self, stored: ApiServer, done: Done, share: Path
+    ) -> None:
+        with (share / "runs" / done.id / "a1" / "output" / "deep" / "weights.safetensors").open("ab") as file:
+            file.write(b"more")
+        answer = stored.client.get(f"/v1/runs/{done.id}/artifacts/deep/weights.safetensors")
+        assert (answer.status_code, answer.json()["code"]) == (409, "artifacts_corrupt")
+
     def test_that_is_away_is_503(self, stored: ApiServer, done: Done, share: Path) -> None:
         share.rename(share.with_name("away"))
         for path in ("artifacts", "artifacts.tar", "artifacts/empty", "attempts/1/artifacts"):
@@ -226,9 +256,15 @@ class TestAnOutput:
         with tarfile.open(fileobj=io.BytesIO(stored.client.get(path).content)) as tar:
             assert sorted(name.split("/")[1] for name in tar.getnames()) == ["manifest.json", "weights"]
 
-    async def test_goes_with_its_run(self, stored: ApiServer, done: Done, share: Path) -> None:
+    async def test_goes_with_its_run(self, stored: ApiServer, done: Done, share: Path, engine: Engine) -> None:
         assert stored.client.delete(f"/v1/runs/{done.id}").status_code == 204
         sessions = session_maker(stored_engine(stored))
         await deletion.delete_remaining_data(sessions, Storage.shared(stored.settings))
         # The API may be doing it already.
         eventually(lambda: not [path for path in (share / "runs").rglob("*") if path.is_file()])
+
+        def is_removed_again() -> bool:
+            with engine.connect() as connection:
+                return connection.scalar(select(ReplicaDeletion.run_id)) == done.id
+
+        eventually(is_removed_again, what="a second removal of what a worker may still send")

@@ -1,16 +1,17 @@
 """Sends the output and the records of an attempt to the object store, before the run's end is stored."""
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
-from sqlalchemy import Executable, update
+from sqlalchemy import Executable, and_, exists, update
 
 from app.contracts.attempt.records import is_record
 from app.infra.object_store import StoreUnavailable
 from app.runs.events.log import NewEvent
 from app.runs.state import machine
-from app.tables.runs import Attempt
+from app.tables.runs import Attempt, Run
 from worker.attempts.outcome import could_not_start
 from worker.checkpoint_store.remote_store import RemoteStore, TransferCancelled
 from worker.claimed_run import ClaimedRun
@@ -35,7 +36,7 @@ def deliver(
 
     A run is not completed while its output is only here. While the store is unavailable, the device is kept and sending
     is tried again for the grace period; then the run is tried again, as after a loss, from its last checkpoint.
-    Without an output only the records are sent, once.
+    A stop ends these tries. The records decide nothing: they are sent once.
     """
     if context.working_copy is None or context.remote is None:
         return ending
@@ -45,19 +46,21 @@ def deliver(
         return ending
     try:
         delivery.output()
-        delivery.records()
     except TransferCancelled:
         if lease.fenced:
             return ending  # another worker owns the run, so it is not stored
         reason = "released: the worker shut down before the output was sent to the storage"
         return machine.release(run.id, run.lease_epoch, reason)
     except StoreUnavailable as error:
+        if lease.stop:
+            return machine.cancel(run.id, run.lease_epoch)
         reason = f"its output cannot be sent to {context.remote.url}: {error}; an operator finds the cause in the "
         reason += "worker's log. Resume the run once the storage works: it continues from its last checkpoint"
         return machine.retry(run.id, run.lease_epoch, reason, _RETRY_SECONDS, STORAGE_UNAVAILABLE)
     except (OSError, ValueError) as error:  # `OutsideStorage` is a ValueError
         log.exception("%s: attempt %d", run.id, run.attempt)
         return could_not_start(context, run, f"its output cannot be read: {error}")
+    delivery.records_if_possible()
     return ending
 
 
@@ -69,8 +72,17 @@ class _Delivery:
     ) -> None:
         self._context, self._remote = context, remote
         self._run, self._lease, self._writer = run, lease, writer
-        self._sent_at = time.monotonic()
-        """Monotonic time at which the store last took something."""
+        self._until = math.inf
+        """Monotonic time at which sending ends."""
+        self._sent: dict[str, tuple[int, str]] = {}
+        self._pieces = 0
+        """Pieces that this try has read of the output."""
+        self._furthest = (0, 0)
+        """Files that were sent, and pieces of the next ones that were read, in the try that came furthest."""
+        self._advanced_at = time.monotonic()
+        """Monotonic time at which a try last came further than all before.
+
+        That a piece was read says nothing: a store that is down accepts none, but its client buffers the first ones."""
         self._noted_at = 0.0
 
     def output(self) -> None:
@@ -80,48 +92,44 @@ class _Delivery:
             StoreUnavailable, TransferCancelled, OSError, ValueError: It is not sent.
         """
         storage, of = self._context.storage, (self._run.id, self._run.attempt)
-        sent: dict[str, tuple[int, str]] = {}
+        folder, described = storage.output_dir(*of), storage.output_manifest(*of)
         sha256 = self._persistently(
-            lambda: self._remote.send_described(
-                storage.output_dir(*of), storage.output_manifest(*of), lambda _: True, sent, self._on_piece
-            )
+            lambda: self._remote.send_described(folder, described, lambda _: True, self._sent, self._on_output)
         )
         self._record(output_sha256=sha256)
 
-    def records(self) -> None:
-        """Send the records, and record it; raises as `output` does."""
-        sent: dict[str, tuple[int, str]] = {}
-        self._record(records_sha256=self._persistently(lambda: self._send_records(sent)))
-
     def records_if_possible(self) -> None:
-        """Send the records once; a warning in the run's log says why they could not be sent."""
-        if not self._context.storage.attempt_dir(self._run.id, self._run.attempt).is_dir():
-            return
-        try:
-            self._record(records_sha256=self._send_records({}))
-        except TransferCancelled:
-            return
-        except (StoreUnavailable, OSError, ValueError) as error:
-            line = f"The records of this attempt could not be sent to {self._remote.url}: {error}."
-            self._writer.put(NewEvent.of("log", time.time(), {"line": line, "stream": "anneal", "level": "warning"}))
+        """Send the records once, for the grace period at most; a warning in the run's log says why they were not sent.
 
-    def _send_records(self, sent: dict[str, tuple[int, str]]) -> str:
+        A run whose work is discarded needs none.
+        """
         storage, of = self._context.storage, (self._run.id, self._run.attempt)
         folder, described = storage.attempt_dir(*of), storage.records_manifest(*of)
-        return self._remote.send_described(folder, described, is_record, sent, self._on_piece)
+        if not folder.is_dir() or (self._lease.stop and self._lease.stop.mode == "discard"):
+            return
+        self._until = time.monotonic() + self._context.settings.save_grace_seconds
+        try:
+            sha256 = self._remote.send_described(folder, described, is_record, {}, self._on_piece)
+        except (TransferCancelled, StoreUnavailable, OSError, ValueError) as error:
+            line = f"The records of this attempt could not be sent to {self._remote.url}: {error}."
+            self._writer.put(NewEvent.of("log", time.time(), {"line": line, "stream": "anneal", "level": "warning"}))
+        else:
+            self._record(records_sha256=sha256)
 
     def _persistently(self, send: Callable[[], str]) -> str:
         pause = _FIRST_PAUSE_SECONDS
         while True:
+            self._pieces = 0
             try:
                 return send()
             except StoreUnavailable as error:
                 log.warning("%s: its files cannot be sent now: %s", self._run.id, error)
-                if time.monotonic() - self._sent_at > self._context.settings.save_grace_seconds:
+                silence = time.monotonic() - self._advanced_at
+                if self._lease.stop or silence > self._context.settings.save_grace_seconds:
                     raise
             self._check()
             until = time.monotonic() + pause
-            while time.monotonic() < until:
+            while time.monotonic() < until and not self._lease.stop:
                 self._check()
                 time.sleep(min(0.1, pause))
             pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
@@ -134,21 +142,29 @@ class _Delivery:
         is_over = time.monotonic() > self._context.drained_at + self._context.settings.save_grace_seconds
         if self._lease.fenced or is_over:
             raise TransferCancelled("the run has another owner, or the worker is to end")
+        if time.monotonic() >= self._until:
+            raise TransferCancelled("it took longer than the grace period")
+
+    def _on_output(self) -> None:
+        self._pieces += 1
+        reached = (len(self._sent), self._pieces)
+        if reached > self._furthest:
+            self._furthest, self._advanced_at = reached, time.monotonic()
+        self._on_piece()
 
     def _on_piece(self) -> None:
         self._check()
-        self._sent_at = time.monotonic()
-        if self._sent_at - self._noted_at > _NOTE_SECONDS:
-            self._noted_at = self._sent_at
+        if time.monotonic() - self._noted_at > _NOTE_SECONDS:
+            self._noted_at = time.monotonic()
             message = f"sending the output to {self._remote.url}"
             progress = {"phase": "copying", "done": None, "total": None, "message": message}
             self._writer.put(NewEvent.of("progress", time.time(), progress))
 
     def _record(self, **values: str) -> None:
-        """Store the hash of a manifest in the attempt's row, which only the owner of this attempt writes."""
-        statement = (
-            update(Attempt).where(Attempt.run_id == self._run.id, Attempt.attempt == self._run.attempt).values(**values)
-        )
+        """Store the hash of a manifest in the attempt's row, unless another worker owns the run by now."""
+        is_ours = exists().where(Run.id == self._run.id, Run.lease_epoch == self._run.lease_epoch)
+        of_attempt = and_(Attempt.run_id == self._run.id, Attempt.attempt == self._run.attempt)
+        statement = update(Attempt).where(of_attempt, is_ours).values(**values)
 
         def write() -> None:
             with self._context.engine.begin() as connection:

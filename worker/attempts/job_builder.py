@@ -270,12 +270,14 @@ def _store_errors(context: WorkerContext, run: ClaimedRun, what: str, code: str,
         yield
     except StoreUnavailable as error:
         message = f"{what} cannot be fetched now ({error}); the run waits for another try"
-        pause = _pause(context.engine, run)
+        pause = _pause(context.engine, run, is_refused=error.is_refused)
         raise JobError("storage_unavailable", message, is_transient=True, pause_seconds=pause) from error
-    except ReplicaMissing as error:
-        raise JobError(code, f"{what} is not in the storage; {advice}") from error
-    except ReplicaCorrupt as error:
-        raise JobError(code, f"{what} in the storage is not what was stored ({error}); {advice}") from error
+    except (ReplicaMissing, ReplicaCorrupt) as error:
+        # This worker may have another ANNEAL_STORAGE than the API, so that others may find it.
+        how = "is not in" if isinstance(error, ReplicaMissing) else f"is not what was stored ({error}) in"
+        message = f"{what} {how} the storage of this worker ({context.settings.storage_url}): set the same "
+        message += f"ANNEAL_STORAGE for API and workers; if it is the same, {advice}"
+        raise JobError(code, message, is_transient=True) from error
 
 
 def _fetch_output(context: WorkerContext, run: ClaimedRun, name: str, control: RestoreControl) -> None:
@@ -398,12 +400,13 @@ def _best_evaluated(context: WorkerContext, run: ClaimedRun, control: RestoreCon
         return None
     score, step, best = min(evaluated, key=lambda one: one[:2])
     place = context.storage.named_checkpoint(best.run_id, best.attempt, best.name)
-    if context.working_copy is not None and run.task is RunTask.train and run.config.get("export") != "last":
+    if context.working_copy is not None and run.task == RunTask.train and run.config.get("export") != "last":
         with _kept(context, run, place, control):
-            if best.replicated_at is not None and not place.exists():
-                fetched = restore.restore_checkpoint(context, run, best, place, [], control)
+            wrong = manifest.verify(place, best.manifest_sha256, control.check)
+            if wrong and best.replicated_at is not None:
+                fetched = restore.restore_checkpoint(context, run, best, place, wrong, control)
                 # After hours the run goes on, and exports the last weights with a warning.
-                pause = _pause(context.engine, run)
+                pause = _pause(context.engine, run, is_refused=fetched.is_refused)
                 if fetched.outcome is RestoreOutcome.AWAY and pause is not None:
                     message = f"the best checkpoint {best.id} cannot be read: {fetched.why}; the run waits"
                     raise JobError("storage_unavailable", message, is_transient=True, pause_seconds=pause)
@@ -423,6 +426,7 @@ def _newest_good(context: WorkerContext, run: ClaimedRun, remarks: list[str], re
     """
     elsewhere: Any = None
     out_of_reach: str | None = None
+    is_refused = False
     for checkpoint in _candidates(context.engine, run):
         place = context.storage.named_checkpoint(checkpoint.run_id, checkpoint.attempt, checkpoint.name)
         if has_replicas(run.config) and checkpoint.replicated_at is None and not place.exists():
@@ -442,6 +446,7 @@ def _newest_good(context: WorkerContext, run: ClaimedRun, remarks: list[str], re
         remarks.append(reason + "; using the one before it")
         if fetched.outcome is RestoreOutcome.AWAY:
             out_of_reach = out_of_reach or reason
+            is_refused = is_refused or fetched.is_refused
         if fetched.outcome is RestoreOutcome.BAD:
             with context.engine.begin() as connection:
                 connection.execute(retention.mark_corrupt(checkpoint.id, fetched.why, run.id, run.lease_epoch))
@@ -450,7 +455,8 @@ def _newest_good(context: WorkerContext, run: ClaimedRun, remarks: list[str], re
     if out_of_reach is not None:
         # Starting over because a store is temporarily unavailable would discard the progress it holds.
         message = f"{out_of_reach}; the run waits for another try"
-        raise JobError("internal", message, is_transient=True, pause_seconds=_pause(context.engine, run))
+        pause = _pause(context.engine, run, is_refused=is_refused)
+        raise JobError("storage_unavailable", message, is_transient=True, pause_seconds=pause)
     if run.resume_checkpoint_id:
         raise JobError(
             "config_error",
@@ -497,7 +503,8 @@ def _chosen(context: WorkerContext, run: ClaimedRun, restore_control: RestoreCon
     if wrong:
         if fetched.outcome is RestoreOutcome.AWAY:
             message = f"checkpoint {checkpoint.id} cannot be read: {fetched.why}; the run waits for another try"
-            raise JobError("internal", message, is_transient=True, pause_seconds=_pause(context.engine, run))
+            pause = _pause(context.engine, run, is_refused=fetched.is_refused)
+            raise JobError("storage_unavailable", message, is_transient=True, pause_seconds=pause)
         if fetched.outcome is RestoreOutcome.BAD and is_export:
             with context.engine.begin() as connection:
                 connection.execute(retention.mark_corrupt(checkpoint.id, fetched.why, run.id, run.lease_epoch))
@@ -521,15 +528,18 @@ def _evaluated_output(context: WorkerContext, run_id: str) -> TrainedWeights:
     return TrainedWeights(path=place, step=step, epoch=trained.current_epoch * step / last)
 
 
-def _pause(engine: Engine, run: ClaimedRun) -> float | None:
+def _pause(engine: Engine, run: ClaimedRun, *, is_refused: bool) -> float | None:
     """Return the seconds to wait for what is unavailable, longer each time; None after hours, when tries count again.
 
-    Counts the attempts since the last one that started training.
+    No other worker waits if the store refuses only this one, which pauses itself (`WorkerHealth.failed`). Counts the
+    attempts since the last one that started training.
     """
     began = select(func.max(Attempt.attempt)).where(Attempt.run_id == run.id, Attempt.start_step.is_not(None))
     with engine.connect() as connection:
         waits = run.attempt - (connection.scalar(began) or 0)
-    return min(_WAIT_SECONDS * waits, _MAX_WAIT_SECONDS) if waits <= _MAX_WAITS else None
+    if waits > _MAX_WAITS:
+        return None
+    return 0.0 if is_refused else min(_WAIT_SECONDS * waits, _MAX_WAIT_SECONDS)
 
 
 def _candidates(engine: Engine, run: ClaimedRun) -> Iterator[Any]:

@@ -140,13 +140,13 @@ def exit_of(part: EndedPart) -> Exit | None:
     )
 
 
-def could_not_start(context: WorkerContext, run: ClaimedRun, why: str) -> Executable:
+def could_not_start(context: WorkerContext, run: ClaimedRun, why: str, code: str = "worker_lost") -> Executable:
     """Return the transition of a run that could not be started, where the run or this worker may be the cause.
 
-    So it is tried again a limited number of times, for a while preferably by another worker.
+    So it is tried again a limited number of times, for a while preferably by another worker. Then it fails with `code`.
     """
     context.health.failed(why)
-    return machine.retry(run.id, run.lease_epoch, why, _RETRY_SECONDS)
+    return machine.retry(run.id, run.lease_epoch, why, _RETRY_SECONDS, code)
 
 
 def lease_lost(run: ClaimedRun, lease: Lease) -> Executable:

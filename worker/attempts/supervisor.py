@@ -1,5 +1,6 @@
 """Life of a run on a worker: claim → prepare → launch → monitor → conclude."""
 
+import errno
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -245,15 +246,17 @@ def attempt(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: Event
         return ended_on_request(context, run, lease)
     except JobError as error:
         if error.pause_seconds is not None:
+            context.health.failed(error.message)
             return machine.release(run.id, run.lease_epoch, f"released: {error.message}", error.pause_seconds)
         if error.is_transient:
-            return could_not_start(context, run, error.message)
+            return could_not_start(context, run, error.message, error.code)
         return machine.fail(run.id, run.lease_epoch, error.code, error.message)
     except LaunchError as error:
         return could_not_start(context, run, f"a training process could not be started: {error}")
     except OSError as error:
         log.exception("%s: attempt %d", run.id, run.attempt)
-        return could_not_start(context, run, f"the attempt could not be prepared: {error}")
+        code = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "worker_lost"
+        return could_not_start(context, run, f"the attempt could not be prepared: {error}", code)
     context.health.started()
     memory_watch = MemoryWatch(processes.identities, assigned)
     feeds = [DeviceFeed(context.telemetry, one, writer.put) for one in assigned]

@@ -49,8 +49,10 @@ class Replicator:
     by this worker or by another one with the same storage.
     """
 
-    def __init__(self, remote: RemoteStore, storage: Storage, engine: Engine) -> None:
+    def __init__(self, remote: RemoteStore, storage: Storage, engine: Engine, *, is_storage: bool = False) -> None:
+        """`is_storage`: the remote store is the storage itself, and what is here is a working copy."""
         self.remote = remote
+        self._is_storage = is_storage
         self._storage = storage
         self._engine = engine
         self._waiting: OrderedDict[str, Any] = OrderedDict()
@@ -199,7 +201,7 @@ class Replicator:
 
     def queue_overdue(self) -> None:
         """Queue checkpoints that no worker is replicating and that exist in this worker's storage."""
-        for one in self._pages(replicas.without_replica, None):
+        for one in self._pages(partial(replicas.without_replica, is_storage=self._is_storage), None):
             with self._changed:
                 if len(self._waiting) >= _MAX_QUEUED:
                     return

@@ -70,6 +70,8 @@ class RestoreResult:
     outcome: RestoreOutcome
     why: str
     """Clause that says what was wrong here and what happened with the replica."""
+    is_refused: bool = False
+    """True if the store refuses this worker."""
 
 
 @dataclass(frozen=True)
@@ -131,9 +133,8 @@ def restore_checkpoint(
         outcome = RestoreOutcome.AWAY if is_missing else RestoreOutcome.BAD
         return RestoreResult(outcome, f"{here}, and {remote.url} has no replica of it")
     except StoreUnavailable as error:
-        return RestoreResult(
-            RestoreOutcome.AWAY, f"{here}, and its replica at {remote.url} cannot be fetched now: {error}"
-        )
+        why = f"{here}, and its replica at {remote.url} cannot be fetched now: {error}"
+        return RestoreResult(RestoreOutcome.AWAY, why, error.is_refused)
     return RestoreResult(RestoreOutcome.WHOLE, f"{here}; its replica at {remote.url} was fetched")
 
 

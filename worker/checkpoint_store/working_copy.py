@@ -22,6 +22,7 @@ from uuid import uuid4
 from sqlalchemy import Engine, select
 from sqlalchemy.exc import SQLAlchemyError
 
+from app.contracts.run_status import TERMINAL
 from app.infra.object_store import StoreUnavailable
 from app.infra.storage import Storage
 from app.runs.checkpoints import replicas
@@ -140,9 +141,28 @@ class WorkingCopy:
                 is_over = total + incoming_bytes > self._limit
                 if one.folder in deleted or (is_over and one.folder not in unsent):
                     total -= one.bytes if self._remove(one.folder) else 0
-            for run_folder in {folder.parent for folder in deleted if folder.parent.parent == self._storage.runs}:
-                if not any(run_folder.glob("a*")):
-                    shutil.rmtree(run_folder, ignore_errors=True)  # its journal and its lock
+            self._remove_run_folders()
+            self._remove_locks()
+
+    def _remove_run_folders(self) -> None:
+        """Remove the folders without attempts of runs that have ended or were deleted: their journal and lock."""
+        empty = {folder.name: folder for folder in self._storage.runs.glob("*") if not any(folder.glob("a*"))}
+        with self._engine.connect() as connection:
+            live = set(connection.scalars(select(Run.id).where(Run.id.in_(empty), Run.status.not_in(TERMINAL))))
+        for folder in (empty[id] for id in empty.keys() - live):
+            for name in (self._storage.journal(folder.name).name, "trainer.lock"):
+                (folder / name).unlink(missing_ok=True)
+            with suppress(OSError):  # something is fetched into it meanwhile
+                folder.rmdir()
+
+    def _remove_locks(self) -> None:
+        """Remove the lock files of entries that are no longer here."""
+        for path in (self._storage.root / "locks").iterdir():
+            entry = self._storage.root / path.name.removesuffix(".fetch").replace(".", "/")
+            with suppress(FileNotFoundError, BlockingIOError):
+                if not entry.exists() and time.time() - path.stat().st_mtime > _LEFT_SECONDS:
+                    with _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB, lambda: None):
+                        path.unlink()
 
     def _make_room(self, size: int, what: str) -> None:
         self.trim(size)
@@ -184,7 +204,7 @@ class WorkingCopy:
 
     def _unsent(self, entries: Sequence[_Entry]) -> set[Path]:
         """Return the attempts with a checkpoint that a worker is still to send."""
-        query = select(Checkpoint.run_id, Checkpoint.attempt).join(Run, Run.id == Checkpoint.run_id)
+        query = select(Checkpoint.run_id, Checkpoint.attempt)
         ids = {_owner(one.folder) for one in entries}
         with self._engine.connect() as connection:
             rows = connection.execute(query.where(Checkpoint.run_id.in_(ids), replicas.is_to_be_sent())).all()

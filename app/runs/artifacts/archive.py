@@ -48,7 +48,7 @@ def stream(folder: FileFolder, archived: Sequence[Member]) -> Iterator[bytes]:
     for one in archived:
         yield one.header
         left = one.size
-        for piece in folder.pieces(one.path) if left else ():
+        for piece in folder.pieces(one.path, one.size) if left else ():
             part = piece[:left]
             left -= len(part)
             yield part

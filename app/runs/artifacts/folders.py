@@ -47,8 +47,12 @@ class FileFolder(Protocol):
             ApiError: 404 if the folder is missing, 409 if it has more than `MAX_FILES` files and folders.
         """
 
-    def pieces(self, path: str) -> Iterator[bytes]:
-        """Yield the content of a file; raise OSError or `StoreUnavailable` if it cannot be read."""
+    def pieces(self, path: str, size: int) -> Iterator[bytes]:
+        """Yield the content of a file that was listed with `size` bytes.
+
+        Raises:
+            OSError, StoreUnavailable: It cannot be read, or is another one in the store.
+        """
 
     def response(self, path: str) -> FileResponse:
         """Return a response that sends one file, whole or the requested ranges; raise 404 if there is none."""
@@ -78,7 +82,7 @@ class LocalFolder:
                 left_out += 1
         return sorted(found), left_out
 
-    def pieces(self, path: str) -> Iterator[bytes]:
+    def pieces(self, path: str, size: int) -> Iterator[bytes]:
         try:
             descriptor = open_below(self._folder, path)
         except OutsideStorage as error:
@@ -119,21 +123,27 @@ class StoredFolder:
         hidden = left_out if isinstance(left_out, int) else 0
         return sorted(found), len(listed) - len(found) + hidden
 
-    def pieces(self, path: str) -> Iterator[bytes]:
+    def pieces(self, path: str, size: int) -> Iterator[bytes]:
         try:
             with self._objects.open(f"{self._key}/{path}") as file:
+                if file.size != size:
+                    raise OSError(f"{path} has {file.size:,} bytes in the storage, not {size:,}")
                 while piece := file.read(_PIECE):
                     yield piece
         except ObjectMissing as error:
             raise OSError(f"{path} is missing") from error
 
     def response(self, path: str) -> FileResponse:
-        if not is_plain_path(path) or path not in self._listed(self._manifest()):
+        size = self._listed(self._manifest()).get(path)
+        if not is_plain_path(path) or size is None:
             raise _no_such_artifact(path)
         try:
             file = self._objects.open(f"{self._key}/{path}")
         except (ObjectMissing, OutsideStorage):
             raise _no_such_artifact(path) from None
+        if file.size != size:
+            file.close()
+            raise _corrupt()
         return OpenFileResponse(file, filename=path.rpartition("/")[2], modified=self._modified)
 
     def _listed(self, text: bytes) -> dict[str, int]:

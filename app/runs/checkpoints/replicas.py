@@ -75,14 +75,15 @@ def mark_replica_corrupt(checkpoint_id: str, replicated_at: datetime) -> Executa
 
 
 def is_to_be_sent() -> ColumnElement[bool]:
-    """Return the condition that a replica is wanted of a checkpoint of a run that is live or ended lately."""
-    return and_(_WANTED, or_(Run.status.not_in(TERMINAL), Run.finished_at > func.clock_timestamp() - _LOOK_BACK))
+    """Return the condition that a checkpoint has no replica and is neither deleted nor corrupt."""
+    return _WANTED
 
 
-def without_replica(before: str | None = None) -> Executable:
-    """Return checkpoints of live and recently ended runs without a replica upload, newest first.
+def without_replica(before: str | None = None, *, is_storage: bool = False) -> Executable:
+    """Return checkpoints without a replica upload, newest first: their worker is gone or behind.
 
-    Their worker is gone or behind. Returns one page; `before` is the last id of the previous page.
+    Those of runs that ended more than a day ago are left out, unless the store is the storage itself (`is_storage`),
+    whose workers have only copies. Returns one page; `before` is the last id of the previous page.
     """
     late = Checkpoint.created_at < func.clock_timestamp() - _OVERDUE
     free = or_(Checkpoint.replica_started_at.is_(None), _is_abandoned())
@@ -96,7 +97,10 @@ def without_replica(before: str | None = None) -> Executable:
     ).join(Run, Run.id == Checkpoint.run_id)
     if before is not None:
         query = query.where(Checkpoint.id < before)
-    return query.where(is_to_be_sent(), free, late).order_by(Checkpoint.id.desc()).limit(_AT_ONCE)
+    if not is_storage:
+        is_recent = Run.finished_at > func.clock_timestamp() - _LOOK_BACK
+        query = query.where(or_(Run.status.not_in(TERMINAL), is_recent))
+    return query.where(_WANTED, free, late).order_by(Checkpoint.id.desc()).limit(_AT_ONCE)
 
 
 def to_remove(after: str = "") -> Executable:
@@ -142,6 +146,15 @@ def schedule_replica_deletion(runs: Select[str]) -> Insert:
         .group_by(Checkpoint.run_id)
     )
     return insert(ReplicaDeletion).from_select(["run_id", "not_before"], copied).on_conflict_do_nothing()
+
+
+def schedule_second_removal(run_id: str) -> Insert:
+    """Schedule another removal of everything that a deleted run has in an object store.
+
+    A worker that did not know of the deletion may have sent something after the first one.
+    """
+    values = {"run_id": run_id, "not_before": func.clock_timestamp() + _ABANDONED}
+    return insert(ReplicaDeletion).values(values).on_conflict_do_nothing()
 
 
 def runs_to_remove(after: str = "") -> Executable:

@@ -85,6 +85,11 @@ class TestAStore:
         assert os.path.normpath(place) == place and place.startswith("/bucket/prefix/")
 
 
+def test_a_key_that_s3fs_would_cut_is_refused() -> None:
+    with pytest.raises(OutsideStorage, match="versionId"):
+        ObjectStore("memory://bucket", "ANNEAL_STORAGE").place("a?versionId=1")
+
+
 def test_a_share_that_is_not_mounted_takes_nothing(tmp_path: Path) -> None:
     store = shared(tmp_path / "share")
     (tmp_path / "share" / MARK).unlink()

@@ -1,15 +1,17 @@
 """What follows from an output that is sent to an object store, or cannot be."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, select
+from sqlalchemy import Engine, func, select, update
 
 from app.config import Settings
-from app.infra.object_store import MARK
+from app.contracts.stop import StopRequest
+from app.infra.object_store import MARK, ObjectStore, StoreUnavailable
 from app.infra.storage import Storage
 from app.runs.state import machine
 from app.tables.runs import Attempt, Run
@@ -31,7 +33,7 @@ class Lab:
         (storage.output_dir(self.run.id, 1) / "deep" / "weights").write_bytes(b"w" * 1000)
         (storage.attempt_dir(self.run.id, 1) / "metrics.jsonl").write_text("{}\n")
         self.said: list[Any] = []
-        self.lease: Any = SimpleNamespace(fenced=False, expired=True)
+        self.lease: Any = SimpleNamespace(fenced=False, expired=True, stop=None)
         self.writer: Any = SimpleNamespace(
             put=self.said.append, persist=lambda work: work(), wait_past_lease=lambda: None
         )
@@ -77,6 +79,65 @@ def test_without_the_store_it_is_tried_again_and_nothing_says_that_it_is_stored(
     began = time.monotonic()
     row = lab.ends()
     assert (row.status, row.lost_count) == ("pending", 1) and time.monotonic() - began > 0.3
+    assert lab.hashes() == (None, None)
+
+
+class Down:
+    """A store that is down; its client buffers the content of a file first, as that of S3 does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, only: str = "") -> None:
+        self.puts, put = 0, ObjectStore.put
+
+        def refuses(store: ObjectStore, key: str, pieces: Iterator[bytes], **options: Any) -> None:
+            if only not in key:
+                return put(store, key, pieces, **options)
+            b"".join(pieces)
+            self.puts += 1
+            assert self.puts < 4, "it never gives up"
+            raise StoreUnavailable("it does not answer", is_silent=True)
+
+        monkeypatch.setattr(ObjectStore, "put", refuses)
+
+
+def test_a_store_whose_client_buffers_is_given_up_too(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    down = Down(monkeypatch)
+    row = lab.ends()
+    assert (row.status, row.lost_count, down.puts) == ("pending", 1, 2)
+
+
+def test_a_stop_ends_the_tries(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    down = Down(monkeypatch)
+    lab.context.settings.save_grace_seconds = 60.0
+    lab.lease.stop = StopRequest("checkpoint")
+    with lab.engine.begin() as connection:
+        connection.execute(update(Run).values(stop_mode="checkpoint", stop_requested_at=func.now()))
+    assert (lab.ends().status, down.puts) == ("cancelled", 1)
+
+
+def test_records_that_cannot_be_sent_do_not_keep_a_run_from_being_completed(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Down(monkeypatch, only="records.manifest.json")
+    assert lab.ends().status == "completed"
+    output, records = lab.hashes()
+    assert output and records is None and "could not be sent" in str(lab.said[-1])
+
+
+def test_records_are_sent_for_the_grace_period_only_and_not_if_the_work_is_discarded(lab: Lab) -> None:
+    lab.lease.stop = StopRequest("discard")
+    lab.ends(has_output=False)
+    assert lab.stored() == [] and lab.said == []
+    lab.lease.stop = StopRequest("checkpoint")
+    lab.context.settings.save_grace_seconds = 0.0
+    lab.ends(has_output=False)
+    assert lab.stored() == [] and "longer than the grace period" in str(lab.said[-1])
+
+
+def test_a_worker_that_has_lost_the_run_records_nothing(lab: Lab) -> None:
+    with lab.engine.begin() as connection:
+        connection.execute(machine.retry(lab.run.id, lab.run.lease_epoch, "lost", 0.0))
+        connection.execute(update(Run).values(lease_epoch=lab.run.lease_epoch + 1))
+    lab.ends()
     assert lab.hashes() == (None, None)
 
 

@@ -1,5 +1,6 @@
 """What the worker stores comes before what it tells: readers of new events, everybody of the end."""
 
+import errno
 import json
 import threading
 import time
@@ -20,6 +21,7 @@ from app.tables.runs import Attempt, Run
 from tests.rows import add_run, add_worker, claim, events_of, run_row
 from tests.waiting import eventually
 from worker.attempts import supervisor
+from worker.attempts.job_builder import JobError
 from worker.attempts.outcome import conclude, ended_here_before, exit_of, is_signal_death, lease_lost
 from worker.context import WorkerContext
 from worker.ingest.event_writer import EventWriter
@@ -64,6 +66,45 @@ def test_the_last_status_waits_for_the_last_line_of_the_log(
     context.lease_engine.dispose()
     reported = [event.data.get("line") or event.data.get("to") or event.type for event in events_of(engine, run.id)]
     assert reported[2:] == ["first", "progress", "running", "second", "last", "completed", "end"]
+
+
+def test_a_worker_that_waits_for_its_storage_takes_no_run_meanwhile(
+    settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_run(engine)
+    run = claim(engine, add_worker(engine), lease=60.0)
+    context = WorkerContext(settings)
+
+    def prepare(*_: Any) -> Any:
+        raise JobError("storage_unavailable", "it refuses this process", is_transient=True, pause_seconds=0.0)
+
+    monkeypatch.setattr(supervisor, "prepare", prepare)
+    writer: Any = SimpleNamespace(put=lambda _: None, persist=lambda work: work())
+    with engine.begin() as connection:
+        connection.execute(supervisor.attempt(context, run, SimpleNamespace(), writer))  # type: ignore[arg-type]
+    context.engine.dispose()
+    context.lease_engine.dispose()
+    assert "it refuses this process" in (context.health.trouble() or "")
+    assert (run_row(engine, run.id).status, run_row(engine, run.id).lost_count) == ("pending", 0)
+
+
+def test_a_disk_that_cannot_take_what_a_run_needs_is_the_cause_that_is_reported(
+    settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_run(engine, max_restarts=0)
+    run = claim(engine, add_worker(engine), lease=60.0)
+    context = WorkerContext(settings)
+
+    def prepare(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "the dataset does not fit on the disk")
+
+    monkeypatch.setattr(supervisor, "prepare", prepare)
+    writer: Any = SimpleNamespace(put=lambda _: None, persist=lambda work: work())
+    with engine.begin() as connection:
+        connection.execute(supervisor.attempt(context, run, SimpleNamespace(), writer))  # type: ignore[arg-type]
+    context.engine.dispose()
+    context.lease_engine.dispose()
+    assert (run_row(engine, run.id).status, run_row(engine, run.id).error_code) == ("failed", "disk_full")
 
 
 def test_readers_are_woken_when_there_is_something_to_read(

@@ -220,6 +220,17 @@ class TestRounds:
         worker.replicator.queue_overdue()
         assert [one.name for one in worker.replicator._waiting.values()] == ["checkpoint-10"]
 
+    def test_the_storage_itself_misses_no_checkpoint_however_old(self, worker: Worker, shared: str) -> None:
+        worker.lab.save(10)
+        worker.lab.trainer.complete()
+        change(worker, "UPDATE checkpoints SET created_at = now() - interval '30 d'")
+        change(worker, "UPDATE runs SET finished_at = now() - interval '30 d'")
+        for is_storage, queued in ((False, []), (True, ["checkpoint-10"])):
+            remote = RemoteStore(shared, worker.lab.storage)
+            replicator = Replicator(remote, worker.lab.storage, worker.engine, is_storage=is_storage)
+            replicator.queue_overdue()
+            assert [one.name for one in replicator._waiting.values()] == queued
+
 
 class TestATaleOfAbsence:
     def test_reaches_each_run_that_waits_and_its_end_is_reported_once_something_arrived(

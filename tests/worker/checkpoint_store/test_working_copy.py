@@ -6,7 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from app.infra.ids import new_id
 from app.infra.object_store import MARK, StoreUnavailable
 from app.infra.storage import Storage
 from app.tables.datasets import Dataset
-from tests.factories import Trainer, mark_checkpoint
+from tests.factories import Trainer, mark_checkpoint, mark_run
 from tests.rows import add_run
 from tests.waiting import eventually
-from tests.worker.attempts.test_job_builder import Lab
+from tests.worker.attempts.test_job_builder import Lab, flip
+from worker.attempts.job_builder import JobError
 from worker.checkpoint_files import manifest
 from worker.checkpoint_store import working_copy
 from worker.checkpoint_store.remote_store import RemoteStore, ReplicaCorrupt, ReplicaMissing, TransferCancelled
@@ -186,6 +187,8 @@ class TestItsSize:
     def test_does_not_cost_a_checkpoint_that_is_still_to_be_sent(self, host: Host, engine: Engine) -> None:
         trainer = Trainer(engine, add_run(engine).id)
         trainer.checkpoint(5)
+        trainer.complete()
+        mark_run(engine, trainer.run_id, finished_at=datetime.now(UTC) - timedelta(days=30))  # an outage may last
         attempts = [host.storage.attempt_dir(trainer.run_id, number) for number in (1, 2)]
         for folder in attempts:
             (folder / "checkpoint-5").mkdir(parents=True)
@@ -202,6 +205,21 @@ class TestItsSize:
             host.copy.trim()
             assert host.here() == {dataset[0].parent.name}, "a run uses it"
         assert host.here() == set() and not run.parent.exists()
+
+    def test_is_not_spent_on_runs_that_have_ended_or_on_locks_of_what_is_gone(self, host: Host, engine: Engine) -> None:
+        trainer, live = Trainer(engine, add_run(engine).id), add_run(engine).id
+        trainer.complete()
+        for run_id in (trainer.run_id, live):
+            host.storage.run_dir(run_id).mkdir(parents=True)
+            for name in ("journal.jsonl", "trainer.lock"):
+                (host.storage.run_dir(run_id) / name).touch()
+        old, new = (host.storage.root / "locks" / f"runs.{new_id('run')}.a1" for _ in range(2))
+        old.touch()
+        new.touch()
+        os.utime(old, (0, 0))
+        host.copy.trim()
+        assert [path.name for path in host.storage.runs.iterdir()] == [live]
+        assert list(old.parent.iterdir()) == [new]
 
 
 class TestAnOutput:
@@ -265,6 +283,43 @@ class TestAnOutput:
         assert keys == ["a", "b", "outage", "c", "output.manifest.json"]
 
 
+class TestAWorkerWithAnotherStorage:
+    def test_fails_no_run_for_it_and_names_its_storage(self, settings: Settings, engine: Engine, share: Path) -> None:
+        lab = in_store(settings, engine, share)
+        (dataset,) = lab.storage.root.glob("datasets/*")
+        shutil.rmtree(dataset)
+        with lab.context.working_copy.used_by(lab.trainer.run_id), pytest.raises(JobError) as refused:
+            lab.next_attempt()
+        assert (refused.value.code, refused.value.is_transient) == ("bad_data", True)
+        assert f"file://{share}" in refused.value.message
+
+    def test_or_without_permission_keeps_no_other_worker_waiting(
+        self, settings: Settings, engine: Engine, share: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lab = in_store(settings, engine, share)
+        (dataset,) = lab.storage.root.glob("datasets/*")
+        shutil.rmtree(dataset)
+        monkeypatch.setattr(working_copy, "_PAUSE_SECONDS", 0.0)
+
+        def refuses(*_: Any, **__: Any) -> Any:
+            raise PermissionError("403")
+
+        monkeypatch.setattr(lab.context.working_copy._remote.objects.files, "open", refuses)
+        with lab.context.working_copy.used_by(lab.trainer.run_id), pytest.raises(JobError) as refused:
+            lab.next_attempt()
+        assert (refused.value.code, refused.value.pause_seconds) == ("storage_unavailable", 0.0)
+
+
+def in_store(settings: Settings, engine: Engine, share: Path) -> Lab:
+    """A worker whose storage is the share, which has nothing yet."""
+    lab = Lab(settings, engine)
+    lab.context.settings = Settings(**{**settings.model_dump(), "storage": f"file://{share}"})
+    remote = RemoteStore(f"file://{share}", lab.storage)
+    lab.context.working_copy = WorkingCopy(remote, lab.storage, engine, 10**9, 0)
+    lab.context.replicator = Replicator(remote, lab.storage, engine)
+    return lab
+
+
 class TestTheNextAttempt:
     def test_has_the_best_checkpoint_too_for_its_output(self, settings: Settings, engine: Engine, share: Path) -> None:
         lab = Lab(settings, engine)
@@ -291,3 +346,6 @@ class TestTheNextAttempt:
             best = reported["best_checkpoint"]
             assert (job.start_step, best["step"]) == (20, 10)
             assert manifest.verify(Path(best["path"]), best["manifest_sha256"]) == []
+            flip(Path(best["path"]))
+            lab.next_attempt()
+            assert manifest.verify(Path(best["path"]), best["manifest_sha256"]) == [], "it is fetched again"
