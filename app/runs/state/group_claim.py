@@ -35,6 +35,7 @@ def claim_with_others(worker_id: str, backends: list[str], lease_seconds: float)
     wanted = (
         select(
             runs.c.id,
+            runs.c.lease_epoch,
             runs.c.requirements,
             runs.c.devices_needed,
             (runs.c.devices_needed / runs.c.hosts_needed).label("devices_each"),
@@ -101,7 +102,13 @@ def claim_with_others(worker_id: str, backends: list[str], lease_seconds: float)
     picked = (
         select(candidate.c.id, candidate.c.status.label("from_status"))
         .join(wanted, wanted.c.id == candidate.c.id)
-        .where(candidate.c.status == PENDING, candidate.c.stop_requested_at.is_(None), is_whole)
+        .where(
+            candidate.c.status == PENDING,
+            candidate.c.stop_requested_at.is_(None),
+            # While this statement waited for the devices, an attempt may have come and gone, whose parts still run.
+            candidate.c.lease_epoch == wanted.c.lease_epoch,
+            is_whole,
+        )
         .with_for_update(of=candidate, skip_locked=True)
         .cte("picked")
     )

@@ -1,6 +1,7 @@
 """Runs on several hosts: the claim takes the devices of all workers or none, and each part has a lease of its own."""
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -52,6 +53,15 @@ def expire(engine: Engine, run_id: str) -> None:
     """Let the leases of the parts of a run expire."""
     past = "UPDATE run_parts SET lease_expires_at = now() - interval '1 s' WHERE run_id = :id"
     execute(engine, text(past).bindparams(id=run_id))
+
+
+def wait_for_lock(engine: Engine) -> None:
+    """Wait until a statement waits for a lock."""
+    query = text("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()")
+    deadline = time.monotonic() + 10
+    while not execute(engine, query)[0][0]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -146,6 +156,22 @@ class TestClaim:
                     execute(engine, *parts.end(run_id, one.lease_epoch, one.part, one.worker_id, END))
                 execute(engine, machine.complete(run_id, 1, None, "done"))
         assert all(run_row(engine, run_id).status == "completed" for run_id in (*gangs, *small))
+
+    def test_one_that_waited_for_the_devices_takes_no_run_of_which_another_attempt_ended_meanwhile(
+        self, engine: Engine
+    ) -> None:
+        run_id, lead, other = wide(engine), member(engine), member(engine)
+        reserve(engine, run_id, lead, other)
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(claim_with_others(engine, lead, LEASE)))
+        with engine.begin() as connection:
+            connection.execute(text("SELECT 1 FROM devices WHERE worker_id = :id FOR UPDATE"), {"id": lead})
+            thread.start()
+            wait_for_lock(engine)
+            execute(engine, text("UPDATE runs SET lease_epoch = lease_epoch + 1 WHERE id = :id").bindparams(id=run_id))
+        thread.join()
+        assert found == [None]
+        assert claim_with_others(engine, lead, LEASE).id == run_id
 
     def test_the_devices_divide_by_the_hosts(self, engine: Engine) -> None:
         with pytest.raises(IntegrityError, match="hosts_divide_devices"):
