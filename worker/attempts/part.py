@@ -27,6 +27,7 @@ from app.runs.state import parts
 from worker.attempts.job_builder import JobError, secrets_of
 from worker.attempts.launch import Group, Meeting, launch
 from worker.attempts.outcome import device_verdicts
+from worker.checkpoint_store import cleanup
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 from worker.devices import Device
@@ -37,6 +38,7 @@ from worker.process.process_group import StillAliveError
 from worker.process.spawn import LaunchAbandoned, LaunchError
 from worker.process.training_group import TrainingGroup
 from worker.process.training_process import Exit
+from worker.wire.rank_place import EXIT_NOT_MET
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +133,7 @@ class _Part:
             handler = RecordHandler(self._context, run, sink)
             handler.hide(secrets.values())
             try:
-                return self._watch(processes, handler)
+                return self._watch(processes, handler, run)
             finally:
                 processes.close()
 
@@ -199,7 +201,7 @@ class _Part:
                 raise JobError("internal", _is_not_here(path), is_transient=True)
             time.sleep(_POLL_SECONDS)
 
-    def _watch(self, processes: TrainingGroup, handler: RecordHandler) -> PartEnd:
+    def _watch(self, processes: TrainingGroup, handler: RecordHandler, run: ClaimedRun) -> PartEnd:
         """Pass the output on until the processes have ended, or must."""
         lease = self._lease
         while (ended := processes.poll()) is None and not lease.fenced and not lease.expired:
@@ -215,6 +217,9 @@ class _Part:
         for rank, pieces in processes.drain():
             handler.take(pieces, rank)
         handler.flush_lines()
+        if lease.fenced or (ended is not None and ended.peer_lost):
+            # Rank 0 has ended, maybe before these processes, which may have left a checkpoint half written.
+            cleanup.after_attempt(self._context, run.id, run.attempt)
         return self._end_of(ended, handler)
 
     def _end_of(self, ended: Exit | None, handler: RecordHandler) -> PartEnd:
@@ -224,6 +229,8 @@ class _Part:
         ended = ended or Exit(rank=self._row.first_rank)
         if ended.signal == signal.SIGALRM and failure is None:
             return self._end(rank=ended.rank, problem=_NOT_RENEWED)  # its own timer
+        if ended.code == EXIT_NOT_MET and failure is None:
+            return self._end(rank=ended.rank, problem=_not_met(self._lease.meeting), last_lines=list(handler.tail))
         if failure is not None:
             rank, result = failure
             self._verdicts = device_verdicts(self._context, self._assigned, result, rank - self._row.first_rank)
@@ -255,6 +262,13 @@ class _Part:
 def _paths(job: JobSpec) -> Iterator[Path]:
     yield from (source.path for source in job.datasets)
     yield from (model.path for model in (job.base_model, *job.reward_models) if model.path is not None)
+
+
+def _not_met(meeting: str | None) -> str:
+    return (
+        f"rank 0 could not be reached at {meeting}: check that ANNEAL_GROUP_INTERFACE names the same network on every "
+        "host, and that no firewall is between them"
+    )
 
 
 def _is_not_here(path: Path) -> str:

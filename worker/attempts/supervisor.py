@@ -258,7 +258,7 @@ def attempt(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: Event
     memory_watch = MemoryWatch(processes.identities, assigned)
     feeds = [DeviceFeed(context.telemetry, one, writer.put) for one in assigned]
     try:
-        monitor = Monitor(context, lease, writer, record_handler, processes, memory_watch, feeds)
+        monitor = Monitor(context, lease, writer, record_handler, processes, memory_watch, feeds, run.members)
         end, killed_for = monitor.run_until_exit()
     finally:
         processes.close()

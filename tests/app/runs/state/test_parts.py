@@ -57,7 +57,9 @@ def expire(engine: Engine, run_id: str) -> None:
 
 def wait_for_lock(engine: Engine) -> None:
     """Wait until a statement waits for a lock."""
-    query = text("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()")
+    query = text(
+        "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+    )
     deadline = time.monotonic() + 10
     while not execute(engine, query)[0][0]:
         assert time.monotonic() < deadline
