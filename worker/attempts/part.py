@@ -289,6 +289,8 @@ class _PartLog:
         self._context = context
         self._run = run
         self._waiting: deque[NewEvent] = deque(maxlen=_MOST_LINES)
+        self._dropped = 0
+        """Lines that are lost: too many waited for the database, or it did not take them."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=with_current_context(self._write), name=f"log {run.id}", daemon=True)
 
@@ -303,6 +305,7 @@ class _PartLog:
     def put(self, item: NewEvent | RunUpdate) -> None:
         """Append a log line."""
         if isinstance(item, NewEvent):
+            self._dropped += len(self._waiting) == _MOST_LINES
             self._waiting.append(item)
 
     def _write(self) -> None:
@@ -320,6 +323,12 @@ class _PartLog:
         except LeaseFenced:
             return  # the attempt has ended
         except SQLAlchemyError as error:
-            log.warning("%s: %d log lines of its part are not stored: %s", self._run.id, len(batch), error)
+            if len(batch) > 1 and not is_away(error):  # one line must not cost the others
+                half = len(batch) // 2
+                self._store(batch[:half])
+                self._store(batch[half:])
+                return
+            self._dropped += len(batch)
+            log.warning("%s: %d log lines of its part are not stored: %s", self._run.id, self._dropped, error)
             return
         self._context.wake(self._run.id)

@@ -1,4 +1,4 @@
-"""Place of a training process in a run on several devices, and the exit codes of one that lost or never met the others."""
+"""Place of a training process in a run on several devices, and its exit codes when it lacks the others."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -101,7 +101,6 @@ class TestRunOnSeveralHosts:
         killed: list[bool] = []
         processes: Any = SimpleNamespace(poll=lambda: local, kill=lambda: killed.append(True), drain=lambda: ())
         handler: Any = SimpleNamespace(take_part_end=lambda _: None, flush_output=lambda: None, phase="training")
-        nothing: Any = None
         memory: Any = SimpleNamespace(look=lambda _: None)
         writer: Any = SimpleNamespace(check=lambda: None)
         monitor = Monitor(context, lease, writer, handler, processes, memory, (), ["wrk_b", "wrk_c"])

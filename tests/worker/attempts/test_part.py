@@ -8,12 +8,14 @@ import pytest
 from sqlalchemy import Engine, text, update
 
 from app.config import Settings
+from app.runs.events.log import NewEvent
 from app.runs.state import machine, parts
 from app.tables.workers import Device, Worker
-from tests.rows import add_run, add_worker, claim_with_others, reserve, run_row
+from tests.rows import add_run, add_worker, claim_with_others, events_of, reserve, run_row
 from tests.waiting import eventually
 from worker.attempts import part as part_module
 from worker.attempts.part import PartSupervisors
+from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 
 
@@ -107,3 +109,14 @@ def test_a_worker_that_shuts_down_before_the_start_releases_the_run(
     supervisors.wait()
     assert outcome(engine, claimed.id)["is_released"] and is_free(context, engine)
     assert not [thread for thread in threading.enumerate() if thread.name == f"part {claimed.id}"]
+
+
+def test_a_log_line_that_the_database_does_not_take_costs_no_other(
+    context: WorkerContext, engine: Engine, claimed: Any
+) -> None:
+    lines = ["a", "b\x00", "c", "d"]
+    with part_module._PartLog(context, ClaimedRun.of(claimed)) as sink:
+        for line in lines:
+            sink.put(NewEvent.of("log", 1.0, {"line": line, "stream": "stdout", "level": "info"}))
+    stored = [data["line"] for _, kind, _, data in events_of(engine, claimed.id) if kind == "log"]
+    assert (stored, sink._dropped) == (["a", "c", "d"], 1)

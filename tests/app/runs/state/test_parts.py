@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -57,11 +58,9 @@ def expire(engine: Engine, run_id: str) -> None:
 
 def wait_for_lock(engine: Engine) -> None:
     """Wait until a statement waits for a lock."""
-    query = text(
-        "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
-    )
+    waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
     deadline = time.monotonic() + 10
-    while not execute(engine, query)[0][0]:
+    while not execute(engine, text(waiting))[0][0]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -139,15 +138,14 @@ class TestClaim:
         for at in range(6):
             for gang, pair in zip(gangs, (workers[:2], workers[2:]), strict=True):
                 reserve(engine, gang, *pair)
-            threads = [
-                threading.Thread(target=take, args=(engine, one))
-                for one in workers
-                for take in (claim, lambda engine, one: claim_with_others(engine, one, LEASE))
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            with ThreadPoolExecutor(2 * len(workers)) as threads:
+                claims = [
+                    threads.submit(take, engine, one)
+                    for one in workers
+                    for take in (claim, lambda engine, one: claim_with_others(engine, one, LEASE))
+                ]
+            for one_claim in claims:
+                one_claim.result()
             held = [holders(engine, run_id) for run_id in gangs]
             assert all(len(one) in (0, 2) and all(len(some) == 2 for some in one.values()) for one in held), held
             live = [run_id for run_id in (*gangs, *small) if run_row(engine, run_id).status == "initializing"]
@@ -174,6 +172,18 @@ class TestClaim:
         thread.join()
         assert found == [None]
         assert claim_with_others(engine, lead, LEASE).id == run_id
+
+    def test_it_waits_for_no_reservation_that_the_dispatcher_writes(self, engine: Engine) -> None:
+        run_id, lead, other = wide(engine), member(engine), member(engine)
+        reserve(engine, run_id, lead, other)
+        with engine.begin() as connection:
+            query = text("SELECT 1 FROM reservations WHERE worker_id = :id FOR UPDATE")
+            connection.execute(query, {"id": other})
+            found: list[Any] = []
+            thread = threading.Thread(target=lambda: found.append(claim_with_others(engine, lead, LEASE)))
+            thread.start()
+            thread.join(5)
+            assert [row.id for row in found] == [run_id]
 
     def test_the_devices_divide_by_the_hosts(self, engine: Engine) -> None:
         with pytest.raises(IntegrityError, match="hosts_divide_devices"):
@@ -228,6 +238,15 @@ class TestPart:
         expire(engine, claimed.id)
         assert execute(engine, parts.reap(0.0)) == [(claimed.id, other)]
         assert holders(engine, claimed.id) == {}
+
+    def test_reaping_does_not_wait_for_a_part_that_another_transaction_holds(
+        self, engine: Engine, claimed: Any
+    ) -> None:
+        expire(engine, claimed.id)
+        with engine.begin() as connection:
+            connection.execute(text("SELECT 1 FROM run_parts FOR UPDATE"))
+            assert execute(engine, text("SET LOCAL lock_timeout = '2s'"), parts.reap(0.0)) == []
+        assert execute(engine, parts.reap(0.0)) == [(claimed.id, claimed.members[0])]
 
     def test_log_lines_of_a_part_keep_the_sequence_and_are_fenced(self, engine: Engine, claimed: Any) -> None:
         line = NewEvent.of("log", 1.0, {"line": "[rank 2] loading", "stream": "stdout", "level": "info"})
