@@ -54,7 +54,6 @@ log = logging.getLogger(__name__)
 
 
 _LOOK_SECONDS = 1.0
-_LOCK_QUOTAS = machine.lock_quotas()
 
 _TRAINING = "worker.training.__main__:main"
 ENTRIES = {"celery": _TRAINING, "fake": "worker.fake.trainer:main", "ray": _TRAINING}
@@ -98,6 +97,11 @@ def _claim(
 
 
 @cache
+def _lock_for_claim(worker_id: str) -> tuple[Executable, Executable]:
+    return machine.lock_for_claim(worker_id)
+
+
+@cache
 def _claim_with_others(worker_id: str, backends: tuple[str, ...], lease_seconds: float) -> Executable:
     return claim_with_others(worker_id, list(backends), lease_seconds)
 
@@ -115,7 +119,8 @@ def claim(context: WorkerContext) -> ClaimedRun | None:
         for statement in statements:
             # Each in a transaction of its own, without the locks of the one before.
             with context.engine.begin() as connection:
-                connection.execute(_LOCK_QUOTAS)
+                for lock in _lock_for_claim(context.id):
+                    connection.execute(lock)
                 row = connection.execute(statement).one_or_none()
             if row is not None:
                 break

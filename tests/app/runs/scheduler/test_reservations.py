@@ -1,6 +1,8 @@
 """Reservations of workers for runs on several devices, for constructed queues and in the database."""
 
 import math
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -136,6 +138,27 @@ class TestOfTheQueue:
         await renew(settings)
         assert stored(engine) == []
         assert claim(engine, worker) is None and run_row(engine, small.id).status == "pending"
+
+    def test_two_claims_at_once_do_not_both_take_the_spare_device(self, engine: Engine) -> None:
+        worker = add_worker(engine, devices=4)
+        big = add_run(engine, devices_needed=3)
+        add_run(engine), add_run(engine)
+        put = text("INSERT INTO reservations (worker_id, run_id, devices, spare) VALUES (:worker, :run, 3, 1)")
+        with engine.begin() as connection:
+            connection.execute(put, {"worker": worker, "run": big.id})
+            connection.execute(
+                text("UPDATE runs SET not_before = now() + interval '1 h' WHERE id = :id"), {"id": big.id}
+            )
+        with ThreadPoolExecutor(2) as threads:
+            with engine.begin() as connection:
+                connection.execute(text("SELECT 1 FROM devices FOR UPDATE"))
+                claims = [threads.submit(claim, engine, worker) for _ in range(2)]
+                query = text("SELECT count(*) FROM pg_locks WHERE NOT granted")
+                deadline = time.monotonic() + 10
+                while connection.scalar(query) < 2 and time.monotonic() < deadline:
+                    time.sleep(0.01)
+            found = [one.result() for one in claims]
+        assert [row is None for row in found].count(True) == 1
 
     async def test_an_older_run_of_the_same_owner_precedes_the_wide_one(
         self, settings: Settings, engine: Engine
