@@ -54,10 +54,12 @@ def choose_reservations(
 
     `fitting` has, for each run and each worker that could take it, the devices on which it fits; `free` has the time
     at which each device of a worker becomes free. A run keeps the workers that it holds already, unless others are free
-    clearly sooner: a run that moves with each estimate would wait everywhere and start nowhere.
+    clearly sooner: a run that moves with each estimate would wait everywhere and start nowhere. Of the runs on several
+    hosts whose start is unknown, only the first reserves workers: no other run can use them meanwhile.
     """
     chosen: dict[int, Reservation] = {}
     runs = 0
+    waits_without_end = False
     for run in queue:
         if runs == MOST_RESERVATIONS:
             break
@@ -75,8 +77,12 @@ def choose_reservations(
         best = sorted(options)[: run.needs.hosts]
         if len(best) < run.needs.hosts:
             continue
-        runs += 1
         start = max(one[2] for one in best)
+        if run.needs.hosts > 1 and math.isinf(start):
+            if waits_without_end:
+                continue
+            waits_without_end = True
+        runs += 1
         for _, at, _ in best:
             by_then = sum(
                 free[at][device] <= (now if math.isinf(start) else start) for device in fitting[run.run_id][at]

@@ -88,6 +88,10 @@ class TestOfSeveralHosts:
         found = self.places([[0.0], [0.0], [0.0]], wide("a", hosts=2), wide("b", hosts=2))
         assert {run: sorted(at for at, *_ in places) for run, places in found.items()} == {"a": [0, 1]}
 
+    def test_only_one_whose_start_is_unknown_keeps_workers_idle(self) -> None:
+        unknown = [[0.0], [math.inf], [math.inf], [math.inf]]
+        assert set(self.places(unknown, wide("a", hosts=2), wide("b", hosts=2))) == {"a"}
+
 
 def stored(engine: Engine) -> list[Any]:
     with engine.connect() as connection:
@@ -138,6 +142,18 @@ class TestOfTheQueue:
         await renew(settings)
         assert stored(engine) == []
         assert claim(engine, worker) is None and run_row(engine, small.id).status == "pending"
+
+    async def test_no_worker_is_kept_for_a_run_on_several_hosts_while_a_paused_device_is_missing(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        workers = [add_worker(engine, devices=1, group_address="10.0.0.1") for _ in range(2)]
+        add_run(engine, devices_needed=2, hosts_needed=2)
+        pause = text("UPDATE devices SET paused_until = now() + :time * interval '1 h' WHERE worker_id = :id")
+        for hours, kept in ((1, []), (-1, sorted(workers))):
+            with engine.begin() as connection:
+                connection.execute(pause, {"time": hours, "id": workers[0]})
+            await renew(settings)
+            assert sorted(row.worker_id for row in stored(engine)) == kept
 
     def test_two_claims_at_once_do_not_both_take_the_spare_device(self, engine: Engine) -> None:
         worker = add_worker(engine, devices=4)
