@@ -89,6 +89,7 @@ def reserve(engine: Engine, run_id: str, *worker_ids: str) -> None:
         "ON CONFLICT (worker_id) DO UPDATE SET run_id = excluded.run_id, made_at = now()"
     )
     with engine.begin() as connection:
+        connection.execute(text("DELETE FROM reservations WHERE run_id = :run"), {"run": run_id})
         for worker_id in worker_ids:
             connection.execute(query, {"worker": worker_id, "run": run_id})
 

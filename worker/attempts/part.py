@@ -119,7 +119,7 @@ class _Part:
                 return self._not_started()
             time.sleep(_POLL_SECONDS)
         try:
-            run, group, secrets = self._prepare()
+            run, group, secrets = self._prepare_when_available()
             meeting = Meeting(self._lease.meeting, self._row.first_rank, run.devices_needed)
             processes = launch(self._context, self._lease, group, self._assigned, self._is_unwanted, meeting)
         except LaunchAbandoned:
@@ -167,6 +167,19 @@ class _Part:
 
     def _end(self, **values: Any) -> PartEnd:
         return PartEnd(rank=values.pop("rank", self._row.first_rank), **values)
+
+    def _prepare_when_available(self) -> tuple[ClaimedRun, Group, dict[str, str]]:
+        """Prepare the part, again and again while the database is unavailable and the lease lasts."""
+        while True:
+            try:
+                return self._prepare()
+            except SQLAlchemyError as error:
+                if not is_away(error):
+                    raise
+                log.info("%s: the start of its part waits for the database: %s", self._row.run_id, error)
+            if self._is_unwanted():
+                raise LaunchAbandoned("no longer wanted")
+            time.sleep(_RETRY_SECONDS)
 
     def _prepare(self) -> tuple[ClaimedRun, Group, dict[str, str]]:
         """Read the job that the lead has written, and check that everything in it is at the same place here.
@@ -225,6 +238,8 @@ class _Part:
     def _end_of(self, ended: Exit | None, handler: RecordHandler) -> PartEnd:
         failure = handler.part_failure
         if ended is None and failure is None:
+            if self._lease.fenced and self._is_complete():
+                self._verdicts = device_verdicts(self._context, self._assigned, {"outcome": "completed"}, 0)
             return self._end(exit_code=0) if self._lease.fenced else self._end(problem=_NOT_RENEWED)
         ended = ended or Exit(rank=self._row.first_rank)
         if ended.signal == signal.SIGALRM and failure is None:
@@ -244,6 +259,18 @@ class _Part:
             failure=dict(failure[1]) if failure else None,
             last_lines=list(handler.tail),
         )
+
+    def _is_complete(self) -> bool:
+        """Return True if the run has trained to its end; False if the database is unavailable."""
+        row = self._row
+        try:
+            with self._context.engine.connect() as connection:
+                found = connection.execute(parts.run_of(row.run_id, row.lease_epoch)).one_or_none()
+        except SQLAlchemyError as error:
+            if not is_away(error):
+                raise
+            return False
+        return found is not None and found.status == "completed"
 
     def _leave(self) -> None:
         """Let the lead save and release the run, since this worker is shutting down."""

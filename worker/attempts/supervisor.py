@@ -83,6 +83,21 @@ def work(context: WorkerContext) -> None:
         supervise(context, run, sent)
 
 
+def keep_checked(context: WorkerContext) -> None:
+    """Check again and again what is checked before a claim, since other workers claim the devices of this one too.
+
+    For a thread of its own: a check of shared storage may hang.
+    """
+    wait_for_devices(context)
+    while not context.closing.is_set():
+        try:
+            _pause_unusable_devices(context)
+            context.note_health(context.health.trouble())
+        except Exception:  # without this thread other workers would claim nothing here again
+            log.exception("the check of this worker failed")
+        context.closing.wait(context.settings.renew_seconds)
+
+
 @cache
 def _claim(
     worker_id: str,
@@ -153,7 +168,7 @@ def _pause_unusable_devices(context: WorkerContext) -> None:
             for index, why in found.items():
                 if why is None and index in unusable:
                     connection.execute(registry.resume_device(context.id, index))
-                    unusable.remove(index)
+                    unusable.discard(index)
                 elif why is not None:
                     statement = registry.pause_idle_device(context.id, index, why, UNUSABLE_PAUSE_SECONDS)
                     if connection.scalar(statement) is not None and index not in unusable:
