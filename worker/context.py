@@ -274,7 +274,7 @@ class WorkerContext:
         )
 
     def note_health(self, trouble: str | None) -> None:
-        """Record a check of this worker: with trouble, or without a check for long, others claim none of its devices."""
+        """Record a check of this worker: with trouble, or if the check is old, others claim none of its devices."""
         self._healthy_at = -math.inf if trouble else time.monotonic()
 
     def _open_address(self) -> str | None:

@@ -50,7 +50,8 @@ def _rows(forecast: Forecast) -> list[dict[str, Any]]:
     held = {
         run: {places[worker] for worker in workers if worker in places} for run, workers in forecast.reserved.items()
     }
-    made = choose_reservations(forecast.queue, fitting, [worker.free for worker in slots], 0.0, held)
+    free, models = [worker.free for worker in slots], [worker.offer.model for worker in slots]
+    made = choose_reservations(forecast.queue, fitting, free, 0.0, held, models)
     return [_row(forecast, one, fitting) for one in made]
 
 

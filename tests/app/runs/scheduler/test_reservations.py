@@ -92,6 +92,14 @@ class TestOfSeveralHosts:
         unknown = [[0.0], [math.inf], [math.inf], [math.inf]]
         assert set(self.places(unknown, wide("a", hosts=2), wide("b", hosts=2))) == {"a"}
 
+    def test_all_its_workers_have_devices_of_one_model(self) -> None:
+        run = wide(hosts=2)
+        free = [[0.0], [10.0], [20.0]]
+        fitting = {run.run_id: {at: [0] for at in range(3)}}
+        found = choose_reservations([run], fitting, free, 0.0, {}, ["L4", "H100", "H100"])
+        assert [one.worker for one in found] == [1, 2]
+        assert choose_reservations([run], fitting, free, 0.0, {}, ["L4", "H100", "A100"]) == []
+
 
 def stored(engine: Engine) -> list[Any]:
     with engine.connect() as connection:
