@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
+from typing import Any
 
-from sqlalchemy import Executable
+from sqlalchemy import Connection, Executable, Row
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.contracts.attempt.failure_report import KillReason
@@ -15,7 +16,7 @@ from app.infra.db import is_away
 from app.infra.lean_structlog import bound_contextvars
 from app.runs.events.log import LeaseFenced
 from app.runs.state import machine, parts
-from app.runs.state.group_claim import claim_with_others
+from app.runs.state.group_claim import claim_with_others, is_reserved_with_others
 from app.workers import registry
 from worker import devices
 from worker.attempts import auto_repair, failure_report
@@ -121,24 +122,33 @@ def _claim_with_others(worker_id: str, backends: tuple[str, ...], lease_seconds:
     return claim_with_others(worker_id, list(backends), lease_seconds)
 
 
+@cache
+def _is_reserved_with_others(worker_id: str) -> Executable:
+    return is_reserved_with_others(worker_id)
+
+
+def _locked(connection: Connection, worker_id: str, claim: Executable) -> Row[Any] | None:
+    """Execute a claim behind the locks that it needs."""
+    for lock in _lock_for_claim(worker_id):
+        connection.execute(lock)
+    return connection.execute(claim).one_or_none()
+
+
 def claim(context: WorkerContext) -> ClaimedRun | None:
     """Claim a run and its devices; None if there is none or the database is unavailable."""
     settings = context.settings
     _pause_unusable_devices(context)
     backends, lease = tuple(context.backends), settings.lease_seconds
-    statements = [_claim(context.id, backends, lease, context.kind, settings.labels, context.only_run)]
-    if context.group_address is not None:
-        statements.append(_claim_with_others(context.id, backends, lease))
+    own = _claim(context.id, backends, lease, context.kind, settings.labels, context.only_run)
     row = None
     try:
-        for statement in statements:
-            # Each in a transaction of its own, without the locks of the one before.
+        with context.engine.begin() as connection:
+            row = _locked(connection, context.id, own)
+        if row is None and context.group_address is not None:
+            # In a transaction of its own, without the locks of the one before.
             with context.engine.begin() as connection:
-                for lock in _lock_for_claim(context.id):
-                    connection.execute(lock)
-                row = connection.execute(statement).one_or_none()
-            if row is not None:
-                break
+                if connection.scalar(_is_reserved_with_others(context.id)):
+                    row = _locked(connection, context.id, _claim_with_others(context.id, backends, lease))
     except SQLAlchemyError as error:
         if not is_away(error):
             raise

@@ -17,6 +17,15 @@ LATELY = 0.5
 """Part of a lease within which a worker must have sent a heartbeat, of which there are six, to get a part of a run."""
 
 
+def is_reserved_with_others(worker_id: str) -> Executable:
+    """Return whether a worker is reserved for a run on several hosts; without that it claims none."""
+    return select(
+        exists()
+        .where(reservations.c.worker_id == worker_id, runs.c.id == reservations.c.run_id)
+        .where(runs.c.hosts_needed > 1)
+    )
+
+
 def claim_with_others(worker_id: str, backends: list[str], lease_seconds: float) -> Executable:
     """Claim the run for which this worker and others are reserved, with its devices on each of them, or nothing.
 

@@ -13,6 +13,7 @@ from app.infra.ids import new_id
 from app.runs.events import log as event_log
 from app.runs.events.log import LeaseFenced, NewEvent
 from app.runs.state import machine, parts
+from app.runs.state.group_claim import is_reserved_with_others
 from tests.rows import add_run, add_worker, claim, claim_with_others, events_of, reserve, run_row
 
 LEASE = 60.0
@@ -118,7 +119,9 @@ class TestClaim:
         run_id, lead, other = wide(engine), member(engine, 2), member(engine)
         assert claim(engine, lead) is None
         assert claim_with_others(engine, lead, LEASE) is None
+        assert execute(engine, is_reserved_with_others(lead)) == [(False,)]
         reserve(engine, run_id, other)
+        assert execute(engine, is_reserved_with_others(other)) == [(True,)]
         assert claim_with_others(engine, other, LEASE) is None, "one of two workers"
 
     def test_a_quota_counts_the_devices_of_all_hosts(self, engine: Engine) -> None:
