@@ -267,11 +267,12 @@ def _claim_at_once(engine: Engine, count: int) -> bool:
     took: list[float] = []
 
     claims = {worker: machine.claim(worker, ["fake"], 3600.0, "cpu", []) for worker in workers}
-    lock = machine.lock_quotas()
+    locks = {worker: machine.lock_for_claim(worker) for worker in workers}
 
     def take(worker: str) -> Any:
         with engine.begin() as connection:
-            connection.execute(lock)
+            for lock in locks[worker]:
+                connection.execute(lock)
             return connection.execute(claims[worker]).one_or_none()
 
     def work(worker: str) -> None:
@@ -360,11 +361,12 @@ def _claim_from_many(engine: Engine, scale: float) -> bool:
     raw.close()
     took = []
     claims = [machine.claim(worker, ["fake"], 3600.0, "cpu", []) for worker in workers]
-    lock = machine.lock_quotas()
+    locks = [machine.lock_for_claim(worker) for worker in workers]
     for number in range(300):
         began = time.perf_counter()
         with engine.begin() as connection:
-            connection.execute(lock)
+            for lock in locks[number % FLEET]:
+                connection.execute(lock)
             assert connection.execute(claims[number % FLEET]).one_or_none() is not None
         took.append(1e3 * (time.perf_counter() - began))
     median = statistics.median(took)

@@ -67,7 +67,8 @@ def claim(
 ) -> Any:
     """Claim a run for the worker; return its row or None."""
     with engine.begin() as connection:
-        connection.execute(machine.lock_quotas())
+        for lock in machine.lock_for_claim(worker_id):
+            connection.execute(lock)
         return connection.execute(machine.claim(worker_id, list(backends), lease, kind, list(labels))).one_or_none()
 
 
@@ -76,7 +77,8 @@ def claim_with_others(
 ) -> Any:
     """Claim the run for which this worker and others are reserved; return its row or None."""
     with engine.begin() as connection:
-        connection.execute(machine.lock_quotas())
+        for lock in machine.lock_for_claim(worker_id):
+            connection.execute(lock)
         return connection.execute(group_claim.claim_with_others(worker_id, list(backends), lease)).one_or_none()
 
 
@@ -87,6 +89,7 @@ def reserve(engine: Engine, run_id: str, *worker_ids: str) -> None:
         "ON CONFLICT (worker_id) DO UPDATE SET run_id = excluded.run_id, made_at = now()"
     )
     with engine.begin() as connection:
+        connection.execute(text("DELETE FROM reservations WHERE run_id = :run"), {"run": run_id})
         for worker_id in worker_ids:
             connection.execute(query, {"worker": worker_id, "run": run_id})
 

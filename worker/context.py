@@ -44,6 +44,9 @@ _DATABASE_PAUSE = 2.0
 
 _WARM_UP_LOOK = 1.0
 
+_CHECKED_ROUNDS = 3
+"""Heartbeats for which a check of this worker's health counts."""
+
 
 class HeldLease(Protocol):
     """A lease as the context sees it: control messages of the API name its run and have it renewed at once."""
@@ -77,6 +80,8 @@ class WorkerContext:
         self.kind = self.machine.devices[0].kind
         self.group_address = None if settings.group_interface is None else address_of(settings.group_interface)
         """Address at which processes of other hosts reach those of this worker; None: it trains no run with others."""
+        self._healthy_at = -math.inf
+        """Monotonic time of the last check that found no trouble."""
         self.take_parts: Callable[[Sequence[Row[Any]]], None] | None = None
         """Called with the parts of runs that this worker is to train, at each heartbeat."""
         self.launcher = Launcher(settings)
@@ -268,8 +273,17 @@ class WorkerContext:
             labels,
             self.launcher,
             gguf=gguf,
-            group_address=self.group_address,
+            group_address=self._open_address(),
         )
+
+    def note_health(self, trouble: str | None) -> None:
+        """Record a check of this worker: with trouble, or if the check is old, others claim none of its devices."""
+        self._healthy_at = -math.inf if trouble else time.monotonic()
+
+    def _open_address(self) -> str | None:
+        """Return the address under which other workers may claim devices of this one."""
+        is_healthy = time.monotonic() - self._healthy_at < _CHECKED_ROUNDS * self.settings.renew_seconds
+        return self.group_address if is_healthy else None
 
     def _beat(self) -> None:
         while True:
@@ -280,8 +294,7 @@ class WorkerContext:
             state = "draining" if self.closing.is_set() else "online"
             try:
                 with self.lease_engine.begin() as connection:
-                    has_trouble = self.group_address is not None and self.health.trouble() is not None
-                    address = None if has_trouble else self.group_address
+                    address = self._open_address()
                     alive = registry.heartbeat(self.id, state, self.launcher.mode, self.launcher.reason, address)
                     if connection.execute(alive).one_or_none() is None:
                         self._register(connection)
@@ -292,6 +305,8 @@ class WorkerContext:
                     self.take_parts(found)
             except SQLAlchemyError as error:
                 log.info("heartbeat missed: %s", error)
+            except Exception:  # without heartbeats the worker would count as lost
+                log.exception("heartbeat failed")
 
     def _note_warm(self) -> None:
         """Record once that a launch would not wait for the zygote to load."""

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 import warnings
 
 from app.config import Settings, get_settings
@@ -11,6 +12,7 @@ from app.infra.errors import SetupError
 from app.infra.server_urls import resolve_urls
 from worker import celery_worker
 from worker.attempts.part import PartSupervisors
+from worker.attempts.supervisor import keep_checked
 from worker.celery_worker import CeleryProgram, HintConsumer, SlotPool
 from worker.context import WorkerContext
 from worker.signals import SignalHandler
@@ -44,6 +46,8 @@ def run(settings: Settings, signals: SignalHandler) -> int:
     try:
         if not context.start():
             return 0
+        if context.group_address is not None:
+            threading.Thread(target=keep_checked, args=(context,), name="health", daemon=True).start()
         program = CeleryProgram(
             signals,
             app=app,

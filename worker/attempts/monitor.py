@@ -21,8 +21,9 @@ from worker.telemetry import DeviceFeed
 
 _NO_SAVE_GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
-_RENEW_SECONDS = 1.0
-"""Pause between renewals while the end of a part on another host is waited for."""
+_CAUSE_SECONDS = 5.0
+"""Seconds that the ranks of this host have to end by themselves once those of another have lost the connection."""
+_LOOK_SECONDS = 1.0
 
 
 class Monitor:
@@ -44,9 +45,9 @@ class Monitor:
         processes: TrainingGroup,
         memory_watch: MemoryWatch,
         device_feeds: Sequence[DeviceFeed],
-        other_parts: int = 0,
+        members: Sequence[str] = (),
     ) -> None:
-        """`other_parts` is the number of parts that other hosts train."""
+        """Monitor the processes of this host; `members` are the workers of the other hosts of the run."""
         self._context = context
         self._lease = lease
         self._writer = writer
@@ -54,6 +55,8 @@ class Monitor:
         self._processes = processes
         self._memory_watch = memory_watch
         self._device_feeds = device_feeds
+        self._members = members
+        self._lost_at: float | None = None
         self._asked_at: float | None = None
         self._grace = 0.0
         self._sent_stop: StopRequest | None = None
@@ -61,10 +64,6 @@ class Monitor:
         self._sent_actions: set[str] = set()
         """Ids of the actions already sent."""
         self._backpressure_at = time.monotonic()
-        self._other_parts = other_parts
-        self._lost_at: float | None = None
-        """Monotonic time at which processes of the run were found to have lost each other."""
-        self._renew_at = 0.0
 
     def run_until_exit(self) -> tuple[Exit, KillReason | None]:
         """Handle output until the processes have ended; return the end, and the reason if this worker killed them.
@@ -87,6 +86,8 @@ class Monitor:
         self._processes.kill()  # also what they left behind in their sessions
         for rank, pieces in self._processes.drain():
             self._record_handler.take(pieces, rank)
+        if ended is not None and ended.peer_lost and self._members:
+            ended = self._wait_for_cause(ended)
         for part in self._lease.ended_parts:
             if part.end is not None:
                 self._record_handler.take_part_end(part.end)
@@ -95,39 +96,46 @@ class Monitor:
         return replace(end, suspended=suspended), killed_for
 
     def _end(self) -> Exit | None:
-        """Return the end of the processes, or of a part on another host that ends them.
-
-        Processes that have only lost each other have not caused the end. The cause may be that of a part: it is waited
-        for until all parts are over, for one lease at most, since no other attempt starts before that.
-        """
-        ended = self._processes.poll() if self._lost_at is None else None
+        """Return the end of the processes, or of a part on another host that ends them."""
+        ended = self._processes.poll()
         if ended is not None and not ended.peer_lost:
             return ended
-        causes = [cause for part in self._lease.ended_parts if (cause := exit_of(part)) is not None]
-        if causes:
-            return causes[0]
-        now = time.monotonic()
-        if self._lost_at is None:
-            has_part_lost_peers = any(part.end is not None and part.end.peer_lost for part in self._lease.ended_parts)
-            if ended is None and not has_part_lost_peers:
-                return None
-            self._lost_at = now
-            self._processes.kill()
-        are_over = len(self._lease.ended_parts) >= self._other_parts
-        if are_over or now - self._lost_at > self._context.settings.lease_seconds:
-            return Exit(peer_lost=True)
-        if now >= self._renew_at:
-            self._renew_at = now + _RENEW_SECONDS
-            self._lease.renew_now()  # it brings the ends of parts
-        return None
+        if (cause := self._cause()) is not None or ended is not None:
+            return cause or ended
+        if not any(part.end is not None and part.end.peer_lost for part in self._lease.ended_parts):
+            return None
+        self._lost_at = self._lost_at or time.monotonic()
+        return Exit(peer_lost=True) if time.monotonic() - self._lost_at > _CAUSE_SECONDS else None
+
+    def _cause(self) -> Exit | None:
+        """Return the first end of a part on another host that causes the end of the run."""
+        causes = (exit_of(part) for part in self._lease.ended_parts)
+        return next((cause for cause in causes if cause is not None), None)
+
+    def _wait_for_cause(self, ended: Exit) -> Exit:
+        """Return the end on another host that made the others lose the connection, or `ended` if none is stored.
+
+        That of a lost worker becomes known only when the lease on its part has expired.
+
+        Raises:
+            LeaseFenced: This worker no longer owns the run.
+        """
+        until = time.monotonic() + self._context.settings.lease_seconds
+        while (cause := self._cause()) is None and len(self._lease.ended_parts) < len(self._members):
+            if self._lease.fenced:
+                raise LeaseFenced(self._lease.run_id)
+            is_asked = self._lease.stop or self._lease.leaving or self._context.draining.is_set()
+            if is_asked or self._lease.expired or time.monotonic() > until:
+                break
+            self._lease.renew_now()
+            time.sleep(min(_LOOK_SECONDS, self._context.settings.renew_seconds))
+        return cause or ended
 
     def _take(self) -> None:
         if self._writer.is_full or self._record_handler.is_over_budget:
             time.sleep(_POLL_SECONDS)  # unread output makes the trainer wait, so memory stays bounded
             self._backpressure_at = time.monotonic()
         else:
-            if self._lost_at is not None:
-                time.sleep(_POLL_SECONDS)  # ended processes have no more to wait for
             self._processes.wait(_POLL_SECONDS)
             for rank, pieces in self._processes.receive():
                 self._record_handler.take(pieces, rank)

@@ -27,6 +27,7 @@ from app.runs.state import parts
 from worker.attempts.job_builder import JobError, secrets_of
 from worker.attempts.launch import Group, Meeting, launch
 from worker.attempts.outcome import device_verdicts
+from worker.checkpoint_store import cleanup
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 from worker.devices import Device
@@ -37,6 +38,7 @@ from worker.process.process_group import StillAliveError
 from worker.process.spawn import LaunchAbandoned, LaunchError
 from worker.process.training_group import TrainingGroup
 from worker.process.training_process import Exit
+from worker.wire.rank_place import EXIT_NOT_MET
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +119,7 @@ class _Part:
                 return self._not_started()
             time.sleep(_POLL_SECONDS)
         try:
-            run, group, secrets = self._prepare()
+            run, group, secrets = self._prepare_when_available()
             meeting = Meeting(self._lease.meeting, self._row.first_rank, run.devices_needed)
             processes = launch(self._context, self._lease, group, self._assigned, self._is_unwanted, meeting)
         except LaunchAbandoned:
@@ -131,7 +133,7 @@ class _Part:
             handler = RecordHandler(self._context, run, sink)
             handler.hide(secrets.values())
             try:
-                return self._watch(processes, handler)
+                return self._watch(processes, handler, run)
             finally:
                 processes.close()
 
@@ -166,6 +168,19 @@ class _Part:
     def _end(self, **values: Any) -> PartEnd:
         return PartEnd(rank=values.pop("rank", self._row.first_rank), **values)
 
+    def _prepare_when_available(self) -> tuple[ClaimedRun, Group, dict[str, str]]:
+        """Prepare the part, again and again while the database is unavailable and the lease lasts."""
+        while True:
+            try:
+                return self._prepare()
+            except SQLAlchemyError as error:
+                if not is_away(error):
+                    raise
+                log.info("%s: the start of its part waits for the database: %s", self._row.run_id, error)
+            if self._is_unwanted():
+                raise LaunchAbandoned("no longer wanted")
+            time.sleep(_RETRY_SECONDS)
+
     def _prepare(self) -> tuple[ClaimedRun, Group, dict[str, str]]:
         """Read the job that the lead has written, and check that everything in it is at the same place here.
 
@@ -199,7 +214,7 @@ class _Part:
                 raise JobError("internal", _is_not_here(path), is_transient=True)
             time.sleep(_POLL_SECONDS)
 
-    def _watch(self, processes: TrainingGroup, handler: RecordHandler) -> PartEnd:
+    def _watch(self, processes: TrainingGroup, handler: RecordHandler, run: ClaimedRun) -> PartEnd:
         """Pass the output on until the processes have ended, or must."""
         lease = self._lease
         while (ended := processes.poll()) is None and not lease.fenced and not lease.expired:
@@ -215,15 +230,22 @@ class _Part:
         for rank, pieces in processes.drain():
             handler.take(pieces, rank)
         handler.flush_lines()
+        if lease.fenced or (ended is not None and ended.peer_lost):
+            # Rank 0 has ended, maybe before these processes, which may have left a checkpoint half written.
+            cleanup.after_attempt(self._context, run.id, run.attempt)
         return self._end_of(ended, handler)
 
     def _end_of(self, ended: Exit | None, handler: RecordHandler) -> PartEnd:
         failure = handler.part_failure
         if ended is None and failure is None:
+            if self._lease.fenced and self._is_complete():
+                self._verdicts = device_verdicts(self._context, self._assigned, {"outcome": "completed"}, 0)
             return self._end(exit_code=0) if self._lease.fenced else self._end(problem=_NOT_RENEWED)
         ended = ended or Exit(rank=self._row.first_rank)
         if ended.signal == signal.SIGALRM and failure is None:
             return self._end(rank=ended.rank, problem=_NOT_RENEWED)  # its own timer
+        if ended.code == EXIT_NOT_MET and failure is None:
+            return self._end(rank=ended.rank, problem=_not_met(self._lease.meeting), last_lines=list(handler.tail))
         if failure is not None:
             rank, result = failure
             failed = result.get("rank", rank) - self._row.first_rank
@@ -238,6 +260,18 @@ class _Part:
             failure=dict(failure[1]) if failure else None,
             last_lines=list(handler.tail),
         )
+
+    def _is_complete(self) -> bool:
+        """Return True if the run has trained to its end; False if the database is unavailable."""
+        row = self._row
+        try:
+            with self._context.engine.connect() as connection:
+                found = connection.execute(parts.run_of(row.run_id, row.lease_epoch)).one_or_none()
+        except SQLAlchemyError as error:
+            if not is_away(error):
+                raise
+            return False
+        return found is not None and found.status == "completed"
 
     def _leave(self) -> None:
         """Let the lead save and release the run, since this worker is shutting down."""
@@ -258,6 +292,13 @@ def _paths(job: JobSpec) -> Iterator[Path]:
     yield from (model.path for model in (job.base_model, *job.reward_models) if model.path is not None)
 
 
+def _not_met(meeting: str | None) -> str:
+    return (
+        f"rank 0 could not be reached at {meeting}: check that ANNEAL_GROUP_INTERFACE names the same network on every "
+        "host, and that no firewall is between them"
+    )
+
+
 def _is_not_here(path: Path) -> str:
     return (
         f"{path} is not on this worker: mount the storage and the folder of models at the same path on all hosts, or "
@@ -276,6 +317,8 @@ class _PartLog:
         self._context = context
         self._run = run
         self._waiting: deque[NewEvent] = deque(maxlen=_MOST_LINES)
+        self._dropped = 0
+        """Lines that are lost: too many waited for the database, or it did not take them."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=with_current_context(self._write), name=f"log {run.id}", daemon=True)
 
@@ -290,6 +333,7 @@ class _PartLog:
     def put(self, item: NewEvent | RunUpdate) -> None:
         """Append a log line."""
         if isinstance(item, NewEvent):
+            self._dropped += len(self._waiting) == _MOST_LINES
             self._waiting.append(item)
 
     def _write(self) -> None:
@@ -307,6 +351,12 @@ class _PartLog:
         except LeaseFenced:
             return  # the attempt has ended
         except SQLAlchemyError as error:
-            log.warning("%s: %d log lines of its part are not stored: %s", self._run.id, len(batch), error)
+            if len(batch) > 1 and not is_away(error):  # one line must not cost the others
+                half = len(batch) // 2
+                self._store(batch[:half])
+                self._store(batch[half:])
+                return
+            self._dropped += len(batch)
+            log.warning("%s: %d log lines of its part are not stored: %s", self._run.id, self._dropped, error)
             return
         self._context.wake(self._run.id)

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
+from typing import Any
 
-from sqlalchemy import Executable
+from sqlalchemy import Connection, Executable, Row
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.contracts.attempt.failure_report import KillReason
@@ -16,7 +17,7 @@ from app.infra.db import is_away
 from app.infra.lean_structlog import bound_contextvars
 from app.runs.events.log import LeaseFenced
 from app.runs.state import machine, parts
-from app.runs.state.group_claim import claim_with_others
+from app.runs.state.group_claim import claim_with_others, is_reserved_with_others
 from app.workers import registry
 from worker import devices
 from worker.attempts import auto_repair, failure_report
@@ -55,7 +56,6 @@ log = logging.getLogger(__name__)
 
 
 _LOOK_SECONDS = 1.0
-_LOCK_QUOTAS = machine.lock_quotas()
 
 _TRAINING = "worker.training.__main__:main"
 ENTRIES = {"celery": _TRAINING, "fake": "worker.fake.trainer:main", "ray": _TRAINING}
@@ -85,6 +85,21 @@ def work(context: WorkerContext) -> None:
         supervise(context, run, sent)
 
 
+def keep_checked(context: WorkerContext) -> None:
+    """Check again and again what is checked before a claim, since other workers claim the devices of this one too.
+
+    For a thread of its own: a check of shared storage may hang.
+    """
+    wait_for_devices(context)
+    while not context.closing.is_set():
+        try:
+            _pause_unusable_devices(context)
+            context.note_health(context.health.trouble())
+        except Exception:  # without this thread other workers would claim nothing here again
+            log.exception("the check of this worker failed")
+        context.closing.wait(context.settings.renew_seconds)
+
+
 @cache
 def _claim(
     worker_id: str,
@@ -99,8 +114,25 @@ def _claim(
 
 
 @cache
+def _lock_for_claim(worker_id: str) -> tuple[Executable, Executable]:
+    return machine.lock_for_claim(worker_id)
+
+
+@cache
 def _claim_with_others(worker_id: str, backends: tuple[str, ...], lease_seconds: float) -> Executable:
     return claim_with_others(worker_id, list(backends), lease_seconds)
+
+
+@cache
+def _is_reserved_with_others(worker_id: str) -> Executable:
+    return is_reserved_with_others(worker_id)
+
+
+def _locked(connection: Connection, worker_id: str, claim: Executable) -> Row[Any] | None:
+    """Execute a claim behind the locks that it needs."""
+    for lock in _lock_for_claim(worker_id):
+        connection.execute(lock)
+    return connection.execute(claim).one_or_none()
 
 
 def claim(context: WorkerContext) -> ClaimedRun | None:
@@ -108,18 +140,16 @@ def claim(context: WorkerContext) -> ClaimedRun | None:
     settings = context.settings
     _pause_unusable_devices(context)
     backends, lease = tuple(context.backends), settings.lease_seconds
-    statements = [_claim(context.id, backends, lease, context.kind, settings.labels, context.only_run)]
-    if context.group_address is not None:
-        statements.append(_claim_with_others(context.id, backends, lease))
+    own = _claim(context.id, backends, lease, context.kind, settings.labels, context.only_run)
     row = None
     try:
-        for statement in statements:
-            # Each in a transaction of its own, without the locks of the one before.
+        with context.engine.begin() as connection:
+            row = _locked(connection, context.id, own)
+        if row is None and context.group_address is not None:
+            # In a transaction of its own, without the locks of the one before.
             with context.engine.begin() as connection:
-                connection.execute(_LOCK_QUOTAS)
-                row = connection.execute(statement).one_or_none()
-            if row is not None:
-                break
+                if connection.scalar(_is_reserved_with_others(context.id)):
+                    row = _locked(connection, context.id, _claim_with_others(context.id, backends, lease))
     except SQLAlchemyError as error:
         if not is_away(error):
             raise
@@ -149,7 +179,7 @@ def _pause_unusable_devices(context: WorkerContext) -> None:
             for index, why in found.items():
                 if why is None and index in unusable:
                     connection.execute(registry.resume_device(context.id, index))
-                    unusable.remove(index)
+                    unusable.discard(index)
                 elif why is not None:
                     statement = registry.pause_idle_device(context.id, index, why, UNUSABLE_PAUSE_SECONDS)
                     if connection.scalar(statement) is not None and index not in unusable:
@@ -261,8 +291,7 @@ def attempt(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: Event
     memory_watch = MemoryWatch(processes.identities, assigned)
     feeds = [DeviceFeed(context.telemetry, one, writer.put) for one in assigned]
     try:
-        others = len(run.members)
-        monitor = Monitor(context, lease, writer, record_handler, processes, memory_watch, feeds, others)
+        monitor = Monitor(context, lease, writer, record_handler, processes, memory_watch, feeds, run.members)
         end, killed_for = monitor.run_until_exit()
     finally:
         processes.close()

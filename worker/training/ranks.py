@@ -6,7 +6,6 @@ gathered. What only one process can know (a request, the time, the disk) is deci
 
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -171,6 +170,10 @@ class Ranks:
         threading.Event().wait()
 
 
+class NotMetError(Exception):
+    """Rank 0 of a run on several hosts could not be reached from this one."""
+
+
 def _meet(rank: int, host: str, port: int) -> dist.Store:
     """Return the store of a run on several hosts, which rank 0 keeps; it listens on this address only."""
     if rank == 0:
@@ -186,12 +189,8 @@ def _meet(rank: int, host: str, port: int) -> dist.Store:
         store = dist.TCPStore(
             host, port, is_master=False, timeout=timedelta(seconds=_MEETING_SECONDS), wait_for_workers=False
         )
-    except dist.DistError:
-        sys.stderr.write(
-            f"rank 0 could not be reached at {host}, port {port}, within {_MEETING_SECONDS} s: check that "
-            "ANNEAL_GROUP_INTERFACE names the same network on every host, and that no firewall is between them\n"
-        )
-        raise
+    except dist.DistError as error:
+        raise NotMetError(f"rank 0 could not be reached at {host}, port {port}, within {_MEETING_SECONDS} s") from error
     store.set_timeout(_NEVER)
     return store
 

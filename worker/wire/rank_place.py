@@ -1,10 +1,12 @@
-"""Place of a training process in a run on several devices, and the exit code of one that lost the others."""
+"""Place of a training process in a run on several devices, and its exit codes when it lacks the others."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 EXIT_PEER_LOST = 75
 """Exit code of a process that ended because another one of the run did: it is never the cause of an end."""
+EXIT_NOT_MET = 76
+"""Exit code of a process on another host than rank 0 that could not reach it."""
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,10 @@ class Dispatcher:
         Each job has its own transaction, so that a failure does not affect the others.
         """
         now = time.monotonic()
-        moved = await self._job("reaping lost runs", self._reap) if now >= self._no_reap_before else None
+        moved = None
+        if now >= self._no_reap_before:
+            moved = await self._job("reaping lost runs", self._reap)
+            await self._job("reaping lost parts of runs", self._reap_parts)
         if now >= self._account_at:
             await self._job("accounting for devices", _account)
             self._account_at = now + _ACCOUNT_EVERY
@@ -148,6 +151,7 @@ class Dispatcher:
         hints = await self._job("notifying workers of pending runs", _hint)
         if now >= self._partitions_at:
             done = await self._job("creating partitions", _partitions)
+            await self._job("forgetting parts of runs", _forget_parts)
             self._partitions_at = now + (_PARTITION_AGAIN if done is None else _PARTITION_EVERY)
         return hints or 0, [*(moved or []), *(explained or [])]
 
@@ -181,10 +185,11 @@ class Dispatcher:
         self._no_reap_before = time.monotonic() + self._lease
         log.warning("dispatcher: the database was unavailable, trying again: %s", why)
 
-    async def _reap(self, connection: AsyncConnection) -> list[str]:
+    async def _reap_parts(self, connection: AsyncConnection) -> None:
         for run_id, worker_id in (await connection.execute(parts.reap(self._lease))).all():
             log.warning("run %s: worker %s, which trains a part of it, is lost", run_id, worker_id)
-        await connection.execute(parts.forget())
+
+    async def _reap(self, connection: AsyncConnection) -> list[str]:
         rows = (await connection.execute(machine.reap(self._lease))).mappings().all()
         await connection.execute(silent_workers(self._lease))
         return [self._report_loss(row) for row in rows]
@@ -246,6 +251,10 @@ async def _hint(connection: AsyncConnection) -> int:
 
 async def _account(connection: AsyncConnection) -> None:
     await connection.execute(_ACCOUNT)
+
+
+async def _forget_parts(connection: AsyncConnection) -> None:
+    await connection.execute(parts.forget())
 
 
 async def _partitions(connection: AsyncConnection) -> list[str]:

@@ -38,6 +38,11 @@ class WorkerOffer:
     joins_hosts: bool = False
     """True if it trains runs together with workers of other hosts."""
 
+    @property
+    def model(self) -> str:
+        """Model of its devices, which all workers of a run share; all CPUs count as alike."""
+        return self.device if self.kind == "cuda" else self.kind
+
 
 @dataclass(frozen=True)
 class RunningRun:

@@ -1,6 +1,7 @@
 """Preemption: runs of lower priority save and return to the queue, so that a run that waits too long can start."""
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -66,10 +67,10 @@ def choose_room(
 ) -> Room | None:
     """Return runs of lower priority whose devices, with those that are free, are enough for a run.
 
-    None if the run fits free devices, or if too few workers would have enough. Of several workers it is those on which
-    the fewest devices are given up, then the least training since the last start.
+    None if the run fits free devices, or if too few workers with devices of one model would have enough. Of several
+    workers it is those on which the fewest devices are given up, then the least training since the last start.
     """
-    options: list[tuple[tuple[int, float], str, list[str]]] = []
+    options: dict[str, list[tuple[tuple[int, float], str, list[str]]]] = defaultdict(list)
     for worker in fleet.workers:
         if not needs.allows_worker(worker, fleet.gpu_backends):
             continue
@@ -82,10 +83,13 @@ def choose_room(
         chosen = _fewest(victims, held, missing) if missing > 0 else []
         if chosen or missing <= 0:
             key = (sum(held[one.run_id] for one in chosen), sum(one.seconds for one in chosen))
-            options.append((key, worker.worker_id, [one.run_id for one in chosen]))
-    best = sorted(options, key=lambda one: one[0])[: needs.hosts]
+            options[worker.model].append((key, worker.worker_id, [one.run_id for one in chosen]))
+    groups = [sorted(group)[: needs.hosts] for group in options.values() if len(group) >= needs.hosts]
+    if not groups:
+        return None
+    best = min(groups, key=lambda group: group[-1][0])
     victims_of_all = list(dict.fromkeys(run_id for _, _, given_up in best for run_id in given_up))
-    if len(best) < needs.hosts or not victims_of_all:
+    if not victims_of_all:
         return None
     return Room([worker_id for _, worker_id, _ in best], victims_of_all)
 

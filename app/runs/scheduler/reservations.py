@@ -6,6 +6,7 @@ need hosts. A later run starts there only if it ends before the reserved one can
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -49,21 +50,27 @@ def choose_reservations(
     free: Sequence[Sequence[float]],
     now: float,
     held: Mapping[str, Collection[int]],
+    models: Sequence[str] = (),
 ) -> list[Reservation]:
     """Choose workers for each of the first runs of the queue that need several devices: one for each host.
 
     `fitting` has, for each run and each worker that could take it, the devices on which it fits; `free` has the time
     at which each device of a worker becomes free. A run keeps the workers that it holds already, unless others are free
-    clearly sooner: a run that moves with each estimate would wait everywhere and start nowhere.
+    clearly sooner: a run that moves with each estimate would wait everywhere and start nowhere. Of the runs on several
+    hosts whose start is unknown, only the first reserves workers: no other run can use them meanwhile.
+
+    `models` has the model of the devices of each worker. A run takes workers of one model only, since its
+    configuration is resolved for the devices of one of them.
     """
     chosen: dict[int, Reservation] = {}
     runs = 0
+    waits_without_end = False
     for run in queue:
         if runs == MOST_RESERVATIONS:
             break
         if run.needs.devices == 1 or run.not_before > now:
             continue
-        options: list[tuple[tuple[float, bool, int], int, float]] = []
+        options: dict[str, list[tuple[tuple[float, bool, int], int, float]]] = defaultdict(list)
         for at, devices in fitting[run.run_id].items():
             if at in chosen:
                 continue
@@ -71,12 +78,17 @@ def choose_reservations(
             is_held = at in held.get(run.run_id, ())
             wait = (start - now) * (_CLEARLY_SOONER if is_held else 1.0)
             busy = sum(free[at][device] > now for device in devices)
-            options.append(((wait, not is_held, busy), at, start))
-        best = sorted(options)[: run.needs.hosts]
-        if len(best) < run.needs.hosts:
+            options[models[at] if models else ""].append(((wait, not is_held, busy), at, start))
+        groups = [sorted(group)[: run.needs.hosts] for group in options.values() if len(group) >= run.needs.hosts]
+        if not groups:
             continue
-        runs += 1
+        best = min(groups, key=lambda group: group[-1])  # the worker that is free last decides
         start = max(one[2] for one in best)
+        if run.needs.hosts > 1 and math.isinf(start):
+            if waits_without_end:
+                continue
+            waits_without_end = True
+        runs += 1
         for _, at, _ in best:
             by_then = sum(
                 free[at][device] <= (now if math.isinf(start) else start) for device in fitting[run.run_id][at]

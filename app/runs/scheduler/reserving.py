@@ -3,7 +3,7 @@
 import asyncio
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from app.config import Settings
 from app.runs.scheduler.forecast import Forecast, read_forecast
 from app.runs.scheduler.reservations import Reservation, choose_reservations
-from app.runs.scheduler.simulation import fitting_devices
+from app.runs.scheduler.simulation import WorkerSlots, fitting_devices
 
 _MOST_SECONDS = 1e9
 _IS_NEEDED = text("SELECT EXISTS (SELECT 1 FROM runs WHERE status = 'pending' AND devices_needed > 1)")
@@ -42,12 +42,28 @@ async def reserve(connection: AsyncConnection, settings: Settings, backends: Seq
 def _rows(forecast: Forecast) -> list[dict[str, Any]]:
     slots = forecast.workers
     fitting = fitting_devices(forecast.queue, slots, forecast.fleet.gpu_backends)
+    for run in forecast.queue:
+        if run.needs.hosts > 1:
+            # A paused device takes no run until it is checked: several workers must not be idle for as long.
+            fitting[run.run_id] = _usable(slots, fitting[run.run_id], run.needs.devices_each)
     places = {worker.offer.worker_id: at for at, worker in enumerate(slots)}
     held = {
         run: {places[worker] for worker in workers if worker in places} for run, workers in forecast.reserved.items()
     }
-    made = choose_reservations(forecast.queue, fitting, [worker.free for worker in slots], 0.0, held)
+    free, models = [worker.free for worker in slots], [worker.offer.model for worker in slots]
+    made = choose_reservations(forecast.queue, fitting, free, 0.0, held, models)
     return [_row(forecast, one, fitting) for one in made]
+
+
+def _usable(
+    slots: Sequence[WorkerSlots], fitting: Mapping[int, tuple[int, ...]], count: int
+) -> dict[int, tuple[int, ...]]:
+    """Return the workers with at least `count` devices that are not paused, with those."""
+    found = {
+        at: tuple(device for device in devices if not slots[at].offer.devices[device].paused)
+        for at, devices in fitting.items()
+    }
+    return {at: devices for at, devices in found.items() if len(devices) >= count}
 
 
 def _row(forecast: Forecast, made: Reservation, fitting: dict[str, dict[int, tuple[int, ...]]]) -> dict[str, Any]:

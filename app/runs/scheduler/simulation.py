@@ -176,7 +176,12 @@ class _Simulation:
         if not self._wide:
             return None
         made = choose_reservations(
-            sorted(self._wide, key=self._usage.place), self._fitting, self._free, now, self._held
+            sorted(self._wide, key=self._usage.place),
+            self._fitting,
+            self._free,
+            now,
+            self._held,
+            [one.offer.model for one in self._workers],
         )
         self._held = defaultdict(set)
         for one in made:

@@ -3,7 +3,7 @@
 As the transitions of `machine.py`, it is guarded, and writes the events with it.
 """
 
-from sqlalchemy import Executable, delete, exists, func, or_, select, update
+from sqlalchemy import Executable, exists, func, or_, select, update
 from sqlalchemy.dialects.postgresql import aggregate_order_by, insert
 
 from app.infra.db import seconds
@@ -17,13 +17,23 @@ LATELY = 0.5
 """Part of a lease within which a worker must have sent a heartbeat, of which there are six, to get a part of a run."""
 
 
+def is_reserved_with_others(worker_id: str) -> Executable:
+    """Return whether a worker is reserved for a run on several hosts; without that it claims none."""
+    return select(
+        exists()
+        .where(reservations.c.worker_id == worker_id, runs.c.id == reservations.c.run_id)
+        .where(runs.c.hosts_needed > 1)
+    )
+
+
 def claim_with_others(worker_id: str, backends: list[str], lease_seconds: float) -> Executable:
     """Claim the run for which this worker and others are reserved, with its devices on each of them, or nothing.
 
     This worker is the lead: it gets rank 0 and owns the run. The others get a part each, whose lease begins now.
     `device_indexes` of the row are its own, `members` the ids of the others. No attempt starts while the lease on a
-    part of an earlier one runs. Execute `lock_quotas` first, and in a transaction in which no device is locked: the
-    devices of all workers are locked in one order.
+    part of an earlier one runs. Execute `lock_for_claim` first, and in a transaction in which no device is locked: the
+    devices of all workers are locked in one order. The reservations of a run that has started count no more; the
+    dispatcher, which alone writes several of them, deletes them.
     """
     mine = reservations.alias("mine")
     owners = waiting_owners()
@@ -105,7 +115,7 @@ def claim_with_others(worker_id: str, backends: list[str], lease_seconds: float)
         .where(
             candidate.c.status == PENDING,
             candidate.c.stop_requested_at.is_(None),
-            # While this statement waited for devices, it may have been claimed and released, and a part may still run.
+            # While this statement waited for the devices, an attempt may have come and gone, whose parts still run.
             candidate.c.lease_epoch == wanted.c.lease_epoch,
             is_whole,
         )
@@ -147,9 +157,6 @@ def claim_with_others(worker_id: str, backends: list[str], lease_seconds: float)
     )
     columns = ["run_id", "lease_epoch", "part", "worker_id", "first_rank", "device_indexes", "lease_expires_at"]
     given = insert(run_parts).from_select(columns, others).returning(run_parts.c.worker_id).cte("given")
-    spent = (
-        delete(reservations).where(reservations.c.run_id == moved.c.id).returning(reservations.c.worker_id).cte("spent")
-    )
     own = select(func.array_agg(taken.c.index)).where(taken.c.part == 0).scalar_subquery().label("device_indexes")
     members = select(func.array_agg(given.c.worker_id)).scalar_subquery().label("members")
-    return select(moved, own, members, extra_eval_datasets(moved)).add_cte(*parts, spent)
+    return select(moved, own, members, extra_eval_datasets(moved)).add_cte(*parts)

@@ -94,13 +94,19 @@ def create(values: dict[str, Any], reason: str = "created") -> Executable:
     return select(made).add_cte(logged)
 
 
-def lock_quotas() -> Executable:
-    """Let claims that quotas limit take turns: each must see the devices that those before it have taken."""
+def lock_for_claim(worker_id: str) -> tuple[Executable, Executable]:
+    """Let claims take turns that limit each other; execute both statements before a claim, in its transaction.
+
+    Those that quotas limit must see the devices that those before have taken, and those of a worker which devices of
+    its reservation are left.
+    """
     is_limited = or_(
         exists(select(literal(1)).where(ApiKey.max_devices.is_not(None))),
         exists(select(literal(1)).where(Experiment.max_devices.is_not(None))),
     )
-    return select(func.pg_advisory_xact_lock(_QUOTA_LOCK)).where(is_limited)
+    quotas = select(func.pg_advisory_xact_lock(_QUOTA_LOCK)).where(is_limited)
+    own = select(reservations.c.worker_id).where(reservations.c.worker_id == worker_id).with_for_update()
+    return quotas, own
 
 
 def claim(
@@ -116,8 +122,8 @@ def claim(
     `kind` is that of the worker's devices; a worker that was started for one run claims `only_run`: its id and
     the lease epoch for which the worker was started. The row adds `device_indexes`, `extra_eval_datasets` (ids by name;
     None without any) and `members` (None; see `group_claim.py`). The run of a hint does not matter: the order is that
-    of `queue_order.py`, as far as quotas and a reservation of the worker allow. Execute
-    `lock_quotas` first, in the same transaction.
+    of `queue_order.py`, as far as quotas and a reservation of the worker allow. Execute `lock_for_claim` first, in the
+    same transaction.
     """
     # No SKIP LOCKED: a second thread of this worker waits and then sees the remaining devices, instead of none.
     free = (

@@ -108,10 +108,20 @@ def _this(run_id: str, lease_epoch: int, part: int) -> ColumnElement[bool]:
 
 
 def _lost(where: ColumnElement[bool]) -> Executable:
-    """End open parts; the rows are run and worker of each."""
+    """End open parts; the rows are run and worker of each. One that another transaction holds is left for later."""
+    open_parts = (
+        select(_parts.c.run_id, _parts.c.lease_epoch, _parts.c.part)
+        .where(where, _parts.c.ended_at.is_(None))
+        .with_for_update(skip_locked=True)
+        .cte("open_parts")
+    )
     ended = (
         update(_parts)
-        .where(where, _parts.c.ended_at.is_(None))
+        .where(
+            _parts.c.run_id == open_parts.c.run_id,
+            _parts.c.lease_epoch == open_parts.c.lease_epoch,
+            _parts.c.part == open_parts.c.part,
+        )
         .values(ended_at=func.clock_timestamp())
         .returning(_parts.c.run_id, _parts.c.lease_epoch, _parts.c.worker_id)
         .cte("ended")

@@ -83,40 +83,53 @@ def test_output_is_not_read_while_too_much_waits_or_is_reported_and_the_process_
         assert monitor._reason_to_kill() is None
 
 
-class TestProcessesThatHaveLostEachOther:
-    """On several hosts, the first cause may be that of another host's process."""
+class TestRunOnSeveralHosts:
+    """Ranks of other hosts that lost the connection end the run, with the end that made them lose it."""
 
-    def monitor(self, parts: list[EndedPart], poll: Exit | None, others: int) -> tuple[Any, list[str]]:
-        calls: list[str] = []
-        settings = SimpleNamespace(lease_seconds=60.0)
-        lease: Any = SimpleNamespace(ended_parts=parts, renew_now=lambda: calls.append("renew"))
-        processes: Any = SimpleNamespace(poll=lambda: poll, kill=lambda: calls.append("kill"))
-        nothing: Any = None
-        context: Any = SimpleNamespace(settings=settings)
-        return Monitor(context, lease, nothing, nothing, processes, nothing, nothing, others), calls
+    @staticmethod
+    def ends(local: Exit | None, later: list[list[EndedPart]], now: list[float]) -> Exit:
+        """Return the end of a run with two members; each renewal brings the next state of their parts."""
+        settings = SimpleNamespace(lease_seconds=60.0, renew_seconds=10.0, hang_seconds=1e9)
+        context: Any = SimpleNamespace(settings=settings, draining=threading.Event())
+        states = iter(later)
+        lease: Any = SimpleNamespace(stop=None, leaving=None, fenced=False, expired=False, ended_parts=next(states))
 
-    def test_wait_for_the_cause_of_a_part(self, now: list[float]) -> None:
-        parts: list[EndedPart] = []
-        monitor, calls = self.monitor(parts, Exit(peer_lost=True), others=1)
-        assert monitor._end() is None and calls == ["kill", "renew"]
-        now[0] += 5.0
-        assert monitor._end() is None and calls == ["kill", "renew", "renew"]
-        parts.append(EndedPart("wrk_b", 1, 1, PartEnd(exit_code=1, rank=1)))
-        found = monitor._end()
-        assert (found.code, found.rank) == (1, 1)
+        def renew() -> None:
+            lease.ended_parts = next(states, lease.ended_parts)
 
-    def test_end_once_all_parts_are_over_without_a_cause(self) -> None:
-        lost = EndedPart("wrk_b", 1, 1, PartEnd(rank=1, exit_code=75, peer_lost=True))
-        monitor, calls = self.monitor([lost], None, others=1)
-        assert monitor._end() == Exit(peer_lost=True), "rank 0 would wait for the part in vain"
-        assert calls == ["kill"]
+        lease.renew_now = renew
+        killed: list[bool] = []
+        processes: Any = SimpleNamespace(poll=lambda: local, kill=lambda: killed.append(True), drain=lambda: ())
+        handler: Any = SimpleNamespace(take_part_end=lambda _: None, flush_output=lambda: None, phase="training")
+        memory: Any = SimpleNamespace(look=lambda _: None)
+        writer: Any = SimpleNamespace(check=lambda: None)
+        monitor = Monitor(context, lease, writer, handler, processes, memory, (), ["wrk_b", "wrk_c"])
+        monitor._take = lambda: now.__setitem__(0, now[0] + 0.5)  # type: ignore[method-assign]
+        monitor._reason_to_kill = lambda: None  # type: ignore[method-assign]
+        end, _ = monitor.run_until_exit()
+        assert killed
+        return end
 
-    def test_end_after_a_lease_at_most(self, now: list[float]) -> None:
-        monitor, _ = self.monitor([], Exit(peer_lost=True), others=1)
-        assert monitor._end() is None
-        now[0] += 61.0
-        assert monitor._end() == Exit(peer_lost=True)
+    @pytest.fixture(autouse=True)
+    def _no_sleep(self, now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
 
-    def test_end_at_once_on_one_host(self) -> None:
-        monitor, _ = self.monitor([], Exit(peer_lost=True), others=0)
-        assert monitor._end() == Exit(peer_lost=True)
+    lost = EndedPart("wrk_b", 1, 1, PartEnd(rank=1, exit_code=75, peer_lost=True))
+
+    def test_it_ends_when_a_part_lost_the_connection_while_rank_0_waits(self, now: list[float]) -> None:
+        assert self.ends(None, [[self.lost]], now) == Exit(peer_lost=True)
+        assert now[0] < 1000 + 5 + 60 + 2, "seconds for the ranks here, then a lease for those elsewhere"
+
+    def test_the_end_of_another_part_that_arrives_later_is_the_cause(self, now: list[float]) -> None:
+        failed = EndedPart("wrk_c", 2, 1, PartEnd(rank=2, exit_signal=11))
+        end = self.ends(Exit(peer_lost=True), [[], [self.lost], [self.lost, failed]], now)
+        assert end == Exit(signal=11, rank=2)
+
+    def test_a_worker_whose_lease_expires_later_is_the_cause(self, now: list[float]) -> None:
+        end = self.ends(Exit(peer_lost=True), [[], [self.lost], [self.lost, EndedPart("wrk_c", 2, 1, None)]], now)
+        assert end.part_problem == "worker wrk_c, which trained rank 2 of the run, was lost"
+
+    def test_without_a_cause_it_waits_no_longer_than_until_all_parts_are_over(self, now: list[float]) -> None:
+        other = EndedPart("wrk_c", 2, 1, PartEnd(rank=2, exit_code=75, peer_lost=True))
+        assert self.ends(Exit(peer_lost=True), [[], [self.lost, other]], now) == Exit(peer_lost=True)
+        assert now[0] < 1003

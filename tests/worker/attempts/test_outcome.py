@@ -238,6 +238,7 @@ def test_what_a_killed_trainer_has_written_by_half_goes_with_it(
     run: Any = SimpleNamespace(
         id=new_id("run"),
         task="train",
+        members=[],
         lease_epoch=1,
         attempt=1,
         device_indexes=[0],

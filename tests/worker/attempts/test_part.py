@@ -4,16 +4,21 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import psycopg
 import pytest
 from sqlalchemy import Engine, text, update
+from sqlalchemy.exc import DataError, OperationalError
 
 from app.config import Settings
+from app.runs.events import log as event_log
+from app.runs.events.log import NewEvent
 from app.runs.state import machine, parts
 from app.tables.workers import Device, Worker
-from tests.rows import add_run, add_worker, claim_with_others, reserve, run_row
+from tests.rows import add_run, add_worker, claim_with_others, events_of, reserve, run_row
 from tests.waiting import eventually
 from worker.attempts import part as part_module
 from worker.attempts.part import PartSupervisors
+from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 
 
@@ -22,6 +27,7 @@ def context(settings: Settings, engine: Engine) -> Iterator[WorkerContext]:
     """A worker that trains runs together with others, registered with its device."""
     (settings.storage_root / "datasets").mkdir(parents=True, exist_ok=True)
     context = WorkerContext(settings.model_copy(update={"group_interface": "lo", "slots": 1}))
+    context.note_health(None)
     with engine.begin() as connection:
         context._register(connection)
         connection.execute(update(Worker).where(Worker.id == context.id).values(backends=["fake"]))
@@ -107,3 +113,53 @@ def test_a_worker_that_shuts_down_before_the_start_releases_the_run(
     supervisors.wait()
     assert outcome(engine, claimed.id)["is_released"] and is_free(context, engine)
     assert not [thread for thread in threading.enumerate() if thread.name == f"part {claimed.id}"]
+
+
+def test_a_log_line_that_the_database_does_not_take_costs_no_other(
+    context: WorkerContext, engine: Engine, claimed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["a", "b", "c", "d"]
+    append = event_log.append_lines
+
+    def refuse(connection: Any, run_id: str, lease_epoch: int, batch: Any) -> None:
+        if any('"b"' in str(event.data) for event in batch):
+            raise DataError("INSERT", {}, ValueError("a line that cannot be stored"))
+        append(connection, run_id, lease_epoch, batch)
+
+    monkeypatch.setattr(event_log, "append_lines", refuse)
+    with part_module._PartLog(context, ClaimedRun.of(claimed)) as sink:
+        for line in lines:
+            sink.put(NewEvent.of("log", 1.0, {"line": line, "stream": "stdout", "level": "info"}))
+    stored = [data["line"] for _, kind, _, data in events_of(engine, claimed.id) if kind == "log"]
+    assert (stored, sink._dropped) == (["a", "c", "d"], 1)
+
+
+def test_it_waits_for_a_database_that_is_away_while_it_prepares(
+    context: WorkerContext, engine: Engine, claimed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part_module, "_VISIBLE_SECONDS", 0.2)
+    prepare, asked = part_module._Part._prepare, []
+
+    def away_at_first(part: Any) -> Any:
+        asked.append(part)
+        if len(asked) == 1:
+            raise OperationalError("SELECT", {}, psycopg.OperationalError("the connection is closed"))
+        return prepare(part)
+
+    monkeypatch.setattr(part_module._Part, "_prepare", away_at_first)
+    supervisors = take(context, engine)
+    with engine.begin() as connection:
+        connection.execute(parts.announce(claimed.id, claimed.lease_epoch, "tcp://127.0.0.1:1"))
+    eventually(lambda: _has_ended(context, claimed.id, engine), timeout=30, what="the part has ended")
+    supervisors.wait()
+    assert len(asked) == 2 and "job.json is not on this worker" in outcome(engine, claimed.id)["problem"]
+
+
+def test_other_workers_claim_nothing_of_one_that_is_not_checked_or_has_trouble(context: WorkerContext) -> None:
+    assert context._open_address() == context.group_address
+    context.note_health("the storage is full")
+    assert context._open_address() is None
+    context.note_health(None)
+    assert context._open_address() is not None
+    context._healthy_at -= 3 * context.settings.renew_seconds
+    assert context._open_address() is None, "the last check is too long ago: the storage may hang"

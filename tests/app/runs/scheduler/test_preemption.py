@@ -72,6 +72,9 @@ class TestChoice:
         assert chosen(3, *hosts) == Room(["u", "v", "w"], ["p1", "p2a", "p3"])
         assert chosen(4, *hosts) is None
         assert chosen(2, *offered) is None, "they do not train together"
+        others = [replace(one, device="L4") for one in hosts[1:]]
+        assert chosen(2, hosts[0], *others) == Room(["v", "w"], ["p2a", "p3"]), "of one model"
+        assert chosen(2, hosts[0], others[0]) is None
         free = replace(worker("x", None, None), joins_hosts=True)
         assert chosen(2, free, *hosts) == Room(["x", "u"], ["p1"])
         assert chosen(2, free, replace(free, worker_id="y"), *hosts) is None

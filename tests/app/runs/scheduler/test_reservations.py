@@ -1,6 +1,8 @@
 """Reservations of workers for runs on several devices, for constructed queues and in the database."""
 
 import math
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -86,6 +88,18 @@ class TestOfSeveralHosts:
         found = self.places([[0.0], [0.0], [0.0]], wide("a", hosts=2), wide("b", hosts=2))
         assert {run: sorted(at for at, *_ in places) for run, places in found.items()} == {"a": [0, 1]}
 
+    def test_only_one_whose_start_is_unknown_keeps_workers_idle(self) -> None:
+        unknown = [[0.0], [math.inf], [math.inf], [math.inf]]
+        assert set(self.places(unknown, wide("a", hosts=2), wide("b", hosts=2))) == {"a"}
+
+    def test_all_its_workers_have_devices_of_one_model(self) -> None:
+        run = wide(hosts=2)
+        free = [[0.0], [10.0], [20.0]]
+        fitting = {run.run_id: {at: [0] for at in range(3)}}
+        found = choose_reservations([run], fitting, free, 0.0, {}, ["L4", "H100", "H100"])
+        assert [one.worker for one in found] == [1, 2]
+        assert choose_reservations([run], fitting, free, 0.0, {}, ["L4", "H100", "A100"]) == []
+
 
 def stored(engine: Engine) -> list[Any]:
     with engine.connect() as connection:
@@ -136,6 +150,39 @@ class TestOfTheQueue:
         await renew(settings)
         assert stored(engine) == []
         assert claim(engine, worker) is None and run_row(engine, small.id).status == "pending"
+
+    async def test_no_worker_is_kept_for_a_run_on_several_hosts_while_a_paused_device_is_missing(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        workers = [add_worker(engine, devices=1, group_address="10.0.0.1") for _ in range(2)]
+        add_run(engine, devices_needed=2, hosts_needed=2)
+        pause = text("UPDATE devices SET paused_until = now() + :time * interval '1 h' WHERE worker_id = :id")
+        for hours, kept in ((1, []), (-1, sorted(workers))):
+            with engine.begin() as connection:
+                connection.execute(pause, {"time": hours, "id": workers[0]})
+            await renew(settings)
+            assert sorted(row.worker_id for row in stored(engine)) == kept
+
+    def test_two_claims_at_once_do_not_both_take_the_spare_device(self, engine: Engine) -> None:
+        worker = add_worker(engine, devices=4)
+        big = add_run(engine, devices_needed=3)
+        add_run(engine), add_run(engine)
+        put = text("INSERT INTO reservations (worker_id, run_id, devices, spare) VALUES (:worker, :run, 3, 1)")
+        with engine.begin() as connection:
+            connection.execute(put, {"worker": worker, "run": big.id})
+            connection.execute(
+                text("UPDATE runs SET not_before = now() + interval '1 h' WHERE id = :id"), {"id": big.id}
+            )
+        with ThreadPoolExecutor(2) as threads:
+            with engine.begin() as connection:
+                connection.execute(text("SELECT 1 FROM devices FOR UPDATE"))
+                claims = [threads.submit(claim, engine, worker) for _ in range(2)]
+                query = text("SELECT count(*) FROM pg_locks WHERE NOT granted")
+                deadline = time.monotonic() + 10
+                while connection.scalar(query) < 2 and time.monotonic() < deadline:
+                    time.sleep(0.01)
+            found = [one.result() for one in claims]
+        assert [row is None for row in found].count(True) == 1
 
     async def test_an_older_run_of_the_same_owner_precedes_the_wide_one(
         self, settings: Settings, engine: Engine

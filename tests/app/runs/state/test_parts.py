@@ -1,6 +1,8 @@
 """Runs on several hosts: the claim takes the devices of all workers or none, and each part has a lease of its own."""
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,8 +13,8 @@ from app.infra.ids import new_id
 from app.runs.events import log as event_log
 from app.runs.events.log import LeaseFenced, NewEvent
 from app.runs.state import machine, parts
-from tests.rows import add_run, add_worker, claim, claim_with_others, events_of, reserve, run_row, waiting_for_locks
-from tests.waiting import eventually
+from app.runs.state.group_claim import is_reserved_with_others
+from tests.rows import add_run, add_worker, claim, claim_with_others, events_of, reserve, run_row
 
 LEASE = 60.0
 END = {"exit_code": 0}
@@ -53,6 +55,15 @@ def expire(engine: Engine, run_id: str) -> None:
     """Let the leases of the parts of a run expire."""
     past = "UPDATE run_parts SET lease_expires_at = now() - interval '1 s' WHERE run_id = :id"
     execute(engine, text(past).bindparams(id=run_id))
+
+
+def wait_for_lock(engine: Engine) -> None:
+    """Wait until a statement waits for a lock."""
+    waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+    deadline = time.monotonic() + 10
+    while not execute(engine, text(waiting))[0][0]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -108,7 +119,9 @@ class TestClaim:
         run_id, lead, other = wide(engine), member(engine, 2), member(engine)
         assert claim(engine, lead) is None
         assert claim_with_others(engine, lead, LEASE) is None
+        assert execute(engine, is_reserved_with_others(lead)) == [(False,)]
         reserve(engine, run_id, other)
+        assert execute(engine, is_reserved_with_others(other)) == [(True,)]
         assert claim_with_others(engine, other, LEASE) is None, "one of two workers"
 
     def test_a_quota_counts_the_devices_of_all_hosts(self, engine: Engine) -> None:
@@ -128,15 +141,14 @@ class TestClaim:
         for at in range(6):
             for gang, pair in zip(gangs, (workers[:2], workers[2:]), strict=True):
                 reserve(engine, gang, *pair)
-            threads = [
-                threading.Thread(target=take, args=(engine, one))
-                for one in workers
-                for take in (claim, lambda engine, one: claim_with_others(engine, one, LEASE))
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            with ThreadPoolExecutor(2 * len(workers)) as threads:
+                claims = [
+                    threads.submit(take, engine, one)
+                    for one in workers
+                    for take in (claim, lambda engine, one: claim_with_others(engine, one, LEASE))
+                ]
+            for one_claim in claims:
+                one_claim.result()
             held = [holders(engine, run_id) for run_id in gangs]
             assert all(len(one) in (0, 2) and all(len(some) == 2 for some in one.values()) for one in held), held
             live = [run_id for run_id in (*gangs, *small) if run_row(engine, run_id).status == "initializing"]
@@ -147,6 +159,34 @@ class TestClaim:
                     execute(engine, *parts.end(run_id, one.lease_epoch, one.part, one.worker_id, END))
                 execute(engine, machine.complete(run_id, 1, None, "done"))
         assert all(run_row(engine, run_id).status == "completed" for run_id in (*gangs, *small))
+
+    def test_one_that_waited_for_the_devices_takes_no_run_of_which_another_attempt_ended_meanwhile(
+        self, engine: Engine
+    ) -> None:
+        run_id, lead, other = wide(engine), member(engine), member(engine)
+        reserve(engine, run_id, lead, other)
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(claim_with_others(engine, lead, LEASE)))
+        with engine.begin() as connection:
+            connection.execute(text("SELECT 1 FROM devices WHERE worker_id = :id FOR UPDATE"), {"id": lead})
+            thread.start()
+            wait_for_lock(engine)
+            execute(engine, text("UPDATE runs SET lease_epoch = lease_epoch + 1 WHERE id = :id").bindparams(id=run_id))
+        thread.join()
+        assert found == [None]
+        assert claim_with_others(engine, lead, LEASE).id == run_id
+
+    def test_it_waits_for_no_reservation_that_the_dispatcher_writes(self, engine: Engine) -> None:
+        run_id, lead, other = wide(engine), member(engine), member(engine)
+        reserve(engine, run_id, lead, other)
+        with engine.begin() as connection:
+            query = text("SELECT 1 FROM reservations WHERE worker_id = :id FOR UPDATE")
+            connection.execute(query, {"id": other})
+            found: list[Any] = []
+            thread = threading.Thread(target=lambda: found.append(claim_with_others(engine, lead, LEASE)))
+            thread.start()
+            thread.join(5)
+            assert [row.id for row in found] == [run_id]
 
     def test_the_devices_divide_by_the_hosts(self, engine: Engine) -> None:
         with pytest.raises(IntegrityError, match="hosts_divide_devices"):
@@ -171,26 +211,6 @@ class TestPart:
         assert claim_with_others(engine, lead, LEASE) is None
         expire(engine, claimed.id)
         assert claim_with_others(engine, lead, LEASE).attempt == 2
-
-    def test_a_claim_that_waited_for_a_device_starts_no_attempt_beside_one_that_came_and_went(
-        self, engine: Engine
-    ) -> None:
-        run_id, lead, other = wide(engine), member(engine), member(engine)
-        third, fourth = member(engine), member(engine)
-        reserve(engine, run_id, lead, other)
-        found: list[Any] = []
-        waiting = threading.Thread(target=lambda: found.append(claim_with_others(engine, lead, LEASE)))
-        with engine.begin() as connection:
-            connection.execute(text("SELECT 1 FROM devices WHERE worker_id = :id FOR UPDATE"), {"id": other})
-            waiting.start()
-            eventually(lambda: waiting_for_locks(engine) > 0)
-            execute(engine, text("DELETE FROM reservations"))
-            reserve(engine, run_id, third, fourth)
-            row = claim_with_others(engine, third, LEASE)
-            execute(engine, machine.release(run_id, row.lease_epoch, "drained"))
-        waiting.join()
-        assert found == [None], "a part of the first attempt may still run"
-        assert run_row(engine, run_id).status == "pending"
 
     def test_its_end_frees_its_devices_and_no_others(self, engine: Engine, claimed: Any) -> None:
         lead, other = claimed.lease_owner, claimed.members[0]
@@ -221,6 +241,15 @@ class TestPart:
         expire(engine, claimed.id)
         assert execute(engine, parts.reap(0.0)) == [(claimed.id, other)]
         assert holders(engine, claimed.id) == {}
+
+    def test_reaping_does_not_wait_for_a_part_that_another_transaction_holds(
+        self, engine: Engine, claimed: Any
+    ) -> None:
+        expire(engine, claimed.id)
+        with engine.begin() as connection:
+            connection.execute(text("SELECT 1 FROM run_parts FOR UPDATE"))
+            assert execute(engine, text("SET LOCAL lock_timeout = '2s'"), parts.reap(0.0)) == []
+        assert execute(engine, parts.reap(0.0)) == [(claimed.id, claimed.members[0])]
 
     def test_log_lines_of_a_part_keep_the_sequence_and_are_fenced(self, engine: Engine, claimed: Any) -> None:
         line = NewEvent.of("log", 1.0, {"line": "[rank 2] loading", "stream": "stdout", "level": "info"})
