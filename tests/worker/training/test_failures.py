@@ -25,6 +25,7 @@ from tests.worker.training.tiny import (
     Outcome,
     make_chat_dataset,
     make_job,
+    parse_records,
     write_rows,
 )
 from worker.checkpoint_files.manifest import verify
