@@ -248,8 +248,9 @@ class _Part:
             return self._end(rank=ended.rank, problem=_not_met(self._lease.meeting), last_lines=list(handler.tail))
         if failure is not None:
             rank, result = failure
-            failed = result.get("rank", rank) - self._row.first_rank
-            self._verdicts = device_verdicts(self._context, self._assigned, result, failed)
+            relayed = result.get("rank")
+            failed = rank if relayed is None else relayed
+            self._verdicts = device_verdicts(self._context, self._assigned, result, failed - self._row.first_rank)
         return self._end(
             rank=failure[0] if failure else ended.rank,
             exit_code=ended.code,

@@ -207,8 +207,9 @@ class RecordHandler:
         self.flush_lines()
         if self.result is None and self._other_failures:
             rank, result = next(iter(self._other_failures.items()))
-            self.failed_rank = result.get("rank", rank)
-            if (error := result.get("error")) and "rank" not in result:
+            relayed = result.get("rank")
+            self.failed_rank = rank if relayed is None else relayed
+            if (error := result.get("error")) and relayed is None:
                 error["message"] = f"On rank {self.failed_rank}: {error['message']}"
             self._end_with(result)
 
@@ -349,7 +350,7 @@ class RecordHandler:
 
     def _handle_result(self, record: dict[str, Any], _ts: float) -> None:
         result = self._read_result(record)
-        self.failed_rank = result.get("rank", 0)
+        self.failed_rank = result.get("rank") or 0
         self._end_with(result)
 
     def _handler_of(self, rank: int, record: dict[str, Any]) -> Callable[[dict[str, Any], float], None] | None:

@@ -284,7 +284,7 @@ class TrainingResult(TypedDict):
     step: NotRequired[int | None]
     epoch: NotRequired[float | None]
     error: NotRequired[ErrorInfo | None]
-    rank: NotRequired[int]
+    rank: NotRequired[int | None]
     """Rank on which a failure happened, if another one reports it."""
     output: NotRequired[str | None]
     """Folder of the output below the attempt's own."""

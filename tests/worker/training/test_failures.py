@@ -25,6 +25,7 @@ from tests.worker.training.tiny import (
     Outcome,
     make_chat_dataset,
     make_job,
+    parse_records,
     write_rows,
 )
 from worker.checkpoint_files.manifest import verify
@@ -33,6 +34,7 @@ from worker.training.failures import TrainingFailure, classify
 from worker.training.model.base_model import load_failure
 from worker.training.ranks import Ranks
 from worker.wire.control import Control
+from worker.wire.reporter import Reporter
 
 QUICK: dict[str, Any] = {"method": "lora", "max_seq_length": 64, "batch_size": 2, "gradient_accumulation_steps": 1}
 
@@ -382,7 +384,7 @@ class TestKilledWhileSaving:
             assert verify(done.folder / record["name"], record["manifest_sha256"]) == []
 
 
-def test_a_failure_on_another_rank_is_reported_with_that_rank() -> None:
+def test_a_failure_on_another_rank_is_reported_with_that_rank(capsys: pytest.CaptureFixture[str]) -> None:
     """The worker pauses the device of that rank."""
 
     class Second(Ranks):
@@ -393,3 +395,6 @@ def test_a_failure_on_another_rank_is_reported_with_that_rank() -> None:
         Second(0, 2).agree_on(None, stopped=False)
     result = _ended_by(raised.value, Control())
     assert (result["outcome"], result["rank"]) == ("failed", 1)
+    Reporter(None).result(**result)
+    (record,) = parse_records(capsys.readouterr().out)
+    assert record["rank"] == 1
