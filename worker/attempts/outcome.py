@@ -19,6 +19,7 @@ from worker.devices import Device
 from worker.ingest.record_handler import RecordHandler
 from worker.lease import EndedPart, Lease, LeaseLost
 from worker.process.training_process import Exit
+from worker.wire.rank_place import EXIT_NOT_MET
 
 log = logging.getLogger(__name__)
 
@@ -231,6 +232,10 @@ def crashed(run: ClaimedRun, record_handler: RecordHandler, end: Exit, is_repeat
         return machine.retry(run.id, run.lease_epoch, end.part_problem, _RETRY_SECONDS)
     if end.peer_lost:
         reason = "the training processes of the run lost the connection to each other"
+        return machine.retry(run.id, run.lease_epoch, reason, _RETRY_SECONDS)
+    if end.code == EXIT_NOT_MET:
+        reason = f"the training process of rank {end.rank} could not reach rank 0 on its own host, by the address of "
+        reason += "ANNEAL_GROUP_INTERFACE"
         return machine.retry(run.id, run.lease_epoch, reason, _RETRY_SECONDS)
     if end.launcher_lost:
         reason = "the process that training processes are forked from was lost"

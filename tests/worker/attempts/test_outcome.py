@@ -28,6 +28,7 @@ from worker.ingest.event_writer import EventWriter
 from worker.ingest.record_handler import RecordHandler
 from worker.lease import EndedPart, Lease
 from worker.process.training_process import Exit
+from worker.wire.rank_place import EXIT_NOT_MET
 
 _SLOW = """
 CREATE FUNCTION dawdle() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(0.5); RETURN NEW; END $$;
@@ -299,6 +300,7 @@ class TestEndOfAPart:
     ) -> None:
         for end, says in (
             (self.exit_of(2), "worker wrk_b, which trained ranks 4 to 5 of the run, was lost"),
+            (Exit(code=EXIT_NOT_MET, rank=1), "rank 1 could not reach rank 0 on its own host"),
             (self.exit_of(problem="/data is not on this worker"), "rank 4 of the run, ended its part: /data is not on"),
         ):
             assert end is not None

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
@@ -20,6 +21,8 @@ from worker.attempts import part as part_module
 from worker.attempts.part import PartSupervisors
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
+from worker.process.training_process import Exit
+from worker.wire.rank_place import EXIT_NOT_MET
 
 
 @pytest.fixture
@@ -163,3 +166,28 @@ def test_other_workers_claim_nothing_of_one_that_is_not_checked_or_has_trouble(c
     assert context._open_address() is not None
     context._healthy_at -= 3 * context.settings.renew_seconds
     assert context._open_address() is None, "the last check is too long ago: the storage may hang"
+
+
+class TestEnd:
+    @pytest.fixture
+    def part(self, context: WorkerContext, engine: Engine, claimed: Any) -> Any:
+        """A part whose processes have ended, or must."""
+        with engine.connect() as connection:
+            (row,) = connection.execute(parts.of_worker(context.id)).all()
+        return part_module._Part(context, row, SimpleNamespace(meeting="10.0.0.1:4000", fenced=True))  # type: ignore[arg-type]
+
+    handler: Any = SimpleNamespace(part_failure=None, tail=["the last line"])
+
+    def test_of_a_process_that_never_reached_rank_0_says_what_to_check(self, part: Any) -> None:
+        end = part._end_of(Exit(code=EXIT_NOT_MET, rank=1), self.handler)
+        assert end.rank == 1 and "rank 0 could not be reached at 10.0.0.1:4000: check that ANNEAL_GROUP" in end.problem
+
+    def test_of_a_complete_run_lets_the_device_take_runs_again(
+        self, part: Any, context: WorkerContext, engine: Engine, claimed: Any
+    ) -> None:
+        context.health.device_failed(0)
+        assert part._end_of(None, self.handler).exit_code == 0 and part._verdicts == []
+        with engine.begin() as connection:
+            connection.execute(machine.complete(claimed.id, claimed.lease_epoch, None, "done"))
+        assert part._end_of(None, self.handler).exit_code == 0 and len(part._verdicts) == 1
+        assert not context.health.device_worked(0)
