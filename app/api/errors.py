@@ -21,8 +21,8 @@ from starlette.types import Scope
 from app.contracts.errors import FieldError
 from app.contracts.training_config.fields import TrainingConfig
 from app.infra.db import is_away
+from app.infra.files.object_store import StoreUnavailable
 from app.infra.ids import new_id
-from app.infra.object_store import StoreUnavailable
 
 log = logging.getLogger(__name__)
 

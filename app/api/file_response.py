@@ -11,7 +11,7 @@ import anyio
 from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
-from app.infra.object_store import StoredFile
+from app.infra.files.object_store import StoredFile
 
 
 class OpenFileResponse(FileResponse):

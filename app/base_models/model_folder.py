@@ -8,10 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from app.infra import file_manifest
-from app.infra.object_store import ObjectMissing, ObjectStore
+from app.infra.files import file_manifest
+from app.infra.files.object_store import ObjectMissing, ObjectStore
+from app.infra.files.untrusted_folder import OutsideStorage, entries_below, open_below, read_below
 from app.infra.storage import Storage
-from app.infra.untrusted_folder import OutsideStorage, entries_below, open_below, read_below
 
 _MAX_CONFIG_BYTES = 2**20
 

@@ -9,9 +9,9 @@ from typing import TypedDict
 
 from app.base_models.model_folder import ModelFolder
 from app.config import Settings
+from app.infra.files.untrusted_folder import OutsideStorage, refuse_outside
 from app.infra.ids import is_id
 from app.infra.storage import Storage
-from app.infra.untrusted_folder import OutsideStorage, refuse_outside
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
 

@@ -7,7 +7,7 @@ from typing import Any, BinaryIO
 from app.api.errors import invalid
 from app.contracts.errors import FieldError
 from app.contracts.schemas.datasets import DatasetRow, DatasetRows
-from app.infra.object_store import StoredFile
+from app.infra.files.object_store import StoredFile
 
 _MOST_TEXT = 2000
 _MOST_ITEMS = 50

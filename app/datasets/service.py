@@ -17,8 +17,8 @@ from app.api.pagination import Paging, fetch, found_by, matching
 from app.audit.log import AuditedCall
 from app.datasets.importer import ImportedFile
 from app.infra.db import is_away
+from app.infra.files.object_store import PIECE_BYTES, StoredFile
 from app.infra.ids import new_id
-from app.infra.object_store import PIECE_BYTES, StoredFile
 from app.infra.storage import Storage
 from app.tables.datasets import Dataset, DatasetIdempotencyKey
 from app.tables.runs import Run, RunEvalDataset

@@ -20,9 +20,9 @@ from app.contracts.schemas.datasets import HubImport
 from app.datasets import upload
 from app.datasets.importer import DatasetImporter, ImportedFile, ImportOptions, in_thread, run_with_slot
 from app.datasets.token_counter import MOST_TOKENIZER_BYTES, TokenCounter
+from app.infra.files.untrusted_folder import OutsideStorage
 from app.infra.storage import Storage
 from app.infra.strict_json import BadJson, parse
-from app.infra.untrusted_folder import OutsideStorage
 from app.secrets import service as secrets
 from app.secrets.store import HF_TOKEN
 from app.tables.runs import Run

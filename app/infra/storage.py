@@ -15,8 +15,7 @@ from typing import BinaryIO
 from uuid import uuid4
 
 from app.config import Settings
-from app.infra.ids import is_id
-from app.infra.object_store import (
+from app.infra.files.object_store import (
     PIECE_BYTES,
     SMALL_PART_BYTES,
     ObjectMissing,
@@ -24,7 +23,8 @@ from app.infra.object_store import (
     StoredFile,
     StoreUnavailable,
 )
-from app.infra.untrusted_folder import OutsideStorage
+from app.infra.files.untrusted_folder import OutsideStorage
+from app.infra.ids import is_id
 
 _CHECKPOINT = re.compile(r"checkpoint-[0-9]+")
 

@@ -10,7 +10,7 @@ from sqlalchemy.orm import aliased
 
 from app.api.errors import conflict, not_found
 from app.contracts.run_status import TERMINAL
-from app.infra.object_store import StoreUnavailable
+from app.infra.files.object_store import StoreUnavailable
 from app.infra.storage import Storage
 from app.runs.checkpoints import replicas
 from app.tables.checkpoints import Checkpoint

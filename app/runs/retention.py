@@ -21,8 +21,8 @@ from app.audit.log import KEPT_DAYS
 from app.config import Settings
 from app.contracts.run_status import TERMINAL
 from app.infra.db import async_engine, is_away
+from app.infra.files.object_store import StoreUnavailable
 from app.infra.ids import id_at
-from app.infra.object_store import StoreUnavailable
 from app.infra.storage import Storage
 from app.runs import deletion
 from app.runs.checkpoints import retention

@@ -15,7 +15,7 @@ from sqlalchemy import Engine, select, update
 from app.config import Settings
 from app.datasets import service
 from app.infra.db import session_maker
-from app.infra.object_store import MARK
+from app.infra.files.object_store import MARK
 from app.infra.storage import Storage
 from app.runs import deletion
 from app.tables.checkpoints import Checkpoint, ReplicaDeletion

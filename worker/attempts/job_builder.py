@@ -32,8 +32,8 @@ from app.contracts.attempt.messages import ActionRequest
 from app.contracts.methods import method_of, rewards_of
 from app.contracts.plugins import has_replicas
 from app.contracts.run_task import RunTask
-from app.infra.object_store import StoreUnavailable
-from app.infra.untrusted_folder import create_below
+from app.infra.files.object_store import StoreUnavailable
+from app.infra.files.untrusted_folder import create_below
 from app.runs.actions.replay import done_after
 from app.runs.checkpoints import retention
 from app.secrets import store

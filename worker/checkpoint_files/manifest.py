@@ -13,8 +13,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from app.infra.file_manifest import MANIFEST, MAX_BYTES, listed
-from app.infra.untrusted_folder import OutsideStorage, entries_below, open_below, read_below
+from app.infra.files.file_manifest import MANIFEST, MAX_BYTES, listed
+from app.infra.files.untrusted_folder import OutsideStorage, entries_below, open_below, read_below
 from worker.wire.heartbeat import HeartbeatCallback, no_heartbeat
 
 __all__ = ["MANIFEST", "MAX_BYTES", "listed"]

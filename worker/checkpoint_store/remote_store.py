@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from app.infra.object_store import PIECE_BYTES, ObjectMissing, ObjectStore
+from app.infra.files.object_store import PIECE_BYTES, ObjectMissing, ObjectStore
+from app.infra.files.untrusted_folder import create_below, entries_below, open_below
 from app.infra.storage import Storage
 from app.infra.terminal_text import is_plain_path
-from app.infra.untrusted_folder import create_below, entries_below, open_below
 from worker.checkpoint_files import manifest
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import Engine, Executable
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.infra.object_store import StoreUnavailable
+from app.infra.files.object_store import StoreUnavailable
 from app.infra.storage import Storage
 from app.runs.checkpoints import replicas, retention
 from app.runs.events.log import NewEvent

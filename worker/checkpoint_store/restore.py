@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from sqlalchemy import Engine
 
 from app.config import Settings
-from app.infra.object_store import StoreUnavailable
+from app.infra.files.object_store import StoreUnavailable
 from app.infra.storage import Storage
 from app.runs.checkpoints import replicas
 from app.runs.events.log import NewEvent

@@ -23,7 +23,7 @@ from sqlalchemy import Engine, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.contracts.run_status import TERMINAL
-from app.infra.object_store import StoreUnavailable
+from app.infra.files.object_store import StoreUnavailable
 from app.infra.storage import Storage
 from app.runs.checkpoints import replicas
 from app.tables.checkpoints import Checkpoint

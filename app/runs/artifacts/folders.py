@@ -12,10 +12,10 @@ from starlette.responses import FileResponse
 
 from app.api.errors import ApiError, conflict, printable
 from app.api.file_response import OpenFileResponse
-from app.infra import file_manifest
-from app.infra.object_store import ObjectMissing, ObjectStore
+from app.infra.files import file_manifest
+from app.infra.files.object_store import ObjectMissing, ObjectStore
+from app.infra.files.untrusted_folder import OutsideStorage, entries_below, open_below
 from app.infra.terminal_text import is_plain_path
-from app.infra.untrusted_folder import OutsideStorage, entries_below, open_below
 
 MAX_FILES = 2000
 """Files and folders that are listed or archived; an archive that is sent takes a kilobyte of memory for each."""

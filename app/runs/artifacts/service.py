@@ -8,7 +8,7 @@ from app.contracts.attempt.records import is_record
 from app.contracts.run_status import TERMINAL
 from app.contracts.run_task import RunTask
 from app.contracts.schemas.artifacts import Artifact, Artifacts
-from app.infra import file_manifest
+from app.infra.files import file_manifest
 from app.infra.storage import Storage
 from app.runs.artifacts.folders import FileFolder, LocalFolder, StoredFolder
 from app.tables.checkpoints import Checkpoint

@@ -39,9 +39,9 @@ from app.estimator.flops import RunFlops, uncounted_parts, work
 from app.estimator.memory import CONTEXT
 from app.estimator.parameters import CannotTrain, total, trained
 from app.estimator.steps import Data, make_step_plan, max_sequence_length, plan
-from app.infra.object_store import StoreUnavailable
+from app.infra.files.object_store import StoreUnavailable
+from app.infra.files.untrusted_folder import OutsideStorage
 from app.infra.storage import Storage
-from app.infra.untrusted_folder import OutsideStorage
 from app.runs.estimates import hub_config
 from app.runs.estimates.history import Speed, speed
 from app.runs.estimates.hub_config import HubConfig

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from app.config import Settings
+from app.infra.files.untrusted_folder import OutsideStorage, open_below, refuse_outside
 from app.infra.ids import new_id
 from app.infra.storage import Storage
-from app.infra.untrusted_folder import OutsideStorage, open_below, refuse_outside
 
 
 @pytest.fixture

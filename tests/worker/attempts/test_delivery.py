@@ -11,7 +11,7 @@ from sqlalchemy import Engine, func, select, update
 
 from app.config import Settings
 from app.contracts.stop import StopRequest
-from app.infra.object_store import MARK, ObjectStore, StoreUnavailable
+from app.infra.files.object_store import MARK, ObjectStore, StoreUnavailable
 from app.infra.storage import Storage
 from app.runs.state import machine
 from app.tables.runs import Attempt, Run

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from app.config import Settings
-from app.infra import object_store
-from app.infra.object_store import MARK, StoreUnavailable, describe_store_error
+from app.infra.files import object_store
+from app.infra.files.object_store import MARK, StoreUnavailable, describe_store_error
 from app.infra.storage import Storage
 from tests.worker.checkpoint_store.test_replication import (
     files_below,

@@ -18,8 +18,8 @@ from sqlalchemy.ext.asyncio import async_sessionmaker
 from app.config import Settings
 from app.infra.db import async_engine
 from app.infra.errors import SetupError
+from app.infra.files.object_store import MARK, StoreUnavailable
 from app.infra.ids import new_id
-from app.infra.object_store import MARK, StoreUnavailable
 from app.infra.storage import Storage
 from app.runs import deletion
 from app.runs.checkpoints import retention

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import async_sessionmaker
 
 from app.config import Settings
 from app.infra.db import async_engine
-from app.infra.object_store import MARK, StoreUnavailable
+from app.infra.files.object_store import MARK, StoreUnavailable
 from app.runs import deletion
 from app.runs.checkpoints import replicas as statements
 from app.runs.events.log import NewEvent

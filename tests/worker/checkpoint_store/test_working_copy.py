@@ -14,8 +14,8 @@ import pytest
 from sqlalchemy import Engine, insert, update
 
 from app.config import Settings
+from app.infra.files.object_store import MARK, StoreUnavailable
 from app.infra.ids import new_id
-from app.infra.object_store import MARK, StoreUnavailable
 from app.infra.storage import Storage
 from app.tables.datasets import Dataset
 from tests.factories import Trainer, mark_checkpoint, mark_run

@@ -2,7 +2,7 @@
 
 import json
 
-from app.infra.untrusted_folder import refuse_outside
+from app.infra.files.untrusted_folder import refuse_outside
 
 MANIFEST = "manifest.json"
 """Name of the manifest inside the folder of a checkpoint."""

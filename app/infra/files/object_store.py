@@ -19,7 +19,7 @@ from typing import Any
 from uuid import uuid4
 
 from app.infra.errors import SetupError
-from app.infra.untrusted_folder import OutsideStorage, refuse_outside
+from app.infra.files.untrusted_folder import OutsideStorage, refuse_outside
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config import Settings
-from app.infra.object_store import MARK, SMALL_PART_BYTES, ObjectMissing, ObjectStore, StoreUnavailable
+from app.infra.files.object_store import MARK, SMALL_PART_BYTES, ObjectMissing, ObjectStore, StoreUnavailable
+from app.infra.files.untrusted_folder import OutsideStorage
 from app.infra.storage import Storage
-from app.infra.untrusted_folder import OutsideStorage
 from tests.object_store import s3
 
 __all__ = ["s3"]
