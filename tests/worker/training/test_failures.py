@@ -384,7 +384,7 @@ class TestKilledWhileSaving:
             assert verify(done.folder / record["name"], record["manifest_sha256"]) == []
 
 
-def test_a_failure_on_another_rank_is_reported_with_that_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_on_another_rank_is_reported_with_that_rank(capfd: pytest.CaptureFixture[str]) -> None:
     """The worker pauses the device of that rank."""
 
     class Second(Ranks):
@@ -396,5 +396,5 @@ def test_a_failure_on_another_rank_is_reported_with_that_rank(capsys: pytest.Cap
     result = _ended_by(raised.value, Control())
     assert (result["outcome"], result["rank"]) == ("failed", 1)
     Reporter(None).result(**result)
-    (record,) = parse_records(capsys.readouterr().out)
+    (record,) = parse_records(capfd.readouterr().out)
     assert record["rank"] == 1
