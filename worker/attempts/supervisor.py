@@ -21,7 +21,7 @@ from app.runs.state.group_claim import claim_with_others, is_reserved_with_other
 from app.workers import registry
 from worker import devices
 from worker.attempts import auto_repair, failure_report
-from worker.attempts.delivery import deliver
+from worker.attempts.delivery import STORAGE_UNAVAILABLE, deliver
 from worker.attempts.job_builder import Job, JobError, prepare
 from worker.attempts.launch import Group, Meeting, launch
 from worker.attempts.memory_watch import MemoryWatch
@@ -279,7 +279,9 @@ def attempt(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: Event
             context.health.failed(error.message)
             return machine.release(run.id, run.lease_epoch, f"released: {error.message}", error.pause_seconds)
         if error.is_transient:
-            return could_not_start(context, run, error.message, error.code)
+            # Anything else that is missing here may be the fault of this worker, not of the run.
+            code = error.code if error.code == STORAGE_UNAVAILABLE else "worker_lost"
+            return could_not_start(context, run, error.message, code)
         return machine.fail(run.id, run.lease_epoch, error.code, error.message)
     except LaunchError as error:
         return could_not_start(context, run, f"a training process could not be started: {error}")

@@ -97,8 +97,8 @@ MUTANTS = (
         changes=(
             Change(
                 "app/runs/state/group_claim.py",
-                ".where(candidate.c.status == PENDING, candidate.c.stop_requested_at.is_(None), is_whole)",
-                ".where(candidate.c.status == PENDING, candidate.c.stop_requested_at.is_(None))",
+                "            is_whole,\n",
+                "",
             ),
         ),
         test="tests/app/runs/state/test_parts.py::TestClaim::test_it_takes_none_if_one_worker_lacks_a_device",

@@ -1,7 +1,6 @@
 """Reservations of workers for runs on several devices, for constructed queues and in the database."""
 
 import math
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +16,8 @@ from app.runs.scheduler.reservations import PendingRun, Reservation, choose_rese
 from app.runs.scheduler.reserving import reserve
 from app.runs.state import machine
 from app.tables.scheduling import DeviceUsage
-from tests.rows import add_run, add_worker, claim, run_row
+from tests.rows import add_run, add_worker, claim, run_row, waiting_for_locks
+from tests.waiting import eventually
 
 
 def wide(run_id: str = "wide", devices: int = 2, not_before: float = 0.0, hosts: int = 1) -> PendingRun:
@@ -177,10 +177,7 @@ class TestOfTheQueue:
             with engine.begin() as connection:
                 connection.execute(text("SELECT 1 FROM devices FOR UPDATE"))
                 claims = [threads.submit(claim, engine, worker) for _ in range(2)]
-                query = text("SELECT count(*) FROM pg_locks WHERE NOT granted")
-                deadline = time.monotonic() + 10
-                while connection.scalar(query) < 2 and time.monotonic() < deadline:
-                    time.sleep(0.01)
+                eventually(lambda: waiting_for_locks(engine) == 2)
             found = [one.result() for one in claims]
         assert [row is None for row in found].count(True) == 1
 

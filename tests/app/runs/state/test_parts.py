@@ -1,7 +1,6 @@
 """Runs on several hosts: the claim takes the devices of all workers or none, and each part has a lease of its own."""
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +14,7 @@ from app.runs.events.log import LeaseFenced, NewEvent
 from app.runs.state import machine, parts
 from app.runs.state.group_claim import is_reserved_with_others
 from tests.rows import add_run, add_worker, claim, claim_with_others, events_of, reserve, run_row
+from tests.waiting import eventually
 
 LEASE = 60.0
 END = {"exit_code": 0}
@@ -60,10 +60,7 @@ def expire(engine: Engine, run_id: str) -> None:
 def wait_for_lock(engine: Engine) -> None:
     """Wait until a statement waits for a lock."""
     waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
-    deadline = time.monotonic() + 10
-    while not execute(engine, text(waiting))[0][0]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: execute(engine, text(waiting))[0][0])
 
 
 @pytest.fixture
