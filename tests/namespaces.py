@@ -45,7 +45,7 @@ class Network:
         return ["ip", "netns", "exec", namespace]
 
     def cut(self, number: int) -> None:
-        """Cut the link of a namespace: nothing arrives any more, and nobody is told."""
+        """Cut the link of a namespace. Packets are dropped without an error on either side."""
         _ip("link", "set", self._link(number), "down")
 
     def close(self) -> None:

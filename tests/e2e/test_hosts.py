@@ -178,7 +178,7 @@ def test_a_killed_worker_of_a_part_is_replaced_once_its_lease_has_expired(hosts:
     with hosts.stack.engine.connect() as connection:
         query = "SELECT lease_epoch, worker_id, outcome FROM run_parts WHERE run_id = %(run)s ORDER BY lease_epoch"
         first, *rest = connection.exec_driver_sql(query, {"run": run_id}).all()
-    assert (first.worker_id, first.outcome) == (lost, None), "reaped, since nobody ended it"
+    assert (first.worker_id, first.outcome) == (lost, None), "reaped, since its worker stored no end"
     assert any(f"worker {lost}, which trained rank 1 of the run, was lost" in why for why in hosts.reasons(run_id))
     assert lost not in {one.worker_id for one in rest}
 

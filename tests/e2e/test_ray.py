@@ -45,7 +45,7 @@ class RayStack(TrainingStack):
         return shown
 
     def logs(self, run_id: str) -> str:
-        """What the jobs of a run have printed."""
+        """Return the output of the jobs of a run."""
         return "\n".join(self.cluster.log_of(job)[-2000:] for job in self.cluster.jobs() if run_id in job)
 
     def close(self) -> None:
@@ -97,8 +97,8 @@ def assert_trained_once(stack: RayStack, run_id: str) -> None:
 def test_a_run_trains_on_a_node_and_its_job_shows_no_secret(stack: RayStack, undisturbed: str) -> None:
     shown = stack.run(undisturbed)
     assert (shown["status"], shown["attempt"], shown["current_step"]) == ("completed", 1, STEPS)
-    told = [event["code"] for event in stack.events(undisturbed) if event["type"] == "pending"]
-    assert told == ["ray_placing"]
+    reasons = [event["code"] for event in stack.events(undisturbed) if event["type"] == "pending"]
+    assert reasons == ["ray_placing"]
     job_id = f"anneal-{undisturbed}-0"
     job = eventually(
         lambda: (found := stack.cluster.jobs()[job_id])["status"] != "RUNNING" and found, what="the job ended"

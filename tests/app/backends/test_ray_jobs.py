@@ -266,9 +266,9 @@ class TestACluster:
             ray.loses_responses = False
             await jobs.round()
         assert waits_because(engine, run_id)[0] == "ray_placing"
-        told = [record.message for record in caplog.records if record.message.startswith("ray: ")]
-        assert ["does not respond" in one for one in told][:2] == [True, False] and len(told) == 3
-        assert ray.url in told[0], "for the operator"
+        logged = [record.message for record in caplog.records if record.message.startswith("ray: ")]
+        assert ["does not respond" in one for one in logged][:2] == [True, False] and len(logged) == 3
+        assert ray.url in logged[0], "for the operator"
 
     async def test_that_rejects_the_token_is_named(self, jobs: RayJobs, ray: RayServer, engine: Engine) -> None:
         run_id = add(engine)
@@ -310,8 +310,8 @@ class TestACluster:
             assert code == "ray_unreachable" and "status 500: No available agent" in message
         assert waits_because(engine, second)[0] == "ray_placing"
         assert run_row(engine, ended).lease_epoch == 1, "a job behind one that cannot be submitted is handled"
-        told = [len([1 for _, kind, _, _ in events_of(engine, run_id) if kind == "pending"]) for run_id in (first, new)]
-        assert told == [2, 1], "one event for each change"
+        made = [len([1 for _, kind, _, _ in events_of(engine, run_id) if kind == "pending"]) for run_id in (first, new)]
+        assert made == [2, 1], "one event for each change"
 
     async def test_that_is_slow_gets_to_every_job_in_some_rounds(
         self, jobs: RayJobs, ray: RayServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
