@@ -38,9 +38,17 @@ def learn_from(engine: Engine, run_id: str, reward_run_id: str) -> None:
 
 
 def add_worker(
-    engine: Engine, devices: int = 1, kind: str = "cpu", memory_mb: Sequence[int | None] = (), **values: Any
+    engine: Engine,
+    devices: int = 1,
+    kind: str = "cpu",
+    memory_mb: Sequence[int | None] = (),
+    names: Sequence[str] = (),
+    **values: Any,
 ) -> str:
-    """Register a worker with devices of one kind and return its id; without `memory_mb`, each has 1000 MiB."""
+    """Register a worker with devices of one kind and return its id; without `memory_mb`, each has 1000 MiB.
+
+    `names` are those of the devices; without them, each has the kind as its name.
+    """
     memory = list(memory_mb) or [1000] * devices
     worker_id = new_id("wrk")
     defaults = {
@@ -48,7 +56,14 @@ def add_worker(
         "slots": len(memory), "backends": ["fake"], "launch_mode": "cold",
     }  # fmt: skip
     offered = [
-        {"worker_id": worker_id, "index": i, "uid": f"{kind}-{i}", "kind": kind, "name": kind, "memory_mb": room}
+        {
+            "worker_id": worker_id,
+            "index": i,
+            "uid": f"{kind}-{i}",
+            "kind": kind,
+            "name": names[i] if names else kind,
+            "memory_mb": room,
+        }
         for i, room in enumerate(memory)
     ]
     with engine.begin() as connection:

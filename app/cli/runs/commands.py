@@ -220,6 +220,7 @@ def _needs(run: "RunRead") -> str | None:
     kind = needs.kind or ("cuda, cpu without one" if needs.prefers_gpu else None)
     parts = (
         kind,
+        needs.gpu,
         f"{memory:,} MiB" if memory else None,
         ", ".join(needs.labels) or None,
         "model divided among the devices" if needs.sharded else None,

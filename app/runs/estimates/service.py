@@ -28,7 +28,7 @@ from app.contracts.schemas.estimates import (
     RunEstimate,
     Unknown,  # fmt: skip
 )
-from app.contracts.schemas.runs.placement import Resources
+from app.contracts.schemas.runs.placement import Resources, name_words
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.resolution import resolve
 from app.contracts.training_config.rules import DeviceCapabilities, sharding_obstacles
@@ -150,7 +150,7 @@ async def estimate_new(
     loop = asyncio.get_running_loop()
     fetched = known.hub_config is not None  # otherwise it was computed before the run was created
     if fetched and subject.devices > 1 and resources.sharding == "auto":
-        sharded = await loop.run_in_executor(_thread, must_shard, settings, storage, subject, known, resources.kind)
+        sharded = await loop.run_in_executor(_thread, must_shard, settings, storage, subject, known, resources)
         subject = replace(subject, sharded=sharded)
     found, _ = await loop.run_in_executor(_thread, by_formula, settings, storage, subject, known, False)
     least = {}
@@ -183,20 +183,25 @@ async def with_sharding(
         return replace(subject, sharded=True)
     known = await look_up(session, settings, subject)
     sharded = await asyncio.get_running_loop().run_in_executor(
-        _thread, must_shard, settings, storage, subject, known, resources.kind
+        _thread, must_shard, settings, storage, subject, known, resources
     )
     return replace(subject, sharded=sharded)
 
 
-def must_shard(settings: Settings, storage: Storage, subject: Subject, known: EstimateInputs, kind: str | None) -> bool:
+def must_shard(
+    settings: Settings, storage: Storage, subject: Subject, known: EstimateInputs, resources: Resources
+) -> bool:
     """Return True if the run can be sharded, and no online device holds a replica; False if that is not known.
 
     Call it in a thread, as `by_formula`.
     """
     extra = subject.config.trainer_options
+    kind, gpu = resources.kind, resources.gpu
     if kind is None and any(one.kind == "cuda" for one in known.devices):
         kind = "cuda"  # as runs are placed
     devices = [one for one in known.devices if kind in (None, one.kind)]
+    if gpu is not None:
+        devices = [one for one in devices if name_words(gpu) in name_words(one.name or "")]
     if extra.recipe or extra.model_factory or sharding_obstacles(subject.config, set(subject.given)):
         return False
     try:

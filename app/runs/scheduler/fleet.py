@@ -16,7 +16,7 @@ _WORKERS = text(f"""
             AS joins_hosts, min(devices.kind) AS kind,
         min(devices.name) AS device,
         json_agg(json_build_array(devices.memory_mb, devices.run_id,
-            coalesce(devices.paused_until > clock_timestamp(), false)) ORDER BY devices.index) AS devices
+            coalesce(devices.paused_until > clock_timestamp(), false), devices.name) ORDER BY devices.index) AS devices
     FROM workers JOIN devices ON devices.worker_id = workers.id
     WHERE workers.state = 'online' AND {IS_FRESH}
     GROUP BY workers.id ORDER BY workers.id
@@ -39,7 +39,7 @@ async def read_fleet(connection: Any, lease_seconds: float) -> Fleet:
             frozenset(row.backends),
             row.kind,
             row.device,
-            tuple(DeviceOffer(memory or 0, run_id, paused) for memory, run_id, paused in row.devices),
+            tuple(DeviceOffer(memory or 0, run_id, paused, name) for memory, run_id, paused, name in row.devices),
             frozenset(row.labels),
             row.host,
             row.gguf,

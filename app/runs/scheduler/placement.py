@@ -5,10 +5,10 @@ A claim applies the same conditions in SQL (`app.runs.state.fitting`); a test co
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from app.contracts.schemas.runs.placement import PendingReason
+from app.contracts.schemas.runs.placement import PendingReason, name_words
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class DeviceOffer:
     run_id: str | None = None
     paused: bool = False
     """True if it takes no run for a while, because of an error."""
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ class Needs:
 
     backend: str
     kind: str | None = None
+    gpu: str | None = None
+    """Words of the name of the GPU that the user asks for."""
     memory_mb: int | None = None
     """Memory that the user asks for; None: `estimated_mb` counts."""
     estimated_mb: Mapping[str, int] = field(default_factory=dict)
@@ -93,6 +96,7 @@ class Needs:
         return cls(
             backend,
             requirements.get("kind"),
+            requirements.get("gpu"),
             requirements.get("memory_mb"),
             requirements.get("estimated_mb") or {},
             frozenset(requirements.get("labels") or ()),
@@ -110,6 +114,14 @@ class Needs:
     def memory_on(self, kind: str) -> int:
         """Return the memory that it needs on a kind of device, in MiB; 0 if that is not known."""
         return self.memory_mb if self.memory_mb is not None else self.estimated_mb.get(kind, 0)
+
+    def has_gpu(self, device: DeviceOffer) -> bool:
+        """Return True if a device is the GPU that it asks for, whatever its memory."""
+        return self.gpu is None or f" {self.gpu} " in name_words(device.name)
+
+    def fits(self, kind: str, device: DeviceOffer) -> bool:
+        """Return True if a device of this kind is large enough for it, and is the GPU that it asks for."""
+        return self.memory_on(kind) <= device.memory_mb and self.has_gpu(device)
 
     def allows_kind(self, kind: str, gpu_backends: frozenset[str]) -> bool:
         """Return True if it may train on this kind of device."""
@@ -140,6 +152,11 @@ def pending_reason(needs: Needs, fleet: Fleet) -> PendingReason | None:
     allowed = [worker for worker in serving if needs.allows_kind(worker.kind, fleet.gpu_backends)]
     if not allowed:
         return PendingReason(code="no_device_of_kind", message=_no_kind(needs))
+    if needs.gpu is not None:
+        named = [replace(one, devices=tuple(filter(needs.has_gpu, one.devices))) for one in allowed]
+        if not any(one.devices for one in named):
+            return PendingReason(code="no_device_of_kind", message=_no_gpu(needs, allowed))
+        allowed = [one for one in named if one.devices]
     labeled = [worker for worker in allowed if needs.labels <= worker.labels]
     if not labeled:
         labels = ", ".join(f"`{label}`" for label in sorted(needs.labels))
@@ -160,8 +177,7 @@ def pending_reason(needs: Needs, fleet: Fleet) -> PendingReason | None:
         if len(equipped) < needs.hosts:
             return PendingReason(code="too_few_hosts", message=_too_few(needs, len(equipped)))
     fitting = [
-        (worker, [device for device in worker.devices if needs.memory_on(worker.kind) <= device.memory_mb])
-        for worker in equipped
+        (worker, [device for device in worker.devices if needs.fits(worker.kind, device)]) for worker in equipped
     ]
     each = needs.devices_each
     if sum(len(devices) >= each for _, devices in fitting) < needs.hosts:
@@ -225,6 +241,14 @@ def _no_kind(needs: Needs) -> str:
     )
 
 
+def _no_gpu(needs: Needs, workers: Sequence[WorkerOffer]) -> str:
+    names = ", ".join(f"`{name}`" for name in sorted({one.name for worker in workers for one in worker.devices}))
+    return (
+        f"The run asks for the GPU `{needs.gpu}` (`resources.gpu`), and online workers of backend `{needs.backend}` "
+        f"have {names}. Start a worker with such a GPU, or create the run with another `resources.gpu`."
+    )
+
+
 def _too_few(needs: Needs, count: int) -> str:
     workers = "worker joins" if count == 1 else "workers join"
     return (
@@ -246,12 +270,13 @@ def _too_small(needs: Needs, workers: Sequence[WorkerOffer]) -> str:
             f"{'has' if enough == 1 else 'have'} so many."
         )
     # Where the memory is estimated, it differs by kind: the sentence is about the device that lacks the least.
-    worker, memory = min(
-        ((worker, device.memory_mb) for worker in workers for device in worker.devices),
-        key=lambda one: needs.memory_on(one[0].kind) - one[1],
+    worker, device = min(
+        ((worker, device) for worker in workers for device in worker.devices),
+        key=lambda one: needs.memory_on(one[0].kind) - one[1].memory_mb,
     )
     need = needs.memory_on(worker.kind)
-    largest = f"the largest device, {worker.device} of {worker.host or worker.worker_id}, has {memory:,} MiB"
+    name, host = device.name or worker.device, worker.host or worker.worker_id
+    largest = f"the largest device, {name} of {host}, has {device.memory_mb:,} MiB"
     if needs.memory_mb is not None:
         return (
             f"The run asks for {need:,} MiB of device memory (`resources.memory_mb`), and {largest}. Start a worker "

@@ -96,7 +96,7 @@ def choose_room(
 
 def _held_devices(needs: Needs, worker: WorkerOffer) -> tuple[dict[str, int], float]:
     """Return the number of fitting devices of each run on a worker, and how many the new run lacks."""
-    fitting = [one for one in worker.devices if needs.memory_on(worker.kind) <= one.memory_mb and not one.paused]
+    fitting = [one for one in worker.devices if needs.fits(worker.kind, one) and not one.paused]
     if len(fitting) < needs.devices_each:
         return {}, math.inf
     held: dict[str, int] = {}

@@ -28,9 +28,9 @@ class WorkerSlots:
         offer = self.offer
         if not needs.allows_worker(offer, gpu_backends):
             return ()
-        memory = [device.memory_mb for device in offer.devices]
-        large = [at for at, room in enumerate(memory) if needs.memory_on(offer.kind) <= room]
-        return tuple(sorted(large, key=lambda at: memory[at])) if len(large) >= needs.devices_each else ()
+        found = [at for at, device in enumerate(offer.devices) if needs.fits(offer.kind, device)]
+        found.sort(key=lambda at: offer.devices[at].memory_mb)
+        return tuple(found) if len(found) >= needs.devices_each else ()
 
 
 @dataclass(frozen=True)

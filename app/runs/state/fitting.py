@@ -27,6 +27,7 @@ from app.runs.state.queue_order import PENDING, used_by_owner_of
 from app.tables.runs import Run
 from app.tables.scheduling import RESERVATION_SECONDS, Reservation
 from app.tables.workers import Device, Worker
+from app.workers.queries import has_name
 
 GPU_MEMORY_SECONDS = 3600.0
 """Seconds after its last heartbeat for which a worker with a GPU keeps runs that prefer a GPU away from CPUs."""
@@ -71,11 +72,15 @@ def label_array(labels: list[str]) -> ColumnElement[Any]:
     return cast(literal(labels, ARRAY(Text)), ARRAY(Text))
 
 
-def has_memory(requirements: ColumnElement[Any], kind: ColumnElement[Any], memory_mb: Any) -> ColumnElement[bool]:
-    """Return the condition that a device of this kind and memory is large enough for a run."""
-    estimated = func.jsonb_extract_path_text(requirements, "estimated_mb", kind)
+def fits_device(requirements: ColumnElement[Any], device: Any) -> ColumnElement[bool]:
+    """Return the condition that a device is large enough for a run, and is the GPU that the run asks for.
+
+    `device` has the columns `kind`, `name` and `memory_mb`.
+    """
+    estimated = func.jsonb_extract_path_text(requirements, "estimated_mb", device.kind)
     asked = func.jsonb_extract_path_text(requirements, "memory_mb")
-    return func.coalesce(cast(asked, Integer), cast(estimated, Integer), 0) <= func.coalesce(memory_mb, 0)
+    is_large = func.coalesce(cast(asked, Integer), cast(estimated, Integer), 0) <= func.coalesce(device.memory_mb, 0)
+    return and_(is_large, has_name(func.jsonb_extract_path_text(requirements, "gpu"), device.name))
 
 
 def _reserved() -> CTE:
@@ -131,6 +136,7 @@ def has_free_device() -> ColumnElement[bool]:
             _workers.c.labels,
             _workers.c.gguf,
             _devices.c.kind,
+            _devices.c.name,
             func.max(_devices.c.memory_mb).label("memory_mb"),
         )
         .select_from(_devices.join(_workers, _workers.c.id == _devices.c.worker_id))
@@ -140,7 +146,7 @@ def has_free_device() -> ColumnElement[bool]:
             or_(_devices.c.paused_until.is_(None), _devices.c.paused_until <= func.clock_timestamp()),
             ~kept,
         )
-        .group_by(_workers.c.backends, _workers.c.labels, _workers.c.gguf, _devices.c.kind)
+        .group_by(_workers.c.backends, _workers.c.labels, _workers.c.gguf, _devices.c.kind, _devices.c.name)
         .cte("free")
     )
     fitting = select(literal(1)).where(
@@ -148,7 +154,7 @@ def has_free_device() -> ColumnElement[bool]:
         allows_kind(free.c.kind),
         allows_labels(free.c.labels),
         allows_gguf(free.c.gguf),
-        has_memory(_runs.c.requirements, free.c.kind, free.c.memory_mb),
+        fits_device(_runs.c.requirements, free.c),
     )
     # The first condition does not depend on the run: Postgres checks it once, and with all devices busy nothing else.
     # A run on several hosts starts only where it is reserved.

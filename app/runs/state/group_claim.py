@@ -7,7 +7,7 @@ from sqlalchemy import Executable, exists, func, or_, select, update
 from sqlalchemy.dialects.postgresql import aggregate_order_by, insert
 
 from app.infra.db import seconds
-from app.runs.state.fitting import has_memory, reservations
+from app.runs.state.fitting import fits_device, reservations
 from app.runs.state.queue_order import PENDING, has_room, is_owned_by, waiting_owners
 from app.runs.state.transitions import claimed, devices, extra_eval_datasets, run_parts, runs
 from app.tables.scheduling import RESERVATION_SECONDS
@@ -65,7 +65,7 @@ def claim_with_others(worker_id: str, backends: list[str], lease_seconds: float)
         .cte("wanted")
     )
     free = (
-        select(devices.c.worker_id, devices.c.index, devices.c.kind, devices.c.memory_mb)
+        select(devices.c.worker_id, devices.c.index, devices.c.kind, devices.c.name, devices.c.memory_mb)
         .join(Worker, Worker.id == devices.c.worker_id)
         .where(
             devices.c.worker_id.in_(
@@ -91,7 +91,7 @@ def claim_with_others(worker_id: str, backends: list[str], lease_seconds: float)
             .over(partition_by=free.c.worker_id, order_by=(free.c.memory_mb, free.c.index))
             .label("place"),
         )
-        .join(wanted, has_memory(wanted.c.requirements, free.c.kind, free.c.memory_mb))
+        .join(wanted, fits_device(wanted.c.requirements, free.c))
         .cte("fitting")
     )
     chosen = (

@@ -43,8 +43,8 @@ from app.runs.state.fitting import (
     allows_gguf,
     allows_kind,
     allows_labels,
+    fits_device,
     has_free_device,
-    has_memory,
     label_array,
     reservations,
     respects_reservation,
@@ -127,7 +127,7 @@ def claim(
     """
     # No SKIP LOCKED: a second thread of this worker waits and then sees the remaining devices, instead of none.
     free = (
-        select(devices.c.index, devices.c.kind, devices.c.memory_mb)
+        select(devices.c.index, devices.c.kind, devices.c.name, devices.c.memory_mb)
         .where(
             devices.c.worker_id == worker_id,
             devices.c.run_id.is_(None),
@@ -137,12 +137,7 @@ def claim(
         .with_for_update()
         .cte("free")
     )
-    room = (
-        select(func.count())
-        .select_from(free)
-        .where(has_memory(runs.c.requirements, free.c.kind, free.c.memory_mb))
-        .scalar_subquery()
-    )
+    room = select(func.count()).select_from(free).where(fits_device(runs.c.requirements, free.c)).scalar_subquery()
     owners = waiting_owners()
     # More than one of each, in case that others are just claiming the first ones.
     at_most = select(1 + _CANDIDATES / func.greatest(func.count(), 1)).select_from(owners).scalar_subquery()
@@ -195,7 +190,7 @@ def claim(
     needed = select(moved.c.requirements).scalar_subquery()
     chosen = (
         select(free.c.index)
-        .where(has_memory(needed, free.c.kind, free.c.memory_mb))
+        .where(fits_device(needed, free.c))
         .order_by(free.c.memory_mb, free.c.index)
         .limit(select(moved.c.devices_needed).scalar_subquery())
     )

@@ -13,7 +13,7 @@ from app.contracts.backends import BACKEND_RULES, BackendRules
 from app.contracts.errors import FieldError
 from app.contracts.methods import EVALUATION_METRICS
 from app.contracts.run_task import RunTask
-from app.contracts.schemas.runs.placement import MOST_DEVICES, ResourceRequest, Resources
+from app.contracts.schemas.runs.placement import MOST_DEVICES, ResourceRequest, Resources, name_words
 from app.contracts.schemas.runs.requests import RunCreate
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import given_fields, named_fields, normalize_numbers
@@ -29,7 +29,7 @@ from app.runs.validation.result import ValidationResult
 from app.runs.validation.sequence_parallel import sequence_parallel_problems
 from app.tables.datasets import Dataset
 from app.tables.experiments import Experiment
-from app.workers.queries import device_counts, is_any_online, most_devices, online, online_machines
+from app.workers.queries import device_counts, gpu_names, is_any_online, most_devices, online, online_machines
 
 
 async def validate_request(
@@ -126,6 +126,7 @@ def requirements(
     kind = _kind(rules, config, given, resources)
     found: dict[str, Any] = {
         "kind": kind,
+        "gpu": name_words(resources.gpu).strip() if resources.gpu is not None else None,
         "memory_mb": resources.memory_mb,
         "estimated_mb": {name: mb for name, mb in least.items() if kind in (None, name)},
         "labels": sorted(set(resources.labels)),
@@ -149,7 +150,9 @@ async def fixed_resources(
     if asked.devices != "all":
         return asked.with_devices(asked.devices), []
     kind = _kind(rules, config, given, asked)
-    counts = await device_counts(session, settings, rules.capabilities.name, kind, asked.memory_mb, asked.labels)
+    counts = await device_counts(
+        session, settings, rules.capabilities.name, kind, asked.gpu, asked.memory_mb, asked.labels
+    )
     if counts:
         # A CPU takes a run of no certain kind only where the backend has no GPU.
         prefers_gpu = rules.machine_matters and "cuda" in counts
@@ -167,7 +170,8 @@ def _kind(
 ) -> str | None:
     # A cluster has nodes of every kind, and may add some: without a request, a run would go to the CPUs of a GPU node.
     is_gpu = rules.machine_matters and rules.starts_workers
-    return resources.kind or ("cuda" if is_gpu or _needs_gpu(rules, config, set(given)) else None)
+    needs_gpu = is_gpu or resources.gpu is not None or _needs_gpu(rules, config, set(given))
+    return resources.kind or ("cuda" if needs_gpu else None)
 
 
 def _needs_gpu(rules: BackendRules, config: TrainingConfig, given: Set[str]) -> bool:
@@ -196,6 +200,12 @@ def backend_problems(
     if resources.hosts > 1:
         message = f"must be 1: backend `{rules.capabilities.name}` starts one worker for a run; leave the field out"
         return [FieldError(field="resources.hosts", code="not_supported", message=message)]
+    if resources.gpu is not None:
+        message = (
+            "is not a resource of Ray: leave the field out, and ask for the label that Ray gives its nodes, as in "
+            "`labels: [ray.io/accelerator-type=H100]`"
+        )
+        return [FieldError(field="resources.gpu", code="not_supported", message=message)]
     return [
         FieldError(
             field="resources.labels",
@@ -229,6 +239,9 @@ def resource_problems(
             "`resources.kind` out, or change the configuration"
         )
         found.append(FieldError(field="resources.kind", code="conflict", message=message))
+    if resources.kind == "cpu" and resources.gpu is not None:
+        message = "contradicts `resources.kind`, which is `cpu`: leave one of the two out"
+        found.append(FieldError(field="resources.gpu", code="conflict", message=message))
     devices, hosts = resources.devices, resources.hosts
     if hosts > devices:
         message = f"is {hosts}, but the run has only {devices} in `devices`, and each host trains on at least one"
@@ -268,14 +281,15 @@ async def device_problems(
     config: TrainingConfig,
     resources: Resources,
 ) -> list[FieldError]:
-    """Return the reasons why a run cannot have the requested number of devices."""
+    """Return the reasons why a run cannot have the requested devices: their model, and their number."""
+    found = await _gpu_problems(session, settings, rules, resources.gpu)
     if resources.devices == 1:
-        return []
+        return found
     if why := _needs_one_device(rules, config):
         message = f"must be 1: {why}; leave the field out, or set 1"
-        return [FieldError(field="resources.devices", code="not_supported", message=message)]
+        return [*found, FieldError(field="resources.devices", code="not_supported", message=message)]
     if rules.starts_workers:
-        return []  # the cluster may grow
+        return found  # the cluster may grow
     most = await most_devices(session, settings, rules.capabilities.name)
     each = math.ceil(resources.devices / resources.hosts)
     if most is not None and each > most:
@@ -285,8 +299,24 @@ async def device_problems(
             f"{most * resources.hosts}, or start "
         )
         message += "a worker on a machine with more devices (on a CPU, ANNEAL_SLOTS is their number)"
-        return [FieldError(field="resources.devices", code="too_many_devices", message=message)]
-    return []
+        found.append(FieldError(field="resources.devices", code="too_many_devices", message=message))
+    return found
+
+
+async def _gpu_problems(
+    session: AsyncSession, settings: Settings, rules: BackendRules, gpu: str | None
+) -> list[FieldError]:
+    """Return why no online GPU is the one that a run asks for; nothing if no worker with a GPU is online."""
+    if gpu is None or rules.starts_workers:
+        return []
+    names = await gpu_names(session, settings, rules.capabilities.name)
+    if not names or any(name_words(gpu) in name_words(name) for name in names):
+        return []
+    message = (
+        f"no online worker of backend `{rules.capabilities.name}` has a GPU `{gpu}`; there are "
+        f"{', '.join(f'`{name}`' for name in names)}: name one of them, or start a worker with such a GPU"
+    )
+    return [FieldError(field="resources.gpu", code="unknown_gpu", message=message)]
 
 
 def _needs_one_device(rules: BackendRules, config: TrainingConfig) -> str | None:

@@ -1,5 +1,6 @@
 """Wire models of the device that a run needs: what it asks for, what that requires, and why it waits."""
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -19,6 +20,15 @@ WorkerLabel = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9.
 """Label of a worker, such as `site-b` or `gpu=h100`."""
 
 
+GpuName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,62}$")]
+"""Part of the name of a GPU, in whole words, such as `h200` or `RTX 4090`."""
+
+
+def name_words(name: str) -> str:
+    """Return the words of a device's name in lower case, with one space around each, as names are compared."""
+    return f" {' '.join(re.findall('[a-z0-9]+', name.lower()))} "
+
+
 DeviceCount = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
 
 
@@ -36,6 +46,11 @@ class _Placement(Body):
         default=None,
         description="Kind of device; null: a GPU if the backend has had a worker with one within the last hour, or if "
         "the configuration needs one, else a CPU. Of backend `ray`: a GPU.",
+    )
+    gpu: GpuName | None = Field(
+        default=None,
+        description="Name of the GPU, or some whole words of it, as in `h200`, `A100` or `rtx 4090`; case does not "
+        "matter. `GET /v1/workers` has the names. null: any.",
     )
     memory_mb: int | None = Field(
         default=None,
@@ -102,6 +117,7 @@ class Requirements(BaseModel):
     """Conditions that a device must meet to take the run."""
 
     kind: Literal["cpu", "cuda"] | None = Field(default=None, description="Kind of device; null: see `prefers_gpu`.")
+    gpu: str | None = Field(default=None, description="Words of the name of the GPU, in lower case.")
     memory_mb: int | None = Field(default=None, description="Memory that the request asked for, in MiB.")
     estimated_mb: dict[str, int] = Field(
         default_factory=dict,

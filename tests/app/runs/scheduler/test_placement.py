@@ -12,7 +12,9 @@ from app.runs.state import machine
 from tests.rows import add_run, add_worker, claim, run_row
 
 CPU = WorkerOffer("wrk_cpu", frozenset({"celery", "fake"}), "cpu", "Xeon", (DeviceOffer(256_000),), host="node-1")
-GPU = WorkerOffer("wrk_gpu", frozenset({"celery"}), "cuda", "A10", (DeviceOffer(24_000),), frozenset({"site-b"}))
+GPU = WorkerOffer(
+    "wrk_gpu", frozenset({"celery"}), "cuda", "A10", (DeviceOffer(24_000, name="NVIDIA A10"),), frozenset({"site-b"})
+)
 FLEET = Fleet((CPU, GPU), frozenset({"celery"}))
 HOSTS = Fleet((replace(GPU, joins_hosts=True), replace(GPU, joins_hosts=True, devices=GPU.devices * 2)))
 NEEDS = Needs("celery", estimated_mb={"cpu": 12_000, "cuda": 12_000}, prefers_gpu=True)
@@ -27,6 +29,9 @@ NEEDS = Needs("celery", estimated_mb={"cpu": 12_000, "cuda": 12_000}, prefers_gp
         (replace(NEEDS, prefers_gpu=False, kind="cuda"), Fleet((CPU,)), "no_device_of_kind", "of kind `cuda`"),
         (NEEDS, Fleet((CPU,), frozenset({"celery"})), "no_device_of_kind", "within the last hour"),
         (NEEDS, Fleet((CPU,)), None, ""),
+        (replace(NEEDS, gpu="a10", kind="cuda"), FLEET, None, ""),
+        (replace(NEEDS, gpu="a100", kind="cuda"), FLEET, "no_device_of_kind", "GPU `a100` (`resources.gpu`)"),
+        (replace(NEEDS, gpu="a10", kind="cuda", devices=2), FLEET, "no_device_fits", "2 devices of one worker"),
         (replace(NEEDS, labels=frozenset({"site-c"})), FLEET, "no_worker_with_labels", "the labels `site-c`"),
         (replace(NEEDS, labels=frozenset({"site-b"})), FLEET, None, ""),
         (replace(NEEDS, gguf=True), FLEET, "no_gguf_converter", "ANNEAL_GGUF_CONVERTER"),
@@ -98,6 +103,20 @@ def test_a_small_run_leaves_the_large_device_free(engine: Engine) -> None:
     assert list(claim(engine, worker, kind="cuda").device_indexes) == [1]
     taken = claim(engine, worker, kind="cuda")
     assert (taken.id, list(taken.device_indexes)) == (big.id, [0])
+
+
+def test_a_run_that_names_a_gpu_trains_on_devices_of_this_name_only(engine: Engine) -> None:
+    names = ["NVIDIA A100-SXM4-80GB", "NVIDIA H200", "NVIDIA A10", "NVIDIA H200"]
+    mixed = add_worker(engine, kind="cuda", memory_mb=[80_000, 141_000, 24_000, 141_000], names=names)
+    pair = add_run(engine, requirements={"gpu": "h200", "kind": "cuda"}, devices_needed=2)
+    small = add_run(engine, requirements={"gpu": "a10", "kind": "cuda"})
+    another = add_run(engine, requirements={"gpu": "nvidia a100", "kind": "cuda"})
+    absent = add_run(engine, requirements={"gpu": "h20", "kind": "cuda"})
+    taken = {row.id: sorted(row.device_indexes) for _ in range(3) if (row := claim(engine, mixed, kind="cuda"))}
+    assert taken == {pair.id: [1, 3], small.id: [2], another.id: [0]}
+    other = add_worker(engine, kind="cuda", memory_mb=[141_000], names=["NVIDIA H200"])
+    assert claim(engine, other, kind="cuda") is None
+    assert run_row(engine, absent.id).status == "pending"
 
 
 def test_a_cpu_takes_a_run_that_prefers_a_gpu_once_the_last_gpu_is_gone_for_an_hour(engine: Engine) -> None:

@@ -4,7 +4,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.runs.scheduler.placement import Needs, WorkerOffer
+from app.runs.scheduler.placement import DeviceOffer, Needs, WorkerOffer
 from tests.app.runs.state.calls import REAP_LEASE, START_STEP, Call, Offer, line
 
 LIVE = ("initializing", "running", "checkpointing")
@@ -173,7 +173,7 @@ class Model:
             and run.id not in locked
             and run.devices_needed <= room
             and run.needs.allows_worker(offer, gpu_backends)
-            and run.needs.memory_on(worker.kind) <= (worker.memory_mb or 0)
+            and run.needs.fits(worker.kind, DeviceOffer(worker.memory_mb or 0, name=worker.kind))
         ]
         return min(fitting, key=lambda run: (-run.priority, run.id), default=None)
 

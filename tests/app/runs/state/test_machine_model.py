@@ -130,6 +130,8 @@ class RunMachine(RuleBasedStateMachine):
                 {"kind": "cuda"},
                 {"kind": "cpu"},
                 {"memory_mb": 2000},
+                {"gpu": "cuda"},
+                {"gpu": "h200"},
                 {"labels": ["b"]},
                 {"labels": ["a", "b"]},
                 {"prefers_gpu": True},

@@ -362,6 +362,21 @@ class TestMachine:
             assert found["valid"] and [it["code"] for it in warnings] == ([code] if code else [])
             assert all(says in it["message"] for it in warnings)
 
+    def test_a_gpu_that_no_worker_has_is_refused_with_those_that_there_are(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        def errors(**resources: Any) -> list[tuple[str, str]]:
+            body = {"dataset_id": dataset, "config": {"base_model": "org/model"}, "resources": resources}
+            found = api.client.post("/v1/runs/validate", json=body).json()
+            assert all("`NVIDIA H200`" in it["message"] for it in found["errors"] if it["code"] == "unknown_gpu")
+            return [(it["field"], it["code"]) for it in found["errors"]]
+
+        assert errors(gpu="h200") == [], "no worker with a GPU is online yet"
+        add_worker(engine, backends=["celery"], kind="cuda", memory_mb=[141_000], names=["NVIDIA H200"])
+        assert errors(gpu="H200") == [] == errors(gpu="nvidia h200")
+        assert errors(gpu="h20") == [("resources.gpu", "unknown_gpu")]
+        assert ("resources.gpu", "conflict") in errors(gpu="h200", kind="cpu")
+
     def test_all_but_a_recipe_of_a_plugin_trains_on_several_devices(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
