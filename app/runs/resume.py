@@ -32,8 +32,8 @@ from app.runs.validation.config import config_problems
 from app.runs.validation.destinations import destination_problems
 from app.runs.validation.request import (
     backend_problems,
-    device_problems,
     fixed_resources,
+    placement_problems,
     requirements,
     resource_problems,
     sharding_problems,
@@ -98,7 +98,7 @@ async def resume(
     wrong += backend_problems(settings, rules, resources)
     wrong += resource_problems(rules, config, given, resources)
     wrong += sharding_problems(config, fixed, resources)
-    wrong += await device_problems(session, settings, rules, config, resources)
+    wrong += await placement_problems(session, settings, rules, resources)
     wrong += await sequence_parallel_problems(session, settings, storage, config, resources)
     if wrong:
         raise validation_failed(wrong)

@@ -57,15 +57,6 @@ async def online_machines(
     ]
 
 
-async def most_devices(session: AsyncSession, settings: Settings, backend: str) -> int | None:
-    """Return the largest number of devices of one online worker of a backend; None if none is online."""
-    count = func.count().label("count")
-    of_each = select(count).select_from(Device).join(Worker, Worker.id == Device.worker_id)
-    of_each = of_each.where(*online(settings, backend))
-    most: int | None = await session.scalar(select(func.max(of_each.group_by(Worker.id).subquery().c.count)))
-    return most
-
-
 async def device_counts(
     session: AsyncSession,
     settings: Settings,

@@ -29,7 +29,7 @@ from app.runs.validation.result import ValidationResult
 from app.runs.validation.sequence_parallel import sequence_parallel_problems
 from app.tables.datasets import Dataset
 from app.tables.experiments import Experiment
-from app.workers.queries import device_counts, gpu_names, is_any_online, most_devices, online, online_machines
+from app.workers.queries import device_counts, gpu_names, is_any_online, online, online_machines
 
 
 async def validate_request(
@@ -55,6 +55,9 @@ async def validate_request(
         found.refuse("backend", "unknown_backend", f"unknown backend; choose one of {names}")
     else:
         found.errors += backend_problems(settings, rules, request.resources)
+        if request.resources.devices != "all":
+            asked_for = request.resources.with_devices(request.resources.devices)
+            found.errors += await placement_problems(session, settings, rules, asked_for)
     if request.experiment_id is not None:
         await _check_experiment(session, request.experiment_id, found)
     places = {"dataset_id": request.dataset_id}
@@ -99,8 +102,9 @@ async def validate_request(
         resources, wrong = await fixed_resources(session, settings, rules, asked, given, request.resources)
         found.resources = resources
         found.errors += wrong + resource_problems(rules, asked, given, resources)
+        if request.resources.devices == "all" and not wrong:
+            found.errors += await placement_problems(session, settings, rules, resources)
         found.errors += sharding_problems(asked, given, resources)
-        found.errors += await device_problems(session, settings, rules, asked, resources)
         found.errors += await sequence_parallel_problems(session, settings, storage, asked, resources)
     if not found.errors:
         ignored = await asyncio.to_thread(default_warnings, rules, request.config, has_eval_dataset, data_format)
@@ -231,7 +235,7 @@ def unavailable_reason(settings: Settings, rules: BackendRules) -> str | None:
 def resource_problems(
     rules: BackendRules, config: TrainingConfig, given: Iterable[str], resources: Resources
 ) -> list[FieldError]:
-    """Return the requested resources that no device can meet, with the configuration as it is."""
+    """Return the requested resources that contradict the configuration."""
     found = []
     if resources.kind == "cpu" and _needs_gpu(rules, config, set(given)):
         message = (
@@ -239,6 +243,17 @@ def resource_problems(
             "`resources.kind` out, or change the configuration"
         )
         found.append(FieldError(field="resources.kind", code="conflict", message=message))
+    if resources.devices > 1 and (why := _needs_one_device(rules, config)):
+        message = f"must be 1: {why}; leave the field out, or set 1"
+        found.append(FieldError(field="resources.devices", code="not_supported", message=message))
+    return found
+
+
+async def placement_problems(
+    session: AsyncSession, settings: Settings, rules: BackendRules, resources: Resources
+) -> list[FieldError]:
+    """Return the requested resources that contradict each other, or that no online worker has."""
+    found = await _gpu_problems(session, settings, rules, resources.gpu)
     if resources.kind == "cpu" and resources.gpu is not None:
         message = "contradicts `resources.kind`, which is `cpu`: leave one of the two out"
         found.append(FieldError(field="resources.gpu", code="conflict", message=message))
@@ -252,7 +267,7 @@ def resource_problems(
             f"{devices - devices % hosts} or {devices + hosts - devices % hosts}"
         )
         found.append(FieldError(field="resources.devices", code="does_not_divide", message=message))
-    return found
+    return found + await _count_problems(session, settings, rules, resources)
 
 
 def is_divided(resources: Resources) -> bool:
@@ -274,33 +289,30 @@ def sharding_problems(config: TrainingConfig, given: Iterable[str], resources: R
     ]
 
 
-async def device_problems(
-    session: AsyncSession,
-    settings: Settings,
-    rules: BackendRules,
-    config: TrainingConfig,
-    resources: Resources,
+async def _count_problems(
+    session: AsyncSession, settings: Settings, rules: BackendRules, resources: Resources
 ) -> list[FieldError]:
-    """Return the reasons why a run cannot have the requested devices: their model, and their number."""
-    found = await _gpu_problems(session, settings, rules, resources.gpu)
-    if resources.devices == 1:
-        return found
-    if why := _needs_one_device(rules, config):
-        message = f"must be 1: {why}; leave the field out, or set 1"
-        return [*found, FieldError(field="resources.devices", code="not_supported", message=message)]
-    if rules.starts_workers:
-        return found  # the cluster may grow
-    most = await most_devices(session, settings, rules.capabilities.name)
+    """Return why no online worker has the requested number of devices."""
+    if resources.devices == 1 or rules.starts_workers or not rules.capabilities.supports_distributed:
+        return []  # a cluster may grow
+    # Those of its kind, model and memory: a machine with many CPUs does not help a run that needs GPUs.
+    kind = resources.kind or ("cuda" if resources.gpu is not None else None)
+    counts = await device_counts(
+        session, settings, rules.capabilities.name, kind, resources.gpu, resources.memory_mb, resources.labels
+    )
+    most = max(counts.values(), default=None)
     each = math.ceil(resources.devices / resources.hosts)
     if most is not None and each > most:
         on_each = f", {each} on each host" if resources.hosts > 1 else ""
+        is_certain = kind or resources.memory_mb or resources.labels
+        of_kind = " such devices" if is_certain else ""
         message = (
-            f"is {resources.devices}{on_each}, and no online worker has more than {most}: ask for at most "
+            f"is {resources.devices}{on_each}, and no online worker has more than {most}{of_kind}: ask for at most "
             f"{most * resources.hosts}, or start "
         )
         message += "a worker on a machine with more devices (on a CPU, ANNEAL_SLOTS is their number)"
-        found.append(FieldError(field="resources.devices", code="too_many_devices", message=message))
-    return found
+        return [FieldError(field="resources.devices", code="too_many_devices", message=message)]
+    return []
 
 
 async def _gpu_problems(

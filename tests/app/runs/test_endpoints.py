@@ -129,12 +129,13 @@ class TestResources:
     def test_are_stored_and_shown_with_what_a_device_must_have(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
-        asked = {"kind": "cuda", "memory_mb": 24_000, "labels": ["site-b", "gpu=h100"]}
+        asked = {"kind": "cuda", "gpu": None, "memory_mb": 24_000, "labels": ["site-b", "gpu=h100"]}
         run = make_run(api.client, dataset, resources=asked)
         assert run["resources"] == {**asked, "devices": 1, "hosts": 1, "sharding": "auto", "sequence_parallel": 1}
         needs = {"kind": "cuda", "memory_mb": 24_000, "labels": ["gpu=h100", "site-b"]}
         assert run["requirements"] == {
             **needs,
+            "gpu": None,
             "estimated_mb": {},
             "sharded": False,
             "sequence_parallel": 1,
@@ -238,7 +239,7 @@ class TestResources:
     ) -> None:
         (make_model(api.settings, "qwen") / "config.json").write_text(json.dumps(QWEN3_8B))
         add_worker(engine, kind="cuda", backends=["celery"], memory_mb=[80_000] * 4)
-        add_worker(engine, backends=["celery"], memory_mb=[1_000_000])
+        add_worker(engine, backends=["celery"], memory_mb=[1_000_000] * 4)
 
         def made(method: str, **asked: Any) -> Any:
             config = {"base_model": "qwen", "method": method, "max_seq_length": 512}

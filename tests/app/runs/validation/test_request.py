@@ -377,6 +377,22 @@ class TestMachine:
         assert errors(gpu="h20") == [("resources.gpu", "unknown_gpu")]
         assert ("resources.gpu", "conflict") in errors(gpu="h200", kind="cpu")
 
+    def test_what_no_worker_has_is_refused_together_with_a_wrong_configuration(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        add_worker(engine, 8, backends=["celery"])
+        add_worker(engine, 2, kind="cuda", backends=["celery"])
+        body = {
+            "dataset_id": dataset,
+            "config": {"base_model": "org/model", "learning_rate": -1},
+            "resources": {"kind": "cuda", "devices": 6, "hosts": 2},
+        }
+        found = api.client.post("/v1/runs", json=body).json()["errors"]
+        assert {(it["field"], it["code"]) for it in found} >= {("resources.devices", "too_many_devices")}
+        assert "config.learning_rate" in {it["field"] for it in found}
+        (wide,) = (it["message"] for it in found if it["code"] == "too_many_devices")
+        assert "3 on each host" in wide and "no online worker has more than 2" in wide
+
     def test_all_but_a_recipe_of_a_plugin_trains_on_several_devices(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
