@@ -191,7 +191,7 @@ class Runs(ApiResource[M]):
     ) -> RunRead:
         """Create a run that resumes from a checkpoint of this one (default: the newest), with changes from `config`.
 
-        With `stop_after_steps` it ends after so many further steps. `resources` replace those that this run asked for.
+        With `stop_after_steps` it ends after so many further steps. `resources` change those that this run asked for.
         """
         body = without_none(
             checkpoint_id=checkpoint_id, config=config, stop_after_steps=stop_after_steps, resources=resources

@@ -81,7 +81,7 @@ async def export(
         "config": config.model_dump(mode="json"),
         "user_set_fields": sorted(given),
         "base_run_id": source.base_run_id,
-        "resources": {**source.resources, "devices": 1, "sequence_parallel": 1},
+        "resources": {**source.resources, "devices": 1, "hosts": 1, "sequence_parallel": 1},
         "requirements": _requirements(source, config),
         "priority": source.priority,
         "max_restarts": source.max_restarts,

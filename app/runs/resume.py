@@ -15,7 +15,7 @@ from app.contracts.errors import FieldError
 from app.contracts.methods import method_of
 from app.contracts.run_status import TERMINAL
 from app.contracts.run_task import RunTask
-from app.contracts.schemas.runs.placement import Resources
+from app.contracts.schemas.runs.placement import ResourceRequest, Resources
 from app.contracts.schemas.runs.requests import RunResume
 from app.contracts.training_config.fields import MOST_STEPS, TrainingConfig
 from app.contracts.training_config.optimizers import SHARDED_OPTIMIZERS
@@ -79,7 +79,8 @@ async def resume(
     before = Resources.model_validate(parent.resources)
     resources, wrong = before, list[FieldError]()
     if request.resources is not None:
-        resources, wrong = await fixed_resources(session, settings, rules, config, given, request.resources)
+        asked = ResourceRequest.model_validate(before.model_dump() | request.resources.model_dump(exclude_unset=True))
+        resources, wrong = await fixed_resources(session, settings, rules, config, given, asked)
     if checkpoint is not None and was_sharded:
         config, given = _with_the_same_optimizer(config, given)
     # A checkpoint has the state of its optimizer, which is then no default that could be replaced.
@@ -100,10 +101,15 @@ async def resume(
     wrong += sharding_problems(config, fixed, resources)
     wrong += await placement_problems(session, settings, rules, resources)
     wrong += await sequence_parallel_problems(session, settings, storage, config, resources)
+    is_whole = resources.devices % resources.sequence_parallel == 0
+    if checkpoint is not None and is_whole and _shares(resources) != _shares(before):
+        accumulation = _with_the_same_step(parent, config, before, resources)
+        if isinstance(accumulation, FieldError):
+            wrong.append(accumulation)
+        else:
+            config = config.model_copy(update={"gradient_accumulation_steps": accumulation})
     if wrong:
         raise validation_failed(wrong)
-    if checkpoint is not None and _shares(resources) != _shares(before):
-        config = _with_the_same_step(parent, config, before, resources)
     values = {
         "id": new_id("run"),
         "experiment_id": parent.experiment_id,
@@ -148,10 +154,10 @@ def _shares(resources: Resources) -> int:
     return resources.devices // resources.sequence_parallel
 
 
-def _with_the_same_step(parent: Run, config: TrainingConfig, was: Resources, resources: Resources) -> TrainingConfig:
-    """Return the configuration with which a step on these devices has as many rows as before the checkpoint.
+def _with_the_same_step(parent: Run, config: TrainingConfig, was: Resources, resources: Resources) -> int | FieldError:
+    """Return the gradient accumulation with which a step on these devices has as many rows as before the checkpoint.
 
-    Otherwise rows would be skipped, or trained twice.
+    Without it rows would be skipped, or trained twice.
     """
     before = parent.config["batch_size"] * parent.config["gradient_accumulation_steps"] * _shares(was)
     shares = _shares(resources)
@@ -159,7 +165,7 @@ def _with_the_same_step(parent: Run, config: TrainingConfig, was: Resources, res
     group = 1 if config.generation is None else config.generation.num_generations
     at_once = math.lcm(config.batch_size, group)
     if before % (at_once * shares) == 0:
-        return config.model_copy(update={"gradient_accumulation_steps": before // (config.batch_size * shares)})
+        return before // (config.batch_size * shares)
     each = resources.sequence_parallel
     fitting = [number * each for number in range(1, before + 1) if before % (at_once * number) == 0]
     rows = "rows" if config.generation is None else f"completions in groups of {group}"
@@ -167,7 +173,7 @@ def _with_the_same_step(parent: Run, config: TrainingConfig, was: Resources, res
         f"is {resources.devices}, but a step of the run has {before} {rows}, and `batch_size` is {config.batch_size}: "
         f"a checkpoint can be resumed on {', '.join(map(str, fitting))} devices"
     )
-    raise validation_failed([FieldError(field="resources.devices", code="does_not_divide", message=message)])
+    return FieldError(field="resources.devices", code="does_not_divide", message=message)
 
 
 async def _ended(session: AsyncSession, run_id: str) -> Run:

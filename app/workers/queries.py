@@ -1,6 +1,5 @@
 """Queries for the workers and devices that are online."""
 
-from collections.abc import Collection
 from typing import Any
 
 from sqlalchemy import ColumnElement, ColumnExpressionArgument, TextClause, case, func, literal, select, text, true
@@ -8,7 +7,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.config import Settings
 from app.contracts.backends import BackendRules
-from app.contracts.schemas.runs.placement import name_words
+from app.contracts.schemas.runs.placement import Placement, name_words
 from app.contracts.training_config.rules import DeviceCapabilities
 from app.tables.workers import Device, Worker
 
@@ -57,29 +56,36 @@ async def online_machines(
     ]
 
 
-async def device_counts(
-    session: AsyncSession,
-    settings: Settings,
-    backend: str,
-    kind: str | None,
-    gpu: str | None,
-    memory_mb: int | None,
-    labels: Collection[str],
-) -> dict[str, int]:
-    """Return, by kind, the largest number of devices of one online worker of a backend that meet these conditions."""
-    count = func.count().label("count")
-    of_each = select(Device.kind, count).join(Worker, Worker.id == Device.worker_id).where(*online(settings, backend))
+def meets(kind: str | None, asked: Placement) -> list[ColumnElement[bool]]:
+    """Return the conditions on `Device` and `Worker` for devices that a run asks for, all of this kind if it is set."""
+    found: list[ColumnElement[bool]] = []
     if kind is not None:
-        of_each = of_each.where(Device.kind == kind)
-    if gpu is not None:
-        of_each = of_each.where(has_name(literal(name_words(gpu).strip()), _devices.c.name))
-    if memory_mb is not None:
-        of_each = of_each.where(Device.memory_mb >= memory_mb)
-    if labels:
-        of_each = of_each.where(Worker.labels.contains(list(labels)))
-    each = of_each.group_by(Worker.id, Device.kind).subquery()
-    most = await session.execute(select(each.c.kind, func.max(each.c.count).label("most")).group_by(each.c.kind))
-    return {row.kind: row.most for row in most}
+        found.append(Device.kind == kind)
+    if asked.gpu is not None:
+        found.append(has_name(literal(name_words(asked.gpu).strip()), _devices.c.name))
+    if asked.memory_mb is not None:
+        found.append(Device.memory_mb >= asked.memory_mb)
+    if asked.labels:
+        found.append(Worker.labels.contains(asked.labels))
+    return found
+
+
+async def device_counts(
+    session: AsyncSession, settings: Settings, backend: str, kind: str | None, asked: Placement, *, joining: bool
+) -> dict[str, list[int]]:
+    """Return, by kind, the number of devices of each online worker of a backend that a run asks for, largest first.
+
+    With `joining`, only those of workers that train runs together with others.
+    """
+    count = func.count().label("count")
+    of_each = select(Device.kind, count).join(Worker, Worker.id == Device.worker_id)
+    of_each = of_each.where(*online(settings, backend), *meets(kind, asked))
+    if joining:
+        of_each = of_each.where(Worker.group_address.is_not(None))
+    found: dict[str, list[int]] = {}
+    for row in await session.execute(of_each.group_by(Worker.id, Device.kind).order_by(count.desc())):
+        found.setdefault(row.kind, []).append(row.count)
+    return found
 
 
 async def gpu_names(session: AsyncSession, settings: Settings, backend: str) -> list[str]:

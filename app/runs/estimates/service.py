@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from app.contracts.schemas.estimates import (
     RunEstimate,
     Unknown,  # fmt: skip
 )
-from app.contracts.schemas.runs.placement import Resources, name_words
+from app.contracts.schemas.runs.placement import Resources
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.resolution import resolve
 from app.contracts.training_config.rules import DeviceCapabilities, sharding_obstacles
@@ -48,7 +49,7 @@ from app.runs.estimates.hub_config import HubConfig
 from app.tables.datasets import Dataset
 from app.tables.runs import Run
 from app.tables.workers import Device, Worker
-from app.workers.queries import online
+from app.workers.queries import meets, online
 
 log = logging.getLogger(__name__)
 
@@ -146,11 +147,12 @@ async def estimate_new(
     """
     async with sessions() as session:
         known = await look_up(session, settings, subject)
+        devices = await online_devices(session, settings, subject.backend, resources)
     known = replace(known, hub_config=await _fetched(sessions, settings, storage, subject))
     loop = asyncio.get_running_loop()
     fetched = known.hub_config is not None  # otherwise it was computed before the run was created
     if fetched and subject.devices > 1 and resources.sharding == "auto":
-        sharded = await loop.run_in_executor(_thread, must_shard, settings, storage, subject, known, resources)
+        sharded = await loop.run_in_executor(_thread, must_shard, settings, storage, subject, known, devices)
         subject = replace(subject, sharded=sharded)
     found, _ = await loop.run_in_executor(_thread, by_formula, settings, storage, subject, known, False)
     least = {}
@@ -182,26 +184,23 @@ async def with_sharding(
     if resources.sharding == "full":
         return replace(subject, sharded=True)
     known = await look_up(session, settings, subject)
+    devices = await online_devices(session, settings, subject.backend, resources)
     sharded = await asyncio.get_running_loop().run_in_executor(
-        _thread, must_shard, settings, storage, subject, known, resources
+        _thread, must_shard, settings, storage, subject, known, devices
     )
     return replace(subject, sharded=sharded)
 
 
 def must_shard(
-    settings: Settings, storage: Storage, subject: Subject, known: EstimateInputs, resources: Resources
+    settings: Settings, storage: Storage, subject: Subject, known: EstimateInputs, devices: Sequence[EstimatedDevice]
 ) -> bool:
-    """Return True if the run can be sharded, and no online device holds a replica; False if that is not known.
+    """Return True if the run can be sharded, and none of these devices holds a replica; False if that is not known.
 
     Call it in a thread, as `by_formula`.
     """
     extra = subject.config.trainer_options
-    kind, gpu = resources.kind, resources.gpu
-    if kind is None and any(one.kind == "cuda" for one in known.devices):
-        kind = "cuda"  # as runs are placed
-    devices = [one for one in known.devices if kind in (None, one.kind)]
-    if gpu is not None:
-        devices = [one for one in devices if name_words(gpu) in name_words(one.name or "")]
+    if any(one.kind == "cuda" for one in devices):
+        devices = [one for one in devices if one.kind == "cuda"]  # as runs are placed
     if extra.recipe or extra.model_factory or sharding_obstacles(subject.config, set(subject.given)):
         return False
     try:
@@ -310,9 +309,13 @@ async def data_of(session: AsyncSession, dataset_id: str) -> Data:
     return Data(dataset.rows, dataset.bytes, dataset.token_statistics)
 
 
-async def online_devices(session: AsyncSession, settings: Settings, backend: str) -> list[EstimatedDevice]:
-    """Return the kinds of devices that online workers offer, GPUs and largest memory first."""
+async def online_devices(
+    session: AsyncSession, settings: Settings, backend: str, asked: Resources | None = None
+) -> list[EstimatedDevice]:
+    """Return the kinds of devices that online workers offer, GPUs and largest memory first; or those `asked` for."""
     query = select(Device.kind, Device.name, Device.memory_mb).distinct().join(Worker, Worker.id == Device.worker_id)
+    if asked is not None:
+        query = query.where(*meets(asked.kind, asked))
     rows = (await session.execute(query.where(*online(settings, backend)))).all()
     found = [EstimatedDevice(kind=row.kind, name=row.name, memory_mb=row.memory_mb) for row in rows]
     return sorted(found, key=lambda one: (one.kind == "cuda", one.memory_mb or 0), reverse=True)

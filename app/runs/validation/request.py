@@ -154,18 +154,20 @@ async def fixed_resources(
     if asked.devices != "all":
         return asked.with_devices(asked.devices), []
     kind = _kind(rules, config, given, asked)
-    counts = await device_counts(
-        session, settings, rules.capabilities.name, kind, asked.gpu, asked.memory_mb, asked.labels
-    )
-    if counts:
+    backend, hosts = rules.capabilities.name, asked.hosts
+    counts = await device_counts(session, settings, backend, kind, asked, joining=hosts > 1)
+    enough = {kind: each[hosts - 1] for kind, each in counts.items() if len(each) >= hosts}
+    if enough:
         # A CPU takes a run of no certain kind only where the backend has no GPU.
-        prefers_gpu = rules.machine_matters and "cuda" in counts
-        most = counts["cuda"] if prefers_gpu else max(counts.values())
+        prefers_gpu = rules.machine_matters and "cuda" in enough
+        most = enough["cuda"] if prefers_gpu else max(enough.values())
         return asked.with_devices(min(most, MOST_DEVICES // asked.hosts) * asked.hosts), []
-    message = (
-        f"cannot be `all`: no worker of backend `{rules.capabilities.name}` with such devices is online, so their "
-        "number is not known; start a worker, or give the number"
-    )
+    online = f"no worker of backend `{backend}` with such devices is online"
+    if hosts > 1:
+        online = (
+            f"fewer than {hosts} workers of backend `{backend}` with such devices and ANNEAL_GROUP_INTERFACE are online"
+        )
+    message = f"cannot be `all`: {online}, so their number is not known; start a worker, or give the number"
     return asked.with_devices(1), [FieldError(field="resources.devices", code="no_worker_online", message=message)]
 
 
@@ -297,18 +299,19 @@ async def _count_problems(
         return []  # a cluster may grow
     # Those of its kind, model and memory: a machine with many CPUs does not help a run that needs GPUs.
     kind = resources.kind or ("cuda" if resources.gpu is not None else None)
-    counts = await device_counts(
-        session, settings, rules.capabilities.name, kind, resources.gpu, resources.memory_mb, resources.labels
-    )
-    most = max(counts.values(), default=None)
-    each = math.ceil(resources.devices / resources.hosts)
+    backend, hosts = rules.capabilities.name, resources.hosts
+    counts = await device_counts(session, settings, backend, kind, resources, joining=False)
+    # With fewer workers than hosts, it waits for others.
+    most = max((each[min(hosts, len(each)) - 1] for each in counts.values()), default=None)
+    each = math.ceil(resources.devices / hosts)
     if most is not None and each > most:
-        on_each = f", {each} on each host" if resources.hosts > 1 else ""
+        on_each = f", {each} on each host" if hosts > 1 else ""
+        who = "no online worker has" if hosts == 1 else f"no {hosts} online workers each have"
         is_certain = kind or resources.memory_mb or resources.labels
         of_kind = " such devices" if is_certain else ""
         message = (
-            f"is {resources.devices}{on_each}, and no online worker has more than {most}{of_kind}: ask for at most "
-            f"{most * resources.hosts}, or start "
+            f"is {resources.devices}{on_each}, and {who} more than {most}{of_kind}: ask for at most "
+            f"{most * hosts}, or start "
         )
         message += "a worker on a machine with more devices (on a CPU, ANNEAL_SLOTS is their number)"
         return [FieldError(field="resources.devices", code="too_many_devices", message=message)]

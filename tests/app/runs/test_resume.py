@@ -276,7 +276,7 @@ def test_a_divided_model_keeps_its_optimizer_and_the_decision(api: ApiServer, en
     divided = {"devices": 2, "sharding": "full"}
     parent, _ = stopped(api, engine, dataset, 20, **asked, resources=divided)
     for resources, sharded in ((None, True), ({"devices": 1}, False), ({"devices": 2, "sharding": "none"}, False)):
-        child = child_of(api, parent, **({} if resources is None else {"resources": resources}))
+        child = child_of(api, parent, resources=resources)
         assert (child["requirements"]["sharded"], child["config"]["optim"]) == (sharded, "adamw_torch_fused")
     replicas, _ = stopped(api, engine, dataset, 20, **asked, resources={"devices": 2}, priority=1)
     (error,) = resume(api, replicas, resources=divided).json()["errors"]
@@ -292,13 +292,28 @@ def test_a_step_of_devices_that_share_sequences_keeps_its_rows(api: ApiServer, e
     pairs = {"devices": 4, "sequence_parallel": 2}
     parent, _ = stopped(api, engine, dataset, 20, backend="celery", config=config, resources=pairs)
     for resources, micro_batches in (
-        (None, 3), ({"devices": 2}, 3), ({"devices": 2, "sequence_parallel": 2}, 6), ({"devices": 1}, 6),
+        ({}, 3), ({"devices": 2, "sequence_parallel": 1}, 3), ({"devices": 2}, 6),
+        ({"devices": 1, "sequence_parallel": 1}, 6),
     ):  # fmt: skip
-        child = child_of(api, parent, **({} if resources is None else {"resources": resources}))
+        child = child_of(api, parent, resources=resources)
         assert child["config"]["gradient_accumulation_steps"] == micro_batches, resources
         parts = child["resources"]["sequence_parallel"]
-        assert child["requirements"]["sequence_parallel"] == parts == (resources or pairs).get("sequence_parallel", 1)
-    (error,) = resume(api, parent, resources={"devices": 4}).json()["errors"]
+        assert child["requirements"]["sequence_parallel"] == parts == resources.get("sequence_parallel", 2)
+    (error,) = resume(api, parent, resources={"sequence_parallel": 1}).json()["errors"]
     assert error["field"] == "resources.devices" and "on 1, 2, 3, 6 devices" in error["message"]
     (error,) = resume(api, parent, resources={"devices": 2, "sequence_parallel": 4}).json()["errors"]
     assert error["field"] == "resources.sequence_parallel" and "use one of 1, 2," in error["message"]
+
+
+def test_a_resume_changes_the_resources_that_it_names_and_keeps_the_others(
+    api: ApiServer, engine: Engine, dataset: str
+) -> None:
+    add_worker(engine, 2, backends=["celery"], labels=["site-b"])
+    asked = {"kind": "cpu", "memory_mb": 500, "labels": ["site-b"], "sharding": "none", "devices": 2}
+    config = {"base_model": "org/model", "method": "lora", "batch_size": 2, "gradient_accumulation_steps": 2}
+    parent, _ = stopped(api, engine, dataset, 20, backend="celery", config=config, resources=asked)
+    child = child_of(api, parent, resources={"devices": 1, "memory_mb": None})["resources"]
+    assert child == {**run_row(engine, parent).resources, "devices": 1, "memory_mb": None}
+    assert {name: child[name] for name in ("kind", "labels", "sharding")} == {
+        name: asked[name] for name in ("kind", "labels", "sharding")
+    }

@@ -39,7 +39,7 @@ def _one_error(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         raise ValueError(f"must be a number from 1 to {MOST_DEVICES:,}, or `all`") from None
 
 
-class _Placement(Body):
+class Placement(Body):
     """Where a run may train, apart from the number of devices."""
 
     kind: Literal["cpu", "cuda"] | None = Field(
@@ -87,7 +87,7 @@ class _Placement(Body):
     )
 
 
-class Resources(_Placement):
+class Resources(Placement):
     """Resources of a run; what it leaves out follows from its configuration and its estimate."""
 
     devices: DeviceCount = Field(
@@ -97,15 +97,15 @@ class Resources(_Placement):
     )
 
 
-class ResourceRequest(_Placement):
+class ResourceRequest(Placement):
     """Resources that a request asks for; what it leaves out follows from its configuration and its estimate."""
 
     devices: Annotated[DeviceCount | Literal["all"], WrapValidator(_one_error)] = Field(
         default=1,
         description="Number of devices. Each trains `batch_size` rows at a time, so that a step has this many times as "
-        "many rows. `all`: as many as the online worker has that has the most of them, of this kind, with this memory "
-        "and these labels; with `hosts`, as many on each. The number is determined when the run is created, and is "
-        "part of the run.",
+        "many rows. `all`: as many as the online worker has that has the most of them, of this kind, with this name, "
+        "memory and labels; with `hosts`, as many on each as so many workers have. The number is determined when the "
+        "run is created, and is part of the run.",
     )
 
     def with_devices(self, devices: int) -> Resources:

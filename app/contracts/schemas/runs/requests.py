@@ -188,7 +188,8 @@ class RunResume(Body):
         description="Save and stop after so many further steps; sets `stop_at_step`, counted from the checkpoint.",
     )
     resources: ResourceRequest | None = Field(
-        default=None, description="Device that the new run needs; null: as the resumed run asked for."
+        default=None,
+        description="Changes of the resources that the resumed run asked for; what they leave out stays.",
     )
 
     @model_validator(mode="after")

@@ -391,7 +391,22 @@ class TestMachine:
         assert {(it["field"], it["code"]) for it in found} >= {("resources.devices", "too_many_devices")}
         assert "config.learning_rate" in {it["field"] for it in found}
         (wide,) = (it["message"] for it in found if it["code"] == "too_many_devices")
-        assert "3 on each host" in wide and "no online worker has more than 2" in wide
+        assert "3 on each host" in wide and "no 2 online workers each have more than 2" in wide
+
+    def test_all_devices_of_several_hosts_are_those_that_each_of_them_has(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        def made(**resources: Any) -> Any:
+            body = {"dataset_id": dataset, "config": {"base_model": "org/model"}, "resources": resources}
+            return api.client.post("/v1/runs", json=body).json()
+
+        for devices, address in ((8, "10.0.0.1"), (6, None), (4, "10.0.0.2")):
+            add_worker(engine, devices, backends=["celery"], group_address=address)
+        assert made(devices="all", hosts=2)["resources"]["devices"] == 8
+        (error,) = made(devices="all", hosts=3)["errors"]
+        assert error["code"] == "no_worker_online" and "fewer than 3 workers" in error["message"]
+        (error,) = made(devices=14, hosts=2)["errors"]
+        assert error["code"] == "too_many_devices" and "no 2 online workers each have more than 6" in error["message"]
 
     def test_all_but_a_recipe_of_a_plugin_trains_on_several_devices(
         self, api: ApiServer, engine: Engine, dataset: str
@@ -427,7 +442,7 @@ class TestMachine:
                 2,
                 6,
                 "resources.devices",
-                "is 6, 3 on each host, and no online worker has more than 2: ask for at most 4",
+                "is 6, 3 on each host, and no 2 online workers each have more than 2: ask for at most 4",
             ),
         ):
             (error,) = found(hosts, devices)["errors"]
