@@ -165,7 +165,7 @@ def _with_the_same_step(parent: Run, config: TrainingConfig, was: Resources, res
     group = 1 if config.generation is None else config.generation.num_generations
     at_once = math.lcm(config.batch_size, group)
     if before % (at_once * shares) == 0:
-        return before // (config.batch_size * shares)
+        return int(before // (config.batch_size * shares))
     each = resources.sequence_parallel
     fitting = [number * each for number in range(1, before + 1) if before % (at_once * number) == 0]
     rows = "rows" if config.generation is None else f"completions in groups of {group}"

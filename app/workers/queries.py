@@ -77,14 +77,14 @@ async def device_counts(
 
     With `joining`, only those of workers that train runs together with others.
     """
-    count = func.count().label("count")
+    count = func.count().label("devices")
     of_each = select(Device.kind, count).join(Worker, Worker.id == Device.worker_id)
     of_each = of_each.where(*online(settings, backend), *meets(kind, asked))
     if joining:
         of_each = of_each.where(Worker.group_address.is_not(None))
     found: dict[str, list[int]] = {}
     for row in await session.execute(of_each.group_by(Worker.id, Device.kind).order_by(count.desc())):
-        found.setdefault(row.kind, []).append(row.count)
+        found.setdefault(row.kind, []).append(row.devices)
     return found
 
 
