@@ -309,9 +309,9 @@ def test_a_resume_changes_the_resources_that_it_names_and_keeps_the_others(
     api: ApiServer, engine: Engine, dataset: str
 ) -> None:
     add_worker(engine, 2, backends=["celery"])
-    asked = {"kind": "cpu", "memory_mb": 500, "sharding": "none", "devices": 2}
+    asked = {"kind": "cuda", "memory_mb": 500, "sharding": "none", "devices": 2}
     config = {"base_model": "org/model", "method": "lora", "batch_size": 2, "gradient_accumulation_steps": 2}
     parent, _ = stopped(api, engine, dataset, 20, backend="celery", config=config, resources=asked)
     child = child_of(api, parent, resources={"devices": 1, "memory_mb": None})["resources"]
     assert child == {**run_row(engine, parent).resources, "devices": 1, "memory_mb": None}
-    assert (child["kind"], child["sharding"]) == ("cpu", "none")
+    assert (child["kind"], child["sharding"]) == ("cuda", "none")
