@@ -19,7 +19,7 @@ class ManyRanks:
         """Run a job to its end on all, of which none but the first may fail; return what the first reported."""
         with tempfile.TemporaryDirectory() as meeting:
             for rank, server in reversed(list(enumerate(self._servers))):
-                place = RankPlace(rank, len(self._servers), Path(meeting))
+                place = RankPlace.on_one_host(rank, len(self._servers), Path(meeting))
                 said = {} if rank == 0 else {name: self._said(job, name, rank) for name in ("stdout", "stderr")}
                 server.start(job, arguments=place.arguments(), **said)
             ends = [server.wait() for server in self._servers[1:]]

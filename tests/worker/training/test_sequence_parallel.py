@@ -111,7 +111,7 @@ FULL = pytest.mark.full
         pytest.param("qlora", {}, marks=FULL),
         pytest.param("qlora", {"packing": True, "gradient_checkpointing": True}, marks=FULL),
         pytest.param("lora", {"packing": True, "extra": {"packing_strategy": "wrapped"}}, marks=FULL),
-        pytest.param("full", {"gradient_checkpointing": True, "sharded": True}, marks=FULL),
+        pytest.param("full", {"gradient_checkpointing": True, "sharded": True, "optim": "adamw_torch"}, marks=FULL),
         pytest.param("lora", {"packing": True, "sharded": True}, marks=FULL),
     ],
 )
@@ -128,7 +128,7 @@ def test_two_devices_that_share_sequences_train_as_one(train: Train, method: str
         ("lora", {}),
         ("full", {"packing": True}),
         ("qlora", {"packing": True}),
-        ("full", {"sharded": True}),
+        ("full", {"sharded": True, "optim": "adamw_torch"}),
     ],
 )
 def test_two_pairs_of_devices_train_as_one_with_twice_the_batch(
@@ -200,7 +200,7 @@ def test_models_of_other_families_train_as_on_one_device(
         ("recurrent_gemma", {}, "pass a state from position to position"),
         pytest.param("falcon", {}, "computes something else once a sequence is divided", marks=FULL),
         pytest.param(
-            "llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}, "has 3 heads", marks=FULL
+            "llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}, "has 3 heads", marks=FULL
         ),
         pytest.param(
             "llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},

@@ -33,7 +33,7 @@ class WholeSequences:
 class SequenceShareCollator:
     """A collator that keeps one of `count` equal parts of each sequence that another collator makes.
 
-    Labels are shifted before the division, so that the target of the last token of a part is the first token of the
+    Targets are labels that were shifted before the division, so that the target of the last token of a part is the first token of the
     next one. Sequences are padded at the end to a length that can be divided. The first part has the row numbers.
     """
 
@@ -65,7 +65,7 @@ class SequenceShareCollator:
             "input_ids": _padded(ids, missing, self._pad_token_id)[:, own],
             "attention_mask": _padded(mask, missing, 0)[:, own],
             "position_ids": positions[:, own],
-            "labels": targets[:, own].clone(),
+            "labels": _padded(labels, missing, IGNORED)[:, own].clone(),
             "shift_labels": targets[:, own].clone(),
             "rows": made["rows"] if self._part == 0 else [],
             # No token before the padding attends to it, so it needs no mask where there was none.

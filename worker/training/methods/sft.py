@@ -75,6 +75,13 @@ class SupervisedTrainer(ServiceTrainerMixin, SFTTrainer):  # type: ignore[misc]
         with self._over_sequences_of(inputs):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        if self.sequences is not None and not self._loss_shifts_labels:
+            # Of models whose loss transformers does not know by name, such as GPT-2, it counts the first label of each
+            # row too, and divides the loss by that.
+            batch_samples = [{**one, "shift_labels": one["labels"]} for one in batch_samples]
+        return super()._get_num_items_in_batch(batch_samples, device)
+
     def token_pairs(self, inputs: Any) -> Any:
         whole = self._whole
         if whole is None:

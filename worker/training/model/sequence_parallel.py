@@ -96,6 +96,10 @@ class SequenceParallel:
                 with self.over(WholeSequences(positions, mask, {})):
                     divided = logits(own)
                 is_exact = not torch.is_autocast_enabled()
+        except (torch.OutOfMemoryError, dist.DistError):
+            raise
+        except RuntimeError as error:  # shapes that do not fit, on every rank: attention without the interface
+            raise TrainingFailure("config_error", _divides_otherwise(f"its attention fails: {error}")) from error
         finally:
             model.train(trains)
         is_exact = is_exact and all(one.dtype == torch.float32 for one in model.parameters())
@@ -103,11 +107,7 @@ class SequenceParallel:
         found = self._ranks.gathered(difference)
         limit = _TOLERANCE if is_exact else _TOLERANCE_16_BIT
         if not all(one <= limit for one in found):  # NaN is none
-            raise TrainingFailure(
-                "config_error",
-                "This model computes something else once a sequence is divided among devices (its logits differ by "
-                f"{max(found):.1g}): set `resources.sequence_parallel` to 1.",
-            )
+            raise TrainingFailure("config_error", _divides_otherwise(f"its logits differ by {max(found):.1g}"))
 
     def _attend(
         self,
@@ -189,6 +189,13 @@ class _SharedHeads:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
+
+
+def _divides_otherwise(how: str) -> str:
+    return (
+        f"This model computes something else once a sequence is divided among devices ({how}): set "
+        "`resources.sequence_parallel` to 1."
+    )
 
 
 def _obstacle(model: Any, count: int) -> str | None:
