@@ -19,6 +19,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from app.contracts.errors import FieldError
+from app.contracts.schemas.runs.placement import ResourceRequest
 from app.contracts.training_config.fields import TrainingConfig
 from app.infra.db import is_away
 from app.infra.files.object_store import StoreUnavailable
@@ -213,11 +214,15 @@ def _sentence(item: Any, known: Collection[str]) -> str:
         return "is required"
     if kind in ("model_attributes_type", "model_type", "dict_type"):
         return "must be a JSON object with fields and values"
+    if kind == "list_type":
+        return 'must be a list, such as `["a", "b"]`'
     if kind == "extra_forbidden":
         name = str(item["loc"][-1])
         near = difflib.get_close_matches(name, known, n=1) if len(item["loc"]) == 2 else []
         if "config" in known and name in TrainingConfig.model_fields:
             near = [f"config.{name}"]
+        elif "resources" in known and name in ResourceRequest.model_fields:
+            near = [f"resources.{name}"]
         return "is not a field of this request" + (f"; perhaps `{near[0]}`" if near else "; leave it out")
     return re.sub(r"^[A-Z]\w+ should ", "must ", message)
 

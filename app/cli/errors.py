@@ -42,9 +42,12 @@ def plain_errors() -> Iterator[None]:
 
 
 def _setting_error(error: "ValidationError") -> str:
-    return " ".join(
-        f"ANNEAL_{'_'.join(str(part) for part in item['loc']).upper()}: {item['msg']}." for item in error.errors()
-    )
+    sentences = []
+    for item in error.errors():
+        name = "_".join(str(part) for part in item["loc"]).upper()
+        message = item["msg"].removeprefix("Value error, ")
+        sentences.append(f"ANNEAL_{name}: {message}." if name else f"{message}.")  # two settings that contradict
+    return " ".join(sentences)
 
 
 def environment_settings() -> "Settings":

@@ -3,13 +3,16 @@
 import os
 import socket
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from app.cli.console import AsJson, document, note
 from app.cli.errors import environment_settings, plain_errors, settings_with_urls
 from app.infra.errors import SetupError
+
+if TYPE_CHECKING:
+    from app.config import Settings
 
 
 def up() -> None:
@@ -21,7 +24,9 @@ def up() -> None:
     from app.standalone.supervisor import Up
 
     with plain_errors():
-        raise typer.Exit(Up(environment_settings(), typer.echo, sys.stdout.isatty()).run())
+        settings = environment_settings()
+        _check_stores(settings)
+        raise typer.Exit(Up(settings, typer.echo, sys.stdout.isatty()).run())
 
 
 def api(
@@ -38,6 +43,7 @@ def api(
 
     with plain_errors():
         settings = settings_with_urls()
+        _check_stores(settings)
         if port is not None:
             settings = settings.model_copy(update={"port": port})
         with socket.socket(fileno=fd) if fd is not None else listen(settings) as listener:
@@ -134,3 +140,12 @@ def prune(
             document({"dry_run": dry_run, **{name: getattr(found, name) for name in shown}})
         else:
             typer.echo(found.summary(dry_run))
+
+
+def _check_stores(settings: "Settings") -> None:
+    """Raise `SetupError` if a URL needs a library that is not installed; the processes would fail one by one."""
+    from app.infra.files.object_store import ObjectStore
+
+    for url, setting in ((settings.storage_url, "ANNEAL_STORAGE"), (settings.checkpoint_url, "ANNEAL_CHECKPOINT_URL")):
+        if url is not None:
+            ObjectStore(url, setting)

@@ -1,5 +1,6 @@
 """Commands of `anneal workers`."""
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from app.cli.console import After, AsJson, Limit, command_group, connected, listing, page
@@ -25,12 +26,18 @@ def list_workers(limit: Limit = 50, after: After = None, as_json: AsJson = False
         found, has_more = page(client.workers.list(limit=limit + 1, after=after), limit)
         rows = [
             (
-                it.id, it.state, it.host, [_device(device) for device in it.devices], it.labels or None, it.runs,
+                it.id, it.state, it.host, _devices(it.devices), it.labels or None, it.runs or None,
                 it.heartbeat_at,
             )
             for it in found
         ]  # fmt: skip
         listing(found, has_more, as_json, ("id", "state", "host", "devices", "labels", "runs", "last heartbeat"), rows)
+
+
+def _devices(devices: list["DeviceRead"]) -> list[str]:
+    """Return the devices of a worker, those that look the same as one item with their number."""
+    counts = Counter(map(_device, devices))
+    return [text if count == 1 else f"{count} x {text}" for text, count in counts.items()]
 
 
 def _device(device: "DeviceRead") -> str:

@@ -66,6 +66,11 @@ def test_navigation_has_every_page() -> None:
     assert listed == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
 
 
+def test_the_index_links_to_every_page() -> None:
+    linked = {link.partition("#")[0] for link in _LINK.findall((DOCS / "index.md").read_text())}
+    assert {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - {"index.md"} <= linked
+
+
 def test_pages_of_the_site_link_to_no_file_outside_of_it() -> None:
     links = [(page, link) for page in DOCS.rglob("*.md") for link in _LINK.findall(_CODE.sub("", page.read_text()))]
     outside = [

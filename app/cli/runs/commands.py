@@ -218,13 +218,15 @@ def _needs(run: "RunRead") -> str | None:
     needs = run.requirements
     memory = needs.memory_mb or max(needs.estimated_mb.values(), default=None)
     kind = needs.kind or ("cuda, cpu without one" if needs.prefers_gpu else None)
+    devices, hosts = run.resources.devices, run.resources.hosts
     parts = (
+        f"{devices} devices" + (f" on {hosts} hosts" if hosts > 1 else "") if devices > 1 else None,
         kind,
         needs.gpu,
         f"{memory:,} MiB" if memory else None,
-        ", ".join(needs.labels) or None,
+        f"labels {', '.join(needs.labels)}" if needs.labels else None,
         "model divided among the devices" if needs.sharded else None,
-        f"{needs.sequence_parallel} devices share each sequence" if needs.sequence_parallel > 1 else None,
+        f"{needs.sequence_parallel} of them share each sequence" if needs.sequence_parallel > 1 else None,
         "GGUF converter" if needs.gguf else None,
     )
     return "; ".join(part for part in parts if part) or None

@@ -261,7 +261,10 @@ async def placement_problems(
         found.append(FieldError(field="resources.gpu", code="conflict", message=message))
     devices, hosts = resources.devices, resources.hosts
     if hosts > devices:
-        message = f"is {hosts}, but the run has only {devices} in `devices`, and each host trains on at least one"
+        message = (
+            f"is {hosts}, and `devices`, the devices of all hosts together, is only {devices}: set "
+            f"`resources.devices` to a multiple of {hosts}, or use fewer hosts"
+        )
         found.append(FieldError(field="resources.hosts", code="too_many_hosts", message=message))
     elif devices % hosts:
         message = (

@@ -71,6 +71,11 @@ def test_every_wrong_field_is_named_at_once(shared_api: ApiServer) -> None:
             {"max_steps": 8, "dataset_id": "ds_1", "config": {}},
             "is not a field of this request; perhaps `config.max_steps`",
         ),
+        (
+            {"devices": 2, "dataset_id": "ds_1", "config": {}},
+            "is not a field of this request; perhaps `resources.devices`",
+        ),
+        ({"resources": {"labels": "a"}, "dataset_id": "ds_1", "config": {}}, 'must be a list, such as `["a", "b"]`'),
         ({"zzz": 8, "dataset_id": "ds_1", "config": {}}, "is not a field of this request; leave it out"),
         ({"dataset_id": 1, "config": {}}, "must be a valid string"),
         ({"config": {}}, "is required"),

@@ -14,7 +14,7 @@ from app.config import Settings
 from app.infra.db import sync_engine
 from app.infra.storage import Storage
 from tests.browser import sign_in, window
-from tests.factories import Trainer, make_dataset, make_run
+from tests.factories import Trainer, make_dataset, make_run, mark_run
 from tests.rows import add_worker
 from tests.server import ApiServer, ThreadServer
 from tests.waiting import eventually
@@ -83,6 +83,18 @@ class TestRuns:
 
 
 class TestRun:
+    def test_that_cannot_start_says_why_in_full(
+        self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        run_id = make_run(shared_api.client, dataset)["id"]
+        why = "No online worker that could take the run has the labels `site-b`. Start one with them."
+        mark_run(engine, run_id, pending_reason={"code": "no_worker_with_labels", "message": why})
+        page.goto(f"/runs/{run_id}")
+        expect(page.get_by_text(why)).to_be_in_viewport()
+        expect(page.locator(".timeline .ends")).to_contain_text("now")  # no end is predicted
+        shared_api.client.post(f"/v1/runs/{run_id}/stop")
+        expect(page.get_by_text(why)).to_have_count(0)
+
     def test_shows_each_line_and_step_once_and_heals_when_the_service_was_away(
         self, chromium: Browser, shared_api: ApiServer, engine: Engine, dataset: str
     ) -> None:
@@ -310,6 +322,10 @@ class TestNewRun:
         page.locator("#field-devices").fill("all")
         expect(page.get_by_label("Text of the request")).to_contain_text('devices: "all"')
         page.locator("#field-devices").fill("1")
+        page.locator("#field-sequence_parallel").fill("2")
+        expect(page.get_by_label("Text of the request")).to_contain_text("sequence_parallel: 2")
+        expect(page.get_by_text("for anneal runs create -f run.yaml")).to_be_visible()
+        page.locator("#field-sequence_parallel").fill("")
         page.locator("#field-priority").fill("7")
         page.locator("#field-max_restarts").fill("0")
         page.locator("#field-backend").select_option("fake")

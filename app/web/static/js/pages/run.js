@@ -60,6 +60,7 @@ function View({ store }) {
   return html`<${Head} store=${store} />
     <${Summary} store=${store} />
     ${failed.length > 0 && html`<div class="box inside" role="alert">${failed.map(([part, error]) => html`<p key=${part} class="error-text">The ${part} could not be read, and ${error.isTemporary ? 'are tried again' : 'are not shown'}: ${error.message}</p>`)}</div>`}
+    ${run.status === 'pending' && run.pending_reason && html`<div class="box inside" role="status"><p class="warning-text">${run.pending_reason.message}</p></div>`}
     <nav class="tabs" aria-label="Parts of the run">
       ${tabs.map(([key, name, count]) => html`<a href=${href(key)} aria-current=${key === tab ? 'page' : undefined}>${name}${count != null && html`<span class="n">${format.integer(/** @type {number} */ (count))}</span>`}</a>`)}
     </nav>

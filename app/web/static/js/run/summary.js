@@ -62,7 +62,7 @@ function When({ store, now }) {
   }
   const prediction = run.prediction;
   if (run.status === 'pending') {
-    const note = run.pending_reason?.message ?? prediction?.basis ?? 'Waits for a free device.';
+    const note = run.pending_reason ? 'It cannot start now.' : (prediction?.basis ?? 'Waits for a free device.');
     return html`<${Tile} label="Starts" value=${prediction?.start_at ? inTime(prediction.start_at) : 'in the queue'} note=${note} />`;
   }
   const phase = progress && progress.phase !== 'training' ? phaseText(progress) : prediction && `${format.clock(prediction.finish_at, now)}, ${prediction.confidence} confidence`;
@@ -101,6 +101,6 @@ function Timeline({ store, now }) {
     <div class="marks" aria-hidden="true">${timeline.marks.map((mark) => html`<span class="mark" data-k=${mark.kind} title=${mark.about} style=${{ left: at(mark.at) }}><svg viewBox="0 0 13 13"><path d=${GLYPHS[mark.kind]} /></svg></span>`)}</div>
     <div class="row wrap ends"><span>${format.clock(timeline.from, now)}</span><span class="grow"></span>
       <span class="legend" aria-hidden="true">${Object.entries(WORDS).filter(([kind]) => shown.has(/** @type {any} */ (kind))).map(([kind, word]) => html`<span><i class="mark" data-k=${kind}><svg viewBox="0 0 13 13"><path d=${GLYPHS[/** @type {keyof typeof GLYPHS} */ (kind)]} /></svg></i>${word}</span>`)}</span>
-      <span class="grow"></span><span>${timeline.isPredicted ? 'about ' : ''}${format.clock(timeline.to, now)}</span></div>
+      <span class="grow"></span><span>${timeline.isPredicted ? `about ${format.clock(timeline.to, now)}` : run.finished_at ? format.clock(timeline.to, now) : 'now'}</span></div>
   </div>`;
 }

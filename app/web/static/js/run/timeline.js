@@ -51,5 +51,5 @@ export function segmentsOf(run, attempts, { checkpoints, actions }, now) {
   for (const one of actions) {
     if (one.finished_at) marks.push({ kind: 'action', at: Date.parse(one.finished_at), about: `${one.action.replaceAll('_', ' ')}: ${one.status}` });
   }
-  return { from, to, isPredicted: ended === null, segments, marks: marks.filter((mark) => mark.at >= from && mark.at <= to) };
+  return { from, to, isPredicted: ended === null && expected !== null, segments, marks: marks.filter((mark) => mark.at >= from && mark.at <= to) };
 }

@@ -1,0 +1,17 @@
+"""`anneal workers list`: a machine with many devices takes one short line."""
+
+from app.cli.workers import _devices
+from app.contracts.schemas.workers import DeviceRead
+
+
+def device(index: int, trouble: str | None = None) -> DeviceRead:
+    return DeviceRead(
+        index=index, uid=f"GPU-{index}", kind="cuda", name="H100", memory_mb=81_000, run_id=None, trouble=trouble,
+        paused_until=None, telemetry=None,
+    )  # fmt: skip
+
+
+def test_equal_devices_are_counted_and_a_paused_one_is_named() -> None:
+    devices = [device(0), device(1, "ECC error"), device(2)]
+    assert _devices(devices) == ["2 x H100 (81,000 MiB)", "H100 (81,000 MiB) (paused: ECC error)"]
+    assert _devices(devices[:1]) == ["H100 (81,000 MiB)"]
