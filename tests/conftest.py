@@ -75,10 +75,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path, len(files)))
 
 
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the session that all its processes share."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
 @pytest.fixture(scope="session", autouse=True)
-def forked_programs() -> Iterator[None]:
+def forked_programs(shared_folder: Path) -> Iterator[None]:
     """Fork the API and worker processes of tests from one that has imported them."""
-    with programs.forked():
+    with programs.forked(shared_folder / "programs" / "template"):
         yield
 
 
@@ -122,10 +129,9 @@ class Services:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def shared_cluster(shared_folder: Path) -> Iterator[None]:
     """Create one PostgreSQL cluster for all processes of the session."""
-    folder = tmp_path_factory.getbasetemp()
-    with clusters.shared((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "cluster"):
+    with clusters.shared(shared_folder / "cluster"):
         yield
 
 

@@ -1,4 +1,4 @@
-"""The server behind `tiny.Forks`: reads jobs from standard input, forks a child for each, tells its end."""
+"""The server behind `tiny.Forks`: a copy for each connection reads jobs, forks a child for each, and tells its end."""
 
 import gc
 import json
@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 gc.disable()  # imports create a million objects and hardly any garbage
+from tests import fork_server  # noqa: E402
 from tests.worker.training import half_attention, troubles  # noqa: E402
 from worker.training.__main__ import main  # noqa: E402
 
@@ -41,14 +42,20 @@ def _child(request: dict[str, Any]) -> None:
         os._exit(code)
 
 
+def _serve(connection: socket.socket) -> None:
+    """Read jobs from the connection, fork a child for each, and report its start and end."""
+    with connection, connection.makefile("rw") as lines:
+        for line in lines:
+            child = os.fork()
+            if child == 0:
+                _child(json.loads(line))
+            print(json.dumps({"pid": child}), file=lines, flush=True)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            print(json.dumps({"code": code}), file=lines, flush=True)
+
+
 # A collection in a child would write to, and so copy, every page of what the imports have created.
 gc.collect()
 gc.freeze()
 gc.enable()
-for line in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        _child(json.loads(line))
-    print(json.dumps({"pid": child}), flush=True)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    print(json.dumps({"code": status}), flush=True)
+_serve(fork_server.serve(sys.argv[1]))
