@@ -10,7 +10,7 @@ from typing import Any
 
 gc.disable()  # imports create a million objects and hardly any garbage
 from tests import fork_server  # noqa: E402
-from tests.worker.training import half_attention, troubles  # noqa: E402
+from tests.worker.training import disk, half_attention, troubles  # noqa: E402
 from worker.training.__main__ import main  # noqa: E402
 
 
@@ -35,7 +35,7 @@ def _child(request: dict[str, Any]) -> None:
             control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             control.connect(str(request["control"]))
             arguments += ["--control-fd", str(control.detach())]
-        code = main(arguments)
+        code = disk.main(main, arguments) if "watch_disk" in request else main(arguments)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
