@@ -93,10 +93,10 @@ def _measure(service: Stack, fleet: "list[subprocess.Popen[str]]", workers: int,
     overdue = [run_id for one in figures for run_id in one["overdue"]]
     print(
         f"C14 {rates}\n"
-        f"C14 a claim takes {quantile(claims, 0.5) * 1e3:.0f} ms in the median, p99 {quantile(claims, 0.99) * 1e3:.0f} ms; a "
-        f"run of {arriving} created over HTTP at {ARRIVALS:g} a second was claimed after "
-        f"{quantile(waits, 0.5) * 1e3:.0f} ms in the median, p99 {quantile(waits, 0.99) * 1e3:.0f} ms, longest "
-        f"{waits[-1] * 1e3:.0f} ms\n"
+        f"C14 a claim takes {quantile(claims, 0.5) * 1e3:.0f} ms in the median, p99 "
+        f"{quantile(claims, 0.99) * 1e3:.0f} ms; a run of {arriving} created over HTTP at {ARRIVALS:g} a second was "
+        f"claimed after {quantile(waits, 0.5) * 1e3:.0f} ms in the median, p99 {quantile(waits, 0.99) * 1e3:.0f} ms, "
+        f"longest {waits[-1] * 1e3:.0f} ms\n"
         f"C14 {completed} of {runs + arriving} runs completed in their first attempt, {lost} attempts lost, {gaps} "
         f"runs with missing events; the longest time between two renewals was {silences[-1]:.1f} s of "
         f"{LEASE_SECONDS:g} s, trainers beyond their deadline: {len(overdue)}",
