@@ -8,22 +8,11 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, text
 
-from app.config import Settings
 from app.infra.ids import new_id
 from app.runs.metrics import curves as reading
 from app.runs.metrics import points
 from tests.factories import Trainer, make_dataset, make_run
 from tests.server import ApiServer
-
-
-@pytest.fixture
-def settings(emptied_api: ApiServer) -> Settings:
-    return emptied_api.settings
-
-
-@pytest.fixture
-def api(emptied_api: ApiServer) -> ApiServer:
-    return emptied_api
 
 
 @pytest.fixture
