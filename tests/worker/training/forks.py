@@ -1,6 +1,7 @@
 """The server behind `tiny.Forks`: a copy for each connection reads jobs, forks a child for each, and tells its end."""
 
 import gc
+import importlib
 import json
 import os
 import resource
@@ -12,6 +13,14 @@ gc.disable()  # imports create a million objects and hardly any garbage
 from tests import fork_server  # noqa: E402
 from tests.worker.training import disk, half_attention, troubles  # noqa: E402
 from worker.training.__main__ import main  # noqa: E402
+
+# Modules that transformers and peft import with the first model, of a kind that most tests train.
+for _name in (
+    "transformers.models.llama.modeling_llama",
+    "transformers.integrations.bitsandbytes",
+    "peft.tuners.lora.bnb",
+):
+    importlib.import_module(_name)
 
 
 def _child(request: dict[str, Any]) -> None:
