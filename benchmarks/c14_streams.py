@@ -23,6 +23,7 @@ import psutil
 from app.infra.broker import events_channel
 from app.runs.events.log import NewEvent, append
 from benchmarks import svg
+from benchmarks.figures import quantile, seconds_used
 from benchmarks.stream_readers import ReaderGroup
 from tests.ports import free_port
 from tests.rows import add_run, add_worker, claim
@@ -137,10 +138,10 @@ class _Measurement:
         received = sum(report["received"] for report in reports)
         back = [moment - killed_at for moment in group.reopened]
         print(
-            f"C14 latency of {len(latencies):,} deliveries: p50 {_part(latencies, 0.5) * 1e3:.0f} ms, p99 "
-            f"{_part(latencies, 0.99) * 1e3:.0f} ms, longest {latencies[-1] * 1e3:.0f} ms\n"
+            f"C14 latency of {len(latencies):,} deliveries: p50 {quantile(latencies, 0.5) * 1e3:.0f} ms, p99 "
+            f"{quantile(latencies, 0.99) * 1e3:.0f} ms, longest {latencies[-1] * 1e3:.0f} ms\n"
             f"C14 one of {APIS} API processes killed: {cuts:,} streams cut; of these half were back after "
-            f"{_part(back, 0.5):.1f} s, 99 % after {_part(back, 0.99):.1f} s, all after {back[-1]:.1f} s, with "
+            f"{quantile(back, 0.5):.1f} s, 99 % after {quantile(back, 0.99):.1f} s, all after {back[-1]:.1f} s, with "
             f"{sum(report['refused'] for report in reports):,} attempts refused\n"
             f"C14 {received:,} of {expected:,} events delivered, {wrong} out of order or more than once "
             f"{next((report['problem'] for report in reports if report['problem']), '')}",
@@ -214,25 +215,9 @@ class _Measurement:
         return sum(_memory(one.pid) for one in (process, *process.children()))
 
 
-def seconds_used(pid: int) -> float:
-    """Return the processor seconds of a process, its children, and those of them that have ended."""
-    total = 0.0
-    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
-        try:
-            times = process.cpu_times()
-        except psutil.NoSuchProcess:
-            continue
-        total += times.user + times.system + times.children_user + times.children_system
-    return total
-
-
 def _memory(pid: int) -> int:
     """Return the memory of a process that it shares with no other one."""
     return int(psutil.Process(pid).memory_full_info().uss)
-
-
-def _part(values: list[float], part: float) -> float:
-    return values[min(len(values) - 1, int(part * len(values)))]
 
 
 def _readers(wanted: int, is_proxied: bool) -> int:

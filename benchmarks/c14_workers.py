@@ -20,7 +20,7 @@ from sqlalchemy import text
 from app.infra.ids import new_id
 from app.runs.state import machine
 from app.standalone.postgres import Postgres
-from benchmarks.c14_streams import seconds_used
+from benchmarks.figures import quantile, seconds_used
 from tests.rows import add_run
 from tests.stack import Stack
 from tests.waiting import eventually
@@ -93,10 +93,10 @@ def _measure(service: Stack, fleet: "list[subprocess.Popen[str]]", workers: int,
     overdue = [run_id for one in figures for run_id in one["overdue"]]
     print(
         f"C14 {rates}\n"
-        f"C14 a claim takes {_part(claims, 0.5) * 1e3:.0f} ms in the median, p99 {_part(claims, 0.99) * 1e3:.0f} ms; a "
-        f"run of {arriving} created over HTTP at {ARRIVALS:g} a second was claimed after "
-        f"{_part(waits, 0.5) * 1e3:.0f} ms in the median, p99 {_part(waits, 0.99) * 1e3:.0f} ms, longest "
-        f"{waits[-1] * 1e3:.0f} ms\n"
+        f"C14 a claim takes {quantile(claims, 0.5) * 1e3:.0f} ms in the median, p99 "
+        f"{quantile(claims, 0.99) * 1e3:.0f} ms; a run of {arriving} created over HTTP at {ARRIVALS:g} a second was "
+        f"claimed after {quantile(waits, 0.5) * 1e3:.0f} ms in the median, p99 {quantile(waits, 0.99) * 1e3:.0f} ms, "
+        f"longest {waits[-1] * 1e3:.0f} ms\n"
         f"C14 {completed} of {runs + arriving} runs completed in their first attempt, {lost} attempts lost, {gaps} "
         f"runs with missing events; the longest time between two renewals was {silences[-1]:.1f} s of "
         f"{LEASE_SECONDS:g} s, trainers beyond their deadline: {len(overdue)}",
@@ -177,7 +177,3 @@ def _postgres(service: Stack) -> int:
 def _value(service: Stack, query: str) -> int:
     with service.engine.connect() as connection:
         return int(connection.scalar(text(query)) or 0)
-
-
-def _part(values: list[float], part: float) -> float:
-    return values[min(len(values) - 1, int(part * len(values)))]

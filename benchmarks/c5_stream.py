@@ -25,6 +25,7 @@ import psutil
 
 from app.infra.broker import events_channel
 from app.runs.events.log import NewEvent, append
+from benchmarks.figures import quantile
 from benchmarks.stream_readers import ReaderGroup
 from tests.ports import free_port
 from tests.rows import add_run, add_worker, claim
@@ -108,7 +109,7 @@ class Figures:
 
     def percentile(self, part: float) -> float:
         """Return a latency quantile in milliseconds."""
-        return self.latencies[min(len(self.latencies) - 1, int(part * len(self.latencies)))] * 1e3
+        return quantile(self.latencies, part) * 1e3
 
     def __str__(self) -> str:
         return (

@@ -36,8 +36,9 @@ _REDIS_DATABASES = 512
 
 # With pytest-xdist, slow tests start first, so that no process waits for another at the end.
 # Tests that mostly wait (for leases, for restarted processes) alternate with tests that mostly compute.
-_WAIT = ("chaos", "e2e", "reliability", "web")
+_WAIT = ("e2e", "chaos", "reliability", "web")
 _COMPUTE = ("training", "worker", "mutants", "test_fuzz.py")
+"""Names of folders and files, those first that take longest in one process."""
 
 # A shell without job control starts background jobs with SIGINT ignored, and child processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -68,17 +69,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     files = list(dict.fromkeys(item.path for item in items))
-    waits, computes = ([file for file in files if not {*file.parts}.isdisjoint(names)] for names in (_WAIT, _COMPUTE))
+    waits, computes = (
+        list(dict.fromkeys(file for name in names for file in files if name in file.parts))
+        for names in (_WAIT, _COMPUTE)
+    )
     first = [file for file in files if file == ROOT / FIRST]
     turns = [*first, *itertools.chain.from_iterable(itertools.zip_longest(computes, waits))]
     place = {file: number for number, file in reversed([*enumerate(turns)])}
     items.sort(key=lambda item: place.get(item.path, len(files)))
 
 
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the session that all its processes share."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
 @pytest.fixture(scope="session", autouse=True)
-def forked_programs() -> Iterator[None]:
+def forked_programs(shared_folder: Path) -> Iterator[None]:
     """Fork the API and worker processes of tests from one that has imported them."""
-    with programs.forked():
+    with programs.forked(shared_folder / "programs" / "template"):
         yield
 
 
@@ -122,10 +133,9 @@ class Services:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def shared_cluster(shared_folder: Path) -> Iterator[None]:
     """Create one PostgreSQL cluster for all processes of the session."""
-    folder = tmp_path_factory.getbasetemp()
-    with clusters.shared((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "cluster"):
+    with clusters.shared(shared_folder / "cluster"):
         yield
 
 

@@ -2,7 +2,7 @@
 
 An import of the API or the worker takes one to two seconds of processor time, a fork a few milliseconds. A forked
 program has its own environment, output, signals and exit; tests kill, freeze and await it like any other process. Two
-differences remain: its parent is the template process, and `/proc/PID/cmdline` and `environ` show the template's.
+differences remain: its parent is a copy of the template, and `/proc/PID/cmdline` and `environ` show the template's.
 Starts from nothing are tested elsewhere: `anneal up`, `anneal worker` and the chaos suite run real processes.
 
 Outside pytest (benchmarks, fuzzing) nothing is forked: `start` starts `python -m …`.
@@ -23,6 +23,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+from tests import fork_server
 
 _PRELOADED = (
     "worker.main", "worker.attempts.supervisor", "app.main", "app.server", "app.cli.main", "app.standalone.supervisor",
@@ -116,10 +118,12 @@ class ForkedProcess:
 
 
 class Template:
-    """Client of the template process, which is started with the first program."""
+    """Client of the template process, which is started with the first program of a test session."""
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._server: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
         self._starting = threading.Lock()
         self._changed = threading.Condition()
         self._started: list[int] = []
@@ -143,8 +147,9 @@ class Template:
             "outputs": [None if path is None else str(path) for path in (log, errors)],
         }
         with self._starting:
-            if self._process is None:
-                self._start_template()
+            if self._socket is None:
+                self._socket, self._server = fork_server.connect(self._path, [sys.executable, "-m", "tests.programs"])
+                threading.Thread(target=self._receive, args=[self._socket], name="template", daemon=True).start()
             self._socket.sendall(json.dumps(request).encode() + b"\n")
             with self._changed:
                 self._changed.wait_for(lambda: self._started or self._is_closed, _START_SECONDS)
@@ -159,21 +164,17 @@ class Template:
             return self._codes.get(pid)
 
     def close(self) -> None:
-        """End the template process; its copies go on."""
-        if self._process is not None:
+        """End the copy of the template, and the template if this started it; programs go on."""
+        if self._socket is not None:
             self._socket.shutdown(socket.SHUT_WR)
-            self._process.wait(timeout=30)
+            with self._changed:
+                assert self._changed.wait_for(lambda: self._is_closed, 30), "the copy of the template ends"
             self._socket.close()
+        if self._server is not None:
+            fork_server.end(self._server)
 
-    def _start_template(self) -> None:
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "tests.programs", str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=Path(__file__).parents[1])
-        threading.Thread(target=self._receive, name="template of programs", daemon=True).start()
-
-    def _receive(self) -> None:
-        with self._socket.makefile("r") as lines:
+    def _receive(self, connection: socket.socket) -> None:
+        with connection.makefile("r") as lines:
             for line in lines:
                 message = json.loads(line)
                 with self._changed:
@@ -192,10 +193,10 @@ _template: Template | None = None
 
 
 @contextlib.contextmanager
-def forked() -> Any:
-    """Fork the programs that are started within."""
+def forked(path: Path) -> Any:
+    """Fork the programs that are started within, from a template whose socket is at `path`."""
     global _template
-    _template = Template()
+    _template = Template(path)
     try:
         yield
     finally:
@@ -271,7 +272,7 @@ def _main() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
-    request = _serve(socket.socket(fileno=int(sys.argv[1])))
+    request = _serve(fork_server.serve(sys.argv[1]))
     if request is not None:
         _become(request)
 

@@ -5,8 +5,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -28,8 +29,18 @@ from worker.wire.journal import read_journal
 class WorkerProcess:
     """Worker process: `python -m worker.main`."""
 
-    def __init__(self, settings: Settings, log: Path, under: Sequence[str] = ()) -> None:
-        """Start it; `under` is a command that executes it, with its arguments."""
+    def __init__(
+        self,
+        settings: Settings,
+        log: Path,
+        under: Sequence[str] = (),
+        program: str = "worker.main",
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Start it; `under` is a command that executes it, with its arguments.
+
+        `program` is a module that runs the worker in another way; `variables` join its environment.
+        """
         self.log = log
         self.process: programs.Process
         if under:
@@ -39,7 +50,7 @@ class WorkerProcess:
                     env=settings.child_environment(), stdout=output, stderr=output,
                 )  # fmt: skip
         else:
-            self.process = programs.start("worker.main", [], settings.child_environment(), log)
+            self.process = programs.start(program, [], {**settings.child_environment(), **variables}, log)
 
     def kill(self) -> None:
         """Kill the process with SIGKILL."""
@@ -101,7 +112,7 @@ class Stack:
     def add_worker(self, under: Sequence[str] = (), **values: Any) -> WorkerProcess:
         """Start another worker, if wanted by the command `under`, and wait until it is registered."""
         settings = self.settings.model_copy(update=values)
-        worker = WorkerProcess(settings, self.home / f"worker-{len(self.workers)}.log", under)
+        worker = self._start_worker(settings, self.home / f"worker-{len(self.workers)}.log", under)
         self.workers.append(worker)
         eventually(lambda: self._is_registered(worker), timeout=60, what=f"worker registered, see {worker.log}")
         return worker
@@ -200,6 +211,9 @@ class Stack:
         self.api.stop()
         self.engine.dispose()
         self.servers.stop()
+
+    def _start_worker(self, settings: Settings, log: Path, under: Sequence[str]) -> WorkerProcess:
+        return WorkerProcess(settings, log, under)
 
     def _is_registered(self, worker: WorkerProcess) -> bool:
         assert worker.process.poll() is None, worker.log.read_text()[-3000:]

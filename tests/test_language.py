@@ -30,6 +30,8 @@ MOST_QUESTIONS = 0.01
 """Fraction of docstrings that may open like a question."""
 
 _CODE = re.compile(r"^```.*?^```$|(`+)[^\n]*?\1|\]\([^)]*\)", re.MULTILINE | re.DOTALL)
+_BETWEEN = re.compile(r"""["'\s]+[a-z]{0,2}["']|\s+""")
+"""What may stand between two words of a text that is written in several strings."""
 
 
 def docstrings(tree: ast.AST) -> Iterator[str]:
@@ -57,7 +59,13 @@ def findings(text: str) -> list[str]:
 
 
 def test_sources_have_no_retired_words() -> None:
-    found = [f"{path.relative_to(ROOT)}: {one!r}" for path in SOURCES for text in prose(path) for one in findings(text)]
+    found = [
+        f"{path.relative_to(ROOT)}: {one!r}"
+        for path in SOURCES
+        if findings(_BETWEEN.sub(" ", path.read_text()))  # tokenizing takes long
+        for text in prose(path)
+        for one in findings(text)
+    ]
     assert not found, "\n".join(found)
 
 

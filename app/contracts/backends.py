@@ -151,49 +151,28 @@ class TrainingBackend(ABC, Generic[Transaction, Run]):
         """Resume from a checkpoint of the run (None: the newest restorable one) as a new run; return its id."""
 
 
-_CELERY = BackendRules(
-    capabilities=BackendCapabilities(
-        name="celery",
-        supports_local=True,
-        supports_remote=True,
-        supports_distributed=True,
-        supported_methods=tuple(TrainingMethod),
-        max_model_size_b=None,
-        supported_quantization=("4bit", "8bit"),
-        supports_streaming_logs=True,
-    ),
-    options=None,
-    machine_matters=True,
-    loads_model=True,
+_CAPABILITIES = BackendCapabilities(
+    name="celery",
+    supports_local=True,
+    supports_remote=True,
+    supports_distributed=True,
+    supported_methods=tuple(TrainingMethod),
+    max_model_size_b=None,
+    supported_quantization=("4bit", "8bit"),
+    supports_streaming_logs=True,
 )
 
+_CELERY = BackendRules(capabilities=_CAPABILITIES, options=None, machine_matters=True, loads_model=True)
+
 _FAKE = BackendRules(
-    capabilities=BackendCapabilities(
-        name="fake",
-        supports_local=True,
-        supports_remote=True,
-        supports_distributed=False,
-        supported_methods=tuple(TrainingMethod),
-        max_model_size_b=None,
-        supported_quantization=("4bit", "8bit"),
-        supports_streaming_logs=True,
-    ),
+    capabilities=_CAPABILITIES.model_copy(update={"name": "fake", "supports_distributed": False}),
     options=FakeOptions,
     machine_matters=False,
     loads_model=False,
 )
 
 _RAY = BackendRules(
-    capabilities=BackendCapabilities(
-        name="ray",
-        supports_local=False,
-        supports_remote=True,
-        supports_distributed=True,
-        supported_methods=tuple(TrainingMethod),
-        max_model_size_b=None,
-        supported_quantization=("4bit", "8bit"),
-        supports_streaming_logs=True,
-    ),
+    capabilities=_CAPABILITIES.model_copy(update={"name": "ray", "supports_local": False}),
     options=None,
     machine_matters=True,
     loads_model=True,

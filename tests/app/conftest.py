@@ -19,6 +19,9 @@ from tests.waiting import eventually
 
 Anneal = Callable[..., Result]
 
+ROWS = "".join(f'{{"text": "row {n}"}}\n' for n in range(5))
+"""A dataset of five rows."""
+
 RUN = """\
 dataset_id: {dataset_id}
 backend: fake

@@ -1,13 +1,15 @@
 """The whole service with real training: uvicorn, PostgreSQL, Valkey, a Celery worker with its zygote, TRL on a CPU."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from app.config import Settings
+from tests import zygotes
 from tests.browser import chromium
-from tests.stack import Stack
+from tests.stack import Stack, WorkerProcess
 from tests.worker.training.tiny import make_chat_dataset, make_tiny_model
 
 __all__ = ["chromium"]
@@ -29,6 +31,9 @@ QLORA: dict[str, Any] = {
 }
 
 
+_zygotes: zygotes.Server | None = None
+
+
 class TrainingStack(Stack):
     """A stack with a tiny model below its models root and a mix of two chat datasets."""
 
@@ -36,6 +41,12 @@ class TrainingStack(Stack):
         super().__init__(home, launch="zygote", lease_seconds=6, **values)
         make_tiny_model(self.settings.models_folder / "tiny", hidden=64, dropout=0.1)
         self.chats = self._mixed(home)
+
+    def _start_worker(self, settings: Settings, log: Path, under: Sequence[str]) -> WorkerProcess:
+        if _zygotes is None or under:
+            return super()._start_worker(settings, log, under)
+        variables = _zygotes.variables(settings.trainer_environment())
+        return WorkerProcess(settings, log, program="tests.zygotes", variables=variables)
 
     def _mixed(self, home: Path) -> str:
         """Mix two chat datasets of 90 and 60 rows with weights; answers the id."""
@@ -56,6 +67,15 @@ class TrainingStack(Stack):
         """Step → exact loss and row ids, as the attempt that trained the step last wrote them down."""
         lines = [line for line in self.journal(run_id) if line["event"] == "step"]
         return {line["step"]: (line["loss_hex"], line["samples"]) for line in lines}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_zygotes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fork the zygotes of the workers from a process that has imported the training code."""
+    global _zygotes
+    with zygotes.server(tmp_path_factory.getbasetemp() / "zygotes" / "server") as _zygotes:
+        yield
+    _zygotes = None
 
 
 @pytest.fixture(scope="session")

@@ -68,6 +68,7 @@ def test_from_a_file_to_a_trained_model_without_a_shell(page: Page, stack: Train
     expect(records.get_by_role("link", name="metrics.jsonl")).to_be_visible()
 
 
+@pytest.mark.full
 def test_stop_resume_and_every_action(page: Page, stack: TrainingStack) -> None:
     run_id = stack.train(max_steps=50_000, save_steps=50_000, logging_steps=1, eval_split=0.1, eval_steps=50_000)
     page.goto(f"/runs/{run_id}")

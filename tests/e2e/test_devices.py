@@ -16,13 +16,14 @@ from worker.wire.journal import read_journal
 
 pytestmark = pytest.mark.usefixtures("idle")
 
+HANG_SECONDS = 8
 TWO: dict[str, Any] = {"resources": {"devices": 2}}
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingStack]:
     """A service with one worker of two devices."""
-    stack = TrainingStack(tmp_path_factory.mktemp("devices"))
+    stack = TrainingStack(tmp_path_factory.mktemp("devices"), hang_seconds=HANG_SECONDS)
     stack.add_worker(slots=2)
     yield stack
     stack.close()
@@ -78,7 +79,8 @@ def test_trains_evaluates_and_can_be_downloaded(stack: TrainingStack) -> None:
     assert shown["evaluation"]["eval_loss"] > 0
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_process_ends_all_and_the_run_resumes(stack: TrainingStack, rank: int) -> None:
     run_id = start(stack, max_steps=60)
     stack.until_step(run_id, 15, timeout=120)
@@ -155,21 +157,17 @@ def test_what_one_device_trains_is_refused_at_once(stack: TrainingStack) -> None
         assert [error["code"] for error in found] == [code] and says in found[0]["message"], errors
 
 
-def test_a_frozen_process_is_found_and_named(tmp_path: Path) -> None:
-    stack = TrainingStack(tmp_path, hang_seconds=6)
-    try:
-        stack.add_worker(slots=2)
-        run_id = start(stack, max_steps=40)
-        stack.until_step(run_id, 12, timeout=120)
-        before = processes(stack)
-        os.kill(before[1], signal.SIGSTOP)
-        shown = stack.until(run_id, "completed", "failed", timeout=120)
-        assert (shown["status"], shown["attempt"]) == ("completed", 2), shown["error_message"]
-        reasons = [str(event.get("reason")) for event in stack.events(run_id) if event["type"] == "status"]
-        assert any("hung" in reason and "the process of rank 1 was suspended" in reason for reason in reasons), reasons
-        assert not any(Path(f"/proc/{pid}").exists() for pid in before)
-    finally:
-        stack.close()
+def test_a_frozen_process_is_found_and_named_and_the_run_resumes(stack: TrainingStack) -> None:
+    run_id = start(stack, max_steps=40)
+    stack.until_step(run_id, 12, timeout=120)
+    before = processes(stack)
+    assert len(before) == 2
+    os.kill(before[1], signal.SIGSTOP)
+    shown = stack.until(run_id, "completed", "failed", timeout=120)
+    assert (shown["status"], shown["attempt"]) == ("completed", 2), shown["error_message"]
+    reasons = [str(event.get("reason")) for event in stack.events(run_id) if event["type"] == "status"]
+    assert any("hung" in reason and "the process of rank 1 was suspended" in reason for reason in reasons), reasons
+    assert not any(Path(f"/proc/{pid}").exists() for pid in before)
 
 
 def test_a_divided_model_survives_a_kill_and_goes_on_undivided_on_one_device(stack: TrainingStack) -> None:

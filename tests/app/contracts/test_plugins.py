@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine
 
+from app.config import Settings
 from app.contracts import plugins
 from app.contracts.training_config.fields import TrainerOptions
 from tests.factories import make_dataset, make_model
@@ -12,6 +13,16 @@ from tests.rows import add_worker
 from tests.server import ApiServer
 
 HERE = {"optimizer": ["slow-sign"], "callback": ["tally"], "reward": ["brevity"], "scheduler": []}
+
+
+@pytest.fixture
+def settings(emptied_api: ApiServer) -> Settings:
+    return emptied_api.settings
+
+
+@pytest.fixture
+def api(emptied_api: ApiServer) -> ApiServer:
+    return emptied_api
 
 
 @pytest.fixture

@@ -1,10 +1,22 @@
 """Runs side by side: what differs, what does not, and what came of it."""
 
+import pytest
 from sqlalchemy import Engine
 
+from app.config import Settings
 from app.infra.ids import new_id
 from tests.factories import Trainer, make_dataset, make_run
 from tests.server import ApiServer
+
+
+@pytest.fixture
+def settings(emptied_api: ApiServer) -> Settings:
+    return emptied_api.settings
+
+
+@pytest.fixture
+def api(emptied_api: ApiServer) -> ApiServer:
+    return emptied_api
 
 
 def test_reports_where_configurations_differ_and_what_each_run_has_reached(api: ApiServer, engine: Engine) -> None:

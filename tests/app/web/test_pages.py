@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Dialog, Locator, Page, expect
+from playwright.sync_api import Browser, Dialog, Locator, Page, ViewportSize, expect
 from sqlalchemy import Engine
 
 from app.config import Settings
@@ -29,6 +29,7 @@ _VISIBILITY = """
   };
 """
 """Pages of a browser without a screen are all visible; with this, a test hides them."""
+PHONE: ViewportSize = {"width": 390, "height": 844}
 _TOO_WIDE = """() => {
   if (document.documentElement.scrollWidth <= innerWidth) return [];
   const isWide = (element) => element.getBoundingClientRect().right > innerWidth + 1;
@@ -465,7 +466,9 @@ class TestEveryPage:
             ),
             pytest.param({"viewport": {"width": 1440, "height": 900}, "color_scheme": "dark"}, id="dark"),
             pytest.param(
-                {"viewport": {"width": 390, "height": 844}, "color_scheme": "light", "has_touch": True}, id="on a phone"
+                {"viewport": PHONE, "color_scheme": "light", "has_touch": True},
+                id="on a phone",
+                marks=pytest.mark.full,
             ),
         ],
     )
@@ -481,7 +484,10 @@ class TestEveryPage:
                 expect(page.locator("main h1")).to_be_visible()
                 expect(page.locator("[aria-busy=true]")).to_have_count(0)
                 wrong = [f"{one['id']}: {one['nodes'][0]['html']}" for one in Axe().run(page).response["violations"]]
-                wrong += page.evaluate(_TOO_WIDE)
+                for size in (options["viewport"], PHONE):
+                    page.set_viewport_size(size)
+                    wrong += page.evaluate(_TOO_WIDE)
+                page.set_viewport_size(options["viewport"])
                 if page.locator("img[src='x'], main script, [onerror]").count():
                     wrong.append("text became markup")
                 if wrong:

@@ -69,15 +69,16 @@ def test_the_last_status_waits_for_the_last_line_of_the_log(
     assert reported[2:] == ["first", "progress", "running", "second", "last", "completed", "end"]
 
 
-def test_a_worker_that_waits_for_its_storage_takes_no_run_meanwhile(
-    settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add_run(engine)
+def attempt_that_cannot_be_prepared(
+    settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch, problem: Exception, **values: Any
+) -> tuple[WorkerContext, Any]:
+    """Execute the transition of an attempt whose preparation raises `problem`; return the worker and the run's row."""
+    add_run(engine, **values)
     run = claim(engine, add_worker(engine), lease=60.0)
     context = WorkerContext(settings)
 
     def prepare(*_: Any) -> Any:
-        raise JobError("storage_unavailable", "it refuses this process", is_transient=True, pause_seconds=0.0)
+        raise problem
 
     monkeypatch.setattr(supervisor, "prepare", prepare)
     writer: Any = SimpleNamespace(put=lambda _: None, persist=lambda work: work())
@@ -85,27 +86,24 @@ def test_a_worker_that_waits_for_its_storage_takes_no_run_meanwhile(
         connection.execute(supervisor.attempt(context, run, SimpleNamespace(), writer))  # type: ignore[arg-type]
     context.engine.dispose()
     context.lease_engine.dispose()
-    assert "it refuses this process" in (context.health.trouble() or "")
-    assert (run_row(engine, run.id).status, run_row(engine, run.id).lost_count) == ("pending", 0)
+    return context, run_row(engine, run.id)
+
+
+def test_a_worker_that_waits_for_its_storage_takes_no_run_meanwhile(
+    settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = JobError("storage_unavailable", "it refuses this process", is_transient=True, pause_seconds=0.0)
+    worker, run = attempt_that_cannot_be_prepared(settings, engine, monkeypatch, away)
+    assert "it refuses this process" in (worker.health.trouble() or "")
+    assert (run.status, run.lost_count) == ("pending", 0)
 
 
 def test_a_disk_that_cannot_take_what_a_run_needs_is_the_cause_that_is_reported(
     settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_run(engine, max_restarts=0)
-    run = claim(engine, add_worker(engine), lease=60.0)
-    context = WorkerContext(settings)
-
-    def prepare(*_: Any) -> Any:
-        raise OSError(errno.ENOSPC, "the dataset does not fit on the disk")
-
-    monkeypatch.setattr(supervisor, "prepare", prepare)
-    writer: Any = SimpleNamespace(put=lambda _: None, persist=lambda work: work())
-    with engine.begin() as connection:
-        connection.execute(supervisor.attempt(context, run, SimpleNamespace(), writer))  # type: ignore[arg-type]
-    context.engine.dispose()
-    context.lease_engine.dispose()
-    assert (run_row(engine, run.id).status, run_row(engine, run.id).error_code) == ("failed", "disk_full")
+    full = OSError(errno.ENOSPC, "the dataset does not fit on the disk")
+    _, run = attempt_that_cannot_be_prepared(settings, engine, monkeypatch, full, max_restarts=0)
+    assert (run.status, run.error_code) == ("failed", "disk_full")
 
 
 def test_readers_are_woken_when_there_is_something_to_read(

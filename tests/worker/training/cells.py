@@ -198,7 +198,8 @@ def main() -> int:
     print("| objective | adapter | difficulty | devices | " + " | ".join(PLACES) + " |")
     print("|---|---|---|---|" + "---|" * len(PLACES))
     with tempfile.TemporaryDirectory() as folder:
-        forks, other = Forks(), Forks()
+        forks = Forks()
+        other = forks.another()
         lab = Lab(Path(folder), forks, TwoRanks(forks, other))
         for cell in chosen:
             whole = lab.undisturbed(cell)
@@ -215,8 +216,8 @@ def main() -> int:
                 approximate += bool(reasons)
                 reported.append("exact" if not found else ", ".join(found))
             print(f"{_row(cell)} " + " | ".join(reported) + " |", flush=True)
-        forks.close()
         other.close()
+        forks.close()
     count = len(chosen) * len(PLACES)
     print(
         f"\n{count} cells: {count - wrong - approximate} exact, {approximate} approximate with a reason, {wrong} wrong"

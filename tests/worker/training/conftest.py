@@ -23,23 +23,23 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def hub_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hub_cache(shared_folder: Path) -> Path:
     """What the processes of `forks` have of the hub; empty but for what a test puts there."""
-    return tmp_path_factory.mktemp("hub")
+    return shared_folder / "hub"
 
 
 @pytest.fixture(scope="session")
-def forks(hub_cache: Path) -> Iterator[Forks]:
+def forks(shared_folder: Path, hub_cache: Path) -> Iterator[Forks]:
     """Fresh training processes without the cost of their imports."""
-    server = Forks(HF_HUB_CACHE=str(hub_cache))
+    server = Forks(shared_folder / "forks" / "training", HF_HUB_CACHE=str(hub_cache))
     yield server
     server.close()
 
 
 @pytest.fixture(scope="session")
-def two_ranks(forks: Forks, hub_cache: Path) -> Iterator[TwoRanks]:
+def two_ranks(forks: Forks) -> Iterator[TwoRanks]:
     """Fresh training processes on two devices."""
-    other = Forks(HF_HUB_CACHE=str(hub_cache))
+    other = forks.another()
     yield TwoRanks(forks, other)
     other.close()
 

@@ -1,6 +1,7 @@
-"""The server behind `tiny.Forks`: reads jobs from standard input, forks a child for each, tells its end."""
+"""The server behind `tiny.Forks`: a copy for each connection reads jobs, forks a child for each, and tells its end."""
 
 import gc
+import importlib
 import json
 import os
 import resource
@@ -9,8 +10,17 @@ import sys
 from typing import Any
 
 gc.disable()  # imports create a million objects and hardly any garbage
-from tests.worker.training import half_attention, troubles  # noqa: E402
+from tests import fork_server  # noqa: E402
+from tests.worker.training import disk, half_attention, troubles  # noqa: E402
 from worker.training.__main__ import main  # noqa: E402
+
+# Modules that transformers and peft import with the first model, of a kind that most tests train.
+for _name in (
+    "transformers.models.llama.modeling_llama",
+    "transformers.integrations.bitsandbytes",
+    "peft.tuners.lora.bnb",
+):
+    importlib.import_module(_name)
 
 
 def _child(request: dict[str, Any]) -> None:
@@ -34,21 +44,27 @@ def _child(request: dict[str, Any]) -> None:
             control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             control.connect(str(request["control"]))
             arguments += ["--control-fd", str(control.detach())]
-        code = main(arguments)
+        code = disk.main(main, arguments) if "watch_disk" in request else main(arguments)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
 
+def _serve(connection: socket.socket) -> None:
+    """Read jobs from the connection, fork a child for each, and report its start and end."""
+    with connection, connection.makefile("rw") as lines:
+        for line in lines:
+            child = os.fork()
+            if child == 0:
+                _child(json.loads(line))
+            print(json.dumps({"pid": child}), file=lines, flush=True)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            print(json.dumps({"code": code}), file=lines, flush=True)
+
+
 # A collection in a child would write to, and so copy, every page of what the imports have created.
 gc.collect()
 gc.freeze()
 gc.enable()
-for line in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        _child(json.loads(line))
-    print(json.dumps({"pid": child}), flush=True)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    print(json.dumps({"code": status}), flush=True)
+_serve(fork_server.serve(sys.argv[1]))

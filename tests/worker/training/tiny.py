@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from app.contracts.training_config.fields import TrainingConfig
+from tests import fork_server
 from worker.checkpoint_files.manifest import verify
 from worker.wire.journal import read_journal
 
@@ -303,17 +304,20 @@ def write_job(job: dict[str, Any]) -> Path:
 class Forks:
     """A process that has imported the training code and forks one child for each job: a fresh process, fast."""
 
-    def __init__(self, **variables: str) -> None:
-        """`variables` join the environment of the processes."""
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.worker.training.forks"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=ENVIRONMENT | variables,
-        )
+    def __init__(self, path: Path | None = None, **variables: str) -> None:
+        """`path` is of a server that several processes share; `variables` join the environment of a new server."""
+        self._own = None if path else tempfile.TemporaryDirectory()
+        self._path = path or Path(self._own.name if self._own else "") / "forks"
+        command = [sys.executable, "-m", "tests.worker.training.forks"]
+        connection, self._server = fork_server.connect(self._path, command, ENVIRONMENT | variables)
+        self._lines = connection.makefile("rw")
+        connection.close()
         self._running: tuple[dict[str, Any], Path] | None = None
         self._always: dict[str, Any] = {}
+
+    def another(self) -> "Forks":
+        """Return a connection of its own to the same server, for jobs at the same time."""
+        return Forks(self._path)
 
     def beside(self, *folders: Path) -> "Forks":
         """Return the same server for jobs that import from these folders too."""
@@ -325,7 +329,7 @@ class Forks:
         """Run a job to its end.
 
         `file_bytes` limits the size of its files, `variables` join its environment, `disk` and `course` are for
-        `troubles`; `half_attention` begins that.
+        `troubles`; `half_attention` begins that; with `watch_disk` the last record is that of `disk.main`.
         """
         self.start(job, **limits)
         return self.wait()
@@ -333,7 +337,6 @@ class Forks:
     def start(self, job: dict[str, Any], control: Path | None = None, **limits: Any) -> int:
         """Start a job; returns its process id. It connects to a listening socket `control` to be told things."""
         out = Path(job["attempt_dir"])
-        assert self._server.stdin is not None and self._server.stdout is not None
         request = {
             "job": str(write_job(job)),
             "stdout": str(out / "stdout"),
@@ -343,10 +346,9 @@ class Forks:
         }
         if control is not None:
             request["control"] = str(control)
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
+        print(json.dumps(request), file=self._lines, flush=True)
         self._running = job, out
-        return int(json.loads(self._server.stdout.readline())["pid"])
+        return int(json.loads(self._lines.readline())["pid"])
 
     def said(self) -> list[dict[str, Any]]:
         """The records of the running job so far."""
@@ -356,13 +358,13 @@ class Forks:
 
     def wait(self) -> Outcome:
         """Wait for the end of the running job."""
-        assert self._running is not None and self._server.stdout is not None
-        code = int(json.loads(self._server.stdout.readline())["code"])
+        assert self._running is not None
+        code = int(json.loads(self._lines.readline())["code"])
         job, out = self._running
         return Outcome(code, parse_records((out / "stdout").read_text()), job, (out / "stderr").read_text())
 
     def close(self) -> None:
-        """End the server."""
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait(timeout=30)
+        """End the connection, and the server if this started it; other connections go on."""
+        self._lines.close()
+        if self._server is not None:
+            fork_server.end(self._server)

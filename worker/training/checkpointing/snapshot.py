@@ -134,9 +134,13 @@ def save_weights(model: Any, folder: Path, whole: Mapping[str, torch.Tensor] | N
     """Save the model, or its adapter alone, with its configuration; `whole` are the weights of a sharded one.
 
     Without the option, peft asks the hub for the base model's vocabulary size each time. No vocabulary is ever resized
-    here, so a checkpoint needs no copy of the embeddings.
+    here, so a checkpoint needs no copy of the embeddings. Nor does it need a model card, whose template peft compiles
+    each time while training waits.
     """
-    options: dict[str, Any] = {"save_embedding_layers": False} if isinstance(model, peft.peft_model.PeftModel) else {}
+    options: dict[str, Any] = {}
+    if isinstance(model, peft.peft_model.PeftModel):
+        options["save_embedding_layers"] = False
+        model.create_or_update_model_card = lambda output_dir: None
     if whole is not None:
         options["state_dict"] = dict(whole)
     model.save_pretrained(str(folder), **options)

@@ -18,6 +18,7 @@ from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from trl.trainer.reward_trainer import suppress_seqcls_warning
 
@@ -26,6 +27,9 @@ from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.rules import DeviceCapabilities
 from worker.training.failures import TrainingFailure, device_failure
 from worker.training.model.base_model import BaseModelSource, load_failure
+
+# The first call compiles hundreds of patterns, which transformers keeps: here, so that forks of the zygote have them.
+get_checkpoint_conversion_mapping("llama")
 
 Head = Literal["causal", "reward"]
 """Output of a model: next-token probabilities, or one number for a whole text."""

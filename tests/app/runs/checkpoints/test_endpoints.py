@@ -3,9 +3,20 @@
 import pytest
 from sqlalchemy import Engine, func
 
+from app.config import Settings
 from app.infra.ids import new_id
 from tests.factories import Trainer, make_dataset, make_run, mark_checkpoint
 from tests.server import ApiServer
+
+
+@pytest.fixture
+def settings(emptied_api: ApiServer) -> Settings:
+    return emptied_api.settings
+
+
+@pytest.fixture
+def api(emptied_api: ApiServer) -> ApiServer:
+    return emptied_api
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.worker.training.disk import Disk
-from tests.worker.training.tiny import ENVIRONMENT, make_job, parse_records, write_job
+from tests.worker.training.tiny import ENVIRONMENT, Forks, make_job, parse_records, write_job
 from worker.checkpoint_files import manifest
 
 
@@ -55,29 +55,23 @@ class TestAWholeRun:
         config = {"base_model": "none", "max_steps": 6, "save_steps": 2, "extra": {"step_seconds": 0}}
         job = {**make_job(tmp_path, "none", "none"), "backend": "fake"}
         job["dataset"]["rows"] = 8
-        reported = reported_under_watch(
-            "worker.fake.trainer", {**job, "config": config, "user_set_fields": list(config)}
-        )
-        assert reported == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+        job |= {"config": config, "user_set_fields": list(config)}
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.worker.training.disk", "worker.fake.trainer", str(write_job(job))],
+            capture_output=True, text=True, timeout=120, env=ENVIRONMENT, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])
+        assert_kept(parse_records(done.stdout), ["checkpoint-2", "checkpoint-4", "checkpoint-6"])
 
-    def test_of_the_real_trainer(self, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
+    def test_of_the_real_trainer(self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
         config = {"method": "lora", "max_steps": 3, "save_steps": 1, "max_seq_length": 64, "batch_size": 2}
-        reported = reported_under_watch("worker.training.__main__", make_job(tmp_path, tiny_model, chats, **config))
-        assert reported == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+        done = forks.run(make_job(tmp_path, tiny_model, chats, **config), watch_disk=True)
+        assert done.code == 0, done.stderr[-2000:]
+        assert_kept(done.records, ["checkpoint-1", "checkpoint-2", "checkpoint-3"])
 
 
-def reported_under_watch(entry: str, job: dict[str, Any]) -> list[str]:
-    """The checkpoints that a training process tells of; a power cut would have taken none of them, nor its output."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.worker.training.disk", entry, str(write_job(job))],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=ENVIRONMENT,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])
-    (seen,) = (record for record in parse_records(done.stdout) if record["type"] == "disk")
+def assert_kept(records: list[dict[str, Any]], checkpoints: list[str]) -> None:
+    """Assert that a power cut would have taken none of these checkpoints once reported, nor the output."""
+    (seen,) = (record for record in records if record["type"] == "disk")
     assert (seen["problems"], seen["too_early"], seen["has_output"]) == ([], [], True)
-    reported: list[str] = seen["reported"]
-    return reported
+    assert seen["reported"] == checkpoints

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from app.contracts.methods import METHODS, TrainingMethod
-from tests.worker.training.tiny import Forks, Outcome, make_job, make_pairs, make_prompts, make_rated, run_cold
+from tests.worker.training.tiny import Forks, Outcome, make_job, make_pairs, make_prompts, make_rated
 from worker.training.failures import TrainingFailure
 from worker.training.plugins import metric_functions
 
@@ -117,8 +117,7 @@ class TestMetricFunctions:
             tmp_path / "2", tiny_model, chats, eval_data=chats, extra_eval={"same": chats}, **CONFIG,
             extra={"metrics": ["brier"]},
         )  # fmt: skip
-        path = f"{plugins}:{Path.cwd()}"
-        done = completed(run_cold(job, PYTHONPATH=path))
+        done = completed(forks.beside(plugins).run(job))
         (one,), (other,) = ([record["metrics"] for record in run.of("eval")] for run in (plain, done))
         assert other["eval_own_accuracy"] == pytest.approx(other["eval_token_accuracy"], abs=0.05)
         assert other["eval_own_loss"] == pytest.approx(other["eval_loss"], rel=0.01)

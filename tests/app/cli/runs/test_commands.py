@@ -1,0 +1,151 @@
+"""Commands of `anneal runs`."""
+
+import re
+import threading
+from pathlib import Path
+
+from sqlalchemy import Engine, update
+
+from app.cli.runs.postmortem import typed
+from app.contracts.schemas.postmortem import CorrectedRequest
+from app.infra.storage import Storage
+from app.tables.runs import Run
+from tests.app.conftest import ROWS, Anneal, json_of
+from tests.factories import Trainer, make_model, mark_run
+from tests.server import ApiServer
+
+
+def test_runs_are_filtered_and_paged(anneal: Anneal, run_file: Path) -> None:
+    create = ["runs", "create", "-f", str(run_file), "--set", "tags=[paged]"]
+    ids = [anneal(*create).stdout.strip() for _ in range(3)]
+    first = anneal("runs", "list", "--tag", "paged", "--limit", "2")
+    assert [line.split()[0] for line in first.stdout.splitlines()[1:]] == ids[:0:-1]
+    assert f"--after {ids[1]}" in first.stderr
+    rest = json_of(anneal("runs", "list", "--tag", "paged", "--after", ids[1], "--json"))
+    assert [run["id"] for run in rest["data"]] == ids[:1] and rest["has_more"] is False
+    assert anneal("runs", "list", "--tag", "paged", "--status", "failed").stderr == "There are none.\n"
+    assert re.search(r"config.learning_rate +0\.0001\n", anneal("runs", "show", ids[0]).stdout)
+    assert json_of(anneal("runs", "stop", ids[0], "--json"))["status"] == "cancelled"
+
+
+def test_editing_changes_what_is_named(anneal: Anneal, run_file: Path) -> None:
+    run_id = anneal("runs", "create", "-f", str(run_file)).stdout.strip()
+    assert json_of(anneal("runs", "edit", run_id, "--name", "x", "--json"))["tags"] == ["2026-01-02", "no"]
+    assert json_of(anneal("runs", "edit", run_id, "--tag", "a", "--tag", "b", "--json"))["tags"] == ["a", "b"]
+    experiment_id = anneal("experiments", "create", "ranks").stdout.strip()
+    assert anneal("experiments", "edit", experiment_id, "--name", "x").stderr == f"{experiment_id} is changed.\n"
+    assert json_of(anneal("experiments", "show", experiment_id, "--json"))["name"] == "x"
+
+
+def test_show_has_the_values_that_actions_changed(anneal: Anneal, trainer: Trainer, engine: Engine) -> None:
+    assert "config.learning_rate  0.0001" in anneal("runs", "show", trainer.run_id).stdout
+    in_force = {"learning_rate": 1e-6, "max_steps": 500, "optim": "adamw_8bit"}
+    with engine.begin() as connection:
+        connection.execute(update(Run).where(Run.id == trainer.run_id).values(effective_config=in_force))
+    shown = " ".join(anneal("runs", "show", trainer.run_id).stdout.split())
+    assert "config.learning_rate 1e-06" in shown and "config.max_steps 500" in shown and "adamw_8bit" not in shown
+
+
+def test_runs_are_compared(anneal: Anneal, trainer: Trainer, run_file: Path) -> None:
+    trainer.metric(10, loss=2.5)
+    mark_run(trainer.engine, trainer.run_id, best_loss=2.5)
+    create = ["runs", "create", "-f", str(run_file), "--set", "name=other", "--set", "config.lora_r=4"]
+    ids = [trainer.run_id, anneal(*create).stdout.strip()]
+    header, *lines = anneal("runs", "compare", *ids).stdout.splitlines()
+    assert header.split() == ids
+    rows = [re.split("  +", line) for line in lines]
+    assert ["name", "counting", "other"] in rows and ["loss", "2.5", "-"] in rows
+    assert any(row[0] == "config.lora_r" and row[2] == "4" for row in rows)
+    compared = json_of(anneal("runs", "compare", *ids, "--json"))
+    assert compared["differences"]["config.lora_r"][ids[1]] == 4
+    assert "2 to 20" in anneal("runs", "compare", ids[0], code=1).stderr
+    assert json_of(anneal("runs", "list", "--sort", "best", "--json"))["data"][0]["id"] == trainer.run_id
+
+
+def test_what_is_pinned_cannot_be_deleted(anneal: Anneal, trainer: Trainer) -> None:
+    checkpoint_id = trainer.checkpoint(40)
+    trainer.complete()
+    assert anneal("runs", "pin", trainer.run_id).stderr == f"{trainer.run_id} is pinned.\n"
+    checkpoint = [trainer.run_id, "--checkpoint", checkpoint_id, "--json"]
+    assert json_of(anneal("runs", "pin", *checkpoint))["pinned"] is True
+    assert "periodic, pinned" in anneal("runs", "checkpoints", trainer.run_id).stdout
+    assert "pinned" in anneal("runs", "delete", trainer.run_id, code=1).stderr
+    assert json_of(anneal("runs", "unpin", *checkpoint))["pinned"] is False
+    assert json_of(anneal("runs", "unpin", trainer.run_id, "--json"))["pinned"] is False
+    assert anneal("runs", "delete", trainer.run_id).stderr == f"{trainer.run_id} is deleted.\n"
+
+
+def test_why_names_a_command_that_can_be_typed(anneal: Anneal, trainer: Trainer) -> None:
+    trainer.metric(1, loss=2.0)
+    trainer.metric(2, loss=25.0)
+    trainer.fail("non_finite_loss", "At step 3 the loss became nan.")
+    reported = anneal("runs", "why", trainer.run_id).stdout
+    command, body, end = reported.splitlines()[-3:]
+    assert (command, end) == ("anneal runs create -f - <<'EOF'", "EOF") and "diverged" in reported
+    Path("again.json").write_text(body)
+    assert anneal("runs", "create", "-f", "again.json").stdout.startswith("run_")
+    request = CorrectedRequest(path="/v1/runs/run_1/resume", body={"config": {"learning_rate": 1e-05, "epochs": 2}})
+    assert typed("run_1", request) == "anneal runs resume run_1 --set config.learning_rate=1e-05 --set config.epochs=2"
+
+
+def test_a_model_is_downloaded(anneal: Anneal, trainer: Trainer, shared_api: ApiServer) -> None:
+    trainer.write_output(Storage(shared_api.settings))
+    trainer.complete()
+    assert anneal("runs", "download", trainer.run_id).stdout.strip() == trainer.run_id
+    assert (Path(trainer.run_id) / "adapter_config.json").read_text() == "{}"
+    files = json_of(anneal("runs", "download", trainer.run_id, "-o", "here", "--path", "*.json", "--json"))
+    assert files == {"folder": "here", "files": ["adapter_config.json"]}
+
+
+def test_an_evaluation_shows_its_metrics_and_has_no_output(
+    anneal: Anneal, shared_api: ApiServer, trainer: Trainer
+) -> None:
+    trainer.complete()
+    make_model(shared_api.settings, "counted")
+    Path("rows.jsonl").write_text(ROWS)
+    anneal("datasets", "upload", "rows.jsonl")
+    run_id = anneal("eval", "counted", "last", "--no-wait").stdout.strip()
+    evaluation = Trainer(trainer.engine, run_id).begin()
+    evaluation.events("eval", {"step": 0, "metrics": {"eval_loss": 0.5}})
+    evaluation.complete()
+    assert anneal("runs", "watch", run_id).stdout.splitlines()[-1] == "  eval_loss 0.5"
+    shown = anneal("runs", "show", run_id).stdout
+    assert re.search(r"^task +evaluate$", shown, re.MULTILINE) and re.search(r"^eval_loss +0.5$", shown, re.MULTILINE)
+    assert "is an evaluation" in anneal("runs", "download", run_id, code=1).stderr
+    listed = json_of(anneal("runs", "list", "--task", "evaluate", "--json"))["data"]
+    assert [run["id"] for run in listed] == [run_id]
+    assert "--install-completion" not in anneal("eval", "--help").stdout
+
+
+def test_checkpoints_are_listed_and_resumed_from(anneal: Anneal, trainer: Trainer) -> None:
+    checkpoint_id = trainer.checkpoint(40)
+    assert checkpoint_id in anneal("runs", "checkpoints", trainer.run_id).stdout
+    assert json_of(anneal("runs", "checkpoints", trainer.run_id, "--json"))["data"][0]["step"] == 40
+    assert anneal("runs", "resume", trainer.run_id, code=1).stderr.startswith("anneal: ")
+    trainer.checkpoint(50, metrics={"loss": 1.5, "eval_loss": 2.5})
+    trainer.checkpoint(60, metrics={"eval_loss": 2.25})
+    listed = anneal("runs", "checkpoints", trainer.run_id).stdout
+    assert "eval_loss 2.25 (best)" in listed and "eval_loss 2.5 " in listed and listed.count("(best)") == 1
+    anneal("runs", "stop", trainer.run_id)
+    trainer.cancel()
+    assert "no checkpoint" in anneal("runs", "resume", "last", "--checkpoint", "ckpt_zz", code=1).stderr
+    resume = ["runs", "resume", trainer.run_id, "--checkpoint", checkpoint_id[:-4], "--json"]
+    assert "--set config.epochs" in anneal(*resume, "--set", "epochs=5", code=2).stderr
+    child = json_of(anneal(*resume, "--set", "config.epochs=5"))
+    assert (child["parent_run_id"], child["resume_checkpoint_id"]) == (trainer.run_id, checkpoint_id)
+    assert child["config"]["epochs"] == 5
+
+
+def test_without_a_checkpoint_the_option_that_starts_over_is_named(anneal: Anneal, trainer: Trainer) -> None:
+    trainer.fail()
+    assert "has no checkpoint" in anneal("runs", "export", "last", "--checkpoint", "last", code=1).stderr
+    assert "--from-start" in anneal("runs", "resume", trainer.run_id, code=1).stderr
+    assert anneal("runs", "resume", trainer.run_id, "--from-start").stdout.startswith("run_")
+
+
+def test_stop_can_wait_for_the_end(anneal: Anneal, trainer: Trainer) -> None:
+    assert "was asked to stop; it is running" in anneal("runs", "stop", trainer.run_id).stdout
+    ending = threading.Timer(0.3, trainer.cancel)
+    ending.start()
+    assert "is cancelled" in anneal("runs", "stop", "--wait", "--no-save", trainer.run_id).stdout
+    ending.join()

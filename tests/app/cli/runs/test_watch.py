@@ -1,0 +1,159 @@
+"""Commands that follow runs: `anneal runs watch`, `logs` and `events`."""
+
+import json
+import threading
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Engine
+
+from app.cli.runs.watch import WatchState
+from app.client import client
+from app.contracts.events import DeviceEvent, EvalEvent, MetricEvent, PendingEvent, SampleEvent, StatusEvent
+from tests.app.conftest import Anneal
+from tests.factories import Trainer, mark_run
+from tests.server import ApiServer
+from tests.waiting import eventually
+
+
+def end(trainer: Trainer, how: str) -> None:
+    """End the run as `how` says."""
+    {"completed": trainer.complete, "failed": trainer.fail, "cancelled": trainer.cancel}[how]()
+
+
+ENDS = pytest.mark.parametrize(("how", "code"), [("completed", 0), ("failed", 3), ("cancelled", 4)])
+
+
+@ENDS
+def test_watching_ends_as_the_run_does(anneal: Anneal, trainer: Trainer, how: str, code: int) -> None:
+    if how == "cancelled":
+        anneal("runs", "stop", trainer.run_id)
+    trainer.events("metric", {"step": 40, "loss": -1e-9, "extra": {"reward": 0.25}})
+    ending = threading.Timer(0.3, lambda: end(trainer, how))
+    ending.start()
+    watched = anneal("runs", "watch", trainer.run_id, code=code)
+    ending.join()
+    last = watched.stdout.splitlines()[-2]
+    assert f"counting: {how} at step" in last and last.endswith(", reward 0.2500")
+    again = anneal("runs", "watch", trainer.run_id, code=code)
+    assert again.stdout.splitlines()[-2:] == watched.stdout.splitlines()[-2:]
+    assert anneal("runs", "logs", "-f", trainer.run_id, code=code).stdout == ""
+    if how == "failed":
+        assert "internal: it broke" in watched.stdout
+
+
+@pytest.mark.parametrize(
+    ("learns_from_rewards", "shown", "line"),
+    [
+        (False, "loss 0.5000  held-out 2.0000", "loss 0.5  learning_rate 0.001"),
+        (True, "reward 0.2500  held-out reward 0.7500", "reward 0.25  loss 0.5  learning_rate 0.001"),
+    ],
+)
+def test_what_the_method_goes_by_is_shown(learns_from_rewards: bool, shown: str, line: str) -> None:
+    began = datetime(2026, 1, 2, tzinfo=UTC)
+    seen = WatchState("run_1", "counting", "running", 0, 10, learns_from_rewards, started=began)
+    measured = {"eval_loss": 2.0, "eval_reward": 0.75, "eval_seconds": 3.0, "eval_samples_per_second": 9.0}
+    metric = MetricEvent(
+        type="metric", run_id="run_1", seq=1, step=5, loss=0.5, learning_rate=1e-3, extra={"reward": 0.25},
+        ts=began + timedelta(seconds=3725),
+    )  # fmt: skip
+    assert seen.take(metric) is None and seen.curve == {5: 0.25 if learns_from_rewards else 0.5}
+    assert seen.progress(metric) == f" 50%|#####     | 5/10 [1:02:05]  {line}"
+    evaluated = seen.take(EvalEvent(type="eval", run_id="run_1", seq=2, step=5, metrics=measured))
+    assert evaluated == "step 5  eval_loss 2  eval_reward 0.75"
+    assert seen.figures == shown
+    text = {"type": "sample", "run_id": "run_1", "seq": 3, "step": 5, "prompt": "Hi", "completion": 'a "b"\n'}
+    assert seen.take(SampleEvent(**text)) == r'step 5  sample "Hi" -> "a \"b\"\n"'
+    assert seen.take(SampleEvent(**text, rewards={"length": 1.0})) is None
+
+
+def test_why_a_run_waits_is_a_line_and_its_gpu_is_in_the_status_line() -> None:
+    seen = WatchState("run_1", "counting", "pending", 0, 10)
+    about = {"run_id": "run_1", "seq": 1}
+    assert seen.take(PendingEvent(type="pending", code="no_worker", message="Start one.", **about)) == (
+        "waits: Start one."
+    )
+    assert seen.take(PendingEvent(type="pending", code="queued", message="One is online.", **about)) == (
+        "queued: One is online."
+    )
+    device = DeviceEvent(
+        type="device", index=0, uid="GPU-1", seconds=10, utilization_percent=97.4, memory_mb=61_204,
+        temperature_celsius=63, **about,
+    )  # fmt: skip
+    assert seen.take(device) is None and seen.figures == "GPU 97% 59.8 GiB 63 °C"
+    seen.take(StatusEvent(type="status", to="completed", **about))
+    assert seen.figures == ""
+
+
+def test_a_run_that_waits_says_why_when_watching_starts(anneal: Anneal, trainer: Trainer, engine: Engine) -> None:
+    trainer.complete()
+    reason = {"code": "no_device_fits", "message": "Start a worker with a larger device."}
+    mark_run(engine, trainer.run_id, pending_reason=reason)
+    watched = anneal("runs", "watch", trainer.run_id).stdout.splitlines()
+    assert watched[0] == "waits: Start a worker with a larger device."
+
+
+def test_every_metric_is_a_line_before_the_end(anneal: Anneal, trainer: Trainer, shared_api: ApiServer) -> None:
+    def is_watched() -> bool:
+        return 'anneal_streams{state="live"} 1.0' in shared_api.client.get("/metrics").text
+
+    def finish() -> None:
+        try:
+            eventually(is_watched)
+            for step in (28, 29, 30):
+                trainer.metric(step, loss=step / 100)
+        finally:
+            trainer.complete()
+
+    ending = threading.Thread(target=finish)
+    ending.start()
+    lines = anneal("runs", "watch", trainer.run_id).stdout.splitlines()
+    ending.join()
+    shown = [line for line in lines if "/100 [" in line]
+    assert [line.partition(" [")[0] for line in shown] == [f" {n}%|###       | {n}/100" for n in (28, 29, 30)]
+    assert shown[-1].endswith("  loss 0.3") and lines[lines.index(shown[-1]) + 1].startswith("completed")
+
+
+def test_json_is_a_line_for_each_event(anneal: Anneal, trainer: Trainer) -> None:
+    trainer.log("first", "second")
+    trainer.metric(10, loss=2.5)
+    trainer.complete()
+    events = [json.loads(line) for line in anneal("runs", "watch", trainer.run_id, "--json").stdout.splitlines()]
+    assert [event["seq"] for event in events] == list(range(1, len(events) + 1))
+    assert events[0]["from"] is None and events[-1]["type"] == "end"
+    lines = anneal("runs", "logs", trainer.run_id, "--json", "--tail", "1").stdout.splitlines()
+    assert [json.loads(line).get("line") for line in lines] == ["second", None]
+    assert anneal("runs", "logs", trainer.run_id, "--grep", "fir").stdout == "first\n"
+
+
+def test_events_of_all_runs_are_printed_with_their_cursors(anneal: Anneal, trainer: Trainer) -> None:
+    trainer.events("progress", {"phase": "evaluating", "done": 1, "total": 2, "message": None})
+    trainer.complete()
+
+    def printed(*arguments: str) -> list[str]:
+        return anneal("runs", "events", "--no-follow", *arguments).stdout.splitlines()
+
+    shown = eventually(
+        lambda: (lines := [it for it in printed() if trainer.run_id in it]) and len(lines) == 6 and lines
+    )
+    assert [line.split("  ")[-1] for line in shown[-3:]] == [
+        "evaluating 1 of 2",
+        "completed: all steps done",
+        "ended: completed",
+    ]
+    ends = [json.loads(line) for line in printed("--types", "end", "--json")]
+    assert ends[-1]["run_id"] == trainer.run_id
+    assert printed("--after", str(ends[-1]["cursor"])) == []
+
+
+def test_a_run_is_made_and_watched_in_one(anneal: Anneal, shared_api: ApiServer, run_file: Path) -> None:
+    def stop() -> None:
+        with client.Anneal(shared_api.url, shared_api.key) as there:
+            run = eventually(lambda: next(there.runs.list(tag="watched"), None))
+            there.runs.stop(run.id)
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    anneal("runs", "create", "-f", str(run_file), "--set", "tags=[watched]", "--watch", code=4)
+    stopping.join()

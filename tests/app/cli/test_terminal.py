@@ -1,0 +1,129 @@
+"""Commands on a terminal: tables, plots, Ctrl-C, and text that others wrote."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import update
+
+from app.cli.console import listing
+from app.tables.runs import Run
+from tests.app.conftest import Anneal, json_of
+from tests.factories import Trainer
+from tests.server import ApiServer
+from tests.waiting import eventually
+
+Started = tuple[subprocess.Popen[bytes], int]
+
+
+@pytest.fixture
+def start(shared_api: ApiServer, tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[bytes], int]]]:
+    """Starts a command on a terminal of its own; answers the process and the terminal's other end."""
+    there = {"ANNEAL_HOME": str(tmp_path), "ANNEAL_URL": shared_api.url, "ANNEAL_API_KEY": shared_api.key}
+    started: list[Started] = []
+
+    def run(*arguments: str) -> Started:
+        ours, theirs = pty.openpty()
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "app.cli.main", *arguments], stdin=theirs, stdout=theirs, stderr=theirs,
+            env={**os.environ, **there, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}, start_new_session=True,
+        )  # fmt: skip
+        os.close(theirs)
+        started.append((process, ours))
+        return process, ours
+
+    yield run
+    for process, ours in started:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def test_no_name_and_no_line_of_others_controls_it(
+    start: Any, trainer: Trainer, anneal: Anneal, run_file: Path
+) -> None:
+    """Names come from anyone who may write, messages from code that trains."""
+    hostile = "\x1b]0;owned\x07\x1b[2Jname\u202e\x9b2J\x7f"
+    anneal("runs", "create", "-f", str(run_file), "--set", f"name={json.dumps(hostile)}")
+    with trainer.engine.begin() as connection:
+        connection.execute(update(Run).where(Run.id == trainer.run_id).values(name=hostile))
+    trainer.log(hostile)
+    trainer.events("progress", {"phase": hostile, "done": None, "total": None, "message": hostile})
+    trainer.fail(message=hostile)
+    run_id = trainer.run_id
+    commands = [["show", run_id], ["logs", run_id], ["why", run_id], ["list"], ["show", run_id, "--json"]]
+    printed = [anneal("runs", *command).stdout for command in commands]
+    assert json.loads(printed[-1])["name"] == hostile, "as JSON it has the same value"
+    assert all("name" in text and not set(text) & set("\x1b\x07\x7f\x9b\u202e") for text in printed)
+    for command in (["watch", run_id], ["list"]):
+        process, terminal = start("runs", *command)
+        seen = bytearray()
+        with suppress(OSError):  # the process has ended
+            while piece := os.read(terminal, 65536):
+                seen += piece
+        assert b"name" in seen and b"owned" not in seen and "\u202e".encode() not in seen
+        process.wait(30)
+
+
+def test_watch_draws_the_loss_and_ctrl_c_leaves_the_run_alone(start: Any, trainer: Trainer, anneal: Anneal) -> None:
+    for step in range(1, 30):
+        trainer.metric(step, loss=3 / step)
+    process, terminal = start("runs", "watch", trainer.run_id)
+    seen = bytearray()
+
+    def shows(text: str) -> bool:
+        if select.select([terminal], [], [], 0)[0]:
+            with suppress(OSError):  # the other end is closed
+                seen.extend(os.read(terminal, 65536))
+        return text in seen.decode(errors="replace")
+
+    eventually(lambda: shows("loss 0.1034"))
+    trainer.metric(30, loss=0.05)
+    eventually(lambda: shows("30/100"))
+    assert "┤" in seen.decode(errors="replace"), "a plot"
+    process.send_signal(signal.SIGINT)
+    eventually(lambda: shows("the run continues"))
+    assert process.wait(20) == 130
+    assert b"Traceback" not in seen
+    assert json_of(anneal("runs", "show", trainer.run_id, "--json"))["status"] == "running"
+
+
+def test_a_list_is_a_table(start: Any, trainer: Trainer) -> None:
+    process, terminal = start("runs", "list", "--limit", "1")
+    shown = b""
+    while b"counting" not in shown:
+        shown += os.read(terminal, 65536)
+    assert trainer.run_id.encode() in shown and process.wait(20) == 0
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_each_row_of_a_list_takes_one_line(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    row = [
+        "run_" + "0" * 26,
+        "initializing",
+        "120/1000",
+        "0.1234",
+        "a name of many words " * 3,
+        "soon",
+        "2026-01-02",
+    ]
+    names = ("id", "status", "step", "best loss", "name", "eta", "created")
+    listing([], False, False, names, [row, row])
+    header, *lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    assert len(lines) == 2 and all(len(line) <= columns and row[0] in line for line in lines)
+    assert header.split()[:2] == ["ID", "STATUS"] and "a name of" in lines[0]
+    assert ("CREATED" in header) is (columns == 200)

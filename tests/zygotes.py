@@ -1,0 +1,131 @@
+"""Zygotes of workers, forked in tests from a process that has imported the training code.
+
+The imports take five seconds of processor time and more. A worker that runs as `python -m tests.zygotes` forks its
+zygote instead of starting it. Two differences remain: the parent of the zygote is the server, and the zygote ends by
+the end of its worker's socket only. `anneal up`, chaos and the tests of the launcher start real zygotes.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests import fork_server
+
+_PATH = "TEST_ZYGOTES"
+"""Variable with the path of the server's socket."""
+
+
+class Server:
+    """The process from which zygotes are forked; started with the first worker that wants one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return what a worker's environment needs; start the server with the environment of trainers."""
+        if self._process is None:
+            command = [sys.executable, "-m", "tests.zygotes"]
+            connection, self._process = fork_server.connect(self._path, command, environment)
+            connection.close()
+        return {_PATH: str(self._path)}
+
+    def close(self) -> None:
+        """End the server, and with it every zygote."""
+        if self._process is not None:
+            fork_server.end(self._process)
+
+
+@contextlib.contextmanager
+def server(path: Path) -> Iterator[Server]:
+    """Offer a server whose socket is at `path`."""
+    offered = Server(path)
+    try:
+        yield offered
+    finally:
+        offered.close()
+
+
+class ForkedZygote:
+    """The part of `subprocess.Popen` that the launcher uses."""
+
+    def __init__(self, modules: Sequence[str], end: int, environment: Mapping[str, str], folder: Path) -> None:
+        request = {"modules": list(modules), "environment": dict(environment), "folder": str(folder)}
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(os.environ[_PATH])
+            socket.send_fds(connection, [json.dumps(request).encode()], [end, 1, 2])
+            self.pid = int(connection.recv(16))
+            self._process = os.pidfd_open(self.pid)
+            connection.send(b"\n")
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+
+    def wait(self) -> None:
+        """Wait for the end."""
+        waiting = select.poll()
+        waiting.register(self._process, select.POLLIN)
+        waiting.poll()
+        os.close(self._process)
+
+
+def _popen(command: Sequence[str], **options: Any) -> Any:
+    if "worker.process.zygote" not in command:
+        return subprocess.Popen(command, **options)
+    modules = command[command.index("--parent") + 2 :]
+    (end,) = options["pass_fds"]
+    return ForkedZygote(modules, end, options["env"], options["cwd"])
+
+
+def _work() -> None:
+    """Run the worker's program."""
+    from worker import main
+    from worker.process import launcher
+
+    launcher.subprocess = SimpleNamespace(Popen=_popen, DEVNULL=subprocess.DEVNULL)  # type: ignore[attr-defined]
+    sys.exit(main.main())
+
+
+def _serve(path: str) -> None:
+    """Fork a zygote for each connection."""
+    from worker.process import zygote
+
+    zygote.preload(["worker.training.__main__", "worker.fake.trainer"])
+    gc.collect()
+    gc.freeze()
+    connection = fork_server.serve(path)
+    packet, received, *_ = socket.recv_fds(connection, 1 << 16, 3)
+    if not packet:  # of the process that has started the server
+        return
+    request = json.loads(packet)
+    end, *outputs = received
+    os.setsid()
+    for number, output in enumerate(outputs, start=1):
+        os.dup2(output, number)
+        os.close(output)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    connection.send(str(os.getpid()).encode())
+    connection.recv(1)
+    connection.close()
+    zygote.main(["--fd", str(end), "--parent", str(os.getppid()), *request["modules"]])
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        _serve(sys.argv[1])
+    else:
+        _work()
