@@ -34,7 +34,8 @@ class SequenceShareCollator:
     """A collator that keeps one of `count` equal parts of each sequence that another collator makes.
 
     Targets are labels that were shifted before the division, so that the target of the last token of a part is the
-    first token of the next one. Sequences are padded at the end to a length that can be divided. The first part has the row numbers.
+    first token of the next one. Sequences are padded at the end to a length that can be divided. The first part has the
+    row numbers.
     """
 
     def __init__(
