@@ -117,16 +117,23 @@ class Ranks:
         Raises:
             TrainingFailure: it failed on a rank; on that rank, its own error is raised.
         """
-        failure = None if error is None else classify(error)
-        found = self.gathered((None if failure is None else (failure.code, failure.message), stopped))
-        if error is not None:
-            raise error
-        for rank, (failed, _) in enumerate(found):
-            if failed is not None:
-                relayed = TrainingFailure(failed[0], f"On rank {rank}: {failed[1]}")
-                relayed.rank = rank
-                raise relayed
-        return any(was_stopped for _, was_stopped in found)
+        failure, stopped = self.agreed(error, stopped)
+        if failure is not None:
+            raise failure
+        return stopped
+
+    def agreed(self, error: Exception | None, stopped: bool) -> tuple[Exception | None, bool]:
+        """End a part as `agree_on` does, but return the failure: on a rank that failed, its own error."""
+        own = None if error is None else classify(error)
+        found = self.gathered((None if own is None else (own.code, own.message), stopped))
+        stopped = any(was_stopped for _, was_stopped in found)
+        failures = [(rank, *failed) for rank, (failed, _) in enumerate(found) if failed is not None]
+        if error is not None or not failures:
+            return error, stopped
+        rank, code, message = failures[0]
+        relayed = TrainingFailure(code, f"On rank {rank}: {message}")
+        relayed.rank = rank
+        return relayed, stopped
 
     # Signals, which do not wait
 

@@ -5,8 +5,10 @@ import math
 import os
 import signal
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import safetensors.torch
 import torch
@@ -60,15 +62,20 @@ def follow(course: Any) -> None:
     def evaluation_loop(trainer: Any, *arguments: Any, **options: Any) -> Any:
         if next(sets) == course.get("drain_at_evaluation"):
             os.kill(os.getpid(), signal.SIGTERM)
-        found = evaluate(trainer, *arguments, **options)
-        match left.pop(0) if left else None:
-            case "raises":
-                raise RuntimeError("no evaluation today")
+        wanted = left.pop(0) if left else None
+        with ExitStack() as changes:
+            if wanted == "raises":
+                changes.enter_context(patch.object(ServiceTrainerMixin, "prediction_step", fail))
+            found = evaluate(trainer, *arguments, **options)
+        match wanted:
             case "nan":
                 found.metrics["eval_loss"] = math.nan
             case float(loss):
                 found.metrics["eval_loss"] = loss
         return found
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no evaluation today")
 
     for owner, name, instead in ((Journal, "step", step), (ServiceTrainerMixin, "evaluation_loop", evaluation_loop)):
         setattr(owner, name, instead)

@@ -24,6 +24,14 @@ MAIN = "eval"
 """Name of the evaluation data that decisions depend on, if a trainer is given several sets."""
 
 
+class _Failed(Exception):
+    """A part of an evaluation failed on every rank, with this error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class EvaluationMixin(Trainer):  # type: ignore[misc]
     """Part of `ServiceTrainerMixin` that evaluates.
 
@@ -79,12 +87,14 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
                 self.end_early(request.why, request.mode)
             decision.share(self)
             return {}
-        except Exception as error:
-            if is_due or run.forwards_together:  # the other ranks may wait for this one
-                raise
+        except _Failed as failed:
+            # Only such a failure lets training continue: after any other one, such as that of a callback on rank 0, the
+            # other ranks may wait for this one.
+            if is_due or run.forwards_together:
+                raise failed.error from failed.error.__cause__
             self._metrics["eval"].clear()
             run.state.eval_pending = False
-            self.actions.evaluation_failed(error)
+            self.actions.evaluation_failed(failed.error)
             run.report.phase("training")
             return {}
         run.state.eval_pending = False
@@ -130,8 +140,21 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
                 results = self.own_metrics.results(found)
             except TrainingFailure as failure:
                 error = failure
-        self.run.ranks.agree_on(error, stopped=False)
+        self._agree_on(error)
         return self.run.ranks.shared(results)
+
+    def _agree_on(self, error: Exception | None, stopped: bool = False) -> None:
+        """End a part of the evaluation that each rank does by itself.
+
+        Raises:
+            _Failed: it failed on a rank.
+            Stopped: a rank was stopped in it.
+        """
+        failure, stopped = self.run.ranks.agreed(error, stopped)
+        if failure is not None:
+            raise _Failed(failure) from failure
+        if stopped:
+            raise Stopped
 
     def evaluation_is_due(self) -> bool:
         """Return True if the configuration schedules an evaluation after the current step, requested or not."""
@@ -177,8 +200,7 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
             if self.run.forwards_together:
                 raise  # the other ranks wait for a forward pass of this one
             error = problem
-        if ranks.agree_on(error, stopped):
-            raise Stopped
+        self._agree_on(error, stopped)
         if ranks.size > 1:
             self._eval_means.merge(ranks.gathered(self._eval_means.part(self._metrics["eval"])), self._metrics["eval"])
             done = done._replace(num_samples=sum(ranks.gathered(done.num_samples)) // ranks.per_sequence)
@@ -220,11 +242,13 @@ def _without_collisions(extra: dict[str, float], found: Mapping[str, float]) -> 
     """Return metrics of extra sets, whose names must differ from those of the other metrics.
 
     Raises:
-        TrainingFailure: `config_error` that names two metrics with the same name.
+        _Failed: two metrics have the same name, on every rank.
     """
     if taken := sorted(extra.keys() & found.keys()):
-        raise TrainingFailure(
-            "config_error",
-            f"Two metrics of the evaluation are named `{taken[0]}`: give the extra evaluation set another name.",
+        raise _Failed(
+            TrainingFailure(
+                "config_error",
+                f"Two metrics of the evaluation are named `{taken[0]}`: give the extra evaluation set another name.",
+            )
         )
     return extra

@@ -81,6 +81,10 @@ class Decides(TrainerCallback):
     def load_state_dict(self, state):
         self.seen = state["seen"]
 
+class FailsLate(TrainerCallback):
+    def on_evaluate(self, args, state, control, **more):
+        raise ValueError("no")
+
 class Scales(TrainerCallback):
     def on_step_end(self, args, state, control, model, **more):
         next(one for one in model.parameters() if one.requires_grad).data.mul_(0.5)
@@ -96,6 +100,7 @@ one_sided = own_metrics:OneSided
 [anneal.callbacks]
 decides = own_metrics:Decides
 scales = own_metrics:Scales
+fails_late = own_metrics:FailsLate
 """
 COMMON: dict[str, Any] = {
     "method": "lora", "lora_r": 4, "lora_dropout": 0.0, "learning_rate": 1e-2, "max_seq_length": 64, "max_steps": 4,
@@ -204,6 +209,18 @@ def test_a_metric_function_that_fails_on_one_device_fails_a_requested_evaluation
     (answer,) = done.of("action")
     assert (done.result["outcome"], answer["status"]) == ("completed", "failed"), answer
     assert "On rank 1" in answer["message"]
+
+
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_a_callback_that_fails_in_a_requested_evaluation_ends_the_run(
+    devices: int, forks: Forks, two_ranks: TwoRanks, site: Path, make: Callable[..., dict[str, Any]]
+) -> None:
+    """The other device would wait without end for one that trains on."""
+    job = make(devices, eval_split=0.2, eval_steps=None, extra={"callbacks": [{"type": "fails_late"}]})
+    job["replayed_actions"] = [{"id": "act_1", "action": "evaluate", "parameters": {}, "step": 2}]
+    ended = forks.beside(site).run(job) if devices == 1 else two_ranks.beside(site).run_to_end_of_first(job)
+    message = "`anneal.callbacks` entry `fails_late` failed: ValueError('no')."
+    assert ended.result["error"] == {"code": "config_error", "message": message}
 
 
 def test_what_a_callback_decides_is_done_on_both_devices(train: Train) -> None:
