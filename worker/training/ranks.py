@@ -21,7 +21,7 @@ from accelerate.utils import DistributedType
 from worker.training.failures import TrainingFailure, chain_of, classify
 from worker.wire.rank_place import RankPlace
 
-_NEVER = timedelta(days=7)
+NEVER = timedelta(days=7)
 """Time-out of collective operations: the supervisor ends a run whose ranks are all silent."""
 _FIRST_POLL_SECONDS = 0.005
 """Pause of a wait at first; it grows to `_POLL_SECONDS`, so that a short wait ends soon."""
@@ -70,7 +70,7 @@ class Ranks:
             store: dist.Store = dist.FileStore(f"{place.meeting}/store", place.size)
         else:
             store = _meet(place.rank, *address)
-        dist.init_process_group(_BACKENDS[kind], store=store, rank=place.rank, world_size=place.size, timeout=_NEVER)
+        dist.init_process_group(_BACKENDS[kind], store=store, rank=place.rank, world_size=place.size, timeout=NEVER)
         return cls(place.rank, place.size, store)
 
     @property
@@ -191,14 +191,14 @@ def _meet(rank: int, host: str, port: int) -> dist.Store:
             listener.bind((host, port))
             listener.listen(1024)
             fd = listener.detach()
-        return dist.TCPStore(host, port, is_master=True, timeout=_NEVER, wait_for_workers=False, master_listen_fd=fd)
+        return dist.TCPStore(host, port, is_master=True, timeout=NEVER, wait_for_workers=False, master_listen_fd=fd)
     try:
         store = dist.TCPStore(
             host, port, is_master=False, timeout=timedelta(seconds=_MEETING_SECONDS), wait_for_workers=False
         )
     except dist.DistError as error:
         raise NotMetError(f"rank 0 could not be reached at {host}, port {port}, within {_MEETING_SECONDS} s") from error
-    store.set_timeout(_NEVER)
+    store.set_timeout(NEVER)
     return store
 
 

@@ -19,7 +19,7 @@ from transformers.masking_utils import find_packed_sequence_indices, packed_sequ
 
 from worker.training.data.sequence_share import WholeSequences
 from worker.training.failures import TrainingFailure
-from worker.training.ranks import Ranks
+from worker.training.ranks import NEVER, Ranks
 
 _KERNELS = ("sdpa", "flash_attention_2", "flash_attention_3")
 _ROTARY_BY_LENGTH = {"dynamic", "longrope"}
@@ -45,7 +45,8 @@ class SequenceParallel:
         if (obstacle := _obstacle(model, self._count)) is not None:
             raise TrainingFailure("config_error", f"`resources.sequence_parallel` is {self._count}, but {obstacle}.")
         for first in range(0, ranks.size, self._count):
-            group = dist.new_group(list(range(first, first + self._count)))  # every rank takes part in creating each
+            # Every rank takes part in creating each.
+            group = dist.new_group(list(range(first, first + self._count)), timeout=NEVER)
             if first <= ranks.rank < first + self._count:
                 self._group = group
         self._whole: WholeSequences | None = None

@@ -4,7 +4,6 @@ The only module that uses torch's interfaces for it: `fully_shard`, `DTensor` an
 """
 
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME
 
+from worker.training.ranks import NEVER
 from worker.wire.heartbeat import HeartbeatCallback
 
 OPTIMIZER_FOLDER = "optimizer"
 """Folder of torch.distributed.checkpoint in a checkpoint of a sharded run: optimizer state by parameter name."""
-_NEVER = timedelta(days=7)
-"""Time-out of collective operations: the supervisor ends a run whose ranks are all silent."""
 
 
 class Sharding:
@@ -49,7 +47,7 @@ class Sharding:
             register_fsdp_forward_method(model, "generate")  # it calls the model inside, and not this one
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         # For threads that write checkpoints: the loop uses the other groups meanwhile.
-        self._writers = dist.new_group(backend="gloo", timeout=_NEVER)
+        self._writers = dist.new_group(backend="gloo", timeout=NEVER)
         self._writers_mesh = DeviceMesh.from_group(self._writers, "cpu")
 
     def full_weights(self, keep: bool, alive: HeartbeatCallback) -> dict[str, torch.Tensor]:
