@@ -62,7 +62,8 @@ class Ranks:
         local = {"LOCAL_RANK": place.local_rank, "LOCAL_WORLD_SIZE": place.local_size}
         numbers = {"RANK": place.rank, "WORLD_SIZE": place.size, **local}
         os.environ.update({name: str(value) for name, value in numbers.items()})
-        os.environ.update(GLOO_SOCKET_IFNAME=place.interface, NCCL_SOCKET_IFNAME=place.interface)
+        # NCCL would use every interface whose name begins so, if there were no `=`.
+        os.environ.update(GLOO_SOCKET_IFNAME=place.interface, NCCL_SOCKET_IFNAME=f"={place.interface}")
         os.environ["MASTER_ADDR"] = "127.0.0.1"  # accelerate demands one, and nothing uses it
         if kind == "cuda":
             torch.cuda.set_device(place.local_rank)

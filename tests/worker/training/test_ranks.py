@@ -1,12 +1,15 @@
 """Promises about a run on two devices: it trains as one with twice the batch does, and resumes exactly."""
 
 import json
+import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.worker.training.tiny import (
     Forks,
@@ -18,6 +21,7 @@ from tests.worker.training.tiny import (
     make_tiny_model,
 )
 from tests.worker.training.two_ranks import TwoRanks
+from worker.training.ranks import Ranks
 from worker.wire.rank_place import EXIT_PEER_LOST, RankPlace
 
 Train = Callable[..., Outcome]
@@ -150,6 +154,16 @@ def test_a_skipped_step_names_the_rows_of_both_devices(
     lines = [json.loads(line) for line in Path(job["journal"]).read_text().splitlines()]
     (skipped,) = [line for line in lines if line["event"] == "skip_step"]
     assert (skipped["step"], len(set(skipped["samples"]))) == (1, 8)
+
+
+def test_the_libraries_use_no_interface_whose_name_only_begins_like_the_chosen_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables: dict[str, str] = {}
+    monkeypatch.setattr(os, "environ", variables)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    Ranks.join(replace(RankPlace.on_one_host(0, 1, tmp_path), interface="eth1"), "cpu")
+    assert (variables["GLOO_SOCKET_IFNAME"], variables["NCCL_SOCKET_IFNAME"]) == ("eth1", "=eth1")
 
 
 def test_a_rank_that_loses_the_other_reports_no_failure_of_its_own(
