@@ -235,7 +235,8 @@ def crashed(run: ClaimedRun, record_handler: RecordHandler, end: Exit, is_repeat
         return machine.retry(run.id, run.lease_epoch, reason, _RETRY_SECONDS)
     if end.code == EXIT_NOT_MET:
         reason = f"the training process of rank {end.rank} could not reach rank 0 on its own host, by the address of "
-        reason += "ANNEAL_GROUP_INTERFACE"
+        reason += "ANNEAL_GROUP_INTERFACE: check that the interface still has the address that it had when the worker "
+        reason += "started (if not, restart the worker), and that no firewall blocks it"
         return machine.retry(run.id, run.lease_epoch, reason, _RETRY_SECONDS)
     if end.launcher_lost:
         reason = "the process that training processes are forked from was lost"

@@ -123,11 +123,19 @@ def _train(
     problems = [problem.message for problem in effective.problems]
     if job.sequence_parallel > 1:
         if ranks.size % job.sequence_parallel:
-            problems.append(f"{ranks.size} devices cannot share sequences in groups of {job.sequence_parallel}.")
+            problems.append(
+                f"{ranks.size} devices cannot share sequences in groups of {job.sequence_parallel}: set "
+                f"`resources.sequence_parallel` to a number that divides {ranks.size}."
+            )
         if obstacles := sequence_parallel_obstacles(asked):
-            problems.append(f"The sequences of the run cannot be divided: {'; '.join(obstacles)}.")
+            problems.append(
+                f"The sequences of the run cannot be divided: {'; '.join(obstacles)}. Change that, or set "
+                "`resources.sequence_parallel` to 1."
+            )
     if is_sharded and (obstacles := sharding_obstacles(asked, given)):
-        problems.append(f"The run cannot be sharded: {'; '.join(obstacles)}.")
+        problems.append(
+            f"The run cannot be sharded: {'; '.join(obstacles)}. Change that, or set `resources.sharding` to `none`."
+        )
     if problems:
         raise TrainingFailure("config_error", " ".join(problems))
     ranks.per_sequence = job.sequence_parallel

@@ -300,7 +300,7 @@ class TestEndOfAPart:
     ) -> None:
         for end, says in (
             (self.exit_of(2), "worker wrk_b, which trained ranks 4 to 5 of the run, was lost"),
-            (Exit(code=EXIT_NOT_MET, rank=1), "rank 1 could not reach rank 0 on its own host"),
+            (Exit(code=EXIT_NOT_MET, rank=1), "its own host, by the address of ANNEAL_GROUP_INTERFACE: check that"),
             (self.exit_of(problem="/data is not on this worker"), "rank 4 of the run, ended its part: /data is not on"),
         ):
             assert end is not None

@@ -197,14 +197,14 @@ def test_models_of_other_families_train_as_on_one_device(
 @pytest.mark.parametrize(
     ("family", "more", "says"),
     [
-        ("recurrent_gemma", {}, "pass a state from position to position"),
+        ("recurrent_gemma", {}, "pass a state from position to position; set it to 1."),
         pytest.param("falcon", {}, "computes something else once a sequence is divided", marks=FULL),
         pytest.param(
             "llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}, "has 3 heads", marks=FULL
         ),
         pytest.param(
             "llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "rotary embeddings of this model depend on the length", marks=FULL,
+            "depend on the length of the sequence; set it to 1.", marks=FULL,
         ),
     ],
 )  # fmt: skip
@@ -215,6 +215,19 @@ def test_a_model_whose_attention_cannot_be_divided_is_refused(
     done = two_ranks.run_to_end_of_first(job | {"sequence_parallel": 2})
     assert (done.result["outcome"], done.of("metric")) == ("failed", [])
     assert done.result["error"]["code"] == "config_error" and says in done.result["error"]["message"], done.result
+
+
+def test_what_cannot_be_divided_is_refused_with_what_to_change(
+    forks: Forks,
+    models: Callable[[float], Path],  # noqa: F811
+    data: Path,
+    tmp_path: Path,
+) -> None:
+    """The API refuses it too, but a run may come from another version of it."""
+    job = make_job(tmp_path, models(0.0), data, **_COMMON, method="full", neftune_noise_alpha=5.0)
+    message = forks.run(job | {"sequence_parallel": 2}).result["error"]["message"]
+    assert "set `resources.sequence_parallel` to a number that divides 1." in message
+    assert message.endswith("Change that, or set `resources.sequence_parallel` to 1.")
 
 
 @pytest.mark.parametrize(

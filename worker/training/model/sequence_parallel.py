@@ -201,17 +201,26 @@ def _divides_otherwise(how: str) -> str:
 
 def _obstacle(model: Any, count: int) -> str | None:
     """Return a clause that says why the configuration of a model rules out the division; None if it does not."""
-    config = model.config.get_text_config()
-    kernel = model.config._attn_implementation
-    heads = getattr(config, "num_attention_heads", None)
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    kernel, heads = model.config._attn_implementation, _heads(model)
     if kernel not in _KERNELS:
         return f"its attention is `{kernel}`, which cannot be divided; set `attn_implementation` to `sdpa`"
-    if not isinstance(heads, int):
-        return "the number of attention heads of this model is not known"
+    if (obstacle := _obstacle_of_any_division(model)) is not None:
+        return f"{obstacle}; set it to 1"
     if heads % count:
         fitting = ", ".join(str(one) for one in range(1, heads + 1) if heads % one == 0)
         return f"the attention of this model has {heads} heads; use one of {fitting}"
+    return None
+
+
+def _heads(model: Any) -> Any:
+    return getattr(model.config.get_text_config(), "num_attention_heads", None)
+
+
+def _obstacle_of_any_division(model: Any) -> str | None:
+    config = model.config.get_text_config()
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(_heads(model), int):
+        return "the number of attention heads of this model is not known"
     if "position_ids" not in inspect.signature(inner.forward).parameters:
         return "this model takes no positions"
     if any(part in kind for kind in getattr(config, "layer_types", None) or () for part in _RECURRENT):
