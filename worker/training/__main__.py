@@ -12,6 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from importlib.metadata import version
 
 import datasets
 import transformers
@@ -30,7 +31,7 @@ from app.contracts.training_config.validation import config_errors
 from worker.training.context import TrainingContext
 from worker.training.failures import Stopped, TrainingFailure, classify
 from worker.training.methods.checkpoint_export import export_checkpoint
-from worker.training.model.loader import machine_of
+from worker.training.model import loader
 from worker.training.output import gguf, hub_push
 from worker.training.plugins import hooks, metric_functions
 from worker.training.ranks import NotMetError, Ranks, is_peer_lost
@@ -109,7 +110,11 @@ def _train(
     job: JobSpec, report: Reporter, control: Control, journal: Journal, place: RankPlace | None
 ) -> TrainingResult:
     ranks = Ranks.join(place, job.device.kind if job.device else "cpu")
-    machine = machine_of(job.device)
+    ranks.check_same(
+        {f"versions of {name}": number for name, number in _versions().items()},
+        "Install the same versions on every worker, and resume the run.",
+    )
+    machine = loader.machine_of(job.device)
     given = set(job.user_set_fields)
     config = drop_unknown_fields(job.config, given)
     try:
@@ -160,6 +165,11 @@ def _train(
         raise
     run.trackers.close(trackers.status_after(result))
     return result
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of all code that decides what the ranks exchange, and what they compute."""
+    return {"anneal": version("anneal"), **{name: one for name, one in loader.versions().items() if name != "python"}}
 
 
 def _ended_by(error: Exception, control: Control) -> TrainingResult:

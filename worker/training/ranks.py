@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -135,6 +135,26 @@ class Ranks:
         relayed = TrainingFailure(code, f"On rank {rank}: {message}")
         relayed.rank = rank
         return relayed, stopped
+
+    def check_same(self, found: Mapping[str, str], advice: str) -> None:
+        """Check that every rank has found the same; `found` maps what it is, in the plural, to its identity.
+
+        Raises:
+            TrainingFailure: `config_error` with the ranks, what each has found, and `advice`; on every rank.
+        """
+        every = self.gathered(dict(found))
+        for what in found:
+            holders: dict[str, list[str]] = {}
+            for rank, one in enumerate(every):
+                holders.setdefault(one.get(what, "unknown"), []).append(str(rank))
+            if len(holders) > 1:
+                differing = "; ".join(
+                    f"{value} on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)}"
+                    for value, ranks in holders.items()
+                )
+                raise TrainingFailure(
+                    "config_error", f"The processes of the run have different {what}: {differing}. {advice}"
+                )
 
     # Signals, which do not wait
 

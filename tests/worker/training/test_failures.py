@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import socket
 from collections.abc import Callable
@@ -382,6 +383,18 @@ class TestKilledWhileSaving:
         assert done.code == -signal.SIGKILL
         for record in done.of("checkpoint"):
             assert verify(done.folder / record["name"], record["manifest_sha256"]) == []
+
+
+def test_ranks_that_have_loaded_something_else_are_named_with_it() -> None:
+    class First(Ranks):
+        def gathered(self, value: Any) -> list[Any]:
+            return [value, value, value | {"tokenizers": "b"}, {"models": "x"}]
+
+    message = (
+        "The processes of the run have different tokenizers: a on ranks 0, 1; b on rank 2; unknown on rank 3. Copy it."
+    )
+    with pytest.raises(TrainingFailure, match=f"^{re.escape(message)}$"):
+        First(0, 4).check_same({"models": "x", "tokenizers": "a"}, "Copy it.")
 
 
 def test_a_failure_on_another_rank_is_reported_with_that_rank(capfd: pytest.CaptureFixture[str]) -> None:

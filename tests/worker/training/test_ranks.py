@@ -166,6 +166,22 @@ def test_the_libraries_use_no_interface_whose_name_only_begins_like_the_chosen_o
     assert (variables["GLOO_SOCKET_IFNAME"], variables["NCCL_SOCKET_IFNAME"]) == ("eth1", "=eth1")
 
 
+def test_ranks_of_other_versions_do_not_train_together(
+    two_ranks: TwoRanks, models: Callable[[float], Path], tmp_path: Path
+) -> None:
+    """While workers are updated one after another, the exchanges of one version may not be those of the next."""
+    path, data_format = make_data(tmp_path, "lora", 40)
+    job = make_job(tmp_path / "run", models(0.0), path, data_format=data_format, **_COMMON, method="lora", lora_r=4)
+    metadata = tmp_path / "anneal-99.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: anneal\nVersion: 99.0\n")
+    ended = two_ranks.run_to_end_of_first(job, second={"folders": [str(tmp_path)]})
+    error = ended.result["error"]
+    assert error["code"] == "config_error"
+    assert error["message"].startswith("The processes of the run have different versions of anneal: ")
+    assert "99.0 on rank 1. Install the same versions on every worker" in error["message"]
+
+
 def test_a_rank_that_loses_the_other_reports_no_failure_of_its_own(
     two_ranks: TwoRanks, models: Callable[[float], Path], tmp_path: Path
 ) -> None:
