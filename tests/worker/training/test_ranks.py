@@ -6,11 +6,16 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch.distributed as dist
+from transformers import AutoConfig
 
+from app.contracts.attempt.job import JobSpec
+from app.contracts.training_config.fields import TrainingConfig
 from tests.worker.training.tiny import (
     Forks,
     Outcome,
@@ -21,6 +26,8 @@ from tests.worker.training.tiny import (
     make_tiny_model,
 )
 from tests.worker.training.two_ranks import TwoRanks
+from worker.checkpoint_files import resume_fidelity
+from worker.training.methods import preparation
 from worker.training.ranks import Ranks
 from worker.wire.rank_place import EXIT_PEER_LOST, RankPlace
 
@@ -164,6 +171,57 @@ def test_the_libraries_use_no_interface_whose_name_only_begins_like_the_chosen_o
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     Ranks.join(replace(RankPlace.on_one_host(0, 1, tmp_path), interface="eth1"), "cpu")
     assert (variables["GLOO_SOCKET_IFNAME"], variables["NCCL_SOCKET_IFNAME"]) == ("eth1", "=eth1")
+
+
+def test_ranks_with_other_base_models_do_not_train_together(
+    two_ranks: TwoRanks, models: Callable[[float], Path], tmp_path: Path
+) -> None:
+    """Each host may have a folder of its own at the same path."""
+    path, data_format = make_data(tmp_path, "lora", 40)
+    config = {**_COMMON, "method": "lora", "batch_size": 2, "lora_r": 4}
+    jobs = [
+        make_job(tmp_path / str(rank), models(dropout), path, data_format=data_format, **config)
+        for rank, dropout in enumerate((0.0, 0.1))
+    ]
+    with tempfile.TemporaryDirectory() as meeting:
+        first, second = (RankPlace.on_one_host(rank, 2, Path(meeting)).arguments() for rank in (0, 1))
+        two_ranks.second.start(jobs[1], arguments=second)
+        two_ranks.first.start(jobs[0], arguments=first)
+        outcome, other = two_ranks.first.wait(), two_ranks.second.wait()
+    identities = [resume_fidelity.model_fingerprint(models(dropout)) for dropout in (0.0, 0.1)]
+    message = (
+        f"The processes of the run have different base models: {identities[0]} on rank 0; {identities[1]} on rank 1. "
+        "Give every host the same files of the base model and its tokenizer, and resume the run."
+    )
+    assert outcome.result["error"] == other.result["error"] == {"code": "config_error", "message": message}
+
+
+@pytest.mark.parametrize("is_adapter", [False, True])
+def test_all_ranks_use_the_commit_of_the_hub_that_the_first_one_found(
+    models: Callable[[float], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_adapter: bool
+) -> None:
+    """The caches of two hosts may have filled at different times, so that a branch is another commit in each."""
+
+    class Second(Ranks):
+        def shared(self, value: Any) -> Any:
+            return "theirs"
+
+    def download(source: str, name: str, revision: str | None, **_: Any) -> str:
+        return f"cache/{revision or 'ours'}/{name}"
+
+    config_of = AutoConfig.from_pretrained(models(0.0))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: config_of)
+    named = {"name": "owner/m", "path": None, "hub": "owner/m", "revision": None}
+    if is_adapter:
+        described = {"peft_type": "LORA", "base_model_name_or_path": "owner/m", "target_modules": ["q_proj"]}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(described))
+        (tmp_path / "adapter_model.safetensors").touch()
+        named |= {"path": str(tmp_path), "hub": None}
+    job = JobSpec.model_validate(make_job(tmp_path / "run", "", "") | {"base_model": named})
+    run: Any = SimpleNamespace(job=job, config=TrainingConfig(base_model="owner/m"), ranks=Second(1, 2))
+    found = preparation._find_base(run)
+    assert found.revision == found.options["revision"] == "theirs" and found.identity.endswith("commit theirs")
 
 
 def test_ranks_of_other_versions_do_not_train_together(

@@ -141,16 +141,18 @@ class CompletionEncoder:
         return [Encoded(ids, mask_prefix(prompt, ids)) for prompt, ids in zip(prompts, wholes, strict=True)]
 
 
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Compute a digest of all that affects tokenization, including the chat template and library versions."""
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase, is_dated: bool = True) -> str:
+    """Compute a digest of all that affects tokenization, including the chat template and library versions.
+
+    With `is_dated`, it also depends on the current date if the chat template does.
+    """
     kind, template = type(tokenizer), tokenizer.chat_template
     state = {
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "split_special_tokens": bool(getattr(tokenizer, "split_special_tokens", False)),
         "chat_template": template,
-        # Some templates contain the current date.
-        "day": datetime.date.today().isoformat() if "strftime_now" in str(template) else None,
+        "day": datetime.date.today().isoformat() if is_dated and "strftime_now" in str(template) else None,
         "versions": [tokenizers.__version__, transformers.__version__],
     }
     digest = hashlib.sha256(json.dumps(state, sort_keys=True).encode())

@@ -24,6 +24,7 @@ from worker.training.data.preferences import is_conversational
 from worker.training.data.reader import RowSource, count_rows
 from worker.training.data.remarks import Remark
 from worker.training.data.token_cache import TokenCache
+from worker.training.data.tokenization import tokenizer_digest
 from worker.training.failures import TrainingFailure
 from worker.training.loop import probe
 from worker.training.loop.evaluation import MAIN
@@ -120,7 +121,7 @@ def prepare_start(run: TrainingContext, replaced: list[Replacement]) -> Setup:
             saver.check(resume.path, resume.manifest_sha256, run.report.alive)
     run.report.phase("loading")
     run.report.progress("loading", 0, 2, "tokenizer and configuration")
-    base = base_model.find_base(run.job, run.config)
+    base = _find_base(run)
     tokenizer = hooks.tokenizer(run, lambda: base_model.load_tokenizer(base))
     base_model.complete_tokenizer(tokenizer)
     template = hooks.chat_template(run, tokenizer)
@@ -130,7 +131,19 @@ def prepare_start(run: TrainingContext, replaced: list[Replacement]) -> Setup:
     if run.ranks.is_first:
         hooks.write_source_rows(run)
     run.job = run.ranks.shared(run.job)  # with the checkpoint and the rows that rank 0 has put elsewhere
+    if run.ranks.size > 1:
+        run.ranks.check_same(
+            {"base models": base.identity, "tokenizers": tokenizer_digest(tokenizer, is_dated=False)},
+            "Give every host the same files of the base model and its tokenizer, and resume the run.",
+        )
     return Setup(base, tokenizer, _max_sequence_length(run, base, tokenizer, replaced))
+
+
+def _find_base(run: TrainingContext) -> BaseModelSource:
+    """Locate the base model; rank 0 resolves a branch of the hub to a commit, for all ranks."""
+    base = base_model.find_base(run.job, run.config) if run.ranks.is_first else None
+    commit = run.ranks.shared(None if base is None else base.revision)
+    return base or base_model.find_base(run.job, run.config, commit)
 
 
 def _check_optimizer(config: TrainingConfig) -> None:

@@ -63,22 +63,27 @@ class BaseModelSource:
         return Path(HF_HUB_CACHE) / repo_folder_name(repo_id=self.source, repo_type="model")
 
 
-def find_base(job: JobSpec, config: TrainingConfig) -> BaseModelSource:
+def find_base(job: JobSpec, config: TrainingConfig, commit: str | None = None) -> BaseModelSource:
     """Locate the base model and pin its identity: a hub model to one commit, for all its parts.
+
+    Args:
+        job: job of the attempt.
+        config: configuration in effect.
+        commit: commit of a hub model that another rank has resolved its name to.
 
     Raises:
         TrainingFailure: `model_not_found` or `config_error`.
     """
     named, options = job.base_model, _options(job)
     if named.path is None:
-        return _pin(named.hub or named.name, options, named.revision or config.revision)
+        return _pin(named.hub or named.name, options, commit or named.revision or config.revision)
     folder = named.path
     if config.revision is not None:
         raise TrainingFailure("config_error", "`revision` applies to hub models only, and the base model is a folder.")
     if not folder.is_dir():
         raise TrainingFailure("model_not_found", f"The base model {named.name} no longer exists.")
     if (folder / ADAPTER_CONFIG).is_file():
-        return _adapter_base(folder, named, options)
+        return _adapter_base(folder, named, options, commit)
     return replace(
         _pin(str(folder), options, None),
         from_scratch=_has_no_weights(folder, named.name, config),
@@ -218,7 +223,9 @@ def _pin(source: str, options: dict[str, Any], revision: str | None) -> BaseMode
     return BaseModelSource(source, source, options, architecture, identity, revision=commit)
 
 
-def _adapter_base(folder: Path, named: ModelSource, options: dict[str, Any]) -> BaseModelSource:
+def _adapter_base(
+    folder: Path, named: ModelSource, options: dict[str, Any], commit: str | None = None
+) -> BaseModelSource:
     name = named.name
     if not (folder / _ADAPTER_WEIGHTS).is_file():
         raise TrainingFailure(
@@ -234,7 +241,7 @@ def _adapter_base(folder: Path, named: ModelSource, options: dict[str, Any]) -> 
         raise TrainingFailure("model_not_found", f"The adapter {name} does not name its base model.")
     # The output of a run names its base as a user does, and the worker has located it.
     place = str(named.base.path or named.base.hub) if named.base else described.base_model_name_or_path
-    base = _pin(place, options, described.revision)
+    base = _pin(place, options, commit or described.revision)
     own_tokenizer = (folder / "tokenizer_config.json").is_file()
     return replace(
         base,
