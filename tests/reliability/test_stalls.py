@@ -13,11 +13,11 @@ import psutil
 import pytest
 import yaml
 
+from app.infra.files.file_manifest import MANIFEST
 from app.infra.storage import Storage
 from tests.container_rules import ROOT
 from tests.stack import Follower, Stack, pids_of_trainers
 from tests.waiting import eventually
-from worker.checkpoint_files.manifest import MANIFEST
 
 LONG = {"steps": 100_000, "step_seconds": 0.02, "log_lines_per_step": 2}
 

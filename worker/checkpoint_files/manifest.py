@@ -17,8 +17,6 @@ from app.infra.files.file_manifest import MANIFEST, MAX_BYTES, listed
 from app.infra.files.untrusted_folder import OutsideStorage, entries_below, open_below, read_below
 from worker.wire.heartbeat import HeartbeatCallback, no_heartbeat
 
-__all__ = ["MANIFEST", "MAX_BYTES", "listed"]
-
 _FORMAT = 1
 _PIECE = 1 << 20
 _MAX_EXTRA = 10

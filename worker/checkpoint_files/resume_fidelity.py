@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from worker.checkpoint_files.manifest import MANIFEST
+from app.infra.files.file_manifest import MANIFEST
 
 FINGERPRINT = "fingerprint"
 """Key of the fingerprint in the manifest of a checkpoint."""

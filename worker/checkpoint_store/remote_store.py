@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from app.infra.files import file_manifest
 from app.infra.files.object_store import PIECE_BYTES, ObjectMissing, ObjectStore
 from app.infra.files.untrusted_folder import create_below, entries_below, open_below
 from app.infra.storage import Storage
@@ -54,14 +55,6 @@ class RemoteStore:
         self.objects = ObjectStore(url, setting)
         self._storage = storage
 
-    def mark_root(self, is_first: Callable[[], bool]) -> None:
-        """Create the marker in a folder that has none, if `is_first()` says that no replica was ever made.
-
-        Raises:
-            StoreUnavailable: The folder does not exist, or it is not the one that holds the replicas.
-        """
-        self.objects.mark_root(is_first)
-
     def send(self, folder: Path, sha256: str, on_piece: Callable[[], None]) -> None:
         """Send a checkpoint, its manifest last: before that, no reader takes the files for a checkpoint.
 
@@ -75,17 +68,19 @@ class RemoteStore:
             OSError: It cannot be read here and now, which says nothing about its state.
             StoreUnavailable: The remote store accepts no more.
         """
-        text = b"".join(_local_pieces(folder, manifest.MANIFEST))
+        text = b"".join(_local_pieces(folder, file_manifest.MANIFEST))
         if hashlib.sha256(text).hexdigest() != sha256:
-            raise LocalCheckpointCorrupt(f"{folder.name}: {manifest.MANIFEST} is not the one that was written with it")
+            raise LocalCheckpointCorrupt(
+                f"{folder.name}: {file_manifest.MANIFEST} is not the one that was written with it"
+            )
         target = self._storage.key_of(folder)
         self.objects.check_root()
         with _local_errors(folder):
-            listed = manifest.listed(text)
+            listed = file_manifest.listed(text)
         self.objects.remove_partial(target)
         for name, wanted in listed.items():
             self.objects.put(f"{target}/{name}", _hashed(folder, name, wanted, on_piece))
-        self.objects.put(f"{target}/{manifest.MANIFEST}", iter([text]))
+        self.objects.put(f"{target}/{file_manifest.MANIFEST}", iter([text]))
 
     def send_described(
         self,
@@ -118,7 +113,7 @@ class RemoteStore:
                 sent[name] = (digest.bytes, digest.sha256)
         files = {name: {"bytes": size, "sha256": sha256} for name, (size, sha256) in sorted(sent.items())}
         text = json.dumps({"format": 1, "files": files, "left_out": left_out}, indent=1).encode()
-        if len(text) > manifest.MAX_BYTES:
+        if len(text) > file_manifest.MAX_BYTES:
             raise ValueError(f"{folder.name} has too many files: {len(files):,}")
         self.objects.put(self._storage.key_of(described), iter([text]))
         return hashlib.sha256(text).hexdigest()
@@ -135,11 +130,11 @@ class RemoteStore:
             OSError: This worker's own storage cannot take it.
         """
         source = self._storage.key_of(folder)
-        text = self._manifest(f"{source}/{manifest.MANIFEST}", sha256)
+        text = self._manifest(f"{source}/{file_manifest.MANIFEST}", sha256)
         own = self._storage.fetch_dir(folder, own_name)
 
         def is_whole(staging: Path) -> list[str]:
-            with _created(staging, manifest.MANIFEST) as file:
+            with _created(staging, file_manifest.MANIFEST) as file:
                 file.write(text)
             return manifest.verify(staging, sha256, on_piece)
 
@@ -195,7 +190,7 @@ class RemoteStore:
 
     def _manifest(self, key: str, sha256: str) -> bytes:
         with _missing(key.rpartition("/")[2]):
-            text = b"".join(self.objects.get(key, manifest.MAX_BYTES))
+            text = b"".join(self.objects.get(key, file_manifest.MAX_BYTES))
         if hashlib.sha256(text).hexdigest() != sha256:
             name = key.rpartition("/")[2]
             raise ReplicaCorrupt(f"{name} of the replica is not the one that was written with the checkpoint")
@@ -254,7 +249,7 @@ class _Digest:
 
 def _listed(text: bytes) -> dict[str, tuple[int, str]]:
     try:
-        return manifest.listed(text)
+        return file_manifest.listed(text)
     except ValueError as error:  # `OutsideStorage` is one
         raise ReplicaCorrupt(f"the replica is corrupt: {error}") from error
 
@@ -272,7 +267,7 @@ def _created(folder: Path, name: str) -> BinaryIO:
     try:
         return os.fdopen(create_below(folder, name), "wb")
     except (FileExistsError, NotADirectoryError) as error:
-        raise ValueError(f"{manifest.MANIFEST} names {name!r} twice") from error
+        raise ValueError(f"{file_manifest.MANIFEST} names {name!r} twice") from error
 
 
 def _hashed(folder: Path, name: str, wanted: tuple[int, str], on_piece: Callable[[], None]) -> Iterator[bytes]:

@@ -222,7 +222,7 @@ class Replicator:
         Raises:
             StoreUnavailable, SQLAlchemyError, OSError: It cannot be sent now.
         """
-        self.remote.mark_root(lambda: not self._rows(replicas.any_replica()))
+        self.remote.objects.mark_root(lambda: not self._rows(replicas.any_replica()))
         began = noted = time.monotonic()
         lease_epoch = 0
 

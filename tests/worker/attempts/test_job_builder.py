@@ -16,6 +16,7 @@ from sqlalchemy import Engine, func, select, update
 
 from app.config import Settings
 from app.infra.db import sync_engine
+from app.infra.files import file_manifest
 from app.infra.storage import Storage
 from app.tables.checkpoints import Checkpoint
 from app.tables.datasets import Dataset
@@ -115,7 +116,7 @@ def test_a_damaged_checkpoint_is_marked_reported_and_skipped(lab: Lab, damage: s
         case "torn":
             (newest / "weights").write_bytes(b"\x14" * 400)
         case "gone":
-            (newest / manifest.MANIFEST).unlink()
+            (newest / file_manifest.MANIFEST).unlink()
     job, reported = lab.next_attempt()
     assert (reported["resume_from"]["path"], job.start_step) == (str(good), 10)
     (remark,) = job.remarks
@@ -225,7 +226,7 @@ def test_a_checkpoint_without_an_end_keeps_no_worker_for_ever(lab: Lab, monkeypa
     folder = lab.save(10)
     os.truncate(folder / "weights", 2**40)
     text = json.dumps({"files": {"weights": {"bytes": 2**40, "sha256": "0" * 64}}})
-    (folder / manifest.MANIFEST).write_text(text)
+    (folder / file_manifest.MANIFEST).write_text(text)
     with lab.engine.begin() as connection:
         digest = hashlib.sha256(text.encode()).hexdigest()
         connection.execute(update(Checkpoint).values(manifest_sha256=digest))

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from worker.checkpoint_files.manifest import MANIFEST, commit, size_of, verify, write_manifest
+from app.infra.files.file_manifest import MANIFEST
+from worker.checkpoint_files.manifest import commit, size_of, verify, write_manifest
 
 
 @pytest.fixture

@@ -165,7 +165,7 @@ class TestAShareThatIsNotMounted:
             lambda: share.send(folder, digest, lambda: None),
             lambda: share.fetch(folder, digest, "wrk_test", lambda: None),
             lambda: share.remove(folder),
-            lambda: share.mark_root(lambda: False),
+            lambda: share.objects.mark_root(lambda: False),
         ):
             with pytest.raises(StoreUnavailable, match=f"no file {MARK}: mount"):
                 use()
@@ -173,11 +173,11 @@ class TestAShareThatIsNotMounted:
 
     def test_is_marked_before_the_first_copy_of_all(self, share: RemoteStore, root: Path) -> None:
         (root / MARK).unlink()
-        share.mark_root(lambda: True)
+        share.objects.mark_root(lambda: True)
         assert (root / MARK).exists()
         root.rename(root.with_name("away"))
         with pytest.raises(StoreUnavailable, match="mount it"):
-            share.mark_root(lambda: True)
+            share.objects.mark_root(lambda: True)
         assert not root.exists()
 
 

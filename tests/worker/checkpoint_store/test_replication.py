@@ -18,6 +18,7 @@ from sqlalchemy.ext.asyncio import async_sessionmaker
 from app.config import Settings
 from app.infra.db import async_engine
 from app.infra.errors import SetupError
+from app.infra.files import file_manifest
 from app.infra.files.object_store import MARK, StoreUnavailable
 from app.infra.ids import new_id
 from app.infra.storage import Storage
@@ -174,17 +175,19 @@ class TestWhatATrainerMayWrite:
         folder, _ = whole(settings)
         listed = {"format": 1, "step": 5, "files": {name: {"bytes": 1, "sha256": "0" * 64}}}
         said = json.dumps(listed).encode()
-        (folder / manifest.MANIFEST).write_bytes(said)
+        (folder / file_manifest.MANIFEST).write_bytes(said)
         digest = hashlib.sha256(said).hexdigest()
         remote = RemoteStore(shared, Storage(settings))
         with pytest.raises(LocalCheckpointCorrupt):
             remote.send(folder, digest, lambda: None)
         place = tmp_path / "shared" / Storage(settings).key_of(folder)
         place.mkdir(parents=True)
-        (place / manifest.MANIFEST).write_bytes(said)
+        (place / file_manifest.MANIFEST).write_bytes(said)
         with pytest.raises(ReplicaCorrupt):
             remote.fetch(folder, digest, "wrk_test", lambda: None)
-        assert files_below(tmp_path / "shared") == [f"{place.relative_to(tmp_path / 'shared')}/{manifest.MANIFEST}"]
+        assert files_below(tmp_path / "shared") == [
+            f"{place.relative_to(tmp_path / 'shared')}/{file_manifest.MANIFEST}"
+        ]
 
     def test_no_link_in_its_folder_leads_the_worker_elsewhere(
         self, settings: Settings, shared: str, tmp_path: Path
@@ -226,9 +229,9 @@ class TestWhatATrainerMayWrite:
 
     def test_a_manifest_that_names_a_file_twice_is_of_a_corrupt_replica(self, settings: Settings) -> None:
         folder, _ = whole(settings)
-        said = json.dumps({"files": {manifest.MANIFEST: {"bytes": 9, "sha256": "0" * 64}}}).encode()
+        said = json.dumps({"files": {file_manifest.MANIFEST: {"bytes": 9, "sha256": "0" * 64}}}).encode()
         remote = RemoteStore(f"memory://{new_id('run')}", Storage(settings))
-        remote.objects.put(f"{Storage(settings).key_of(folder)}/{manifest.MANIFEST}", iter([said]))
+        remote.objects.put(f"{Storage(settings).key_of(folder)}/{file_manifest.MANIFEST}", iter([said]))
         with pytest.raises(ReplicaCorrupt, match="twice"):
             remote.fetch(folder, hashlib.sha256(said).hexdigest(), "wrk_test", lambda: None)
 

@@ -14,6 +14,7 @@ import pytest
 from sqlalchemy import Engine, insert, update
 
 from app.config import Settings
+from app.infra.files import file_manifest
 from app.infra.files.object_store import MARK, StoreUnavailable
 from app.infra.ids import new_id
 from app.infra.storage import Storage
@@ -334,7 +335,7 @@ class TestTheNextAttempt:
         remote.objects.put(lab.storage.key_of(dataset), iter([content]))
         for step, loss in ((10, 1.0), (20, 2.0)):
             folder, now = lab.save(step), datetime.now(UTC)
-            sha256 = hashlib.sha256((folder / manifest.MANIFEST).read_bytes()).hexdigest()
+            sha256 = hashlib.sha256((folder / file_manifest.MANIFEST).read_bytes()).hexdigest()
             remote.send(folder, sha256, never)
             stored = {"replicated_at": now, "replica_started_at": now, "metrics": {"eval_loss": loss}}
             mark_checkpoint(engine, lab.ids[step], **stored)

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from app.contracts.attempt.messages import ControlMessage
 from app.contracts.fake_options import FakeOptions
 from app.contracts.stop import StopRequest
+from app.infra.files import file_manifest
 from tests.worker.process.launching import CPU, Said, start_launcher
 from tests.worker.trainers import write_job
 from worker.checkpoint_files import manifest
@@ -180,7 +181,7 @@ class TestCheckpoints:
         wrong = run.checkpoint(said, index=0)
         state = Path(wrong["path"]) / "state.json"
         state.write_text(json.dumps({**json.loads(state.read_text()), "step": 4}))
-        (state.parent / manifest.MANIFEST).unlink()
+        (state.parent / file_manifest.MANIFEST).unlink()
         wrong["manifest_sha256"] = manifest.write_manifest(state.parent, 4, {})
         run.finish(wrong)
         expected, got = run.steps(1), run.steps(2)
