@@ -2,7 +2,6 @@
 
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -183,15 +182,11 @@ def test_ranks_with_other_base_models_do_not_train_together(
         make_job(tmp_path / str(rank), models(dropout), path, data_format=data_format, **config)
         for rank, dropout in enumerate((0.0, 0.1))
     ]
-    with tempfile.TemporaryDirectory() as meeting:
-        first, second = (RankPlace.on_one_host(rank, 2, Path(meeting)).arguments() for rank in (0, 1))
-        two_ranks.second.start(jobs[1], arguments=second)
-        two_ranks.first.start(jobs[0], arguments=first)
-        outcome, other = two_ranks.first.wait(), two_ranks.second.wait()
+    outcome, other = two_ranks.run_each(jobs)
     identities = [resume_fidelity.model_fingerprint(models(dropout)) for dropout in (0.0, 0.1)]
     message = (
         f"The processes of the run have different base models: {identities[0]} on rank 0; {identities[1]} on rank 1. "
-        "Give every host the same files of the base model and its tokenizer, and resume the run."
+        "Give every host the same files of these, and resume the run."
     )
     assert outcome.result["error"] == other.result["error"] == {"code": "config_error", "message": message}
 
@@ -248,10 +243,6 @@ def test_a_rank_that_loses_the_other_reports_no_failure_of_its_own(
     config = {**_COMMON, "method": "lora", "batch_size": 2, "lora_r": 4}
     job = make_job(tmp_path / "run", models(0.0), path, data_format=data_format, **config)
     broken = make_job(tmp_path / "broken", tmp_path / "nowhere", path, data_format=data_format, **config)
-    with tempfile.TemporaryDirectory() as meeting:
-        first, second = (RankPlace.on_one_host(rank, 2, Path(meeting)).arguments() for rank in (0, 1))
-        two_ranks.second.start(broken, arguments=second)
-        two_ranks.first.start(job, arguments=first)
-        outcome, other = two_ranks.first.wait(), two_ranks.second.wait()
+    outcome, other = two_ranks.run_each([job, broken])
     assert (other.code, other.result["error"]["code"]) == (1, "model_not_found")
     assert outcome.code == EXIT_PEER_LOST and outcome.of("result") == []

@@ -5,7 +5,7 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,14 @@ class TwoRanks:
             _kill(other)
             self.second.wait()
         return outcome
+
+    def run_each(self, jobs: Sequence[dict[str, Any]]) -> tuple[Outcome, Outcome]:
+        """Run a job of its own on each, as on two hosts with other files; return what both reported."""
+        with tempfile.TemporaryDirectory() as meeting:
+            places = [RankPlace.on_one_host(rank, 2, Path(meeting)) for rank in (0, 1)]
+            self.second.start(jobs[1], arguments=places[1].arguments())
+            self.first.start(jobs[0], arguments=places[0].arguments())
+            return self.first.wait(), self.second.wait()
 
     def run_until_death(self, job: dict[str, Any], rank: int, disk: dict[str, Any]) -> tuple[Outcome, Outcome]:
         """Run a job in which one of the two is killed, as `disk` of `troubles` says; return what both reported.

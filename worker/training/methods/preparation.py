@@ -128,14 +128,11 @@ def prepare_start(run: TrainingContext, replaced: list[Replacement]) -> Setup:
     if template is not None:
         set_template(tokenizer, template)
     run.raise_if_stopped()
+    if run.ranks.size > 1:
+        _compare_models(run, base, tokenizer)
     if run.ranks.is_first:
         hooks.write_source_rows(run)
     run.job = run.ranks.shared(run.job)  # with the checkpoint and the rows that rank 0 has put elsewhere
-    if run.ranks.size > 1:
-        run.ranks.check_same(
-            {"base models": base.identity, "tokenizers": tokenizer_digest(tokenizer, is_dated=False)},
-            "Give every host the same files of the base model and its tokenizer, and resume the run.",
-        )
     return Setup(base, tokenizer, _max_sequence_length(run, base, tokenizer, replaced))
 
 
@@ -144,6 +141,21 @@ def _find_base(run: TrainingContext) -> BaseModelSource:
     base = base_model.find_base(run.job, run.config) if run.ranks.is_first else None
     commit = run.ranks.shared(None if base is None else base.revision)
     return base or base_model.find_base(run.job, run.config, commit)
+
+
+def _compare_models(run: TrainingContext, base: BaseModelSource, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that every rank has found the same models.
+
+    Raises:
+        TrainingFailure: `config_error` that names the ranks and what each has found.
+    """
+    rewards = [base_model.find_reward_model(run.job, one).identity for one in run.job.reward_models]
+    found = {
+        "base models": base.identity,
+        "tokenizers": tokenizer_digest(tokenizer, is_dated=False),
+        "reward models": ", ".join(rewards),
+    }
+    run.ranks.check_same(found, "Give every host the same files of these, and resume the run.")
 
 
 def _check_optimizer(config: TrainingConfig) -> None:

@@ -1,6 +1,7 @@
 """Promises about learning from rewards on two devices: prompts are divided, and the weights stay the same."""
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -161,6 +162,29 @@ def test_two_devices_resume_exactly_with_dropout_and_one_with_the_same_prompts(t
     assert rest.of("config")[-1]["facts"]["fidelity"] == "exact"
     assert rows(alone) == {step: trained for step, trained in rows(whole).items() if step > 3}
     assert alone.of("config")[-1]["facts"]["fidelity"] == "approximate"
+
+
+@pytest.mark.full
+def test_devices_with_other_reward_models_do_not_train_together(
+    two_ranks: TwoRanks, model: Path, tmp_path: Path
+) -> None:
+    rlhf = {
+        "num_generations": GENERATIONS,
+        "max_completion_length": 8,
+        "rewards": [{"type": "model", "model": "judge"}],
+    }
+    data = make_prompts(tmp_path / "prompts.jsonl", 13)
+    jobs: list[dict[str, Any]] = []
+    for rank in (0, 1):
+        judge = Path(shutil.copytree(model, tmp_path / f"judge-{rank}"))
+        described = json.loads((judge / "config.json").read_text()) | {"num_labels": 1, "attention_dropout": rank / 10}
+        (judge / "config.json").write_text(json.dumps(described))
+        config = {**COMMON, "batch_size": 2, "rlhf": rlhf}
+        job = make_job(tmp_path / str(rank), model, data, data_format="prompt", **config)
+        jobs.append(job | {"reward_models": [{"name": "judge", "path": str(judge), "hub": None, "revision": None}]})
+    for outcome in two_ranks.run_each(jobs):
+        message = outcome.result["error"]["message"]
+        assert message.startswith("The processes of the run have different reward models: sha256:"), message
 
 
 def test_an_output_that_is_not_finite_on_one_device_is_reported_with_the_prompts_of_both(
