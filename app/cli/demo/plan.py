@@ -66,7 +66,7 @@ def small() -> Plan:
         "extra": {"eval_batch_size": 8},
     }
     remark = (
-        "The model has 1.5 million parameters and trained for two minutes. It now answers with an English sentence "
+        "The model has 1.5 million parameters and trained for 120 steps. It now answers with an English sentence "
         "instead of more code, but the sentence is not yet correct."
     )
     return Plan(tuning, most_rows=None, most_held_out=None, offline=True, remark=remark)
