@@ -19,7 +19,7 @@ from app.runs.scheduler.fleet import read_fleet
 from app.runs.scheduler.placement import Fleet, Needs, RunningRun
 from app.runs.scheduler.reservations import PendingRun
 from app.runs.scheduler.simulation import WorkerSlots
-from app.runs.state.queue_order import HAS_ROOM, OWNER, WITH_ROOM
+from app.runs.state.queue_order import HAS_ROOM, KEPT_FOR, OWNER, WITH_ROOM
 from app.tables.base import sql_list
 from app.tables.runs import EXTRA_EVAL_DATASETS
 from app.tables.scheduling import RESERVATION_SECONDS
@@ -29,7 +29,7 @@ _MOST_LIKE = 20
 _FIELDS = ", ".join(f"'{name}', runs.config->'{name}'" for name in DURATION)
 _RUN = f"""
     runs.id, runs.task, runs.backend, runs.dataset_id, runs.eval_dataset_id, runs.total_steps, runs.started_at,
-    coalesce(runs.created_by, '') AS owner, runs.devices_needed, runs.hosts_needed,
+    coalesce(runs.created_by, '') AS owner, runs.experiment_id, runs.devices_needed, runs.hosts_needed,
     coalesce(cast(runs.requirements->>'sequence_parallel' AS int), 1) AS sequence_parallel,
     runs.stop_mode, runs.preempted_for, runs.current_step, runs.current_epoch,
     {EXTRA_EVAL_DATASETS} AS extra_eval_datasets,
@@ -55,7 +55,9 @@ _LIVE = text(f"""
 _PENDING = text(f"""
     {WITH_ROOM}
     SELECT {_RUN}, runs.priority, runs.requirements, owners.used,
-        {HAS_ROOM} AS has_room,
+        {HAS_ROOM} AND {KEPT_FOR} IS NULL AS has_room,
+        owners.room AS key_room, owners.max_devices AS key_devices,
+        limited.room AS experiment_room, limited.max_devices AS experiment_devices,
         cast(extract(epoch FROM runs.not_before - clock_timestamp()) AS float) AS wait
     FROM owners CROSS JOIN LATERAL (
         SELECT * FROM runs WHERE {OWNER} = owners.owner AND runs.status = 'pending' AND runs.backend = ANY(:backends)
@@ -74,8 +76,10 @@ _PAST = text(f"""
 """).bindparams(bindparam("likenesses"))
 _NOW = text("SELECT clock_timestamp()")
 _RESERVED = text(f"""
-    SELECT run_id, array_agg(worker_id) AS workers FROM reservations
-    WHERE made_at > clock_timestamp() - interval '{RESERVATION_SECONDS} s' GROUP BY run_id
+    SELECT run_id, array_agg(worker_id) AS workers,
+        CASE WHEN count(starts_at) = count(*)
+            THEN cast(extract(epoch FROM max(starts_at) - clock_timestamp()) AS float) END AS start
+    FROM reservations WHERE made_at > clock_timestamp() - interval '{RESERVATION_SECONDS} s' GROUP BY run_id
 """)
 
 
@@ -89,7 +93,7 @@ class Forecast:
         pending: Sequence[Any],
         fleet: Fleet,
         past: Sequence[Any],
-        reserved: dict[str, list[str]],
+        reserved: Sequence[Any],
         grace: float,
     ) -> None:
         """`grace` is the most seconds that a run takes to stop, `reserved` the workers of each run that has some."""
@@ -97,7 +101,11 @@ class Forecast:
         self.live = live
         self.pending = {run.id: run for run in pending}
         self.fleet = fleet
-        self.reserved = reserved
+        self.reserved = {run.run_id: run.workers for run in reserved}
+        self.reserved_starts = {
+            run.run_id: math.inf if run.start is None else max(run.start, 0.0) for run in reserved
+        }
+        """Seconds until the devices that runs have reserved are free; infinite if unknown."""
         self._past: dict[str, list[PastAttempt]] = defaultdict(list)
         for one in past:
             self._past[one.similarity_key].append(PastAttempt(one.run_id, one.device, Timings.stored(one.timings)))
@@ -130,7 +138,7 @@ class Forecast:
                 run.owner,
             )
             for run in pending
-            if run.has_room  # it is unknown when a quota has room for the others
+            if run.has_room  # the others wait for a quota
         ]
         self.workers = [
             WorkerSlots(
@@ -167,6 +175,6 @@ async def read_forecast(connection: Any, settings: Settings, backends: Sequence[
     fleet = await read_fleet(connection, settings.lease_seconds)
     wanted = {durations.similarity_key(run.backend, run.config) for run in (*live, *pending)}
     past = (await connection.execute(_PAST, {"likenesses": sorted(wanted)})).all()
-    reserved = {row.run_id: row.workers for row in (await connection.execute(_RESERVED)).all()}
+    reserved = (await connection.execute(_RESERVED)).all()
     # In a thread: a thousand runs take some tenths of a second, which must not block requests.
     return await asyncio.to_thread(Forecast, now, live, pending, fleet, past, reserved, settings.save_grace_seconds)

@@ -1,10 +1,15 @@
-"""Stores the reservations of devices for the first runs of the queue that need several."""
+"""Stores the reservations of devices and quotas for the first runs of the queue that need several devices.
+
+While a round computes them, claims go on. So it stores them under the locks that claims take, in their order, and
+subtracts from the spare devices what was claimed meanwhile.
+"""
 
 import asyncio
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import text
@@ -12,34 +17,97 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from app.config import Settings
 from app.runs.scheduler.forecast import Forecast, read_forecast
+from app.runs.scheduler.quotas import choose_quota_reservations
 from app.runs.scheduler.reservations import Reservation, choose_reservations
 from app.runs.scheduler.simulation import WorkerSlots, fitting_devices
+from app.runs.state.queue_order import QUOTA_LOCK
 
 _MOST_SECONDS = 1e9
 _IS_NEEDED = text("SELECT EXISTS (SELECT 1 FROM runs WHERE status = 'pending' AND devices_needed > 1)")
 _DROP = text("DELETE FROM reservations WHERE NOT worker_id = ANY(:kept)")
 _STORE = text("""
     INSERT INTO reservations (worker_id, run_id, devices, starts_at, spare, durations, made_at)
-    VALUES (:worker_id, :run_id, :devices, :starts_at, :spare, cast(:durations AS jsonb), clock_timestamp())
+    VALUES (:worker_id, :run_id, :devices, :starts_at, greatest(:spare - (
+        SELECT count(*) FROM devices
+        WHERE worker_id = :worker_id AND run_id IS NOT NULL AND NOT run_id = ANY(cast(:known AS text[]))
+    ), 0), cast(:durations AS jsonb), clock_timestamp())
     ON CONFLICT (worker_id) DO UPDATE SET run_id = excluded.run_id, devices = excluded.devices,
         starts_at = excluded.starts_at, spare = excluded.spare, durations = excluded.durations,
         made_at = excluded.made_at
+""")
+# A worker that a claim is just changing keeps its reservation until the next round. To wait for it would be a deadlock:
+# claims lock the reservation of their worker first, then devices.
+_STORED = text("SELECT worker_id FROM reservations WHERE worker_id = ANY(:workers)")
+_LOCK_STORED = text(
+    "SELECT worker_id FROM reservations WHERE worker_id = ANY(:workers) ORDER BY worker_id FOR UPDATE SKIP LOCKED"
+)
+_LOCK_DEVICES = text("""
+    SELECT worker_id FROM devices WHERE worker_id = ANY(:workers) ORDER BY worker_id, index FOR SHARE SKIP LOCKED
+""")
+_DEVICES = text("SELECT worker_id, count(*) FROM devices WHERE worker_id = ANY(:workers) GROUP BY worker_id")
+_LOCK_SECONDS = 2
+_LOCK_QUOTAS = text("SELECT pg_advisory_xact_lock(:key)")
+_DROP_QUOTAS = text("DELETE FROM quota_reservations WHERE NOT quota_id = ANY(:kept)")
+_STORE_QUOTA = text("""
+    INSERT INTO quota_reservations (quota_id, run_id, starts_at, spare, durations, made_at)
+    VALUES (:quota_id, :run_id, :starts_at, greatest(:spare - (
+        SELECT count(*) FROM devices JOIN runs ON runs.id = devices.run_id
+        WHERE :quota_id IN (runs.created_by, runs.experiment_id)
+            AND NOT devices.run_id = ANY(cast(:known AS text[]))
+    ), 0), cast(:durations AS jsonb), clock_timestamp())
+    ON CONFLICT (quota_id) DO UPDATE SET run_id = excluded.run_id, starts_at = excluded.starts_at,
+        spare = excluded.spare, durations = excluded.durations, made_at = excluded.made_at
 """)
 
 
 async def reserve(connection: AsyncConnection, settings: Settings, backends: Sequence[str]) -> None:
     """Renew all reservations; those that no run needs any more are dropped."""
     rows: list[dict[str, Any]] = []
+    quotas: list[dict[str, Any]] = []
     if await connection.scalar(_IS_NEEDED):
         forecast = await read_forecast(connection, settings, backends)
         if forecast is not None:
-            rows = await asyncio.to_thread(_rows, forecast)
+            rows, quotas = await asyncio.to_thread(_rows, forecast)
+    await connection.execute(text(f"SET LOCAL lock_timeout = '{_LOCK_SECONDS}s'"))
+    if quotas:
+        await connection.execute(_LOCK_QUOTAS, {"key": QUOTA_LOCK})
+    await connection.execute(_DROP_QUOTAS, {"kept": [row["quota_id"] for row in quotas]})
+    if quotas:
+        await connection.execute(_STORE_QUOTA, quotas)
     await connection.execute(_DROP, {"kept": [row["worker_id"] for row in rows]})
-    if rows:
-        await connection.execute(_STORE, rows)
+    unchanging = await _lock(connection, [row["worker_id"] for row in rows])
+    if free := [row for row in rows if row["worker_id"] in unchanging]:
+        await connection.execute(_STORE, free)
 
 
-def _rows(forecast: Forecast) -> list[dict[str, Any]]:
+async def _lock(connection: AsyncConnection, workers: list[str]) -> set[str]:
+    """Lock reservations and devices; return the workers on which no claim has locked one."""
+    those = {"workers": workers}
+    stored = set((await connection.execute(_STORED, those)).scalars())
+    busy = stored - set((await connection.execute(_LOCK_STORED, those)).scalars())
+    locked = Counter((await connection.execute(_LOCK_DEVICES, {"workers": list(set(workers) - busy)})).scalars())
+    counts = (await connection.execute(_DEVICES, those)).tuples().all()
+    return {worker for worker, count in counts if locked[worker] == count}
+
+
+def _rows(forecast: Forecast) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the rows of both tables."""
+    known = [run.id for run in forecast.live]
+    quotas = [
+        {
+            "quota_id": one.quota_id,
+            "run_id": one.run_id,
+            "starts_at": _starts_at(forecast, one.start),
+            "spare": one.spare,
+            "durations": json.dumps(one.durations),
+            "known": known,
+        }
+        for one in choose_quota_reservations(forecast)
+    ]
+    return _device_rows(forecast), quotas
+
+
+def _device_rows(forecast: Forecast) -> list[dict[str, Any]]:
     slots = forecast.workers
     fitting = fitting_devices(forecast.queue, slots, forecast.fleet.gpu_backends)
     for run in forecast.queue:
@@ -75,12 +143,16 @@ def _row(forecast: Forecast, made: Reservation, fitting: dict[str, dict[int, tup
                 seconds = forecast.seconds(run, worker)
                 if seconds < made.start:
                     durations[run.run_id] = round(seconds, 1)
-    known = made.start < math.inf
     return {
         "worker_id": worker.offer.worker_id,
         "run_id": made.run.run_id,
         "devices": made.run.needs.devices_each,
-        "starts_at": forecast.now + timedelta(seconds=min(made.start, _MOST_SECONDS)) if known else None,
+        "starts_at": _starts_at(forecast, made.start),
         "spare": made.spare,
         "durations": json.dumps(durations),
+        "known": [device.run_id for device in worker.offer.devices if device.run_id is not None],
     }
+
+
+def _starts_at(forecast: Forecast, start: float) -> datetime | None:
+    return None if math.isinf(start) else forecast.now + timedelta(seconds=min(start, _MOST_SECONDS))
