@@ -102,9 +102,7 @@ class Forecast:
         self.pending = {run.id: run for run in pending}
         self.fleet = fleet
         self.reserved = {run.run_id: run.workers for run in reserved}
-        self.reserved_starts = {
-            run.run_id: math.inf if run.start is None else max(run.start, 0.0) for run in reserved
-        }
+        self.reserved_starts = {run.run_id: math.inf if run.start is None else max(run.start, 0.0) for run in reserved}
         """Seconds until the devices that runs have reserved are free; infinite if unknown."""
         self._past: dict[str, list[PastAttempt]] = defaultdict(list)
         for one in past:

@@ -269,9 +269,14 @@ def _no_gpu(needs: Needs, workers: Sequence[WorkerOffer]) -> str:
 
 def _too_few(needs: Needs, count: int) -> str:
     workers = "worker joins" if count == 1 else "workers join"
+    labels = ", ".join(f"`{label}`" for label in sorted(needs.labels))
+    those = f"{workers} such runs"
+    if labels:
+        those += f" and {'has' if count == 1 else 'have'} the labels {labels}"
     return (
-        f"The run needs {needs.hosts} workers that train it together, and {count} online {workers} such runs. Start "
-        "others with ANNEAL_GROUP_INTERFACE, or create the run with fewer `resources.hosts`."
+        f"The run needs {needs.hosts} workers that train it together, and {count} online {those}. Start others with "
+        f"ANNEAL_GROUP_INTERFACE{' and these labels' if labels else ''}, or create the run with fewer "
+        "`resources.hosts`."
     )
 
 

@@ -104,9 +104,8 @@ def _shorter(forecast: Forecast, first: Any, quota: _Quota, start: float) -> dic
         if run is first or quota.id not in (run.owner, run.experiment_id):
             continue
         needs = _needs(run)
-        devices = {
-            worker.device for worker in forecast.fleet.workers if needs.allows_worker(worker, forecast.fleet.gpu_backends)
-        }
+        fleet = forecast.fleet
+        devices = {worker.device for worker in fleet.workers if needs.allows_worker(worker, fleet.gpu_backends)}
         estimates = [forecast.estimate(run, device) for device in devices]
         if estimates and all(estimates):
             seconds = max(one.seconds for one in estimates if one is not None)
