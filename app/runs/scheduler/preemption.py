@@ -15,7 +15,7 @@ from app.runs.scheduler.fleet import read_fleet
 from app.runs.scheduler.placement import Fleet, Needs, RunningRun, WorkerOffer
 from app.runs.scheduler.reservations import MOST_RESERVATIONS
 from app.runs.state import machine
-from app.runs.state.queue_order import HAS_ROOM, KEPT_FOR, OWNER, OWNERS, WITH_ROOM
+from app.runs.state.queue_order import KEPT_FOR, OWNER, OWNERS, WITH_ROOM
 from app.tables.base import sql_list
 
 _MOST_HEADS = 20
@@ -27,9 +27,11 @@ _HEADS = text(f"""
     SELECT runs.* FROM owners CROSS JOIN LATERAL (
         SELECT runs.id, runs.priority, runs.backend, runs.devices_needed, runs.hosts_needed, runs.requirements,
             owners.used
-        FROM runs LEFT JOIN limited ON limited.id = runs.experiment_id
+        FROM runs
         WHERE {OWNER} = owners.owner AND runs.status = 'pending' AND CASE WHEN
-            runs.backend IN {sql_list(WORKER_BACKENDS)} AND {HAS_ROOM}
+            runs.backend IN {sql_list(WORKER_BACKENDS)}
+            AND runs.devices_needed <= coalesce(least(
+                owners.room, (SELECT room FROM limited WHERE limited.id = runs.experiment_id)), runs.devices_needed)
             AND coalesce(runs.pending_reason ->> 'code', 'reserved') = 'reserved'
             AND greatest(runs.created_at, runs.not_before) < clock_timestamp() - make_interval(secs => :after)
             AND NOT runs.id = ANY(ARRAY(
