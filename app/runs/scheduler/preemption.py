@@ -30,10 +30,10 @@ _HEADS = text(f"""
         FROM runs
         WHERE {OWNER} = owners.owner AND runs.status = 'pending' AND CASE WHEN
             runs.backend IN {sql_list(WORKER_BACKENDS)}
-            AND runs.devices_needed <= coalesce(least(
-                owners.room, (SELECT room FROM limited WHERE limited.id = runs.experiment_id)), runs.devices_needed)
             AND coalesce(runs.pending_reason ->> 'code', 'reserved') = 'reserved'
             AND greatest(runs.created_at, runs.not_before) < clock_timestamp() - make_interval(secs => :after)
+            AND runs.devices_needed <= coalesce(least(
+                owners.room, (SELECT room FROM limited WHERE limited.id = runs.experiment_id)), runs.devices_needed)
             AND NOT runs.id = ANY(ARRAY(
                 SELECT preempted_for FROM runs AS others
                 WHERE others.status IN {sql_list(LIVE)} AND others.preempted_for IS NOT NULL))
