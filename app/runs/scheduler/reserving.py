@@ -7,7 +7,7 @@ subtracts from the spare devices what was claimed meanwhile.
 import asyncio
 import json
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
@@ -27,36 +27,29 @@ _IS_NEEDED = text("SELECT EXISTS (SELECT 1 FROM runs WHERE status = 'pending' AN
 _DROP = text("DELETE FROM reservations WHERE NOT worker_id = ANY(:kept)")
 _STORE = text("""
     INSERT INTO reservations (worker_id, run_id, devices, starts_at, spare, durations, made_at)
-    VALUES (:worker_id, :run_id, :devices, :starts_at, greatest(:spare - (
-        SELECT count(*) FROM devices
-        WHERE worker_id = :worker_id AND run_id IS NOT NULL AND NOT run_id = ANY(cast(:known AS text[]))
-    ), 0), cast(:durations AS jsonb), clock_timestamp())
+    VALUES (:worker_id, :run_id, :devices, :starts_at, :spare, cast(:durations AS jsonb), clock_timestamp())
     ON CONFLICT (worker_id) DO UPDATE SET run_id = excluded.run_id, devices = excluded.devices,
         starts_at = excluded.starts_at, spare = excluded.spare, durations = excluded.durations,
         made_at = excluded.made_at
 """)
-# A worker that a claim is just changing keeps its reservation until the next round. To wait for it would be a deadlock:
-# claims lock the reservation of their worker first, then devices.
-_STORED = text("SELECT worker_id FROM reservations WHERE worker_id = ANY(:workers)")
-_LOCK_STORED = text(
-    "SELECT worker_id FROM reservations WHERE worker_id = ANY(:workers) ORDER BY worker_id FOR UPDATE SKIP LOCKED"
-)
-_LOCK_DEVICES = text("""
-    SELECT worker_id FROM devices WHERE worker_id = ANY(:workers) ORDER BY worker_id, index FOR SHARE SKIP LOCKED
-""")
-_DEVICES = text("SELECT worker_id, count(*) FROM devices WHERE worker_id = ANY(:workers) GROUP BY worker_id")
-_LOCK_SECONDS = 2
-_LOCK_QUOTAS = text("SELECT pg_advisory_xact_lock(:key)")
 _DROP_QUOTAS = text("DELETE FROM quota_reservations WHERE NOT quota_id = ANY(:kept)")
 _STORE_QUOTA = text("""
     INSERT INTO quota_reservations (quota_id, run_id, starts_at, spare, durations, made_at)
-    VALUES (:quota_id, :run_id, :starts_at, greatest(:spare - (
-        SELECT count(*) FROM devices JOIN runs ON runs.id = devices.run_id
-        WHERE :quota_id IN (runs.created_by, runs.experiment_id)
-            AND NOT devices.run_id = ANY(cast(:known AS text[]))
-    ), 0), cast(:durations AS jsonb), clock_timestamp())
+    VALUES (:quota_id, :run_id, :starts_at, :spare, cast(:durations AS jsonb), clock_timestamp())
     ON CONFLICT (quota_id) DO UPDATE SET run_id = excluded.run_id, starts_at = excluded.starts_at,
         spare = excluded.spare, durations = excluded.durations, made_at = excluded.made_at
+""")
+_LOCK_SECONDS = 2
+_LOCK_QUOTAS = text("SELECT pg_advisory_xact_lock(:key)")
+_CLAIMED = text("""
+    SELECT runs.created_by, runs.experiment_id FROM devices JOIN runs ON runs.id = devices.run_id
+    WHERE NOT devices.run_id = ANY(:known)
+""")
+_STORED = text("SELECT worker_id FROM reservations")
+_LOCK_STORED = text("SELECT worker_id FROM reservations ORDER BY worker_id FOR UPDATE SKIP LOCKED")
+_LOCK_DEVICES = text("""
+    SELECT worker_id, run_id FROM devices WHERE worker_id = ANY(:workers)
+    ORDER BY worker_id, index FOR SHARE SKIP LOCKED
 """)
 
 
@@ -64,35 +57,51 @@ async def reserve(connection: AsyncConnection, settings: Settings, backends: Seq
     """Renew all reservations; those that no run needs any more are dropped."""
     rows: list[dict[str, Any]] = []
     quotas: list[dict[str, Any]] = []
+    forecast = None
     if await connection.scalar(_IS_NEEDED):
         forecast = await read_forecast(connection, settings, backends)
         if forecast is not None:
             rows, quotas = await asyncio.to_thread(_rows, forecast)
     await connection.execute(text(f"SET LOCAL lock_timeout = '{_LOCK_SECONDS}s'"))
-    if quotas:
+    if forecast is not None and quotas:
         await connection.execute(_LOCK_QUOTAS, {"key": QUOTA_LOCK})
+        claimed = (await connection.execute(_CLAIMED, {"known": [run.id for run in forecast.live]})).all()
+        for row in quotas:
+            row["spare"] = max(row["spare"] - sum(row["quota_id"] in one for one in claimed), 0)
     await connection.execute(_DROP_QUOTAS, {"kept": [row["quota_id"] for row in quotas]})
     if quotas:
         await connection.execute(_STORE_QUOTA, quotas)
     await connection.execute(_DROP, {"kept": [row["worker_id"] for row in rows]})
-    unchanging = await _lock(connection, [row["worker_id"] for row in rows])
-    if free := [row for row in rows if row["worker_id"] in unchanging]:
-        await connection.execute(_STORE, free)
+    if forecast is not None and rows and (rows := await _unchanging(connection, forecast, rows)):
+        await connection.execute(_STORE, rows)
 
 
-async def _lock(connection: AsyncConnection, workers: list[str]) -> set[str]:
-    """Lock reservations and devices; return the workers on which no claim has locked one."""
-    those = {"workers": workers}
-    stored = set((await connection.execute(_STORED, those)).scalars())
-    busy = stored - set((await connection.execute(_LOCK_STORED, those)).scalars())
-    locked = Counter((await connection.execute(_LOCK_DEVICES, {"workers": list(set(workers) - busy)})).scalars())
-    counts = (await connection.execute(_DEVICES, those)).tuples().all()
-    return {worker for worker, count in counts if locked[worker] == count}
+async def _unchanging(
+    connection: AsyncConnection, forecast: Forecast, rows: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Lock workers; return the rows of those that no claim is just changing, without the devices claimed meanwhile.
+
+    The others keep their reservations until the next round. To wait for a claim would be a deadlock: it locks the
+    reservation of its worker first, then devices.
+    """
+    stored = set((await connection.execute(_STORED)).scalars())
+    busy = stored - set((await connection.execute(_LOCK_STORED)).scalars())
+    workers = [row["worker_id"] for row in rows if row["worker_id"] not in busy]
+    held: dict[str, list[str | None]] = defaultdict(list)
+    for worker_id, run_id in (await connection.execute(_LOCK_DEVICES, {"workers": workers})).tuples():
+        held[worker_id].append(run_id)
+    known = {worker.worker_id: [device.run_id for device in worker.devices] for worker in forecast.fleet.workers}
+    found = []
+    for row in rows:
+        before, now = known[row["worker_id"]], held[row["worker_id"]]
+        if len(now) == len(before):
+            claimed = sum(run_id is not None and run_id not in before for run_id in now)
+            found.append({**row, "spare": max(row["spare"] - claimed, 0)})
+    return found
 
 
 def _rows(forecast: Forecast) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the rows of both tables."""
-    known = [run.id for run in forecast.live]
     quotas = [
         {
             "quota_id": one.quota_id,
@@ -100,7 +109,6 @@ def _rows(forecast: Forecast) -> tuple[list[dict[str, Any]], list[dict[str, Any]
             "starts_at": _starts_at(forecast, one.start),
             "spare": one.spare,
             "durations": json.dumps(one.durations),
-            "known": known,
         }
         for one in choose_quota_reservations(forecast)
     ]
@@ -150,7 +158,6 @@ def _row(forecast: Forecast, made: Reservation, fitting: dict[str, dict[int, tup
         "starts_at": _starts_at(forecast, made.start),
         "spare": made.spare,
         "durations": json.dumps(durations),
-        "known": [device.run_id for device in worker.offer.devices if device.run_id is not None],
     }
 
 

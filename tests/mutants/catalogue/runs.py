@@ -157,8 +157,8 @@ MUTANTS = (
         changes=(
             Change(
                 "app/runs/scheduler/reserving.py",
-                "            AND NOT devices.run_id = ANY(cast(:known AS text[]))\n",
-                "            AND devices.run_id = ANY(cast(:known AS text[])) AND false\n",
+                'max(row["spare"] - sum(row["quota_id"] in one for one in claimed), 0)',
+                'row["spare"]',
             ),
         ),
         test=f"{_QUOTAS}::test_that_a_claim_uses_while_a_round_computes_is_not_given_again",
