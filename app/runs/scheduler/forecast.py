@@ -76,10 +76,8 @@ _PAST = text(f"""
 """).bindparams(bindparam("likenesses"))
 _NOW = text("SELECT clock_timestamp()")
 _RESERVED = text(f"""
-    SELECT run_id, array_agg(worker_id) AS workers,
-        CASE WHEN count(starts_at) = count(*)
-            THEN cast(extract(epoch FROM max(starts_at) - clock_timestamp()) AS float) END AS start
-    FROM reservations WHERE made_at > clock_timestamp() - interval '{RESERVATION_SECONDS} s' GROUP BY run_id
+    SELECT run_id, array_agg(worker_id) AS workers FROM reservations
+    WHERE made_at > clock_timestamp() - interval '{RESERVATION_SECONDS} s' GROUP BY run_id
 """)
 
 
@@ -93,7 +91,7 @@ class Forecast:
         pending: Sequence[Any],
         fleet: Fleet,
         past: Sequence[Any],
-        reserved: Sequence[Any],
+        reserved: dict[str, list[str]],
         grace: float,
     ) -> None:
         """`grace` is the most seconds that a run takes to stop, `reserved` the workers of each run that has some."""
@@ -101,9 +99,7 @@ class Forecast:
         self.live = live
         self.pending = {run.id: run for run in pending}
         self.fleet = fleet
-        self.reserved = {run.run_id: run.workers for run in reserved}
-        self.reserved_starts = {run.run_id: math.inf if run.start is None else max(run.start, 0.0) for run in reserved}
-        """Seconds until the devices that runs have reserved are free; infinite if unknown."""
+        self.reserved = reserved
         self._past: dict[str, list[PastAttempt]] = defaultdict(list)
         for one in past:
             self._past[one.similarity_key].append(PastAttempt(one.run_id, one.device, Timings.stored(one.timings)))
@@ -173,6 +169,6 @@ async def read_forecast(connection: Any, settings: Settings, backends: Sequence[
     fleet = await read_fleet(connection, settings.lease_seconds)
     wanted = {durations.similarity_key(run.backend, run.config) for run in (*live, *pending)}
     past = (await connection.execute(_PAST, {"likenesses": sorted(wanted)})).all()
-    reserved = (await connection.execute(_RESERVED)).all()
+    reserved = {row.run_id: row.workers for row in (await connection.execute(_RESERVED)).all()}
     # In a thread: a thousand runs take some tenths of a second, which must not block requests.
     return await asyncio.to_thread(Forecast, now, live, pending, fleet, past, reserved, settings.save_grace_seconds)

@@ -6,7 +6,7 @@ of the key or the experiment starts only if the quota has room for the first one
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,24 +35,23 @@ class _Quota:
     most: int
 
 
-def choose_quota_reservations(forecast: Forecast) -> list[QuotaReservation]:
-    """Choose the runs for which quotas are kept, at most one for each quota."""
+def choose_quota_reservations(forecast: Forecast, reserved: Mapping[str, float]) -> list[QuotaReservation]:
+    """Choose the runs for which quotas are kept, at most one for each quota.
+
+    `reserved` has the runs that reserve workers, with the seconds until the devices are free; infinite if unknown.
+    """
     chosen: dict[str, QuotaReservation] = {}
     for run in forecast.pending.values():
         if run.devices_needed == 1 or run.wait > 0:
             continue
         quotas = list(_quotas(run))
-        kept = [
-            one
-            for one in quotas
-            if one.id not in chosen and (run.devices_needed > one.room or run.id in forecast.reserved)
-        ]
+        kept = [one for one in quotas if one.id not in chosen and (run.devices_needed > one.room or run.id in reserved)]
         if not kept or any(run.devices_needed > one.most for one in quotas):
             continue
         if pending_reason(_needs(run), forecast.fleet) is not None:
             continue
         start = max(_time_of_room(forecast, one, run.devices_needed) for one in quotas)
-        start = max(start, forecast.reserved_starts.get(run.id, 0.0))
+        start = max(start, reserved.get(run.id, 0.0))
         for one in kept:
             by_then = one.room + sum(
                 devices for end, devices in _ends(forecast, one) if end <= (0.0 if math.isinf(start) else start)

@@ -102,6 +102,7 @@ async def _unchanging(
 
 def _rows(forecast: Forecast) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the rows of both tables."""
+    made, fitting = _choose(forecast)
     quotas = [
         {
             "quota_id": one.quota_id,
@@ -110,12 +111,13 @@ def _rows(forecast: Forecast) -> tuple[list[dict[str, Any]], list[dict[str, Any]
             "spare": one.spare,
             "durations": json.dumps(one.durations),
         }
-        for one in choose_quota_reservations(forecast)
+        for one in choose_quota_reservations(forecast, {one.run.run_id: one.start for one in made})
     ]
-    return _device_rows(forecast), quotas
+    return [_row(forecast, one, fitting) for one in made], quotas
 
 
-def _device_rows(forecast: Forecast) -> list[dict[str, Any]]:
+def _choose(forecast: Forecast) -> tuple[list[Reservation], dict[str, dict[int, tuple[int, ...]]]]:
+    """Return the reservations, and the devices on which each run fits."""
     slots = forecast.workers
     fitting = fitting_devices(forecast.queue, slots, forecast.fleet.gpu_backends)
     for run in forecast.queue:
@@ -127,8 +129,7 @@ def _device_rows(forecast: Forecast) -> list[dict[str, Any]]:
         run: {places[worker] for worker in workers if worker in places} for run, workers in forecast.reserved.items()
     }
     free, models = [worker.free for worker in slots], [worker.offer.model for worker in slots]
-    made = choose_reservations(forecast.queue, fitting, free, 0.0, held, models)
-    return [_row(forecast, one, fitting) for one in made]
+    return choose_reservations(forecast.queue, fitting, free, 0.0, held, models), fitting
 
 
 def _usable(

@@ -116,13 +116,19 @@ class TestAQuota:
         assert [claim(engine, worker).id, claim(engine, worker).id] == [long.id, short.id]
         assert claim(engine, worker) is None
 
-    async def test_that_has_room_is_kept_while_workers_are_reserved(self, settings: Settings, engine: Engine) -> None:
-        key, worker = add_key(engine, 3), add_worker(engine, devices=3)
+    async def test_that_has_room_again_is_kept_until_the_devices_are_free(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        key, worker, other = add_key(engine, 3), add_worker(engine, devices=3), add_worker(engine, devices=2)
         add_run(engine), claim(engine, worker)
+        mine = add_run(engine, created_by=key)
+        claim(engine, other)
         wide, _ = add_run(engine, created_by=key, devices_needed=3), add_run(engine, created_by=key)
-        await renew(settings), await renew(settings)
+        await renew(settings)
+        end(engine, mine.id)
+        await renew(settings)
         assert kept(engine) == [(key, wide.id, 0)]
-        assert claim(engine, add_worker(engine)) is None
+        assert [claim(engine, one) for one in (worker, other)] == [None, None]
 
     @pytest.mark.parametrize("change", ["needs more than the quota", "fits no worker", "waits after a loss"])
     async def test_is_not_kept_for_a_run_that_could_not_start(
