@@ -221,15 +221,26 @@ def _watch(engine: Engine, threads: list[threading.Thread], wrong: list[str]) ->
 def claim_from_many(_: Settings, engine: Engine, scale: float) -> bool:
     """Time claims from a long queue."""
     rows, waiting = round(ROWS * scale), round(WAITING * scale)
+    return time_claims(engine, *fill(engine, rows, waiting), rows, waiting)
+
+
+def fill(engine: Engine, rows: int, waiting: int) -> tuple[Any, list[str]]:
+    """Store runs and workers; return a run and the ids of the workers."""
     model = add_run(engine)
     workers = [_worker(engine, 8) for _ in range(FLEET)]
     with engine.begin() as connection:
+        connection.execute(text("SET LOCAL statement_timeout = 0"))
         _copy(connection, model.id, rows, waiting)
     raw = psycopg.connect(
         engine.url.set(drivername="postgresql").render_as_string(hide_password=False), autocommit=True
     )
     raw.execute("VACUUM (ANALYZE) runs, device_usage, devices, workers")
     raw.close()
+    return model, workers
+
+
+def time_claims(engine: Engine, model: Any, workers: list[str], rows: int, waiting: int) -> bool:
+    """Time claims on one worker and over several; return True if the goal is reached."""
     locks = {worker: machine.lock_for_claim(worker) for worker in workers}
     claims = {worker: machine.claim(worker, ["fake"], LEASE, "cpu", []) for worker in workers}
     took: list[float] = []
