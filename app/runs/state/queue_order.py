@@ -37,24 +37,29 @@ _DECAYED = (
     "coalesce(device_seconds * "
     f"power(0.5, cast(extract(epoch FROM now() - updated_at) AS float) / {HALF_LIFE_SECONDS}), 0)"
 )
-_HELD = "SELECT count(*) FROM devices JOIN runs AS holders ON holders.id = devices.run_id WHERE"
+# Devices in use are counted once for all owners, and only if one has a quota.
 OWNERS = f"""
     WITH RECURSIVE known(owner) AS (
         SELECT min({OWNER}) FROM runs WHERE status = 'pending'
         UNION ALL
         SELECT (SELECT min({OWNER}) FROM runs WHERE status = 'pending' AND {OWNER} > known.owner)
         FROM known WHERE known.owner IS NOT NULL
+    ), held AS MATERIALIZED (
+        SELECT holders.created_by AS owner, count(*) AS devices
+        FROM devices JOIN runs AS holders ON holders.id = devices.run_id GROUP BY 1
     )
-    SELECT known.owner, {_DECAYED} AS used,
-        (SELECT max_devices FROM api_keys WHERE api_keys.id = known.owner) AS max_devices, (
-        SELECT max_devices - ({_HELD} coalesce(holders.created_by, '') = known.owner)
-        FROM api_keys WHERE api_keys.id = known.owner AND max_devices IS NOT NULL
-    ) AS room
-    FROM known LEFT JOIN device_usage ON device_usage.owner = known.owner WHERE known.owner IS NOT NULL
+    SELECT known.owner, {_DECAYED} AS used, api_keys.max_devices, CASE WHEN api_keys.max_devices IS NOT NULL
+        THEN api_keys.max_devices - coalesce((SELECT devices FROM held WHERE held.owner = known.owner), 0) END AS room
+    FROM known LEFT JOIN device_usage ON device_usage.owner = known.owner
+        LEFT JOIN api_keys ON api_keys.id = known.owner
+    WHERE known.owner IS NOT NULL
 """
 """Owners of pending runs: `used` device-seconds, and `room` devices that the quota of the key leaves, or null."""
-LIMITED = f"""
-    SELECT id, name, max_devices, max_devices - ({_HELD} holders.experiment_id = experiments.id) AS room
+LIMITED = """
+    SELECT id, name, max_devices, max_devices - (
+        SELECT count(*) FROM devices JOIN runs AS holders ON holders.id = devices.run_id
+        WHERE holders.experiment_id = experiments.id
+    ) AS room
     FROM experiments WHERE max_devices IS NOT NULL
 """
 """Experiments with a quota, and the `room` that it leaves."""
