@@ -53,9 +53,7 @@ def choose_quota_reservations(forecast: Forecast, reserved: Mapping[str, float])
         start = max(_time_of_room(forecast, one, run.devices_needed) for one in quotas)
         start = max(start, reserved.get(run.id, 0.0))
         for one in kept:
-            by_then = one.room + sum(
-                devices for end, devices in _ends(forecast, one) if end <= (0.0 if math.isinf(start) else start)
-            )
+            by_then = one.room + sum(devices for end, devices in _ends(forecast, one) if end <= start < math.inf)
             spare = max(by_then - run.devices_needed, 0)
             chosen[one.id] = QuotaReservation(one.id, run.id, start, spare, _shorter(forecast, run, one, start))
     return list(chosen.values())
