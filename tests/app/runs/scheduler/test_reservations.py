@@ -225,9 +225,8 @@ class TestOfTheQueue:
         self, settings: Settings, engine: Engine, lengths: dict[str, float], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         worker = add_worker(engine, devices=4)
-        for _ in range(2):
-            lengths[add_run(engine).id] = 50.0
-            claim(engine, worker)
+        lengths[add_run(engine, devices_needed=2).id] = 50.0
+        claim(engine, worker)
         big, small = add_run(engine, devices_needed=3), [add_run(engine) for _ in range(2)]
 
         async def read(*given: Any) -> Forecast | None:
