@@ -246,26 +246,30 @@ class TestOfTheQueue:
         for one in workers:
             add_run(engine), claim(engine, one)
         add_run(engine, devices_needed=2), add_run(engine, devices_needed=2)
-        urgent = add_run(engine, priority=1)
+        add_run(engine, priority=1)
 
         def made_at() -> list[Any]:
             with engine.connect() as connection:
                 query = text("SELECT made_at FROM reservations WHERE worker_id = :id")
                 return [connection.scalar(query, {"id": one}) for one in workers]
 
-        for is_first in (True, False):
-            if not is_first:
-                await renew(settings)
+        async def renew_beside_a_claim(*statements: Any) -> None:
             before = made_at()
             with engine.connect() as connection:
-                for lock in machine.lock_for_claim(workers[0]):
-                    connection.execute(lock)
-                assert connection.execute(machine.claim(workers[0], ["fake"], 60.0, "cpu", [])).one().id == urgent.id
+                for statement in statements:
+                    connection.execute(statement)
                 await renew(settings)
                 connection.rollback()
             after = made_at()
             assert after[0] == before[0], "of the worker that is being changed"
             assert after[1] != before[1]
+
+        locks = machine.lock_for_claim(workers[0])
+        taking = machine.claim(workers[0], ["fake"], 60.0, "cpu", [])
+        await renew_beside_a_claim(*locks, taking)
+        await renew(settings)
+        await renew_beside_a_claim(*locks)
+        await renew_beside_a_claim(*locks, taking)
 
     async def test_spare_devices_are_given_once(
         self, settings: Settings, engine: Engine, lengths: dict[str, float]
