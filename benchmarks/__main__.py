@@ -21,14 +21,17 @@ BENCHMARKS = {
     "C10": "benchmarks.c10_step",
     "C11": "benchmarks.c11_checkpoint",
     "C12": "benchmarks.c12_dashboard",
-    "C13": "benchmarks.c13_queue",
+    "C13.CLAIMS": "benchmarks.c13_claims",
+    "C13.QUEUE": "benchmarks.c13_queue",
     "C14.EVENTS": "benchmarks.c14_events",
     "C14.STREAMS": "benchmarks.c14_streams",
     "C14.WORKERS": "benchmarks.c14_workers",
     "C15": "benchmarks.c15_devices",
 }
 """Modules by name; the name before the dot stands for all its parts."""
-SCALED = {"C1", "C3", "C4", "C6", "C9", "C12", "C13", "C14.EVENTS", "C14.STREAMS", "C14.WORKERS"}
+SCALED = {
+    "C1", "C3", "C4", "C6", "C9", "C12", "C13.CLAIMS", "C13.QUEUE", "C14.EVENTS", "C14.STREAMS", "C14.WORKERS",
+}  # fmt: skip
 """Benchmarks that have a small size."""
 
 

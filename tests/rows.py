@@ -8,6 +8,7 @@ from sqlalchemy.dialects.postgresql import JSONB
 
 from app.infra.ids import new_id
 from app.runs.state import group_claim, machine
+from app.tables.api_keys import ApiKey
 from app.tables.datasets import Dataset
 from app.tables.events import RunEvent
 from app.tables.experiments import Experiment
@@ -29,6 +30,15 @@ def add_run(engine: Engine, **values: Any) -> Any:
         }
         config = {"base_model": "none", "method": "sft", "extra": {}, **values.pop("config", {})}
         return connection.execute(machine.create({**defaults, **values, "config": config})).one()
+
+
+def add_key(engine: Engine, max_devices: int) -> str:
+    """Insert an API key with a quota of devices and return its id."""
+    key = new_id("key")
+    row = {"id": key, "name": "laptop", "prefix": "x", "digest": key.ljust(64, "0")[:64], "scopes": ["write"]}
+    with engine.begin() as connection:
+        connection.execute(insert(ApiKey).values(**row, max_devices=max_devices))
+    return key
 
 
 def learn_from(engine: Engine, run_id: str, reward_run_id: str) -> None:

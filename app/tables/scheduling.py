@@ -1,4 +1,4 @@
-"""Tables of reservations of devices, and of their usage by owner."""
+"""Tables of reservations of devices and of quotas, and of the usage of devices by owner."""
 
 from datetime import datetime
 from typing import Any
@@ -28,6 +28,25 @@ class Reservation(Base):
     """Further devices that later runs may use, however long."""
     durations: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
     """Predicted seconds on this worker of runs that may end before `starts_at`, by their id."""
+    made_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class QuotaReservation(Base):
+    """Quota of a key or an experiment of which devices are kept for a pending run; one API process renews all."""
+
+    __tablename__ = "quota_reservations"
+    __table_args__ = (CheckConstraint("spare >= 0", name="spare_positive"),)
+
+    quota_id: Mapped[str] = mapped_column(primary_key=True)
+    """Id of the key or the experiment."""
+    run_id: Mapped[str]
+    """Not a foreign key, as in `Reservation`."""
+    starts_at: Mapped[datetime | None]
+    """Time at which the quota will have room for the run; null if that is unknown."""
+    spare: Mapped[int]
+    """Further devices of the quota that later runs may use, however long."""
+    durations: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
+    """Predicted seconds of runs that may end before `starts_at`, by their id."""
     made_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 

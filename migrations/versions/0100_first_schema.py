@@ -492,6 +492,17 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("worker_id", name=op.f("pk_reservations")),
     )
     op.create_table(
+        "quota_reservations",
+        sa.Column("quota_id", sa.Text(), nullable=False),
+        sa.Column("run_id", sa.Text(), nullable=False),
+        sa.Column("starts_at", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("spare", sa.Integer(), nullable=False),
+        sa.Column("durations", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'{}'"), nullable=False),
+        sa.Column("made_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.CheckConstraint("spare >= 0", name=op.f("ck_quota_reservations_spare_positive")),
+        sa.PrimaryKeyConstraint("quota_id", name=op.f("pk_quota_reservations")),
+    )
+    op.create_table(
         "run_parts",
         sa.Column("run_id", sa.Text(), nullable=False),
         sa.Column("lease_epoch", sa.Integer(), nullable=False),

@@ -22,10 +22,17 @@ from app.infra.db import is_away
 from app.runs.events.feed import number_events
 from app.runs.scheduler import reserving
 from app.runs.scheduler.fleet import read_fleet
-from app.runs.scheduler.placement import Fleet, Needs, pending_reason, reason_of_quota, reserved_reason
+from app.runs.scheduler.placement import (
+    Fleet,
+    Needs,
+    kept_quota_reason,
+    pending_reason,
+    reason_of_quota,
+    reserved_reason,
+)
 from app.runs.scheduler.preemption import preempt
 from app.runs.state import machine, parts
-from app.runs.state.queue_order import HALF_LIFE_SECONDS, JOIN_ROOM, OWNER, WITH_ROOM
+from app.runs.state.queue_order import HALF_LIFE_SECONDS, JOIN_ROOM, KEPT_FOR, OWNER, WITH_ROOM
 from app.tables.events import ensure_partitions
 from app.tables.scheduling import RESERVATION_SECONDS
 from app.tables.workers import Worker
@@ -46,7 +53,8 @@ _WAITING = text(f"""
             FROM reservations JOIN workers ON workers.id = reservations.worker_id
             WHERE reservations.run_id = runs.id) AS reserved_on,
         owners.room AS key_room, owners.max_devices AS key_devices,
-        limited.room AS experiment_room, limited.max_devices AS experiment_devices, limited.name AS experiment_name
+        limited.room AS experiment_room, limited.max_devices AS experiment_devices, limited.name AS experiment_name,
+        {KEPT_FOR} AS kept_for
     FROM runs {JOIN_ROOM}
     WHERE runs.status = 'pending' AND runs.not_before < clock_timestamp() - interval '5 s'
         AND runs.backend = ANY(:backends)
@@ -232,6 +240,8 @@ def _changed_reasons(waiting: Sequence[Any], fleet: Fleet) -> list[tuple[str, Pe
             if alike not in known:
                 known[alike] = pending_reason(needs, fleet)
             reason = known[alike]
+        if reason is None and run.kept_for is not None:
+            reason = kept_quota_reason(run.kept_for)
         if reason is None and run.reserved_on is not None:
             reason = reserved_reason(needs, run.reserved_on)
         if (reason and reason.model_dump()) != run.pending_reason:

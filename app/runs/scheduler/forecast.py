@@ -19,7 +19,7 @@ from app.runs.scheduler.fleet import read_fleet
 from app.runs.scheduler.placement import Fleet, Needs, RunningRun
 from app.runs.scheduler.reservations import PendingRun
 from app.runs.scheduler.simulation import WorkerSlots
-from app.runs.state.queue_order import HAS_ROOM, OWNER, WITH_ROOM
+from app.runs.state.queue_order import HAS_ROOM, KEPT_FOR, OWNER, WITH_ROOM
 from app.tables.base import sql_list
 from app.tables.runs import EXTRA_EVAL_DATASETS
 from app.tables.scheduling import RESERVATION_SECONDS
@@ -29,7 +29,7 @@ _MOST_LIKE = 20
 _FIELDS = ", ".join(f"'{name}', runs.config->'{name}'" for name in DURATION)
 _RUN = f"""
     runs.id, runs.task, runs.backend, runs.dataset_id, runs.eval_dataset_id, runs.total_steps, runs.started_at,
-    coalesce(runs.created_by, '') AS owner, runs.devices_needed, runs.hosts_needed,
+    coalesce(runs.created_by, '') AS owner, runs.experiment_id, runs.devices_needed, runs.hosts_needed,
     coalesce(cast(runs.requirements->>'sequence_parallel' AS int), 1) AS sequence_parallel,
     runs.stop_mode, runs.preempted_for, runs.current_step, runs.current_epoch,
     {EXTRA_EVAL_DATASETS} AS extra_eval_datasets,
@@ -55,7 +55,9 @@ _LIVE = text(f"""
 _PENDING = text(f"""
     {WITH_ROOM}
     SELECT {_RUN}, runs.priority, runs.requirements, owners.used,
-        {HAS_ROOM} AS has_room,
+        {HAS_ROOM} AND {KEPT_FOR} IS NULL AS has_room,
+        owners.room AS key_room, owners.max_devices AS key_devices,
+        limited.room AS experiment_room, limited.max_devices AS experiment_devices,
         cast(extract(epoch FROM runs.not_before - clock_timestamp()) AS float) AS wait
     FROM owners CROSS JOIN LATERAL (
         SELECT * FROM runs WHERE {OWNER} = owners.owner AND runs.status = 'pending' AND runs.backend = ANY(:backends)
@@ -130,7 +132,7 @@ class Forecast:
                 run.owner,
             )
             for run in pending
-            if run.has_room  # it is unknown when a quota has room for the others
+            if run.has_room  # the others wait for a quota
         ]
         self.workers = [
             WorkerSlots(

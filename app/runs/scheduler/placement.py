@@ -4,6 +4,7 @@ A claim applies the same conditions in SQL (`app.runs.state.fitting`); a test co
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -180,9 +181,16 @@ def pending_reason(needs: Needs, fleet: Fleet) -> PendingReason | None:
         (worker, [device for device in worker.devices if needs.fits(worker.kind, device)]) for worker in equipped
     ]
     each = needs.devices_each
-    if sum(len(devices) >= each for _, devices in fitting) < needs.hosts:
+    large = [worker for worker, devices in fitting if len(devices) >= each]
+    if len(large) < needs.hosts:
         return PendingReason(code="no_device_fits", message=_too_small(needs, equipped))
-    if sum(sum(not device.paused for device in devices) >= each for _, devices in fitting) < needs.hosts:
+    by_model = Counter(worker.model for worker in large)
+    if max(by_model.values()) < needs.hosts:
+        return PendingReason(code="too_few_hosts", message=_too_few_alike(needs, by_model))
+    usable = Counter(
+        worker.model for worker, devices in fitting if sum(not device.paused for device in devices) >= each
+    )
+    if max(usable.values(), default=0) < needs.hosts:
         which = "Every device" if needs.hosts == 1 else "On all but too few workers, a device"
         message = (
             f"{which} that the run fits on is paused after an error. `anneal workers list` shows the errors; each "
@@ -214,6 +222,16 @@ def _quota(devices: int, whose: str, most: int, room: int) -> PendingReason:
         message += "so it cannot start: create it with fewer devices, or ask an admin for a larger quota."
     else:
         message += f"and {most - room} are in use: it starts when other runs have ended."
+    return PendingReason(code="quota", message=message)
+
+
+def kept_quota_reason(run_id: str) -> PendingReason:
+    """Return the reason of a run that would take the quota for which an earlier run waits."""
+    message = (
+        f"The quota of its API key or its experiment is kept for run {run_id}, which precedes it in the queue and "
+        "needs several devices. It starts once that run has its devices; a run that is predicted to end before that, "
+        "or that leaves enough of the quota, starts at once."
+    )
     return PendingReason(code="quota", message=message)
 
 
@@ -251,9 +269,23 @@ def _no_gpu(needs: Needs, workers: Sequence[WorkerOffer]) -> str:
 
 def _too_few(needs: Needs, count: int) -> str:
     workers = "worker joins" if count == 1 else "workers join"
+    labels = ", ".join(f"`{label}`" for label in sorted(needs.labels))
+    those = f"{workers} such runs"
+    if labels:
+        those += f" and {'has' if count == 1 else 'have'} the labels {labels}"
     return (
-        f"The run needs {needs.hosts} workers that train it together, and {count} online {workers} such runs. Start "
-        "others with ANNEAL_GROUP_INTERFACE, or create the run with fewer `resources.hosts`."
+        f"The run needs {needs.hosts} workers that train it together, and {count} online {those}. Start others with "
+        f"ANNEAL_GROUP_INTERFACE{' and these labels' if labels else ''}, or create the run with fewer "
+        "`resources.hosts`."
+    )
+
+
+def _too_few_alike(needs: Needs, by_model: Mapping[str, int]) -> str:
+    counts = ", ".join(f"{count} with {model}" for model, count in sorted(by_model.items()))
+    return (
+        f"The run needs {needs.hosts} workers whose devices are of one model, and of those that it fits and that join "
+        f"such runs, there are {counts}. Start others with the same devices, or create the run with fewer "
+        "`resources.hosts`."
     )
 
 

@@ -15,22 +15,32 @@ from app.runs.scheduler.fleet import read_fleet
 from app.runs.scheduler.placement import Fleet, Needs, RunningRun, WorkerOffer
 from app.runs.scheduler.reservations import MOST_RESERVATIONS
 from app.runs.state import machine
-from app.runs.state.queue_order import HAS_ROOM, JOIN_ROOM, OWNER, OWNERS, WITH_ROOM
+from app.runs.state.queue_order import KEPT_FOR, OWNER, OWNERS, WITH_ROOM
 from app.tables.base import sql_list
 
 _MOST_HEADS = 20
 # Neither a run that waits for devices which others are giving up already, nor one that no worker could train or claim:
-# a worker of a cluster is started for one run.
+# a worker of a cluster is started for one run. Those of each owner are read by an index, in the order of claims; the
+# CASE keeps Postgres from expecting that none fits, and from sorting all of them.
 _HEADS = text(f"""
     {WITH_ROOM}
-    SELECT runs.id, runs.priority, runs.backend, runs.devices_needed, runs.hosts_needed, runs.requirements, owners.used
-    FROM runs {JOIN_ROOM}
-    WHERE runs.status = 'pending' AND runs.backend IN {sql_list(WORKER_BACKENDS)} AND {HAS_ROOM}
-        AND coalesce(runs.pending_reason ->> 'code', 'reserved') = 'reserved'
-        AND greatest(runs.created_at, runs.not_before) < clock_timestamp() - make_interval(secs => :after)
-        AND NOT EXISTS (
-            SELECT 1 FROM runs AS others WHERE others.status IN {sql_list(LIVE)} AND others.preempted_for = runs.id)
-    ORDER BY runs.priority DESC, owners.used, runs.id LIMIT {_MOST_HEADS}
+    SELECT runs.* FROM owners CROSS JOIN LATERAL (
+        SELECT runs.id, runs.priority, runs.backend, runs.devices_needed, runs.hosts_needed, runs.requirements,
+            owners.used
+        FROM runs
+        WHERE {OWNER} = owners.owner AND runs.status = 'pending' AND CASE WHEN
+            runs.backend IN {sql_list(WORKER_BACKENDS)}
+            AND coalesce(runs.pending_reason ->> 'code', 'reserved') = 'reserved'
+            AND greatest(runs.created_at, runs.not_before) < clock_timestamp() - make_interval(secs => :after)
+            AND runs.devices_needed <= coalesce(least(
+                owners.room, (SELECT room FROM limited WHERE limited.id = runs.experiment_id)), runs.devices_needed)
+            AND NOT runs.id = ANY(ARRAY(
+                SELECT preempted_for FROM runs AS others
+                WHERE others.status IN {sql_list(LIVE)} AND others.preempted_for IS NOT NULL))
+            AND {KEPT_FOR} IS NULL
+        THEN true ELSE false END
+        ORDER BY runs.priority DESC, runs.id LIMIT {_MOST_HEADS}
+    ) AS runs ORDER BY runs.priority DESC, runs.used, runs.id LIMIT {_MOST_HEADS}
 """)
 # Other tasks have no checkpoints, and a run that has made no step yet would only lose the time for loading its model.
 _TRAINING = text(f"""

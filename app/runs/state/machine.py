@@ -50,7 +50,7 @@ from app.runs.state.fitting import (
     respects_reservation,
 )
 from app.runs.state.parts import is_over
-from app.runs.state.queue_order import PENDING, has_room, is_owned_by, waiting_owners
+from app.runs.state.queue_order import PENDING, QUOTA_LOCK, has_room, is_owned_by, waiting_owners
 from app.runs.state.transitions import (
     EVENT_COLUMNS,
     actions,
@@ -73,7 +73,6 @@ WORKER_LOST = "worker lost"
 """Start of the reason, and of the error message, if the worker of an attempt was lost."""
 _CANDIDATES = 16
 """Runs that a claim considers, of which it takes the first that no other claim is just taking."""
-_QUOTA_LOCK = 0x71756F74  # "quot"
 _LEAST_PAUSE = 1.0
 _MOST_DOUBLINGS = 6
 
@@ -104,7 +103,7 @@ def lock_for_claim(worker_id: str) -> tuple[Executable, Executable]:
         exists(select(literal(1)).where(ApiKey.max_devices.is_not(None))),
         exists(select(literal(1)).where(Experiment.max_devices.is_not(None))),
     )
-    quotas = select(func.pg_advisory_xact_lock(_QUOTA_LOCK)).where(is_limited)
+    quotas = select(func.pg_advisory_xact_lock(QUOTA_LOCK)).where(is_limited)
     own = select(reservations.c.worker_id).where(reservations.c.worker_id == worker_id).with_for_update()
     return quotas, own
 

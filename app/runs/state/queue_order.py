@@ -1,6 +1,7 @@
 """SQL of the order in which pending runs are claimed, and of quotas.
 
 Runs of higher priority come first, then those of the owner that has used fewer devices lately, then older ones.
+A quota may be kept for one of them (`app.runs.scheduler.quotas`): later runs leave it as many devices as it needs.
 """
 
 from typing import Any
@@ -20,7 +21,10 @@ from sqlalchemy import (
     text,
 )
 
+from app.contracts.backends import WORKER_BACKENDS
+from app.tables.base import sql_list
 from app.tables.runs import Run
+from app.tables.scheduling import RESERVATION_SECONDS
 
 HALF_LIFE_SECONDS = 7 * 86_400
 """Seconds after which the usage of devices counts half."""
@@ -33,24 +37,29 @@ _DECAYED = (
     "coalesce(device_seconds * "
     f"power(0.5, cast(extract(epoch FROM now() - updated_at) AS float) / {HALF_LIFE_SECONDS}), 0)"
 )
-_HELD = "SELECT count(*) FROM devices JOIN runs AS holders ON holders.id = devices.run_id WHERE"
+# Devices in use are counted once for all owners, and only if one has a quota.
 OWNERS = f"""
     WITH RECURSIVE known(owner) AS (
         SELECT min({OWNER}) FROM runs WHERE status = 'pending'
         UNION ALL
         SELECT (SELECT min({OWNER}) FROM runs WHERE status = 'pending' AND {OWNER} > known.owner)
         FROM known WHERE known.owner IS NOT NULL
+    ), held AS MATERIALIZED (
+        SELECT holders.created_by AS owner, count(*) AS devices
+        FROM devices JOIN runs AS holders ON holders.id = devices.run_id GROUP BY 1
     )
-    SELECT known.owner, {_DECAYED} AS used,
-        (SELECT max_devices FROM api_keys WHERE api_keys.id = known.owner) AS max_devices, (
-        SELECT max_devices - ({_HELD} coalesce(holders.created_by, '') = known.owner)
-        FROM api_keys WHERE api_keys.id = known.owner AND max_devices IS NOT NULL
-    ) AS room
-    FROM known LEFT JOIN device_usage ON device_usage.owner = known.owner WHERE known.owner IS NOT NULL
+    SELECT known.owner, {_DECAYED} AS used, api_keys.max_devices, CASE WHEN api_keys.max_devices IS NOT NULL
+        THEN api_keys.max_devices - coalesce((SELECT devices FROM held WHERE held.owner = known.owner), 0) END AS room
+    FROM known LEFT JOIN device_usage ON device_usage.owner = known.owner
+        LEFT JOIN api_keys ON api_keys.id = known.owner
+    WHERE known.owner IS NOT NULL
 """
 """Owners of pending runs: `used` device-seconds, and `room` devices that the quota of the key leaves, or null."""
-LIMITED = f"""
-    SELECT id, name, max_devices, max_devices - ({_HELD} holders.experiment_id = experiments.id) AS room
+LIMITED = """
+    SELECT id, name, max_devices, max_devices - (
+        SELECT count(*) FROM devices JOIN runs AS holders ON holders.id = devices.run_id
+        WHERE holders.experiment_id = experiments.id
+    ) AS room
     FROM experiments WHERE max_devices IS NOT NULL
 """
 """Experiments with a quota, and the `room` that it leaves."""
@@ -58,7 +67,30 @@ WITH_ROOM = f"WITH owners AS MATERIALIZED ({OWNERS}), limited AS MATERIALIZED ({
 """Start of a query that joins `JOIN_ROOM` to pending `runs`."""
 JOIN_ROOM = f"JOIN owners ON owners.owner = {OWNER} LEFT JOIN limited ON limited.id = runs.experiment_id"
 HAS_ROOM = "runs.devices_needed <= coalesce(least(owners.room, limited.room), runs.devices_needed)"
-"""SQL condition: no quota keeps the run waiting."""
+"""SQL condition: the quotas have room for the run."""
+
+
+def _used_by_owner_of(run: str) -> str:
+    of_owner = f"SELECT {_DECAYED} FROM device_usage WHERE device_usage.owner = coalesce({run}.created_by, '')"
+    return f"coalesce(({of_owner}), 0)"
+
+
+# Not of a backend that starts a worker for a run: that worker can claim no other run meanwhile.
+KEPT_FOR = f"""(
+    SELECT kept.run_id FROM quota_reservations AS kept JOIN runs AS waiting ON waiting.id = kept.run_id
+    WHERE kept.quota_id IN (runs.created_by, runs.experiment_id)
+        AND kept.made_at > clock_timestamp() - interval '{RESERVATION_SECONDS} s'
+        AND waiting.status = 'pending' AND runs.devices_needed > kept.spare
+        AND runs.backend IN {sql_list(WORKER_BACKENDS)}
+        AND (-runs.priority, owners.used, runs.id)
+            > (-waiting.priority, {_used_by_owner_of("waiting")}, waiting.id)
+        AND coalesce(
+            clock_timestamp() + cast(kept.durations ->> runs.id AS float) * interval '1 s' > kept.starts_at, true)
+    LIMIT 1
+)"""
+"""SQL expression: the run for which a quota is kept, if it would wait longer because of a run; else null."""
+QUOTA_LOCK = 0x71756F74  # "quot"
+"""Key of the advisory lock under which quotas are checked, and reservations of them changed."""
 
 _runs: Any = Run.__table__
 
@@ -76,16 +108,19 @@ def is_owned_by(owner: ColumnElement[str]) -> ColumnElement[bool]:
 
 def used_by_owner_of(run: Any) -> ColumnElement[float]:
     """Return the device-seconds that the owner of a run has used, as in `OWNERS`."""
-    of_owner = f"(SELECT {_DECAYED} FROM device_usage WHERE device_usage.owner = coalesce({run.name}.created_by, ''))"
-    return literal_column(f"coalesce({of_owner}, 0)", Double)
+    return literal_column(_used_by_owner_of(run.name), Double)
 
 
 def has_room(owners: CTE) -> ColumnElement[bool]:
-    """Return the condition that neither the quota of the key nor that of the experiment keeps a run waiting."""
+    """Return the condition that no quota keeps a run waiting: those of its key and of its experiment have room for it.
+
+    Nor is one of them kept for a run before it. The enclosing query has the tables `runs` and `owners`.
+    """
     limited = text(LIMITED).columns(id=Text(), room=Integer()).cte("limited").prefix_with("MATERIALIZED")
     is_full = exists(
         select(literal(1))
         .select_from(limited)
         .where(limited.c.id == _runs.c.experiment_id, _runs.c.devices_needed > limited.c.room)
     )
-    return and_(or_(owners.c.room.is_(None), _runs.c.devices_needed <= owners.c.room), ~is_full)
+    is_kept = literal_column(KEPT_FOR, Text).is_not(None)
+    return and_(or_(owners.c.room.is_(None), _runs.c.devices_needed <= owners.c.room), ~is_full, ~is_kept)

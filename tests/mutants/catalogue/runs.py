@@ -4,6 +4,7 @@ from tests.mutants.mutant import Change, Mutant
 
 _LIFECYCLE = "app/runs/state/machine.py"
 _STATES = "tests/app/runs/state/test_machine.py"
+_QUOTAS = "tests/app/runs/scheduler/test_quotas.py::TestAQuota"
 _COMMIT_ORDER = "tests/app/api/test_dependencies.py"
 
 # The database rejects a pending run with a stop request; a mutant of the statements must also disable that check.
@@ -141,6 +142,26 @@ MUTANTS = (
         ),
         test="tests/app/runs/scheduler/test_reservations.py::TestOfTheQueue"
         "::test_a_reservation_that_nobody_renews_binds_no_one",
+    ),
+    Mutant(
+        name="claim-ignores-kept-quotas",
+        promises=(2,),
+        about="Later runs of a key take the quota that a run on several devices waits for.",
+        changes=(Change("app/runs/state/queue_order.py", ", ~is_full, ~is_kept)", ", ~is_full)"),),
+        test=f"{_QUOTAS}::test_is_kept_for_the_first_run_that_waits_for_it_and_says_so",
+    ),
+    Mutant(
+        name="round-forgets-claims",
+        promises=(2,),
+        about="A round of reservations offers devices of a quota that were claimed while it computed.",
+        changes=(
+            Change(
+                "app/runs/scheduler/reserving.py",
+                'max(row["spare"] - sum(row["quota_id"] in one for one in claimed), 0)',
+                'row["spare"]',
+            ),
+        ),
+        test=f"{_QUOTAS}::test_that_a_claim_uses_while_a_round_computes_is_not_given_again",
     ),
     Mutant(
         name="preempted-counts-as-lost",

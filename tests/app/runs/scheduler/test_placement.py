@@ -17,6 +17,9 @@ GPU = WorkerOffer(
 )
 FLEET = Fleet((CPU, GPU), frozenset({"celery"}))
 HOSTS = Fleet((replace(GPU, joins_hosts=True), replace(GPU, joins_hosts=True, devices=GPU.devices * 2)))
+JOINS = replace(GPU, joins_hosts=True)
+UNLIKE = Fleet((JOINS, JOINS, replace(JOINS, device="H100", labels=frozenset({"ib"}))))
+PAUSED = Fleet((JOINS, replace(JOINS, devices=(DeviceOffer(24_000, paused=True),)), replace(JOINS, device="H100")))
 NEEDS = Needs("celery", estimated_mb={"cpu": 12_000, "cuda": 12_000}, prefers_gpu=True)
 
 
@@ -43,6 +46,20 @@ NEEDS = Needs("celery", estimated_mb={"cpu": 12_000, "cuda": 12_000}, prefers_gp
         (replace(NEEDS, devices=2, hosts=2), HOSTS, None, ""),
         (replace(NEEDS, devices=4, hosts=2), HOSTS, "no_device_fits", "2 devices of each of 2 workers, and only 1"),
         (replace(NEEDS, devices=2, hosts=2, memory_mb=70_000), HOSTS, "no_device_fits", "asks for 70,000 MiB"),
+        (
+            replace(NEEDS, devices=3, hosts=3),
+            UNLIKE,
+            "too_few_hosts",
+            "there are 2 with A10, 1 with H100. Start others",
+        ),
+        (replace(NEEDS, devices=2, hosts=2), UNLIKE, None, ""),
+        (
+            replace(NEEDS, devices=2, hosts=2, labels=frozenset({"ib"})),
+            UNLIKE,
+            "too_few_hosts",
+            "1 online worker joins such runs and has the labels `ib`",
+        ),
+        (replace(NEEDS, devices=2, hosts=2), PAUSED, "devices_paused", "On all but too few workers"),
         (NEEDS, Fleet((replace(GPU, devices=(DeviceOffer(24_000, paused=True),)),)), "devices_paused", "is paused"),
     ],
 )

@@ -9,8 +9,9 @@ from sqlalchemy import Engine, insert, text
 
 from app.config import Settings
 from app.infra.db import async_engine
+from app.runs.scheduler import reserving
 from app.runs.scheduler.durations import Estimate
-from app.runs.scheduler.forecast import Forecast
+from app.runs.scheduler.forecast import Forecast, read_forecast
 from app.runs.scheduler.placement import Needs
 from app.runs.scheduler.reservations import PendingRun, Reservation, choose_reservations
 from app.runs.scheduler.reserving import reserve
@@ -219,6 +220,56 @@ class TestOfTheQueue:
         assert (is_later, spare, durations) == (True, 0, {short.id: 20.0})
         assert claim(engine, worker).id == short.id
         assert claim(engine, worker) is None, "the long one would delay it"
+
+    async def test_a_round_that_a_claim_overtakes_gives_none_of_its_devices_again(
+        self, settings: Settings, engine: Engine, lengths: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        worker = add_worker(engine, devices=4)
+        lengths[add_run(engine, devices_needed=2).id] = 50.0
+        claim(engine, worker)
+        big, small = add_run(engine, devices_needed=3), [add_run(engine) for _ in range(2)]
+
+        async def read(*given: Any) -> Forecast | None:
+            forecast = await read_forecast(*given)
+            assert claim(engine, worker).id == small[0].id
+            return forecast
+
+        monkeypatch.setattr(reserving, "read_forecast", read)
+        await renew(settings)
+        assert [(row.run_id, row.spare) for row in stored(engine)] == [(big.id, 0)]
+        assert claim(engine, worker) is None, "the device that the round had found to spare is in use"
+
+    async def test_a_round_neither_waits_for_a_claim_in_flight_nor_changes_what_it_reads(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        workers = [add_worker(engine, devices=2) for _ in range(2)]
+        for one in workers:
+            add_run(engine), claim(engine, one)
+        add_run(engine, devices_needed=2), add_run(engine, devices_needed=2)
+        add_run(engine, priority=1)
+
+        def made_at() -> list[Any]:
+            with engine.connect() as connection:
+                query = text("SELECT made_at FROM reservations WHERE worker_id = :id")
+                return [connection.scalar(query, {"id": one}) for one in workers]
+
+        async def renew_beside_a_claim(*statements: Any) -> None:
+            before = made_at()
+            with engine.connect() as connection:
+                for statement in statements:
+                    connection.execute(statement)
+                await renew(settings)
+                connection.rollback()
+            after = made_at()
+            assert after[0] == before[0], "of the worker that is being changed"
+            assert after[1] != before[1]
+
+        locks = machine.lock_for_claim(workers[0])
+        taking = machine.claim(workers[0], ["fake"], 60.0, "cpu", [])
+        await renew_beside_a_claim(*locks, taking)
+        await renew(settings)
+        await renew_beside_a_claim(*locks)
+        await renew_beside_a_claim(*locks, taking)
 
     async def test_spare_devices_are_given_once(
         self, settings: Settings, engine: Engine, lengths: dict[str, float]

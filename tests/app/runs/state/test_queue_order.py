@@ -9,12 +9,10 @@ from sqlalchemy import Engine, insert, text
 from app.config import Settings
 from app.infra.broker import Broker
 from app.infra.db import async_engine
-from app.infra.ids import new_id
 from app.runs.scheduler.dispatcher import Dispatcher
 from app.runs.state import machine
-from app.tables.api_keys import ApiKey
 from app.tables.scheduling import DeviceUsage
-from tests.rows import add_run, add_worker, claim, run_row
+from tests.rows import add_key, add_run, add_worker, claim, run_row
 
 
 def use(engine: Engine, **seconds: float) -> None:
@@ -85,14 +83,6 @@ class TestShares:
         assert third["small"] - second["small"] == pytest.approx(20, abs=1), (
             "the use of the devices meanwhile is unknown"
         )
-
-
-def add_key(engine: Engine, max_devices: int) -> str:
-    key = new_id("key")
-    row = {"id": key, "name": "laptop", "prefix": "x", "digest": key.ljust(64, "0")[:64], "scopes": ["write"]}
-    with engine.begin() as connection:
-        connection.execute(insert(ApiKey).values(**row, max_devices=max_devices))
-    return key
 
 
 def limit(engine: Engine, experiment_id: str, max_devices: int) -> None:

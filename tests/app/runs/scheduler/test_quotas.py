@@ -1,0 +1,191 @@
+"""Quotas that are kept for a run which waits for them, so that later runs do not overtake it for ever."""
+
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, text
+
+from app.config import Settings
+from app.infra.broker import Broker
+from app.infra.db import async_engine
+from app.runs.scheduler import reserving
+from app.runs.scheduler.dispatcher import Dispatcher
+from app.runs.scheduler.durations import Estimate
+from app.runs.scheduler.forecast import Forecast, read_forecast
+from app.runs.scheduler.reserving import reserve
+from app.runs.state import machine
+from tests.rows import add_key, add_run, add_worker, claim, claim_with_others, run_row
+from tests.rows import reserve as reserve_workers
+
+HOUR = "UPDATE runs SET not_before = now() + interval '1 h' WHERE id = :id"
+
+
+async def renew(settings: Settings) -> None:
+    """Do what the dispatcher does each second."""
+    engine = async_engine(settings.database_url or "")
+    async with engine.begin() as connection:
+        await reserve(connection, settings, ["fake"])
+    await engine.dispose()
+
+
+def kept(engine: Engine) -> list[tuple[str, str, int]]:
+    with engine.connect() as connection:
+        query = text("SELECT quota_id, run_id, spare FROM quota_reservations ORDER BY quota_id")
+        return [(row[0], row[1], row[2]) for row in connection.execute(query)]
+
+
+def execute(engine: Engine, statement: str, **values: Any) -> None:
+    with engine.begin() as connection:
+        connection.execute(text(statement), values)
+
+
+def end(engine: Engine, run_id: str) -> None:
+    with engine.begin() as connection:
+        connection.execute(machine.complete(run_id, 1, None, "done")).one()
+
+
+@pytest.fixture
+def lengths(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Durations of runs by id, as they are predicted; those of others are unknown."""
+    found: dict[str, float] = {}
+
+    def estimate(_: Forecast, run: Any, *__: Any) -> Any:
+        return Estimate(found[run.id], "high", "") if run.id in found else None
+
+    monkeypatch.setattr(Forecast, "estimate", estimate)
+    return found
+
+
+class TestAQuota:
+    async def test_is_kept_for_the_first_run_that_waits_for_it_and_says_so(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        key, worker = add_key(engine, 4), add_worker(engine, devices=8)
+        first = add_run(engine, created_by=key, devices_needed=2)
+        claim(engine, worker)
+        wide = add_run(engine, created_by=key, devices_needed=4)
+        later = [add_run(engine, created_by=key, devices_needed=needed) for needed in (1, 2)]
+        other = add_run(engine)
+        execute(engine, "UPDATE runs SET not_before = now() - interval '6 s'")
+        await renew(settings)
+        assert kept(engine) == [(key, wide.id, 0)]
+        assert [claim(engine, worker).id, claim(engine, worker)] == [other.id, None]
+        own = async_engine(settings.database_url or "", pool_size=1)
+        await Dispatcher(own, Broker(settings), settings, ["fake"]).round()
+        await own.dispose()
+        reason: Any = run_row(engine, later[0].id).pending_reason
+        assert reason["code"] == "quota" and f"is kept for run {wide.id}" in reason["message"]
+        with engine.connect() as connection:
+            assert connection.scalar(text("SELECT count(*) FROM reservations")) == 0, (
+                "one that may not start keeps none"
+            )
+        urgent = add_run(engine, created_by=key, priority=1)
+        assert claim(engine, worker).id == urgent.id, "it precedes the wide run"
+        for run in (first, urgent):
+            end(engine, run.id)
+        assert claim(engine, worker).id == wide.id
+        end(engine, wide.id)
+        assert claim(engine, worker).id == later[0].id
+
+    async def test_of_an_experiment_is_kept_from_later_runs_of_every_key(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        worker = add_worker(engine, devices=8)
+        first = add_run(engine, created_by="a", devices_needed=2)
+        claim(engine, worker)
+        execute(engine, "UPDATE experiments SET max_devices = 3 WHERE id = :id", id=first.experiment_id)
+        wide = add_run(engine, created_by="a", devices_needed=3, experiment_id=first.experiment_id)
+        add_run(engine, created_by="b", experiment_id=first.experiment_id)
+        elsewhere = add_run(engine, created_by="b")
+        await renew(settings)
+        assert kept(engine) == [(first.experiment_id, wide.id, 0)]
+        assert [claim(engine, worker).id, claim(engine, worker)] == [elsewhere.id, None]
+
+    async def test_lets_those_start_that_end_in_time_or_leave_enough(
+        self, settings: Settings, engine: Engine, lengths: dict[str, float]
+    ) -> None:
+        key, worker = add_key(engine, 7), add_worker(engine, devices=9)
+        first = add_run(engine, created_by=key, devices_needed=4)
+        lengths[first.id] = 50.0
+        claim(engine, worker)
+        wide = add_run(engine, created_by=key, devices_needed=5)
+        long, also_long, short = (add_run(engine, created_by=key, devices_needed=needed) for needed in (2, 1, 1))
+        lengths |= {long.id: 400.0, also_long.id: 400.0, short.id: 20.0}
+        await renew(settings)
+        assert kept(engine) == [(key, wide.id, 2)], "seven less five"
+        assert [claim(engine, worker).id, claim(engine, worker).id] == [long.id, short.id]
+        assert claim(engine, worker) is None
+
+    async def test_that_has_room_again_is_kept_until_the_devices_are_free(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        key, worker, other = add_key(engine, 3), add_worker(engine, devices=3), add_worker(engine, devices=2)
+        add_run(engine), claim(engine, worker)
+        mine = add_run(engine, created_by=key)
+        claim(engine, other)
+        wide, _ = add_run(engine, created_by=key, devices_needed=3), add_run(engine, created_by=key)
+        await renew(settings)
+        end(engine, mine.id)
+        await renew(settings)
+        assert kept(engine) == [(key, wide.id, 0)]
+        assert [claim(engine, one) for one in (worker, other)] == [None, None]
+
+    @pytest.mark.parametrize("change", ["needs more than the quota", "fits no worker", "waits after a loss"])
+    async def test_is_not_kept_for_a_run_that_could_not_start(
+        self, settings: Settings, engine: Engine, change: str
+    ) -> None:
+        key, worker = add_key(engine, 4), add_worker(engine, devices=8)
+        add_run(engine, created_by=key, devices_needed=2)
+        claim(engine, worker)
+        needed = 5 if change == "needs more than the quota" else 3
+        requirements = {"labels": ["elsewhere"]} if change == "fits no worker" else {}
+        wide = add_run(engine, created_by=key, devices_needed=needed, requirements=requirements)
+        if change == "waits after a loss":
+            execute(engine, HOUR, id=wide.id)
+        small = add_run(engine, created_by=key)
+        await renew(settings)
+        assert kept(engine) == []
+        assert claim(engine, worker).id == small.id
+
+    async def test_that_no_process_renews_binds_no_one(self, settings: Settings, engine: Engine) -> None:
+        key, worker = add_key(engine, 3), add_worker(engine, devices=8)
+        add_run(engine, created_by=key, devices_needed=2), claim(engine, worker)
+        add_run(engine, created_by=key, devices_needed=2)
+        small = add_run(engine, created_by=key)
+        await renew(settings)
+        assert claim(engine, worker) is None
+        execute(engine, "UPDATE quota_reservations SET made_at = now() - interval '31 s'")
+        assert claim(engine, worker).id == small.id
+
+    async def test_is_kept_from_a_run_on_several_hosts_too(self, settings: Settings, engine: Engine) -> None:
+        key = add_key(engine, 4)
+        workers = [add_worker(engine, devices=2, group_address="10.0.0.1") for _ in range(3)]
+        first = add_run(engine, created_by=key, devices_needed=2)
+        claim(engine, workers[2])
+        add_run(engine, created_by=key, devices_needed=4, hosts_needed=2)
+        later = add_run(engine, created_by=key, devices_needed=2, hosts_needed=2)
+        await renew(settings)
+        reserve_workers(engine, later.id, *workers[:2])
+        assert claim_with_others(engine, workers[0]) is None
+        end(engine, first.id)
+        execute(engine, "DELETE FROM quota_reservations")
+        assert claim_with_others(engine, workers[0]).id == later.id
+
+    async def test_that_a_claim_uses_while_a_round_computes_is_not_given_again(
+        self, settings: Settings, engine: Engine, lengths: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        key, worker = add_key(engine, 6), add_worker(engine, devices=8)
+        first = add_run(engine, created_by=key, devices_needed=3)
+        lengths[first.id] = 50.0
+        claim(engine, worker)
+        wide, *small = (add_run(engine, created_by=key, devices_needed=needed) for needed in (4, 2, 1))
+
+        async def read(*given: Any) -> Forecast | None:
+            forecast = await read_forecast(*given)
+            assert claim(engine, worker).id == small[0].id
+            return forecast
+
+        monkeypatch.setattr(reserving, "read_forecast", read)
+        await renew(settings)
+        assert kept(engine) == [(key, wide.id, 0)], "two devices to spare, which are in use"
+        assert claim(engine, worker) is None
