@@ -28,6 +28,7 @@ from app.infra.storage import Storage
 from app.runs.checkpoints import replicas
 from app.tables.checkpoints import Checkpoint
 from app.tables.datasets import Dataset
+from app.tables.installation import Installation
 from app.tables.runs import Run
 from worker.checkpoint_files.disk_space import DiskSpace
 from worker.checkpoint_files.manifest import differences
@@ -65,6 +66,16 @@ class WorkingCopy:
         self._trimming = threading.Lock()
         for folder in ("datasets", "runs", "locks"):
             (storage.root / folder).mkdir(parents=True, exist_ok=True)
+
+    def check_store(self) -> None:
+        """Check that the object store answers, and is the one that the API uses with this database.
+
+        Raises:
+            WrongStore, StoreUnavailable: It is not.
+        """
+        with self._engine.connect() as connection:
+            installation = connection.scalar(select(Installation.id))
+        self._remote.objects.check_owner(installation)
 
     @contextmanager
     def used_by(self, run_id: str) -> Iterator[None]:
@@ -130,7 +141,8 @@ class WorkingCopy:
     def trim(self, incoming_bytes: int = 0) -> None:
         """Remove entries that no run uses: those of deleted runs and datasets, then the least recently used ones.
 
-        Stops once `incoming_bytes` more fit. An attempt with a checkpoint that is still to be sent is kept.
+        Stops once `incoming_bytes` more fit below the limit and on the disk. An attempt with a checkpoint that is still
+        to be sent is kept.
         """
         with self._trimming:
             self._remove_leftovers()
