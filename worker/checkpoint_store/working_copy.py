@@ -150,7 +150,7 @@ class WorkingCopy:
             total = sum(one.bytes for one in entries)
             deleted, unsent = self._deleted(entries), self._unsent(entries)
             for one in sorted(entries, key=lambda one: (one.folder not in deleted, one.used_at)):
-                is_over = total + incoming_bytes > self._limit
+                is_over = total + incoming_bytes > self._limit or self._disk_space.lacking(incoming_bytes)
                 if one.folder in deleted or (is_over and one.folder not in unsent):
                     total -= one.bytes if self._remove(one.folder) else 0
             self._remove_run_folders()
