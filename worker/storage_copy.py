@@ -16,6 +16,7 @@ from app.contracts.attempt.records import is_record
 from app.infra import log_setup
 from app.infra.db import sync_engine
 from app.infra.errors import SetupError
+from app.infra.files import file_manifest
 from app.infra.files.object_store import PIECE_BYTES, ObjectMissing, StoreUnavailable, WrongStore
 from app.infra.server_urls import resolve_urls
 from app.infra.storage import Storage
@@ -25,7 +26,6 @@ from app.tables.installation import Installation, register
 from app.tables.runs import Attempt, Run
 from app.tables.workers import Worker
 from app.workers.queries import is_fresh
-from worker.checkpoint_files import manifest
 from worker.checkpoint_store.remote_store import LocalCheckpointCorrupt, LocalCheckpointMissing, RemoteStore
 
 log = logging.getLogger(__name__)
@@ -91,9 +91,9 @@ class StorageCopy:
 
     def _checkpoint(self, row: Any) -> None:
         folder = self._storage.named_checkpoint(row.run_id, row.attempt, row.name)
-        key = f"{self._storage.key_of(folder)}/{manifest.MANIFEST}"
+        key = f"{self._storage.key_of(folder)}/{file_manifest.MANIFEST}"
         try:
-            there = self._remote.objects.read(key, manifest.MAX_BYTES)
+            there = self._remote.objects.read(key, file_manifest.MAX_BYTES)
         except ObjectMissing:
             there = b""
         if hashlib.sha256(there).hexdigest() != row.manifest_sha256:  # it is sent last, so the others are there too
