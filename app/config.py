@@ -91,6 +91,9 @@ class Settings(_HomeSettings):
     cache_bytes: int = Field(default=100 * 1024**3, ge=0)
     """Size limit of the working copy: least recently used datasets and attempts are removed from it, except what a run
     uses or what is not in the store yet."""
+    delivery_seconds: float = Field(default=3600.0, ge=1.0)
+    """Seconds for which a worker keeps a finished output, and the device of its run, while the object store of
+    `storage` takes nothing; then the run returns to the queue and continues from its last checkpoint."""
     secret_key_file: Path | None = None
     """File of the keys that encrypt secrets, identical on every machine; unset: `secret.key` in `home`."""
     trainer_user: str | None = None

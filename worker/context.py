@@ -18,6 +18,7 @@ from app.config import Settings
 from app.infra.broker import CONTROL_CHANNEL, events_channel
 from app.infra.db import is_away, sync_engine
 from app.infra.errors import SetupError, TryLater
+from app.infra.files.object_store import StoreUnavailable, WrongStore
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.infra.tracing import Tracing
@@ -43,6 +44,9 @@ _REDIS_PAUSE = 2.0
 _DATABASE_PAUSE = 2.0
 
 _WARM_UP_LOOK = 1.0
+
+_MARK_SECONDS = 30.0
+"""Time for which a worker that starts together with the API waits until that has marked the object store."""
 
 _CHECKED_ROUNDS = 3
 """Heartbeats for which a check of this worker's health counts."""
@@ -146,15 +150,15 @@ class WorkerContext:
             False if the worker was asked to end meanwhile.
 
         Raises:
-            SetupError: The database schema is older than this code.
+            SetupError: The database schema is older than this code, or the object store is another one than the API's.
             TryLater: The database could not be reached for `database_seconds`.
         """
         self._status_file.open()
         self.launcher.start()
         began = time.monotonic()
-        while (trouble := self._try_register()) is not None:
+        while (trouble := self._try_register(time.monotonic() - began)) is not None:
             if time.monotonic() - began > database_seconds:
-                raise TryLater(f"the database cannot be reached from {self.name}: {trouble}")
+                raise TryLater(trouble)
             if self.closing.wait(_DATABASE_PAUSE):
                 return False
         self._heartbeat.start()
@@ -245,12 +249,15 @@ class WorkerContext:
                     log.info("event streams and workers are not notified for now: %s", error)
                     self._ended.wait(_REDIS_PAUSE)
 
-    def _try_register(self) -> str | None:
-        """Register this worker; return why not, if the database is unavailable."""
+    def _try_register(self, waited: float) -> str | None:
+        """Register this worker; return a sentence that says why not, if that may change by itself."""
         try:
-            with self.engine.begin() as connection:
+            with self.engine.connect() as connection:
                 if older := migrate.schema_error(migrate.current(connection)):
                     raise SetupError(older)
+            if self.working_copy is not None:
+                self._check_storage(self.working_copy, waited)
+            with self.engine.begin() as connection:
                 registration.release_dead(connection, self.name)
                 connection.execute(registry.delete_old(older_than_days=30))
                 self._register(connection)
@@ -258,8 +265,28 @@ class WorkerContext:
             if not is_away(error):
                 raise
             log.warning("the database cannot be reached, trying again: %s", error)
-            return " ".join(str(getattr(error, "orig", None) or error).split())
+            why = " ".join(str(getattr(error, "orig", None) or error).split())
+            return f"the database cannot be reached from {self.name}: {why}"
+        except WrongStore as error:
+            log.warning("this worker waits for its storage: %s", error)
+            return f"the storage {self.settings.storage_url} cannot be used: {error}"
         return None
+
+    def _check_storage(self, copy: WorkingCopy, waited: float) -> None:
+        """Check that the object store is the API's; if it does not answer now, each attempt checks it.
+
+        Raises:
+            SetupError: It is another one.
+            WrongStore: It has no mark yet, and the API may be about to start.
+        """
+        try:
+            copy.check_store()
+        except WrongStore as error:
+            if error.is_marked or waited > _MARK_SECONDS:
+                raise SetupError(f"the storage {self.settings.storage_url} cannot be used: {error}.") from error
+            raise
+        except StoreUnavailable as error:
+            log.warning("the storage %s cannot be checked now: %s", self.settings.storage_url, error)
 
     def _register(self, connection: Connection) -> None:
         labels = self.settings.labels

@@ -36,6 +36,11 @@ async def get_session(request: Request, response: Response) -> AsyncIterator[Asy
         recorder.is_written = True
 
 
+async def release(session: AsyncSession) -> None:
+    """Return the database connection of a request that has read all it needs, before it waits for the storage."""
+    await session.commit()
+
+
 _parameters: dict[Callable[..., Any], frozenset[str]] = {}
 """Names of the query parameters of each endpoint that was called."""
 

@@ -22,7 +22,7 @@ from app.contracts.errors import FieldError
 from app.contracts.schemas.runs.placement import ResourceRequest
 from app.contracts.training_config.fields import TrainingConfig
 from app.infra.db import is_away
-from app.infra.files.object_store import StoreUnavailable
+from app.infra.files.object_store import StoreBusy, StoreUnavailable
 from app.infra.ids import new_id
 
 log = logging.getLogger(__name__)
@@ -117,8 +117,20 @@ def storage_unavailable(clause: str) -> ApiError:
     )
 
 
+def storage_busy(clause: str) -> ApiError:
+    """Create a 503 error for an object store for which too many calls wait already."""
+    return ApiError(
+        503,
+        "storage_busy",
+        f"The storage cannot be used now ({clause}); try again in {RETRY_SECONDS} seconds.",
+        headers={"Retry-After": str(RETRY_SECONDS)},
+    )
+
+
 def as_api_error(error: BaseException) -> ApiError | None:
     """Return the API error for a failure of the database, the disk or the storage; None for any other exception."""
+    if isinstance(error, StoreBusy):
+        return storage_busy(str(error))
     if isinstance(error, StoreUnavailable):
         return storage_unavailable(str(error))
     original = getattr(error, "orig", None) or error

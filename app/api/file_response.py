@@ -5,13 +5,15 @@ import stat
 import weakref
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
-import anyio
 from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
 from app.infra.files.object_store import StoredFile
+from app.infra.files.store_calls import StoreCalls
+
+_STORED_CHUNK_BYTES = 2**20
 
 
 class OpenFileResponse(FileResponse):
@@ -20,13 +22,14 @@ class OpenFileResponse(FileResponse):
     def __init__(
         self,
         file: BinaryIO | StoredFile,
+        calls: StoreCalls | None = None,
         *,
         filename: str,
         media_type: str = "application/octet-stream",
         modified: float = 0.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Take over the open file; `modified` are seconds since 1970, for a file of an object store."""
+        """Take over the open file; `calls` and `modified`, in seconds since 1970, are for one of an object store."""
         if isinstance(file, StoredFile):
             about = os.stat_result((stat.S_IFREG | 0o644, 0, 0, 1, 0, 0, file.size, modified, modified, modified))
             path = filename
@@ -37,14 +40,19 @@ class OpenFileResponse(FileResponse):
         super().__init__(
             path, media_type=media_type, filename=filename, stat_result=about, headers={**common, **(headers or {})}
         )
-        self._stored = file if isinstance(file, StoredFile) else None
-        self._close = weakref.finalize(self, file.close)
+        self._stored = None
+        if isinstance(file, StoredFile) and calls is not None:
+            self._stored = _StoredContent(file, calls)
+            self.chunk_size = _STORED_CHUNK_BYTES
+        # A thread may read the stored file when the reader has gone: closing it would wait for that.
+        self._close = None if self._stored is not None else weakref.finalize(self, file.close)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._close()
+            if self._close is not None:
+                self._close()
 
     @asynccontextmanager
     async def _open_file(self) -> AsyncIterator[Any]:
@@ -52,4 +60,17 @@ class OpenFileResponse(FileResponse):
             async with super()._open_file() as file:
                 yield file
         else:
-            yield anyio.wrap_file(cast(BinaryIO, self._stored))
+            yield self._stored
+
+
+class _StoredContent:
+    """Content of a file of an object store, with the methods that a response uses."""
+
+    def __init__(self, file: StoredFile, calls: StoreCalls) -> None:
+        self._file, self._calls = file, calls
+
+    async def read(self, size: int) -> bytes:
+        return await self._calls.run(self._file.read, size)
+
+    async def seek(self, offset: int) -> int:
+        return self._file.seek(offset)

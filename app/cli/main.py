@@ -14,6 +14,7 @@ from app.cli.keys import keys
 from app.cli.secrets import secrets
 from app.cli.server import api, migrate, prune, up, worker
 from app.cli.service import down, open_dashboard, status
+from app.cli.storage import storage
 
 NOUNS = {
     "actions": "app.cli.actions",
@@ -97,6 +98,7 @@ cli.command("open")(open_dashboard)
 cli.add_typer(keys, name="keys")
 
 cli.add_typer(secrets, name="secrets")
+cli.add_typer(storage, name="storage")
 
 cli.command()(audit)
 

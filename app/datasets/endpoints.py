@@ -1,13 +1,12 @@
 """`/v1/datasets`."""
 
-import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, BackgroundTasks, Header, Query, Request, Response
 from starlette.responses import FileResponse
 
 from app.api.authorization import CurrentCaller
-from app.api.dependencies import CurrentSettings, CurrentStorage, Session
+from app.api.dependencies import CurrentSettings, CurrentStorage, Session, release
 from app.api.file_response import OpenFileResponse
 from app.api.idempotency import Idempotency
 from app.api.pagination import FindQuery, PageQuery, SearchQuery
@@ -119,7 +118,7 @@ async def delete_dataset(
 ) -> None:
     """Delete a dataset and its file, unless a run refers to it, because a finished run can be resumed."""
     await service.delete(session, dataset_id)
-    after_commit.add_task(storage.remove_dataset, dataset_id)
+    after_commit.add_task(service.remove_content, storage, dataset_id)
 
 
 @router.get("/{dataset_id}/rows")
@@ -134,8 +133,9 @@ async def list_rows(
 ) -> DatasetRows:
     """Get rows of a dataset, with long texts cut; GET …/content has them whole."""
     dataset = await service.get(session, dataset_id)
-    file = await asyncio.to_thread(service.content, storage, dataset)
-    return await asyncio.to_thread(rows.read, file, after, limit)
+    await release(session)
+    file = await storage.in_thread(service.content, storage, dataset)
+    return await storage.in_thread(rows.read, file, after, limit)
 
 
 @router.get(
@@ -150,9 +150,11 @@ async def list_rows(
 async def download_dataset(dataset_id: str, session: Session, storage: CurrentStorage) -> FileResponse:
     """Download the rows as JSONL, completely or the requested ranges; `ETag` is the SHA-256."""
     dataset = await service.get(session, dataset_id)
-    file = await asyncio.to_thread(service.content, storage, dataset)
+    await release(session)
+    file = await storage.in_thread(service.content, storage, dataset)
     return OpenFileResponse(
         file,
+        storage.calls,
         media_type="application/x-ndjson",
         filename=service.file_name(dataset),
         modified=dataset.created_at.timestamp(),

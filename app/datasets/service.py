@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -17,10 +18,11 @@ from app.api.pagination import Paging, fetch, found_by, matching
 from app.audit.log import AuditedCall
 from app.datasets.importer import ImportedFile
 from app.infra.db import is_away
-from app.infra.files.object_store import PIECE_BYTES, StoredFile
+from app.infra.files.object_store import PIECE_BYTES, ObjectStore, StoredFile, StoreUnavailable
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.tables.datasets import Dataset, DatasetIdempotencyKey
+from app.tables.installation import Installation, register
 from app.tables.runs import Run, RunEvalDataset
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ EXTENSION = "jsonl"
 _ORPHAN_SECONDS = 24 * 3600.0
 ASIDE_SECONDS = 30 * 24 * 3600.0
 _SWEEP_INTERVAL_SECONDS = 3600.0
+_SWEEP_AGAIN_SECONDS = 10.0
 _MAX_LISTED_RUNS = 5
 _CLAIM_ATTEMPTS = 2
 """Attempts to claim an idempotency key, in case the dataset of a concurrent request is deleted at once."""
@@ -55,15 +58,15 @@ async def store(
     if earlier := await _find_earlier(sessions, created_by, idempotency):
         return earlier
     id = new_id("ds")
-    await _mark_storage(sessions, storage)
-    await asyncio.to_thread(storage.store_dataset, received.path, id, EXTENSION)
+    await claim_storage(sessions, storage)
+    await storage.in_transfer(storage.store_dataset, received.path, id, EXTENSION)
     try:
         for _ in range(_CLAIM_ATTEMPTS):
             try:
                 return await _commit(sessions, id, received, created_by, idempotency, call)
             except _CreatedConcurrently:
                 if earlier := await _find_earlier(sessions, created_by, idempotency):
-                    await asyncio.to_thread(storage.remove_dataset, id)
+                    await remove_content(storage, id)
                     return earlier
                 # The dataset of the concurrent request was deleted, and its key with it.
         raise conflict(
@@ -73,17 +76,34 @@ async def store(
     except Exception as error:
         # If the response to the commit was lost, it may have succeeded; the sweep checks once the database is back.
         if not is_away(error):
-            await asyncio.to_thread(storage.remove_dataset, id)
+            await remove_content(storage, id)
         raise
 
 
-async def _mark_storage(sessions: async_sessionmaker[AsyncSession], storage: Storage) -> None:
-    """Mark a new folder as the storage, unless datasets were stored before: then it is a share that is not mounted."""
+async def claim_storage(sessions: async_sessionmaker[AsyncSession], storage: Storage) -> None:
+    """Mark a new object store as that of this installation, and check that it is no other one.
+
+    If datasets were stored before, a store without the newest one is another one, or a share that is not mounted.
+
+    Raises:
+        WrongStore, StoreUnavailable: Nothing may be written there or removed there now.
+    """
     objects = storage.objects
-    if objects is not None and await asyncio.to_thread(objects.needs_mark):
-        async with sessions() as session:
-            is_first = await session.scalar(select(Dataset.id).limit(1)) is None
-        await asyncio.to_thread(objects.mark_root, lambda: is_first)
+    if objects is None:
+        return
+    async with sessions() as session, session.begin():
+        installation = await session.scalar(select(Installation.id))
+        if installation is None:
+            await session.execute(register())
+            installation = await session.scalar(select(Installation.id))
+        newest = await session.scalar(select(Dataset.id).order_by(Dataset.id.desc()).limit(1))
+
+    def claim(store: ObjectStore, id: str) -> None:
+        if store.needs_mark():
+            store.mark_root(lambda: newest is None)
+        store.claim(id, lambda: newest is None or bool(store.list(f"datasets/{newest}")))
+
+    await storage.in_thread(claim, objects, str(installation))
 
 
 async def _commit(
@@ -201,6 +221,12 @@ async def delete(session: AsyncSession, dataset_id: str) -> None:
     await session.delete(dataset)
 
 
+async def remove_content(storage: Storage, dataset_id: str) -> None:
+    """Remove the files of a deleted dataset; those that cannot be removed now are left to the sweep."""
+    with suppress(StoreUnavailable):
+        await storage.in_transfer(storage.remove_dataset, dataset_id)
+
+
 def content(storage: Storage, dataset: Dataset) -> BinaryIO | StoredFile:
     """Open the file of a dataset; raises a 404 error if it is missing from the storage."""
     try:
@@ -253,14 +279,16 @@ async def sweep(
     restored from a backup or recreated. They are moved to the `aside` folder for a month.
     """
     removed = await asyncio.to_thread(storage.sweep_staging, older_than_seconds)
-    await asyncio.to_thread(storage.sweep_aside, ASIDE_SECONDS)
-    stored = await asyncio.to_thread(storage.dataset_ids, older_than_seconds)
+    # Otherwise all datasets of another installation would be put aside, and deleted later.
+    await claim_storage(sessions, storage)
+    await storage.in_transfer(storage.sweep_aside, ASIDE_SECONDS)
+    stored = await storage.in_transfer(storage.dataset_ids, older_than_seconds)
     if stored:
         listed = Dataset.id == any_(literal(stored, ARRAY(Text)))
         async with sessions() as session:
             known = set((await session.scalars(select(Dataset.id).where(listed))).all())
         for id in set(stored) - known:
-            folder = await asyncio.to_thread(storage.put_dataset_aside, id)
+            folder = await storage.in_transfer(storage.put_dataset_aside, id)
             log.warning(
                 "dataset %s is not in the database; its files were moved to %s and are kept for %d days",
                 id,
@@ -272,10 +300,11 @@ async def sweep(
 
 
 def sweep_in_background(sessions: async_sessionmaker[AsyncSession], storage: Storage) -> asyncio.Task[None]:
-    """Start a task that sweeps now and every hour, until cancelled."""
+    """Start a task that sweeps now and every hour, until cancelled; after an error, it tries again sooner."""
 
     async def loop() -> None:
         while True:
+            pause = _SWEEP_INTERVAL_SECONDS
             try:
                 removed = await sweep(sessions, storage)
                 if removed:
@@ -283,6 +312,9 @@ def sweep_in_background(sessions: async_sessionmaker[AsyncSession], storage: Sto
             except Exception as error:
                 if as_api_error(error) is None:
                     log.exception("sweeping unfinished uploads failed")
-            await asyncio.sleep(_SWEEP_INTERVAL_SECONDS)
+                else:
+                    log.warning("unfinished uploads cannot be swept now: %s", error)
+                    pause = _SWEEP_AGAIN_SECONDS
+            await asyncio.sleep(pause)
 
     return asyncio.create_task(loop(), name="sweep")

@@ -110,7 +110,7 @@ async def _tokenizer_file(around: ImportContext, name: str) -> Path:
     if resolver.is_run(name):
         async with around.sessions() as session:
             attempt = await session.scalar(select(Run.output_attempt).where(Run.id == name))
-    located = await asyncio.to_thread(resolver.locate, around.settings, around.storage, name, attempt)
+    located = await around.storage.in_thread(resolver.locate, around.settings, around.storage, name, attempt)
     file = around.folder / "tokenizer.json"
     if located["path"] is None:
         from app.datasets import hub
@@ -120,7 +120,7 @@ async def _tokenizer_file(around: ImportContext, name: str) -> Path:
         return file
     folder = ModelFolder(around.storage, Path(located["path"]))
     try:
-        content = await asyncio.to_thread(folder.read, file.name, MOST_TOKENIZER_BYTES)
+        content = await around.storage.in_thread(folder.read, file.name, MOST_TOKENIZER_BYTES)
     except OutsideStorage as error:
         raise _no_tokenizer("bad_tokenizer", f"the tokenizer of {name!r} cannot be used: {error}") from None
     except OSError:

@@ -4,14 +4,15 @@ If it is the URL of an object store, the layout there is the same, and the folde
 some of it: what a worker fetches and writes, and what the API stages.
 """
 
+import asyncio
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, ParamSpec, TypeVar
 from uuid import uuid4
 
 from app.config import Settings
@@ -23,9 +24,15 @@ from app.infra.files.object_store import (
     StoredFile,
     StoreUnavailable,
 )
+from app.infra.files.store_calls import StoreCalls
 from app.infra.files.untrusted_folder import OutsideStorage
 from app.infra.ids import is_id
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_CALLS, _CALL_SECONDS, _CALL_WAIT_SECONDS = 12, 15.0, 1.0
+_TRANSFERS, _TRANSFER_WAIT_SECONDS = 8, 60.0
 _CHECKPOINT = re.compile(r"checkpoint-[0-9]+")
 
 
@@ -39,6 +46,8 @@ class Storage:
     def __init__(self, settings: Settings, objects: ObjectStore | None = None) -> None:
         self.root = settings.storage_root
         self.objects = objects
+        self.calls = StoreCalls(_CALLS, _CALL_WAIT_SECONDS, _CALL_SECONDS)
+        self._transfers = StoreCalls(_TRANSFERS, _TRANSFER_WAIT_SECONDS, None)
 
     @classmethod
     def shared(cls, settings: Settings) -> "Storage":
@@ -54,6 +63,22 @@ class Storage:
     def name(self) -> str:
         """Folder or URL, for messages."""
         return str(self.root) if self.objects is None else self.objects.url
+
+    async def in_thread(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """Run work that may read something of the storage, like `asyncio.to_thread`.
+
+        Raises:
+            StoreUnavailable: The object store does not answer within seconds, or too many other calls wait for it.
+        """
+        if self.objects is None:
+            return await asyncio.to_thread(work, *arguments, **named)
+        return await self.calls.run(work, *arguments, **named)
+
+    async def in_transfer(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """Run work that may take as long as a whole dataset or run, like `in_thread` without its time limit."""
+        if self.objects is None:
+            return await asyncio.to_thread(work, *arguments, **named)
+        return await self._transfers.run(work, *arguments, **named)
 
     @contextmanager
     def staging(self) -> Iterator[Path]:

@@ -1,6 +1,5 @@
 """Deletion of runs: the row at once, then large data (events, curves, files) step by step."""
 
-import asyncio
 import logging
 
 from sqlalchemy import Select, delete, func, select, text
@@ -93,7 +92,7 @@ async def delete_remaining_data(sessions: async_sessionmaker[AsyncSession], stor
         while run_id := await holding.scalar(select(func.min(RunDeletion.run_id)).where(RunDeletion.run_id > last)):
             last = run_id
             try:
-                await asyncio.to_thread(storage.remove_run, run_id)
+                await storage.in_transfer(storage.remove_run, run_id)
             except (OSError, StoreUnavailable) as error:
                 log.warning("cannot remove the files of deleted run %s, trying again later: %s", run_id, error)
                 if isinstance(error, StoreUnavailable) and error.is_silent:

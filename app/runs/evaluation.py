@@ -157,7 +157,7 @@ async def _check_output(settings: Settings, storage: Storage, run: Run) -> None:
         message = f"run {run.id} is {run.status} and has no output; {_instead(run)}"
         raise _refused("run_without_output", message)
     try:
-        await asyncio.to_thread(resolver.locate, settings, storage, run.id, run.output_attempt)
+        await storage.in_thread(resolver.locate, settings, storage, run.id, run.output_attempt)
     except resolver.BaseModelError as error:
         raise _refused(error.code, error.message) from error
 

@@ -205,7 +205,7 @@ class Pruning:
 
     async def _remove(self, run_id: str, attempt: int, name: str) -> None:
         try:
-            await asyncio.to_thread(self._storage.remove_checkpoint, run_id, attempt, name)
+            await self._storage.in_transfer(self._storage.remove_checkpoint, run_id, attempt, name)
         except (OSError, StoreUnavailable) as error:
             log.warning("cannot delete checkpoint %s of %s, trying again later: %s", name, run_id, error)
 

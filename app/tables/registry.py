@@ -14,6 +14,7 @@ def all_models() -> MetaData:
     import app.tables.datasets
     import app.tables.events
     import app.tables.experiments
+    import app.tables.installation
     import app.tables.parts
     import app.tables.runs
     import app.tables.scheduling

@@ -95,6 +95,13 @@ async def gpu_names(session: AsyncSession, settings: Settings, backend: str) -> 
     return list(names.all())
 
 
+async def known_labels(session: AsyncSession, backend: str) -> set[str] | None:
+    """Return the labels of a backend's workers, also of those that are offline; None if no worker is known."""
+    query = select(Worker.labels).distinct().where(Worker.backends.contains([backend]))
+    rows = (await session.scalars(query)).all()
+    return {label for labels in rows for label in labels} if rows else None
+
+
 async def is_any_online(session: AsyncSession, settings: Settings, backend: str) -> bool:
     """Return True if at least one worker claims runs of this backend now."""
     return await session.scalar(select(Worker.id).where(*online(settings, backend)).limit(1)) is not None

@@ -64,6 +64,13 @@ def upgrade() -> None:
         sa.CheckConstraint("rows > 0", name=op.f("ck_datasets_has_rows")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_datasets")),
     )
+    op.create_table(
+        "installation",
+        sa.Column("is_the_one", sa.Boolean(), server_default=sa.text("true"), nullable=False),
+        sa.Column("id", sa.Text(), nullable=False),
+        sa.CheckConstraint("is_the_one", name=op.f("ck_installation_one")),
+        sa.PrimaryKeyConstraint("is_the_one", name=op.f("pk_installation")),
+    )
     for name, key in (("event_feed", "number"), ("event_feed_queue", "position")):
         op.create_table(
             name,

@@ -1,28 +1,39 @@
 """The API with an object store as its storage: datasets, artifacts and checkpoints are there and nowhere else."""
 
+import asyncio
 import hashlib
 import io
 import json
+import os
+import socket
 import tarfile
+import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
+import httpx
 import pytest
 from sqlalchemy import Engine, select, update
 
 from app.config import Settings
 from app.datasets import service
 from app.infra.db import session_maker
-from app.infra.files.object_store import MARK
+from app.infra.files.object_store import INSTALLATION_MARK, MARK, WrongStore
 from app.infra.storage import Storage
 from app.runs import deletion
 from app.tables.checkpoints import Checkpoint, ReplicaDeletion
 from app.tables.datasets import Dataset
+from app.tables.installation import Installation
 from app.tables.runs import Attempt
 from tests.factories import Trainer, make_dataset, make_run
 from tests.server import ApiServer, ThreadServer
+from tests.slowness import slowness
 from tests.waiting import eventually
 from worker.checkpoint_files import manifest
 from worker.checkpoint_store.remote_store import RemoteStore
@@ -153,6 +164,115 @@ class TestAnOutage:
         assert stored.client.post("/v1/datasets", files={"file": ("rows.jsonl", ROWS)}).status_code == 503
 
 
+class TestASilentStore:
+    """It takes connections, or opens, and never answers: here, each read of a file waits for a writer that is none."""
+
+    def test_keeps_no_other_request_waiting(
+        self, settings: Settings, share: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("app.infra.storage._CALL_SECONDS", 1.5)
+        with ThreadServer(Settings(**{**settings.model_dump(), "storage": f"file://{share}"})) as api:
+            dataset = upload(api)["id"]
+            file = share / "datasets" / dataset / "data.jsonl"
+            file.unlink()
+            os.mkfifo(file)
+            base = Trainer(engine, make_run(api.client, dataset)["id"]).begin().complete().run_id
+            (share / "runs" / base / "a1").mkdir(parents=True)
+            os.mkfifo(share / "runs" / base / "a1" / "output.manifest.json")
+            try:
+                check_a_silent_store(api, dataset, base)
+            finally:
+                for pipe in (file, share / "runs" / base / "a1" / "output.manifest.json"):
+                    with suppress(OSError):  # no thread reads it
+                        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+
+    @pytest.mark.full
+    def test_of_s3_keeps_no_other_request_waiting(
+        self, settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+        with socket.create_server(("127.0.0.1", 0), backlog=200) as silent:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+            fsspec.get_filesystem_class("s3").clear_instance_cache()
+            with ThreadServer(Settings(**{**settings.model_dump(), "storage": "s3://silent/prefix"})) as api:
+                dataset = make_dataset(engine)
+                base = Trainer(engine, make_run(api.client, dataset)["id"]).begin().complete().run_id
+                check_a_silent_store(api, dataset, base)
+
+
+def check_a_silent_store(api: ApiServer, dataset: str, base: str) -> None:
+    """Send more requests that need the store than there are threads, and connections to the database."""
+    body = {"dataset_id": dataset, "backend": "celery", "config": {"base_model": base}}
+    needing = [
+        lambda: api.client.get(f"/v1/datasets/{dataset}/content"),
+        lambda: api.client.get(f"/v1/datasets/{dataset}/rows"),
+        lambda: api.client.get(f"/v1/runs/{base}/artifacts"),
+        lambda: api.client.get(f"/v1/runs/{base}/artifacts.tar"),
+        lambda: api.client.post("/v1/runs/validate", json=body),
+    ]
+    other = {"dataset_id": dataset, "backend": "fake", "config": {"base_model": "any"}}
+    with ThreadPoolExecutor(60) as pool:
+        sent = [pool.submit(needing[number % len(needing)]) for number in range(60)]
+        took = []
+        while not all(one.done() for one in sent):
+            for send in (
+                lambda: api.client.get("/v1/runs"),
+                lambda: api.client.get(f"/v1/datasets/{dataset}"),
+                lambda: api.client.post("/v1/runs/validate", json=other),
+                lambda: api.client.get("/v1/models"),
+            ):
+                began = time.monotonic()
+                assert send().status_code == 200
+                took.append(time.monotonic() - began)
+        answers = [one.result() for one in sent]
+    assert {answer.status_code for answer in answers} == {503}, [answer.text for answer in answers]
+    codes = Counter(answer.json()["code"] for answer in answers)
+    assert set(codes) == {"storage_unavailable", "storage_busy"}, codes
+    assert all(int(answer.headers["retry-after"]) > 0 for answer in answers)
+    assert len(took) >= 4 and max(took) < 3 * slowness(), sorted(took)[-5:]
+
+
+class TestAStoreOfAnotherInstallation:
+    def test_is_marked_at_the_start_and_neither_written_to_nor_swept_by_another_one(
+        self, stored: ApiServer, share: Path, engine: Engine
+    ) -> None:
+        mark = share / INSTALLATION_MARK
+        own = eventually(lambda: mark.exists() and mark.read_text())
+        with engine.connect() as connection:
+            assert own == connection.scalar(select(Installation.id))
+        dataset = upload(stored)["id"]
+        with engine.begin() as connection:  # as if this were a service with an empty database
+            connection.execute(Dataset.__table__.delete())
+            connection.execute(update(Installation).values(id="ins_other"))
+        answer = stored.client.post("/v1/datasets", files={"file": ("rows.jsonl", ROWS)})
+        assert (answer.status_code, answer.json()["code"]) == (503, "storage_unavailable")
+        assert "belongs to another installation" in answer.json()["detail"]
+        with pytest.raises(WrongStore):
+            asyncio.run(swept(stored))
+        assert (share / "datasets" / dataset / "data.jsonl").exists() and mark.read_text() == own
+
+    def test_a_store_without_mark_is_ours_if_it_has_the_newest_dataset(self, stored: ApiServer, share: Path) -> None:
+        dataset = upload(stored)["id"]
+        mark = share / INSTALLATION_MARK
+        mark.unlink()
+        asyncio.run(swept(stored))
+        assert mark.exists()
+        mark.unlink()
+        (share / "datasets" / dataset).rename(share / "elsewhere")
+        with pytest.raises(WrongStore, match="has no file"):
+            asyncio.run(swept(stored))
+        assert not mark.exists()
+
+
+async def swept(api: ApiServer) -> None:
+    engine = stored_engine(api)
+    try:
+        await service.sweep(session_maker(engine), Storage.shared(api.settings), older_than_seconds=0)
+    finally:
+        await engine.dispose()
+
+
 class Done:
     """A completed run whose output, records and checkpoint a worker has sent."""
 
@@ -234,6 +354,18 @@ class TestAnOutput:
             file.write(b"more")
         answer = stored.client.get(f"/v1/runs/{done.id}/artifacts/deep/weights.safetensors")
         assert (answer.status_code, answer.json()["code"]) == (409, "artifacts_corrupt")
+
+    def test_with_other_contents_than_were_stored_is_never_sent_as_a_whole_archive(
+        self, stored: ApiServer, done: Done, share: Path
+    ) -> None:
+        path, file = f"/v1/runs/{done.id}/artifacts", share / "runs" / done.id / "a1" / "output" / "deep"
+        file /= "weights.safetensors"
+        content = file.read_bytes()
+        etag = stored.client.get(f"{path}/deep/weights.safetensors").headers["etag"]
+        assert etag == f'"{hashlib.sha256(content).hexdigest()}"'
+        file.write_bytes(content[:-1] + b"?")
+        with pytest.raises(httpx.RemoteProtocolError):
+            stored.client.get(f"{path}.tar")
 
     def test_that_is_away_is_503(self, stored: ApiServer, done: Done, share: Path) -> None:
         share.rename(share.with_name("away"))

@@ -2,8 +2,11 @@
 
 import io
 import json
+import os
+import pwd
 import shutil
 import tarfile
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,11 @@ import pytest
 
 from tests.e2e.conftest import TrainingStack
 from tests.object_store import SECRET, s3_server
+from tests.reliability.test_stalls import confined
 from tests.stack import is_alive
 from tests.waiting import eventually
+from tests.worker.training.output.test_gguf import CONVERTER
+from tests.worker.training.tiny import make_pairs, make_prompts
 from worker.wire.journal import read_journal
 
 CONFIG = {
@@ -59,7 +65,7 @@ def train(stack: TrainingStack, **config: Any) -> str:
 
 
 def completed(stack: TrainingStack, run_id: str) -> dict[str, Any]:
-    shown = stack.until(run_id, "completed", "failed", timeout=120)
+    shown = stack.until(run_id, "completed", "failed", timeout=120 * stack.slowness)
     assert shown["status"] == "completed", shown["error_message"]
     return shown
 
@@ -122,3 +128,63 @@ def download(client: httpx.Client, run_id: str, name: str) -> bytes:
         member = archive.extractfile(f"{run_id}/{name}")
         assert member is not None and member.read() == answer.content
     return answer.content
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """Temporary folder that every user may enter, as each session of pytest makes its own private."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+@pytest.mark.full
+def test_every_kind_of_run_finds_what_it_needs_in_the_store_alone(open_folder: Path, tmp_path: Path) -> None:
+    """Workers keep no copy of anything between two runs. Trainers of the first have a user of their own."""
+    is_root = os.getuid() == 0
+    user = pwd.getpwnam("nobody") if is_root else pwd.getpwuid(os.getuid())
+    (tmp_path / "share").mkdir()
+    stack = TrainingStack(tmp_path / "api", storage=f"file://{tmp_path}/share")
+    try:
+        cache, models = open_folder / "cache", open_folder / "models"  # not in the home, which is private
+        shutil.copytree(stack.settings.models_folder, models)
+        for path in models.rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)  # safetensors lets only their writer read the weights
+        (open_folder / "convert.py").write_text(CONVERTER)
+        places = {"home": tmp_path / "host", "cache": cache, "cache_bytes": 0, "models_root": models, "slots": 1}
+        separate = stack.add_worker(confined("worker") if is_root else (), **places, trainer_user=user.pw_name)
+
+        base = completed(stack, train(stack, max_steps=4, save_steps=2))["id"]
+        eventually(lambda: not list((cache / "runs").glob("*/a*")), what="nothing is kept")
+        *_, earliest = stack.client.get(f"/v1/runs/{base}/checkpoints").json()["data"]
+
+        for model in (base, earliest["id"]):
+            evaluated = stack.client.post("/v1/runs/evaluate", json={"model": model, "dataset_id": stack.chats})
+            assert evaluated.status_code == 202, evaluated.text
+            assert completed(stack, evaluated.json()["id"])["evaluation"]
+
+        # The other user may be unable to start an interpreter in a folder of root's own.
+        separate.terminate()
+        stack.add_worker(**places, gguf_converter=str(open_folder / "convert.py"))
+        path = f"/v1/runs/{base}/checkpoints/{earliest['id']}/export"
+        exported = stack.client.post(path, json={"output": "merged", "gguf": "q8_0"})
+        assert exported.status_code == 202, exported.text
+        whole = completed(stack, exported.json()["id"])["id"]
+        assert stack.client.get(f"/v1/runs/{whole}/artifacts/model.gguf").content.startswith(b"GGUF")
+
+        of_pairs = stack.upload(make_pairs(tmp_path / "pairs.jsonl", 24).read_bytes(), "pairs.jsonl")
+        judge = {**CONFIG, "base_model": whole, "method": "reward", "max_steps": 2}
+        judged = completed(stack, stack.create(config=judge, backend="celery", dataset_id=of_pairs))["id"]
+        prompts = stack.upload(make_prompts(tmp_path / "prompts.jsonl", 24).read_bytes(), "prompts.jsonl")
+        rewards = [{"type": "model", "model": judged, "weight": 1.0}]
+        rlhf = {"num_generations": 2, "max_completion_length": 8, "rewards": rewards}
+        config = {**CONFIG, "base_model": base, "method": "rlhf", "max_steps": 2, "rlhf": rlhf, "save_steps": 1}
+        tuned = completed(stack, stack.create(config=config, backend="celery", dataset_id=prompts))["id"]
+
+        resumed = stack.client.post(f"/v1/runs/{tuned}/resume", json={"config": {"max_steps": 3}})
+        assert resumed.status_code == 202, resumed.text
+        shown = completed(stack, resumed.json()["id"])
+        assert (shown["current_step"], shown["attempt"]) == (3, 1)
+        eventually(lambda: not list((cache / "datasets").iterdir()), what="all is fetched for each run")
+    finally:
+        stack.close()

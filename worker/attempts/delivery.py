@@ -24,9 +24,13 @@ log = logging.getLogger(__name__)
 STORAGE_UNAVAILABLE = "storage_unavailable"
 """Code of a failure whose cause is the object store."""
 _FIRST_PAUSE_SECONDS = 1.0
-_LONGEST_PAUSE_SECONDS = 15.0
-_RETRY_SECONDS = 30.0
+_LONGEST_PAUSE_SECONDS = 60.0
+_REQUEUE_SECONDS = 30.0
 _NOTE_SECONDS = 5.0
+_KEPT = (
+    "Training is complete. This worker keeps the output and the device, and sends it once the storage works; an "
+    "operator finds the cause in the worker's log."
+)
 
 
 def deliver(
@@ -34,9 +38,10 @@ def deliver(
 ) -> Executable:
     """Send what the attempt has written; return `ending`, or what follows if the output cannot be sent.
 
-    A run is not completed while its output is only here. While the store is unavailable, the device is kept and sending
-    is tried again for the grace period; then the run is tried again, as after a loss, from its last checkpoint.
-    A stop ends these tries. The records decide nothing: they are sent once.
+    A run is not completed while its output is only here. While the store is unavailable, the lease and the device are
+    kept, and sending is tried again for `ANNEAL_DELIVERY_SECONDS` without progress. Then the run returns to the queue,
+    which counts as a loss only if the store answers. A stop ends these tries. The records decide nothing: they are
+    sent once.
     """
     if context.working_copy is None or context.remote is None:
         return ending
@@ -49,14 +54,25 @@ def deliver(
     except TransferCancelled:
         if lease.fenced:
             return ending  # another worker owns the run, so it is not stored
-        reason = "released: the worker shut down before the output was sent to the storage"
+        why = "the worker shut down"
+        if lease.preempted_for:
+            why = f"preempted for run {lease.preempted_for}, which has a higher priority,"
+        reason = f"released: {why} before the output was sent to the storage"
         return machine.release(run.id, run.lease_epoch, reason)
     except StoreUnavailable as error:
         if lease.stop:
             return machine.cancel(run.id, run.lease_epoch)
-        reason = f"its output cannot be sent to {context.remote.url}: {error}; an operator finds the cause in the "
-        reason += "worker's log. Resume the run once the storage works: it continues from its last checkpoint"
-        return machine.retry(run.id, run.lease_epoch, reason, _RETRY_SECONDS, STORAGE_UNAVAILABLE)
+        if not error.is_silent:
+            # It answers, so the next attempt would start, and so on without an end.
+            reason = f"its output cannot be sent to {context.remote.url}: {error}; an operator finds the cause in the "
+            reason += "worker's log. Resume the run once the storage works"
+            return machine.retry(run.id, run.lease_epoch, reason, _REQUEUE_SECONDS, STORAGE_UNAVAILABLE)
+        reason = f"released: its output could not be sent to {context.remote.url} for "
+        reason += (
+            f"{context.settings.delivery_seconds:,.0f} s ({error}); once the storage works, another attempt continues "
+        )
+        reason += "from the last checkpoint that is there or on its worker"
+        return machine.release(run.id, run.lease_epoch, reason, _REQUEUE_SECONDS)
     except (OSError, ValueError) as error:  # `OutsideStorage` is a ValueError
         log.exception("%s: attempt %d", run.id, run.attempt)
         return could_not_start(context, run, f"its output cannot be read: {error}")
@@ -84,6 +100,8 @@ class _Delivery:
 
         That a piece was read says nothing: a store that is down accepts none, but its client buffers the first ones."""
         self._noted_at = 0.0
+        self._preempted_at = math.inf
+        """Monotonic time at which this worker was seen to be asked to make room for another run."""
 
     def output(self) -> None:
         """Send the output, and record it.
@@ -111,23 +129,32 @@ class _Delivery:
         try:
             sha256 = self._remote.send_described(folder, described, is_record, {}, self._on_piece)
         except (TransferCancelled, StoreUnavailable, OSError, ValueError) as error:
-            line = f"The records of this attempt could not be sent to {self._remote.url}: {error}."
-            self._writer.put(NewEvent.of("log", time.time(), {"line": line, "stream": "anneal", "level": "warning"}))
+            self._log(f"The records of this attempt could not be sent to {self._remote.url}: {error}.", "warning")
         else:
             self._record(records_sha256=sha256)
 
     def _persistently(self, send: Callable[[], str]) -> str:
         pause = _FIRST_PAUSE_SECONDS
+        is_reported = False
         while True:
             self._pieces = 0
             try:
-                return send()
+                sha256 = send()
             except StoreUnavailable as error:
-                log.warning("%s: its files cannot be sent now: %s", self._run.id, error)
-                silence = time.monotonic() - self._advanced_at
-                if self._lease.stop or silence > self._context.settings.save_grace_seconds:
+                log.warning("%s: its output cannot be sent now: %s", self._run.id, error)
+                left = self._context.settings.delivery_seconds - (time.monotonic() - self._advanced_at)
+                if self._lease.stop or left <= 0:
                     raise
-            self._check()
+                if not is_reported:
+                    self._log(f"The output cannot be sent to {self._remote.url}: {error}. {_KEPT}", "warning")
+                    is_reported = True
+                pause = min(pause, left)
+                message = f"the storage does not take the output ({error}); next try in {pause:.0f} s"
+                self._progress(f"{message}, for another {left:,.0f} s at most")
+            else:
+                if is_reported:
+                    self._log(f"The output was sent to {self._remote.url}.", "info")
+                return sha256
             until = time.monotonic() + pause
             while time.monotonic() < until and not self._lease.stop:
                 self._check()
@@ -135,13 +162,16 @@ class _Delivery:
             pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
 
     def _check(self) -> None:
-        """Raise `TransferCancelled` if another worker owns the run, or if the grace period of a drain is over.
+        """Raise `TransferCancelled` if another worker owns the run, or a drain's or preemption's grace period is over.
 
         An expired lease is no reason: no trainer is left, and this worker may own the run once the database answers.
         """
-        is_over = time.monotonic() > self._context.drained_at + self._context.settings.save_grace_seconds
+        if self._lease.preempted_for:
+            self._preempted_at = min(self._preempted_at, time.monotonic())
+        asked_at = min(self._context.drained_at, self._preempted_at)
+        is_over = time.monotonic() > asked_at + self._context.settings.save_grace_seconds
         if self._lease.fenced or is_over:
-            raise TransferCancelled("the run has another owner, or the worker is to end")
+            raise TransferCancelled("the run has another owner, or is to be released")
         if time.monotonic() >= self._until:
             raise TransferCancelled("it took longer than the grace period")
 
@@ -156,9 +186,14 @@ class _Delivery:
         self._check()
         if time.monotonic() - self._noted_at > _NOTE_SECONDS:
             self._noted_at = time.monotonic()
-            message = f"sending the output to {self._remote.url}"
-            progress = {"phase": "copying", "done": None, "total": None, "message": message}
-            self._writer.put(NewEvent.of("progress", time.time(), progress))
+            self._progress(f"sending the output to {self._remote.url}")
+
+    def _progress(self, message: str) -> None:
+        progress = {"phase": "copying", "done": None, "total": None, "message": message}
+        self._writer.put(NewEvent.of("progress", time.time(), progress))
+
+    def _log(self, line: str, level: str) -> None:
+        self._writer.put(NewEvent.of("log", time.time(), {"line": line, "stream": "anneal", "level": level}))
 
     def _record(self, **values: str) -> None:
         """Store the hash of a manifest in the attempt's row, unless another worker owns the run by now."""

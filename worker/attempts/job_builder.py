@@ -32,7 +32,7 @@ from app.contracts.attempt.messages import ActionRequest
 from app.contracts.methods import method_of, rewards_of
 from app.contracts.plugins import has_replicas
 from app.contracts.run_task import RunTask
-from app.infra.files.object_store import StoreUnavailable
+from app.infra.files.object_store import StoreUnavailable, WrongStore
 from app.infra.files.untrusted_folder import create_below
 from app.runs.actions.replay import done_after
 from app.runs.checkpoints import retention
@@ -46,6 +46,7 @@ from worker.checkpoint_files import manifest
 from worker.checkpoint_store import cleanup, restore
 from worker.checkpoint_store.remote_store import ReplicaCorrupt, ReplicaMissing
 from worker.checkpoint_store.restore import RestoreControl, RestoreOutcome
+from worker.checkpoint_store.working_copy import WorkingCopy
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 
@@ -106,6 +107,7 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
     folder = context.storage.attempt_dir(run.id, run.attempt)
     restore_control = restore_control.limited(_MAX_PREPARATION_SECONDS)
     if context.working_copy is not None:
+        _check_store(context, run, context.working_copy)
         context.working_copy.use(run.id, folder, restore_control.check)
     # Checked first: a worker that does not see the dataset does not see the checkpoints either, and must not mark them
     # as corrupt.
@@ -261,6 +263,20 @@ def _reward_models(context: WorkerContext, connection: Connection, run: ClaimedR
 
 def _reward_model_names(run: ClaimedRun) -> list[str]:
     return [reward["model"] for _, reward in rewards_of(run.config) if reward["type"] == "model"]
+
+
+def _check_store(context: WorkerContext, run: ClaimedRun, copy: WorkingCopy) -> None:
+    """Raise `JobError` unless the object store could take what the attempt will write."""
+    try:
+        copy.check_store()
+    except StoreUnavailable as error:
+        # An attempt would train its last steps again, only to wait for the storage once more.
+        message = (
+            f"the storage {context.settings.storage_url} cannot be used now ({error}); the run waits for another try"
+        )
+        is_refused = error.is_refused or isinstance(error, WrongStore)
+        pause = _pause(context.engine, run, is_refused=is_refused)
+        raise JobError("storage_unavailable", message, is_transient=True, pause_seconds=pause) from error
 
 
 @contextmanager

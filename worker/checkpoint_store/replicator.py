@@ -10,13 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine, Executable
+from sqlalchemy import Engine, Executable, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.infra.files.object_store import StoreUnavailable
 from app.infra.storage import Storage
 from app.runs.checkpoints import replicas, retention
 from app.runs.events.log import NewEvent
+from app.tables.installation import Installation
 from worker.checkpoint_files import manifest
 from worker.checkpoint_store.remote_store import (
     LocalCheckpointCorrupt,
@@ -222,6 +223,8 @@ class Replicator:
         Raises:
             StoreUnavailable, SQLAlchemyError, OSError: It cannot be sent now.
         """
+        if self._is_storage:  # this worker may have started while the store did not answer
+            self.remote.objects.check_owner(next((row.id for row in self._rows(select(Installation.id))), None))
         self.remote.objects.mark_root(lambda: not self._rows(replicas.any_replica()))
         began = noted = time.monotonic()
         lease_epoch = 0

@@ -28,6 +28,7 @@ from app.infra.storage import Storage
 from app.runs.checkpoints import replicas
 from app.tables.checkpoints import Checkpoint
 from app.tables.datasets import Dataset
+from app.tables.installation import Installation
 from app.tables.runs import Run
 from worker.checkpoint_files.disk_space import DiskSpace
 from worker.checkpoint_files.manifest import differences
@@ -65,6 +66,16 @@ class WorkingCopy:
         self._trimming = threading.Lock()
         for folder in ("datasets", "runs", "locks"):
             (storage.root / folder).mkdir(parents=True, exist_ok=True)
+
+    def check_store(self) -> None:
+        """Check that the object store answers, and is the one that the API uses with this database.
+
+        Raises:
+            WrongStore, StoreUnavailable: It is not.
+        """
+        with self._engine.connect() as connection:
+            installation = connection.scalar(select(Installation.id))
+        self._remote.objects.check_owner(installation)
 
     @contextmanager
     def used_by(self, run_id: str) -> Iterator[None]:
@@ -130,7 +141,8 @@ class WorkingCopy:
     def trim(self, incoming_bytes: int = 0) -> None:
         """Remove entries that no run uses: those of deleted runs and datasets, then the least recently used ones.
 
-        Stops once `incoming_bytes` more fit. An attempt with a checkpoint that is still to be sent is kept.
+        Stops once `incoming_bytes` more fit below the limit and on the disk. An attempt with a checkpoint that is still
+        to be sent is kept.
         """
         with self._trimming:
             self._remove_leftovers()
@@ -138,7 +150,7 @@ class WorkingCopy:
             total = sum(one.bytes for one in entries)
             deleted, unsent = self._deleted(entries), self._unsent(entries)
             for one in sorted(entries, key=lambda one: (one.folder not in deleted, one.used_at)):
-                is_over = total + incoming_bytes > self._limit
+                is_over = total + incoming_bytes > self._limit or self._disk_space.lacking(incoming_bytes)
                 if one.folder in deleted or (is_over and one.folder not in unsent):
                     total -= one.bytes if self._remove(one.folder) else 0
             self._remove_run_folders()

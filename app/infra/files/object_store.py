@@ -25,10 +25,13 @@ log = logging.getLogger(__name__)
 
 MARK = ".anneal-checkpoints"
 """File in a folder that is meant to hold stored files. The mount point of a share that is not mounted has none."""
+INSTALLATION_MARK = ".anneal-installation"
+"""File with the id of the installation whose storage this is."""
 PIECE_BYTES = 4 * 2**20
 SMALL_PART_BYTES = 8 * 2**20
 """Part size of an upload that keeps the memory of many at a time low; a file may then have 80 GB (10,000 parts)."""
 _MAX_LOGGED = 1000
+_MAX_ID_BYTES = 100
 _PART = ".part"
 _SILENCE_SECONDS = 20.0
 _SILENT = {errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ESTALE, errno.ENOTCONN}
@@ -50,6 +53,19 @@ class StoreUnavailable(Exception):
         """True if this process has no permission; others may have it."""
         self.is_silent = is_silent
         """True if nothing answers at all, so that the next request need not be tried."""
+
+
+class StoreBusy(StoreUnavailable):
+    """Too many calls of this process wait for the store."""
+
+
+class WrongStore(StoreUnavailable):
+    """The store is not marked as the one of this installation."""
+
+    def __init__(self, clause: str, *, is_marked: bool) -> None:
+        super().__init__(clause)
+        self.is_marked = is_marked
+        """True if it belongs to another installation; False if it has no mark, so that the API may set one."""
 
 
 class ObjectMissing(Exception):
@@ -155,6 +171,52 @@ class ObjectStore:
                 "if files are to be stored there",
                 is_silent=True,
             )
+
+    def check_owner(self, installation: str | None) -> None:
+        """Check that this is the storage of an installation; None: the database has no id yet.
+
+        Raises:
+            WrongStore: It is marked as that of another one, or not at all.
+            StoreUnavailable: It does not answer.
+        """
+        try:
+            found = self.read(INSTALLATION_MARK, _MAX_ID_BYTES).decode("ascii", "replace").strip()
+        except ObjectMissing:
+            found = ""
+        except OutsideStorage:
+            found = "another content"
+        if found and found == installation:
+            return
+        if found:
+            clause = (
+                f"it belongs to another installation: its file {INSTALLATION_MARK} has {found!r}, and the database "
+                f"{installation!r}. Set ANNEAL_STORAGE to the storage of this installation, the same for the API and "
+                "all workers"
+            )
+        else:
+            clause = (
+                f"it has no file {INSTALLATION_MARK}, which the API creates when it starts: set the same "
+                "ANNEAL_STORAGE for the API and all workers"
+            )
+            if installation is not None:
+                clause += (
+                    f". If it has the files of this installation, create that file with the content {installation}"
+                )
+        raise WrongStore(clause, is_marked=bool(found))
+
+    def claim(self, installation: str, is_ours: Callable[[], bool]) -> None:
+        """Mark a store that has no mark as the one of an installation, if `is_ours()` says so; then check it.
+
+        Raises:
+            WrongStore, StoreUnavailable: As `check_owner` raises them.
+        """
+        try:
+            self.check_owner(installation)
+        except WrongStore as error:
+            if error.is_marked or not is_ours():
+                raise
+            self.put(INSTALLATION_MARK, iter([installation.encode()]))
+            self.check_owner(installation)  # another installation may have marked it at the same time
 
     def put(self, key: str, pieces: Iterator[bytes], *, part_bytes: int | None = None) -> None:
         """Write a file; nothing of it arrives if `pieces` raises.

@@ -1,12 +1,12 @@
 """Tar archive of a folder, generated while it is sent: nothing is written to disk, and little is kept in memory."""
 
-import asyncio
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 
 from starlette.responses import StreamingResponse
 
+from app.infra.storage import Storage
 from app.runs.artifacts.folders import FileFolder
 
 _END = bytes(2 * tarfile.BLOCKSIZE)
@@ -60,13 +60,20 @@ def stream(folder: FileFolder, archived: Sequence[Member]) -> Iterator[bytes]:
     yield _END
 
 
-async def tar_response(folder: FileFolder, name: str) -> StreamingResponse:
-    """Return a response that sends all files of `folder` as `name`.tar."""
-    archived = await asyncio.to_thread(members, folder, name)
+async def tar_response(storage: Storage, folder: FileFolder, name: str) -> StreamingResponse:
+    """Return a response that sends all files of `folder`, a folder of the storage, as `name`.tar."""
+    archived = await storage.in_thread(members, folder, name)
     headers = {
         "Content-Length": str(size(archived)),
         "Content-Disposition": f'attachment; filename="{name}.tar"',
         "X-Content-Type-Options": "nosniff",
         "Cache-Control": "private, no-store",
     }
-    return StreamingResponse(stream(folder, archived), media_type="application/x-tar", headers=headers)
+    pieces = stream(folder, archived)
+    content = pieces if storage.objects is None else _fetched(storage, pieces)
+    return StreamingResponse(content, media_type="application/x-tar", headers=headers)
+
+
+async def _fetched(storage: Storage, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    while (piece := await storage.in_thread(next, pieces, None)) is not None:
+        yield piece

@@ -1,12 +1,11 @@
 """Endpoints `/v1/runs/{run_id}/artifacts` and `artifacts.tar`."""
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.responses import FileResponse, StreamingResponse
 
-from app.api.dependencies import CurrentStorage, Session
+from app.api.dependencies import CurrentStorage, Session, release
 from app.contracts.schemas.artifacts import Artifacts
 from app.runs.artifacts import service
 from app.runs.artifacts.archive import tar_response
@@ -26,7 +25,8 @@ _FILE: dict[int | str, dict[str, Any]] = {
 async def list_artifacts(run_id: str, session: Session, storage: CurrentStorage) -> Artifacts:
     """List the files of the fine-tuned model: weights, tokenizer, model card, metrics."""
     folder = await service.output_folder(session, storage, run_id)
-    return await asyncio.to_thread(service.listed, folder)
+    await release(session)
+    return await storage.in_thread(service.listed, folder)
 
 
 @router.get(
@@ -37,21 +37,24 @@ async def list_artifacts(run_id: str, session: Session, storage: CurrentStorage)
 async def download_artifacts(run_id: str, session: Session, storage: CurrentStorage) -> StreamingResponse:
     """Download all files in one tar archive, generated while it is sent: `curl … | tar x`."""
     folder = await service.output_folder(session, storage, run_id)
-    return await tar_response(folder, run_id)
+    await release(session)
+    return await tar_response(storage, folder, run_id)
 
 
 @router.get("/artifacts/{path:path}", response_class=FileResponse, responses=_FILE)
 async def download_artifact(run_id: str, path: str, session: Session, storage: CurrentStorage) -> FileResponse:
     """Download one file, whole or the requested ranges."""
     folder = await service.output_folder(session, storage, run_id)
-    return await asyncio.to_thread(folder.response, path)
+    await release(session)
+    return await storage.in_thread(folder.response, path)
 
 
 @router.get("/attempts/{attempt}/artifacts", responses=_MANY)
 async def list_attempt_artifacts(run_id: str, attempt: int, session: Session, storage: CurrentStorage) -> Artifacts:
     """List the records of an attempt, however it ended: metrics, memory profile, distributions, TensorBoard files."""
     folder = await service.attempt_folder(session, storage, run_id, attempt)
-    return await asyncio.to_thread(service.listed, folder)
+    await release(session)
+    return await storage.in_thread(service.listed, folder)
 
 
 @router.get("/attempts/{attempt}/artifacts/{path:path}", response_class=FileResponse, responses=_FILE)
@@ -60,4 +63,5 @@ async def download_attempt_artifact(
 ) -> FileResponse:
     """Download one record of an attempt, whole or the requested ranges."""
     folder = await service.attempt_folder(session, storage, run_id, attempt)
-    return await asyncio.to_thread(folder.response, path)
+    await release(session)
+    return await storage.in_thread(folder.response, path)

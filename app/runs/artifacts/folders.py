@@ -14,6 +14,7 @@ from app.api.errors import ApiError, conflict, printable
 from app.api.file_response import OpenFileResponse
 from app.infra.files import file_manifest
 from app.infra.files.object_store import ObjectMissing, ObjectStore
+from app.infra.files.store_calls import StoreCalls
 from app.infra.files.untrusted_folder import OutsideStorage, entries_below, open_below
 from app.infra.terminal_text import is_plain_path
 
@@ -105,13 +106,24 @@ class LocalFolder:
 class StoredFolder:
     """Folder in an object store: the files that its manifest names."""
 
-    def __init__(self, objects: ObjectStore, key: str, manifest_key: str, sha256: str | None, modified: float) -> None:
+    def __init__(
+        self,
+        objects: ObjectStore,
+        calls: StoreCalls,
+        key: str,
+        manifest_key: str,
+        sha256: str | None,
+        modified: float,
+    ) -> None:
         """`sha256` is that of the manifest; None if nothing was stored. All files count as modified at `modified`."""
         self._objects = objects
+        self._calls = calls
         self._key = key
         self._manifest_key = manifest_key
         self._sha256 = sha256
         self._modified = modified
+        self._digests: dict[str, str | None] = {}
+        """SHA-256 of each file that was listed."""
 
     def files(self) -> tuple[list[FileFacts], int]:
         text = self._manifest()
@@ -119,7 +131,10 @@ class StoredFolder:
         if len(listed) > MAX_FILES:
             raise _too_many()
         left_out = json.loads(text).get("left_out", 0)
-        found = [FileFacts(path, size, int(self._modified)) for path, size in listed.items() if is_plain_path(path)]
+        self._digests = {path: sha256 for path, (_, sha256) in listed.items()}
+        found = [
+            FileFacts(path, size, int(self._modified)) for path, (size, _) in listed.items() if is_plain_path(path)
+        ]
         hidden = left_out if isinstance(left_out, int) else 0
         return sorted(found), len(listed) - len(found) + hidden
 
@@ -128,13 +143,18 @@ class StoredFolder:
             with self._objects.open(f"{self._key}/{path}") as file:
                 if file.size != size:
                     raise OSError(f"{path} has {file.size:,} bytes in the storage, not {size:,}")
+                digest, taken = hashlib.sha256(), 0
                 while piece := file.read(_PIECE):
+                    digest.update(piece)
+                    taken += len(piece)
+                    if taken == size and digest.hexdigest() != self._digests.get(path):
+                        raise OSError(f"{path} has other contents in the storage than were stored")
                     yield piece
         except ObjectMissing as error:
             raise OSError(f"{path} is missing") from error
 
     def response(self, path: str) -> FileResponse:
-        size = self._listed(self._manifest()).get(path)
+        size, sha256 = self._listed(self._manifest()).get(path, (None, None))
         if not is_plain_path(path) or size is None:
             raise _no_such_artifact(path)
         try:
@@ -144,15 +164,16 @@ class StoredFolder:
         if file.size != size:
             file.close()
             raise _corrupt()
-        return OpenFileResponse(file, filename=path.rpartition("/")[2], modified=self._modified)
+        name, headers = path.rpartition("/")[2], {"ETag": f'"{sha256}"'}
+        return OpenFileResponse(file, self._calls, filename=name, modified=self._modified, headers=headers)
 
-    def _listed(self, text: bytes) -> dict[str, int]:
+    def _listed(self, text: bytes) -> dict[str, tuple[int, str | None]]:
         try:
-            listed = {path: size for path, (size, _) in file_manifest.listed(text).items()}
+            listed: dict[str, tuple[int, str | None]] = {**file_manifest.listed(text)}
         except ValueError:
             raise _corrupt() from None
         if self._manifest_key == f"{self._key}/{file_manifest.MANIFEST}":
-            listed[file_manifest.MANIFEST] = len(text)
+            listed[file_manifest.MANIFEST] = (len(text), self._sha256)
         return listed
 
     def _manifest(self) -> bytes:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from fastapi import APIRouter
 from starlette.responses import StreamingResponse
 
-from app.api.dependencies import CurrentStorage, Session
+from app.api.dependencies import CurrentStorage, Session, release
 from app.api.pagination import PageQuery
 from app.contracts.schemas.checkpoints import CheckpointEdit, CheckpointRead
 from app.contracts.schemas.page import Page
@@ -53,7 +53,9 @@ async def download_checkpoint(
     """Download the files of a checkpoint in one tar archive, generated while it is sent."""
     run = await get_run(session, run_id)
     found = await service.get(session, run.id, checkpoint_id)
-    return await tar_response(checkpoint_folder(storage, found), found.id)
+    folder = checkpoint_folder(storage, found)
+    await release(session)
+    return await tar_response(storage, folder, found.id)
 
 
 async def _shown(session: Session, run_id: str, rows: Sequence[Checkpoint]) -> list[CheckpointRead]:

@@ -5,12 +5,13 @@ import json
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
@@ -52,6 +53,9 @@ from app.tables.workers import Device, Worker
 from app.workers.queries import meets, online
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _MOST_CONFIG_BYTES = 2**20
 _MOST_MB = 2**31 - 1
@@ -115,8 +119,7 @@ async def estimate(
     async with sessions() as session:
         known = await look_up(session, settings, subject)
     known = replace(known, hub_config=await _fetched(sessions, settings, storage, subject))
-    loop = asyncio.get_running_loop()
-    found, todo = await loop.run_in_executor(_thread, by_formula, settings, storage, subject, known, True)
+    found, todo = await _computed(storage, subject.config, by_formula, settings, storage, subject, known, True)
     if todo is None:
         return found
     config = resolve(subject.config, subject.given, _machine(found.device.kind), sharded=subject.sharded).config
@@ -149,16 +152,24 @@ async def estimate_new(
         known = await look_up(session, settings, subject)
         devices = await online_devices(session, settings, subject.backend, resources)
     known = replace(known, hub_config=await _fetched(sessions, settings, storage, subject))
-    loop = asyncio.get_running_loop()
     fetched = known.hub_config is not None  # otherwise it was computed before the run was created
     if fetched and subject.devices > 1 and resources.sharding == "auto":
-        sharded = await loop.run_in_executor(_thread, must_shard, settings, storage, subject, known, devices)
+        sharded = await _computed(storage, subject.config, must_shard, settings, storage, subject, known, devices)
         subject = replace(subject, sharded=sharded)
-    found, _ = await loop.run_in_executor(_thread, by_formula, settings, storage, subject, known, False)
+    found, _ = await _computed(storage, subject.config, by_formula, settings, storage, subject, known, False)
     least = {}
     if fetched:
-        least = await loop.run_in_executor(_thread, least_memory, settings, storage, subject, known)
+        least = await _computed(storage, subject.config, least_memory, settings, storage, subject, known)
     return found, least, subject.sharded
+
+
+async def _computed(
+    storage: Storage, config: TrainingConfig, work: Callable[P, T], *arguments: P.args, **named: P.kwargs
+) -> T:
+    """Run `work` in a thread, where no other estimate waits for the object store that it may read."""
+    if storage.objects is not None and resolver.is_run(config.base_model):
+        return await storage.in_thread(work, *arguments, **named)
+    return await asyncio.get_running_loop().run_in_executor(_thread, partial(work, *arguments, **named))
 
 
 async def look_up(session: AsyncSession, settings: Settings, subject: Subject) -> EstimateInputs:
@@ -185,9 +196,7 @@ async def with_sharding(
         return replace(subject, sharded=True)
     known = await look_up(session, settings, subject)
     devices = await online_devices(session, settings, subject.backend, resources)
-    sharded = await asyncio.get_running_loop().run_in_executor(
-        _thread, must_shard, settings, storage, subject, known, devices
-    )
+    sharded = await _computed(storage, subject.config, must_shard, settings, storage, subject, known, devices)
     return replace(subject, sharded=sharded)
 
 
@@ -218,9 +227,7 @@ async def attention_heads(
     """Return the number of attention heads of the base model; None if it is not known on this machine."""
     known = EstimateInputs([], await _output_attempt(session, config.base_model))
     try:
-        found = await asyncio.get_running_loop().run_in_executor(
-            _thread, _config_json, settings, storage, config, known
-        )
+        found = await _computed(storage, config, _config_json, settings, storage, config, known)
         return read(found).heads
     except (_NoConfig, UnknownArchitecture):
         return None
@@ -231,9 +238,10 @@ async def least_memory_of(
 ) -> dict[str, int]:
     """Compute `least_memory` of a run that is about to be created; empty after an error, which is logged."""
     known = await look_up(session, settings, subject)
-    loop = asyncio.get_running_loop()
     try:
-        return await loop.run_in_executor(_thread, least_memory, settings, storage, subject, known)
+        return await _computed(storage, subject.config, least_memory, settings, storage, subject, known)
+    except StoreUnavailable:
+        return {}
     except Exception:
         log.exception("the memory of a run with base model %r cannot be estimated", subject.config.base_model)
         return {}

@@ -74,7 +74,7 @@ def probable_cause(
             return Cause(message or "The device failed.", advice=advice)
         case "storage_unavailable":
             advice = "Resume the run once the storage works: it continues from its last checkpoint."
-            return Cause(message or "The output could not be sent to the storage.", advice=advice)
+            return Cause(message or "The storage could not be used.", advice=advice)
         case "trainer_crashed":
             return _crash(seen, resume="Resume the run")
         case "worker_lost":

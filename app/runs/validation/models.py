@@ -1,6 +1,5 @@
 """Validation of base models and reward models."""
 
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -37,16 +36,16 @@ async def _check_base_model(
     try:
         output_attempt = await _output_attempt(session, name, "base") if resolver.is_run(name) else None
         # In a thread: a storage that hangs must not block the event loop.
-        located = await asyncio.to_thread(resolver.locate, settings, storage, name, output_attempt)
+        located = await storage.in_thread(resolver.locate, settings, storage, name, output_attempt)
     except resolver.BaseModelError as error:
         found.refuse("config.base_model", error.code, error.message)
         return
     if loads_model and located["path"] is not None:
         folder, given = ModelFolder(storage, Path(located["path"])), given_fields(config)
-        wrong = await asyncio.to_thread(model_conflicts, folder, config, given, needs_weights=needs_weights)
+        wrong = await storage.in_thread(model_conflicts, folder, config, given, needs_weights=needs_weights)
         for conflict in wrong:
             found.refuse(f"config.{conflict.code}", "conflict", conflict.message)
-        found.longest_sequence = await asyncio.to_thread(longest_sequence, folder)
+        found.longest_sequence = await storage.in_thread(longest_sequence, folder)
     if resolver.is_run(name):
         found.base_run_id = name
 
@@ -69,13 +68,13 @@ async def _check_reward_models(
             continue
         try:
             output_attempt = await _output_attempt(session, name, "reward") if is_run else None
-            located = await asyncio.to_thread(resolver.locate, settings, storage, name, output_attempt)
+            located = await storage.in_thread(resolver.locate, settings, storage, name, output_attempt)
         except resolver.BaseModelError as error:
             found.refuse(place, error.code, error.message)
             continue
         path = located["path"]
         folder = None if path is None else ModelFolder(storage, Path(path))
-        if folder is not None and await asyncio.to_thread(is_reward_model, folder) is False:
+        if folder is not None and await storage.in_thread(is_reward_model, folder) is False:
             found.refuse(
                 place,
                 "not_a_reward_model",

@@ -29,7 +29,9 @@ from app.runs.validation.result import ValidationResult
 from app.runs.validation.sequence_parallel import sequence_parallel_problems
 from app.tables.datasets import Dataset
 from app.tables.experiments import Experiment
-from app.workers.queries import device_counts, gpu_names, is_any_online, online, online_machines
+from app.workers.queries import device_counts, gpu_names, is_any_online, known_labels, online, online_machines
+
+_MOST_NAMED = 10
 
 
 async def validate_request(
@@ -58,6 +60,7 @@ async def validate_request(
         if request.resources.devices != "all":
             asked_for = request.resources.with_devices(request.resources.devices)
             found.errors += await placement_problems(session, settings, rules, asked_for)
+        found.errors += await label_problems(session, rules, request.resources)
     if request.experiment_id is not None:
         await _check_experiment(session, request.experiment_id, found)
     places = {"dataset_id": request.dataset_id}
@@ -220,6 +223,27 @@ def backend_problems(
         )
         for label in resources.labels
         if not all(label.partition("="))
+    ]
+
+
+async def label_problems(
+    session: AsyncSession, rules: BackendRules, resources: Resources | ResourceRequest
+) -> list[FieldError]:
+    """Return the requested labels that no worker of the backend is known to have had; a run would wait for ever."""
+    if rules.starts_workers or not resources.labels:
+        return []
+    known = await known_labels(session, rules.capabilities.name)
+    if known is None:
+        return []
+    named = f": {', '.join(f'`{one}`' for one in sorted(known)[:_MOST_NAMED])}" if known else ""
+    return [
+        FieldError(
+            field="resources.labels",
+            code="unknown_label",
+            message=f"no worker of backend `{rules.capabilities.name}` has had the label `{label}`: use one of the "
+            f"{len(known)} known ones{named}; or start a worker with it in ANNEAL_WORKER_LABELS first",
+        )
+        for label in sorted({*resources.labels} - known)
     ]
 
 

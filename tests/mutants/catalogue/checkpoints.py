@@ -223,12 +223,12 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/attempts/delivery.py",
-                "        return machine.retry(run.id, run.lease_epoch, reason, _RETRY_SECONDS, STORAGE_UNAVAILABLE)\n",
+                "        return machine.release(run.id, run.lease_epoch, reason, _REQUEUE_SECONDS)\n",
                 "        return ending\n",
             ),
         ),
-        test="tests/reliability/test_object_storage.py"
-        "::test_an_output_that_cannot_be_sent_fails_the_run_with_a_code_and_a_resume_completes_it",
+        test="tests/worker/attempts/test_delivery.py"
+        "::test_without_the_store_it_is_requeued_after_a_time_and_nothing_says_that_it_is_stored",
     ),
     Mutant(
         name="unreadable-is-damaged",

@@ -14,6 +14,7 @@ from app.contracts.stop import StopRequest
 from app.infra.files.object_store import MARK, ObjectStore, StoreUnavailable
 from app.infra.storage import Storage
 from app.runs.state import machine
+from app.tables.events import RunEvent
 from app.tables.runs import Attempt, Run
 from tests.rows import add_run, add_worker, claim
 from worker.attempts import delivery
@@ -33,13 +34,13 @@ class Lab:
         (storage.output_dir(self.run.id, 1) / "deep" / "weights").write_bytes(b"w" * 1000)
         (storage.attempt_dir(self.run.id, 1) / "metrics.jsonl").write_text("{}\n")
         self.said: list[Any] = []
-        self.lease: Any = SimpleNamespace(fenced=False, expired=True, stop=None)
+        self.lease: Any = SimpleNamespace(fenced=False, expired=True, stop=None, preempted_for=None)
         self.writer: Any = SimpleNamespace(
             put=self.said.append, persist=lambda work: work(), wait_past_lease=lambda: None
         )
         self.context: Any = SimpleNamespace(
             working_copy=object(), remote=RemoteStore(url, storage), storage=storage, engine=engine,
-            drained_at=float("inf"), settings=SimpleNamespace(save_grace_seconds=0.3),
+            drained_at=float("inf"), settings=SimpleNamespace(save_grace_seconds=0.3, delivery_seconds=0.3),
             health=SimpleNamespace(failed=lambda _: None),
         )  # fmt: skip
 
@@ -74,12 +75,30 @@ def test_a_run_is_completed_once_its_output_and_records_are_stored_also_past_its
     assert all(lab.hashes())
 
 
-def test_without_the_store_it_is_tried_again_and_nothing_says_that_it_is_stored(lab: Lab) -> None:
+def test_without_the_store_it_is_requeued_after_a_time_and_nothing_says_that_it_is_stored(lab: Lab) -> None:
     lab.share.rename(lab.share.with_name("away"))
     began = time.monotonic()
     row = lab.ends()
-    assert (row.status, row.lost_count) == ("pending", 1) and time.monotonic() - began > 0.3
+    assert (row.status, row.lost_count) == ("pending", 0) and time.monotonic() - began > 0.3
     assert lab.hashes() == (None, None)
+    reason = reason_of(lab)
+    assert "could not be sent" in reason and "last checkpoint" in reason
+
+
+def test_an_output_is_kept_and_sent_once_the_store_is_back(lab: Lab) -> None:
+    lab.context.settings.delivery_seconds, lab.context.settings.save_grace_seconds = 60.0, 0.0
+    away = lab.share.with_name("away")
+    lab.share.rename(away)
+
+    def say(event: Any) -> None:
+        lab.said.append(event)
+        if "does not take the output" in str(event):
+            away.rename(lab.share)
+
+    lab.writer.put = say
+    assert lab.ends().status == "completed"
+    assert [text for text in ("keeps the output and the device", "next try in 1 s, for another 60 s", "was sent")
+            if not any(text in str(event) for event in lab.said)] == []  # fmt: skip
 
 
 class Down:
@@ -102,12 +121,12 @@ class Down:
 def test_a_store_whose_client_buffers_is_given_up_too(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     down = Down(monkeypatch)
     row = lab.ends()
-    assert (row.status, row.lost_count, down.puts) == ("pending", 1, 2)
+    assert (row.status, row.lost_count, down.puts) == ("pending", 0, 2)
 
 
 def test_a_stop_ends_the_tries(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     down = Down(monkeypatch)
-    lab.context.settings.save_grace_seconds = 60.0
+    lab.context.settings.delivery_seconds = 60.0
     lab.lease.stop = StopRequest("checkpoint")
     with lab.engine.begin() as connection:
         connection.execute(update(Run).values(stop_mode="checkpoint", stop_requested_at=func.now()))
@@ -143,10 +162,39 @@ def test_a_worker_that_has_lost_the_run_records_nothing(lab: Lab) -> None:
 
 def test_a_drain_waits_for_the_grace_period_and_then_releases_it(lab: Lab) -> None:
     lab.share.rename(lab.share.with_name("away"))
-    lab.context.settings.save_grace_seconds = 60.0
+    lab.context.settings.save_grace_seconds = lab.context.settings.delivery_seconds = 60.0
     lab.context.drained_at = time.monotonic() - 59.8
     row = lab.ends()
     assert (row.status, row.lost_count) == ("pending", 0)
+
+
+def test_a_run_that_is_asked_to_make_room_does_so_after_the_grace_period(lab: Lab) -> None:
+    lab.share.rename(lab.share.with_name("away"))
+    lab.context.settings.delivery_seconds = 60.0
+    lab.lease.preempted_for = "run_urgent"
+    row = lab.ends()
+    assert (row.status, row.lost_count) == ("pending", 0)
+    assert "preempted for run run_urgent" in reason_of(lab)
+
+
+def test_a_store_that_answers_and_refuses_cannot_make_a_run_loop(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next attempt would start, train, and wait again."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise StoreUnavailable("it has no space left")
+
+    monkeypatch.setattr(ObjectStore, "put", full)
+    row = lab.ends()
+    assert (row.status, row.lost_count) == ("pending", 1)
+    assert "no space left" in reason_of(lab)
+
+
+def reason_of(lab: Lab) -> str:
+    """The reason of the last transition to `pending`."""
+    data = RunEvent.data
+    with lab.engine.connect() as connection:
+        found = connection.scalars(select(data).where(RunEvent.type == "status").order_by(RunEvent.seq)).all()
+    return str([one for one in found if one["to"] == "pending"][-1]["reason"])  # type: ignore[index]
 
 
 def test_what_another_worker_owns_is_not_sent_on(lab: Lab) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, insert, update
+from sqlalchemy import Engine, insert, select, update
 
 from app.config import Settings
 from app.infra.files import file_manifest
@@ -19,6 +19,7 @@ from app.infra.files.object_store import MARK, StoreUnavailable
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.tables.datasets import Dataset
+from app.tables.installation import Installation, register
 from tests.factories import Trainer, mark_checkpoint, mark_run
 from tests.rows import add_run
 from tests.waiting import eventually
@@ -185,6 +186,25 @@ class TestItsSize:
                 assert host.here() == {first[0].parent.name, second[0].parent.name}
             assert host.here() == {first[0].parent.name}
 
+    def test_is_given_up_where_the_disk_is_smaller_than_the_limit(
+        self, settings: Settings, engine: Engine, host: Host, share: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def free_bytes(folder: Path) -> int:
+            return 15_000 + 2**20 - sum(path.stat().st_size for path in folder.rglob("data.jsonl"))
+
+        monkeypatch.setattr("worker.checkpoint_files.disk_space.free_bytes", free_bytes)
+        host = Host(settings, engine, host.storage.root.parent, f"file://{share}", limit=10**9)
+        first, second, third = (host.store(6000) for _ in range(3))
+        with host.copy.used_by(RUN):
+            host.copy.dataset(RUN, *first, never)
+        with host.copy.used_by(RUN):
+            host.copy.dataset(RUN, *second, never)
+            with host.copy.used_by(OTHER):
+                host.copy.dataset(OTHER, *third, never)
+                assert host.here() == {second[0].parent.name, third[0].parent.name}
+                with pytest.raises(OSError, match="does not fit"):
+                    host.copy.dataset(OTHER, *first, never)
+
     def test_does_not_cost_a_checkpoint_that_is_still_to_be_sent(self, host: Host, engine: Engine) -> None:
         trainer = Trainer(engine, add_run(engine).id)
         trainer.checkpoint(5)
@@ -294,6 +314,24 @@ class TestAWorkerWithAnotherStorage:
         assert (refused.value.code, refused.value.is_transient) == ("bad_data", True)
         assert f"file://{share}" in refused.value.message
 
+    def test_or_one_that_is_away_starts_no_attempt_even_if_all_is_here(
+        self, settings: Settings, engine: Engine, share: Path
+    ) -> None:
+        lab = in_store(settings, engine, share)
+        share.rename(share.with_name("away"))
+        with (
+            lab.context.working_copy.used_by(lab.trainer.run_id),
+            pytest.raises(JobError, match="cannot be used") as no,
+        ):
+            lab.next_attempt()
+        assert (no.value.code, no.value.pause_seconds) == ("storage_unavailable", 60.0)
+        share.with_name("away").rename(share)
+        with engine.begin() as connection:
+            connection.execute(update(Installation).values(id="ins_other"))
+        with lab.context.working_copy.used_by(lab.trainer.run_id), pytest.raises(JobError, match="another inst") as no:
+            lab.next_attempt()
+        assert no.value.pause_seconds == 0.0, "another worker may have the right one"
+
     def test_or_without_permission_keeps_no_other_worker_waiting(
         self, settings: Settings, engine: Engine, share: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -316,15 +354,24 @@ def in_store(settings: Settings, engine: Engine, share: Path) -> Lab:
     lab = Lab(settings, engine)
     lab.context.settings = Settings(**{**settings.model_dump(), "storage": f"file://{share}"})
     remote = RemoteStore(f"file://{share}", lab.storage)
+    claim(remote, engine)
     lab.context.working_copy = WorkingCopy(remote, lab.storage, engine, 10**9, 0)
     lab.context.replicator = Replicator(remote, lab.storage, engine)
     return lab
+
+
+def claim(remote: RemoteStore, engine: Engine) -> None:
+    """Mark the store, as the API does when it starts."""
+    with engine.begin() as connection:
+        connection.execute(register())
+        remote.objects.claim(connection.execute(select(Installation.id)).scalar_one(), lambda: True)
 
 
 class TestTheNextAttempt:
     def test_has_the_best_checkpoint_too_for_its_output(self, settings: Settings, engine: Engine, share: Path) -> None:
         lab = Lab(settings, engine)
         remote = RemoteStore(f"file://{share}", lab.storage)
+        claim(remote, engine)
         lab.context.working_copy = WorkingCopy(remote, lab.storage, engine, 10**9, 0)
         lab.context.replicator = Replicator(remote, lab.storage, engine)
         (dataset,) = lab.storage.root.glob("datasets/*/data.jsonl")

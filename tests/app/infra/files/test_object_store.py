@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config import Settings
-from app.infra.files.object_store import MARK, SMALL_PART_BYTES, ObjectMissing, ObjectStore, StoreUnavailable
+from app.infra.files.object_store import (
+    INSTALLATION_MARK,
+    MARK,
+    SMALL_PART_BYTES,
+    ObjectMissing,
+    ObjectStore,
+    StoreUnavailable,
+    WrongStore,
+)
 from app.infra.files.untrusted_folder import OutsideStorage
 from app.infra.storage import Storage
 from tests.object_store import s3
@@ -53,6 +61,7 @@ class TestAStore:
         ]  # fmt: skip
         assert all(one.bytes == 1 and before < one.modified < time.time() + 5 for one in store.list("datasets"))
         store.move("datasets/ds_1", "aside/ds_1-a")
+        assert [one.key for one in store.list("datasets")] == ["datasets/ds_10/data.jsonl"]
         assert [one.key for one in store.list("aside")] == ["aside/ds_1-a/data.jsonl"]
         store.remove("datasets/ds_10")
         store.remove("datasets/ds_10")
@@ -64,6 +73,21 @@ class TestAStore:
         with store.open("large") as file:
             assert file.size == 20 * 2**20 and file.seek(17 * 2**20) and file.read(2**20) == pieces[17]
         assert b"".join(store.get("large", file.size)) == b"".join(pieces)
+
+    def test_is_claimed_by_one_installation(self, store: ObjectStore) -> None:
+        with pytest.raises(WrongStore, match="has no file") as refused:
+            store.claim("ins_1", lambda: False)
+        assert not refused.value.is_marked
+        store.claim("ins_1", lambda: True)
+        store.claim("ins_1", lambda: False)
+        with pytest.raises(WrongStore, match="belongs to another installation") as refused:
+            store.claim("ins_2", lambda: True)
+        assert refused.value.is_marked
+        with pytest.raises(WrongStore):
+            store.check_owner(None)
+        store.put(INSTALLATION_MARK, iter([b"x" * 1000]))
+        with pytest.raises(WrongStore):
+            store.check_owner("ins_1")
 
     def test_takes_nothing_of_a_file_whose_sender_fails(self, store: ObjectStore) -> None:
         def pieces() -> object:

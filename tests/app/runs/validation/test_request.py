@@ -16,6 +16,7 @@ from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.runs.validation import config
 from app.tables.datasets import Dataset
+from app.tables.workers import Worker
 from tests.app.on_shared_api import OnSharedApi
 from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run
 from tests.rows import add_worker, run_row
@@ -349,11 +350,12 @@ class TestMachine:
     def test_a_run_that_no_device_fits_is_valid_with_a_warning_that_says_what_to_do(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
-        add_worker(engine, backends=["celery"], kind="cuda", memory_mb=[24_000])
+        add_worker(engine, backends=["celery"], kind="cuda", memory_mb=[24_000], labels=["site-a"])
+        add_worker(engine, backends=["celery"], kind="cuda", memory_mb=[24_000], labels=["site-b"])
         body: dict[str, Any] = {"dataset_id": dataset, "config": {"base_model": "org/model"}}
         for resources, code, says in (
             ({"memory_mb": 80_000}, "no_device_fits", "asks for 80,000 MiB"),
-            ({"labels": ["site-b"]}, "no_worker_with_labels", "`site-b`"),
+            ({"labels": ["site-a", "site-b"]}, "no_worker_with_labels", "`site-b`"),
             ({"kind": "cpu"}, "no_device_of_kind", "`cpu`"),
             ({"memory_mb": 20_000}, None, ""),
         ):
@@ -407,6 +409,22 @@ class TestMachine:
         assert error["code"] == "no_worker_online" and "fewer than 3 workers" in error["message"]
         (error,) = made(devices=14, hosts=2)["errors"]
         assert error["code"] == "too_many_devices" and "no 2 online workers each have more than 6" in error["message"]
+
+    def test_a_label_that_no_worker_has_had_is_refused_with_those_that_are_known(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        body = {"dataset_id": dataset, "config": {"base_model": "org/model"}, "resources": {"labels": ["site-c", "b"]}}
+        assert api.client.post("/v1/runs/validate", json=body).json()["valid"], "no worker is known yet"
+        gone = add_worker(engine, backends=["celery"], labels=["site-b", "b"])
+        with engine.begin() as connection:
+            connection.execute(update(Worker).where(Worker.id == gone).values(state="offline"))
+        refused = api.client.post("/v1/runs", json=body)
+        assert refused.status_code == 422
+        (error,) = refused.json()["errors"]
+        assert (error["field"], error["code"]) == ("resources.labels", "unknown_label")
+        assert "`site-c`" in error["message"] and "`b`, `site-b`" in error["message"]
+        body["resources"] = {"labels": ["site-b"]}
+        assert api.client.post("/v1/runs", json=body).status_code == 202
 
     def test_all_but_a_recipe_of_a_plugin_trains_on_several_devices(
         self, api: ApiServer, engine: Engine, dataset: str

@@ -1,0 +1,76 @@
+"""Calls of an object store: a silent one keeps neither the caller waiting nor the threads of other work."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from app.infra.files.object_store import StoreBusy, StoreUnavailable
+from app.infra.files.store_calls import StoreCalls
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """The store answers once it is set."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+async def test_the_result_and_errors_are_those_of_the_call() -> None:
+    calls = StoreCalls(1, 1.0, 5.0)
+    assert await calls.run(divmod, 7, 2) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        await calls.run(divmod, 7, 0)
+
+    def gives_up() -> None:
+        raise TimeoutError("of the call itself")
+
+    with pytest.raises(TimeoutError, match="of the call itself"):
+        await calls.run(gives_up)
+
+
+async def test_a_silent_store_is_given_up_and_keeps_its_slots_until_it_answers(gate: threading.Event) -> None:
+    calls = StoreCalls(2, 0.2, 0.1)
+    began = time.monotonic()
+    given_up = await asyncio.gather(*(calls.run(gate.wait) for _ in range(2)), return_exceptions=True)
+    assert [type(one) for one in given_up] == [StoreUnavailable] * 2 and time.monotonic() - began < 2
+    with pytest.raises(StoreBusy):
+        await calls.run(divmod, 7, 2)
+    gate.set()
+    for _ in range(100):
+        try:
+            assert await calls.run(divmod, 7, 2) == (3, 1)
+            break
+        except StoreBusy:
+            await asyncio.sleep(0.05)
+    else:
+        pytest.fail("no slot is free again")
+
+
+async def test_while_most_calls_are_stuck_the_next_ones_are_refused_at_once(gate: threading.Event) -> None:
+    calls = StoreCalls(4, 0.2, 30.0)
+    stuck = [asyncio.create_task(calls.run(gate.wait)) for _ in range(4)]
+    await asyncio.sleep(0.3)
+    began = time.monotonic()
+    refused = await asyncio.gather(*(calls.run(divmod, 7, 2) for _ in range(50)), return_exceptions=True)
+    assert {type(one) for one in refused} == {StoreBusy} and time.monotonic() - began < 0.2
+    gate.set()
+    assert await asyncio.gather(*stuck) == [True] * 4
+
+
+async def test_a_caller_that_goes_away_does_not_keep_its_slot(gate: threading.Event) -> None:
+    calls = StoreCalls(1, 0.2, 30.0)
+    gone = asyncio.create_task(calls.run(gate.wait))
+    waiting = asyncio.create_task(calls.run(divmod, 7, 2))
+    await asyncio.sleep(0.05)
+    gone.cancel()
+    waiting.cancel()
+    gate.set()
+    await asyncio.gather(gone, waiting, return_exceptions=True)
+    for _ in range(20):
+        if await asyncio.gather(calls.run(divmod, 7, 2), return_exceptions=True) == [(3, 1)]:
+            return
+    pytest.fail("its slot is not free again")

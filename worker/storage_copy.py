@@ -1,0 +1,155 @@
+"""Copies the storage of a stopped service from a folder to an object store: `anneal storage copy`."""
+
+import hashlib
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Engine, Executable, func, select, update
+
+from app.config import Settings, get_settings
+from app.contracts.attempt.records import is_record
+from app.infra import log_setup
+from app.infra.db import sync_engine
+from app.infra.errors import SetupError
+from app.infra.files import file_manifest
+from app.infra.files.object_store import PIECE_BYTES, ObjectMissing, StoreUnavailable, WrongStore
+from app.infra.server_urls import resolve_urls
+from app.infra.storage import Storage
+from app.tables.checkpoints import Checkpoint
+from app.tables.datasets import Dataset
+from app.tables.installation import Installation, register
+from app.tables.runs import Attempt, Run
+from app.tables.workers import Worker
+from app.workers.queries import is_fresh
+from worker.checkpoint_store.remote_store import LocalCheckpointCorrupt, LocalCheckpointMissing, RemoteStore
+
+log = logging.getLogger(__name__)
+
+
+class StorageCopy:
+    """Copy of what the database knows; one that was interrupted continues where it ended."""
+
+    def __init__(self, settings: Settings, engine: Engine, url: str) -> None:
+        self._storage = Storage(settings)
+        self._lease_seconds = settings.lease_seconds
+        self._engine = engine
+        self._remote = RemoteStore(url, self._storage, "the URL")
+        self.copied: Counter[str] = Counter()
+        self.missing: list[str] = []
+        """What the database knows and this storage does not have as it was written."""
+
+    def all(self) -> None:
+        """Copy everything, then mark the store as that of this installation.
+
+        Raises:
+            SetupError: A worker runs, or the store belongs to another installation.
+            StoreUnavailable: The store accepts no more.
+        """
+        if self._rows(select(Worker.id).where(Worker.state != "offline", is_fresh(self._lease_seconds))):
+            raise SetupError("A worker runs: stop the API and drain all workers (`anneal worker --drain`) first.")
+        self._do(register())
+        installation = self._rows(select(Installation.id))[0].id
+        try:
+            self._remote.objects.mark_root(lambda: True)
+            self._remote.objects.check_owner(installation)
+        except WrongStore as error:
+            if error.is_marked:
+                raise SetupError(f"{self._remote.url} cannot be used: {error}.") from error
+        for dataset in self._rows(select(Dataset.id, Dataset.extension, Dataset.bytes, Dataset.sha256)):
+            self._try("datasets", dataset.id, partial(self._dataset, dataset))
+        wanted = Checkpoint.deleted_at.is_(None) & Checkpoint.bad_reason.is_(None)
+        for one in self._rows(select(*Checkpoint.__table__.c).where(wanted)):
+            self._try("checkpoints", one.id, partial(self._checkpoint, one))
+        query = select(Attempt.run_id, Attempt.attempt, (Run.output_attempt == Attempt.attempt).label("has_output"))
+        for one in self._rows(query.join(Run, Run.id == Attempt.run_id)):
+            self._try("attempts", f"attempt {one.attempt} of {one.run_id}", partial(self._attempt, one))
+        self._remote.objects.claim(installation, lambda: True)
+
+    def _try(self, kind: str, name: str, copy: Callable[[], None]) -> None:
+        try:
+            copy()
+            self.copied[kind] += 1
+        except (LocalCheckpointMissing, LocalCheckpointCorrupt, OSError, ValueError) as error:
+            log.warning("%s is not copied: %s", name, error)
+            self.missing.append(name)
+
+    def _dataset(self, row: Any) -> None:
+        path = self._storage.dataset_file(row.id, row.extension)
+        key = self._storage.key_of(path)
+        try:
+            with self._remote.objects.open(key) as there:
+                if there.size == row.bytes:
+                    return
+        except ObjectMissing:
+            pass
+        self._remote.objects.put(key, _verified(path, row.sha256))
+
+    def _checkpoint(self, row: Any) -> None:
+        folder = self._storage.named_checkpoint(row.run_id, row.attempt, row.name)
+        key = f"{self._storage.key_of(folder)}/{file_manifest.MANIFEST}"
+        try:
+            there = self._remote.objects.read(key, file_manifest.MAX_BYTES)
+        except ObjectMissing:
+            there = b""
+        if hashlib.sha256(there).hexdigest() != row.manifest_sha256:  # it is sent last, so the others are there too
+            self._remote.send(folder, row.manifest_sha256, lambda: None)
+        now = func.clock_timestamp()
+        self._do(update(Checkpoint).where(Checkpoint.id == row.id).values(replica_started_at=now, replicated_at=now))
+
+    def _attempt(self, row: Any) -> None:
+        of = (row.run_id, row.attempt)
+        found = {}
+        if row.has_output:
+            output = (self._storage.output_dir(*of), self._storage.output_manifest(*of))
+            found["output_sha256"] = self._remote.send_described(*output, lambda _: True, {}, lambda: None)
+        if self._storage.attempt_dir(*of).is_dir():
+            records = (self._storage.attempt_dir(*of), self._storage.records_manifest(*of))
+            found["records_sha256"] = self._remote.send_described(*records, is_record, {}, lambda: None)
+        if found:
+            this = (Attempt.run_id == row.run_id) & (Attempt.attempt == row.attempt)
+            self._do(update(Attempt).where(this).values(**found))
+
+    def _rows(self, statement: Executable) -> list[Any]:
+        with self._engine.connect() as connection:
+            return list(connection.execute(statement).all())
+
+    def _do(self, statement: Executable) -> None:
+        with self._engine.begin() as connection:
+            connection.execute(statement)
+
+
+def _verified(path: Path, sha256: str) -> Iterator[bytes]:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            digest.update(piece)
+            yield piece
+    if digest.hexdigest() != sha256:
+        raise ValueError("its file has other contents than were stored")
+
+
+def main() -> int:
+    """Copy to the URL in the argument; 1 if something could not be copied."""
+    try:
+        settings = resolve_urls(get_settings())
+        log_setup.set_up(settings.log_format)
+        if settings.storage_url is not None:
+            raise SetupError(f"ANNEAL_STORAGE is {settings.storage_url}: run this with the folder that it had before.")
+        engine = sync_engine(settings.database_url or "", pool_size=0, name="anneal-copy")
+        copy = StorageCopy(settings, engine, sys.argv[1])
+        copy.all()
+    except (SetupError, StoreUnavailable) as error:
+        print(f"anneal: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    counts = ", ".join(f"{copy.copied[kind]:,} {kind}" for kind in ("datasets", "checkpoints", "attempts"))
+    print(f"Copied {counts}; {len(copy.missing):,} could not be copied.")  # noqa: T201
+    return 1 if copy.missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
