@@ -108,7 +108,7 @@ def _follow(job: JobSpec, place: RankPlace, report_fd: int | None, control_fd: i
 def _train(
     job: JobSpec, report: Reporter, control: Control, journal: Journal, place: RankPlace | None
 ) -> TrainingResult:
-    ranks = Ranks.join(place, job.device.kind if job.device else "cpu")
+    ranks = Ranks.join(place, job.device.kind if job.device else "cpu", report.waits)
     machine = machine_of(job.device)
     given = set(job.user_set_fields)
     config = drop_unknown_fields(job.config, given)

@@ -32,6 +32,13 @@ def run_of(run_id: str, lease_epoch: int) -> Executable:
     return select(_runs, *own).where(_runs.c.id == run_id, _runs.c.lease_epoch == lease_epoch)
 
 
+def is_live(run_id: str, lease_epoch: int) -> Executable:
+    """Select whether the attempt of a part still has its lead, which may be writing until then."""
+    return select(
+        exists().where(_runs.c.id == run_id, _runs.c.lease_epoch == lease_epoch, _runs.c.lease_owner.is_not(None))
+    )
+
+
 def of_worker(worker_id: str) -> Executable:
     """Select the parts that a worker trains or is to train, with what it needs for that."""
     return select(_parts).where(_parts.c.worker_id == worker_id, _parts.c.ended_at.is_(None))
@@ -47,8 +54,10 @@ def announce(run_id: str, lease_epoch: int, meeting: str) -> Executable:
     )
 
 
-def renew(run_id: str, lease_epoch: int, part: int, lease_seconds: float) -> Executable:
-    """Renew the lease of a part, and return where the ranks meet.
+def renew(
+    run_id: str, lease_epoch: int, part: int, lease_seconds: float, activity: dict[str, Any] | None = None
+) -> Executable:
+    """Renew the lease of a part, store what its processes do, and return where the ranks meet.
 
     No row: the attempt has ended, or the run belongs to another one. Then no process of the part may live.
     """
@@ -61,7 +70,10 @@ def renew(run_id: str, lease_epoch: int, part: int, lease_seconds: float) -> Exe
             _runs.c.lease_epoch == _parts.c.lease_epoch,
             _runs.c.lease_owner.is_not(None),
         )
-        .values(lease_expires_at=func.clock_timestamp() + seconds(lease_seconds))
+        .values(
+            lease_expires_at=func.clock_timestamp() + seconds(lease_seconds),
+            activity=null() if activity is None else literal(activity, JSONB),
+        )
         .returning(_parts.c.meeting)
     )
 
