@@ -36,6 +36,8 @@ class RunPart(Base):
     lease_expires_at: Mapped[datetime]
     meeting: Mapped[str | None]
     """Address and port where the ranks meet; null until the lead has prepared the attempt."""
+    job: Mapped[dict[str, Any] | None]
+    """Job of the lead, from which the worker makes its own if the hosts share no folder."""
     is_leaving: Mapped[bool] = mapped_column(server_default="false")
     """True: the worker is shutting down, so the run is to save and return to the queue."""
     activity: Mapped[dict[str, Any] | None]

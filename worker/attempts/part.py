@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,10 @@ from worker.attempts import device_checks
 from worker.attempts.job_builder import JobError, secrets_of
 from worker.attempts.launch import Group, Meeting, launch
 from worker.attempts.outcome import device_verdicts
+from worker.attempts.part_job import prepare_part
 from worker.checkpoint_store import cleanup
+from worker.checkpoint_store.remote_store import TransferCancelled
+from worker.checkpoint_store.restore import RestoreControl
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 from worker.devices import Device
@@ -83,7 +87,8 @@ class PartSupervisors:
 
 def train_part(context: WorkerContext, row: Row[Any]) -> None:
     """Train a part until it ends; in every case no process of it is left, and its devices are free."""
-    with bound_contextvars(run_id=row.run_id):
+    copy = context.working_copy
+    with bound_contextvars(run_id=row.run_id), nullcontext() if copy is None else copy.used_by(row.run_id):
         part = _train_part(context, row)
         if part is not None:
             part.tidy()
@@ -124,8 +129,10 @@ class _Part:
         self._is_leaving = False
         self._attempt: int | None = None
         """Number of the attempt, once processes of it were started here."""
-        began = time.monotonic()
-        lease.activity = lambda: PartActivity(silent_seconds=time.monotonic() - began)
+        self._worked_at = time.monotonic()
+        """Monotonic time of the last progress before there were processes."""
+        self._restore_control = RestoreControl(self._should_end, lambda _: None)
+        lease.activity = lambda: PartActivity(silent_seconds=time.monotonic() - self._worked_at)
 
     def train(self) -> PartEnd:
         """Wait until the lead has prepared the attempt, start the processes and watch them to their end."""
@@ -139,7 +146,7 @@ class _Part:
             run, group, secrets = self._prepare_when_available()
             meeting = Meeting(self._lease.meeting, self._row.first_rank, run.devices_needed)
             processes = launch(self._context, self._lease, group, self._assigned, self._is_unwanted, meeting)
-        except LaunchAbandoned:
+        except (LaunchAbandoned, TransferCancelled):
             return self._not_started()
         except (JobError, LaunchError, OSError, ValueError) as error:
             problem = error.message if isinstance(error, JobError) else str(error)
@@ -204,6 +211,10 @@ class _Part:
                 return self._end(rank=rank, problem=f"device {device.index} cannot be used: {why}")
         return None
 
+    def _should_end(self) -> bool:
+        self._worked_at = time.monotonic()
+        return self._is_unwanted()
+
     def _is_unwanted(self) -> bool:
         return self._lease.fenced or self._lease.expired or self._context.draining.is_set()
 
@@ -241,8 +252,12 @@ class _Part:
             if found is None:
                 raise LaunchAbandoned("the attempt has ended")
             run = ClaimedRun.of(found)
-        path = context.storage.attempt_dir(run.id, run.attempt) / "job.json"
-        self._wait_for(path)
+            lead_job = connection.scalar(parts.job_of(row.run_id, row.lease_epoch, row.part))
+        if lead_job is None:
+            path = context.storage.attempt_dir(run.id, run.attempt) / "job.json"
+            self._wait_for(path)
+        else:
+            path = prepare_part(context, run, JobSpec.model_validate(lead_job), self._restore_control)
         job = JobSpec.read(path)
         for needed in _paths(job):
             if not needed.exists():

@@ -12,6 +12,7 @@ from sqlalchemy import Connection, Executable, Row
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.contracts.attempt.failure_report import KillReason
+from app.contracts.attempt.job import JobSpec
 from app.contracts.attempt.repair import Repair
 from app.infra.db import is_away
 from app.infra.lean_structlog import bound_contextvars
@@ -308,10 +309,11 @@ def launch_all(
     meeting_port = MeetingPort(context.group_address)
     try:
         meeting = Meeting(meeting_port.meeting, first_rank=0, size=run.devices_needed)
+        own_job = None if context.working_copy is None else JobSpec.read(job.path).model_dump(mode="json")
 
         def announce() -> None:
             with context.engine.begin() as connection:
-                connection.execute(parts.announce(run.id, run.lease_epoch, meeting.place))
+                connection.execute(parts.announce(run.id, run.lease_epoch, meeting.place, own_job))
 
         writer.persist(announce)
         context.signal_control(run.id)

@@ -52,6 +52,8 @@ class Ranks:
         """Create the view of a rank; `on_wait` is called when it begins to wait for others, and when it goes on."""
         self.rank = rank
         self.size = size
+        self.first_on_host = 0
+        """First of the ranks on this host."""
         self.per_sequence = 1
         """Number of consecutive ranks that share each sequence; they have the same rows."""
         self._store = store
@@ -77,6 +79,7 @@ class Ranks:
         if kind == "cuda":
             torch.cuda.set_device(place.local_rank)
         ranks = cls(place.rank, place.size, on_wait=on_wait)
+        ranks.first_on_host = place.rank - place.local_rank
         with ranks._waiting():
             if (address := place.address) is None:
                 store: dist.Store = dist.FileStore(f"{place.meeting}/store", place.size)

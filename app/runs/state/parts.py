@@ -39,17 +39,25 @@ def is_live(run_id: str, lease_epoch: int) -> Executable:
     )
 
 
+def job_of(run_id: str, lease_epoch: int, part: int) -> Executable:
+    """Select the job of the lead of a part; null if it is in a folder that they share."""
+    return select(_parts.c.job).where(_this(run_id, lease_epoch, part))
+
+
 def of_worker(worker_id: str) -> Executable:
     """Select the parts that a worker trains or is to train, with what it needs for that."""
     return select(_parts).where(_parts.c.worker_id == worker_id, _parts.c.ended_at.is_(None))
 
 
-def announce(run_id: str, lease_epoch: int, meeting: str) -> Executable:
-    """Let the workers of the other parts start their processes, which meet at this address."""
+def announce(run_id: str, lease_epoch: int, meeting: str, job: dict[str, Any] | None = None) -> Executable:
+    """Let the workers of the other parts start their processes, which meet at this address.
+
+    `job` is that of the lead, for workers that share no folder with it.
+    """
     return (
         update(_parts)
         .where(_parts.c.run_id == run_id, _parts.c.lease_epoch == lease_epoch)
-        .values(meeting=meeting)
+        .values(meeting=meeting, job=null() if job is None else literal(job, JSONB))
         .returning(_parts.c.part)
     )
 
