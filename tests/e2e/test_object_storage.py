@@ -111,6 +111,7 @@ def test_a_run_of_a_lost_host_is_continued_exactly_on_one_that_shares_no_folder(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_a_run_on_two_hosts_that_share_no_folder_survives_the_loss_of_one_and_continues_exactly(
     url: str, tmp_path: Path
 ) -> None:

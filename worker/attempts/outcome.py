@@ -164,7 +164,7 @@ def lease_lost(run: ClaimedRun, lease: Lease) -> Executable:
     return machine.retry(run.id, run.lease_epoch, f"{what}; the run continues from its last checkpoint", _RETRY_SECONDS)
 
 
-def hung(context: WorkerContext, run: ClaimedRun, record_handler: RecordHandler, end: Exit = Exit()) -> Executable:
+def hung(context: WorkerContext, run: ClaimedRun, record_handler: RecordHandler, end: Exit) -> Executable:
     """Return the transition of a run whose trainer was killed because it was silent for too long."""
     silence = f"it had neither reported nor printed anything for {context.settings.hang_seconds:.0f} s"
     reason = f"the training process hung during {record_handler.phase} and was killed: {silence}"
