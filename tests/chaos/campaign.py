@@ -167,7 +167,7 @@ def _references(
     plans = [plan for plan in reference_plans() if plan.backend == "fake" or plan.name in created]
     ids = {plan.name: clients.create(plan.name) for plan in plans}
     statement = "SELECT name, status, attempt, error_message FROM runs WHERE status NOT IN ('completed')"
-    if wait_for(lambda: not world.rows(statement), 120) is None:
+    if wait_for(lambda: not world.rows(statement), 120 * SLOWNESS) is None:
         raise AssertionError(f"undisturbed runs did not complete: {world.rows(statement)}")
     clients.join_streams(30)
     return {plan.name: profile(world, plan, ids.get(plan.name)) for plan in PLANS.values()}

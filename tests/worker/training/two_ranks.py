@@ -39,7 +39,8 @@ class TwoRanks:
             if other.code:
                 _kill(process)  # it may wait for the other one, as a supervisor would not let it
             outcome = self.first.wait()
-        said = [Path(job["attempt_dir"]) / name for name in _SAID.values()]
+        folder, names = (job, _SAID.values()) if second_job is None else (second_job, _SAID)
+        said = [Path(folder["attempt_dir"]) / name for name in names]
         assert other.code == 0, (outcome.records[-1:], said[1].read_text()[-3000:])
         assert parse_records(said[0].read_text()) == [], "rank 0 reports the run"
         return outcome
@@ -80,6 +81,8 @@ class TwoRanks:
         with tempfile.TemporaryDirectory() as meeting:
             first, second = (RankPlace.on_one_host(rank, 2, Path(meeting)).arguments() for rank in (0, 1))
             said = {what: str(Path(job["attempt_dir"]) / name) for what, name in _SAID.items()}
+            if second_job is not None:  # it writes to a folder of its own
+                said = {}
             other = self.second.start(second_job or job, arguments=second, **said, **(others or {}))
             yield self.first.start(job, arguments=first, **limits), other
 
