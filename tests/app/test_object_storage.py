@@ -55,7 +55,7 @@ def upload(api: ApiServer, content: bytes = ROWS) -> dict[str, Any]:
 
 
 def test_a_plugin_whose_files_other_hosts_would_read_is_refused_on_several(stored: ApiServer) -> None:
-    extra = {"data_source": {"name": "rows"}, "checkpoint_engine": {"name": "copies"}}
+    extra = {"data_source": {"type": "rows"}, "checkpoint_engine": {"type": "copies"}}
     config = TrainingConfig.model_validate({"base_model": "any", "method": "sft", "extra": extra})
 
     def refused(hosts: int) -> set[str]:
