@@ -101,6 +101,7 @@ class Monitor:
         parts = self._lease.active_parts
         suspended = (*self._processes.suspended(), *(rank for part in parts for rank in part.activity.suspended))
         waiting = {*self._record_handler.waiting, *(rank for part in parts for rank in part.activity.waiting)}
+        waiting -= {*suspended}  # it may have been suspended in a wait, and then the others wait for it
         own = dict.fromkeys(range(len(self._processes.identities)), "")
         others = {
             rank: f" on worker {part.worker_id}"

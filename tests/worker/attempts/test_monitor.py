@@ -114,10 +114,12 @@ class TestHangOnSeveralHosts:
     def test_all_silent_for_too_long_is_a_hang_and_the_rank_that_the_others_wait_for_is_named(
         self, now: list[float]
     ) -> None:
-        monitor = self.monitor(now, {0, 1}, self.part(11.0, [2], [3]))
+        monitor = self.monitor(now, {0, 1}, self.part(11.0, [2, 3], [3]))
         now[0] += 20
         assert monitor._reason_to_kill() == "hang"
         assert monitor._describe_hang() == {"suspended": (3,), "behind": ("rank 3 on worker wrk_b",)}
+        monitor = self.monitor(now, {0, 1}, self.part(11.0, [2]))
+        assert monitor._describe_hang() == {"suspended": (), "behind": ("rank 3 on worker wrk_b",)}
 
     def test_in_training_the_silence_of_rank_0_decides_and_nobody_is_blamed(self, now: list[float]) -> None:
         monitor = self.monitor(now, {0, 1}, self.part(0.5, []), training_started=True)
