@@ -13,7 +13,7 @@ MUTANTS = (
         changes=(
             Change(
                 _FITTING,
-                "cast(estimated, Integer), 0) <= func.coalesce(memory_mb, 0)",
+                "cast(estimated, Integer), 0) <= func.coalesce(device.memory_mb, 0)",
                 "cast(estimated, Integer), 0) >= 0",
             ),
         ),
