@@ -39,7 +39,7 @@ class Network:
         names.write_text("\n".join(["127.0.0.1 localhost", *addresses]) + "\n")
         _ip("link", "add", outside, "type", "veth", "peer", "name", INTERFACE, "netns", namespace)
         _ip("link", "set", outside, "master", self._name, "up")
-        _ip("-n", namespace, "address", "add", f"{self._prefix}.{number + 2}/24", "dev", INTERFACE)
+        _ip("-n", namespace, "address", "add", f"{self.address_of(number)}/24", "dev", INTERFACE)
         _ip("-n", namespace, "link", "set", INTERFACE, "up")
         _ip("-n", namespace, "link", "set", "lo", "up")
         return ["ip", "netns", "exec", namespace]
@@ -47,6 +47,15 @@ class Network:
     def cut(self, number: int) -> None:
         """Cut the link of a namespace. Packets are dropped without an error on either side."""
         _ip("link", "set", self._link(number), "down")
+
+    def separate(self) -> None:
+        """Let the namespaces reach this machine only, and not each other. Packets are dropped without an error."""
+        for number in range(len(self._hosts)):
+            _ip("link", "set", self._link(number), "type", "bridge_slave", "isolated", "on")
+
+    def address_of(self, number: int) -> str:
+        """Return the address of a namespace."""
+        return f"{self._prefix}.{number + 2}"
 
     def close(self) -> None:
         """Remove everything."""

@@ -1,11 +1,20 @@
 """Network over which training processes of several hosts meet."""
 
 import ipaddress
+import logging
 import socket
+import threading
+import time
+from typing import Self
 
 import psutil
 
 from app.infra.errors import SetupError
+from app.infra.log_setup import with_current_context
+
+log = logging.getLogger(__name__)
+
+_JOIN_SECONDS = 1.0
 
 
 def address_of(interface: str) -> str:
@@ -47,3 +56,44 @@ class MeetingPort:
     def close(self) -> None:
         """Release the port."""
         self._socket.close()
+
+
+class MeetingWatch:
+    """Checks from a thread whether the host of rank 0 can still be reached over the network of the group.
+
+    Without it, ranks whose network is cut wait until the hang watch ends the run: the kernel keeps a silent connection
+    for a quarter of an hour or longer. Nothing is sent; a connection that is made, or refused by that host, is enough.
+    """
+
+    def __init__(self, meeting: tuple[str, int], source: str, every: float) -> None:
+        """Look every `every` seconds, from the address `source` of this worker."""
+        self._meeting = meeting
+        self._source = source
+        self._every = every
+        self._reached_at = time.monotonic()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=with_current_context(self._look), name="group network", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(_JOIN_SECONDS)
+
+    @property
+    def silent_seconds(self) -> float:
+        """Seconds since that host was last reached."""
+        return time.monotonic() - self._reached_at
+
+    def _look(self) -> None:
+        while not self._over.wait(self._every):
+            began = time.monotonic()
+            try:
+                with socket.create_connection(self._meeting, self._every, (self._source, 0)):
+                    self._reached_at = began
+            except ConnectionRefusedError:
+                self._reached_at = began  # rank 0 has ended, and its host has answered
+            except OSError as error:
+                log.info("rank 0 cannot be reached at %s, port %d: %s", *self._meeting, error)

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -10,6 +11,7 @@ from sqlalchemy import Executable, Row
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.contracts.attempt.messages import ActionRequest, ControlMessage
+from app.contracts.attempt.part_activity import PartActivity
 from app.contracts.attempt.part_end import PartEnd
 from app.contracts.stop import StopRequest
 from app.infra.log_setup import with_current_context
@@ -34,6 +36,16 @@ class EndedPart:
     """None: its worker was lost."""
 
 
+@dataclass(frozen=True)
+class ActivePart:
+    """Part of the run on another host, as of the last renewals of both; known until training starts."""
+
+    worker_id: str
+    first_rank: int
+    devices: int
+    activity: PartActivity
+
+
 class Lease:
     """Lease on a run, which this worker owns as long as renewals reach Postgres in time.
 
@@ -54,6 +66,8 @@ class Lease:
         """Run for which this one is to save and return to the queue; once it is set, it stays."""
         self.ended_parts: list[EndedPart] = []
         """Parts of the run on other hosts that have ended, in this order."""
+        self.active_parts: list[ActivePart] = []
+        """Parts of the run on other hosts whose processes have not ended."""
         self.leaving: str | None = None
         """Worker of a part that is shutting down, so that the run is to save and return to the queue."""
         self.fenced = False
@@ -166,6 +180,10 @@ class Lease:
             if one["ended"] and not is_released:
                 ended.append(EndedPart(one["worker_id"], one["first_rank"], one["devices"], end))
         self.ended_parts = ended
+        self.active_parts = [
+            ActivePart(**{**one, "activity": PartActivity.model_validate(one["activity"])})
+            for one in row.activities or []
+        ]
 
 
 class PartLease(Lease):
@@ -175,11 +193,15 @@ class PartLease(Lease):
         super().__init__(context, run_id, lease_epoch, time.monotonic() - context.settings.kill_after_seconds)
         self.meeting: str | None = None
         """Place at which the ranks meet; None until the lead has prepared the attempt."""
+        self.activity: Callable[[], PartActivity] | None = None
+        """Returns what the processes of the part do."""
         self._part = part
         self.renew_now()
 
     def _renewal(self) -> Executable:
-        return parts.renew(self.run_id, self.lease_epoch, self._part, self._context.settings.lease_seconds)
+        activity = None if self.activity is None else self.activity().model_dump(mode="json")
+        seconds = self._context.settings.lease_seconds
+        return parts.renew(self.run_id, self.lease_epoch, self._part, seconds, activity)
 
     def _take(self, row: Row[Any]) -> None:
         self.meeting = row.meeting

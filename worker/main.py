@@ -11,8 +11,8 @@ from app.infra.broker import QUEUE, celery_app
 from app.infra.errors import SetupError
 from app.infra.server_urls import resolve_urls
 from worker import celery_worker
+from worker.attempts.device_checks import keep_checked
 from worker.attempts.part import PartSupervisors
-from worker.attempts.supervisor import keep_checked
 from worker.celery_worker import CeleryProgram, HintConsumer, SlotPool
 from worker.context import WorkerContext
 from worker.signals import SignalHandler

@@ -19,7 +19,7 @@ from app.infra.server_urls import resolve_urls
 from app.runs.scheduler.placement import DeviceOffer, Fleet, Needs, WorkerOffer, pending_reason
 from app.tables.runs import Run
 from worker import registration
-from worker.attempts import supervisor
+from worker.attempts import device_checks, supervisor
 from worker.context import WorkerContext
 from worker.signals import SignalHandler
 
@@ -66,7 +66,7 @@ def run(settings: Settings, signals: SignalHandler, run_id: str, lease_epoch: in
 
 
 def _work(context: WorkerContext, run_id: str, lease_epoch: int) -> None:
-    supervisor.wait_for_devices(context)
+    device_checks.wait_for_devices(context)
     if trouble := context.health.trouble():
         raise SetupError(trouble)
     deadline = time.monotonic() + _CLAIM_SECONDS

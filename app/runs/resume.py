@@ -37,6 +37,7 @@ from app.runs.validation.request import (
     requirements,
     resource_problems,
     sharding_problems,
+    shared_file_problems,
 )
 from app.runs.validation.result import validation_failed
 from app.runs.validation.sequence_parallel import sequence_parallel_problems
@@ -100,6 +101,7 @@ async def resume(
     wrong += resource_problems(rules, config, given, resources)
     wrong += sharding_problems(config, fixed, resources)
     wrong += await placement_problems(session, settings, rules, resources)
+    wrong += shared_file_problems(settings, config, resources)
     wrong += await sequence_parallel_problems(session, settings, storage, config, resources)
     is_whole = resources.devices % resources.sequence_parallel == 0
     if checkpoint is not None and is_whole and _shares(resources) != _shares(before):

@@ -36,8 +36,12 @@ class RunPart(Base):
     lease_expires_at: Mapped[datetime]
     meeting: Mapped[str | None]
     """Address and port where the ranks meet; null until the lead has prepared the attempt."""
+    job: Mapped[dict[str, Any] | None]
+    """Job of the lead, from which the worker makes its own if the hosts share no folder."""
     is_leaving: Mapped[bool] = mapped_column(server_default="false")
     """True: the worker is shutting down, so the run is to save and return to the queue."""
+    activity: Mapped[dict[str, Any] | None]
+    """`app.contracts.attempt.part_activity.PartActivity`, as of the last renewal."""
     ended_at: Mapped[datetime | None]
     """Time at which no process of the part was left, or was known to be dead."""
     outcome: Mapped[dict[str, Any] | None]

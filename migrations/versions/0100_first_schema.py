@@ -520,6 +520,8 @@ def upgrade() -> None:
         sa.Column("lease_expires_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("meeting", sa.Text(), nullable=True),
         sa.Column("is_leaving", sa.Boolean(), server_default="false", nullable=False),
+        sa.Column("job", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
+        sa.Column("activity", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
         sa.Column("ended_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("outcome", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
         sa.CheckConstraint("part > 0 AND first_rank > 0", name=op.f("ck_run_parts_follows_the_lead")),

@@ -22,11 +22,14 @@ import pytest
 from sqlalchemy import Engine, select, update
 
 from app.config import Settings
+from app.contracts.schemas.runs.placement import Resources
+from app.contracts.training_config.fields import TrainingConfig
 from app.datasets import service
 from app.infra.db import session_maker
 from app.infra.files.object_store import INSTALLATION_MARK, MARK, WrongStore
 from app.infra.storage import Storage
 from app.runs import deletion
+from app.runs.validation.request import shared_file_problems
 from app.tables.checkpoints import Checkpoint, ReplicaDeletion
 from app.tables.datasets import Dataset
 from app.tables.installation import Installation
@@ -62,11 +65,16 @@ def upload(api: ApiServer, content: bytes = ROWS) -> dict[str, Any]:
     return created
 
 
-def test_a_run_on_several_hosts_is_refused(stored: ApiServer) -> None:
-    body = {"dataset_id": upload(stored)["id"], "backend": "celery", "config": {"base_model": "any"}}
-    answer = stored.client.post("/v1/runs/validate", json={**body, "resources": {"devices": 2, "hosts": 2}})
-    errors = {error["field"]: error["code"] for error in answer.json()["errors"]}
-    assert errors["resources.hosts"] == "not_supported"
+def test_a_plugin_whose_files_other_hosts_would_read_is_refused_on_several(stored: ApiServer) -> None:
+    extra = {"data_source": {"type": "rows"}, "checkpoint_engine": {"type": "copies"}}
+    config = TrainingConfig.model_validate({"base_model": "any", "method": "sft", "extra": extra})
+
+    def refused(hosts: int) -> set[str]:
+        found = shared_file_problems(stored.settings, config, Resources(devices=2, hosts=hosts))
+        return {one.field for one in found if one.code == "not_supported"}
+
+    assert refused(2) == {"config.extra.data_source", "config.extra.checkpoint_engine"}
+    assert refused(1) == set()
 
 
 class TestADataset:

@@ -230,6 +230,7 @@ BROKEN: list[tuple[int, str, Spoil]] = [
     (3, "a line behind the last", line_added("plain", -1, event="save", step=12)),
     (3, "a trainer that outlives its lease", outlived_its_lease()),
     (3, "a trainer that is alive after all runs have ended", whole(left={4711: "the journal of plain"})),
+    (3, "a rank of an earlier attempt that is alive on another host", whole(overlaps=("process 7 began too early",))),
     (4, "a lost attempt writes into the next", event_added("lost", prints(9), "log", counted=False, **HELLO)),
     (4, "a lost attempt writes while the run waits",
      event_added("lost", becomes("pending", 1), "log", counted=False, **HELLO)),

@@ -18,6 +18,7 @@ from tests.chaos.checker import MOMENTS, MOMENTS_OF_WRONG_CLOCKS, check
 from tests.chaos.clients import Clients
 from tests.chaos.collect import collect, profile, reference_plans
 from tests.chaos.faults import FAULTS
+from tests.chaos.faults_of_hosts import lose_host
 from tests.chaos.history import History, Profile, Violation
 from tests.chaos.machine import SLOWNESS
 from tests.chaos.processes import Sizes
@@ -39,6 +40,7 @@ _WINDOWS_OF_CLIENTS = (
     "hanging trainer found",
     "run preempted",
     "run on two devices completed",
+    "run on two hosts completed",
 )
 
 
@@ -90,7 +92,7 @@ class Result:
 
 
 def schedule(seed: int, rounds: int) -> list[Callable[[Scene], None]]:
-    """Return the faults in order: each kind once in every twenty rounds, shuffled by the seed."""
+    """Return the faults in order: each kind once in as many rounds as there are kinds, shuffled by the seed."""
     rng = random.Random(seed)
     order: list[Callable[[Scene], None]] = []
     while len(order) < rounds:
@@ -135,12 +137,12 @@ def _part(seed: int, rounds: int, segments: Sequence[int], say: Callable[[str], 
     """Run some segments of a campaign, given by their first rounds, sequentially in one world."""
     result = Result(seed, rounds)
     with tempfile.TemporaryDirectory(prefix="anneal-chaos-", ignore_cleanup_errors=True) as folder:
-        world = World(Path(folder), seed)
+        order = schedule(seed, rounds)
+        world = World(Path(folder), seed, with_hosts="hosts" in _created(order))
         try:
             if not world.has_small_disk:
                 result.not_tried = ["disk full: this user may not mount the small file system that it needs"]
-            profiles = _references(world, rounds, say)
-            order = schedule(seed, rounds)
+            profiles = _references(world, order, say)
             for first in segments:
                 part = order[first : first + SEGMENT_ROUNDS]
                 _segment(world, profiles, part, first, first == segments[-1], result, say)
@@ -149,15 +151,23 @@ def _part(seed: int, rounds: int, segments: Sequence[int], say: Callable[[str], 
     return result
 
 
-def _references(world: World, rounds: int, say: Callable[[str], None]) -> dict[str, Profile]:
+def _created(order: Sequence[Callable[[Scene], None]]) -> set[str | None]:
+    """Return the kinds of training runs that a campaign may create."""
+    wanted = {wanted_in(number) for number in range(1, len(order) + 1)}
+    return wanted | ({"hosts"} if lose_host in order else set())
+
+
+def _references(
+    world: World, order: Sequence[Callable[[Scene], None]], say: Callable[[str], None]
+) -> dict[str, Profile]:
     """Run each kind that these rounds may create once without faults, and return the profiles."""
     say("reference runs without faults …")
     clients = Clients(world, 0)
-    created = {wanted_in(number) for number in range(1, rounds + 1)}
+    created = _created(order)
     plans = [plan for plan in reference_plans() if plan.backend == "fake" or plan.name in created]
     ids = {plan.name: clients.create(plan.name) for plan in plans}
     statement = "SELECT name, status, attempt, error_message FROM runs WHERE status NOT IN ('completed')"
-    if wait_for(lambda: not world.rows(statement), 120) is None:
+    if wait_for(lambda: not world.rows(statement), 120 * SLOWNESS) is None:
         raise AssertionError(f"undisturbed runs did not complete: {world.rows(statement)}")
     clients.join_streams(30)
     return {plan.name: profile(world, plan, ids.get(plan.name)) for plan in PLANS.values()}
@@ -208,9 +218,10 @@ def _segment(
         for events in history.events.values()
         for event in events
     )
-    on_two = [row for row in history.runs.values() if row["devices_needed"] == 2]
-    scene.hits["run on two devices completed"] += sum(row["status"] == "completed" for row in on_two)
-    scene.hits["run on two devices tried again"] += sum(row["attempt"] - 1 for row in on_two)
+    for what, hosts in (("run on two devices", 1), ("run on two hosts", 2)):
+        on_two = [row for row in history.runs.values() if (row["devices_needed"], row["hosts_needed"]) == (2, hosts)]
+        scene.hits[f"{what} completed"] += sum(row["status"] == "completed" for row in on_two)
+        scene.hits[f"{what} tried again"] += sum(row["attempt"] - 1 for row in on_two)
     result.hits += scene.hits + clients.hits
     result.observed += report.observed
     result.counted += Counter(report.counted)

@@ -1,7 +1,7 @@
 """Rules for faults that explain a loss: which effects they may have, on which workers and for how long."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from tests.chaos.course import Course, Loss
 from tests.chaos.history import FaultRecord, History
@@ -24,15 +24,23 @@ def place(fault: FaultRecord) -> str:
     return fault.target.partition(" ")[0]
 
 
-def reaches(fault: FaultRecord, worker: str | None) -> bool:
-    """Return True if the fault affects this worker or something that every worker needs."""
-    return place(fault) in EVERYBODY or (worker is not None and place(fault) == worker)
+def reaches(fault: FaultRecord, workers: Collection[str]) -> bool:
+    """Return True if the fault affects one of these workers or something that every worker needs."""
+    return place(fault) in EVERYBODY or place(fault) in workers
 
 
 def worker_of(history: History, course: Course, attempt: int) -> str | None:
     """Return the service that executed the attempt, or None for an unknown worker."""
     rows = (row.get("worker_id") for row in course.attempts if row["attempt"] == attempt)
     return history.workers.get(next(rows, None) or "")
+
+
+def workers_of(history: History, course: Course, attempt: int) -> set[str]:
+    """Return all services that executed the attempt: of a run on several hosts, also those of the other parts."""
+    epochs = {row.get("lease_epoch") for row in course.attempts if row["attempt"] == attempt}
+    others = {row["worker_id"] for row in history.parts.get(course.run_id, ()) if row["lease_epoch"] in epochs}
+    found = {worker_of(history, course, attempt), *map(history.workers.get, others)}
+    return {one for one in found if one is not None}
 
 
 def over_at(fault: FaultRecord, lease_seconds: float) -> float:
@@ -44,8 +52,8 @@ def over_at(fault: FaultRecord, lease_seconds: float) -> float:
     return fault.ended + 2 * lease_seconds + SLACK
 
 
-def may_cost(history: History, fault: FaultRecord, worker: str | None, how: str, when: float) -> bool:
-    """Return True if the fault may have caused this kind of loss on this worker at this time.
+def may_cost(history: History, fault: FaultRecord, workers: Collection[str], how: str, when: float) -> bool:
+    """Return True if the fault may have caused this kind of loss on these workers at this time.
 
     Only a worker that is shutting down releases runs, and only a full storage prevents an attempt from being prepared.
     """
@@ -54,14 +62,14 @@ def may_cost(history: History, fault: FaultRecord, worker: str | None, how: str,
     if place(fault) == "storage":
         return how == "retried"
     if how == "handed_back":
-        return worker is not None and place(fault) == worker
-    return reaches(fault, worker)
+        return place(fault) in workers
+    return reaches(fault, workers)
 
 
 def is_explained(history: History, course: Course, loss: Loss) -> bool:
     """Return True if a fault of the suite explains the loss."""
-    worker = worker_of(history, course, loss.move.attempt)
-    return any(may_cost(history, fault, worker, loss.how, loss.move.ts) for fault in history.faults)
+    workers = workers_of(history, course, loss.move.attempt)
+    return any(may_cost(history, fault, workers, loss.how, loss.move.ts) for fault in history.faults)
 
 
 def made_room(history: History, course: Course, loss: Loss) -> bool:
@@ -86,22 +94,22 @@ def moments_without_excuse(history: History, course: Course) -> Iterator[float]:
     """Yield times in its attempts, every half second, at which a loss would be a violation."""
     for row in course.attempts:
         claim, end = course.claim_of(row["attempt"]), course.end_of(row["attempt"])
-        worker = worker_of(history, course, row["attempt"])
+        workers = workers_of(history, course, row["attempt"])
         if claim is None or end is None:
             continue
-        excuses = [fault for fault in history.faults if fault.requeues and reaches(fault, worker)]
+        excuses = [fault for fault in history.faults if fault.requeues and reaches(fault, workers)]
         when = claim.ts
         while when < end.ts:
-            if not any(may_cost(history, fault, worker, "lost", when) for fault in excuses):
+            if not any(may_cost(history, fault, workers, "lost", when) for fault in excuses):
                 yield when
             when += LOOK_SECONDS
 
 
 def is_disturbed(history: History, course: Course, attempt: int, since: float, until: float) -> bool:
     """Return True if a fault affected the attempt, its worker, its storage or its database in this period."""
-    worker = worker_of(history, course, attempt)
+    workers = workers_of(history, course, attempt)
     return course.pid_of(attempt) in history.killed_trainers or any(
-        (reaches(fault, worker) or place(fault) == "storage")
+        (reaches(fault, workers) or place(fault) == "storage")
         and fault.began - SLACK <= until
         and over_at(fault, history.lease_seconds) >= since
         for fault in history.faults

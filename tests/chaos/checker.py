@@ -57,6 +57,7 @@ def check(history: History) -> Report:
     violations = [
         *promises_events.accepted_is_durable(history),
         *promises_processes.no_trainer_is_left(history),
+        *promises_processes.attempts_do_not_overlap(history),
         *promises_processes.processes_do_not_grow(history),
     ]
     for course in found.values():

@@ -66,6 +66,10 @@ def collect(
         ),
         events=_events(world, ids),
         checkpoints=checkpoints,
+        parts=_grouped(
+            world.rows("SELECT run_id, lease_epoch, worker_id FROM run_parts WHERE run_id = ANY(:ids)", ids=ids)
+        ),
+        overlaps=world.overlaps(),
         journals={run_id: tuple(world.journal(run_id)) for run_id in rows},
         broken=_broken(world.storage, [row for group in checkpoints.values() for row in group]),
         outputs={

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from tests.chaos.faults_of_hosts import lose_host
 from tests.chaos.faults_of_moments import (
     LIED_ABOUT,
     ambiguous_commits,
@@ -52,4 +53,5 @@ FAULTS: dict[Callable[[Scene], None], tuple[str, ...]] = {
     deploy: ("API replaced with clients connected",),
     drain: ("run handed back", "release committed, answer lost"),
     disk_full: ("disk full",),
+    lose_host: ("host of a run on two hosts lost",),
 }

@@ -128,6 +128,10 @@ class History:
     """Checkpoint id → verification errors of its folder on disk; only rows that were not deleted."""
     outputs: Mapping[str, str]
     """Run id → SHA-256 of the exported file, for runs with `output_attempt`."""
+    parts: Mapping[str, tuple[Row, ...]] = field(default_factory=dict)
+    """Run id → its rows of `run_parts`: the workers of other hosts, by lease epoch."""
+    overlaps: tuple[str, ...] = ()
+    """Training processes, of any rank and host, that began while one of an earlier attempt of the run was alive."""
     damaged: frozenset[str] = frozenset()
     """Ids of checkpoints that the suite corrupted."""
     killed_trainers: frozenset[int] = frozenset()

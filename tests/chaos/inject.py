@@ -5,6 +5,7 @@ The suite controls it through files in a folder, so the product needs no code fo
 
 import fcntl
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -148,6 +149,43 @@ def let_clock_jump(path: Path) -> None:
     time.time = lambda: right_time() + ahead()
     time.time_ns = lambda: int((right_time() + ahead()) * 1e9)
     clock.utc_now = jumped_now
+
+
+def note_lives(folder: Path) -> None:
+    """Patch the start of training processes: each holds a lock on a file for life, which says whose process it is.
+
+    One that finds a process of an earlier attempt of its run alive, on whichever host, says so in the file `overlaps`.
+    """
+    from worker.process import child
+
+    prepare = child._prepare
+
+    def prepare_and_note(start: child.LaunchSpec, fds: Any, parent: int) -> None:
+        prepare(start, fds, parent)
+        attempt_dir = Path(start.folder)
+        run_id, attempt = attempt_dir.parent.name, int(attempt_dir.name.removeprefix("a"))
+        hold(folder / f"{run_id}.{attempt}.{os.getpid()}")
+        for path in folder.glob(f"{run_id}.*"):
+            if int(path.name.split(".")[1]) < attempt and is_held(path):
+                with (folder / "overlaps").open("a") as file:
+                    file.write(f"process {os.getpid()} of attempt {attempt} began while {path.name} was alive\n")
+
+    child._prepare = prepare_and_note
+
+
+def hold(path: Path) -> None:
+    """Lock a file until this process ends."""
+    fcntl.flock(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC), fcntl.LOCK_EX)
+
+
+def is_held(path: Path) -> bool:
+    """Return True if a process that has locked the file is alive."""
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def lock_nothing(name: str) -> None:

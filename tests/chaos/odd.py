@@ -24,6 +24,7 @@ from tests.chaos.spoiling import (
     prints,
     run_added,
     together,
+    whole,
 )  # fmt: skip
 from tests.chaos.synthetic import Story, moment
 
@@ -118,6 +119,9 @@ RIGHT: list[tuple[str, Spoil]] = [
          fault_added("long_absence", "postgres", LATE + 2, LATE + 40), after=45)),
     ("lost with the other worker", lost_in_the_time_of(fault_added("freeze_worker", "worker-2", LATE, LATE + 1),
                                                        worker="wrk_2")),
+    ("lost with the other host of the run",
+     together(lost_in_the_time_of(fault_added("kill_worker", "worker-2", LATE, LATE + 1)),
+              whole(parts={"odd": ({"lease_epoch": 1, "worker_id": "wrk_2"},)}))),
     ("tried again because the storage was full",
      lost_in_the_time_of(fault_added("disk_full", "storage", LATE, LATE + 1), how="retried")),
     ("lost with a worker whose checkpoint rotted",

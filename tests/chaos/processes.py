@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import psutil
 
 from tests.chaos.history import Growth
+from tests.chaos.inject import is_held
 from tests.chaos.scene import is_alive, wait_for
 from tests.chaos.world import World
 
@@ -66,6 +67,9 @@ def _alive(world: World, born: dict[int, tuple[str, float]]) -> dict[int, str]:
             # A process that started after the trainer wrote is another one with a reused id.
             if is_alive(process) and process.create_time() <= wrote + _AGES_DIFFER_BY:
                 found[pid] = f"the journal of {run_id}"
+    for path in world.lives.glob("run_*"):
+        if is_held(path):
+            found[int(path.name.split(".")[2])] = f"its lock {path.name}"
     for worker in world.workers:
         with contextlib.suppress(psutil.Error):
             zygote = worker.zygote()

@@ -86,6 +86,21 @@ PLANS = {
             resources={"devices": 2, "sharding": "full"},
             weight=0,
         ),
+        Plan(
+            "hosts",
+            120,
+            config={
+                **_ON_TWO_DEVICES,
+                "method": "lora",
+                "lora_r": 4,
+                "lora_dropout": 0.1,
+                "max_steps": 120,
+                "save_steps": 10,
+            },
+            backend="celery",
+            resources={"devices": 2, "hosts": 2},
+            weight=0,
+        ),
         Plan("fragile", 400, {"step_seconds": 0.05}, {"save_steps": 1000}, max_restarts=0, weight=0),
         Plan(
             "hanger", 20, {"hang_at_step": 5}, {"save_steps": 4}, max_restarts=0, must_fail_with="worker_lost", weight=0
@@ -98,6 +113,8 @@ def wanted_in(number: int) -> str | None:
     """Return the kind of training run that is created in a round, beside those of the clients."""
     if number % 20 == 1:
         return "qlora"
+    if number % 20 == 15:
+        return "hosts"
     return {8: "gang", 0: "divided"}.get(number % 10)
 
 

@@ -14,6 +14,16 @@ def no_trainer_is_left(history: History) -> Iterator[Violation]:
         yield Violation(3, "", f"every run has ended, but trainer {pid} is alive according to {reported}")
 
 
+def attempts_do_not_overlap(history: History) -> Iterator[Violation]:
+    """Check promise 3 for every rank on every host: no process of an attempt lives when one of a later attempt starts.
+
+    Sound: a run is claimed again after the processes of all its parts have ended, or their leases have expired, before
+    which their own timers have ended them. Each process holds a file lock for life, which the kernel releases.
+    """
+    for what in history.overlaps:
+        yield Violation(3, "", what)
+
+
 def processes_do_not_grow(history: History) -> Iterator[Violation]:
     """Check promise 17: a process holds no more descriptors and threads than before the segment.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tests.chaos.causes import is_disturbed, reaches, worker_of
+from tests.chaos.causes import is_disturbed, reaches, workers_of
 from tests.chaos.course import RELEASED, Course, first_difference
 from tests.chaos.history import History, StopCall, Violation
 
@@ -63,9 +63,9 @@ def due_at(history: History, course: Course, stop: StopCall) -> float:
     """Return the deadline of the stop: grace and leases after it, or leases after a fault in between."""
     recovery = 2 * history.lease_seconds + STOP_SLACK
     due = stop.answered + GRACE_LEASES * history.lease_seconds + recovery
-    worker = worker_of(history, course, course.row["attempt"])
+    workers = workers_of(history, course, course.row["attempt"])
     for fault in sorted(history.faults, key=lambda one: one.began):
-        if reaches(fault, worker) and fault.began <= due and fault.ended >= stop.answered:
+        if reaches(fault, workers) and fault.began <= due and fault.ended >= stop.answered:
             due = max(due, fault.ended + recovery)
     return due
 

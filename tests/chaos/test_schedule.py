@@ -29,7 +29,7 @@ def test_a_window_without_a_hit_fails_the_campaign() -> None:
 
 
 def test_a_campaign_that_excused_every_loss_fails() -> None:
-    result = Result(seed=1, rounds=20)
+    result = Result(seed=1, rounds=len(FAULTS))
     result.counted[MOMENTS] = 100
     assert MOMENTS not in result.missed and MOMENTS_OF_WRONG_CLOCKS in result.missed
     result.counted[MOMENTS_OF_WRONG_CLOCKS] = 10

@@ -1,4 +1,4 @@
-"""Service under test in a campaign: two API replicas, two workers, PostgreSQL and Valkey behind proxies."""
+"""Service under test in a campaign: two API replicas, two or three workers, PostgreSQL and Valkey behind proxies."""
 
 import contextlib
 import os
@@ -64,8 +64,10 @@ class Service:
         clock = world.orders_folder / "clock" / name
         # Its trainers load this too, because they inherit PYTHONPATH.
         (site / "sitecustomize.py").write_text(
-            "from pathlib import Path\nfrom tests.chaos.inject import let_clock_jump, lock_nothing\n"
-            f"let_clock_jump(Path({str(clock)!r}))\n" + (f"lock_nothing({RUN_LOCK!r})\n" if shares_no_locks else "")
+            "from pathlib import Path\nfrom tests.chaos.inject import let_clock_jump, lock_nothing, note_lives\n"
+            f"let_clock_jump(Path({str(clock)!r}))\n"
+            + (f"lock_nothing({RUN_LOCK!r})\n" if shares_no_locks else "")
+            + (f"note_lives(Path({str(world.lives)!r}))\n" if module == "worker.main" else "")
         )
         self._environment = settings.child_environment() | {"PYTHONPATH": f"{site}{os.pathsep}{_REPOSITORY}"}
         self._environment.setdefault("OMP_NUM_THREADS", "1")
@@ -129,8 +131,11 @@ class Service:
 class World:
     """All servers and processes of a campaign, with access to their state from outside."""
 
-    def __init__(self, home: Path, seed: int) -> None:
+    def __init__(self, home: Path, seed: int, with_hosts: bool = False) -> None:
+        """Start everything; `with_hosts`: with a further worker, which trains runs together with the first one."""
         self.home = home
+        self.lives = home / "lives"
+        self.lives.mkdir()
         self.random = random.Random(seed)
         self.orders_folder = home / "orders"
         (self.orders_folder / "clock").mkdir(parents=True)
@@ -159,12 +164,16 @@ class World:
         self.key = create_key_sync(self.settings, "chaos", ["admin"])
         make_tiny_model(self.settings.models_folder / "tiny", hidden=32, dropout=0.1)
         self.apis = [self._api(f"api-{number}") for number in (1, 2)]
+        together = {"group_interface": "lo"} if with_hosts else {}
         self.workers = [
-            Service(self, "worker-1", "worker.main", [], launch="zygote", slots=2),
+            Service(self, "worker-1", "worker.main", [], launch="zygote", slots=2, **together),
             # The second starts its trainers cold and has no torch, so it takes only runs of the fake backend. It acts
             # as on another machine, without the file lock of a run.
             Service(self, "worker-2-without-torch", "worker.main", [], shares_no_locks=True, launch="cold", slots=2),
         ]
+        if with_hosts:
+            further = {"launch": "zygote", "slots": 1, **together}
+            self.workers.append(Service(self, "worker-3", "worker.main", [], shares_no_locks=True, **further))
         for service in self.services:
             service.start()
         for api in self.apis:
@@ -207,7 +216,7 @@ class World:
         eventually(answers, timeout=60, what=f"{api.name} answers, see {api.log}")
 
     def wait_for_workers(self) -> None:
-        """Wait until both workers are registered."""
+        """Wait until all workers are registered."""
 
         def registered() -> bool:
             for worker in self.workers:
@@ -215,7 +224,7 @@ class World:
             pids = {row["pid"] for row in self.rows("SELECT pid FROM workers WHERE state = 'online'")}
             return {worker.pid for worker in self.workers} <= pids
 
-        eventually(registered, timeout=60, what="both workers are registered")
+        eventually(registered, timeout=60, what="all workers are registered")
 
     def rows(self, statement: str, **values: Any) -> list[dict[str, Any]]:
         """Query the database directly, without the proxies."""
@@ -243,6 +252,22 @@ class World:
         """Return the service name of every worker that ever registered, by worker id."""
         rows = self.rows("SELECT id, pid FROM workers")
         return {row["id"]: worker.name for row in rows for worker in self.workers if row["pid"] in worker.pids}
+
+    def members(self, run_id: str) -> list[Service]:
+        """Return the workers of the other hosts of a live run."""
+        rows = self.rows(
+            "SELECT workers.pid FROM run_parts JOIN workers ON workers.id = run_parts.worker_id "
+            "WHERE run_parts.run_id = :run AND run_parts.ended_at IS NULL",
+            run=run_id,
+        )
+        return [worker for row in rows for worker in self.workers if worker.pid == row["pid"]]
+
+    def overlaps(self) -> tuple[str, ...]:
+        """Return the training processes that began while one of an earlier attempt was alive, and forget them."""
+        path = self.lives / "overlaps"
+        found = tuple(path.read_text().splitlines()) if path.exists() else ()
+        path.unlink(missing_ok=True)
+        return found
 
     def journal(self, run_id: str) -> list[dict[str, Any]]:
         """Return the journal that the trainers of a run wrote."""

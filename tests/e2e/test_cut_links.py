@@ -1,5 +1,7 @@
 """A run on two hosts of which one loses its network: never two trainers, and the run completes on others."""
 
+import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,3 +53,41 @@ def test_a_host_that_is_cut_off_ends_its_part_and_the_run_completes_on_others(
     assert steps[-1] == 80 and shown["current_step"] == 80
     eventually(lambda: not any(map(is_running, before)), what="no process of the first attempt is left")
     assert victim.process.poll() is None, "the worker itself waits for its network"
+
+
+def test_hosts_that_lose_each_other_but_not_the_database_end_the_attempt_long_before_the_hang_watch(
+    hosts: Hosts, network: Network
+) -> None:
+    run_id = hosts.start(max_steps=5000, save_steps=5)
+    hosts.stack.until_step(run_id, 15, timeout=180)
+    lead, (member,) = hosts.of(run_id)
+    before, name = hosts.trainers(lead) + hosts.trainers(member), hosts.id_of(member)
+    network.separate()
+    eventually(lambda: hosts.stack.run(run_id)["attempt"] > 1, timeout=120, what="another attempt")
+    assert not any(map(is_running, before))
+    reason = next(why for why in hosts.reasons(run_id) if "could not be reached" in why)
+    assert reason.startswith(f"worker {name}, which trained rank 1 of the run, ended its part: the host of rank 0")
+
+
+def test_its_processes_listen_on_the_address_of_the_interface_and_on_no_other(hosts: Hosts, network: Network) -> None:
+    run_id = hosts.start()
+    hosts.stack.until_step(run_id, 1, timeout=180)
+    lead, (member,) = hosts.of(run_id)
+    for worker in (lead, member):
+        (trainer,) = hosts.trainers(worker)
+        own = network.address_of(list(hosts.homes).index(worker))
+        assert listening(trainer) <= {own}, "gloo listens for each peer"
+    assert listening(hosts.trainers(lead)[0]), "rank 0 listens for the others"
+
+
+def listening(pid: int) -> set[str]:
+    """Addresses on which something listens in the namespace of a process."""
+    found = set()
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            if state == "0A":
+                words = [local[at : at + 8] for at in range(0, len(local.partition(":")[0]), 8)]
+                packed = b"".join(struct.pack("=I", int(word, 16)) for word in words)
+                found.add(socket.inet_ntop(socket.AF_INET if name == "tcp" else socket.AF_INET6, packed))
+    return found

@@ -196,6 +196,61 @@ def test_a_killed_worker_of_the_lead_ends_the_other_parts_and_the_run_goes_on(ho
 
 
 @pytest.mark.full
+def test_a_worker_of_a_part_that_is_frozen_for_three_lease_times_writes_nothing_afterwards(hosts: Hosts) -> None:
+    hosts.add()
+    run_id = hosts.start(max_steps=60)
+    hosts.stack.until_step(run_id, 15, timeout=120)
+    lead, (other,) = hosts.of(run_id)
+    before, lost = hosts.trainers(lead) + hosts.trainers(other), hosts.id_of(other)
+    frozen_at = time.monotonic()
+    other.freeze()
+    try:
+        hosts.completes_again(run_id, before)
+        lease = hosts.stack.settings.lease_seconds
+        eventually(lambda: time.monotonic() - frozen_at > 3 * lease, timeout=5 * lease, what="three lease times")
+        said, seen = len(other.log.read_text()), written(hosts, run_id)
+    finally:
+        other.thaw()
+    eventually(lambda: "its part has ended" in other.log.read_text()[said:], timeout=60, what="the part has ended")
+    now = written(hosts, run_id)
+    assert [what for what in now if now[what] != seen[what]] == []
+    eventually(lambda: hosts.trainers(other) == [], what="no training process")
+    assert any(f"worker {lost}, which trained rank 1 of the run, was lost" in why for why in hosts.reasons(run_id))
+
+
+def written(hosts: Hosts, run_id: str) -> dict[str, Any]:
+    """Everything that is stored of a run."""
+    found = hosts.stack.settings.storage_root.glob(f"runs/{run_id}/**/*")
+    files = {path: path.stat().st_mtime_ns for path in found if path.is_file()}
+    queries = {
+        "run": "SELECT status, attempt, lease_epoch, event_seq, current_step FROM runs WHERE id = %(run)s",
+        "events": "SELECT seq, type, data::text FROM run_events WHERE run_id = %(run)s ORDER BY seq",
+        "parts": "SELECT lease_epoch, ended_at, outcome::text FROM run_parts WHERE run_id = %(run)s ORDER BY 1",
+        "checkpoints": "SELECT id, deleted_at FROM checkpoints WHERE run_id = %(run)s ORDER BY 1",
+    }
+    with hosts.stack.engine.connect() as connection:
+        rows = {what: connection.exec_driver_sql(query, {"run": run_id}).all() for what, query in queries.items()}
+    return {**rows, "files": files}
+
+
+@pytest.mark.full
+def test_a_rank_of_another_host_that_hangs_while_it_loads_is_found_and_named(hosts: Hosts) -> None:
+    for worker in hosts.alive():
+        assert worker.terminate() == 0
+    hosts.add(2, hang_seconds=6.0 * hosts.stack.slowness)
+    run_id = hosts.start(max_steps=20)
+    first = eventually(lambda: [pid for worker in hosts.alive() for pid in hosts.trainers(worker)], timeout=60)
+    lead, (other,) = hosts.of(run_id)
+    (hanging,) = eventually(lambda: hosts.trainers(other), timeout=60, what="the process of the other host")
+    os.kill(hanging, signal.SIGSTOP)
+    assert not [line for line in hosts.stack.journal(run_id) if line["event"] == "step"], "it still loads"
+    hosts.completes_again(run_id, [*first, hanging, *hosts.trainers(lead)])
+    (reason,) = [why for why in hosts.reasons(run_id) if "hung" in why]
+    assert "during loading and was killed" in reason
+    assert f"the others waited for rank 1 on worker {hosts.id_of(other)}; the process of rank 1 was suspended" in reason
+
+
+@pytest.mark.full
 def test_a_worker_of_a_part_that_shuts_down_releases_the_run_with_a_checkpoint(hosts: Hosts) -> None:
     hosts.add()
     run_id = hosts.start()

@@ -17,7 +17,7 @@ import pytest
 from tests.e2e.conftest import TrainingStack
 from tests.object_store import SECRET, s3_server
 from tests.reliability.test_stalls import confined
-from tests.stack import is_alive
+from tests.stack import WorkerProcess, is_alive
 from tests.waiting import eventually
 from tests.worker.training.output.test_gguf import CONVERTER
 from tests.worker.training.tiny import make_pairs, make_prompts
@@ -64,8 +64,8 @@ def train(stack: TrainingStack, **config: Any) -> str:
     return stack.create(config={**CONFIG, **config}, backend="celery", dataset_id=stack.chats)
 
 
-def completed(stack: TrainingStack, run_id: str) -> dict[str, Any]:
-    shown = stack.until(run_id, "completed", "failed", timeout=120 * stack.slowness)
+def completed(stack: TrainingStack, run_id: str, timeout: float = 120) -> dict[str, Any]:
+    shown = stack.until(run_id, "completed", "failed", timeout=timeout * stack.slowness)
     assert shown["status"] == "completed", shown["error_message"]
     return shown
 
@@ -112,6 +112,63 @@ def test_a_run_of_a_lost_host_is_continued_exactly_on_one_that_shares_no_folder(
         files = [path for home in (second.home, stack.home) for path in home.rglob("*") if path.is_file()]
         assert not [path for path in files if SECRET.encode() in path.read_bytes()]
         assert not list((stack.settings.storage_root / "runs").glob("*")), "the API keeps no copy"
+    finally:
+        stack.close()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_run_on_two_hosts_that_share_no_folder_survives_the_loss_of_one_and_continues_exactly(
+    url: str, tmp_path: Path
+) -> None:
+    stack = TrainingStack(tmp_path / "api", storage=url)
+    hosts: dict[WorkerProcess, Host] = {}
+
+    def add() -> None:
+        host = Host(tmp_path / f"host-{len(hosts)}", stack.settings.models_folder)
+        hosts[stack.add_worker(**host.settings, group_interface="lo")] = host
+
+    def start() -> str:
+        config = {name: value for name, value in CONFIG.items() if not name.startswith("lora")}
+        resources = {"devices": 2, "hosts": 2, "sharding": "full"}
+        config |= {"method": "full", "optim": "adamw_torch", "max_steps": 120}
+        return stack.create(config=config, backend="celery", dataset_id=stack.chats, resources=resources)
+
+    def steps(run_id: str) -> dict[int, tuple[str, list[int]]]:
+        """Steps by their number, as the rank 0 of the last attempt wrote them."""
+        return next(found for host in reversed(hosts.values()) if (found := host.steps(run_id)))
+
+    try:
+        add()
+        add()
+        whole = start()
+        completed(stack, whole, 400)
+        expected = steps(whole)
+
+        run_id = start()
+        path = f"/v1/runs/{run_id}/checkpoints"
+        eventually(lambda: [one for one in stack.client.get(path).json()["data"] if "remote" in one["copies"]], 120)
+        workers = {one["id"]: one["pid"] for one in stack.client.get("/v1/workers").json()["data"]}
+        lead = workers[stack.run(run_id)["worker_id"]]
+        (member,) = [worker for worker in hosts if worker.process.pid != lead]
+        assert not list(hosts[member].home.rglob("manifest.json")), "the lead writes the checkpoint"
+        trainers = [process.pid for process in member.descendants()]
+        member.kill()
+        eventually(lambda: not any(map(is_alive, trainers)), timeout=60)
+        shutil.rmtree(hosts[member].home)
+        add()
+        shown = completed(stack, run_id, 400)
+        assert shown["attempt"] > 1
+        facts = [event for event in stack.events(run_id) if event["type"] == "config"][-1]["facts"]
+        assert facts["fidelity"] == "exact", facts["fidelity_reasons"]
+        resumed = {}
+        for host in hosts.values():
+            resumed |= host.steps(run_id)
+        assert max(resumed) == 120 and resumed == {step: expected[step] for step in resumed}
+        weights = {id: download(stack.client, id, "model.safetensors") for id in (whole, run_id)}
+        assert weights[whole] == weights[run_id]
+        left = [path for host in hosts.values() for path in host.home.rglob(".checkpoint-*")]
+        assert left == [], "no host keeps parts of checkpoints"
     finally:
         stack.close()
 

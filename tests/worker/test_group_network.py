@@ -1,11 +1,14 @@
 """The network over which training processes of several hosts meet."""
 
 import socket
+import time
 
 import pytest
 
 from app.infra.errors import SetupError
-from worker.group_network import MeetingPort, address_of
+from tests.waiting import eventually
+from worker import group_network
+from worker.group_network import MeetingPort, MeetingWatch, address_of
 
 
 def test_the_address_is_that_of_the_interface_and_an_unknown_one_is_named_with_those_that_exist() -> None:
@@ -33,3 +36,24 @@ def test_a_port_stays_reserved_until_another_socket_listens_on_it() -> None:
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(OSError, match="assign requested address"):
         MeetingPort("192.0.2.1")
+
+
+def test_a_host_that_answers_is_reached_even_if_it_refuses_and_one_that_does_not_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        MeetingWatch(listener.getsockname(), "127.0.0.1", 0.05) as it,
+    ):
+        listener.accept()[0].close()
+        time_of_first = it._reached_at
+        listener.close()
+        eventually(lambda: it._reached_at > time_of_first, what="a refusal is an answer")
+
+        def cut_off(*_: object) -> socket.socket:
+            raise TimeoutError("timed out")
+
+        monkeypatch.setattr(group_network.socket, "create_connection", cut_off)
+        began = time.monotonic()
+        eventually(lambda: it.silent_seconds > 0.3, what="silence")
+        assert time.monotonic() - began < 5

@@ -111,9 +111,11 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
         context.working_copy.use(run.id, folder, restore_control.check)
     # Checked first: a worker that does not see the dataset does not see the checkpoints either, and must not mark them
     # as corrupt.
-    dataset = _dataset(context, run, run.dataset_id, restore_control)
-    evaluation = _dataset(context, run, run.eval_dataset_id, restore_control) if run.eval_dataset_id else None
-    extra = {name: _dataset(context, run, id, restore_control) for name, id in sorted(run.extra_eval_datasets.items())}
+    dataset = dataset_source(context, run, run.dataset_id, restore_control)
+    evaluation = dataset_source(context, run, run.eval_dataset_id, restore_control) if run.eval_dataset_id else None
+    extra = {
+        name: dataset_source(context, run, id, restore_control) for name, id in sorted(run.extra_eval_datasets.items())
+    }
     folder.parent.mkdir(parents=True, exist_ok=True)
     cleanup.before_attempt(context, run)
     remarks: list[str] = []
@@ -130,12 +132,12 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
     config, changed = auto_repair.apply(run.config, repaired)
     best_checkpoint = _best_evaluated(context, run, restore_control)
     if run.backend != "fake":
-        models = [run.config["base_model"], *([] if run.task is RunTask.export else _reward_model_names(run))]
+        models = [run.config["base_model"], *([] if run.task is RunTask.export else reward_model_names(run))]
         for name in models:
-            _fetch_output(context, run, name, restore_control)
+            fetch_output(context, run, name, restore_control)
     with context.engine.connect() as connection:
-        base_model = _base_model(context, connection, run)
-        reward_models = [] if run.task is RunTask.export else _reward_models(context, connection, run)
+        base_model = base_model_source(context, connection, run)
+        reward_models = [] if run.task is RunTask.export else reward_model_sources(context, connection, run)
         secrets = secrets_of(context, connection, run.config, [base_model, *reward_models])
         replayed = connection.execute(done_after(run.id, checkpoint.step if checkpoint else 0)).scalar_one()
         job = JobSpec(
@@ -152,7 +154,7 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
             base_model=base_model,
             reward_models=reward_models,
             attempt_dir=folder,
-            token_cache=_token_cache(context),
+            token_cache=token_cache_location(context),
             disk_reserve_bytes=context.settings.disk_reserve_bytes,
             resume_from=_resume(context, checkpoint),
             best_checkpoint=best_checkpoint,
@@ -161,6 +163,7 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
             journal=context.storage.journal(run.id),
             sharded=bool(run.requirements.get("sharded")),
             sequence_parallel=run.requirements.get("sequence_parallel", 1),
+            shares_folder=context.working_copy is None,
             device=device,
             trust_remote_code=context.settings.trust_remote_code,
             hub_allowed=context.settings.allow_hub,
@@ -169,7 +172,7 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
             worker=WorkerInfo(id=context.id, host=context.name),
         )
     return Job(
-        path=_write(context, job),
+        path=write_job(context, job),
         start_step=checkpoint.step if checkpoint else 0,
         start_epoch=checkpoint.epoch if checkpoint else 0.0,
         best_loss=checkpoint.metrics.get("best_loss") if checkpoint else None,
@@ -187,7 +190,7 @@ def _best_score(config: dict[str, Any], metrics: Mapping[str, Any]) -> float | N
     return None if best is None else method.score(best)
 
 
-def _write(context: WorkerContext, job: JobSpec) -> Path:
+def write_job(context: WorkerContext, job: JobSpec) -> Path:
     """Create the attempt's folder and its job file.
 
     The worker keeps ownership of the run's folder, so that a trainer that runs as another user cannot interfere with
@@ -214,7 +217,7 @@ def _write(context: WorkerContext, job: JobSpec) -> Path:
     return path
 
 
-def _token_cache(context: WorkerContext) -> TokenCacheLocation | None:
+def token_cache_location(context: WorkerContext) -> TokenCacheLocation | None:
     """Return the folder in which trainers share tokenized data; None if it is disabled or cannot be created.
 
     It belongs to the user that trains, and no other user may read or write it, because one trainer trains on what
@@ -236,7 +239,8 @@ def _token_cache(context: WorkerContext) -> TokenCacheLocation | None:
     return TokenCacheLocation(folder=folder, limit_bytes=limit)
 
 
-def _dataset(context: WorkerContext, run: ClaimedRun, dataset_id: str, control: RestoreControl) -> DataSource:
+def dataset_source(context: WorkerContext, run: ClaimedRun, dataset_id: str, control: RestoreControl) -> DataSource:
+    """Return a dataset of a run, fetched from the object store if there is one."""
     (row,) = _rows(context.engine, select(Dataset.__table__).where(Dataset.id == dataset_id))
     path = context.storage.dataset_file(row.id, row.extension)
     if (copy := context.working_copy) is not None:
@@ -252,16 +256,18 @@ def _dataset(context: WorkerContext, run: ClaimedRun, dataset_id: str, control: 
     return DataSource(id=row.id, path=path, format=row.format, rows=row.rows, sha256=row.sha256)
 
 
-def _base_model(context: WorkerContext, connection: Connection, run: ClaimedRun) -> ModelSource:
+def base_model_source(context: WorkerContext, connection: Connection, run: ClaimedRun) -> ModelSource:
+    """Locate the base model of a run."""
     return _locate_model(context, connection, run, run.config["base_model"], run.config.get("revision"))
 
 
-def _reward_models(context: WorkerContext, connection: Connection, run: ClaimedRun) -> list[ModelSource]:
+def reward_model_sources(context: WorkerContext, connection: Connection, run: ClaimedRun) -> list[ModelSource]:
     """Return the models of the rewards of type `model`, in the order of these rewards."""
-    return [_locate_model(context, connection, run, model) for model in _reward_model_names(run)]
+    return [_locate_model(context, connection, run, model) for model in reward_model_names(run)]
 
 
-def _reward_model_names(run: ClaimedRun) -> list[str]:
+def reward_model_names(run: ClaimedRun) -> list[str]:
+    """Return the names of the models of the rewards of type `model`."""
     return [reward["model"] for _, reward in rewards_of(run.config) if reward["type"] == "model"]
 
 
@@ -296,7 +302,7 @@ def _store_errors(context: WorkerContext, run: ClaimedRun, what: str, code: str,
         raise JobError(code, message, is_transient=True) from error
 
 
-def _fetch_output(context: WorkerContext, run: ClaimedRun, name: str, control: RestoreControl) -> None:
+def fetch_output(context: WorkerContext, run: ClaimedRun, name: str, control: RestoreControl) -> None:
     """Fetch the output that a model names, and that of its base, from the object store, if there is one."""
     copy = context.working_copy
     while copy is not None and resolver.is_run(name):
@@ -315,7 +321,7 @@ def _fetch_output(context: WorkerContext, run: ClaimedRun, name: str, control: R
 
 
 @contextmanager
-def _kept(context: WorkerContext, run: ClaimedRun, place: Path, control: RestoreControl) -> Iterator[None]:
+def keeping(context: WorkerContext, run: ClaimedRun, place: Path, control: RestoreControl) -> Iterator[None]:
     """Keep a checkpoint in the working copy for the run, and let no other run fetch it at the same time."""
     if context.working_copy is None:
         yield
@@ -417,7 +423,7 @@ def _best_evaluated(context: WorkerContext, run: ClaimedRun, control: RestoreCon
     score, step, best = min(evaluated, key=lambda one: one[:2])
     place = context.storage.named_checkpoint(best.run_id, best.attempt, best.name)
     if context.working_copy is not None and run.task == RunTask.train and run.config.get("export") != "last":
-        with _kept(context, run, place, control):
+        with keeping(context, run, place, control):
             wrong = manifest.verify(place, best.manifest_sha256, control.check)
             if wrong and best.replicated_at is not None:
                 fetched = restore.restore_checkpoint(context, run, best, place, wrong, control)
@@ -448,7 +454,7 @@ def _newest_good(context: WorkerContext, run: ClaimedRun, remarks: list[str], re
         if has_replicas(run.config) and checkpoint.replicated_at is None and not place.exists():
             elsewhere = elsewhere or checkpoint  # the trainer fetches its copy
             continue
-        with _kept(context, run, place, restore_control):
+        with keeping(context, run, place, restore_control):
             wrong = manifest.verify(place, checkpoint.manifest_sha256, restore_control.check)
             if not wrong:
                 return checkpoint
@@ -490,7 +496,7 @@ def _evaluated(context: WorkerContext, run: ClaimedRun, restore_control: Restore
     if run.resume_checkpoint_id is None:
         if run.base_run_id is None:
             return None
-        _fetch_output(context, run, run.base_run_id, restore_control)
+        fetch_output(context, run, run.base_run_id, restore_control)
         return _evaluated_output(context, run.base_run_id)
     checkpoint, place = _chosen(context, run, restore_control)
     return TrainedWeights(path=place, step=checkpoint.step, epoch=checkpoint.epoch)
@@ -512,7 +518,7 @@ def _chosen(context: WorkerContext, run: ClaimedRun, restore_control: RestoreCon
         return checkpoint, place  # the trainer fetches its copy
     wrong: list[str] = []
     if why is None:
-        with _kept(context, run, place, restore_control):
+        with keeping(context, run, place, restore_control):
             wrong = manifest.verify(place, checkpoint.manifest_sha256, restore_control.check)
             if wrong:
                 fetched = restore.restore_checkpoint(context, run, checkpoint, place, wrong, restore_control)

@@ -36,6 +36,12 @@ class Meeting:
     first_rank: int
     size: int
 
+    @property
+    def address(self) -> tuple[str, int]:
+        """Address and port of rank 0."""
+        host, _, port = self.place.removeprefix("tcp://").rpartition(":")
+        return host, int(port)
+
 
 def launch(
     context: WorkerContext,

@@ -4,6 +4,7 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from app.contracts.attempt.failure_report import KillReason
 from app.contracts.attempt.messages import ControlMessage
@@ -82,7 +83,7 @@ class Monitor:
                 raise LeaseFenced(self._lease.run_id)
             self._writer.check()
             killed_for = self._reason_to_kill()
-        suspended = self._processes.suspended() if killed_for == "hang" else ()
+        hang = self._describe_hang() if killed_for == "hang" else {}
         self._processes.kill()  # also what they left behind in their sessions
         for rank, pieces in self._processes.drain():
             self._record_handler.take(pieces, rank)
@@ -93,7 +94,23 @@ class Monitor:
                 self._record_handler.take_part_end(part.end)
         self._record_handler.flush_output()
         end = ended or self._processes.poll() or Exit(signal=signal.SIGKILL)
-        return replace(end, suspended=suspended), killed_for
+        return replace(end, **hang), killed_for
+
+    def _describe_hang(self) -> dict[str, Any]:
+        """Return the ranks that are suspended, and before training those for which all others wait."""
+        parts = self._lease.active_parts
+        suspended = (*self._processes.suspended(), *(rank for part in parts for rank in part.activity.suspended))
+        waiting = {*self._record_handler.waiting, *(rank for part in parts for rank in part.activity.waiting)}
+        waiting -= {*suspended}  # it may have been suspended in a wait, and then the others wait for it
+        own = dict.fromkeys(range(len(self._processes.identities)), "")
+        others = {
+            rank: f" on worker {part.worker_id}"
+            for part in parts
+            for rank in range(part.first_rank, part.first_rank + part.devices)
+        }
+        behind = [f"rank {rank}{where}" for rank, where in {**own, **others}.items() if rank not in waiting]
+        is_known = waiting and not self._record_handler.training_started
+        return {"suspended": suspended, "behind": tuple(behind) if is_known else ()}
 
     def _end(self) -> Exit | None:
         """Return the end of the processes, or of a part on another host that ends them."""
@@ -144,6 +161,8 @@ class Monitor:
         if self._lease.expired:
             return "lease"
         silent = time.monotonic() - max(self._record_handler.last_output_at, self._backpressure_at)
+        if not self._record_handler.training_started:  # the ranks here may wait for those of another host
+            silent = min([silent, *(part.activity.silent_seconds for part in self._lease.active_parts)])
         if silent > self._context.settings.hang_seconds:
             return "hang"
         is_asked = self._lease.stop or self._lease.preempted_for or self._lease.leaving

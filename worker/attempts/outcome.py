@@ -70,7 +70,7 @@ def conclude(
     if killed_for == "lease" or (end.signal == signal.SIGALRM and result is None):
         raise LeaseLost(run.id)  # noticed by this worker, or by the trainer's own timer
     if killed_for == "hang":
-        return hung(context, run, record_handler, end.suspended)
+        return hung(context, run, record_handler, end)
     if result is not None or killed_for or end.signal in _TERMINATION_SIGNALS:
         return ended_on_request(context, run, lease)
     return crashed(run, record_handler, end, is_repeated)
@@ -164,14 +164,14 @@ def lease_lost(run: ClaimedRun, lease: Lease) -> Executable:
     return machine.retry(run.id, run.lease_epoch, f"{what}; the run continues from its last checkpoint", _RETRY_SECONDS)
 
 
-def hung(
-    context: WorkerContext, run: ClaimedRun, record_handler: RecordHandler, suspended: Sequence[int] = ()
-) -> Executable:
+def hung(context: WorkerContext, run: ClaimedRun, record_handler: RecordHandler, end: Exit) -> Executable:
     """Return the transition of a run whose trainer was killed because it was silent for too long."""
     silence = f"it had neither reported nor printed anything for {context.settings.hang_seconds:.0f} s"
     reason = f"the training process hung during {record_handler.phase} and was killed: {silence}"
-    if suspended:
-        ranks = f"{'rank' if len(suspended) == 1 else 'ranks'} {', '.join(map(str, suspended))}"
+    if end.behind:
+        reason += f"; the others waited for {', '.join(end.behind)}"
+    if end.suspended:
+        ranks = f"{'rank' if len(end.suspended) == 1 else 'ranks'} {', '.join(map(str, end.suspended))}"
         whose = f"the process of {ranks}" if run.devices_needed > 1 else "it"
         reason += f"; {whose} was suspended, by SIGSTOP or a debugger"
     return machine.retry(run.id, run.lease_epoch, reason, _RETRY_SECONDS)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from sqlalchemy import Executable, Row
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.contracts.attempt.job import JobSpec
+from app.contracts.attempt.part_activity import PartActivity
 from app.contracts.attempt.part_end import PartEnd
 from app.infra.db import is_away
 from app.infra.lean_structlog import bound_contextvars
@@ -24,13 +26,20 @@ from app.infra.log_setup import with_current_context
 from app.runs.events import log as event_log
 from app.runs.events.log import LeaseFenced, NewEvent, Progress
 from app.runs.state import parts
+from app.workers import registry
+from worker.attempts import device_checks
 from worker.attempts.job_builder import JobError, secrets_of
 from worker.attempts.launch import Group, Meeting, launch
 from worker.attempts.outcome import device_verdicts
+from worker.attempts.part_job import prepare_part
 from worker.checkpoint_store import cleanup
+from worker.checkpoint_store.remote_store import TransferCancelled
+from worker.checkpoint_store.restore import RestoreControl
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 from worker.devices import Device
+from worker.group_network import MeetingWatch
+from worker.health import UNUSABLE_PAUSE_SECONDS
 from worker.ingest.record_handler import RecordHandler
 from worker.ingest.spool import RunUpdate
 from worker.lease import PartLease
@@ -78,10 +87,16 @@ class PartSupervisors:
 
 def train_part(context: WorkerContext, row: Row[Any]) -> None:
     """Train a part until it ends; in every case no process of it is left, and its devices are free."""
-    with (
-        bound_contextvars(run_id=row.run_id),
-        PartLease(context, row.run_id, row.lease_epoch, row.part) as lease,
-    ):
+    copy = context.working_copy
+    with bound_contextvars(run_id=row.run_id), nullcontext() if copy is None else copy.used_by(row.run_id):
+        part = _train_part(context, row)
+        if part is not None:
+            part.tidy()
+
+
+def _train_part(context: WorkerContext, row: Row[Any]) -> "_Part | None":
+    """Train a part until its end is stored; return it, or None if a process of it does not end."""
+    with PartLease(context, row.run_id, row.lease_epoch, row.part) as lease:
         log.info("%s: trains a part from rank %d on", row.run_id, row.first_rank)
         part = _Part(context, row, lease)
         try:
@@ -89,7 +104,7 @@ def train_part(context: WorkerContext, row: Row[Any]) -> None:
         except StillAliveError:
             # The devices stay taken until the lease has expired, and those processes hold the locks.
             log.exception("%s: a process of the part does not end", row.run_id)
-            return
+            return None
         except Exception as error:
             # Not its text, which may be that of the database, with the values of a statement.
             log.exception("%s: a part of the run", row.run_id)
@@ -98,7 +113,8 @@ def train_part(context: WorkerContext, row: Row[Any]) -> None:
             )
             end = PartEnd(rank=row.first_rank, problem=problem)
         part.store(end)
-    log.info("%s: its part has ended", row.run_id)
+        log.info("%s: its part has ended", row.run_id)
+        return part
 
 
 class _Part:
@@ -111,6 +127,12 @@ class _Part:
         self._verdicts: list[Executable] = []
         """Statements about the devices, from how the part has ended."""
         self._is_leaving = False
+        self._attempt: int | None = None
+        """Number of the attempt, once processes of it were started here."""
+        self._worked_at = time.monotonic()
+        """Monotonic time of the last progress before there were processes."""
+        self._restore_control = RestoreControl(self._should_end, lambda _: None)
+        lease.activity = lambda: PartActivity(silent_seconds=time.monotonic() - self._worked_at)
 
     def train(self) -> PartEnd:
         """Wait until the lead has prepared the attempt, start the processes and watch them to their end."""
@@ -118,22 +140,27 @@ class _Part:
             if self._lease.fenced or self._context.draining.is_set():
                 return self._not_started()
             time.sleep(_POLL_SECONDS)
+        if (unusable := self._unusable_device()) is not None:
+            return unusable
         try:
             run, group, secrets = self._prepare_when_available()
             meeting = Meeting(self._lease.meeting, self._row.first_rank, run.devices_needed)
             processes = launch(self._context, self._lease, group, self._assigned, self._is_unwanted, meeting)
-        except LaunchAbandoned:
+        except (LaunchAbandoned, TransferCancelled):
             return self._not_started()
         except (JobError, LaunchError, OSError, ValueError) as error:
             problem = error.message if isinstance(error, JobError) else str(error)
             self._context.health.failed(problem)
             return self._end(problem=problem)
         self._context.health.started()
+        self._attempt = run.attempt
         with _PartLog(self._context, run) as sink:
             handler = RecordHandler(self._context, run, sink)
             handler.hide(secrets.values())
+            self._lease.activity = lambda: _activity(processes, handler)
             try:
-                return self._watch(processes, handler, run)
+                with self._network_watch(meeting) as network:
+                    return self._watch(processes, handler, network)
             finally:
                 processes.close()
 
@@ -156,6 +183,37 @@ class _Part:
                 log.info("%s: the end of its part waits for the database: %s", row.run_id, error)
                 time.sleep(_RETRY_SECONDS)
         self._context.signal_control(row.run_id)
+
+    def tidy(self) -> None:
+        """Remove what the processes have left half written, once the attempt is over: until then its lead may write."""
+        row, context = self._row, self._context
+        while self._attempt is not None and not context.closing.is_set():
+            try:
+                with context.engine.connect() as connection:
+                    is_live = bool(connection.scalar(parts.is_live(row.run_id, row.lease_epoch)))
+            except SQLAlchemyError as error:
+                if not is_away(error):
+                    raise
+                is_live = True
+            if not is_live:
+                cleanup.after_attempt(context, row.run_id, self._attempt)
+                return
+            context.closing.wait(context.settings.renew_seconds)
+
+    def _unusable_device(self) -> PartEnd | None:
+        """Return the end of the part, and pause the device, if another program took one since the claim."""
+        context = self._context
+        for local_rank, device in enumerate(self._assigned):
+            if (why := device_checks.trouble_of(context, device)) is not None:
+                context.health.unusable.add(device.index)
+                self._verdicts = [registry.pause_device(context.id, device.index, why, UNUSABLE_PAUSE_SECONDS)]
+                rank = self._row.first_rank + local_rank
+                return self._end(rank=rank, problem=f"device {device.index} cannot be used: {why}")
+        return None
+
+    def _should_end(self) -> bool:
+        self._worked_at = time.monotonic()
+        return self._is_unwanted()
 
     def _is_unwanted(self) -> bool:
         return self._lease.fenced or self._lease.expired or self._context.draining.is_set()
@@ -194,8 +252,12 @@ class _Part:
             if found is None:
                 raise LaunchAbandoned("the attempt has ended")
             run = ClaimedRun.of(found)
-        path = context.storage.attempt_dir(run.id, run.attempt) / "job.json"
-        self._wait_for(path)
+            lead_job = connection.scalar(parts.job_of(row.run_id, row.lease_epoch, row.part))
+        if lead_job is None:
+            path = context.storage.attempt_dir(run.id, run.attempt) / "job.json"
+            self._wait_for(path)
+        else:
+            path = prepare_part(context, run, JobSpec.model_validate(lead_job), self._restore_control)
         job = JobSpec.read(path)
         for needed in _paths(job):
             if not needed.exists():
@@ -214,10 +276,18 @@ class _Part:
                 raise JobError("internal", _is_not_here(path), is_transient=True)
             time.sleep(_POLL_SECONDS)
 
-    def _watch(self, processes: TrainingGroup, handler: RecordHandler, run: ClaimedRun) -> PartEnd:
+    def _network_watch(self, meeting: Meeting) -> MeetingWatch:
+        host, port = meeting.address
+        every = self._context.settings.renew_seconds
+        return MeetingWatch((host, port), self._context.group_address or "", every)
+
+    def _watch(self, processes: TrainingGroup, handler: RecordHandler, network: MeetingWatch) -> PartEnd:
         """Pass the output on until the processes have ended, or must."""
-        lease = self._lease
+        lease, most = self._lease, self._context.settings.kill_after_seconds
+        is_cut = False
         while (ended := processes.poll()) is None and not lease.fenced and not lease.expired:
+            if is_cut := network.silent_seconds > most:
+                break
             if handler.is_over_budget:
                 time.sleep(_POLL_SECONDS)
             else:
@@ -230,9 +300,8 @@ class _Part:
         for rank, pieces in processes.drain():
             handler.take(pieces, rank)
         handler.flush_lines()
-        if lease.fenced or (ended is not None and ended.peer_lost):
-            # Rank 0 has ended, maybe before these processes, which may have left a checkpoint half written.
-            cleanup.after_attempt(self._context, run.id, run.attempt)
+        if is_cut:
+            return self._end(problem=_is_cut_off(lease.meeting, most), last_lines=list(handler.tail))
         return self._end_of(ended, handler)
 
     def _end_of(self, ended: Exit | None, handler: RecordHandler) -> PartEnd:
@@ -288,6 +357,14 @@ class _Part:
         self._context.signal_control(row.run_id)
 
 
+def _activity(processes: TrainingGroup, handler: RecordHandler) -> PartActivity:
+    return PartActivity(
+        silent_seconds=time.monotonic() - handler.last_output_at,
+        waiting=sorted(handler.waiting),
+        suspended=list(processes.suspended()),
+    )
+
+
 def _paths(job: JobSpec) -> Iterator[Path]:
     yield from (source.path for source in job.datasets)
     yield from (model.path for model in (job.base_model, *job.reward_models) if model.path is not None)
@@ -297,6 +374,13 @@ def _not_met(meeting: str | None) -> str:
     return (
         f"rank 0 could not be reached at {meeting}: check that ANNEAL_GROUP_INTERFACE names the same network on every "
         "host, and that no firewall is between them"
+    )
+
+
+def _is_cut_off(meeting: str | None, seconds: float) -> str:
+    return (
+        f"the host of rank 0 could not be reached at {meeting} for {seconds:.0f} s, while the database could: check "
+        "the network between the hosts that ANNEAL_GROUP_INTERFACE names"
     )
 
 

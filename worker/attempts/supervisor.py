@@ -12,16 +12,16 @@ from sqlalchemy import Connection, Executable, Row
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.contracts.attempt.failure_report import KillReason
+from app.contracts.attempt.job import JobSpec
 from app.contracts.attempt.repair import Repair
 from app.infra.db import is_away
 from app.infra.lean_structlog import bound_contextvars
 from app.runs.events.log import LeaseFenced
 from app.runs.state import machine, parts
 from app.runs.state.group_claim import claim_with_others, is_reserved_with_others
-from app.workers import registry
-from worker import devices
 from worker.attempts import auto_repair, failure_report
 from worker.attempts.delivery import STORAGE_UNAVAILABLE, deliver
+from worker.attempts.device_checks import pause_unusable_devices, wait_for_devices
 from worker.attempts.job_builder import Job, JobError, prepare
 from worker.attempts.launch import Group, Meeting, launch
 from worker.attempts.memory_watch import MemoryWatch
@@ -43,7 +43,6 @@ from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 from worker.devices import Device
 from worker.group_network import MeetingPort
-from worker.health import UNUSABLE_PAUSE_SECONDS
 from worker.ingest.event_writer import EventWriter
 from worker.ingest.record_handler import RecordHandler, StartPoint
 from worker.lease import Lease, LeaseLost
@@ -55,21 +54,12 @@ from worker.telemetry import DeviceFeed
 log = logging.getLogger(__name__)
 
 
-_LOOK_SECONDS = 1.0
-
 _TRAINING = "worker.training.__main__:main"
 ENTRIES = {"celery": _TRAINING, "fake": "worker.fake.trainer:main", "ray": _TRAINING}
 
 
 Ending = Callable[[], Executable]
 """Transition that ends an attempt, created when it is stored."""
-
-
-def wait_for_devices(context: WorkerContext) -> None:
-    """Wait until GPUs are checked, or the worker is to end."""
-    while context.kind == "cuda" and not context.closing.is_set():
-        if context.launcher.wait_checked(_LOOK_SECONDS):
-            break
 
 
 def work(context: WorkerContext) -> None:
@@ -83,21 +73,6 @@ def work(context: WorkerContext) -> None:
         if run is None:
             return
         supervise(context, run, sent)
-
-
-def keep_checked(context: WorkerContext) -> None:
-    """Check again and again what is checked before a claim, since other workers claim the devices of this one too.
-
-    For a thread of its own: a check of shared storage may hang.
-    """
-    wait_for_devices(context)
-    while not context.closing.is_set():
-        try:
-            _pause_unusable_devices(context)
-            context.note_health(context.health.trouble())
-        except Exception:  # without this thread other workers would claim nothing here again
-            log.exception("the check of this worker failed")
-        context.closing.wait(context.settings.renew_seconds)
 
 
 @cache
@@ -138,7 +113,7 @@ def _locked(connection: Connection, worker_id: str, claim: Executable) -> Row[An
 def claim(context: WorkerContext) -> ClaimedRun | None:
     """Claim a run and its devices; None if there is none or the database is unavailable."""
     settings = context.settings
-    _pause_unusable_devices(context)
+    pause_unusable_devices(context)
     backends, lease = tuple(context.backends), settings.lease_seconds
     own = _claim(context.id, backends, lease, context.kind, settings.labels, context.only_run)
     row = None
@@ -163,42 +138,6 @@ def claim(context: WorkerContext) -> ClaimedRun | None:
     for worker_id in run.members:
         context.signal_control(worker_id)
     return run
-
-
-def _pause_unusable_devices(context: WorkerContext) -> None:
-    """Pause the idle GPUs on which a run would fail; resume those that are usable again.
-
-    While the database is unavailable nothing changes, and nothing is claimed either.
-    """
-    found = {device.index: _trouble(context, device) for device in context.machine.devices}
-    unusable = context.health.unusable
-    if not unusable and not any(found.values()):
-        return
-    try:
-        with context.engine.begin() as connection:
-            for index, why in found.items():
-                if why is None and index in unusable:
-                    connection.execute(registry.resume_device(context.id, index))
-                    unusable.discard(index)
-                elif why is not None:
-                    statement = registry.pause_idle_device(context.id, index, why, UNUSABLE_PAUSE_SECONDS)
-                    if connection.scalar(statement) is not None and index not in unusable:
-                        log.warning("device %d takes no run: %s", index, why)
-                        unusable.add(index)
-    except SQLAlchemyError as error:
-        if not is_away(error):
-            raise
-
-
-def _trouble(context: WorkerContext, device: Device) -> str | None:
-    """Return a sentence about what would fail a run on an idle device; None if nothing is known."""
-    broken = context.launcher.broken.get(device.id)
-    if broken is not None:
-        return (
-            f"a training step failed on it when the worker started ({broken}): check it with `nvidia-smi`, and the "
-            "kernel's log for Xid errors, then restart the worker"
-        )
-    return devices.occupation(device)
 
 
 def supervise(context: WorkerContext, run: ClaimedRun, claimed_at: float) -> None:
@@ -370,10 +309,11 @@ def launch_all(
     meeting_port = MeetingPort(context.group_address)
     try:
         meeting = Meeting(meeting_port.meeting, first_rank=0, size=run.devices_needed)
+        own_job = None if context.working_copy is None else JobSpec.read(job.path).model_dump(mode="json")
 
         def announce() -> None:
             with context.engine.begin() as connection:
-                connection.execute(parts.announce(run.id, run.lease_epoch, meeting.place))
+                connection.execute(parts.announce(run.id, run.lease_epoch, meeting.place, own_job))
 
         writer.persist(announce)
         context.signal_control(run.id)

@@ -47,7 +47,7 @@ from worker.ingest.record_parser import invalid_fields, parse_record, validated
 from worker.ingest.redaction import Redactor
 from worker.ingest.spool import RunUpdate
 from worker.process.channel import Source
-from worker.wire.heartbeat import HEARTBEAT
+from worker.wire.heartbeat import HEARTBEAT, RESUMED, WAITING
 
 _TAIL_LINES = 50
 _ENVELOPE = ("run_id", "seq", "cursor")
@@ -116,6 +116,8 @@ class RecordHandler:
 
         Before that, each rank may work for long while rank 0 waits for it. In training, rank 0 is silent then.
         """
+        self.waiting: set[int] = set()
+        """Ranks of this host that wait for others; known until training starts."""
         self.step: int | None = None
         """Last step that the trainer reported; before that, the one from which it starts."""
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
@@ -228,6 +230,12 @@ class RecordHandler:
         self._budget.spend(max(len(data), LEAST_BYTES), time.monotonic())
         if data == HEARTBEAT:
             return  # a heartbeat: receiving it was enough
+        if data == WAITING:
+            self.waiting.add(rank)
+            return
+        if data == RESUMED:
+            self.waiting.discard(rank)
+            return
         try:
             if len(data) > MAX_RECORD_BYTES:
                 raise ValueError(f"it has {len(data):,} bytes, and at most {MAX_RECORD_BYTES:,} are allowed")

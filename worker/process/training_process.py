@@ -36,6 +36,8 @@ class Exit:
     """Processes of the group lost the connection to each other, and none of them ended first."""
     part_problem: str | None = None
     """Reason for which a part of the run on another host ended, if it is not the end of a process."""
+    behind: tuple[str, ...] = ()
+    """Ranks for which all others waited when this worker killed the group because it was silent."""
     suspended: tuple[int, ...] = ()
     """Ranks whose process was suspended when this worker killed the group because it was silent."""
 

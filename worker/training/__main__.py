@@ -109,7 +109,7 @@ def _follow(job: JobSpec, place: RankPlace, report_fd: int | None, control_fd: i
 def _train(
     job: JobSpec, report: Reporter, control: Control, journal: Journal, place: RankPlace | None
 ) -> TrainingResult:
-    ranks = Ranks.join(place, job.device.kind if job.device else "cpu")
+    ranks = Ranks.join(place, job.device.kind if job.device else "cpu", report.waits)
     ranks.check_same(
         {f"versions of {name}": number for name, number in _versions().items()},
         "Install the same versions on every worker, and resume the run.",

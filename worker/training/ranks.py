@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -42,15 +42,27 @@ T = TypeVar("T")
 class Ranks:
     """The ranks of a run, as one of them sees them; a run on one device has one rank, and nothing here waits."""
 
-    def __init__(self, rank: int = 0, size: int = 1, store: dist.Store | None = None) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        store: dist.Store | None = None,
+        on_wait: Callable[[bool], None] | None = None,
+    ) -> None:
+        """Create the view of a rank; `on_wait` is called when it begins to wait for others, and when it goes on."""
         self.rank = rank
         self.size = size
+        self.first_on_host = 0
+        """First of the ranks on this host."""
         self.per_sequence = 1
         """Number of consecutive ranks that share each sequence; they have the same rows."""
         self._store = store
+        self._on_wait = on_wait
 
     @classmethod
-    def join(cls, place: RankPlace | None, kind: Literal["cpu", "cuda"]) -> "Ranks":
+    def join(
+        cls, place: RankPlace | None, kind: Literal["cpu", "cuda"], on_wait: Callable[[bool], None] | None = None
+    ) -> "Ranks":
         """Join the other ranks of the run; returns once all of them have joined.
 
         Everything of accelerate and transformers then finds the process group that is made here. On one host it uses
@@ -67,12 +79,29 @@ class Ranks:
         os.environ["MASTER_ADDR"] = "127.0.0.1"  # accelerate demands one, and nothing uses it
         if kind == "cuda":
             torch.cuda.set_device(place.local_rank)
-        if (address := place.address) is None:
-            store: dist.Store = dist.FileStore(f"{place.meeting}/store", place.size)
-        else:
-            store = _meet(place.rank, *address)
-        dist.init_process_group(_BACKENDS[kind], store=store, rank=place.rank, world_size=place.size, timeout=NEVER)
-        return cls(place.rank, place.size, store)
+        ranks = cls(place.rank, place.size, on_wait=on_wait)
+        ranks.first_on_host = place.rank - place.local_rank
+        with ranks._waiting():
+            if (address := place.address) is None:
+                store: dist.Store = dist.FileStore(f"{place.meeting}/store", place.size)
+            else:
+                store = _meet(place.rank, *address)
+            dist.init_process_group(_BACKENDS[kind], store=store, rank=place.rank, world_size=place.size, timeout=NEVER)
+        ranks._store = store
+        return ranks
+
+    def train(self) -> None:
+        """Report no wait from now on: the ranks wait for each other in each step."""
+        self._on_wait = None
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        on_wait = self._on_wait
+        if on_wait is not None:
+            on_wait(True)
+        yield
+        if on_wait is not None:
+            on_wait(False)
 
     @property
     def is_first(self) -> bool:
@@ -101,7 +130,8 @@ class Ranks:
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, 0)
+        with self._waiting():
+            dist.broadcast_object_list(box, 0)
         return box[0]
 
     def gathered(self, value: T) -> list[T]:
@@ -109,7 +139,8 @@ class Ranks:
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value)
+        with self._waiting():
+            dist.all_gather_object(found, value)
         return found
 
     def agree_on(self, error: Exception | None, stopped: bool) -> bool:
@@ -173,9 +204,10 @@ class Ranks:
         Sends no heartbeat: the rank that works sends its own, and a wait must not hide that it hangs.
         """
         pause = _FIRST_POLL_SECONDS
-        while not self.has_flag(name):
-            time.sleep(pause)
-            pause = min(1.2 * pause, _POLL_SECONDS)
+        with self._waiting():
+            while not self.has_flag(name):
+                time.sleep(pause)
+                pause = min(1.2 * pause, _POLL_SECONDS)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

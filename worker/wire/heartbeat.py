@@ -17,6 +17,10 @@ from typing import Any
 
 HEARTBEAT = b'{"type": "heartbeat"}'
 """Heartbeat record, which is recognized by its bytes."""
+WAITING = b'{"type": "waiting"}'
+"""Record of a rank that begins to wait for others, sent before training only: then it is known who hangs."""
+RESUMED = b'{"type": "resumed"}'
+"""Record of a rank that no longer waits."""
 
 _SECONDS_BETWEEN = 1.0
 

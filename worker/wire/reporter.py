@@ -21,7 +21,7 @@ from app.contracts.attempt.messages import (
     SampleRecord,
     TrainerRecord,
 )
-from worker.wire.heartbeat import Heartbeat
+from worker.wire.heartbeat import RESUMED, WAITING, Heartbeat
 
 
 class Reporter:
@@ -44,7 +44,16 @@ class Reporter:
         payload = _encode(record)
         if self._descriptor is None:
             write_all(1, payload + b"\n")
-            return
+        else:
+            self._write(payload)
+
+    def waits(self, is_waiting: bool) -> None:
+        """Report that this rank waits for others, or goes on."""
+        if self._descriptor is not None:
+            self._write(WAITING if is_waiting else RESUMED)
+
+    def _write(self, payload: bytes) -> None:
+        assert self._descriptor is not None  # noqa: S101
         try:
             os.write(self._descriptor, payload)
         except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError):

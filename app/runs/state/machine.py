@@ -395,11 +395,26 @@ def renew(run_id: str, lease_epoch: int, lease_seconds: float) -> Executable:
         .scalar_subquery()
     )
     parts = case((runs.c.hosts_needed > 1, ending), else_=null()).label("parts")
+    does = func.json_build_object(
+        text("'worker_id'"), run_parts.c.worker_id, text("'first_rank'"), run_parts.c.first_rank, text("'devices'"),
+        func.cardinality(run_parts.c.device_indexes), text("'activity'"), run_parts.c.activity,
+    )  # fmt: skip
+    active = (
+        select(func.json_agg(aggregate_order_by(does, run_parts.c.part)))
+        .where(
+            run_parts.c.run_id == runs.c.id,
+            run_parts.c.lease_epoch == runs.c.lease_epoch,
+            run_parts.c.ended_at.is_(None),
+            run_parts.c.activity.is_not(None),
+        )
+        .scalar_subquery()
+    )
+    activities = case((runs.c.hosts_needed > 1, active), else_=null()).label("activities")
     return (
         update(runs)
         .where(runs.c.id == run_id, runs.c.lease_epoch == lease_epoch, runs.c.lease_owner.is_not(None))
         .values(lease_expires_at=func.clock_timestamp() + seconds(lease_seconds), preempted_for=still_waits)
-        .returning(runs.c.stop_mode, runs.c.stop_grace_seconds, runs.c.preempted_for, waiting, parts)
+        .returning(runs.c.stop_mode, runs.c.stop_grace_seconds, runs.c.preempted_for, waiting, parts, activities)
     )
 
 

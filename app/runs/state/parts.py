@@ -32,23 +32,40 @@ def run_of(run_id: str, lease_epoch: int) -> Executable:
     return select(_runs, *own).where(_runs.c.id == run_id, _runs.c.lease_epoch == lease_epoch)
 
 
+def is_live(run_id: str, lease_epoch: int) -> Executable:
+    """Select whether the attempt of a part still has its lead, which may be writing until then."""
+    return select(
+        exists().where(_runs.c.id == run_id, _runs.c.lease_epoch == lease_epoch, _runs.c.lease_owner.is_not(None))
+    )
+
+
+def job_of(run_id: str, lease_epoch: int, part: int) -> Executable:
+    """Select the job of the lead of a part; null if it is in a folder that they share."""
+    return select(_parts.c.job).where(_this(run_id, lease_epoch, part))
+
+
 def of_worker(worker_id: str) -> Executable:
     """Select the parts that a worker trains or is to train, with what it needs for that."""
     return select(_parts).where(_parts.c.worker_id == worker_id, _parts.c.ended_at.is_(None))
 
 
-def announce(run_id: str, lease_epoch: int, meeting: str) -> Executable:
-    """Let the workers of the other parts start their processes, which meet at this address."""
+def announce(run_id: str, lease_epoch: int, meeting: str, job: dict[str, Any] | None = None) -> Executable:
+    """Let the workers of the other parts start their processes, which meet at this address.
+
+    `job` is that of the lead, for workers that share no folder with it.
+    """
     return (
         update(_parts)
         .where(_parts.c.run_id == run_id, _parts.c.lease_epoch == lease_epoch)
-        .values(meeting=meeting)
+        .values(meeting=meeting, job=null() if job is None else literal(job, JSONB))
         .returning(_parts.c.part)
     )
 
 
-def renew(run_id: str, lease_epoch: int, part: int, lease_seconds: float) -> Executable:
-    """Renew the lease of a part, and return where the ranks meet.
+def renew(
+    run_id: str, lease_epoch: int, part: int, lease_seconds: float, activity: dict[str, Any] | None = None
+) -> Executable:
+    """Renew the lease of a part, store what its processes do, and return where the ranks meet.
 
     No row: the attempt has ended, or the run belongs to another one. Then no process of the part may live.
     """
@@ -61,7 +78,10 @@ def renew(run_id: str, lease_epoch: int, part: int, lease_seconds: float) -> Exe
             _runs.c.lease_epoch == _parts.c.lease_epoch,
             _runs.c.lease_owner.is_not(None),
         )
-        .values(lease_expires_at=func.clock_timestamp() + seconds(lease_seconds))
+        .values(
+            lease_expires_at=func.clock_timestamp() + seconds(lease_seconds),
+            activity=null() if activity is None else literal(activity, JSONB),
+        )
         .returning(_parts.c.meeting)
     )
 

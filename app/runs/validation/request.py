@@ -108,6 +108,7 @@ async def validate_request(
         if request.resources.devices == "all" and not wrong:
             found.errors += await placement_problems(session, settings, rules, resources)
         found.errors += sharding_problems(asked, given, resources)
+        found.errors += shared_file_problems(settings, asked, resources)
         found.errors += await sequence_parallel_problems(session, settings, storage, asked, resources)
     if not found.errors:
         ignored = await asyncio.to_thread(default_warnings, rules, request.config, has_eval_dataset, data_format)
@@ -198,12 +199,6 @@ def backend_problems(
     """Return why no run with these resources can be created for a backend now."""
     if why := unavailable_reason(settings, rules):
         return [FieldError(field="backend", code="backend_not_configured", message=why)]
-    if resources.hosts > 1 and settings.storage_url is not None:
-        message = (
-            "must be 1: the hosts of a run share a folder, and the storage of this service is an object store; leave "
-            "the field out, or let the operator set ANNEAL_STORAGE to a shared folder"
-        )
-        return [FieldError(field="resources.hosts", code="not_supported", message=message)]
     if not rules.starts_workers:
         return []
     if resources.hosts > 1:
@@ -256,6 +251,22 @@ def unavailable_reason(settings: Settings, rules: BackendRules) -> str | None:
         f"backend `{rules.capabilities.name}` is not available: set {variable} in the environment of the API and "
         "restart it"
     )
+
+
+def shared_file_problems(settings: Settings, config: TrainingConfig, resources: Resources) -> list[FieldError]:
+    """Return the plugins that do not work on several hosts without a shared folder: rank 0 writes for the others."""
+    if resources.hosts == 1 or settings.storage_url is None:
+        return []
+    message = (
+        "does not work on several hosts here: rank 0 writes files that the others read, and the storage of this "
+        "service is an object store; leave it or `resources.hosts` out, or let the operator set ANNEAL_STORAGE to a "
+        "shared folder"
+    )
+    return [
+        FieldError(field=f"config.extra.{name}", code="not_supported", message=message)
+        for name in ("data_source", "checkpoint_engine")
+        if getattr(config.trainer_options, name) is not None
+    ]
 
 
 def resource_problems(

@@ -122,6 +122,28 @@ MUTANTS = (
         test="tests/app/runs/state/test_parts.py::TestPart::test_no_attempt_starts_while_the_lease_of_a_part_runs",
     ),
     Mutant(
+        name="member-removes-what-the-lead-writes",
+        promises=(3,),
+        about="A worker of a part cleans up the folder of an attempt whose lead still writes to it.",
+        changes=(Change("worker/attempts/part.py", "            if not is_live:\n", "            if True:\n"),),
+        test="tests/worker/attempts/test_part.py::TestFiles"
+        "::test_after_a_lost_connection_it_waits_for_the_end_of_the_attempt",
+    ),
+    Mutant(
+        name="waiting-for-a-host-is-hung",
+        promises=(15,),
+        about="A run whose rank 0 waits for another host, which works, counts as hung.",
+        changes=(
+            Change(
+                "worker/attempts/monitor.py",
+                "[silent, *(part.activity.silent_seconds for part in self._lease.active_parts)]",
+                "[silent]",
+            ),
+        ),
+        test="tests/worker/attempts/test_monitor.py::TestHangOnSeveralHosts"
+        "::test_a_host_that_still_loads_keeps_the_run_alive",
+    ),
+    Mutant(
         name="claim-ignores-reservations",
         promises=(2,),
         about="A run on one device takes what a run on several devices waits for.",

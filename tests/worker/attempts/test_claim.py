@@ -9,7 +9,7 @@ from app.config import Settings
 from tests.rows import add_run, add_worker
 from tests.worker.test_devices import install
 from worker import devices
-from worker.attempts import supervisor
+from worker.attempts import device_checks, supervisor
 from worker.context import WorkerContext
 
 
@@ -36,7 +36,7 @@ def context(settings: Settings, engine: Engine, used: list[int]) -> Iterator[Wor
 def test_a_gpu_full_of_other_programs_takes_no_run_until_it_is_free(
     context: WorkerContext, engine: Engine, used: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "UNUSABLE_PAUSE_SECONDS", 600.0)
+    monkeypatch.setattr(device_checks, "UNUSABLE_PAUSE_SECONDS", 600.0)
     for _ in range(2):
         add_run(engine)
     used[:] = [70, 3]

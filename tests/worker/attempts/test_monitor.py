@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from app.contracts.attempt.part_activity import PartActivity
 from app.contracts.attempt.part_end import PartEnd
 from app.contracts.stop import StopRequest
 from worker.attempts.monitor import Monitor
-from worker.lease import EndedPart
+from worker.lease import ActivePart, EndedPart
 from worker.process.training_process import Exit
 
 
@@ -81,6 +82,50 @@ def test_output_is_not_read_while_too_much_waits_or_is_reported_and_the_process_
         now[0] += 8.0
         monitor._take()
         assert monitor._reason_to_kill() is None
+
+
+class TestHangOnSeveralHosts:
+    """Before training, rank 0 may be silent because it waits for another host; who hangs is named."""
+
+    @staticmethod
+    def monitor(now: list[float], waiting: set[int], *parts: ActivePart, training_started: bool = False) -> Monitor:
+        context: Any = SimpleNamespace(
+            settings=SimpleNamespace(hang_seconds=10.0, save_after_seconds=1e9), draining=threading.Event()
+        )
+        lease: Any = SimpleNamespace(
+            expired=False, preempted_for=None, leaving=None, stop=None, silent_seconds=0.0, requested_stop=None,
+            actions=[], active_parts=parts,
+        )  # fmt: skip
+        handler: Any = SimpleNamespace(last_output_at=now[0], training_started=training_started, waiting=waiting)
+        processes: Any = SimpleNamespace(identities=[None, None], suspended=lambda: ())
+        nothing: Any = None
+        return Monitor(context, lease, nothing, handler, processes, nothing, nothing)
+
+    @staticmethod
+    def part(silent: float, waiting: list[int], suspended: list[int] | None = None) -> ActivePart:
+        activity = PartActivity(silent_seconds=silent, waiting=waiting, suspended=suspended or [])
+        return ActivePart("wrk_b", 2, 2, activity)
+
+    def test_a_host_that_still_loads_keeps_the_run_alive(self, now: list[float]) -> None:
+        monitor = self.monitor(now, {0, 1}, self.part(0.5, []))
+        now[0] += 20
+        assert monitor._reason_to_kill() is None
+
+    def test_all_silent_for_too_long_is_a_hang_and_the_rank_that_the_others_wait_for_is_named(
+        self, now: list[float]
+    ) -> None:
+        monitor = self.monitor(now, {0, 1}, self.part(11.0, [2, 3], [3]))
+        now[0] += 20
+        assert monitor._reason_to_kill() == "hang"
+        assert monitor._describe_hang() == {"suspended": (3,), "behind": ("rank 3 on worker wrk_b",)}
+        monitor = self.monitor(now, {0, 1}, self.part(11.0, [2]))
+        assert monitor._describe_hang() == {"suspended": (), "behind": ("rank 3 on worker wrk_b",)}
+
+    def test_in_training_the_silence_of_rank_0_decides_and_nobody_is_blamed(self, now: list[float]) -> None:
+        monitor = self.monitor(now, {0, 1}, self.part(0.5, []), training_started=True)
+        now[0] += 20
+        assert monitor._reason_to_kill() == "hang"
+        assert monitor._describe_hang()["behind"] == ()
 
 
 class TestRunOnSeveralHosts:

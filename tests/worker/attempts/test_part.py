@@ -17,6 +17,8 @@ from app.runs.state import machine, parts
 from app.tables.workers import Device, Worker
 from tests.rows import add_run, add_worker, claim_with_others, events_of, reserve, run_row
 from tests.waiting import eventually
+from worker import devices
+from worker.attempts import device_checks
 from worker.attempts import part as part_module
 from worker.attempts.part import PartSupervisors
 from worker.claimed_run import ClaimedRun
@@ -166,6 +168,79 @@ def test_other_workers_claim_nothing_of_one_that_is_not_checked_or_has_trouble(c
     assert context._open_address() is not None
     context._healthy_at -= 3 * context.settings.renew_seconds
     assert context._open_address() is None, "the last check is too long ago: the storage may hang"
+
+
+def test_a_device_that_another_program_took_since_the_claim_ends_it_and_is_paused(
+    context: WorkerContext, engine: Engine, claimed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "occupation", lambda _: "other programs use 70.0 of 80.0 GiB of its memory")
+    supervisors = take(context, engine)
+    with engine.begin() as connection:
+        connection.execute(parts.announce(claimed.id, claimed.lease_epoch, "tcp://127.0.0.1:1"))
+    eventually(lambda: _has_ended(context, claimed.id, engine), timeout=30, what="the part has ended")
+    supervisors.wait()
+    assert outcome(engine, claimed.id)["problem"].startswith("device 0 cannot be used: other programs use 70.0")
+    with engine.connect() as connection:
+        query = "SELECT run_id, paused_until > now() AS is_paused FROM devices WHERE worker_id = :id"
+        assert connection.execute(text(query), {"id": context.id}).one() == (None, True)
+    monkeypatch.undo()
+    device_checks.pause_unusable_devices(context)
+    with engine.connect() as connection:
+        query = "SELECT paused_until FROM devices WHERE worker_id = :id"
+        assert connection.scalar(text(query), {"id": context.id}) is None, "it takes runs again once it is free"
+
+
+class TestFiles:
+    """A part removes nothing while its lead may write, since both write to the same folder."""
+
+    class Network:
+        def __init__(self, silent_seconds: float = 0.0) -> None:
+            self.silent_seconds = silent_seconds
+
+    @pytest.fixture
+    def part(self, context: WorkerContext, engine: Engine, claimed: Any) -> Any:
+        with engine.connect() as connection:
+            (row,) = connection.execute(parts.of_worker(context.id)).all()
+        lease = SimpleNamespace(meeting="tcp://10.0.0.1:4000", fenced=False, expired=False)
+        part = part_module._Part(context, row, lease)  # type: ignore[arg-type]
+        part._attempt = 1
+        return part
+
+    @staticmethod
+    def processes(ended: Exit | None) -> Any:
+        def nothing() -> tuple[()]:
+            return ()
+
+        return SimpleNamespace(poll=lambda: ended, kill=nothing, drain=nothing, receive=nothing, wait=lambda _: None)
+
+    handler: Any = SimpleNamespace(
+        part_failure=None, tail=["the last line"], flush_lines=lambda: None, is_over_budget=False
+    )
+
+    def test_after_a_lost_connection_it_waits_for_the_end_of_the_attempt(
+        self, part: Any, context: WorkerContext, engine: Engine, claimed: Any
+    ) -> None:
+        unfinished = context.storage.attempt_dir(claimed.id, 1) / ".output.tmp"
+        unfinished.mkdir(parents=True)
+        end = part._watch(self.processes(Exit(peer_lost=True)), self.handler, self.Network())
+        assert end.peer_lost
+        part.store(end)
+        thread = threading.Thread(target=part.tidy)
+        thread.start()
+        thread.join(3 * context.settings.renew_seconds)
+        assert unfinished.is_dir() and thread.is_alive(), "the lead writes its output"
+        with engine.begin() as connection:
+            connection.execute(machine.complete(claimed.id, claimed.lease_epoch, 1, "done"))
+        thread.join(30)
+        assert not thread.is_alive() and not unfinished.exists()
+
+    def test_a_host_of_rank_0_that_cannot_be_reached_for_two_thirds_of_a_lease_ends_it(
+        self, part: Any, context: WorkerContext
+    ) -> None:
+        most = context.settings.kill_after_seconds
+        end = part._watch(self.processes(None), self.handler, self.Network(most + 1))
+        assert end.problem.startswith("the host of rank 0 could not be reached at tcp://10.0.0.1:4000 for")
+        assert end.last_lines == ["the last line"]
 
 
 class TestEnd:

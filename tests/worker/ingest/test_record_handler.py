@@ -29,7 +29,7 @@ from worker.ingest.record_handler import RecordHandler, StartPoint
 from worker.ingest.spool import RunUpdate
 from worker.lease import LeaseLost
 from worker.process.training_process import Exit
-from worker.wire.heartbeat import HEARTBEAT
+from worker.wire.heartbeat import HEARTBEAT, RESUMED, WAITING
 
 
 class Lab:
@@ -170,6 +170,16 @@ def test_a_sign_of_life_is_heard_and_stored_nowhere(lab: Lab) -> None:
     lab.prints("after\n")
     lab.writer.drain()
     assert [data["line"] for _, data in lab.events()[2:]] == ["before", "after"]
+
+
+def test_a_rank_that_waits_for_others_is_known_until_it_goes_on(lab: Lab) -> None:
+    lab.record_handler.take([("report", WAITING)], 1)
+    lab.record_handler.take([("report", WAITING), ("stderr", b"a warning\n")], 2)
+    assert lab.record_handler.waiting == {1, 2}
+    lab.record_handler.take([("report", RESUMED)], 1)
+    assert lab.record_handler.waiting == {2}
+    lab.writer.drain()
+    assert [data["line"] for _, data in lab.events()[2:]] == ["[rank 2] a warning"]
 
 
 @pytest.mark.parametrize(("outcome", "is_kept"), [("completed", True), ("failed", False)])

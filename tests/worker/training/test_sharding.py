@@ -149,6 +149,32 @@ def test_a_checkpoint_is_evaluated_and_exported_as_any_other(
     assert not (exported.output / "optimizer").exists()
 
 
+@pytest.mark.full
+def test_a_checkpoint_of_devices_without_a_common_folder_has_the_parts_of_all(
+    undisturbed: Outcome,
+    two_ranks: TwoRanks,
+    models: Callable[[float], Path],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    data, data_format = make_data(tmp_path, "full", 40)
+    apart = {"sharded": True, "shares_folder": False}
+    job, other = (
+        make_job(tmp_path / name, models(0.0), data, data_format=data_format, **_SAVES) | apart
+        for name in ("first", "second")
+    )
+    done = two_ranks.run(job, second_job=other)
+    assert done.steps == undisturbed.steps and weights(done) == weights(undisturbed)
+    for folder in done.folder.glob("checkpoint-*"):
+        assert verify(folder, hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()) == []
+    assert [path for path in (tmp_path / "second").rglob("*") if "checkpoint" in path.name] == [], "it keeps none"
+    again = make_job(
+        tmp_path / "again", models(0.0), data, data_format=data_format, attempt=2, resume_from=done.checkpoint(2),
+        **_SAVES,
+    )  # fmt: skip
+    rest = two_ranks.run(again | {"sharded": True})
+    assert rest.steps == {step: made for step, made in undisturbed.steps.items() if step > 2}
+
+
 @pytest.mark.parametrize(
     "save_steps",
     [pytest.param(1, id="in_the_background"), pytest.param(100, id="at_the_end", marks=pytest.mark.full)],

@@ -28,17 +28,19 @@ class TwoRanks:
         """Return the same for jobs that import from these folders too."""
         return TwoRanks(self.first.beside(*folders), self.second.beside(*folders))
 
-    def run(self, job: dict[str, Any], **limits: Any) -> Outcome:
+    def run(self, job: dict[str, Any], second_job: dict[str, Any] | None = None, **limits: Any) -> Outcome:
         """Run a job to its end on both, of which the second must not fail; return what the first reported.
 
-        `limits` are those of the first, as `Forks.run` takes them.
+        `second_job` is that of the second, if it has another one, and `limits` are those of the first, as `Forks.run`
+        takes them.
         """
-        with self._started(job, **limits) as (process, _):
+        with self._started(job, second_job=second_job, **limits) as (process, _):
             other = self.second.wait()
             if other.code:
                 _kill(process)  # it may wait for the other one, as a supervisor would not let it
             outcome = self.first.wait()
-        said = [Path(job["attempt_dir"]) / name for name in _SAID.values()]
+        folder, names = (job, _SAID.values()) if second_job is None else (second_job, _SAID)
+        said = [Path(folder["attempt_dir"]) / name for name in names]
         assert other.code == 0, (outcome.records[-1:], said[1].read_text()[-3000:])
         assert parse_records(said[0].read_text()) == [], "rank 0 reports the run"
         return outcome
@@ -78,12 +80,18 @@ class TwoRanks:
 
     @contextmanager
     def _started(
-        self, job: dict[str, Any], others: dict[str, Any] | None = None, **limits: Any
+        self,
+        job: dict[str, Any],
+        others: dict[str, Any] | None = None,
+        second_job: dict[str, Any] | None = None,
+        **limits: Any,
     ) -> Iterator[tuple[int, int]]:
         with tempfile.TemporaryDirectory() as meeting:
             first, second = (RankPlace.on_one_host(rank, 2, Path(meeting)).arguments() for rank in (0, 1))
             said = {what: str(Path(job["attempt_dir"]) / name) for what, name in _SAID.items()}
-            other = self.second.start(job, arguments=second, **said, **(others or {}))
+            if second_job is not None:  # it writes to a folder of its own
+                said = {}
+            other = self.second.start(second_job or job, arguments=second, **said, **(others or {}))
             yield self.first.start(job, arguments=first, **limits), other
 
 

@@ -24,6 +24,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.run.state.ended_by = None
+        self.run.ranks.train()
         if self.run.ranks.size > 1 and self.run.resume_from is None:
             # Every rank has drawn the same numbers so far, as the weights and the order of the rows must be the same.
             rng_state.seed((self.run.config.seed, 0, self.run.ranks.rank))

@@ -132,7 +132,9 @@ def prepare_start(run: TrainingContext, replaced: list[Replacement]) -> Setup:
         _compare_models(run, base, tokenizer)
     if run.ranks.is_first:
         hooks.write_source_rows(run)
-    run.job = run.ranks.shared(run.job)  # with the checkpoint and the rows that rank 0 has put elsewhere
+    shared = run.ranks.shared(run.job)  # with the checkpoint and the rows that rank 0 has put elsewhere
+    if run.job.shares_folder:
+        run.job = shared
     return Setup(base, tokenizer, _max_sequence_length(run, base, tokenizer, replaced))
 
 
@@ -241,9 +243,10 @@ def read_data(run: TrainingContext, read: Read[Some], cache: TokenCache) -> RunD
         return None if most is None else list(range(count_rows(str(file.path))))[:most]
 
     run.report.phase("tokenizing")
-    if not run.ranks.is_first and cache.keeps:
-        # Rank 0 tokenizes, and the others find its tokens in the cache.
-        run.ranks.wait_for_flag(f"{_READ} 0")
+    first = 0 if run.job.shares_folder else run.ranks.first_on_host
+    if run.ranks.rank != first and cache.keeps:
+        # The first rank tokenizes, and the others find its tokens in the cache.
+        run.ranks.wait_for_flag(f"{_READ} {first}")
     config, source, other = run.config, run.job.dataset, run.job.eval_dataset
     try:
         if run.only_evaluates:

@@ -4,6 +4,7 @@ The only module that uses torch's interfaces for it: `fully_shard`, `DTensor` an
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from worker.wire.heartbeat import HeartbeatCallback
 
 OPTIMIZER_FOLDER = "optimizer"
 """Folder of torch.distributed.checkpoint in a checkpoint of a sharded run: optimizer state by parameter name."""
+_PIECE_BYTES = 64 * 2**20
+"""Size of the messages in which a file is sent."""
 
 
 class Sharding:
@@ -105,6 +108,61 @@ class Sharding:
         except CheckpointException as error:
             rank, (cause, _) = min(error.failures.items())
             raise RuntimeError(f"Rank {rank} could not write its part of the checkpoint: {cause}") from cause
+        _bring_to_rank_0(folder / OPTIMIZER_FOLDER, self._writers)
+
+
+def _bring_to_rank_0(folder: Path, group: dist.ProcessGroup) -> None:
+    """Send the files of a checkpoint that rank 0 does not see to it: those of hosts that share no folder with it.
+
+    Every rank takes part. A rank whose files were sent keeps none of them.
+
+    Raises:
+        OSError: Rank 0 could not write a file; raised there alone.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    written: list[dict[str, int]] = [{} for _ in range(size)]
+    own = {path.name: path.stat().st_size for path in sorted(folder.glob(f"__{rank}_*"))}
+    dist.all_gather_object(written, own, group)
+    unseen = [[name for files in written for name in files if not (folder / name).is_file()]]
+    dist.broadcast_object_list(unseen, 0, group)
+    failure: OSError | None = None
+    for source, files in enumerate(written):
+        for name in (name for name in files if name in unseen[0]):
+            if rank == source:
+                _send(folder / name, files[name], group)
+            elif rank == 0:
+                failure = _receive(folder / name, files[name], source, group, failure)
+    if failure is not None:
+        raise failure
+    if own and unseen[0]:
+        with suppress(OSError):  # another rank of this host is still sending, or rank 0 writes more into it
+            folder.rmdir()
+            folder.parent.rmdir()
+
+
+def _send(path: Path, size: int, group: dist.ProcessGroup) -> None:
+    with path.open("rb") as file:
+        for begin in range(0, size, _PIECE_BYTES):
+            piece = bytearray(file.read(min(_PIECE_BYTES, size - begin)))
+            dist.send(torch.frombuffer(piece, dtype=torch.uint8), group=group, group_dst=0)
+    path.unlink()
+
+
+def _receive(path: Path, size: int, source: int, group: dist.ProcessGroup, failure: OSError | None) -> OSError | None:
+    """Receive a file to its end, even if it cannot be written; return that failure, or the one before."""
+    staging = path.with_name(f".{path.name}.tmp")
+    for begin in range(0, size, _PIECE_BYTES):
+        piece = torch.empty(min(_PIECE_BYTES, size - begin), dtype=torch.uint8)
+        dist.recv(piece, group=group, group_src=source)
+        if failure is None:
+            try:
+                with staging.open("ab") as file:
+                    file.write(piece.numpy().data)
+            except OSError as error:
+                failure = error
+    if failure is None:
+        staging.rename(path)
+    return failure
 
 
 Layouts = Mapping[str, tuple[Any, torch.Size, tuple[int, ...]]]

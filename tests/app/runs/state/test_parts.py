@@ -230,6 +230,16 @@ class TestPart:
         (found,) = execute(engine, renewal)[0].parts
         assert (found["ended"], found["outcome"]) == (True, None)
 
+    def test_the_lead_learns_what_the_processes_of_its_parts_do(self, engine: Engine, claimed: Any) -> None:
+        renewal = machine.renew(claimed.id, claimed.lease_epoch, LEASE)
+        assert execute(engine, renewal)[0].activities is None
+        does = {"silent_seconds": 2.5, "waiting": [2], "suspended": []}
+        execute(engine, parts.renew(claimed.id, claimed.lease_epoch, 1, LEASE, does))
+        found = {"worker_id": claimed.members[0], "first_rank": 2, "devices": 2, "activity": does}
+        assert execute(engine, renewal)[0].activities == [found]
+        execute(engine, *parts.end(claimed.id, claimed.lease_epoch, 1, claimed.members[0], END))
+        assert execute(engine, renewal)[0].activities is None
+
     def test_reaping_frees_the_devices_of_an_expired_part(self, engine: Engine, claimed: Any) -> None:
         other = claimed.members[0]
         execute(engine, machine.complete(claimed.id, claimed.lease_epoch, None, "done"))

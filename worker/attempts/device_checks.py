@@ -1,0 +1,74 @@
+"""Checks of the devices of this worker, before a run is claimed and before a part of one is started."""
+
+import logging
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from app.infra.db import is_away
+from app.workers import registry
+from worker import devices
+from worker.context import WorkerContext
+from worker.devices import Device
+from worker.health import UNUSABLE_PAUSE_SECONDS
+
+log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 1.0
+
+
+def wait_for_devices(context: WorkerContext) -> None:
+    """Wait until GPUs are checked, or the worker is to end."""
+    while context.kind == "cuda" and not context.closing.is_set():
+        if context.launcher.wait_checked(_LOOK_SECONDS):
+            break
+
+
+def keep_checked(context: WorkerContext) -> None:
+    """Check again and again what is checked before a claim, since other workers claim the devices of this one too.
+
+    For a thread of its own: a check of shared storage may hang.
+    """
+    wait_for_devices(context)
+    while not context.closing.is_set():
+        try:
+            pause_unusable_devices(context)
+            context.note_health(context.health.trouble())
+        except Exception:  # without this thread other workers would claim nothing here again
+            log.exception("the check of this worker failed")
+        context.closing.wait(context.settings.renew_seconds)
+
+
+def pause_unusable_devices(context: WorkerContext) -> None:
+    """Pause the idle GPUs on which a run would fail; resume those that are usable again.
+
+    While the database is unavailable nothing changes, and nothing is claimed either.
+    """
+    found = {device.index: trouble_of(context, device) for device in context.machine.devices}
+    unusable = context.health.unusable
+    if not unusable and not any(found.values()):
+        return
+    try:
+        with context.engine.begin() as connection:
+            for index, why in found.items():
+                if why is None and index in unusable:
+                    connection.execute(registry.resume_device(context.id, index))
+                    unusable.discard(index)
+                elif why is not None:
+                    statement = registry.pause_idle_device(context.id, index, why, UNUSABLE_PAUSE_SECONDS)
+                    if connection.scalar(statement) is not None and index not in unusable:
+                        log.warning("device %d takes no run: %s", index, why)
+                        unusable.add(index)
+    except SQLAlchemyError as error:
+        if not is_away(error):
+            raise
+
+
+def trouble_of(context: WorkerContext, device: Device) -> str | None:
+    """Return a sentence about what would fail a run on an idle device; None if nothing is known."""
+    broken = context.launcher.broken.get(device.id)
+    if broken is not None:
+        return (
+            f"a training step failed on it when the worker started ({broken}): check it with `nvidia-smi`, and the "
+            "kernel's log for Xid errors, then restart the worker"
+        )
+    return devices.occupation(device)
