@@ -154,7 +154,8 @@ class WorkerContext:
         began = time.monotonic()
         while (trouble := self._try_register()) is not None:
             if time.monotonic() - began > database_seconds:
-                raise TryLater(f"the database cannot be reached from {self.name}: {trouble}")
+                cause = f"the server is away, or ANNEAL_DATABASE_URL of {self.name} is wrong"
+                raise TryLater(f"the database cannot be reached from {self.name} ({cause}): {trouble}")
             if self.closing.wait(_DATABASE_PAUSE):
                 return False
         self._heartbeat.start()
