@@ -84,6 +84,7 @@ class RayCluster:
         self.head = self._start(
             "--head", f"--port={self.port}", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
             f"--dashboard-port={self.dashboard}", f"--temp-dir={self._folder}", "--num-cpus=0", "--num-gpus=0",
+            f"--ray-client-server-port={free_port()}",
         )  # fmt: skip
         eventually(self._answers, timeout=120, what=f"the head of Ray, see {self.head.log}")
         eventually(self.alive, timeout=60, what="the head is one of the nodes")

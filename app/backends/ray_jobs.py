@@ -38,6 +38,7 @@ _SECONDS_WITHOUT_CLUSTER = 30.0
 _REASONS_A_ROUND = 200
 _ROUND_SECONDS = 30.0
 """Most time of a round: its transaction, which has the lock, may be idle for a minute."""
+_PLACING = ("ray_placing", "ray_no_node")
 _MOST_WAITING = 16
 """Jobs that wait for the cluster at a time: each has a process on its head node, and Ray does not know priorities."""
 _MOST_ALIKE = 4
@@ -207,7 +208,7 @@ class RayJobs:
                     except RayError as error:  # the next job may have more luck: only some calls need the head's agent
                         trouble = error
                         settled[current] = ray_reasons.unreachable(error) if _is_waiting(job) else None
-                placing = [job for job in jobs if (why := settled[_key(job)]) and why.code == "ray_placing"]
+                placing = [job for job in jobs if (why := settled[_key(job)]) and why.code in _PLACING]
                 if placing and trouble is None:
                     await self._look_at_nodes(self._api)
                     settled |= {_key(job): ray_reasons.placing(job, _job_id(job), self._nodes) for job in placing}

@@ -317,6 +317,14 @@ class TestACluster:
         await jobs.round()
         assert "set ANNEAL_RAY_TOKEN" in waits_because(engine, run_id)[1]
 
+    async def test_that_is_elsewhere_is_named(self, jobs: RayJobs, ray: RayServer, engine: Engine) -> None:
+        """The token of the operator is not sent to where a redirect leads."""
+        run_id = add(engine)
+        ray.failing["POST"] = 307
+        await jobs.round()
+        code, message = waits_because(engine, run_id)
+        assert code == "ray_unreachable" and "status 307" in message
+
     async def test_that_rejects_the_token_only_of_submissions_is_named(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:
@@ -464,6 +472,17 @@ class TestAJob:
         assert ray.submissions == [job(run_id)] and ray.stopped == []
         with engine.connect() as connection:
             assert connection.scalar(text("SELECT count(*) FROM ray_jobs")) == 0
+
+    async def test_with_an_exit_code_that_is_none_holds_up_no_other(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        strange, other = add(engine), add(engine)
+        await jobs.round()
+        for run_id in (strange, other):
+            ray.end(job(run_id), "FAILED", "it ended")
+        ray.jobs[job(strange)]["driver_exit_code"] = "1"
+        await jobs.round()
+        assert {waits_because(engine, run_id)[0] for run_id in (strange, other)} == {"ray_job_failed"}
 
     async def test_that_the_cluster_has_forgotten_is_submitted_again(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
