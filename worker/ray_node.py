@@ -77,7 +77,7 @@ class Driver:
     def run(self) -> int:
         """Return 0 if the worker has ended by itself or was stopped; otherwise a last line says what failed.
 
-        The code is then 1 if the worker or its settings are wrong, and 75 if another job may have more luck.
+        The code is then 1 if the worker or its settings are wrong, and 75 if another job may succeed.
         """
         import ray
         from ray.util.placement_group import placement_group, remove_placement_group

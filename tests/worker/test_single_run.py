@@ -138,7 +138,7 @@ import sys, threading
 from worker import single_run
 from worker.attempts import supervisor
 assert single_run._UNCLAIMED_SECONDS == 600
-single_run._UNCLAIMED_SECONDS = 3
+single_run._UNCLAIMED_SECONDS = 1
 supervisor.wait_for_devices = lambda context: threading.Event().wait()
 sys.exit(single_run.main())
 """
