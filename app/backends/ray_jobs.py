@@ -40,7 +40,7 @@ _ROUND_SECONDS = 30.0
 """Most time of a round: its transaction, which has the lock, may be idle for a minute."""
 _PLACING = ("ray_placing", "ray_no_node")
 _MOST_WAITING = 16
-"""Jobs that wait for the cluster at a time: each has two processes on its head node, and Ray does not know priorities."""
+"""Jobs that wait for the cluster at a time: each takes memory of its head, and Ray does not know priorities."""
 _MOST_ALIKE = 4
 """Of these, jobs of one owner that need the same devices: if Ray cannot place the first, it cannot place the next."""
 _TURN_SECONDS = 300.0
