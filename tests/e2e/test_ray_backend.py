@@ -58,15 +58,14 @@ def stack(service: RayStack) -> Iterator[RayStack]:
 
 class TestConformance(Conformance):
     name = "ray"
-    config = SHORT
+    config = {"base_model": "tiny"}
     wrong_config = {"epochs": -1, "extra": {"unheard_of": 1}}
 
     @pytest.fixture
-    def settings(self, stack: RayStack) -> Iterator[Settings]:
-        yield stack.settings
-        stack.settle()
+    def settings(self, stack: RayStack) -> Settings:
         for run in stack.client.get("/v1/runs").json()["data"]:  # newest first: no run that another needs
             assert stack.client.delete(f"/v1/runs/{run['id']}").status_code == 204
+        return stack.settings
 
     @pytest.fixture
     def storage(self, settings: Settings) -> Storage:
@@ -98,7 +97,7 @@ class TestConformance(Conformance):
         return TrainingRun(
             run_id=new_id("run"),
             experiment_id=make_experiment(engine),
-            config={**self.config, **config},
+            config={**SHORT, **config},
             resources=Resources(kind="cpu"),
         )
 
@@ -111,11 +110,14 @@ class TestConformance(Conformance):
         status = await backend.get_status(run_id)
         assert (status.status, status.attempt, status.current_step, status.total_steps) == ("completed", 1, 6, 6)
         assert len(status.metrics_history) == 6 and all(point.loss for point in status.metrics_history)
-        gpu_only = self.wanted(engine, optim="paged_adamw_8bit")
-        await self.launched(backend, storage, gpu_only, data)
-        await asyncio.to_thread(stack.until, gpu_only.run_id, "failed", "completed", timeout=120)
-        status = await backend.get_status(gpu_only.run_id)
-        assert status.status == "failed" and status.error_message, status
+        rows = b'{"prompt": "%s", "completion": "x"}\n' % (b"a long question " * 50) * 2
+        questions = storage.dataset_file(stack.upload(rows, "questions.jsonl"), "jsonl")
+        cut_off = self.wanted(engine, max_seq_length=16, loss_on="completion")
+        await self.launched(backend, storage, cut_off, questions)
+        await asyncio.to_thread(stack.until, cut_off.run_id, "failed", "completed", timeout=180)
+        status = await backend.get_status(cut_off.run_id)
+        assert (status.status, status.error_code) == ("failed", "bad_data")
+        assert "nothing to train on" in (status.error_message or "")
 
     async def test_logs_come_with_their_history_first_until_the_run_ends(
         self, backend: CeleryBackend, engine: Engine, storage: Storage, run: TrainingRun, data: Path
