@@ -26,7 +26,7 @@ class RayStack(TrainingStack):
         config = {**QLORA, **config}
         return self.create(config=config, backend="ray", dataset_id=self.chats, resources=resources)
 
-    def until_training(self, run_id: str, step: int = 1, timeout: float = 180) -> dict[str, Any]:
+    def until_training(self, run_id: str, step: int = 1, timeout: float = 300) -> dict[str, Any]:
         """Wait until the API shows a step; the journal of a node may be in its own home."""
         return eventually(lambda: (shown := self.run(run_id))["current_step"] >= step and shown, timeout)
 
@@ -37,7 +37,7 @@ class RayStack(TrainingStack):
         (pid,) = [one["pid"] for one in workers if one["id"] == worker_id]
         return next(node for node in self.cluster.nodes if node.holds(pid))
 
-    def completed(self, run_id: str, timeout: float = 180) -> dict[str, Any]:
+    def completed(self, run_id: str, timeout: float = 300) -> dict[str, Any]:
         """Wait until a run is completed."""
         shown = self.until(run_id, "completed", "failed", "cancelled", timeout=timeout)
         assert shown["status"] == "completed", (shown["error_message"], self.logs(run_id))

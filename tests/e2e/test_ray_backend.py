@@ -34,7 +34,7 @@ from tests.rows import run_row
 from tests.stack import is_alive
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 SHORT = {**QLORA, "max_steps": 6, "save_steps": 3, "logging_steps": 1}
 
