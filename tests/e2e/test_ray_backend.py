@@ -205,7 +205,7 @@ def test_a_run_that_no_node_can_hold_waits_and_says_what_there_is(stack: RayStac
     wide, elsewhere = stack.train(devices=3), stack.train(labels=("zone=b",))
     assert "has 3 CPUs and the label `zone=a`: the most is 2" in stack.waits(wide, "ray_no_node")
     assert "has the label `zone=b`" in stack.waits(elsewhere, "ray_no_node")
-    assert stack.job_status(wide) == "RUNNING"
+    eventually(lambda: stack.job_status(wide) == "RUNNING", timeout=60, what="its driver waits for a place")
 
 
 def test_a_job_that_waits_and_is_stopped_in_ray_is_followed_by_another(stack: RayStack) -> None:
