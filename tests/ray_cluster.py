@@ -66,12 +66,16 @@ class RayNode:
 
 
 class RayCluster:
-    """A head without CPUs, on which only the drivers of jobs run, and nodes with one CPU each."""
+    """A head without CPUs, on which only the drivers of jobs run, and two nodes with some CPUs each."""
 
-    def __init__(self, settings: Settings, dashboard: int, nodes: int = 2) -> None:
-        """Start it; the nodes have the settings of a worker in their environment, but those of the API about Ray."""
+    def __init__(self, settings: Settings, dashboard: int, *, cpus: int = 1, own_homes: bool = False) -> None:
+        """Start it; the nodes have the settings of a worker in their environment, but those of the API about Ray.
+
+        With `own_homes`, each has an `ANNEAL_HOME` of its own, as on a machine of its own.
+        """
         self._folder = Path(tempfile.mkdtemp(prefix="ray"))  # short, because paths of sockets are
         self.port, self.dashboard = free_port(), dashboard
+        self._cpus, self._homes = cpus, settings.home / "nodes" if own_homes else None
         self.url = f"http://127.0.0.1:{self.dashboard}"
         self.client = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=30)
         inherited = {name: value for name, value in settings.child_environment().items() if "RAY" not in name}
@@ -80,15 +84,19 @@ class RayCluster:
         self.head = self._start(
             "--head", f"--port={self.port}", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
             f"--dashboard-port={self.dashboard}", f"--temp-dir={self._folder}", "--num-cpus=0", "--num-gpus=0",
+            f"--ray-client-server-port={free_port()}",
         )  # fmt: skip
         eventually(self._answers, timeout=120, what=f"the head of Ray, see {self.head.log}")
         eventually(self.alive, timeout=60, what="the head is one of the nodes")
-        self.nodes = [self.add_node() for _ in range(nodes)]
+        self.nodes = [self.add_node() for _ in range(2)]
 
-    def add_node(self) -> RayNode:
-        """Add a node with one CPU and wait until the cluster knows it."""
+    def add_node(self, labels: str = "zone=a", **environment: str) -> RayNode:
+        """Add a node, with further variables if wanted, and wait until the cluster knows it."""
         before = self.alive()
-        node = self._start(f"--address=127.0.0.1:{self.port}", "--num-cpus=1", "--num-gpus=0", "--labels=zone=a")
+        arguments = [f"--address=127.0.0.1:{self.port}", f"--num-cpus={self._cpus}", "--num-gpus=0"]
+        if self._homes is not None:
+            environment = {"ANNEAL_HOME": str(self._homes / secrets.token_hex(4)), **environment}
+        node = self._start(*arguments, f"--labels={labels}", **environment)
         try:
             (node.id,) = eventually(lambda: self.alive() - before, timeout=90, what="a node of Ray")
         except AssertionError as error:
@@ -124,9 +132,10 @@ class RayCluster:
             node.stop()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _start(self, *arguments: str) -> RayNode:
+    def _start(self, *arguments: str, **environment: str) -> RayNode:
         number = len(list(self._folder.glob("start-*")))
-        return RayNode(list(arguments), self.environment, self._folder / f"start-{number}.log")
+        log = self._folder / f"start-{number}.log"
+        return RayNode(list(arguments), {**self.environment, **environment}, log)
 
     def _answers(self) -> bool:
         assert self.head.process.poll() is None, self.head.log.read_text()[-3000:]

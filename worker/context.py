@@ -266,7 +266,8 @@ class WorkerContext:
                 raise
             log.warning("the database cannot be reached, trying again: %s", error)
             why = " ".join(str(getattr(error, "orig", None) or error).split())
-            return f"the database cannot be reached from {self.name}: {why}"
+            cause = f"the server is away, or ANNEAL_DATABASE_URL of {self.name} is wrong"
+            return f"the database cannot be reached from {self.name} ({cause}): {why}"
         except WrongStore as error:
             log.warning("this worker waits for its storage: %s", error)
             return f"the storage {self.settings.storage_url} cannot be used: {error}"

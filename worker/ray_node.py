@@ -15,10 +15,14 @@ import time
 from typing import IO, Any
 
 from app.config import placed_worker_environment
-from app.infra.errors import EXIT_TRY_LATER
+from app.infra.errors import EXIT_TRY_LATER, TryLater
 from app.infra.process.children import start_child
 
 _LOOK_SECONDS = 1.0
+_PLACE_SECONDS = 3600.0
+"""Most time without a place. The API submits another job; if it is gone, an autoscaler is not to add nodes for ever."""
+_START_SECONDS = 300.0
+"""Most time from the place to a worker: the node may have been lost, or its disk may hang."""
 
 
 class Bundle:
@@ -73,7 +77,7 @@ class Driver:
     def run(self) -> int:
         """Return 0 if the worker has ended by itself or was stopped; otherwise a last line says what failed.
 
-        The code is then that of the worker, or 75 if Ray has lost it.
+        The code is then 1 if the worker or its settings are wrong, and 75 if another job may succeed.
         """
         import ray
         from ray.util.placement_group import placement_group, remove_placement_group
@@ -93,6 +97,9 @@ class Driver:
             if not self._is_placed(ray, group):
                 return 0
             return self._train(ray, self._actor(ray, group, bundle))
+        except TryLater as error:
+            print(error, file=sys.stderr)  # noqa: T201
+            return EXIT_TRY_LATER
         except ray.exceptions.RayTaskError:  # of this file, on the node
             raise
         except ray.exceptions.RayError as error:
@@ -106,10 +113,19 @@ class Driver:
     def _is_placed(self, ray: Any, group: Any) -> bool:
         """Wait for the cluster; return False if the job is stopped before."""
         ready = group.ready()
+        if not self._is_done(ray, ready, _PLACE_SECONDS, "no node had room"):
+            return False
+        ray.get(ready)
+        return True
+
+    def _is_done(self, ray: Any, pending: Any, seconds: float, otherwise: str) -> bool:
+        """Wait for a call; return False if the job is stopped before, and raise `TryLater` after `seconds`."""
+        deadline = time.monotonic() + seconds
         while not self._is_stopping:
-            if ray.wait([ready], timeout=_LOOK_SECONDS)[0]:
-                ray.get(ready)
+            if ray.wait([pending], timeout=_LOOK_SECONDS)[0]:
                 return True
+            if time.monotonic() > deadline:
+                raise TryLater(f"{otherwise} for {seconds / 60:.0f} minutes")
         return False
 
     def _actor(self, ray: Any, group: Any, bundle: dict[str, float]) -> Any:
@@ -126,7 +142,10 @@ class Driver:
     def _train(self, ray: Any, bundle: Any) -> int:
         """Start the worker and wait for its end; pass a request to stop on."""
         given = self._arguments
-        node = ray.get(bundle.start.remote(given.run, given.lease_epoch, given.kind, given.devices, given.label))
+        started = bundle.start.remote(given.run, given.lease_epoch, given.kind, given.devices, given.label)
+        if not self._is_done(ray, started, _START_SECONDS, "the node with the place started no worker"):
+            return 0  # the actor ends with its place, and the worker with the actor
+        node = ray.get(started)
         print(f"the worker is on {node}", flush=True)  # noqa: T201
         was_asked = False
         while True:

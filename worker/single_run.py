@@ -4,7 +4,9 @@ It takes no hints: it claims its run and ends with the attempt, also when it has
 """
 
 import logging
+import os
 import sys
+import threading
 import time
 
 from pydantic import ValidationError
@@ -27,6 +29,8 @@ log = logging.getLogger(__name__)
 
 _DATABASE_SECONDS = 60.0
 _CLAIM_SECONDS = 60.0
+_UNCLAIMED_SECONDS = 600.0
+"""Most time without a claim, whatever hangs: the storage, the check of a GPU, or a call to the database."""
 _PAUSE = 1.0
 
 
@@ -37,10 +41,13 @@ def main() -> int:
     """
     run_id, lease_epoch = sys.argv[1], int(sys.argv[2])
     signals = SignalHandler()
+    hangs = threading.Timer(_UNCLAIMED_SECONDS, _give_up)
+    hangs.daemon = True
+    hangs.start()
     try:
         settings = get_settings()
         log_setup.set_up(settings.log_format)
-        run(resolve_urls(settings), signals, run_id, lease_epoch)
+        run(resolve_urls(settings), signals, run_id, lease_epoch, hangs)
     except ValidationError as error:  # its own text shows values, such as passwords
         wrong = " ".join(f"ANNEAL_{'_'.join(map(str, one['loc'])).upper()}: {one['msg']}." for one in error.errors())
         print(f"anneal: {wrong}", file=sys.stderr)  # noqa: T201
@@ -53,19 +60,30 @@ def main() -> int:
     return 0
 
 
-def run(settings: Settings, signals: SignalHandler, run_id: str, lease_epoch: int) -> None:
-    """Claim the run and train it, or release it if `signals` end the worker; raise `SetupError` if it cannot."""
+def run(settings: Settings, signals: SignalHandler, run_id: str, lease_epoch: int, hangs: threading.Timer) -> None:
+    """Claim the run and train it, or release it if `signals` end the worker; raise `SetupError` if it cannot.
+
+    `hangs` is cancelled by the claim.
+    """
     context = WorkerContext(settings, only_run=(run_id, lease_epoch))
     signals.start(context)
     context.launcher.adopt_orphans()
     try:
         if context.start(_DATABASE_SECONDS):
-            _work(context, run_id, lease_epoch)
+            _work(context, run_id, lease_epoch, hangs)
     finally:
+        hangs.cancel()
         context.close()
 
 
-def _work(context: WorkerContext, run_id: str, lease_epoch: int) -> None:
+def _give_up() -> None:
+    """End the process at once: its threads hang, and its child processes die with it."""
+    waited = f"no claim within {_UNCLAIMED_SECONDS / 60:.0f} minutes"
+    print(f"anneal: {waited}: a check of the storage or of a GPU hangs here", file=sys.stderr, flush=True)  # noqa: T201
+    os._exit(EXIT_TRY_LATER)
+
+
+def _work(context: WorkerContext, run_id: str, lease_epoch: int, hangs: threading.Timer) -> None:
     device_checks.wait_for_devices(context)
     if trouble := context.health.trouble():
         raise SetupError(trouble)
@@ -74,6 +92,7 @@ def _work(context: WorkerContext, run_id: str, lease_epoch: int) -> None:
         sent = time.monotonic()
         claimed = supervisor.claim(context)
         if claimed is not None:
+            hangs.cancel()
             supervisor.supervise(context, claimed, sent)
             return
         try:

@@ -15,6 +15,7 @@ from app.contracts.backends import BackendRules, TrainingBackend
 from app.contracts.errors import FieldError
 from app.contracts.schemas.checkpoints import CheckpointExport
 from app.contracts.schemas.estimates import RunEstimate
+from app.contracts.schemas.runs.placement import ResourceRequest
 from app.contracts.schemas.runs.reads import RunRead, TrainingRun
 from app.contracts.schemas.runs.requests import EvaluationCreate, RunCreate, RunResume
 from app.contracts.stop import StopMode
@@ -136,6 +137,7 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
             backend=self.capabilities.name,
             dataset_id=self._dataset_id(dataset_path),
             config=run.config,
+            resources=ResourceRequest(**run.resources.model_dump()),
         )
         if not is_id(run.run_id, "run") or output_dir != self._storage.run_dir(run.run_id):
             message = f"must be the run's folder below {self._storage.root}, and the run's id must have the form run_…"

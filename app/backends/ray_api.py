@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # an API without a cluster does not wait for this import
 _CONNECT_SECONDS = 3.0
 _CALL_SECONDS = 10.0
 _MOST_CHARACTERS = 300
+_MOST_NODES = 10_000
+"""Limit of Ray, whose default is 100."""
 
 
 class RayError(Exception):
@@ -52,6 +54,15 @@ class Job:
         return self.status in ("SUCCEEDED", "FAILED", "STOPPED")
 
 
+@dataclass(frozen=True)
+class Node:
+    """Node of the cluster that is alive."""
+
+    resources: dict[str, float]
+    """All that it has, free or not."""
+    labels: dict[str, str]
+
+
 class RayApi:
     """Connection to the dashboard of a cluster; every call takes at most ten seconds."""
 
@@ -64,7 +75,11 @@ class RayApi:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         timeout = httpx.Timeout(_CALL_SECONDS, connect=_CONNECT_SECONDS)
         # The cluster is in the network of the API; a proxy for the internet would also see the token.
-        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, trust_env=False)
+        certificates = httpx.create_ssl_context(trust_env=False)
+        certificates.set_default_verify_paths()  # those of the system and of SSL_CERT_FILE, such as a private authority
+        self._http = httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=timeout, trust_env=False, verify=certificates
+        )
 
     async def close(self) -> None:
         """Close the connections."""
@@ -76,7 +91,18 @@ class RayApi:
         if response.status_code == 404:
             return None
         found = self._json(response)
-        return Job(str(found.get("status")), last_line(str(found.get("message") or "")), found.get("driver_exit_code"))
+        code = found.get("driver_exit_code")
+        message = last_line(str(found.get("message") or ""))
+        return Job(str(found.get("status")), message, code if isinstance(code, int) else None)
+
+    async def nodes(self) -> list[Node]:
+        """Return the nodes that are alive, from the API behind `ray list nodes`."""
+        response = await self._call("GET", "/api/v0/nodes", params={"limit": _MOST_NODES})
+        try:
+            rows = self._json(response)["data"]["result"]["result"]
+            return [Node(dict(row["resources_total"]), dict(row["labels"])) for row in rows if row["state"] == "ALIVE"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise RayError(f"it lists its nodes in an unknown form: {type(error).__name__}") from error
 
     async def submit(self, job_id: str, entrypoint: str, environment: dict[str, str]) -> None:
         """Submit a job; a job that has this id already stays as it is.
@@ -86,7 +112,7 @@ class RayApi:
         body = {"submission_id": job_id, "entrypoint": entrypoint, "runtime_env": {"env_vars": environment}}
         response = await self._call("POST", "/api/jobs/", json=body)
         # Ray responds with 500 to an id that exists, which is also that of a request whose response was lost.
-        if response.is_error and await self.job(job_id) is None:
+        if not response.is_success and await self.job(job_id) is None:
             raise self._unexpected(response)
 
     async def stop(self, job_id: str) -> None:

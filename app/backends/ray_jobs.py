@@ -11,12 +11,14 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import UTC
 from typing import Any
 
 from sqlalchemy import Executable, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from app.backends.ray_api import Job, RayApi, RayError, RayUnreachable
+from app.backends import ray_reasons
+from app.backends.ray_api import Job, Node, RayApi, RayError, RayUnreachable
 from app.config import Settings
 from app.contracts.run_status import LIVE
 from app.contracts.schemas.runs.placement import PendingReason
@@ -36,8 +38,9 @@ _SECONDS_WITHOUT_CLUSTER = 30.0
 _REASONS_A_ROUND = 200
 _ROUND_SECONDS = 30.0
 """Most time of a round: its transaction, which has the lock, may be idle for a minute."""
+_PLACING = ("ray_placing", "ray_no_node")
 _MOST_WAITING = 16
-"""Jobs that wait for the cluster at a time: each has a process on its head node, and Ray does not know priorities."""
+"""Jobs that wait for the cluster at a time: each takes memory of its head, and Ray does not know priorities."""
 _MOST_ALIKE = 4
 """Of these, jobs of one owner that need the same devices: if Ray cannot place the first, it cannot place the next."""
 _TURN_SECONDS = 300.0
@@ -45,7 +48,10 @@ _TURN_SECONDS = 300.0
 _RETRY_SECONDS = 10.0
 """Pause after a first failed job; it doubles with each further one."""
 _LATER_SECONDS = 30.0
-"""Pause after a job that ended without a failure of its own."""
+"""Pause after a job that ended without a failure of its own; it doubles with each further one, up to the next limit."""
+_MOST_LATER_SECONDS = 900.0
+_LONG_SECONDS = 1800.0
+"""Time after which the end of a job is no quick one, so that the pause is the first one again."""
 _END_SECONDS = 15.0
 """Time that a worker has to end by itself after its run has left it."""
 _LOST_SECONDS = 60.0
@@ -56,7 +62,8 @@ _EXTRA_SECONDS = 15
 _PENDING = text(f"""
     {WITH_ROOM}
     SELECT runs.id AS run_id, runs.lease_epoch, coalesce(runs.created_by, '') AS owner, runs.experiment_id,
-        runs.priority, runs.devices_needed, runs.requirements, runs.pending_reason, jobs.run_id IS NOT NULL AS has_job,
+        runs.priority, runs.devices_needed, runs.requirements, runs.pending_reason,
+        jobs.added_at IS NOT NULL AS has_job,
         extract(epoch FROM clock_timestamp() - jobs.added_at) AS waits,
         owners.room AS key_room, owners.max_devices AS key_devices,
         limited.room AS experiment_room, limited.max_devices AS experiment_devices, limited.name AS experiment_name
@@ -65,12 +72,24 @@ _PENDING = text(f"""
     WHERE runs.status = 'pending' AND runs.backend = 'ray' AND runs.not_before <= clock_timestamp()
     ORDER BY has_job DESC, runs.priority DESC, owners.used, runs.id LIMIT 1000
 """)
-_ADD = text("INSERT INTO ray_jobs (run_id, lease_epoch) VALUES (:run_id, :lease_epoch) ON CONFLICT DO NOTHING")
+_ADD = text("""
+    INSERT INTO ray_jobs (run_id, lease_epoch) VALUES (:run_id, :lease_epoch)
+    ON CONFLICT (run_id, lease_epoch) DO UPDATE SET added_at = coalesce(ray_jobs.added_at, clock_timestamp())
+""")
+_PAUSE = text("INSERT INTO ray_jobs (run_id, lease_epoch, added_at, tries) VALUES (:run_id, :epoch, NULL, :tries)")
+_FORGET = text("""
+    DELETE FROM ray_jobs AS jobs WHERE jobs.added_at IS NULL AND NOT EXISTS (
+        SELECT FROM runs
+        WHERE runs.id = jobs.run_id AND runs.lease_epoch = jobs.lease_epoch AND runs.status = 'pending'
+    )
+""")
 _JOBS = text("""
     SELECT jobs.run_id, jobs.lease_epoch, runs.status, runs.lease_epoch AS current_epoch, runs.devices_needed,
-        runs.requirements, runs.pending_reason,
+        runs.requirements, runs.pending_reason, jobs.tries,
+        extract(epoch FROM clock_timestamp() - jobs.added_at) AS age,
         extract(epoch FROM clock_timestamp() - jobs.left_at) AS left_ago
     FROM ray_jobs AS jobs LEFT JOIN runs ON runs.id = jobs.run_id
+    WHERE jobs.added_at IS NOT NULL
     ORDER BY jobs.left_at NULLS FIRST, jobs.run_id
 """)
 _LEAVE = text(
@@ -91,6 +110,8 @@ class RayJobs:
         self._task: asyncio.Task[None] | None = None
         self._wanted = asyncio.Event()
         self._trouble: str | None = None
+        self._nodes: list[Node] | None = None
+        """Nodes of the cluster when they were last known."""
         self._stopped_at: tuple[str, int] | None = None
         """Job at which the last round ran out of time."""
 
@@ -130,6 +151,7 @@ class RayJobs:
     async def _choose(self) -> None:
         """Note the next pending runs for which jobs are to be submitted; explain why the others wait."""
         async with self._engine.begin() as connection:
+            await connection.execute(_FORGET)
             waiting = (await connection.execute(_PENDING)).all()
             held = [run for run in waiting if run.has_job]
             by_key, by_experiment = Counter[str](), Counter[str]()
@@ -139,7 +161,7 @@ class RayJobs:
             reasons: list[tuple[Any, PendingReason]] = []
             for run in waiting[len(held) :]:
                 quota = reason_of_quota(run, by_key[run.owner], by_experiment[run.experiment_id])
-                reason = _not_configured() if self._api is None else quota
+                reason = ray_reasons.not_configured() if self._api is None else quota
                 last = _without_place(held, run) if reason is None else None
                 if last is not None and not _gives_way(last, run):
                     reason = _queued()
@@ -168,7 +190,7 @@ class RayJobs:
         async with self._engine.begin() as connection:
             jobs = (await connection.execute(_JOBS)).all()
         if self._api is None:
-            await self._explain([(job, _not_configured()) for job in jobs if _is_waiting(job)])
+            await self._explain([(job, ray_reasons.not_configured()) for job in jobs if _is_waiting(job)])
             return
         jobs = self._from_where_the_last_round_stopped(jobs)
         settled: dict[tuple[str, int], PendingReason | None] = {}
@@ -185,17 +207,28 @@ class RayJobs:
                         raise
                     except RayError as error:  # the next job may have more luck: only some calls need the head's agent
                         trouble = error
-                        settled[current] = _unreachable(error) if _is_waiting(job) else None
+                        settled[current] = ray_reasons.unreachable(error) if _is_waiting(job) else None
+                placing = [job for job in jobs if (why := settled[_key(job)]) and why.code in _PLACING]
+                if placing and trouble is None:
+                    await self._look_at_nodes(self._api)
+                    settled |= {_key(job): ray_reasons.placing(job, _job_id(job), self._nodes) for job in placing}
         except RayUnreachable as error:
             trouble, responds = error, False
         except TimeoutError:
             trouble = trouble or RayError("it takes too long")
             self._stopped_at = current
         if trouble is not None and not responds:  # then the jobs that were not reached wait for the same reason
-            reason = _unreachable(trouble)
+            reason = ray_reasons.unreachable(trouble)
             settled = {_key(job): settled.get(_key(job), reason) for job in jobs if _is_waiting(job)}
         self._report(None if trouble is None else f"{self._api.url} does not respond: {trouble}")
         await self._explain([(job, why) for job in jobs if (why := settled.get(_key(job))) is not None])
+
+    async def _look_at_nodes(self, api: RayApi) -> None:
+        """Look at what the cluster has, which only explains why a job waits: without it, that is as it was."""
+        try:
+            self._nodes = await api.nodes()
+        except RayError as error:
+            log.debug("ray: the nodes are not known: %s", error)
 
     def _from_where_the_last_round_stopped(self, jobs: Sequence[Any]) -> Sequence[Any]:
         """Return the jobs in an order in which those come first that the last round has not reached."""
@@ -218,7 +251,7 @@ class RayJobs:
             log.info("ray: job %s is submitted", job_id, extra={"run_id": job.run_id})
         elif found.has_ended:
             return await self._retry(job, job_id, found)
-        return _placing(job, job_id)
+        return ray_reasons.placing(job, job_id, self._nodes)
 
     async def _leave(self, api: RayApi, job: Any, job_id: str, found: Job | None) -> None:
         """Let a worker that has had the run end by itself, then stop the job; a job without a claim at once."""
@@ -239,21 +272,23 @@ class RayJobs:
         """Requeue a run whose job has ended without a claim, and return why it waits; too many failures fail it."""
         why = found.last_line or f"it is {found.status}, and no worker has claimed the run"
         reason = f"Ray job {job_id} ended before a worker claimed the run: {why}"
+        tries = 0 if job.age > _LONG_SECONDS else job.tries
+        pause = _RETRY_SECONDS if found.has_failed else min(_LATER_SECONDS * 2**tries, _MOST_LATER_SECONDS)
         async with self._engine.begin() as connection:
-            pause = _RETRY_SECONDS if found.has_failed else _LATER_SECONDS
             requeue = machine.requeue_unclaimed(job.run_id, job.lease_epoch, reason, pause, counted=found.has_failed)
             row = (await connection.execute(requeue)).mappings().one_or_none()
             await connection.execute(_DELETE, {"run_id": job.run_id, "epoch": job.lease_epoch})
+            if row is not None and row["status"] == "pending" and not found.has_failed:
+                pausing = {"run_id": job.run_id, "epoch": row["lease_epoch"], "tries": tries + 1}
+                await connection.execute(_PAUSE, pausing)
         if row is None:
             return None  # claimed or stopped meanwhile
         log.warning("run %s: %s; the run is now %s", job.run_id, reason, row["status"], extra={"run_id": job.run_id})
         await self._queue.wake(job.run_id)
         if row["status"] != "pending":
             return None
-        message = f"{reason}. It is tried again after a pause"
-        if found.has_failed:
-            message += f" ({row['lost_count']} of {row['max_restarts']} restarts)"
-        return PendingReason(code="ray_job_failed", message=f"{message}.")
+        losses = (row["lost_count"], row["max_restarts"]) if found.has_failed else None
+        return ray_reasons.failed(job_id, why, row["not_before"].astimezone(UTC), losses)
 
     async def _explain(self, reasons: Sequence[tuple[Any, PendingReason]]) -> None:
         """Store the reasons that are new, each with an event."""
@@ -290,7 +325,7 @@ def _job_id(run: Any) -> str:
 
 def _shape(run: Any) -> tuple[Any, ...]:
     """Return what matters for Ray, with the owner."""
-    return run.owner, run.devices_needed, _kind(run), tuple(run.requirements.get("labels") or ())
+    return run.owner, run.devices_needed, ray_reasons.kind_of(run), tuple(ray_reasons.labels_of(run))
 
 
 def _without_place(held: Sequence[Any], run: Any) -> Any | None:
@@ -320,48 +355,12 @@ def _is_claimed(job: Any) -> bool:
     return job.status in LIVE and job.current_epoch == job.lease_epoch + 1
 
 
-def _kind(run: Any) -> str:
-    return run.requirements.get("kind") or "cuda"
-
-
 def _entrypoint(job: Any) -> str:
-    options = {"--devices": str(job.devices_needed), "--kind": _kind(job)}
+    options = {"--devices": str(job.devices_needed), "--kind": ray_reasons.kind_of(job)}
     words = [word for option in options.items() for word in option]
-    words += [word for label in job.requirements.get("labels") or () for word in ("--label", label)]
+    words += [word for label in ray_reasons.labels_of(job) for word in ("--label", label)]
     return shlex.join(["python", "-m", "worker.ray_node", job.run_id, str(job.lease_epoch), *words])
 
 
-def _not_configured() -> PendingReason:
-    message = "The API has no ANNEAL_RAY_URL any more. An operator sets it and restarts the API, or stop the run."
-    return PendingReason(code="ray_not_configured", message=message)
-
-
 def _queued() -> PendingReason:
-    message = (
-        f"Other runs wait for Ray to place them: at most {_MOST_WAITING}, and {_MOST_ALIKE} of an owner that need the "
-        "same devices, have a job at a time, those of higher priority first. The job of this run is submitted when one "
-        f"of them starts, ends, or has waited for {_TURN_SECONDS / 60:.0f} minutes."
-    )
-    return PendingReason(code="ray_queued", message=message)
-
-
-def _unreachable(error: RayError) -> PendingReason:
-    message = (
-        f"The Ray cluster of ANNEAL_RAY_URL does not respond ({error}). The run waits, and its job is submitted "
-        "once it does; an operator checks the cluster and the setting, and finds the URL in the log of the API."
-    )
-    return PendingReason(code="ray_unreachable", message=message)
-
-
-def _placing(job: Any, job_id: str) -> PendingReason:
-    count = job.devices_needed
-    noun = "CPU" if _kind(job) == "cpu" else "GPU"
-    plural = noun if count == 1 else f"{noun}s"
-    labels = job.requirements.get("labels") or []
-    message = f"Ray job {job_id} waits for a node with {count} free {plural}"
-    if labels:
-        message += f" and the labels {', '.join(f'`{label}`' for label in labels)}"
-    message += ", or its worker is starting. `ray status` shows what the cluster has."
-    if _kind(job) == "cuda":
-        message += " In a cluster without GPUs, create the run with resources.kind `cpu`."
-    return PendingReason(code="ray_placing", message=message)
+    return ray_reasons.queued(_MOST_WAITING, _MOST_ALIKE, _TURN_SECONDS)

@@ -51,7 +51,7 @@ class QuotaReservation(Base):
 
 
 class RayJob(Base):
-    """Job of a Ray cluster that was submitted for a pending run, or is about to be; deleted once it has ended."""
+    """Job of a Ray cluster that was submitted for a pending run, or will be; deleted once it has ended."""
 
     __tablename__ = "ray_jobs"
 
@@ -59,7 +59,10 @@ class RayJob(Base):
     """Not a foreign key: the job of a deleted run is still to be stopped."""
     lease_epoch: Mapped[int] = mapped_column(primary_key=True)
     """That of the pending run: its next attempt, or loss, has another job."""
-    added_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    added_at: Mapped[datetime | None] = mapped_column(server_default=func.clock_timestamp())
+    """Time at which the job was due; null: the run pauses first."""
+    tries: Mapped[int] = mapped_column(server_default=text("0"))
+    """Jobs in succession before this one that ended without a worker, and without a failure of their own."""
     left_at: Mapped[datetime | None]
     """Time at which it was found that the run needs this job no more; null: it waits or trains."""
 

@@ -535,7 +535,8 @@ def upgrade() -> None:
         "ray_jobs",
         sa.Column("run_id", sa.Text(), nullable=False),
         sa.Column("lease_epoch", sa.Integer(), nullable=False),
-        sa.Column("added_at", sa.DateTime(timezone=True), server_default=sa.text("clock_timestamp()"), nullable=False),
+        sa.Column("added_at", sa.DateTime(timezone=True), server_default=sa.text("clock_timestamp()"), nullable=True),
+        sa.Column("tries", sa.Integer(), server_default=sa.text("0"), nullable=False),
         sa.Column("left_at", sa.DateTime(timezone=True), nullable=True),
         sa.PrimaryKeyConstraint("run_id", "lease_epoch", name=op.f("pk_ray_jobs")),
     )

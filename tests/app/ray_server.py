@@ -35,6 +35,8 @@ class RayServer(ThreadingHTTPServer):
         """Status with which requests of a method are answered, such as 500 for `POST`."""
         self.delay = 0.0
         """Seconds before each response."""
+        self.nodes: list[dict[str, Any]] | None = None
+        """Nodes as Ray lists them; None: it does not list them."""
 
     @property
     def url(self) -> str:
@@ -62,9 +64,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self._is_refused():
-            return
+            return None
+        if self.path.startswith("/api/v0/nodes"):
+            if self.server.nodes is None:
+                return self._answer(404, "Not Found")
+            return self._answer(200, {"result": True, "data": {"result": {"result": self.server.nodes}}})
         job = self.server.jobs.get(self.path.removeprefix("/api/jobs/"))
-        self._answer(*((200, job) if job else (404, "Job does not exist")))
+        return self._answer(*((200, job) if job else (404, "Job does not exist")))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or b"{}")

@@ -2,55 +2,19 @@
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from tests.e2e.conftest import QLORA, STEPS, TrainingStack
-from tests.ports import free_port
-from tests.ray_cluster import TOKEN, RayCluster, RayNode
+from tests.e2e.conftest import STEPS
+from tests.e2e.ray_stack import LONG, RayStack
+from tests.ray_cluster import TOKEN, RayNode
 from tests.stack import assert_attempts_never_overlap, is_alive, pids_of_trainers
 from tests.waiting import eventually
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 FROZEN_SECONDS = 100
-LONG = {"max_steps": 100_000, "save_steps": 200}
-
-
-class RayStack(TrainingStack):
-    """A stack without workers of its own, whose API submits jobs to a cluster."""
-
-    def __init__(self, home: Path) -> None:
-        dashboard = free_port()
-        super().__init__(home, ray_url=f"http://127.0.0.1:{dashboard}", ray_token=TOKEN)
-        self.cluster = RayCluster(self.settings, dashboard)
-
-    def train(self, **config: Any) -> str:
-        """A QLoRA run of backend `ray`; its id."""
-        resources = {"kind": "cpu", "labels": ["zone=a"]}
-        config = {**QLORA, **config}
-        return self.create(config=config, backend="ray", dataset_id=self.chats, resources=resources)
-
-    def node_of(self, run_id: str) -> tuple[RayNode, int]:
-        """The node that trains a run, and its trainer."""
-        pid = pids_of_trainers(self.journal(run_id))[-1]
-        return next(node for node in self.cluster.nodes if node.holds(pid)), pid
-
-    def completed(self, run_id: str, timeout: float = 180) -> dict[str, Any]:
-        shown = self.until(run_id, "completed", "failed", "cancelled", timeout=timeout)
-        assert shown["status"] == "completed", (shown["error_message"], self.logs(run_id))
-        return shown
-
-    def logs(self, run_id: str) -> str:
-        """Return the output of the jobs of a run."""
-        return "\n".join(self.cluster.log_of(job)[-2000:] for job in self.cluster.jobs() if run_id in job)
-
-    def close(self) -> None:
-        self.cluster.stop()
-        super().close()
 
 
 @pytest.fixture(scope="module")
@@ -71,21 +35,13 @@ def undisturbed(service: RayStack) -> str:
 def stack(service: RayStack) -> Iterator[RayStack]:
     """With two nodes and nothing in training, also after a failure."""
     yield service
-    live = service.client.get("/v1/runs", params={"status": ["pending", "initializing", "running", "checkpointing"]})
-    for run in live.json()["data"]:
-        service.stop(run["id"], save_checkpoint=False)
-        service.until(run["id"], "cancelled", "completed", "failed", timeout=60)
-    eventually(lambda: not live_jobs(service), timeout=60, what="all jobs ended")
+    service.settle()
 
 
-def live_jobs(stack: RayStack) -> list[str]:
-    return [name for name, job in stack.cluster.jobs().items() if job["status"] in ("PENDING", "RUNNING")]
-
-
-def replace_node(stack: RayStack, node: RayNode) -> None:
-    node.stop()
-    stack.cluster.nodes.remove(node)
-    stack.cluster.nodes.append(stack.cluster.add_node())
+def node_of(stack: RayStack, run_id: str) -> tuple[RayNode, int]:
+    """The node that trains a run, and its trainer."""
+    pid = pids_of_trainers(stack.journal(run_id))[-1]
+    return next(node for node in stack.cluster.nodes if node.holds(pid)), pid
 
 
 def assert_trained_once(stack: RayStack, run_id: str) -> None:
@@ -97,8 +53,7 @@ def assert_trained_once(stack: RayStack, run_id: str) -> None:
 def test_a_run_trains_on_a_node_and_its_job_shows_no_secret(stack: RayStack, undisturbed: str) -> None:
     shown = stack.run(undisturbed)
     assert (shown["status"], shown["attempt"], shown["current_step"]) == ("completed", 1, STEPS)
-    reasons = [event["code"] for event in stack.events(undisturbed) if event["type"] == "pending"]
-    assert reasons == ["ray_placing"]
+    assert stack.reasons(undisturbed) == ["ray_placing"]
     job_id = f"anneal-{undisturbed}-0"
     job = eventually(
         lambda: (found := stack.cluster.jobs()[job_id])["status"] != "RUNNING" and found, what="the job ended"
@@ -141,20 +96,20 @@ def test_a_run_waits_until_ray_has_room_and_a_stop_withdraws_its_job(stack: RayS
 def test_a_node_that_dies_loses_its_run_to_another(stack: RayStack, undisturbed: str) -> None:
     run_id = stack.train()
     stack.until_step(run_id, 45, timeout=120)
-    node, pid = stack.node_of(run_id)
+    node, pid = node_of(stack, run_id)
     node.raylet.kill()
     eventually(lambda: not is_alive(pid), timeout=30, what="the trainer of the dead node is gone")
     shown = stack.completed(run_id)
     assert shown["attempt"] == 2 and stack.steps(run_id) == stack.steps(undisturbed)
     assert_trained_once(stack, run_id)
-    replace_node(stack, node)
+    stack.replace(node)
 
 
 def test_a_frozen_node_keeps_its_run_as_long_as_the_lease_is_renewed(stack: RayStack) -> None:
     """Ray declares it dead after a minute, and its processes go on: nothing else trains the run meanwhile."""
     run_id = stack.train(**LONG, time_limit_seconds=FROZEN_SECONDS + 50)
     stack.until_step(run_id, 20, timeout=120)
-    node, pid = stack.node_of(run_id)
+    node, pid = node_of(stack, run_id)
     raylet: psutil.Process = node.raylet
     began = time.monotonic()
     raylet.suspend()
@@ -173,7 +128,7 @@ def test_a_frozen_node_keeps_its_run_as_long_as_the_lease_is_renewed(stack: RayS
     assert not is_alive(pid)
     assert stack.completed(run_id, timeout=240)["attempt"] == 2
     assert_trained_once(stack, run_id)
-    replace_node(stack, node)
+    stack.replace(node)
 
 
 def test_a_job_that_is_stopped_in_ray_saves_and_the_run_continues(stack: RayStack, undisturbed: str) -> None:
@@ -194,11 +149,11 @@ def test_a_drained_node_saves_its_run_and_gets_no_other(stack: RayStack) -> None
     """By the two commands of `docs/guides/ray.md`."""
     run_id = stack.train(**LONG)
     stack.until_step(run_id, 1, timeout=180)
-    node, pid = stack.node_of(run_id)
+    node, pid = node_of(stack, run_id)
     stack.cluster.drain(node)
     assert not is_alive(pid)
     eventually(lambda: len(pids_of_trainers(stack.journal(run_id))) == 2, timeout=120, what="it trains again")
-    assert stack.node_of(run_id)[0] is not node
+    assert node_of(stack, run_id)[0] is not node
     seen = max(line["step"] for line in stack.journal(run_id) if line["event"] == "step")
     stack.until_step(run_id, seen + 1, timeout=60)
     steps = [line["step"] for line in stack.journal(run_id) if line["event"] == "step"]
@@ -207,7 +162,7 @@ def test_a_drained_node_saves_its_run_and_gets_no_other(stack: RayStack) -> None
     assert stack.stop(run_id, save_checkpoint=False).status_code == 202
     stack.until(run_id, "cancelled")
     assert_trained_once(stack, run_id)
-    replace_node(stack, node)
+    stack.replace(node)
 
 
 def test_a_driver_that_is_killed_costs_a_loss(stack: RayStack, undisturbed: str) -> None:

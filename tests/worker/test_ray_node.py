@@ -1,11 +1,17 @@
-"""The worker that the actor on a node starts has the settings of that node."""
+"""The driver of a job waits for a bounded time, and the worker that its actor starts has the settings of the node."""
 
+import argparse
 import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+
+from app.infra.errors import TryLater
+from worker import ray_node
+from worker.ray_node import Driver
 
 _ACTOR = """
 import json, os
@@ -26,3 +32,53 @@ def test_threads_are_those_of_the_node_and_not_those_that_ray_sets(threads: str 
     assert environment.get("OMP_NUM_THREADS") == threads
     assert (environment["ANNEAL_SLOTS"], environment["ANNEAL_WORKER_LABELS"]) == ("2", "site-b,zone=a")
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
+
+
+class _Ray:
+    """A cluster in which calls end after some looks."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def wait(self, pending: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        self.looks -= 1
+        return (pending, []) if self.looks < 0 else ([], pending)
+
+    def get(self, done: Any) -> Any:
+        return done
+
+
+class _Call:
+    """A method of an actor, or `ready` of a placement group."""
+
+    def ready(self) -> str:
+        return "ready"
+
+    def remote(self, *_: Any) -> str:
+        return "node"
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver(argparse.Namespace(run="run_1", lease_epoch=0, kind="cpu", devices=1, label=[]))
+
+
+def test_a_job_without_a_place_ends_after_an_hour(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If its service is gone, nothing else would ever stop it, and an autoscaler would add a node for it."""
+    assert driver._is_placed(_Ray(looks=3), _Call())
+    assert ray_node._PLACE_SECONDS == 3600
+    monkeypatch.setattr(ray_node, "_PLACE_SECONDS", 0.0)
+    with pytest.raises(TryLater, match="no node had room"):
+        driver._is_placed(_Ray(looks=1000), _Call())
+
+
+def test_a_worker_that_is_not_started_ends_the_job(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_node, "_START_SECONDS", 0.0)
+    with pytest.raises(TryLater, match="started no worker"):
+        driver._train(_Ray(looks=1000), argparse.Namespace(start=_Call()))
+
+
+def test_a_stop_is_handled_in_every_wait(driver: Driver) -> None:
+    driver.request_stop()
+    assert not driver._is_placed(_Ray(looks=1000), _Call())
+    assert driver._train(_Ray(looks=1000), argparse.Namespace(start=_Call())) == 0

@@ -131,6 +131,24 @@ sys.exit(single_run.main())
     assert run_row(engine, run_id).attempt == 1
 
 
+def test_a_check_that_hangs_ends_it(settings: Settings) -> None:
+    """Otherwise the job would keep its GPUs for ever, and its run would wait."""
+    program = """
+import sys, threading
+from worker import single_run
+from worker.attempts import supervisor
+assert single_run._UNCLAIMED_SECONDS == 600
+single_run._UNCLAIMED_SECONDS = 1
+supervisor.wait_for_devices = lambda context: threading.Event().wait()
+sys.exit(single_run.main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, "run_1", "0"],
+        env={**settings.child_environment(), "ANNEAL_LAUNCH": "cold"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 75 and "hangs here" in last_line(done)
+
+
 def test_the_command_that_drains_a_machine_ends_it(settings: Settings, engine: Engine, storage: Path) -> None:
     """As `docs/guides/ray.md` prints it for a node that leaves the cluster."""
     run_id = add(engine)

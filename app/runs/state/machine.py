@@ -430,6 +430,7 @@ def requeue_unclaimed(run_id: str, lease_epoch: int, reason: str, delay_seconds:
         "requeued",
         counted=counted,
         delay_seconds=delay_seconds,
+        grows=counted,
         code="worker_not_started",
         advice="see `ray job logs` of that job and the environment of the nodes, then resume the run; one that has no "
         'checkpoint with {"from": "start"}',
@@ -520,6 +521,7 @@ def _requeue(
     *,
     counted: bool,
     delay_seconds: float,
+    grows: bool = True,
     skip_locked: bool = False,
     code: str = "worker_lost",
     advice: str = "see the last log lines, then resume the run",
@@ -542,7 +544,8 @@ def _requeue(
         lost_count=runs.c.lost_count + int(counted),
         notified_at=None,
         # The delay doubles with each further loss, so that a run that kills its workers does not do so in a loop.
-        not_before=func.clock_timestamp() + delay * func.power(2, func.least(runs.c.lost_count, _MOST_DOUBLINGS)),
+        not_before=func.clock_timestamp()
+        + (delay * func.power(2, func.least(runs.c.lost_count, _MOST_DOUBLINGS)) if grows else seconds(delay_seconds)),
         error_code=case((fails, code), else_=None),
         error_message=case((fails, gave_up), else_=None),
     )

@@ -14,6 +14,7 @@ from app.backends.celery import CeleryBackend
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES
 from app.contracts.methods import TrainingMethod
+from app.contracts.schemas.runs.placement import Resources
 from app.contracts.schemas.runs.reads import TrainingRun
 from app.infra.broker import Broker
 from app.infra.db import async_engine, session_maker, sync_engine
@@ -96,9 +97,11 @@ class Conformance:
     async def test_a_launched_run_is_durable_before_the_answer(
         self, backend: CeleryBackend, engine: Engine, storage: Storage, run: TrainingRun, data: Path
     ) -> None:
+        run = run.model_copy(update={"resources": Resources(kind="cpu")})
         run_id = await self.launched(backend, storage, run, data)
         row = run_row(engine, run_id)
         assert (row.id, row.status, row.backend) == (run.run_id, "pending", backend.capabilities.name)
+        assert row.requirements["kind"] == "cpu"
         assert row.experiment_id == run.experiment_id and row.dataset_id == data.parent.name
         assert len(events_of(engine, run_id)) == 1
 

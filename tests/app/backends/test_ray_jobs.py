@@ -252,6 +252,47 @@ class TestSubmission:
         assert ray.submissions == []
 
 
+class TestNodes:
+    """What the cluster has explains why a job waits; nothing else follows from it."""
+
+    @staticmethod
+    def node(state: str = "ALIVE", labels: dict[str, str] | None = None, **resources: float) -> dict[str, Any]:
+        return {"state": state, "resources_total": resources, "labels": labels or {}}
+
+    async def test_a_run_that_no_node_can_hold_says_what_there_is(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        wide = add(engine, devices_needed=8)
+        elsewhere = add(engine, requirements={"kind": "cuda", "labels": ["zone=b"]})
+        ray.nodes = [self.node(GPU=4.0, CPU=32.0, labels={"zone": "a"}), self.node("DEAD", GPU=8.0)]
+        await jobs.round()
+        code, message = waits_because(engine, wide)
+        assert code == "ray_no_node" and "has 8 GPUs: the most is 4" in message and "`resources.devices`" in message
+        assert "has the label `zone=b`" in waits_because(engine, elsewhere)[1]
+        ray.nodes.append(self.node(GPU=8.0, labels={"zone": "b"}))
+        for _ in range(2):
+            await jobs.round()
+        for run_id in (wide, elsewhere):
+            assert waits_because(engine, run_id)[0] == "ray_placing"
+            assert [kind for _, kind, _, _ in events_of(engine, run_id)] == ["status", "pending", "pending"]
+
+    async def test_a_cluster_without_gpus_is_named(self, jobs: RayJobs, ray: RayServer, engine: Engine) -> None:
+        run_id = add(engine)
+        ray.nodes = [self.node(CPU=2.0)]
+        await jobs.round()
+        code, message = waits_because(engine, run_id)
+        assert code == "ray_no_node" and "there are none" in message and "`resources.kind`" in message
+
+    @pytest.mark.parametrize("nodes", [None, [{"state": "ALIVE"}], "none"])
+    async def test_without_a_list_that_is_understood_the_run_waits_for_its_place(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine, nodes: Any
+    ) -> None:
+        run_id = add(engine)
+        ray.nodes = nodes
+        await jobs.round()
+        assert waits_because(engine, run_id)[0] == "ray_placing" and ray.submissions == [job(run_id)]
+
+
 class TestACluster:
     async def test_that_does_not_respond_lets_runs_wait_with_one_line_in_the_log(
         self, jobs: RayJobs, ray: RayServer, engine: Engine, caplog: pytest.LogCaptureFixture
@@ -275,6 +316,14 @@ class TestACluster:
         ray.token = "another"
         await jobs.round()
         assert "set ANNEAL_RAY_TOKEN" in waits_because(engine, run_id)[1]
+
+    async def test_that_is_elsewhere_is_named(self, jobs: RayJobs, ray: RayServer, engine: Engine) -> None:
+        """The token of the operator is not sent to where a redirect leads."""
+        run_id = add(engine)
+        ray.failing["POST"] = 307
+        await jobs.round()
+        code, message = waits_because(engine, run_id)
+        assert code == "ray_unreachable" and "status 307" in message
 
     async def test_that_rejects_the_token_only_of_submissions_is_named(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
@@ -383,6 +432,57 @@ class TestAJob:
         assert code == "ray_job_failed" and "restarts" not in message
         await jobs.round()
         assert ray.submissions == [job(run_id)], "not before a pause"
+
+    async def test_that_ends_again_and_again_is_tried_after_growing_pauses(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        """As with a wrong ANNEAL_DATABASE_URL on the nodes: no loss of the run, which waits and says why."""
+        run_id = add(engine, max_restarts=0, lost_count=2)
+        away = "the worker on n ended with 75: the database cannot be reached from n"
+        pauses = []
+        for epoch in range(8):
+            await jobs.round()
+            ray.end(job(run_id, epoch), "FAILED", away, exit_code=75)
+            await jobs.round()
+            row = run_row(engine, run_id)
+            assert (row.status, row.lost_count) == ("pending", 2)
+            with engine.connect() as connection:
+                pauses.append(connection.scalar(text("SELECT extract(epoch FROM not_before - now()) FROM runs")))
+            execute(engine, "UPDATE runs SET not_before = now()")
+        assert [round(pause / 30) for pause in pauses] == [1, 2, 4, 8, 16, 30, 30, 30]
+        code, message = waits_because(engine, run_id)
+        assert code == "ray_job_failed" and away in message and f"`ray job logs {job(run_id, 7)}`" in message
+        await jobs.round()
+        execute(engine, "UPDATE ray_jobs SET added_at = added_at - interval '1 hour'")
+        ray.end(job(run_id, 8), "FAILED", away, exit_code=75)
+        await jobs.round()
+        with engine.connect() as connection:
+            pause = connection.scalar(text("SELECT extract(epoch FROM not_before - now()) FROM runs"))
+            assert round(pause / 30) == 1, "it had been there for an hour"
+
+    async def test_whose_run_is_stopped_during_its_pause_leaves_nothing(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        run_id = add(engine)
+        await jobs.round()
+        ray.end(job(run_id), "STOPPED")
+        await jobs.round()
+        execute(engine, machine.request_stop(run_id, "checkpoint"))
+        await jobs.round()
+        assert ray.submissions == [job(run_id)] and ray.stopped == []
+        with engine.connect() as connection:
+            assert connection.scalar(text("SELECT count(*) FROM ray_jobs")) == 0
+
+    async def test_with_an_exit_code_that_is_none_holds_up_no_other(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        strange, other = add(engine), add(engine)
+        await jobs.round()
+        for run_id in (strange, other):
+            ray.end(job(run_id), "FAILED", "it ended")
+        ray.jobs[job(strange)]["driver_exit_code"] = "1"
+        await jobs.round()
+        assert {waits_because(engine, run_id)[0] for run_id in (strange, other)} == {"ray_job_failed"}
 
     async def test_that_the_cluster_has_forgotten_is_submitted_again(
         self, jobs: RayJobs, ray: RayServer, engine: Engine

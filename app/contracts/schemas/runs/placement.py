@@ -152,6 +152,7 @@ class PendingReason(BaseModel):
         "ray_unreachable",
         "ray_queued",
         "ray_placing",
+        "ray_no_node",
         "ray_job_failed",
         "queued",
     ] = Field(
@@ -163,7 +164,8 @@ class PendingReason(BaseModel):
         "only): a worker can take it again. "
         "Of backend `ray`: `ray_not_configured`: the API has no `ANNEAL_RAY_URL`; `ray_unreachable`: the cluster does "
         "not respond; `ray_queued`: others wait for the cluster first; `ray_placing`: Ray has its job, and waits for a "
-        "node with so many free devices or starts the worker; `ray_job_failed`: the job has failed, and is submitted "
-        "again after a pause."
+        "node with so many free devices or starts the worker; `ray_no_node`: as before, and no node of the cluster has "
+        "so many devices, or the labels; `ray_job_failed`: the job ended without a worker that took the run, and is "
+        "submitted again after a pause."
     )
     message: str = Field(description="The reason in a sentence, with what to do.")

@@ -59,6 +59,7 @@ class TrainingRun(BaseModel):
     run_id: str
     experiment_id: str
     config: Config = Field(description="Requested configuration, with defaults.")
+    resources: Resources = Field(default_factory=Resources, description="Device that the run needs.")
     status: TrainingStatus = TrainingStatus.pending
     current_step: int = 0
     total_steps: int | None = None
