@@ -26,8 +26,9 @@ from worker.training.loop.evaluation import EvaluationMixin
 from worker.training.loop.memory import GpuMemory
 from worker.training.loop.throughput import Throughput
 from worker.training.model import flops
+from worker.training.model.router_loss import RouterLoss
 from worker.training.model.sharding import Sharding, full, has_parts, load_optimizer
-from worker.training.plugins import hooks
+from worker.training.plugins import hooks, metric_functions
 from worker.training.plugins.callbacks import PluginCallbacks
 from worker.training.run_state import RunState
 
@@ -81,6 +82,11 @@ class ServiceTrainerMixin(EvaluationMixin):
         self.actions = Actions(self)
         self.plugin_callbacks = PluginCallbacks(self)
         super().__init__(**options)
+        if run.ranks.size > 1 and getattr(self, "aux_loss_enabled", False):  # TRL adds it for models that have one
+            self.router_loss = RouterLoss(self.model)
+            run.routes_together = not run.method.generates and not (
+                run.metric_factories and metric_functions.are_given_logits(run.method)
+            )
         collate = hooks.collator(run, self.data_collator, self.processing_class)
         self.data_collator: Any = self.collate_with_rows(collate)
 
@@ -205,7 +211,8 @@ class ServiceTrainerMixin(EvaluationMixin):
             self.skip_step()
             loss = torch.zeros((), device=self.args.device)
         else:
-            loss = super().training_step(model, inputs, num_items_in_batch)
+            with self.routing(counts=self._share > 0):
+                loss = super().training_step(model, inputs, num_items_in_batch)
         self._micro_losses.append(loss.detach())
         return loss
 
