@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from peft import PeftModel
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 
@@ -26,6 +27,7 @@ from worker.training.loop.evaluation import EvaluationMixin
 from worker.training.loop.memory import GpuMemory
 from worker.training.loop.throughput import Throughput
 from worker.training.model import flops
+from worker.training.model.experts import load_experts
 from worker.training.model.router_loss import RouterLoss
 from worker.training.model.sharding import Sharding, full, has_parts, load_optimizer
 from worker.training.plugins import hooks, metric_functions
@@ -350,8 +352,11 @@ class ServiceTrainerMixin(EvaluationMixin):
             self.whole_weights = self.sharding.full_weights(self.run.ranks.is_first, self.run.report.alive)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self.sharding is None:  # else `shard` has loaded it
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self.sharding is not None:
+            return  # `shard` has loaded it
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if not isinstance(self.model, PeftModel):
+            load_experts(self.model, resume_from_checkpoint)
 
     # Checkpoints
 
