@@ -159,6 +159,7 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
             journal=context.storage.journal(run.id),
             sharded=bool(run.requirements.get("sharded")),
             sequence_parallel=run.requirements.get("sequence_parallel", 1),
+            expert_parallel=run.requirements.get("expert_parallel", 1),
             device=device,
             trust_remote_code=context.settings.trust_remote_code,
             hub_allowed=context.settings.allow_hub,

@@ -137,6 +137,8 @@ class JobSpec(_Part):
     """True: weights, gradients and optimizer state are divided among the devices of the run."""
     sequence_parallel: int = 1
     """Number of devices that share each sequence; it divides the number of devices of the run."""
+    expert_parallel: int = 1
+    """Number of devices that share the experts of a layer; it divides the number of devices of the run."""
     device: AssignedDevice | None = None
     """None (a run by hand): a GPU if there is one."""
     trust_remote_code: bool = False

@@ -27,6 +27,7 @@ from worker.training.loop.evaluation import EvaluationMixin
 from worker.training.loop.memory import GpuMemory
 from worker.training.loop.throughput import Throughput
 from worker.training.model import flops
+from worker.training.model.expert_parallel import obstacle as expert_obstacle
 from worker.training.model.experts import load_experts
 from worker.training.model.router_loss import RouterLoss
 from worker.training.model.sharding import Sharding, full, has_parts, load_optimizer
@@ -326,17 +327,21 @@ class ServiceTrainerMixin(EvaluationMixin):
         """Divide the model among the ranks, with the weights of the checkpoint to resume from.
 
         Raises:
-            TrainingFailure: `config_error`, if the model computes something else then, or this GPU lacks bfloat16.
+            TrainingFailure: `config_error`, if the model computes something else then, or this GPU lacks bfloat16, or
+                its experts cannot be divided as requested.
         """
         if self.args.fp16:
             raise TrainingFailure(
                 "config_error", "A sharded run needs a GPU with bfloat16: set `resources.sharding` to `none`."
             )
+        experts = self.run.job.expert_parallel
+        if experts > 1 and (why := expert_obstacle(self.model, self.run.ranks.size, experts)) is not None:
+            raise TrainingFailure("config_error", f"`resources.expert_parallel` is {experts}, but {why}.")
         if self.run.resume_from is not None:
             self._load_from_checkpoint(str(self.run.resume_from.path))
         quantized, text = self.run.config.load_in_4bit, self.pinned_text()
         before = fidelity_check.fidelity_value(self, text) if quantized else 0.0
-        self.sharding = Sharding(self.model, self.args.device, self.run.report.alive)
+        self.sharding = Sharding(self.model, self.args.device, self.run.report.alive, experts)
         if quantized and not math.isclose(fidelity_check.fidelity_value(self, text), before, rel_tol=1e-5):
             raise TrainingFailure(
                 "config_error",
