@@ -22,6 +22,19 @@ _SMALLEST_8BIT = 4096
 
 
 @dataclass(frozen=True)
+class Division:
+    """Division of a model among the devices of a run."""
+
+    shards: int = 1
+    """Number of devices that weights, gradients and optimizer state are divided among."""
+    experts: int = 1
+    """Number of these devices that share the experts of a layer, so that none has all of them."""
+
+
+WHOLE = Division()
+
+
+@dataclass(frozen=True)
 class Components:
     """Bytes on the device by purpose; not all of them are allocated at the same time."""
 
@@ -72,19 +85,19 @@ def memory(
     batch: Batch,
     checkpointing: Checkpointing,
     attention: Attention,
-    shards: int = 1,
+    division: Division = WHOLE,
 ) -> Memory:
     """Compute the memory of a run under an effective configuration with micro-batches no larger than `batch`.
 
-    Weights, gradients and optimizer state are divided among `shards` devices; the result is the memory of each.
+    The result is the memory of each device of those that the model is divided among.
 
     Raises:
         CannotTrain: The model cannot be trained with this configuration.
     """
-    found = trained(model, config)
+    found, shards = trained(model, config), division.shards
     held = activations(model, config, precision, batch, checkpointing, attention)
     whole, constants = _base(model, config, precision)
-    gathered = _gathered(model, config, whole, precision) if shards > 1 else 0
+    gathered = _gathered(model, config, whole, precision, division) if shards > 1 else 0
     base, gradients = -(-whole // shards), -(-found.count * 4 // shards)
     adapter = 0 if config.lora_r is None else gradients
     optim = counted_optimizer(config)
@@ -151,16 +164,19 @@ def _base(model: Architecture, config: TrainingConfig, precision: Precision) -> 
     return base, constants
 
 
-def _gathered(model: Architecture, config: TrainingConfig, whole: int, precision: Precision) -> int:
+def _gathered(model: Architecture, config: TrainingConfig, whole: int, precision: Precision, division: Division) -> int:
     """Return the bytes of divided weights, and of their gradients, that are whole on each device at once.
 
     These are the embeddings and the head from the forward to the end of the backward pass, and two layers: one that
-    computes, and the next one.
+    computes, and the next one. Shared experts are gathered only from other groups, those of one layer at a time.
     """
     ends = sum(one.count for one in weights(model) if one.kind == "embedding" or one.name.startswith("lm_head"))
-    layer = max(whole - ends * precision.base, 0) // max(model.layers, 1)
-    gradients = ends * 4 + layer if config.lora_r is None else 0
-    return ends * precision.base + 2 * layer + gradients
+    of_experts = sum(one.count for one in weights(model) if one.kind == "experts" and division.experts > 1)
+    layers = max(model.layers, 1)
+    layer = max(whole - (ends + of_experts) * precision.base, 0) // layers
+    experts = of_experts * precision.base // layers // division.experts if division.experts < division.shards else 0
+    gradients = ends * 4 + layer + experts if config.lora_r is None else 0
+    return ends * precision.base + 2 * layer + experts + gradients
 
 
 def _is_quantized(one: Weight, config: TrainingConfig) -> bool:

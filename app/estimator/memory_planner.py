@@ -11,7 +11,7 @@ from app.contracts.training_config.fields import TrainingConfig
 from app.estimator.activations import Checkpointing, Precision
 from app.estimator.architecture import Architecture
 from app.estimator.forward_pass import Batch
-from app.estimator.memory import Memory, memory
+from app.estimator.memory import WHOLE, Division, Memory, memory
 from app.estimator.parameters import CannotTrain
 from app.estimator.steps import attention_of, micro_batch
 
@@ -58,27 +58,25 @@ def choose(
     batch: Batch,
     room: int | None,
     choices: tuple[Checkpointing, ...] = CHOICES,
-    shards: int = 1,
+    division: Division = WHOLE,
 ) -> Choice:
     """Return the first choice whose peak fits in `room` bytes (None: not known), else the last.
-
-    `shards` is the number of devices that the model is divided among.
 
     Raises:
         CannotTrain: The model cannot be trained with this configuration.
     """
-    return first_that_fits(memory_of_choices(model, config, precision, batch, shards), room, choices)
+    return first_that_fits(memory_of_choices(model, config, precision, batch, division), room, choices)
 
 
 def memory_of_choices(
-    model: Architecture, config: TrainingConfig, precision: Precision, batch: Batch, shards: int = 1
+    model: Architecture, config: TrainingConfig, precision: Precision, batch: Batch, division: Division = WHOLE
 ) -> Needs:
     """Return a function that gives the memory of each choice; results are cached, so devices can share it."""
     attention = attention_of(model, config)
 
     @cache
     def needs(one: Checkpointing) -> Memory:
-        return memory(model, config, precision, batch, one, attention, shards)
+        return memory(model, config, precision, batch, one, attention, division)
 
     return needs
 
@@ -113,14 +111,14 @@ class MemoryAdvice:
         precision: Precision,
         length: int,
         rows: int | None,
-        shards: int = 1,
+        division: Division = WHOLE,
         parts: int = 1,
     ) -> None:
         """Prepare the changes; `length` and `rows` have the meaning that they have in `micro_batch`.
 
         `parts` is the number of devices that share each sequence.
         """
-        self._shards, self._parts = shards, parts
+        self._division, self._parts = division, parts
         self._model, self._config, self._precision = model, config, precision
         self._length, self._rows = length, rows
         self._known: list[tuple[str, Needs]] = []
@@ -145,7 +143,7 @@ class MemoryAdvice:
         for text, changed in _changes(config):
             loaded = Precision.of(changed, precision.device)
             batch = replace(micro_batch(model, changed, self._length, self._rows), parts=self._parts)
-            yield text, memory_of_choices(model, changed, loaded, batch, self._shards)
+            yield text, memory_of_choices(model, changed, loaded, batch, self._division)
         size, steps = _smallest_batch(config)
         single = {"batch_size": size, "gradient_accumulation_steps": steps, "gradient_checkpointing": "auto"}
         least = max(64, config.generation.max_completion_length + 1 if config.generation else 0)
@@ -155,7 +153,7 @@ class MemoryAdvice:
             changed = config.model_copy(update={**single, "max_seq_length": shorter})
             text = f"`batch_size` {size}, `gradient_accumulation_steps` {steps} and `max_seq_length` {shorter}"
             batch = replace(micro_batch(model, changed, shorter, rows), parts=self._parts)
-            yield text, memory_of_choices(model, changed, precision, batch, self._shards)
+            yield text, memory_of_choices(model, changed, precision, batch, self._division)
             shorter //= 2
 
 

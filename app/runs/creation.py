@@ -126,7 +126,13 @@ async def _requirements(
         data = await estimates.data_of(session, request.dataset_id)
         asked = found.resources
         subject = estimates.Subject(
-            config, found.given, request.backend, data, devices=asked.devices, sequence_parallel=asked.sequence_parallel
+            config,
+            found.given,
+            request.backend,
+            data,
+            devices=asked.devices,
+            sequence_parallel=asked.sequence_parallel,
+            expert_parallel=asked.expert_parallel,
         )
         subject = await estimates.with_sharding(session, settings, storage, subject, asked)
         least, sharded = await estimates.least_memory_of(session, settings, storage, subject), subject.sharded

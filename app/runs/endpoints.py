@@ -98,7 +98,7 @@ async def _subject(
     asked = found.resources
     subject = estimates.Subject(
         found.config, found.given, body.backend, data, rules.loads_model, asked.devices,
-        sequence_parallel=asked.sequence_parallel,
+        sequence_parallel=asked.sequence_parallel, expert_parallel=asked.expert_parallel,
     )  # fmt: skip
     subject = await estimates.with_sharding(session, settings, storage, subject, asked)
     if body.probe and subject.sharded:

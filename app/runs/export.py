@@ -81,7 +81,13 @@ async def export(
         "config": config.model_dump(mode="json"),
         "user_set_fields": sorted(given),
         "base_run_id": source.base_run_id,
-        "resources": {**source.resources, "devices": 1, "hosts": 1, "sequence_parallel": 1},
+        "resources": {
+            **source.resources,
+            "devices": 1,
+            "hosts": 1,
+            "sequence_parallel": 1,
+            "expert_parallel": 1,
+        },
         "requirements": _requirements(source, config),
         "priority": source.priority,
         "max_restarts": source.max_restarts,
@@ -100,6 +106,6 @@ def _requirements(source: Run, config: TrainingConfig) -> dict[str, Any]:
     kept = {
         name: value
         for name, value in source.requirements.items()
-        if name not in ("gguf", "sharded", "sequence_parallel")
+        if name not in ("gguf", "sharded", "sequence_parallel", "expert_parallel")
     }
     return kept if config.gguf is None else {**kept, "gguf": True}

@@ -30,6 +30,7 @@ from app.runs.creation import RunTransaction, find_by_idempotency_key, insert
 from app.runs.estimates import service as estimates
 from app.runs.validation.config import config_problems
 from app.runs.validation.destinations import destination_problems
+from app.runs.validation.expert_parallel import expert_parallel_problems
 from app.runs.validation.request import (
     backend_problems,
     fixed_resources,
@@ -90,7 +91,7 @@ async def resume(
         data = await estimates.data_of(session, parent.dataset_id)
         subject = estimates.Subject(
             config, given, parent.backend, data, devices=resources.devices,
-            sequence_parallel=resources.sequence_parallel,
+            sequence_parallel=resources.sequence_parallel, expert_parallel=resources.expert_parallel,
         )  # fmt: skip
         if _division(resources) != _division(before):  # else it is decided
             decided = replace(subject, given=fixed)
@@ -103,6 +104,7 @@ async def resume(
     wrong += await placement_problems(session, settings, rules, resources)
     wrong += shared_file_problems(settings, config, resources)
     wrong += await sequence_parallel_problems(session, settings, storage, config, resources)
+    wrong += await expert_parallel_problems(session, settings, storage, config, resources)
     is_whole = resources.devices % resources.sequence_parallel == 0
     if checkpoint is not None and is_whole and _shares(resources) != _shares(before):
         accumulation = _with_the_same_step(parent, config, before, resources)
@@ -147,8 +149,8 @@ def _with_the_same_optimizer(config: TrainingConfig, given: list[str]) -> tuple[
     return config.model_copy(update={"optim": used}), sorted({*given, "optim"})
 
 
-def _division(resources: Resources) -> tuple[int, str, int]:
-    return resources.devices, resources.sharding, resources.sequence_parallel
+def _division(resources: Resources) -> tuple[int, str, int, int]:
+    return resources.devices, resources.sharding, resources.sequence_parallel, resources.expert_parallel
 
 
 def _shares(resources: Resources) -> int:

@@ -164,6 +164,7 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
             sharded=bool(run.requirements.get("sharded")),
             sequence_parallel=run.requirements.get("sequence_parallel", 1),
             shares_folder=context.working_copy is None,
+            expert_parallel=run.requirements.get("expert_parallel", 1),
             device=device,
             trust_remote_code=context.settings.trust_remote_code,
             hub_allowed=context.settings.allow_hub,

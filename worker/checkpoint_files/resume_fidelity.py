@@ -22,6 +22,8 @@ SHARDED = "sharded"
 """Key of the division of the model among the devices in the fingerprint: it affects how gradients are summed."""
 SEQUENCE_PARALLEL = "sequence_parallel"
 """Key of the number of devices that share each sequence in the fingerprint."""
+EXPERT_PARALLEL = "expert_parallel"
+"""Key of the number of devices that share the experts of a layer in the fingerprint."""
 FIDELITY_CHECK = "probe"
 """Key of the fidelity check's result in the manifest of a checkpoint; the value is a `float.hex`."""
 
@@ -56,6 +58,8 @@ def fingerprint_differences(checkpoint: Path, present: Mapping[str, Any]) -> lis
         then.setdefault(SHARDED, False)
     if SEQUENCE_PARALLEL in now:
         then.setdefault(SEQUENCE_PARALLEL, 1)
+    if EXPERT_PARALLEL in now:
+        then.setdefault(EXPERT_PARALLEL, 1)
     return [
         _MESSAGES.get(name, f"{name}: {then.get(name)} at the checkpoint, {now.get(name)} now.")
         for name in sorted(then.keys() | now.keys())

@@ -22,6 +22,7 @@ from app.contracts.attempt.job import JobSpec
 from app.contracts.attempt.messages import ErrorInfo, TrainingResult
 from app.contracts.methods import METHODS, TrainingMethod
 from app.contracts.run_task import RunTask
+from app.contracts.training_config.expert_parallel import expert_parallel_obstacles
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import drop_unknown_fields
 from app.contracts.training_config.resolution import Replacement, resolve
@@ -137,6 +138,15 @@ def _train(
                 f"The sequences of the run cannot be divided: {'; '.join(obstacles)}. Change that, or set "
                 "`resources.sequence_parallel` to 1."
             )
+    if job.expert_parallel > 1:
+        if not is_sharded:
+            problems.append("Experts can be divided only in a sharded run: set `resources.sharding` to `full`.")
+        if job.sequence_parallel > 1:
+            problems.append(
+                "Devices that share sequences cannot share experts: set `resources.sequence_parallel` to 1."
+            )
+        if obstacles := expert_parallel_obstacles(asked):
+            problems.append(f"The experts of the run cannot be divided: {'; '.join(obstacles)}.")
     if is_sharded and (obstacles := sharding_obstacles(asked, given)):
         problems.append(
             f"The run cannot be sharded: {'; '.join(obstacles)}. Change that, or set `resources.sharding` to `none`."

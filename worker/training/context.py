@@ -58,6 +58,8 @@ class TrainingContext:
     """Functions that are called with each metric and evaluation."""
     steps_per_epoch: int = 0
     """Optimizer steps per epoch."""
+    routes_together: bool = False
+    """True if the ranks compute an auxiliary loss of routers together in evaluations too."""
     best_checkpoint: EvaluatedCheckpoint | None = field(init=False)
     """Checkpoint with the best evaluation so far, also of earlier attempts."""
     _progress_sent_at: float = 0.0
@@ -92,7 +94,7 @@ class TrainingContext:
     @property
     def forwards_together(self) -> bool:
         """True if ranks wait for each other in a forward pass, so that all of them must begin it."""
-        return self.is_sharded or self.ranks.per_sequence > 1
+        return self.is_sharded or self.ranks.per_sequence > 1 or self.routes_together
 
     @property
     def save_every(self) -> int:

@@ -227,6 +227,7 @@ def _needs(run: "RunRead") -> str | None:
         f"labels {', '.join(needs.labels)}" if needs.labels else None,
         "model divided among the devices" if needs.sharded else None,
         f"{needs.sequence_parallel} of them share each sequence" if needs.sequence_parallel > 1 else None,
+        f"{needs.expert_parallel} of them share the experts" if needs.expert_parallel > 1 else None,
         "GGUF converter" if needs.gguf else None,
     )
     return "; ".join(part for part in parts if part) or None

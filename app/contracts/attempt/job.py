@@ -139,6 +139,8 @@ class JobSpec(_Part):
     """Number of devices that share each sequence; it divides the number of devices of the run."""
     shares_folder: bool = True
     """False: each host of the run has files of its own, at paths of its own, which it has fetched from the store."""
+    expert_parallel: int = 1
+    """Number of devices that share the experts of a layer; it divides the number of devices of the run."""
     device: AssignedDevice | None = None
     """None (a run by hand): a GPU if there is one."""
     trust_remote_code: bool = False

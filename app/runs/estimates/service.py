@@ -38,7 +38,7 @@ from app.estimator import memory_planner
 from app.estimator.activations import Precision
 from app.estimator.architecture import Architecture, UnknownArchitecture, read
 from app.estimator.flops import RunFlops, uncounted_parts, work
-from app.estimator.memory import CONTEXT
+from app.estimator.memory import CONTEXT, WHOLE, Division
 from app.estimator.parameters import CannotTrain, total, trained
 from app.estimator.steps import Data, make_step_plan, max_sequence_length, plan
 from app.infra.files.object_store import StoreUnavailable
@@ -81,11 +81,13 @@ class Subject:
     """True: weights, gradients and optimizer state are divided among the devices; else each has a replica."""
     sequence_parallel: int = 1
     """Number of devices that share each sequence."""
+    expert_parallel: int = 1
+    """Number of devices that share the experts of each layer."""
 
     @property
-    def shards(self) -> int:
-        """Number of devices that the model is divided among."""
-        return self.devices if self.sharded else 1
+    def division(self) -> Division:
+        """Division of the model among the devices."""
+        return Division(self.devices, self.expert_parallel) if self.sharded else WHOLE
 
     @property
     def shares(self) -> int:
@@ -153,7 +155,7 @@ async def estimate_new(
         devices = await online_devices(session, settings, subject.backend, resources)
     known = replace(known, hub_config=await _fetched(sessions, settings, storage, subject))
     fetched = known.hub_config is not None  # otherwise it was computed before the run was created
-    if fetched and subject.devices > 1 and resources.sharding == "auto":
+    if fetched and subject.devices > 1 and resources.sharding == "auto" and not subject.sharded:
         sharded = await _computed(storage, subject.config, must_shard, settings, storage, subject, known, devices)
         subject = replace(subject, sharded=sharded)
     found, _ = await _computed(storage, subject.config, by_formula, settings, storage, subject, known, False)
@@ -192,7 +194,7 @@ async def with_sharding(
     """Return the run with the decision whether its model is divided among its devices."""
     if subject.devices == 1 or resources.sharding == "none" or not subject.loads_model:
         return subject
-    if resources.sharding == "full":
+    if resources.sharding == "full" or resources.expert_parallel > 1:
         return replace(subject, sharded=True)
     known = await look_up(session, settings, subject)
     devices = await online_devices(session, settings, subject.backend, resources)
@@ -221,14 +223,13 @@ def must_shard(
     return bool(fits) and not any(fits)
 
 
-async def attention_heads(
+async def architecture_of(
     session: AsyncSession, settings: Settings, storage: Storage, config: TrainingConfig
-) -> int | None:
-    """Return the number of attention heads of the base model; None if it is not known on this machine."""
+) -> Architecture | None:
+    """Return the architecture of the base model; None if it is not known on this machine."""
     known = EstimateInputs([], await _output_attempt(session, config.base_model))
     try:
-        found = await _computed(storage, config, _config_json, settings, storage, config, known)
-        return read(found).heads
+        return read(await _computed(storage, config, _config_json, settings, storage, config, known))
     except (_NoConfig, UnknownArchitecture):
         return None
 
@@ -430,16 +431,16 @@ class _OnKind:
 
     def __init__(self, model: Architecture, subject: Subject, kind: Literal["cpu", "cuda"]) -> None:
         self.config = resolve(subject.config, subject.given, _machine(kind), sharded=subject.sharded).config
-        self.shards, self.parts = subject.shards, subject.sequence_parallel
+        self.division, self.parts = subject.division, subject.sequence_parallel
         planned = plan(model, self.config, subject.data, subject.shares)
         self.plan = replace(planned, batch=replace(planned.batch, parts=self.parts))
         self.precision = Precision.of(self.config, kind)
         self._needs = memory_planner.memory_of_choices(
-            model, self.config, self.precision, self.plan.batch, subject.shards
+            model, self.config, self.precision, self.plan.batch, self.division
         )
         length = min(self.plan.batch.length, max_sequence_length(model, self.config))
         self._advice = memory_planner.MemoryAdvice(
-            model, self.config, self.precision, length, self.plan.rows, subject.shards, self.parts
+            model, self.config, self.precision, length, self.plan.rows, self.division, self.parts
         )
 
     def choose(self, device: EstimatedDevice) -> memory_planner.Choice:
@@ -518,8 +519,13 @@ def _assumptions(on: _OnKind, device: EstimatedDevice, is_assumed: bool) -> list
         *on.plan.assumptions,
         *uncounted_parts(config, on.plan),
     ]
-    if on.shards > 1:
-        sentences.append(f"Weights, gradients and optimizer state are divided among {on.shards} devices.")
+    if on.division.shards > 1:
+        sentences.append(f"Weights, gradients and optimizer state are divided among {on.division.shards} devices.")
+    if on.division.experts > 1:
+        count = on.division.experts
+        sentences.append(
+            f"The experts of a layer are divided among {count} devices, which get equal numbers of tokens."
+        )
     if on.parts > 1:
         sentences.append(f"The activations of each sequence are divided among {on.parts} devices.")
     if is_assumed:

@@ -36,7 +36,7 @@ async def estimate_and_store(
         sharded, parts = bool(run.requirements.get("sharded")), run.requirements.get("sequence_parallel", 1)
         subject = service.Subject(
             config, run.user_set_fields, run.backend, data, devices=run.devices_needed, sharded=sharded,
-            sequence_parallel=parts,
+            sequence_parallel=parts, expert_parallel=run.requirements.get("expert_parallel", 1),
         )  # fmt: skip
         resources = Resources.model_validate(run.resources)
         found, least, sharded = await service.estimate_new(sessions, settings, storage, subject, resources)

@@ -23,6 +23,7 @@ from app.infra.storage import Storage
 from app.runs.validation.config import config_problems, default_warnings
 from app.runs.validation.dataset import data_problems
 from app.runs.validation.destinations import destination_problems
+from app.runs.validation.expert_parallel import expert_parallel_problems
 from app.runs.validation.models import _check_base_model, _check_reward_models
 from app.runs.validation.plugins import plugin_problems
 from app.runs.validation.result import ValidationResult
@@ -110,6 +111,7 @@ async def validate_request(
         found.errors += sharding_problems(asked, given, resources)
         found.errors += shared_file_problems(settings, asked, resources)
         found.errors += await sequence_parallel_problems(session, settings, storage, asked, resources)
+        found.errors += await expert_parallel_problems(session, settings, storage, asked, resources)
     if not found.errors:
         ignored = await asyncio.to_thread(default_warnings, rules, request.config, has_eval_dataset, data_format)
         found.warnings += [_about_config(problem) for problem in ignored]
@@ -140,6 +142,7 @@ def requirements(
         "labels": sorted(set(resources.labels)),
         "sharded": sharded,
         "sequence_parallel": resources.sequence_parallel if resources.sequence_parallel > 1 else None,
+        "expert_parallel": resources.expert_parallel if resources.expert_parallel > 1 else None,
         "gguf": rules.loads_model and config.gguf is not None,
         "prefers_gpu": rules.machine_matters and kind is None,
     }
@@ -312,18 +315,21 @@ async def placement_problems(
 
 def is_divided(resources: Resources) -> bool:
     """Return True if a run with these resources is sharded whatever its estimate is."""
-    return resources.sharding == "full" and resources.devices > 1
+    return (resources.sharding == "full" or resources.expert_parallel > 1) and resources.devices > 1
 
 
 def sharding_problems(config: TrainingConfig, given: Iterable[str], resources: Resources) -> list[FieldError]:
     """Return the reasons why the model of a run cannot be divided among its devices, if the request asks for it."""
     if not is_divided(resources):
         return []
+    otherwise = "set `none`, with which each device has a replica"
+    if resources.expert_parallel > 1:
+        otherwise = f"leave out `resources.expert_parallel`, and {otherwise}"
     return [
         FieldError(
             field="resources.sharding",
             code="not_supported",
-            message=f"cannot be `full`: {why}; otherwise set `none`, with which each device has a replica",
+            message=f"cannot be `full`: {why}; otherwise {otherwise}",
         )
         for why in sharding_obstacles(config, set(given))
     ]

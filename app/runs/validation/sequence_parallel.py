@@ -8,7 +8,7 @@ from app.contracts.schemas.runs.placement import Resources
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.sequence_parallel import fitting_divisions, sequence_parallel_obstacles
 from app.infra.storage import Storage
-from app.runs.estimates.service import attention_heads
+from app.runs.estimates.service import architecture_of
 
 _FIELD = "resources.sequence_parallel"
 
@@ -26,13 +26,14 @@ async def sequence_parallel_problems(
         FieldError(field=_FIELD, code="not_supported", message=f"must be 1: {why}")
         for why in sequence_parallel_obstacles(config)
     ]
-    heads = await attention_heads(session, settings, storage, config)
+    model = await architecture_of(session, settings, storage, config)
+    heads = None if model is None else model.heads
     fitting = fitting_divisions(resources.devices, heads)
     if resources.sequence_parallel not in fitting:
-        model = "" if heads is None else f" and the {heads} attention heads of the model"
+        of_model = "" if heads is None else f" and the {heads} attention heads of the model"
         message = (
-            f"is {resources.sequence_parallel}, which does not divide the {resources.devices} devices of the run{model}"
-            f": use one of {', '.join(map(str, fitting))}, or change `resources.devices`"
+            f"is {resources.sequence_parallel}, which does not divide the {resources.devices} devices of the run"
+            f"{of_model}: use one of {', '.join(map(str, fitting))}, or change `resources.devices`"
         )
         found.append(FieldError(field=_FIELD, code="does_not_divide", message=message))
     return found

@@ -19,7 +19,7 @@ from app.estimator.activations import Precision, activations
 from app.estimator.architecture import Architecture, UnknownArchitecture
 from app.estimator.flops import uncounted_parts, work
 from app.estimator.forward_pass import Batch
-from app.estimator.memory import Components, memory
+from app.estimator.memory import Components, Division, memory
 from app.estimator.parameters import CannotTrain, total, trained
 from app.estimator.steps import Data, attention_of, plan
 from tests.properties import examples
@@ -406,7 +406,7 @@ def test_each_of_four_devices_has_a_quarter_of_what_is_divided(method: str) -> N
     batch = plan(model, config, counted()).batch
 
     def on(shards: int) -> Any:
-        return memory(model, config, Precision.of(config, "cuda"), batch, "full", "sdpa", shards)
+        return memory(model, config, Precision.of(config, "cuda"), batch, "full", "sdpa", Division(shards))
 
     whole, part = on(1), on(4)
     for name in ("weights", "adapter", "gradients", "optimizer"):
@@ -440,3 +440,22 @@ def test_each_of_four_devices_that_share_sequences_has_a_quarter_of_the_activati
     # In addition, the output of attention before it is exchanged.
     assert of_tokens(1) / 4 <= of_tokens(4) < of_tokens(1) / 4 * 1.15
     assert part.peak <= whole.peak
+
+
+def test_devices_that_share_experts_do_not_gather_those_of_a_layer() -> None:
+    """In pairs of four devices, each gathers half of the experts of one layer; all four together gather none."""
+    config = effective(method="full", max_seq_length=512, optim="adamw_torch_fused")
+    model = architecture.read({"model_type": "qwen3_moe"})
+    batch = plan(model, config, counted()).batch
+
+    def on(experts: int) -> Components:
+        division = Division(4, experts)
+        return memory(model, config, Precision.of(config, "cuda"), batch, "full", "sdpa", division).components
+
+    alone, pairs, all_four = on(1), on(2), on(4)
+    # 128 experts of three matrices of 2048 x 768 with 4 bytes: two layers and the gradients of one.
+    layer = 128 * 3 * 2048 * 768 * 4
+    assert alone.workspace - all_four.workspace == pytest.approx(3 * layer, abs=8)
+    assert pairs.workspace - all_four.workspace == pytest.approx(layer, abs=8)
+    for name in ("weights", "gradients", "optimizer"):
+        assert getattr(alone, name) == getattr(pairs, name) == getattr(all_four, name)

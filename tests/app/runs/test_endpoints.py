@@ -131,7 +131,8 @@ class TestResources:
     ) -> None:
         asked = {"kind": "cuda", "gpu": None, "memory_mb": 24_000, "labels": ["site-b", "gpu=h100"]}
         run = make_run(api.client, dataset, resources=asked)
-        assert run["resources"] == {**asked, "devices": 1, "hosts": 1, "sharding": "auto", "sequence_parallel": 1}
+        defaults = {"devices": 1, "hosts": 1, "sharding": "auto", "sequence_parallel": 1, "expert_parallel": 1}
+        assert run["resources"] == {**asked, **defaults}
         needs = {"kind": "cuda", "memory_mb": 24_000, "labels": ["gpu=h100", "site-b"]}
         assert run["requirements"] == {
             **needs,
@@ -139,6 +140,7 @@ class TestResources:
             "estimated_mb": {},
             "sharded": False,
             "sequence_parallel": 1,
+            "expert_parallel": 1,
             "gguf": False,
             "prefers_gpu": False,
         }

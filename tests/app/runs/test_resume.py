@@ -315,3 +315,22 @@ def test_a_resume_changes_the_resources_that_it_names_and_keeps_the_others(
     child = child_of(api, parent, resources={"devices": 1, "memory_mb": None})["resources"]
     assert child == {**run_row(engine, parent).resources, "devices": 1, "memory_mb": None}
     assert (child["kind"], child["sharding"]) == ("cuda", "none")
+
+
+def test_a_run_whose_devices_share_experts_keeps_that_or_is_divided_otherwise(
+    api: ApiServer, engine: Engine, dataset: str
+) -> None:
+    add_worker(engine, backends=["celery"], memory_mb=[80_000] * 4)
+    config = {"base_model": "org/model", "method": "full", "batch_size": 1, "gradient_accumulation_steps": 4}
+    pairs = {"devices": 4, "expert_parallel": 2}
+    parent, _ = stopped(api, engine, dataset, 20, backend="celery", config=config, resources=pairs)
+    for resources, sharded, experts, micro_batches in (
+        (None, True, 2, 4), ({"devices": 2}, True, 2, 8), ({"devices": 1, "expert_parallel": 1}, False, 1, 16),
+        ({"expert_parallel": 1, "sharding": "full"}, True, 1, 4),
+    ):  # fmt: skip
+        child = child_of(api, parent, **({} if resources is None else {"resources": resources}))
+        needs = child["requirements"]
+        assert (needs["sharded"], needs["expert_parallel"]) == (sharded, experts), resources
+        assert child["config"]["gradient_accumulation_steps"] == micro_batches
+    (error,) = resume(api, parent, resources={"devices": 4, "expert_parallel": 3}).json()["errors"]
+    assert (error["field"], error["code"]) == ("resources.expert_parallel", "does_not_divide")

@@ -4,7 +4,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from worker.training.failures import Stopped, TrainingFailure
 from worker.training.loop import decision, sampling
 from worker.training.loop.actions import Actions
 from worker.training.loop.evaluation_means import EvaluationMeans
+from worker.training.model.router_loss import RouterLoss
 from worker.training.plugins import metric_functions
 
 MAIN = "eval"
@@ -42,6 +43,8 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
     run: TrainingContext
     actions: Actions
     eval_dataset: Any
+    router_loss: RouterLoss | None = None
+    """Auxiliary loss of a mixture of experts over all ranks; None: there is none, or one rank."""
 
     def __init__(self, **options: Any) -> None:
         self._eval_batches = 0
@@ -213,12 +216,18 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
         terms = self.eval_terms(inputs) if self._counts_batch() else 0
         self.take_rows(inputs)
         self.run.progress("evaluating", self._eval_batches, self._eval_total, self._eval_message)
-        found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        together = self.run.routes_together
+        with self.routing(counts=self._counts_batch(), in_evaluation=True) if together else nullcontext():
+            found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         self._eval_means.add(found[0].item(), terms, self._metrics["eval"])
         if self.run.metric_factories:
             with torch.no_grad(), self.compute_loss_context_manager():
                 self.update_own_metrics(model, inputs)
         return found
+
+    def routing(self, **options: bool) -> AbstractContextManager[None]:
+        """During the block, every rank computes the auxiliary loss of the routers as `RouterLoss.over_ranks` says."""
+        return nullcontext() if self.router_loss is None else self.router_loss.over_ranks(**options)
 
     def _counts_batch(self) -> bool:
         return not self.run.forwards_together or self._eval_batches <= self._eval_counted

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from peft import PeftModel
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 
@@ -26,8 +27,11 @@ from worker.training.loop.evaluation import EvaluationMixin
 from worker.training.loop.memory import GpuMemory
 from worker.training.loop.throughput import Throughput
 from worker.training.model import flops
+from worker.training.model.expert_parallel import obstacle as expert_obstacle
+from worker.training.model.experts import load_experts
+from worker.training.model.router_loss import RouterLoss
 from worker.training.model.sharding import Sharding, full, has_parts, load_optimizer
-from worker.training.plugins import hooks
+from worker.training.plugins import hooks, metric_functions
 from worker.training.plugins.callbacks import PluginCallbacks
 from worker.training.run_state import RunState
 
@@ -81,6 +85,11 @@ class ServiceTrainerMixin(EvaluationMixin):
         self.actions = Actions(self)
         self.plugin_callbacks = PluginCallbacks(self)
         super().__init__(**options)
+        if run.ranks.size > 1 and getattr(self, "aux_loss_enabled", False):  # TRL adds it for models that have one
+            self.router_loss = RouterLoss(self.model)
+            run.routes_together = not run.method.generates and not (
+                run.metric_factories and metric_functions.are_given_logits(run.method)
+            )
         collate = hooks.collator(run, self.data_collator, self.processing_class)
         self.data_collator: Any = self.collate_with_rows(collate)
 
@@ -205,7 +214,8 @@ class ServiceTrainerMixin(EvaluationMixin):
             self.skip_step()
             loss = torch.zeros((), device=self.args.device)
         else:
-            loss = super().training_step(model, inputs, num_items_in_batch)
+            with self.routing(counts=self._share > 0):
+                loss = super().training_step(model, inputs, num_items_in_batch)
         self._micro_losses.append(loss.detach())
         return loss
 
@@ -317,17 +327,21 @@ class ServiceTrainerMixin(EvaluationMixin):
         """Divide the model among the ranks, with the weights of the checkpoint to resume from.
 
         Raises:
-            TrainingFailure: `config_error`, if the model computes something else then, or this GPU lacks bfloat16.
+            TrainingFailure: `config_error`, if the model computes something else then, or this GPU lacks bfloat16, or
+                its experts cannot be divided as requested.
         """
         if self.args.fp16:
             raise TrainingFailure(
                 "config_error", "A sharded run needs a GPU with bfloat16: set `resources.sharding` to `none`."
             )
+        experts = self.run.job.expert_parallel
+        if experts > 1 and (why := expert_obstacle(self.model, self.run.ranks.size, experts)) is not None:
+            raise TrainingFailure("config_error", f"`resources.expert_parallel` is {experts}, but {why}.")
         if self.run.resume_from is not None:
             self._load_from_checkpoint(str(self.run.resume_from.path))
         quantized, text = self.run.config.load_in_4bit, self.pinned_text()
         before = fidelity_check.fidelity_value(self, text) if quantized else 0.0
-        self.sharding = Sharding(self.model, self.args.device, self.run.report.alive)
+        self.sharding = Sharding(self.model, self.args.device, self.run.report.alive, experts)
         if quantized and not math.isclose(fidelity_check.fidelity_value(self, text), before, rel_tol=1e-5):
             raise TrainingFailure(
                 "config_error",
@@ -343,8 +357,11 @@ class ServiceTrainerMixin(EvaluationMixin):
             self.whole_weights = self.sharding.full_weights(self.run.ranks.is_first, self.run.report.alive)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self.sharding is None:  # else `shard` has loaded it
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self.sharding is not None:
+            return  # `shard` has loaded it
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if not isinstance(self.model, PeftModel):
+            load_experts(self.model, resume_from_checkpoint)
 
     # Checkpoints
 

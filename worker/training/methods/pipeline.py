@@ -295,6 +295,7 @@ def _fingerprint(run: TrainingContext, base: BaseModelSource, facts: dict[str, A
         resume_fidelity.DEVICES: run.ranks.size,
         resume_fidelity.SHARDED: run.is_sharded,
         resume_fidelity.SEQUENCE_PARALLEL: run.ranks.per_sequence,
+        resume_fidelity.EXPERT_PARALLEL: run.job.expert_parallel,
         "weights": facts["weights_dtype"],
         **{name: facts.get(name) for name in ("device", "device_name", "cpu_instructions", "threads", "versions")},
     }

@@ -14,6 +14,7 @@ from app.contracts.training_config.resolution import Replacement
 from app.estimator import memory_planner
 from app.estimator.activations import EVERY, Precision
 from app.estimator.architecture import UnknownArchitecture, read
+from app.estimator.memory import WHOLE, Division
 from app.estimator.parameters import CannotTrain
 from app.estimator.steps import micro_batch
 from worker.training.context import TrainingContext
@@ -58,7 +59,7 @@ def _choose(run: TrainingContext, found: BaseModelSource, length: int, rows: int
             replace(micro_batch(model, config, length, rows), parts=run.ranks.per_sequence),
             # Excludes memory of other processes; the context that the estimate counts is already allocated.
             int(free_bytes),
-            shards=run.ranks.size if run.is_sharded else 1,
+            division=Division(run.ranks.size, run.job.expert_parallel) if run.is_sharded else WHOLE,
         )
     except (UnknownArchitecture, CannotTrain) as error:
         return True, f"The memory that the run needs is unknown, so every layer is recomputed. {error}"

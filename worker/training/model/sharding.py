@@ -1,6 +1,7 @@
 """Sharding: weights, gradients and optimizer state of a run divided among its devices.
 
-The only module that uses torch's interfaces for it: `fully_shard`, `DTensor` and `torch.distributed.checkpoint`.
+With `expert_parallel`, the only module that uses torch's interfaces for it: `fully_shard`, `DTensor` and
+`torch.distributed.checkpoint`.
 """
 
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME
 
+from worker.training.model.expert_parallel import divide_experts
 from worker.training.ranks import NEVER
 from worker.wire.heartbeat import HeartbeatCallback
 
@@ -31,21 +33,24 @@ _PIECE_BYTES = 64 * 2**20
 class Sharding:
     """Division of one model among the ranks of its run; every rank makes the same calls in the same order."""
 
-    def __init__(self, model: torch.nn.Module, device: torch.device, alive: HeartbeatCallback) -> None:
+    def __init__(
+        self, model: torch.nn.Module, device: torch.device, alive: HeartbeatCallback, experts: int = 1
+    ) -> None:
         """Move the model to the device layer by layer, and keep only this rank's part of each.
 
         A layer is whole on the device while it computes; embeddings and head are from a forward pass to the end of
-        its backward pass.
+        its backward pass. `experts` is the number of ranks that share the experts of a layer instead.
         """
         self._model = model
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        divided = divide_experts(model, mesh, experts, alive) if experts > 1 else set()
         whole = model.get_base_model() if isinstance(model, PeftModel) else model
         layers = set(getattr(whole, "_no_split_modules", None) or ())
         for module in list(model.modules()):
             if type(module).__name__ in layers:
-                fully_shard(module, mesh=mesh)
+                fully_shard(module, mesh=mesh, ignored_params=divided)
                 alive()
-        fully_shard(model, mesh=mesh)
+        fully_shard(model, mesh=mesh, ignored_params=divided)
         if isinstance(model, PeftModel) and hasattr(model, "generate"):
             register_fsdp_forward_method(model, "generate")  # it calls the model inside, and not this one
         self._names = {parameter: name for name, parameter in model.named_parameters()}

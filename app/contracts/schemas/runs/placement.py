@@ -80,6 +80,14 @@ class Placement(Body):
         "of some of the heads. Divides `devices` and the number of attention heads. A step has rows for "
         "`devices` / `sequence_parallel` devices.",
     )
+    expert_parallel: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="Number of devices that share the experts of each layer of a mixture-of-experts model: each "
+        "computes its part of the experts, for the tokens of all of them. Divides `devices`, which divides the number "
+        "of experts. Above 1, the model is sharded (`sharding`: `full`, or `auto`, which is then `full`).",
+    )
     labels: list[WorkerLabel] = Field(
         default_factory=list,
         max_length=20,
@@ -129,6 +137,9 @@ class Requirements(BaseModel):
         default=False, description="True: the model is divided among the devices of the run, as `sharding` asks."
     )
     sequence_parallel: int = Field(default=1, description="Number of devices of the run that share each sequence.")
+    expert_parallel: int = Field(
+        default=1, description="Number of devices of the run that share the experts of each layer."
+    )
     gguf: bool = Field(default=False, description="True: the worker must have the converter of llama.cpp.")
     prefers_gpu: bool = Field(
         default=False, description="True: a CPU takes it only if the backend has had no GPU within the last hour."
