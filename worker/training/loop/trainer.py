@@ -130,6 +130,9 @@ class ServiceTrainerMixin(EvaluationMixin):
     # Hooks for plugins
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.sharding is not None:
+            # After a check of the model, those of the embeddings are whole copies, which training does not use.
+            self.sharding.reshard()
         made = hooks.optimizer(self, self.model if model is None else model)
         self.optimizer = self.optimizer if made is None else made
         return super().create_optimizer(model)

@@ -58,14 +58,18 @@ class Sharding:
         self._writers = dist.new_group(backend="gloo", timeout=NEVER)
         self._writers_mesh = DeviceMesh.from_group(self._writers, "cpu")
 
+    def reshard(self) -> None:
+        """Keep only this rank's part of what a forward pass without a backward pass has left whole."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def full_weights(self, keep: bool, alive: HeartbeatCallback) -> dict[str, torch.Tensor]:
         """Gather the weights by name, or those of the adapter alone, in host memory; without `keep` return none.
 
         Every rank takes part. One tensor at a time is whole on the devices.
         """
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        self.reshard()
         found: dict[int, torch.Tensor] = {}
         names: dict[str, int] = {}
         for name, tensor in self._model.state_dict(keep_vars=True).items():
