@@ -181,9 +181,12 @@ class ServiceTrainerMixin(EvaluationMixin):
             # Tokens are counted on all ranks, whose batches have about as many pairs.
             self.throughput.saw(self.token_pairs(inputs) * self.run.ranks.shares)
         is_uneven = model.training and self._share != 1
+        filler = _tokens(inputs) if is_uneven and self._share == 0 else 0
         with self._gathering_any_size() if is_uneven else nullcontext():
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if model.training and self._share != 1 and num_items_in_batch is None:
+        if is_uneven:  # the row of a rank that has none is not trained on
+            self._total_train_tokens -= sum(self.run.ranks.gathered(filler))
+        if is_uneven and num_items_in_batch is None:
             # The loss is the mean of the rows here, and gradients are the means of those of all ranks.
             loss = loss * self._share
         return loss
@@ -478,3 +481,9 @@ class ServiceTrainerMixin(EvaluationMixin):
         self._load_from_checkpoint(str(folder))
         self._report_loaded(folder)
         self.state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
+
+
+def _tokens(inputs: Any) -> int:
+    """Return the number of tokens in a batch as trl counts them."""
+    mask = inputs.get("attention_mask")
+    return int(inputs["position_ids"].shape[1] if mask is None else mask.sum())
