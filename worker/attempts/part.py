@@ -286,8 +286,8 @@ class _Part:
         lease, most = self._lease, self._context.settings.kill_after_seconds
         is_cut = False
         while (ended := processes.poll()) is None and not lease.fenced and not lease.expired:
-            if is_cut := network.silent_seconds > most:
-                break
+            if processes.is_done or (is_cut := network.silent_seconds > most):
+                break  # rank 0 may still export for long, which needs none of the devices here
             if handler.is_over_budget:
                 time.sleep(_POLL_SECONDS)
             else:
@@ -300,6 +300,9 @@ class _Part:
         for rank, pieces in processes.drain():
             handler.take(pieces, rank)
         handler.flush_lines()
+        if processes.is_done:
+            self._verdicts = device_verdicts(self._context, self._assigned, {"outcome": "completed"}, 0)
+            return self._end(exit_code=0)
         if is_cut:
             return self._end(problem=_is_cut_off(lease.meeting, most), last_lines=list(handler.tail))
         return self._end_of(ended, handler)

@@ -72,6 +72,11 @@ class TrainingGroup:
         self._lost_at = self._lost_at or now
         return Exit(peer_lost=True) if now - self._lost_at > _CAUSE_SECONDS else None
 
+    @property
+    def is_done(self) -> bool:
+        """True if every process has ended with code 0, as those of other ranks than 0 do after the last step."""
+        return len(self._exits) == len(self._processes) and all(end.code == 0 for end in self._exits.values())
+
     def wait(self, timeout: float) -> None:
         """Wait until a process has sent something or has ended, for at most `timeout` seconds."""
         waiting = select.poll()

@@ -20,9 +20,11 @@ from tests.waiting import eventually
 from worker import devices
 from worker.attempts import device_checks
 from worker.attempts import part as part_module
+from worker.attempts.outcome import exit_of
 from worker.attempts.part import PartSupervisors
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
+from worker.lease import EndedPart
 from worker.process.training_process import Exit
 from worker.wire.rank_place import EXIT_NOT_MET
 
@@ -207,11 +209,13 @@ class TestFiles:
         return part
 
     @staticmethod
-    def processes(ended: Exit | None) -> Any:
+    def processes(ended: Exit | None, is_done: bool = False) -> Any:
         def nothing() -> tuple[()]:
             return ()
 
-        return SimpleNamespace(poll=lambda: ended, kill=nothing, drain=nothing, receive=nothing, wait=lambda _: None)
+        return SimpleNamespace(
+            poll=lambda: ended, kill=nothing, drain=nothing, receive=nothing, wait=lambda _: None, is_done=is_done
+        )
 
     handler: Any = SimpleNamespace(
         part_failure=None, tail=["the last line"], flush_lines=lambda: None, is_over_budget=False
@@ -233,6 +237,12 @@ class TestFiles:
             connection.execute(machine.complete(claimed.id, claimed.lease_epoch, 1, "done"))
         thread.join(30)
         assert not thread.is_alive() and not unfinished.exists()
+
+    def test_it_ends_with_its_processes_and_waits_for_no_export_of_rank_0(self, part: Any) -> None:
+        end = part._watch(self.processes(None, is_done=True), self.handler, self.Network())
+        assert (end.exit_code, end.problem, end.failure) == (0, None, None) and exit_of(
+            EndedPart("wrk_other", 1, 1, end)
+        ) is None
 
     def test_a_host_of_rank_0_that_cannot_be_reached_for_two_thirds_of_a_lease_ends_it(
         self, part: Any, context: WorkerContext
