@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from transformers import TrainingArguments
+from transformers import PrinterCallback, TrainingArguments
 
 from app.contracts.attempt.messages import TrainingResult
 from app.contracts.training_config.resolution import Replacement
@@ -140,6 +140,8 @@ def build(make: Callable[..., Trains], run: TrainingContext, **options: Any) -> 
     loader.check_modules(trainer.model, run.config)
     loader.name_base(trainer.model, run.job.base_model.portable_name)
     loader.keep_full_precision(trainer.model)
+    if not run.ranks.is_first:
+        trainer.remove_callback(PrinterCallback)  # on each host, one process would print the metrics of each step
     trainer.add_callback(StepCallback(run, trainer))
     trainer.add_callback(trainer.plugin_callbacks)
     asked = run.config.trainer_options
