@@ -136,10 +136,10 @@ def test_a_check_that_hangs_ends_it(settings: Settings) -> None:
     program = """
 import sys, threading
 from worker import single_run
-from worker.attempts import supervisor
+from worker.attempts import device_checks
 assert single_run._UNCLAIMED_SECONDS == 600
 single_run._UNCLAIMED_SECONDS = 1
-supervisor.wait_for_devices = lambda context: threading.Event().wait()
+device_checks.wait_for_devices = lambda context: threading.Event().wait()
 sys.exit(single_run.main())
 """
     done = subprocess.run(

@@ -233,13 +233,14 @@ async def label_problems(
     known = await known_labels(session, rules.capabilities.name)
     if known is None:
         return []
-    named = f": {', '.join(f'`{one}`' for one in sorted(known)[:_MOST_NAMED])}" if known else ""
+    named = ", ".join(f"`{one}`" for one in sorted(known)[:_MOST_NAMED])
+    others = f"use one of the {len(known)} known ones, such as {named}; or" if known else "leave it out, or"
     return [
         FieldError(
             field="resources.labels",
             code="unknown_label",
-            message=f"no worker of backend `{rules.capabilities.name}` has had the label `{label}`: use one of the "
-            f"{len(known)} known ones{named}; or start a worker with it in ANNEAL_WORKER_LABELS first",
+            message=f"no worker of backend `{rules.capabilities.name}` has had the label `{label}`: {others} start "
+            "a worker with it in ANNEAL_WORKER_LABELS first",
         )
         for label in sorted({*resources.labels} - known)
     ]

@@ -66,7 +66,8 @@ def test_every_command_has_help_with_an_example(command: tuple[str, ...]) -> Non
 
 @pytest.mark.parametrize("command", list(commands()), ids=" ".join)
 def test_what_answers_something_answers_it_as_json_too(command: tuple[str, ...]) -> None:
-    others = {("up",), ("api",), ("worker",), ("demo",), ("datasets", "content")}  # programs, and what is JSON anyway
+    # Programs, and what is JSON anyway.
+    others = {("up",), ("api",), ("worker",), ("demo",), ("storage", "copy"), ("datasets", "content")}
     assert ("--json" in CliRunner().invoke(cli, [*command, "--help"]).stdout) is (command not in others)
 
 

@@ -307,8 +307,8 @@ MUTANTS = (
         changes=(
             Change(
                 _LIFECYCLE,
-                " + delay * func.power(2, func.least(runs.c.lost_count, _MOST_DOUBLINGS))",
-                " + delay * 0",
+                "delay * func.power(2, func.least(runs.c.lost_count, _MOST_DOUBLINGS)) if",
+                "delay * 0 if",
             ),
         ),
         test=f"{_STATES}::TestLoss::test_each_further_loss_doubles_the_pause",

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, update
+from sqlalchemy import Engine, select, update
 
 from app.config import Settings
 from app.contracts.attempt.job import JobSpec
 from app.infra.files.object_store import MARK
 from app.infra.storage import Storage
 from app.tables.datasets import Dataset
+from app.tables.installation import Installation, register
 from tests.factories import mark_checkpoint
 from tests.rows import run_row
 from tests.waiting import eventually
@@ -37,6 +38,11 @@ def share(tmp_path: Path) -> Path:
 def on_store(context: Any, share: Path) -> None:
     """Let the worker have a working copy of the share."""
     remote = RemoteStore(f"file://{share}", context.storage)
+    with context.engine.begin() as connection:
+        connection.execute(register())
+        installation = connection.scalar(select(Installation.id))
+    assert installation is not None
+    remote.objects.claim(installation, lambda: True)
     context.working_copy = WorkingCopy(remote, context.storage, context.engine, 10**9, 0)
     context.replicator = Replicator(remote, context.storage, context.engine)
 

@@ -454,7 +454,7 @@ class TestMachine:
             return api.client.post("/v1/runs/validate", json=body).json()
 
         for hosts, devices, field, says in (
-            (4, 3, "resources.hosts", "is 4, but the run has only 3 in `devices`"),
+            (4, 3, "resources.hosts", "is 4, and `devices`, the devices of all hosts together, is only 3"),
             (2, 3, "resources.devices", "set 2 or 4"),
             (
                 2,

@@ -38,8 +38,9 @@ def test_the_parts_are_the_whole_with_the_target_of_every_token(count: int) -> N
     padding = -5 % count
     assert joined(made, "input_ids") == [[1, 2, 3, 4, 5] + [_PAD] * padding, [6, 7, 8] + [_PAD] * (2 + padding)]
     targets = [[-100, 3, 4, 5, -100], [7, 8, -100, -100, -100]]
-    for name in ("labels", "shift_labels"):
-        assert joined(made, name) == [row + [-100] * padding for row in targets]
+    assert joined(made, "shift_labels") == [row + [-100] * padding for row in targets]
+    labels = [[-100, -100, 3, 4, 5], [-100, 7, 8, -100, -100]]
+    assert joined(made, "labels") == [row + [-100] * padding for row in labels]
     assert joined(made, "attention_mask") == [[1] * 5 + [0] * padding, [1] * 3 + [0] * (2 + padding)]
     assert joined(made, "position_ids") == [list(range(5 + padding))]
     assert [one["rows"] for one in made] == [[7, 8]] + [[]] * (count - 1), "rows count once"

@@ -77,6 +77,7 @@ class Watched:
         class Lease:
             fenced, stop, silent_seconds, run_id = False, None, 0.0, "run_test"
             requested_stop, preempted_for, leaving, actions, ended_parts = None, None, None, (), ()
+            active_parts: tuple[()] = ()
 
             @property
             def expired(self) -> bool:  # ends a test that would wait for ever
