@@ -65,7 +65,8 @@ def test_a_cell_shows_the_curves_and_again_as_they_grow_until_the_run_ends(
         cell.join(timeout=30)
     assert not cell.is_alive(), "the cell ends with the run"
     shown = images(shell)
-    assert len(shown) > 2 and len(set(shown)) == len(shown), "each picture has something new"
+    # The last one is drawn in any case.
+    assert len(shown) > 2 and len(set(shown[:-1])) == len(shown) - 1, "each picture has something new"
 
 
 def test_an_ended_run_is_drawn_once_with_axes_for_each_unit(
