@@ -19,9 +19,9 @@ def test_a_preempted_run_continues_exactly_after_the_one_above_it(tmp_path: Path
     stack = TrainingStack(tmp_path, preempt_after_seconds=0, preempt_min_seconds=0)
     try:
         stack.add_worker(slots=1)
-        whole = start(stack, 300)
+        whole = start(stack, 150)
         assert stack.until(whole, "completed", "failed", timeout=120)["status"] == "completed"
-        low = start(stack, 300)
+        low = start(stack, 150)
         stack.until_step(low, 20, timeout=120)
         high = start(stack, 3, priority=5)
         assert stack.until(high, "completed", "failed", timeout=120)["status"] == "completed"
