@@ -17,10 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.distributed.expert_parallel import AllToAllEP
 
 from app.contracts.training_config.expert_parallel import MODEL_TYPES, devices_message, fitting_groups
+from worker.training.model.experts import expert_modules
 from worker.wire.heartbeat import HeartbeatCallback
-
-_IS_EXPERTS = "_is_expert_parallel"
-"""Attribute that transformers gives modules whose parameters are stacked by expert."""
 
 
 def divide_experts(model: torch.nn.Module, mesh: DeviceMesh, count: int, alive: HeartbeatCallback) -> set[Any]:
@@ -32,11 +30,10 @@ def divide_experts(model: torch.nn.Module, mesh: DeviceMesh, count: int, alive: 
         mesh.device_type, (mesh.size() // count, count, 1), mesh_dim_names=("copies", "experts", "alone")
     )
     found: set[Any] = set()
-    for module in model.modules():
-        if hasattr(module, _IS_EXPERTS):
-            _Experts(module, mesh, groups)
-            found.update(module.parameters(recurse=False))
-            alive()
+    for module in expert_modules(model):
+        _Experts(module, mesh, groups)
+        found.update(module.parameters(recurse=False))
+        alive()
     return found
 
 
@@ -45,7 +42,7 @@ def obstacle(model: Any, devices: int, count: int) -> str | None:
     kind = getattr(model.config.get_text_config(), "model_type", None)
     if kind not in MODEL_TYPES:
         return f"this model ({kind}) has no experts that can be divided; only {', '.join(MODEL_TYPES)} have"
-    numbers = {module.num_experts for module in model.modules() if hasattr(module, _IS_EXPERTS)}
+    numbers = {module.num_experts for module in expert_modules(model)}
     if not numbers:
         return "no layer of this model has experts"
     (number,) = numbers
