@@ -31,7 +31,7 @@ MOST_QUESTIONS = 0.01
 
 _CODE = re.compile(r"^```.*?^```$|(`+)[^\n]*?\1|\]\([^)]*\)", re.MULTILINE | re.DOTALL)
 _BETWEEN = re.compile(r"""["'\s]+[a-z]{0,2}["']|\s+""")
-"""What may stand between two words of a text that is written in several strings."""
+"""Separators of two words in a text that is written as several strings."""
 
 
 def docstrings(tree: ast.AST) -> Iterator[str]:

@@ -41,7 +41,7 @@ class StorageCopy:
         self._remote = RemoteStore(url, self._storage, "the URL")
         self.copied: Counter[str] = Counter()
         self.missing: list[str] = []
-        """What the database knows and this storage does not have as it was written."""
+        """Files in the database that are missing or different in this storage."""
 
     def all(self) -> None:
         """Copy everything, then mark the store as that of this installation.

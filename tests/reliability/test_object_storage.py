@@ -74,8 +74,8 @@ def test_an_output_is_sent_once_the_store_is_back(stack: Stack, share: Path, awa
     share.rename(away)
     worker = stack.workers[-1]
     eventually(lambda: "cannot be sent now" in worker.log.read_text(), timeout=60)
-    told = eventually(lambda: [it for it in stack.events(run_id) if "does not take the output" in str(it)])
-    assert told[0]["type"] == "progress" and "next try in" in told[0]["message"]
+    reported = eventually(lambda: [it for it in stack.events(run_id) if "does not take the output" in str(it)])
+    assert reported[0]["type"] == "progress" and "next try in" in reported[0]["message"]
     assert stack.run(run_id)["status"] not in ("completed", "failed")
     away.rename(share)
     shown = stack.until(run_id, "completed", "failed", timeout=60)

@@ -253,7 +253,7 @@ class TestSubmission:
 
 
 class TestNodes:
-    """What the cluster has explains why a job waits; nothing else follows from it."""
+    """The resources of the cluster only explain why a job waits."""
 
     @staticmethod
     def node(state: str = "ALIVE", labels: dict[str, str] | None = None, **resources: float) -> dict[str, Any]:
