@@ -1,4 +1,4 @@
-"""The server behind `tiny.Forks`: a copy for each connection reads jobs, forks a child for each, and reports its end."""
+"""Server behind `tiny.Forks`: a copy for each connection reads jobs, forks a child for each, and reports its end."""
 
 import gc
 import importlib
