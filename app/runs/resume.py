@@ -34,6 +34,7 @@ from app.runs.validation.expert_parallel import expert_parallel_problems
 from app.runs.validation.request import (
     backend_problems,
     fixed_resources,
+    label_problems,
     placement_problems,
     requirements,
     resource_problems,
@@ -83,6 +84,7 @@ async def resume(
     if request.resources is not None:
         asked = ResourceRequest.model_validate(before.model_dump() | request.resources.model_dump(exclude_unset=True))
         resources, wrong = await fixed_resources(session, settings, rules, config, given, asked)
+        wrong += await label_problems(session, rules, request.resources)
     if checkpoint is not None and was_sharded:
         config, given = _with_the_same_optimizer(config, given)
     # A checkpoint has the state of its optimizer, which is then no default that could be replaced.

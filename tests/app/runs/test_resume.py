@@ -315,6 +315,8 @@ def test_a_resume_changes_the_resources_that_it_names_and_keeps_the_others(
     child = child_of(api, parent, resources={"devices": 1, "memory_mb": None})["resources"]
     assert child == {**run_row(engine, parent).resources, "devices": 1, "memory_mb": None}
     assert (child["kind"], child["sharding"]) == ("cuda", "none")
+    (error,) = resume(api, parent, resources={"labels": ["site-b"]}).json()["errors"]
+    assert error["code"] == "unknown_label"
 
 
 def test_a_run_whose_devices_share_experts_keeps_that_or_is_divided_otherwise(
