@@ -43,9 +43,11 @@ def test_no_folder_holds_more_modules_than_a_reader_can_survey() -> None:
 
 
 FOUNDATION = (
-    "fastapi, uvicorn, sse_starlette, pydantic_settings, sqlalchemy.orm, sqlalchemy.ext.asyncio, psycopg, "
-    "celery, kombu, redis.asyncio"
+    "fastapi, uvicorn, sse_starlette, pydantic_settings, sqlalchemy.orm, sqlalchemy.ext.asyncio, "
+    "sqlalchemy.dialects.postgresql, psycopg, celery.app.base, kombu.entity, redis.asyncio, prometheus_client, "
+    "structlog.contextvars, pydantic.v1"
 )
+"""Modules of the libraries that `app.main` loads; `celery` and `kombu` alone load nothing before their first use."""
 
 
 def _after_import(module: str, expression: str) -> object:
@@ -78,12 +80,12 @@ def test_the_supervisor_imports_neither_torch_nor_http() -> None:
 
 
 def test_the_api_is_imported_in_hardly_more_time_than_what_it_stands_on() -> None:
-    """On a machine that imports FastAPI, SQLAlchemy, Celery and so on in 0.7 s it starts in under 1.5.
+    """On a machine that imports FastAPI, SQLAlchemy, Celery and so on in 1 s it starts in under 1.75.
 
     Processor time against processor time, the best of five pairs: a slow or busy machine does not count.
     """
     ratios = (_seconds("app.main") / _seconds(FOUNDATION) for _ in range(5))
-    assert any(ratio < 2 for ratio in ratios)
+    assert any(ratio < 1.75 for ratio in ratios)
 
 
 def _seconds(modules: str) -> float:
