@@ -2,6 +2,7 @@
 
 A queue is simulated with the service's own statements on PostgreSQL, whose clock is replaced: three workers of four
 devices, runs of one device (lognormal, about 100 s) that arrive at random, and six runs of four devices and 200 s.
+The load is that of the runs of one device; those of four devices come in addition.
 Predicted durations are off by a lognormal factor. Each queue runs with reservations and without, which is how claims
 worked before there were any. It also runs with perfect knowledge, which no scheduler has: durations are predicted
 exactly, and of several workers that could take a run, the first claim is that of the one which leaves the earliest
@@ -122,7 +123,7 @@ async def _simulate(
     draw = random.Random(seed)
     # In the first half, so that those without reservations wait behind a queue and not for its end.
     arrivals = [(SECONDS / 2 * (place + 0.5) / WIDE, DEVICES, WIDE_SECONDS) for place in range(WIDE)]
-    rate = (load * WORKERS * DEVICES - WIDE * DEVICES * WIDE_SECONDS / SECONDS) / MEAN_SECONDS
+    rate = load * WORKERS * DEVICES / MEAN_SECONDS
     at = 0.0
     while (at := at + draw.expovariate(rate)) < SECONDS:
         arrivals.append((at, 1, draw.lognormvariate(math.log(MEAN_SECONDS) - SPREAD**2 / 2, SPREAD)))
