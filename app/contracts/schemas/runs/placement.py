@@ -16,8 +16,21 @@ from app.contracts.schemas.runs.common import Body
 
 MOST_DEVICES = 1024
 
-WorkerLabel = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/=-]{0,62}$")]
-"""Label of a worker, such as `site-b` or `gpu=h100`."""
+
+def _check_label(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return validate(value)
+    except ValidationError:
+        raise ValueError(
+            "must be at most 63 letters, digits and `. _ : / = -` without spaces, and begin with a letter or a digit, "
+            "such as `site-b` or `zone=a`"
+        ) from None
+
+
+WorkerLabel = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/=-]{0,62}$"), WrapValidator(_check_label)
+]
+"""Label of a worker, such as `site-b` or `zone=a`."""
 
 
 GpuName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,62}$")]
