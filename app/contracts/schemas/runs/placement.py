@@ -17,23 +17,37 @@ from app.contracts.schemas.runs.common import Body
 MOST_DEVICES = 1024
 
 
-def _check_label(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    try:
-        return validate(value)
-    except ValidationError:
-        raise ValueError(
-            "must be at most 63 letters, digits and `. _ : / = -` without spaces, and begin with a letter or a digit, "
-            "such as `site-b` or `zone=a`"
-        ) from None
+def _in_words(message: str) -> WrapValidator:
+    """Return a validator that replaces the error of a pattern with a message."""
+
+    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise ValueError(message) from None
+
+    return WrapValidator(check)
 
 
 WorkerLabel = Annotated[
-    str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/=-]{0,62}$"), WrapValidator(_check_label)
+    str,
+    StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/=-]{0,62}$"),
+    _in_words(
+        "must be at most 63 letters, digits and `. _ : / = -` without spaces, and begin with a letter or a digit, "
+        "such as `site-b` or `zone=a`"
+    ),
 ]
 """Label of a worker, such as `site-b` or `zone=a`."""
 
 
-GpuName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,62}$")]
+GpuName = Annotated[
+    str,
+    StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,62}$"),
+    _in_words(
+        "must be at most 63 letters, digits, spaces and `. _ -`, and begin with a letter or a digit, "
+        "such as `h200` or `rtx 4090`"
+    ),
+]
 """Part of the name of a GPU, in whole words, such as `h200` or `RTX 4090`."""
 
 

@@ -426,11 +426,16 @@ class TestMachine:
         body["resources"] = {"labels": ["site-b"]}
         assert api.client.post("/v1/runs", json=body).status_code == 202
 
-    def test_a_label_with_a_space_is_refused_in_words(self, api: ApiServer, dataset: str) -> None:
-        body = {"dataset_id": dataset, "config": {"base_model": "org/model"}, "resources": {"labels": ["site b"]}}
-        (error,) = api.client.post("/v1/runs", json=body).json()["errors"]
-        assert error["field"] == "resources.labels.0"
-        assert "without spaces" in error["message"] and "such as `site-b`" in error["message"]
+    def test_malformed_labels_and_names_of_gpus_are_refused_in_words(self, api: ApiServer, dataset: str) -> None:
+        resources = {"labels": ["site b"], "gpu": "h200!"}
+        body = {"dataset_id": dataset, "config": {"base_model": "org/model"}, "resources": resources}
+        errors = api.client.post("/v1/runs", json=body).json()["errors"]
+        messages = {error["field"]: error["message"] for error in errors}
+        assert set(messages) == {"resources.labels.0", "resources.gpu"}
+        assert (
+            "without spaces" in messages["resources.labels.0"] and "such as `site-b`" in messages["resources.labels.0"]
+        )
+        assert "such as `h200`" in messages["resources.gpu"]
 
     def test_all_but_a_recipe_of_a_plugin_trains_on_several_devices(
         self, api: ApiServer, engine: Engine, dataset: str
