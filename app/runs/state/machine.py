@@ -29,6 +29,8 @@ from sqlalchemy import (
     select,
     text,
     true,
+    tuple_,
+    union_all,
     update,
 )
 from sqlalchemy.dialects.postgresql import aggregate_order_by, insert
@@ -50,7 +52,7 @@ from app.runs.state.fitting import (
     respects_reservation,
 )
 from app.runs.state.parts import is_over
-from app.runs.state.queue_order import PENDING, QUOTA_LOCK, has_room, is_owned_by, waiting_owners
+from app.runs.state.queue_order import PENDING, QUOTA_LOCK, has_room, is_owned_by, ranked_owners
 from app.runs.state.transitions import (
     EVENT_COLUMNS,
     actions,
@@ -73,6 +75,8 @@ WORKER_LOST = "worker lost"
 """Start of the reason, and of the error message, if the worker of an attempt was lost."""
 _CANDIDATES = 16
 """Runs that a claim considers, of which it takes the first that no other claim is just taking."""
+_FIRST_OWNERS = 32
+"""Owners whose runs a claim searches before those of all others."""
 _LEAST_PAUSE = 1.0
 _MOST_DOUBLINGS = 6
 
@@ -137,7 +141,7 @@ def claim(
         .cte("free")
     )
     room = select(func.count()).select_from(free).where(fits_device(runs.c.requirements, free.c)).scalar_subquery()
-    owners = waiting_owners()
+    owners = ranked_owners()
     # More than one of each, in case that others are just claiming the first ones.
     at_most = select(1 + _CANDIDATES / func.greatest(func.count(), 1)).select_from(owners).scalar_subquery()
     fits = and_(
@@ -166,11 +170,23 @@ def claim(
         .limit(at_most)
         .lateral("best")
     )
+    # Most owners need no search: a run of one of the first ones that has the highest priority of the next one comes
+    # before all of theirs.
+    ordered = select(best.c.id, best.c.priority, owners.c.used).select_from(owners.join(best, true()))
+    near = ordered.where(owners.c.place <= _FIRST_OWNERS).cte("near").prefix_with("MATERIALIZED")
+    following = owners.alias("following")
+    comes_first = tuple_(-near.c.priority, near.c.used) < tuple_(-following.c.priority, following.c.used)
+    sure = (
+        select(func.count())
+        .select_from(near.outerjoin(following, following.c.place == _FIRST_OWNERS + 1))
+        .where(or_(following.c.place.is_(None), comes_first))
+        .scalar_subquery()
+    )
+    far = ordered.where(owners.c.place > _FIRST_OWNERS, sure < _CANDIDATES)
+    found = union_all(select(near), far).subquery("found")
     first = (
-        select(best.c.id, best.c.priority, owners.c.used)
-        .select_from(owners.join(best, true()))
-        .where(func.coalesce(owners.c.room, 1) > 0)  # an owner without room is not searched for a run that fits
-        .order_by(best.c.priority.desc(), owners.c.used, best.c.id)
+        select(found)
+        .order_by(found.c.priority.desc(), found.c.used, found.c.id)
         .limit(2 * _CANDIDATES)
         .subquery("first")
     )

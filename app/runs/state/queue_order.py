@@ -13,7 +13,9 @@ from sqlalchemy import (
     Integer,
     Text,
     and_,
+    TextualSelect,
     exists,
+    func,
     literal,
     literal_column,
     or_,
@@ -37,29 +39,35 @@ _DECAYED = (
     "coalesce(device_seconds * "
     f"power(0.5, cast(extract(epoch FROM now() - updated_at) AS float) / {HALF_LIFE_SECONDS}), 0)"
 )
-# Devices in use are counted once for all owners, and only if one has a quota.
+# Devices in use are counted once for all quotas, and only if there is one. As JSON objects: with a join, Postgres may
+# compare each owner with each other one, since it cannot know how many there are.
+_HELD = """
+    SELECT jsonb_object_agg(coalesce(id, ''), devices) AS devices FROM (
+        SELECT {column} AS id, count(*) AS devices FROM devices JOIN runs AS holders ON holders.id = devices.run_id
+        GROUP BY 1
+    ) AS holders
+"""
 OWNERS = f"""
-    WITH RECURSIVE known(owner) AS (
-        SELECT min({OWNER}) FROM runs WHERE status = 'pending'
+    WITH RECURSIVE known(owner, priority) AS (
+        (SELECT {OWNER}, priority FROM runs WHERE status = 'pending' ORDER BY {OWNER}, priority DESC, id LIMIT 1)
         UNION ALL
-        SELECT (SELECT min({OWNER}) FROM runs WHERE status = 'pending' AND {OWNER} > known.owner)
-        FROM known WHERE known.owner IS NOT NULL
-    ), held AS MATERIALIZED (
-        SELECT holders.created_by AS owner, count(*) AS devices
-        FROM devices JOIN runs AS holders ON holders.id = devices.run_id GROUP BY 1
-    )
-    SELECT known.owner, {_DECAYED} AS used, api_keys.max_devices, CASE WHEN api_keys.max_devices IS NOT NULL
-        THEN api_keys.max_devices - coalesce((SELECT devices FROM held WHERE held.owner = known.owner), 0) END AS room
+        SELECT later.* FROM known CROSS JOIN LATERAL (
+            SELECT {OWNER}, priority FROM runs WHERE status = 'pending' AND {OWNER} > known.owner
+            ORDER BY {OWNER}, priority DESC, id LIMIT 1
+        ) AS later
+    ), held AS MATERIALIZED ({_HELD.format(column="holders.created_by")})
+    SELECT known.owner, known.priority, {_DECAYED} AS used, api_keys.max_devices,
+        CASE WHEN api_keys.max_devices IS NOT NULL THEN api_keys.max_devices
+            - coalesce(cast((SELECT devices FROM held) ->> known.owner AS integer), 0) END AS room
     FROM known LEFT JOIN device_usage ON device_usage.owner = known.owner
         LEFT JOIN api_keys ON api_keys.id = known.owner
-    WHERE known.owner IS NOT NULL
 """
-"""Owners of pending runs: `used` device-seconds, and `room` devices that the quota of the key leaves, or null."""
-LIMITED = """
-    SELECT id, name, max_devices, max_devices - (
-        SELECT count(*) FROM devices JOIN runs AS holders ON holders.id = devices.run_id
-        WHERE holders.experiment_id = experiments.id
-    ) AS room
+"""Owners of pending runs: the highest `priority` of these, `used` device-seconds, and `room` devices that the quota of
+the key leaves, or null."""
+LIMITED = f"""
+    WITH held AS MATERIALIZED ({_HELD.format(column="holders.experiment_id")})
+    SELECT id, name, max_devices,
+        max_devices - coalesce(cast((SELECT devices FROM held) ->> id AS integer), 0) AS room
     FROM experiments WHERE max_devices IS NOT NULL
 """
 """Experiments with a quota, and the `room` that it leaves."""
@@ -96,9 +104,24 @@ _runs: Any = Run.__table__
 
 
 def waiting_owners() -> CTE:
-    """Return the owners of pending runs: `owner`, `used` and `room` as in `OWNERS`."""
-    columns = text(OWNERS).columns(owner=Text(), used=Double(), room=Integer())
-    return columns.cte("owners").prefix_with("MATERIALIZED")
+    """Return the owners of pending runs: `owner`, `priority`, `used` and `room` as in `OWNERS`."""
+    return _owners().cte("owners").prefix_with("MATERIALIZED")
+
+
+def ranked_owners() -> CTE:
+    """Return the owners of pending runs that have room, with their `place`: none has a run before one of lower place.
+
+    That is, by their highest priority, then by what they have used. A run of less priority, because those before it do
+    not fit, may still come after runs of later owners.
+    """
+    waiting = _owners().subquery("waiting")
+    place = func.row_number().over(order_by=(waiting.c.priority.desc(), waiting.c.used)).label("place")
+    ranked = select(waiting, place).where(func.coalesce(waiting.c.room, 1) > 0)
+    return ranked.cte("owners").prefix_with("MATERIALIZED")
+
+
+def _owners() -> TextualSelect:
+    return text(OWNERS).columns(owner=Text(), priority=Integer(), used=Double(), room=Integer())
 
 
 def is_owned_by(owner: ColumnElement[str]) -> ColumnElement[bool]:

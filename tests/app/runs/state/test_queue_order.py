@@ -47,6 +47,23 @@ class TestShares:
         use(engine, much=1e9)
         assert claim(engine, add_worker(engine)).id == urgent.id
 
+    def test_of_many_owners_the_runs_that_fit_are_claimed_in_order(self, engine: Engine) -> None:
+        """Of most owners the run of the highest priority fits nowhere, and some others precede their next runs."""
+        owners = {f"key{number:02}": float(number) for number in range(60)}
+        use(engine, **owners)
+        worker, fitting = add_worker(engine, devices=1), []
+        for number, owner in enumerate(owners):
+            if number < 50:
+                add_run(engine, created_by=owner, priority=3, devices_needed=2)
+            for priority in (2 - number % 3, 1 if number > 45 else -number):
+                row = add_run(engine, created_by=owner, priority=priority)
+                fitting.append((-row.priority, owners[owner], row.id))
+        claimed = []
+        while (row := claim(engine, worker)) is not None:
+            claimed.append((-row.priority, owners[row.created_by], row.id))
+            end(engine, row.id)
+        assert claimed == sorted(fitting)
+
     def test_half_of_what_was_used_is_forgotten_in_a_week(self, engine: Engine) -> None:
         past, recent = add_run(engine, created_by="past"), add_run(engine, created_by="recent")
         use(engine, past=100.0, recent=60.0)
