@@ -67,9 +67,9 @@ def allows_gguf(writes_gguf: ColumnElement[bool]) -> ColumnElement[bool]:
     return case((_runs.c.requirements["gguf"].is_not(None), writes_gguf), else_=true())
 
 
-def label_array(labels: list[str]) -> ColumnElement[Any]:
-    """Return labels as an SQL array."""
-    return cast(literal(labels, ARRAY(Text)), ARRAY(Text))
+def text_array(values: list[str]) -> ColumnElement[Any]:
+    """Return texts as an SQL array."""
+    return cast(literal(values, ARRAY(Text)), ARRAY(Text))
 
 
 def fits_device(requirements: ColumnElement[Any], device: Any) -> ColumnElement[bool]:
@@ -101,7 +101,7 @@ def respects_reservation(worker_id: str, owners: CTE) -> ColumnElement[bool]:
     """Return the condition that a run may start on a worker although it is reserved for another run.
 
     It precedes that run in the queue, or leaves it enough devices, or is predicted to end before it can start. The
-    enclosing query joins `owners` (`waiting_owners`).
+    enclosing query joins `owners` (`ranked_owners`).
     """
     reserved = _reserved()
     place = tuple_(-_runs.c.priority, owners.c.used, _runs.c.id)

@@ -7,8 +7,8 @@ from sqlalchemy import Executable, exists, func, or_, select, update
 from sqlalchemy.dialects.postgresql import aggregate_order_by, insert
 
 from app.infra.db import seconds
-from app.runs.state.fitting import fits_device, reservations
-from app.runs.state.queue_order import PENDING, has_room, is_owned_by, waiting_owners
+from app.runs.state.fitting import fits_device, reservations, text_array
+from app.runs.state.queue_order import PENDING, has_room, is_owned_by, owner_of_reserved
 from app.runs.state.transitions import claimed, devices, extra_eval_datasets, run_parts, runs
 from app.tables.scheduling import RESERVATION_SECONDS
 from app.tables.workers import Worker
@@ -36,7 +36,7 @@ def claim_with_others(worker_id: str, backends: list[str], lease_seconds: float)
     dispatcher, which alone writes several of them, deletes them.
     """
     mine = reservations.alias("mine")
-    owners = waiting_owners()
+    owners = owner_of_reserved(worker_id)
     has_open_part = exists().where(
         run_parts.c.run_id == runs.c.id,
         run_parts.c.ended_at.is_(None),
@@ -58,7 +58,7 @@ def claim_with_others(worker_id: str, backends: list[str], lease_seconds: float)
             runs.c.status == PENDING,
             runs.c.stop_requested_at.is_(None),
             runs.c.not_before <= func.clock_timestamp(),
-            runs.c.backend.in_(backends),
+            runs.c.backend == func.any(text_array(backends)),
             has_room(owners),
             ~has_open_part,
         )

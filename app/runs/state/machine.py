@@ -47,9 +47,9 @@ from app.runs.state.fitting import (
     allows_labels,
     fits_device,
     has_free_device,
-    label_array,
     reservations,
     respects_reservation,
+    text_array,
 )
 from app.runs.state.parts import is_over
 from app.runs.state.queue_order import PENDING, QUOTA_LOCK, has_room, is_owned_by, ranked_owners
@@ -140,19 +140,21 @@ def claim(
         .with_for_update()
         .cte("free")
     )
+    free_devices = select(func.count()).select_from(free).scalar_subquery()
     room = select(func.count()).select_from(free).where(fits_device(runs.c.requirements, free.c)).scalar_subquery()
     owners = ranked_owners()
     # More than one of each, in case that others are just claiming the first ones.
     at_most = select(1 + _CANDIDATES / func.greatest(func.count(), 1)).select_from(owners).scalar_subquery()
     fits = and_(
+        runs.c.devices_needed <= free_devices,  # which is cheap, so that most of the runs that do not fit are
         runs.c.stop_requested_at.is_(None),
         runs.c.not_before <= func.clock_timestamp(),
-        runs.c.backend.in_(backends),
+        runs.c.backend == func.any(text_array(backends)),
         runs.c.hosts_needed == 1,
         runs.c.devices_needed <= room,
         has_room(owners),
         allows_kind(literal(kind)),
-        allows_labels(label_array(labels)),
+        allows_labels(text_array(labels)),
         allows_gguf(select(Worker.gguf).where(Worker.id == worker_id).scalar_subquery()),
         respects_reservation(worker_id, owners),
     )
@@ -173,16 +175,11 @@ def claim(
     # Most owners need no search: a run of one of the first ones that has the highest priority of the next one comes
     # before all of theirs.
     ordered = select(best.c.id, best.c.priority, owners.c.used).select_from(owners.join(best, true()))
+    ordered = ordered.where(free_devices > 0)
     near = ordered.where(owners.c.place <= _FIRST_OWNERS).cte("near").prefix_with("MATERIALIZED")
-    following = owners.alias("following")
-    comes_first = tuple_(-near.c.priority, near.c.used) < tuple_(-following.c.priority, following.c.used)
-    sure = (
-        select(func.count())
-        .select_from(near.outerjoin(following, following.c.place == _FIRST_OWNERS + 1))
-        .where(or_(following.c.place.is_(None), comes_first))
-        .scalar_subquery()
-    )
-    far = ordered.where(owners.c.place > _FIRST_OWNERS, sure < _CANDIDATES)
+    following = select(-owners.c.priority, owners.c.used).where(owners.c.place == _FIRST_OWNERS + 1).scalar_subquery()
+    sure = select(func.count()).select_from(near).where(tuple_(-near.c.priority, near.c.used) < following)
+    far = ordered.where(owners.c.place > _FIRST_OWNERS, sure.scalar_subquery() < _CANDIDATES)
     found = union_all(select(near), far).subquery("found")
     first = (
         select(found)

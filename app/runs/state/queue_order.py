@@ -12,8 +12,8 @@ from sqlalchemy import (
     Double,
     Integer,
     Text,
-    and_,
     TextualSelect,
+    and_,
     exists,
     func,
     literal,
@@ -47,21 +47,28 @@ _HELD = """
         GROUP BY 1
     ) AS holders
 """
-OWNERS = f"""
-    WITH RECURSIVE known(owner, priority) AS (
-        (SELECT {OWNER}, priority FROM runs WHERE status = 'pending' ORDER BY {OWNER}, priority DESC, id LIMIT 1)
-        UNION ALL
-        SELECT later.* FROM known CROSS JOIN LATERAL (
-            SELECT {OWNER}, priority FROM runs WHERE status = 'pending' AND {OWNER} > known.owner
-            ORDER BY {OWNER}, priority DESC, id LIMIT 1
-        ) AS later
-    ), held AS MATERIALIZED ({_HELD.format(column="holders.created_by")})
+_EACH = f"""
+    (SELECT {OWNER}, priority FROM runs WHERE status = 'pending' ORDER BY {OWNER}, priority DESC, id LIMIT 1)
+    UNION ALL
+    SELECT later.* FROM known CROSS JOIN LATERAL (
+        SELECT {OWNER}, priority FROM runs WHERE status = 'pending' AND {OWNER} > known.owner
+        ORDER BY {OWNER}, priority DESC, id LIMIT 1
+    ) AS later
+"""
+_OF_RESERVED = f"""
+    SELECT {OWNER}, runs.priority FROM reservations JOIN runs ON runs.id = reservations.run_id
+    WHERE reservations.worker_id = :worker_id AND runs.status = 'pending'
+"""
+_OWNERS = f"""
+    WITH RECURSIVE known(owner, priority) AS ({{known}}),
+        held AS MATERIALIZED ({_HELD.format(column="holders.created_by")})
     SELECT known.owner, known.priority, {_DECAYED} AS used, api_keys.max_devices,
         CASE WHEN api_keys.max_devices IS NOT NULL THEN api_keys.max_devices
             - coalesce(cast((SELECT devices FROM held) ->> known.owner AS integer), 0) END AS room
     FROM known LEFT JOIN device_usage ON device_usage.owner = known.owner
         LEFT JOIN api_keys ON api_keys.id = known.owner
 """
+OWNERS = _OWNERS.format(known=_EACH)
 """Owners of pending runs: the highest `priority` of these, `used` device-seconds, and `room` devices that the quota of
 the key leaves, or null."""
 LIMITED = f"""
@@ -103,9 +110,9 @@ QUOTA_LOCK = 0x71756F74  # "quot"
 _runs: Any = Run.__table__
 
 
-def waiting_owners() -> CTE:
-    """Return the owners of pending runs: `owner`, `priority`, `used` and `room` as in `OWNERS`."""
-    return _owners().cte("owners").prefix_with("MATERIALIZED")
+def owner_of_reserved(worker_id: str) -> CTE:
+    """Return the owner of the pending run for which a worker is reserved: `owner`, `used` and `room` as in `OWNERS`."""
+    return _owners(_OF_RESERVED, worker_id=worker_id).cte("owners").prefix_with("MATERIALIZED")
 
 
 def ranked_owners() -> CTE:
@@ -114,14 +121,15 @@ def ranked_owners() -> CTE:
     That is, by their highest priority, then by what they have used. A run of less priority, because those before it do
     not fit, may still come after runs of later owners.
     """
-    waiting = _owners().subquery("waiting")
+    waiting = _owners(_EACH).subquery("waiting")
     place = func.row_number().over(order_by=(waiting.c.priority.desc(), waiting.c.used)).label("place")
     ranked = select(waiting, place).where(func.coalesce(waiting.c.room, 1) > 0)
     return ranked.cte("owners").prefix_with("MATERIALIZED")
 
 
-def _owners() -> TextualSelect:
-    return text(OWNERS).columns(owner=Text(), priority=Integer(), used=Double(), room=Integer())
+def _owners(known: str, **parameters: str) -> TextualSelect:
+    query = text(_OWNERS.format(known=known)).bindparams(**parameters)
+    return query.columns(owner=Text(), priority=Integer(), used=Double(), room=Integer())
 
 
 def is_owned_by(owner: ColumnElement[str]) -> ColumnElement[bool]:
