@@ -11,7 +11,7 @@ from app.runs.state.group_claim import LATELY
 from app.workers.queries import IS_FRESH, silence_seconds
 
 _WORKERS = text(f"""
-    SELECT workers.id, workers.host, workers.backends, workers.labels, workers.gguf,
+    SELECT workers.id, workers.host, workers.backends, workers.labels, workers.gguf, workers.version,
         workers.group_address IS NOT NULL AND workers.heartbeat_at > clock_timestamp() - make_interval(secs => :lately)
             AS joins_hosts, min(devices.kind) AS kind,
         min(devices.name) AS device,
@@ -44,6 +44,7 @@ async def read_fleet(connection: Any, lease_seconds: float) -> Fleet:
             row.host,
             row.gguf,
             row.joins_hosts,
+            row.version,
         )
         for row in rows
     ]

@@ -39,11 +39,18 @@ class WorkerOffer:
     """True if it can write GGUF files."""
     joins_hosts: bool = False
     """True if it trains runs together with workers of other hosts."""
+    version: str = ""
+    """Version of Anneal."""
 
     @property
     def model(self) -> str:
-        """Model of its devices, which all workers of a run share; all CPUs count as alike."""
+        """Model of its devices; all CPUs count as alike."""
         return self.device if self.kind == "cuda" else self.kind
+
+    @property
+    def alike(self) -> tuple[str, str]:
+        """Model of its devices and version, which all workers of a run share."""
+        return self.model, self.version
 
 
 @dataclass(frozen=True)
@@ -187,8 +194,11 @@ def pending_reason(needs: Needs, fleet: Fleet) -> PendingReason | None:
     by_model = Counter(worker.model for worker in large)
     if max(by_model.values()) < needs.hosts:
         return PendingReason(code="too_few_hosts", message=_too_few_alike(needs, by_model))
+    alike = Counter(worker.alike for worker in large)
+    if max(alike.values()) < needs.hosts:
+        return PendingReason(code="too_few_hosts", message=_too_few_of_version(needs, alike))
     usable = Counter(
-        worker.model for worker, devices in fitting if sum(not device.paused for device in devices) >= each
+        worker.alike for worker, devices in fitting if sum(not device.paused for device in devices) >= each
     )
     if max(usable.values(), default=0) < needs.hosts:
         which = "Every device" if needs.hosts == 1 else "On all but too few workers, a device"
@@ -286,6 +296,15 @@ def _too_few_alike(needs: Needs, by_model: Mapping[str, int]) -> str:
         f"The run needs {needs.hosts} workers whose devices are of one model, and of those that it fits and that join "
         f"such runs, there are {counts}. Start others with the same devices, or create the run with fewer "
         "`resources.hosts`."
+    )
+
+
+def _too_few_of_version(needs: Needs, alike: Mapping[tuple[str, str], int]) -> str:
+    counts = ", ".join(f"{count} with {model} and version {of}" for (model, of), count in sorted(alike.items()))
+    return (
+        f"The run needs {needs.hosts} workers of one model of devices and one version of Anneal, and of those that it "
+        f"fits and that join such runs, there are {counts}. Install the same version on all of them, or create the run "
+        "with fewer `resources.hosts`."
     )
 
 

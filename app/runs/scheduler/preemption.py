@@ -77,10 +77,10 @@ def choose_room(
 ) -> Room | None:
     """Return runs of lower priority whose devices, with those that are free, are enough for a run.
 
-    None if the run fits free devices, or if too few workers with devices of one model would have enough. Of several
-    workers it is those on which the fewest devices are given up, then the least training since the last start.
+    None if the run fits free devices, or if too few workers that are alike (`WorkerOffer.alike`) would have enough. Of
+    several workers it is those on which the fewest devices are given up, then the least training since the last start.
     """
-    options: dict[str, list[tuple[tuple[int, float], str, list[str]]]] = defaultdict(list)
+    options: dict[tuple[str, str], list[tuple[tuple[int, float], str, list[str]]]] = defaultdict(list)
     for worker in fleet.workers:
         if not needs.allows_worker(worker, fleet.gpu_backends):
             continue
@@ -93,7 +93,7 @@ def choose_room(
         chosen = _fewest(victims, held, missing) if missing > 0 else []
         if chosen or missing <= 0:
             key = (sum(held[one.run_id] for one in chosen), sum(one.seconds for one in chosen))
-            options[worker.model].append((key, worker.worker_id, [one.run_id for one in chosen]))
+            options[worker.alike].append((key, worker.worker_id, [one.run_id for one in chosen]))
     groups = [sorted(group)[: needs.hosts] for group in options.values() if len(group) >= needs.hosts]
     if not groups:
         return None

@@ -7,7 +7,7 @@ need hosts. A later run starts there only if it ends before the reserved one can
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from app.runs.scheduler.placement import Needs
@@ -50,7 +50,7 @@ def choose_reservations(
     free: Sequence[Sequence[float]],
     now: float,
     held: Mapping[str, Collection[int]],
-    models: Sequence[str] = (),
+    alike: Sequence[Hashable] = (),
 ) -> list[Reservation]:
     """Choose workers for each of the first runs of the queue that need several devices: one for each host.
 
@@ -59,8 +59,8 @@ def choose_reservations(
     clearly sooner: a run that moves with each estimate would wait everywhere and start nowhere. Of the runs on several
     hosts whose start is unknown, only the first reserves workers: no other run can use them meanwhile.
 
-    `models` has the model of the devices of each worker. A run takes workers of one model only, since its
-    configuration is resolved for the devices of one of them.
+    `alike` has, for each worker, what those of a run share (`WorkerOffer.alike`): its configuration is resolved for the
+    devices of one of them, and only processes of one version train together.
     """
     chosen: dict[int, Reservation] = {}
     runs = 0
@@ -70,7 +70,7 @@ def choose_reservations(
             break
         if run.needs.devices == 1 or run.not_before > now:
             continue
-        options: dict[str, list[tuple[tuple[float, bool, int], int, float]]] = defaultdict(list)
+        options: dict[Hashable, list[tuple[tuple[float, bool, int], int, float]]] = defaultdict(list)
         for at, devices in fitting[run.run_id].items():
             if at in chosen:
                 continue
@@ -78,7 +78,7 @@ def choose_reservations(
             is_held = at in held.get(run.run_id, ())
             wait = (start - now) * (_CLEARLY_SOONER if is_held else 1.0)
             busy = sum(free[at][device] > now for device in devices)
-            options[models[at] if models else ""].append(((wait, not is_held, busy), at, start))
+            options[alike[at] if alike else None].append(((wait, not is_held, busy), at, start))
         groups = [sorted(group)[: run.needs.hosts] for group in options.values() if len(group) >= run.needs.hosts]
         if not groups:
             continue

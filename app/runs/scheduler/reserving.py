@@ -128,8 +128,8 @@ def _choose(forecast: Forecast) -> tuple[list[Reservation], dict[str, dict[int, 
     held = {
         run: {places[worker] for worker in workers if worker in places} for run, workers in forecast.reserved.items()
     }
-    free, models = [worker.free for worker in slots], [worker.offer.model for worker in slots]
-    return choose_reservations(forecast.queue, fitting, free, 0.0, held, models), fitting
+    free, alike = [worker.free for worker in slots], [worker.offer.alike for worker in slots]
+    return choose_reservations(forecast.queue, fitting, free, 0.0, held, alike), fitting
 
 
 def _usable(

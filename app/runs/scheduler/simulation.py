@@ -181,7 +181,7 @@ class _Simulation:
             self._free,
             now,
             self._held,
-            [one.offer.model for one in self._workers],
+            [one.offer.alike for one in self._workers],
         )
         self._held = defaultdict(set)
         for one in made:

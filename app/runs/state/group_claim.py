@@ -5,6 +5,7 @@ As the transitions of `machine.py`, it is guarded, and writes the events with it
 
 from sqlalchemy import Executable, exists, func, or_, select, update
 from sqlalchemy.dialects.postgresql import aggregate_order_by, insert
+from sqlalchemy.orm import aliased
 
 from app.infra.db import seconds
 from app.runs.state.fitting import fits_device, reservations, text_array
@@ -35,7 +36,7 @@ def claim_with_others(worker_id: str, backends: list[str], lease_seconds: float)
     devices of all workers are locked in one order. The reservations of a run that has started count no more; the
     dispatcher, which alone writes several of them, deletes them.
     """
-    mine = reservations.alias("mine")
+    mine, lead = reservations.alias("mine"), aliased(Worker)
     owners = owner_of_reserved(worker_id)
     has_open_part = exists().where(
         run_parts.c.run_id == runs.c.id,
@@ -77,6 +78,7 @@ def claim_with_others(worker_id: str, backends: list[str], lease_seconds: float)
             or_(devices.c.paused_until.is_(None), devices.c.paused_until <= func.clock_timestamp()),
             Worker.state == "online",
             Worker.group_address.is_not(None),
+            Worker.version == select(lead.version).where(lead.id == worker_id).scalar_subquery(),
             Worker.heartbeat_at > func.clock_timestamp() - seconds(lease_seconds * LATELY),
         )
         .order_by(devices.c.worker_id, devices.c.index)

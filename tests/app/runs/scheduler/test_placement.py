@@ -19,6 +19,9 @@ FLEET = Fleet((CPU, GPU), frozenset({"celery"}))
 HOSTS = Fleet((replace(GPU, joins_hosts=True), replace(GPU, joins_hosts=True, devices=GPU.devices * 2)))
 JOINS = replace(GPU, joins_hosts=True)
 UNLIKE = Fleet((JOINS, JOINS, replace(JOINS, device="H100", labels=frozenset({"ib"}))))
+UPGRADED = Fleet(
+    (replace(JOINS, version="1.0"), replace(JOINS, version="1.1"), replace(JOINS, version="1.0", device="H100"))
+)
 PAUSED = Fleet((JOINS, replace(JOINS, devices=(DeviceOffer(24_000, paused=True),)), replace(JOINS, device="H100")))
 NEEDS = Needs("celery", estimated_mb={"cpu": 12_000, "cuda": 12_000}, prefers_gpu=True)
 
@@ -53,6 +56,12 @@ NEEDS = Needs("celery", estimated_mb={"cpu": 12_000, "cuda": 12_000}, prefers_gp
             "there are 2 with A10, 1 with H100. Start others",
         ),
         (replace(NEEDS, devices=2, hosts=2), UNLIKE, None, ""),
+        (
+            replace(NEEDS, devices=2, hosts=2),
+            UPGRADED,
+            "too_few_hosts",
+            "there are 1 with A10 and version 1.0, 1 with A10 and version 1.1, 1 with H100 and version 1.0. Install",
+        ),
         (
             replace(NEEDS, devices=2, hosts=2, labels=frozenset({"ib"})),
             UNLIKE,

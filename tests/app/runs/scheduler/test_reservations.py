@@ -17,7 +17,7 @@ from app.runs.scheduler.reservations import PendingRun, Reservation, choose_rese
 from app.runs.scheduler.reserving import reserve
 from app.runs.state import machine
 from app.tables.scheduling import DeviceUsage
-from tests.rows import add_run, add_worker, claim, run_row, waiting_for_locks
+from tests.rows import add_run, add_worker, claim, claim_with_others, run_row, waiting_for_locks
 from tests.waiting import eventually
 
 
@@ -163,6 +163,18 @@ class TestOfTheQueue:
                 connection.execute(pause, {"time": hours, "id": workers[0]})
             await renew(settings)
             assert sorted(row.worker_id for row in stored(engine)) == kept
+
+    async def test_a_run_on_several_hosts_reserves_workers_of_one_version(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        _, new = (add_worker(engine, devices=1, group_address="10.0.0.1", version=version) for version in "12")
+        run = add_run(engine, devices_needed=2, hosts_needed=2)
+        await renew(settings)
+        assert stored(engine) == []
+        other = add_worker(engine, devices=1, group_address="10.0.0.1", version="2")
+        await renew(settings)
+        assert sorted(row.worker_id for row in stored(engine)) == sorted([new, other])
+        assert claim_with_others(engine, new).id == run.id
 
     def test_two_claims_at_once_do_not_both_take_the_spare_device(self, engine: Engine) -> None:
         worker = add_worker(engine, devices=4)

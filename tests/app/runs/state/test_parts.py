@@ -100,6 +100,7 @@ class TestClaim:
             "UPDATE workers SET heartbeat_at = now() - interval '31 s'",
             "UPDATE workers SET state = 'draining'",
             "UPDATE workers SET group_address = NULL",
+            "UPDATE workers SET version = '1'",
             "UPDATE devices SET paused_until = now() + interval '1 h'",
             "UPDATE devices SET memory_mb = 10",
             "UPDATE reservations SET made_at = now() - interval '31 s'",
