@@ -9,7 +9,7 @@ import asyncio
 import logging
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC
 from typing import Any
@@ -25,9 +25,9 @@ from app.contracts.schemas.runs.placement import PendingReason
 from app.infra import async_tasks
 from app.infra.broker import Broker
 from app.infra.db import is_away
-from app.runs.scheduler.placement import reason_of_quota
+from app.runs.scheduler.placement import kept_quota_reason, reason_of_quota
 from app.runs.state import machine
-from app.runs.state.queue_order import JOIN_ROOM, WITH_ROOM
+from app.runs.state.queue_order import JOIN_ROOM, KEPT_QUOTAS, WITH_ROOM
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,8 @@ _PENDING = text(f"""
         jobs.added_at IS NOT NULL AS has_job,
         extract(epoch FROM clock_timestamp() - jobs.added_at) AS waits,
         owners.room AS key_room, owners.max_devices AS key_devices,
-        limited.room AS experiment_room, limited.max_devices AS experiment_devices, limited.name AS experiment_name
+        limited.room AS experiment_room, limited.max_devices AS experiment_devices, limited.name AS experiment_name,
+        {KEPT_QUOTAS} AS kept
     FROM runs {JOIN_ROOM}
         LEFT JOIN ray_jobs AS jobs ON jobs.run_id = runs.id AND jobs.lease_epoch = runs.lease_epoch
     WHERE runs.status = 'pending' AND runs.backend = 'ray' AND runs.not_before <= clock_timestamp()
@@ -154,13 +155,15 @@ class RayJobs:
             await connection.execute(_FORGET)
             waiting = (await connection.execute(_PENDING)).all()
             held = [run for run in waiting if run.has_job]
-            by_key, by_experiment = Counter[str](), Counter[str]()
+            by_key, by_experiment, of_kept = Counter[str](), Counter[str](), Counter[str]()
             for run in held:
                 by_key[run.owner] += run.devices_needed
                 by_experiment[run.experiment_id] += run.devices_needed
+                of_kept.update(dict.fromkeys(run.kept or (), run.devices_needed))
             reasons: list[tuple[Any, PendingReason]] = []
             for run in waiting[len(held) :]:
                 quota = reason_of_quota(run, by_key[run.owner], by_experiment[run.experiment_id])
+                quota = quota or _kept_reason(run, of_kept)
                 reason = ray_reasons.not_configured() if self._api is None else quota
                 last = _without_place(held, run) if reason is None else None
                 if last is not None and not _gives_way(last, run):
@@ -176,6 +179,7 @@ class RayJobs:
                 held.append(run)
                 by_key[run.owner] += run.devices_needed
                 by_experiment[run.experiment_id] += run.devices_needed
+                of_kept.update(dict.fromkeys(run.kept or (), run.devices_needed))
         await self._explain(reasons)
 
     async def _withdraw(self, connection: AsyncConnection, last: Any, run: Any) -> None:
@@ -326,6 +330,14 @@ def _job_id(run: Any) -> str:
 def _shape(run: Any) -> tuple[Any, ...]:
     """Return what matters for Ray, with the owner."""
     return run.owner, run.devices_needed, ray_reasons.kind_of(run), tuple(ray_reasons.labels_of(run))
+
+
+def _kept_reason(run: Any, taken: Mapping[str, int]) -> PendingReason | None:
+    """Return the reason of a run that would take a quota kept for a run before it, of which jobs have `taken` some."""
+    for quota, (first, spare) in (run.kept or {}).items():
+        if run.devices_needed > spare - taken[quota]:
+            return kept_quota_reason(first)
+    return None
 
 
 def _without_place(held: Sequence[Any], run: Any) -> Any | None:

@@ -90,20 +90,24 @@ def _used_by_owner_of(run: str) -> str:
     return f"coalesce(({of_owner}), 0)"
 
 
-# Not of a backend that starts a worker for a run: that worker can claim no other run meanwhile.
-KEPT_FOR = f"""(
-    SELECT kept.run_id FROM quota_reservations AS kept JOIN runs AS waiting ON waiting.id = kept.run_id
+_KEPT = f"""
+    FROM quota_reservations AS kept JOIN runs AS waiting ON waiting.id = kept.run_id
     WHERE kept.quota_id IN (runs.created_by, runs.experiment_id)
         AND kept.made_at > clock_timestamp() - interval '{RESERVATION_SECONDS} s'
-        AND waiting.status = 'pending' AND runs.devices_needed > kept.spare
-        AND runs.backend IN {sql_list(WORKER_BACKENDS)}
+        AND waiting.status = 'pending'
         AND (-runs.priority, owners.used, runs.id)
             > (-waiting.priority, {_used_by_owner_of("waiting")}, waiting.id)
         AND coalesce(
             clock_timestamp() + cast(kept.durations ->> runs.id AS float) * interval '1 s' > kept.starts_at, true)
+"""
+# Not of a backend that starts a worker for a run, which can claim no other one: such a run respects it before.
+KEPT_FOR = f"""(
+    SELECT kept.run_id {_KEPT} AND runs.devices_needed > kept.spare AND runs.backend IN {sql_list(WORKER_BACKENDS)}
     LIMIT 1
 )"""
 """SQL expression: the run for which a quota is kept, if it would wait longer because of a run; else null."""
+KEPT_QUOTAS = f"(SELECT jsonb_object_agg(kept.quota_id, jsonb_build_array(kept.run_id, kept.spare)) {_KEPT})"
+"""SQL expression: the quotas that are kept for runs before a run, each with that run and the devices left to others."""
 QUOTA_LOCK = 0x71756F74  # "quot"
 """Key of the advisory lock under which quotas are checked, and reservations of them changed."""
 

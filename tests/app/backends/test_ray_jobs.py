@@ -243,6 +243,27 @@ class TestSubmission:
         assert ray.submissions == [job(first)]
         assert waits_because(engine, second)[0] == "quota"
 
+    async def test_a_quota_that_is_kept_for_an_earlier_run_gets_no_job_of_a_later_one(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        earlier, wide = add(engine), add_run(engine, devices_needed=4).id
+        small, next_one = add(engine), add(engine)
+        execute(engine, f"UPDATE runs SET experiment_id = '{run_row(engine, wide).experiment_id}'")
+        execute(engine, "UPDATE experiments SET max_devices = 4")
+        execute(
+            engine,
+            "INSERT INTO quota_reservations (quota_id, run_id, spare) "
+            f"SELECT experiment_id, id, 1 FROM runs WHERE id = '{wide}'",
+        )
+        for _ in range(2):
+            await jobs.round()
+            assert ray.submissions == [job(earlier), job(small)]
+        code, message = waits_because(engine, next_one)
+        assert code == "quota" and f"kept for run {wide}" in message
+        execute(engine, "UPDATE quota_reservations SET made_at = now() - interval '31 s'")
+        await jobs.round()
+        assert ray.submissions[2:] == [job(next_one)]
+
     async def test_a_run_that_waits_after_a_loss_has_its_job_when_it_is_due(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:
