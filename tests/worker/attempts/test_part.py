@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,7 +48,8 @@ def context(settings: Settings, engine: Engine) -> Iterator[WorkerContext]:
 @pytest.fixture
 def claimed(context: WorkerContext, engine: Engine) -> Any:
     """The claim of a run by another worker, of which this one is to train a part."""
-    run_id, lead = add_run(engine, devices_needed=2, hosts_needed=2).id, add_worker(engine, group_address="10.0.0.1")
+    run_id = add_run(engine, devices_needed=2, hosts_needed=2).id
+    lead = add_worker(engine, group_address="10.0.0.1", version=version("anneal"))
     reserve(engine, run_id, lead, context.id)
     row = claim_with_others(engine, lead)
     assert row.members == [context.id]
