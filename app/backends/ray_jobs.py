@@ -8,8 +8,7 @@ been submitted is looked up by its id, and never submitted twice.
 import asyncio
 import logging
 import shlex
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC
 from typing import Any
@@ -155,16 +154,9 @@ class RayJobs:
             await connection.execute(_FORGET)
             waiting = (await connection.execute(_PENDING)).all()
             held = [run for run in waiting if run.has_job]
-            by_key, by_experiment, of_kept = Counter[str](), Counter[str](), Counter[str]()
-            for run in held:
-                by_key[run.owner] += run.devices_needed
-                by_experiment[run.experiment_id] += run.devices_needed
-                of_kept.update(dict.fromkeys(run.kept or (), run.devices_needed))
             reasons: list[tuple[Any, PendingReason]] = []
             for run in waiting[len(held) :]:
-                quota = reason_of_quota(run, by_key[run.owner], by_experiment[run.experiment_id])
-                quota = quota or _kept_reason(run, of_kept)
-                reason = ray_reasons.not_configured() if self._api is None else quota
+                reason = ray_reasons.not_configured() if self._api is None else _quota_reason(held, run)
                 last = _without_place(held, run) if reason is None else None
                 if last is not None and not _gives_way(last, run):
                     reason = _queued()
@@ -177,9 +169,6 @@ class RayJobs:
                     reasons.append((last, _queued()))
                 await connection.execute(_ADD, {"run_id": run.run_id, "lease_epoch": run.lease_epoch})
                 held.append(run)
-                by_key[run.owner] += run.devices_needed
-                by_experiment[run.experiment_id] += run.devices_needed
-                of_kept.update(dict.fromkeys(run.kept or (), run.devices_needed))
         await self._explain(reasons)
 
     async def _withdraw(self, connection: AsyncConnection, last: Any, run: Any) -> None:
@@ -332,10 +321,15 @@ def _shape(run: Any) -> tuple[Any, ...]:
     return run.owner, run.devices_needed, ray_reasons.kind_of(run), tuple(ray_reasons.labels_of(run))
 
 
-def _kept_reason(run: Any, taken: Mapping[str, int]) -> PendingReason | None:
-    """Return the reason of a run that would take a quota kept for a run before it, of which jobs have `taken` some."""
+def _quota_reason(held: Sequence[Any], run: Any) -> PendingReason | None:
+    """Return why the quotas of a run, of which the jobs that are `held` take their devices too, leave it no room."""
+    of_key = sum(one.devices_needed for one in held if one.owner == run.owner)
+    of_experiment = sum(one.devices_needed for one in held if one.experiment_id == run.experiment_id)
+    if (reason := reason_of_quota(run, of_key, of_experiment)) is not None:
+        return reason
     for quota, (first, spare) in (run.kept or {}).items():
-        if run.devices_needed > spare - taken[quota]:
+        taken = sum(one.devices_needed for one in held if quota in (one.kept or ()))
+        if run.devices_needed > spare - taken:
             return kept_quota_reason(first)
     return None
 

@@ -146,7 +146,8 @@ def claim(
     # More than one of each, in case that others are just claiming the first ones.
     at_most = select(1 + _CANDIDATES / func.greatest(func.count(), 1)).select_from(owners).scalar_subquery()
     fits = and_(
-        runs.c.devices_needed <= free_devices,  # which is cheap, so that most of the runs that do not fit are
+        # Cheap, and false for most of the runs that do not fit, so `room` is counted for few.
+        runs.c.devices_needed <= free_devices,
         runs.c.stop_requested_at.is_(None),
         runs.c.not_before <= func.clock_timestamp(),
         runs.c.backend == func.any(text_array(backends)),
@@ -172,8 +173,8 @@ def claim(
         .limit(at_most)
         .lateral("best")
     )
-    # Most owners need no search: a run of one of the first ones that has the highest priority of the next one comes
-    # before all of theirs.
+    # Most owners need no search: what precedes the best run that the owner after the first ones could have precedes
+    # all runs of that owner and of those after it.
     ordered = select(best.c.id, best.c.priority, owners.c.used).select_from(owners.join(best, true()))
     ordered = ordered.where(free_devices > 0)
     near = ordered.where(owners.c.place <= _FIRST_OWNERS).cte("near").prefix_with("MATERIALIZED")

@@ -100,7 +100,7 @@ _KEPT = f"""
         AND coalesce(
             clock_timestamp() + cast(kept.durations ->> runs.id AS float) * interval '1 s' > kept.starts_at, true)
 """
-# Not of a backend that starts a worker for a run, which can claim no other one: such a run respects it before.
+# Of a backend that starts a worker for each run, quotas are checked before that: the worker can claim no other run.
 KEPT_FOR = f"""(
     SELECT kept.run_id {_KEPT} AND runs.devices_needed > kept.spare AND runs.backend IN {sql_list(WORKER_BACKENDS)}
     LIMIT 1

@@ -18,7 +18,7 @@ MOST_DEVICES = 1024
 
 
 def _in_words(message: str) -> WrapValidator:
-    """Return a validator that replaces the error of a pattern with a message."""
+    """Return a validator that replaces the errors of a type with one message."""
 
     def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -57,13 +57,10 @@ def name_words(name: str) -> str:
 
 
 DeviceCount = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
-
-
-def _one_error(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    try:
-        return validate(value)
-    except ValidationError:  # it has an error for the number and one for the word
-        raise ValueError(f"must be a number from 1 to {MOST_DEVICES:,}, or `all`") from None
+# Without the validator there would be two errors: one for the number and one for the word.
+DevicesAsked = Annotated[
+    DeviceCount | Literal["all"], _in_words(f"must be a number from 1 to {MOST_DEVICES:,}, or `all`")
+]
 
 
 class Placement(Body):
@@ -135,7 +132,7 @@ class Resources(Placement):
 class ResourceRequest(Placement):
     """Resources that a request asks for; what it leaves out follows from its configuration and its estimate."""
 
-    devices: Annotated[DeviceCount | Literal["all"], WrapValidator(_one_error)] = Field(
+    devices: DevicesAsked = Field(
         default=1,
         description="Number of devices. Each trains `batch_size` rows at a time, so that a step has this many times as "
         "many rows. `all`: as many as the online worker has that has the most of them, of this kind, with this name, "
