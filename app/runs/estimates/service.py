@@ -1,25 +1,19 @@
 """Estimates of runs: combines the model's files, the available devices and the formulas."""
 
 import asyncio
-import json
 import logging
 import math
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from app.base_models import resolver
-from app.base_models.model_folder import ModelFolder
 from app.config import Settings
-from app.contracts.attempt.job import MERGED_BASE
 from app.contracts.methods import METHODS
 from app.contracts.schemas.estimates import (
     Confidence,
@@ -42,11 +36,11 @@ from app.estimator.memory import CONTEXT, WHOLE, Division
 from app.estimator.parameters import CannotTrain, total, trained
 from app.estimator.steps import Data, make_step_plan, max_sequence_length, plan
 from app.infra.files.object_store import StoreUnavailable
-from app.infra.files.untrusted_folder import OutsideStorage
 from app.infra.storage import Storage
 from app.runs.estimates import hub_config
 from app.runs.estimates.history import Speed, speed
 from app.runs.estimates.hub_config import HubConfig
+from app.runs.estimates.model_config import NoConfig, read_config
 from app.tables.datasets import Dataset
 from app.tables.runs import Run
 from app.tables.workers import Device, Worker
@@ -57,7 +51,6 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_MOST_CONFIG_BYTES = 2**20
 _MOST_MB = 2**31 - 1
 """Largest estimated memory; claims compare it as an integer of Postgres."""
 _WITH_PARAMETERS = "Unknown, because the model's parameters are unknown."
@@ -93,10 +86,6 @@ class Subject:
     def shares(self) -> int:
         """Number of devices, or groups of them, that the rows of a step are divided among."""
         return max(self.devices // self.sequence_parallel, 1)
-
-
-class _NoConfig(Exception):
-    """Raised when the model's configuration cannot be read here; the message is a sentence that says why."""
 
 
 @dataclass(frozen=True)
@@ -215,10 +204,10 @@ def must_shard(
     if extra.recipe or extra.model_factory or sharding_obstacles(subject.config, set(subject.given)):
         return False
     try:
-        model = read(_config_json(settings, storage, subject.config, known))
+        model = read(read_config(settings, storage, subject.config, known.attempt, known.hub_config))
         on = {kind: _OnKind(model, subject, kind) for kind in {one.kind for one in devices}}
         fits = [on[one.kind].choose(one).fits for one in devices if one.memory_mb is not None]
-    except (_NoConfig, UnknownArchitecture, CannotTrain):
+    except (NoConfig, UnknownArchitecture, CannotTrain):
         return False
     return bool(fits) and not any(fits)
 
@@ -229,8 +218,10 @@ async def architecture_of(
     """Return the architecture of the base model; None if it is not known on this machine."""
     known = EstimateInputs([], await _output_attempt(session, config.base_model))
     try:
-        return read(await _computed(storage, config, _config_json, settings, storage, config, known))
-    except (_NoConfig, UnknownArchitecture):
+        return read(
+            await _computed(storage, config, read_config, settings, storage, config, known.attempt, known.hub_config)
+        )
+    except (NoConfig, UnknownArchitecture):
         return None
 
 
@@ -264,9 +255,9 @@ def by_formula(
             reason = f"`extra.{kind}` is the plugin `{plugin.type}`; its resource use cannot be estimated."
             return _unknown(known.devices, reason, None if kind == "recipe" else subject), None
     try:
-        model = read(_config_json(settings, storage, subject.config, known))
+        model = read(read_config(settings, storage, subject.config, known.attempt, known.hub_config))
         trained(model, resolve(subject.config, subject.given, None).config)
-    except (_NoConfig, UnknownArchitecture, CannotTrain) as error:
+    except (NoConfig, UnknownArchitecture, CannotTrain) as error:
         return _unknown(known.devices, str(error), subject), None
     devices = known.devices or [EstimatedDevice(kind="cuda", name=None, memory_mb=None)]
     on: dict[str, _OnKind] = {}
@@ -292,10 +283,10 @@ def least_memory(settings: Settings, storage: Storage, subject: Subject, known: 
     if extra.recipe or extra.model_factory or extra.probe:
         return {}  # unknown, or a probe, which finds out by trying
     try:
-        model = read(_config_json(settings, storage, subject.config, known))
+        model = read(read_config(settings, storage, subject.config, known.attempt, known.hub_config))
         smallest = _smallest(subject)
         return {"cpu": _OnKind(model, smallest, "cpu").least_mb(), "cuda": _OnKind(model, smallest, "cuda").least_mb()}
-    except (_NoConfig, UnknownArchitecture, CannotTrain):
+    except (NoConfig, UnknownArchitecture, CannotTrain):
         return {}
 
 
@@ -328,95 +319,6 @@ async def online_devices(
     rows = (await session.execute(query.where(*online(settings, backend)))).all()
     found = [EstimatedDevice(kind=row.kind, name=row.name, memory_mb=row.memory_mb) for row in rows]
     return sorted(found, key=lambda one: (one.kind == "cuda", one.memory_mb or 0), reverse=True)
-
-
-def _config_json(settings: Settings, storage: Storage, config: TrainingConfig, known: EstimateInputs) -> dict[str, Any]:
-    try:
-        located = resolver.locate(settings, storage, config.base_model, known.attempt, config.revision)
-        if located["path"] is not None:
-            return _of_folder(ModelFolder(storage, Path(located["path"])), settings, storage)
-    except resolver.BaseModelError as error:
-        raise _NoConfig(error.message) from error
-    except StoreUnavailable as error:
-        raise _NoConfig(f"The storage cannot be used now: {error}.") from error
-    if (fetched := known.hub_config) is not None:
-        if fetched.content is None:
-            raise _NoConfig(fetched.reason)
-        return _parsed("config.json", fetched.content)
-    return _of_hub(storage, str(located["hub"]), config.revision)
-
-
-def _of_folder(folder: ModelFolder, settings: Settings, storage: Storage, depth: int = 0) -> dict[str, Any]:
-    described = "adapter_config.json"
-    if not folder.has(described):
-        return _read(folder, "config.json")
-    base = str(_read(folder, described).get("base_model_name_or_path") or "")
-    if not Path(base).is_absolute():
-        inside = _base_by_name(base, folder, settings, storage)
-        if inside is None or depth >= 4:
-            return _of_hub(storage, base, None)
-        return _of_folder(ModelFolder(storage, inside), settings, storage, depth + 1)
-    if depth < 4 and (path := _allowed(base, settings, storage)) is not None:
-        return _of_folder(ModelFolder(storage, path), settings, storage, depth + 1)
-    raise _NoConfig(f"The base model of the adapter {folder.path.name} is no longer on this machine.")
-
-
-def _base_by_name(base: str, folder: ModelFolder, settings: Settings, storage: Storage) -> Path | None:
-    """Return the folder of a base that an adapter names as users do; None for the name of a hub model."""
-    if base == MERGED_BASE:
-        return folder.path / MERGED_BASE
-    if resolver.is_run(base):
-        return _newest_output(storage, base)
-    with suppress(resolver.BaseModelError):
-        path = resolver.folder_of(settings, base)
-        return path if path.is_dir() else None
-    return None
-
-
-def _newest_output(storage: Storage, run_id: str) -> Path | None:
-    if storage.objects is not None:
-        names = [one.key.split("/") for one in storage.objects.list(f"runs/{run_id}")]
-        attempts = [int(name[2][1:]) for name in names if name[3:] == ["output.manifest.json"]]
-        return storage.output_dir(run_id, max(attempts)) if attempts else None
-    outputs = storage.run_dir(run_id).glob("a*/output")
-    return max(outputs, default=None, key=lambda path: int(path.parent.name[1:]))
-
-
-def _allowed(base: str, settings: Settings, storage: Storage) -> Path | None:
-    """Return the folder that an adapter names, which a trainer has written, if it is one of a model."""
-    with suppress(OSError, ValueError):  # too long, or with a NUL
-        path = Path(os.path.realpath(base))
-        for root in (*settings.model_roots, storage.root):
-            if path.is_relative_to(root.resolve()) and path.is_dir():
-                return root / path.relative_to(root.resolve())
-    return None
-
-
-def _of_hub(storage: Storage, name: str, revision: str | None) -> dict[str, Any]:
-    cached = hub_config.cached_path(name, revision)
-    if cached is None:
-        raise _NoConfig(f"The configuration of {name[:100]!r} was not found on the API's machine.")
-    return _read(ModelFolder(storage, cached.parent), cached.name)
-
-
-def _read(folder: ModelFolder, name: str) -> dict[str, Any]:
-    try:
-        content = folder.read(name, _MOST_CONFIG_BYTES)
-    except OSError as error:
-        raise _NoConfig(f"{name} of the model cannot be read: {error.strerror or 'file not found'}.") from error
-    except OutsideStorage as error:
-        raise _NoConfig(f"{name} of the model cannot be read: {error}.") from error
-    return _parsed(name, content)
-
-
-def _parsed(name: str, content: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise _NoConfig(f"{name} of the model cannot be read: it is not valid JSON.") from error
-    if not isinstance(found, dict):
-        raise _NoConfig(f"{name} of the model is not a JSON object.")
-    return found
 
 
 def _machine(kind: Literal["cpu", "cuda"]) -> DeviceCapabilities:

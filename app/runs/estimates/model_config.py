@@ -1,0 +1,123 @@
+"""Configuration (`config.json`) of a base model, from which an estimate reads its architecture."""
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from app.base_models import resolver
+from app.base_models.model_folder import ModelFolder
+from app.config import Settings
+from app.contracts.attempt.job import MERGED_BASE
+from app.contracts.training_config.fields import TrainingConfig
+from app.infra.files.object_store import StoreUnavailable
+from app.infra.files.untrusted_folder import OutsideStorage
+from app.infra.storage import Storage
+from app.runs.estimates import hub_config
+from app.runs.estimates.hub_config import HubConfig
+
+_MOST_BYTES = 2**20
+
+
+class NoConfig(Exception):
+    """Raised when the model's configuration cannot be read here; the message is a sentence that says why."""
+
+
+def read_config(
+    settings: Settings, storage: Storage, config: TrainingConfig, attempt: int | None, fetched: HubConfig | None
+) -> dict[str, Any]:
+    """Read the configuration of a base model from its folder, or from the hub.
+
+    `attempt` is that of the output of a base run, `fetched` what was found on the hub. For an adapter, the
+    configuration is that of its base model.
+
+    Raises:
+        NoConfig: it cannot be read on this machine.
+    """
+    try:
+        located = resolver.locate(settings, storage, config.base_model, attempt, config.revision)
+        if located["path"] is not None:
+            return _of_folder(ModelFolder(storage, Path(located["path"])), settings, storage)
+    except resolver.BaseModelError as error:
+        raise NoConfig(error.message) from error
+    except StoreUnavailable as error:
+        raise NoConfig(f"The storage cannot be used now: {error}.") from error
+    if fetched is not None:
+        if fetched.content is None:
+            raise NoConfig(fetched.reason)
+        return _parsed("config.json", fetched.content)
+    return _of_hub(storage, str(located["hub"]), config.revision)
+
+
+def _of_folder(folder: ModelFolder, settings: Settings, storage: Storage, depth: int = 0) -> dict[str, Any]:
+    described = "adapter_config.json"
+    if not folder.has(described):
+        return _read(folder, "config.json")
+    base = str(_read(folder, described).get("base_model_name_or_path") or "")
+    if not Path(base).is_absolute():
+        inside = _base_by_name(base, folder, settings, storage)
+        if inside is None or depth >= 4:
+            return _of_hub(storage, base, None)
+        return _of_folder(ModelFolder(storage, inside), settings, storage, depth + 1)
+    if depth < 4 and (path := _allowed(base, settings, storage)) is not None:
+        return _of_folder(ModelFolder(storage, path), settings, storage, depth + 1)
+    raise NoConfig(f"The base model of the adapter {folder.path.name} is no longer on this machine.")
+
+
+def _base_by_name(base: str, folder: ModelFolder, settings: Settings, storage: Storage) -> Path | None:
+    """Return the folder of a base that an adapter names as users do; None for the name of a hub model."""
+    if base == MERGED_BASE:
+        return folder.path / MERGED_BASE
+    if resolver.is_run(base):
+        return _newest_output(storage, base)
+    with suppress(resolver.BaseModelError):
+        path = resolver.folder_of(settings, base)
+        return path if path.is_dir() else None
+    return None
+
+
+def _newest_output(storage: Storage, run_id: str) -> Path | None:
+    if storage.objects is not None:
+        names = [one.key.split("/") for one in storage.objects.list(f"runs/{run_id}")]
+        attempts = [int(name[2][1:]) for name in names if name[3:] == ["output.manifest.json"]]
+        return storage.output_dir(run_id, max(attempts)) if attempts else None
+    outputs = storage.run_dir(run_id).glob("a*/output")
+    return max(outputs, default=None, key=lambda path: int(path.parent.name[1:]))
+
+
+def _allowed(base: str, settings: Settings, storage: Storage) -> Path | None:
+    """Return the folder that an adapter names, which a trainer has written, if it is one of a model."""
+    with suppress(OSError, ValueError):  # too long, or with a NUL
+        path = Path(os.path.realpath(base))
+        for root in (*settings.model_roots, storage.root):
+            if path.is_relative_to(root.resolve()) and path.is_dir():
+                return root / path.relative_to(root.resolve())
+    return None
+
+
+def _of_hub(storage: Storage, name: str, revision: str | None) -> dict[str, Any]:
+    cached = hub_config.cached_path(name, revision)
+    if cached is None:
+        raise NoConfig(f"The configuration of {name[:100]!r} was not found on the API's machine.")
+    return _read(ModelFolder(storage, cached.parent), cached.name)
+
+
+def _read(folder: ModelFolder, name: str) -> dict[str, Any]:
+    try:
+        content = folder.read(name, _MOST_BYTES)
+    except OSError as error:
+        raise NoConfig(f"{name} of the model cannot be read: {error.strerror or 'file not found'}.") from error
+    except OutsideStorage as error:
+        raise NoConfig(f"{name} of the model cannot be read: {error}.") from error
+    return _parsed(name, content)
+
+
+def _parsed(name: str, content: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise NoConfig(f"{name} of the model cannot be read: it is not valid JSON.") from error
+    if not isinstance(found, dict):
+        raise NoConfig(f"{name} of the model is not a JSON object.")
+    return found
