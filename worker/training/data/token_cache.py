@@ -75,25 +75,33 @@ class TokenCache:
         *,
         warn: Callable[[str], None] = lambda _: None,
         alive: HeartbeatCallback = no_heartbeat,
+        wait_for_maker: Callable[[], None] | None = None,
     ) -> None:
-        """Open the cache; `warn` is called with errors of the folder, `alive` during long reads (it may raise)."""
+        """Open the cache.
+
+        `warn` is called with errors of the folder, `alive` during long reads (it may raise). `wait_for_maker` waits
+        until another process of the run has made the entries that are missing; None if this one is to make them.
+        """
         self._folder = folder
         self._limit_bytes = limit_bytes
         self._warn = warn
         self._alive = alive
+        self._wait_for_maker = wait_for_maker
 
     @classmethod
-    def of_job(cls, job: JobSpec, *, warn: Callable[[str], None], alive: HeartbeatCallback) -> "TokenCache":
+    def of_job(
+        cls,
+        job: JobSpec,
+        *,
+        warn: Callable[[str], None],
+        alive: HeartbeatCallback,
+        wait_for_maker: Callable[[], None] | None,
+    ) -> "TokenCache":
         """Open the cache that a job names; without one, nothing is kept."""
         named = job.token_cache
         if named is None:
             return cls()
-        return cls(named.folder, named.limit_bytes, warn=warn, alive=alive)
-
-    @property
-    def keeps(self) -> bool:
-        """True if entries are kept, for other processes of this run too."""
-        return self._folder is not None
+        return cls(named.folder, named.limit_bytes, warn=warn, alive=alive, wait_for_maker=wait_for_maker)
 
     def entry(self, parts: Mapping[str, Any] | None, schema: pa.Schema, build: Build) -> Entry:
         """Return the entry of an earlier run with the same `parts`, or make it with `build`.
@@ -112,6 +120,9 @@ class TokenCache:
         name = hashlib.sha256(made_from.encode()).hexdigest()
         path = self._folder / f"{name}.tokens"
         found = self._lookup(path, made_from)
+        if found is None and self._wait_for_maker is not None:
+            self._wait_for_maker()
+            found = self._lookup(path, made_from)
         if found is not None:
             return Entry(*found, name, from_cache=True)
         try:

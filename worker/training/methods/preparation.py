@@ -140,7 +140,8 @@ def prepare_start(run: TrainingContext, replaced: list[Replacement]) -> Setup:
 
 def _find_base(run: TrainingContext) -> BaseModelSource:
     """Locate the base model; rank 0 resolves a branch of the hub to a commit, for all ranks."""
-    base = base_model.find_base(run.job, run.config) if run.ranks.is_first else None
+    is_known = run.ranks.is_first or base_model.is_folder_of_weights(run.job.base_model)
+    base = base_model.find_base(run.job, run.config) if is_known else None
     commit = run.ranks.shared(None if base is None else base.revision)
     return base or base_model.find_base(run.job, run.config, commit)
 
@@ -243,10 +244,6 @@ def read_data(run: TrainingContext, read: Read[Some], cache: TokenCache) -> RunD
         return None if most is None else list(range(count_rows(str(file.path))))[:most]
 
     run.report.phase("tokenizing")
-    first = 0 if run.job.shares_folder else run.ranks.first_on_host
-    if run.ranks.rank != first and cache.keeps:
-        # The first rank tokenizes, and the others find its tokens in the cache.
-        run.ranks.wait_for_flag(f"{_READ} {first}")
     config, source, other = run.config, run.job.dataset, run.job.eval_dataset
     try:
         if run.only_evaluates:
@@ -309,7 +306,13 @@ def cache_messages(run: TrainingContext, some: Iterable[Rows]) -> dict[str, str]
 
 
 def token_cache(run: TrainingContext) -> TokenCache:
-    """Open the cache of tokenized data that the job names, or one that keeps nothing."""
+    """Open the cache of tokenized data that the job names, or one that keeps nothing.
+
+    What no earlier run has tokenized is tokenized by the first rank, and the others then find its tokens.
+    """
+    ranks = run.ranks
+    first = 0 if run.job.shares_folder else ranks.first_on_host
+    wait = None if ranks.rank == first else partial(ranks.wait_for_flag, f"{_READ} {first}")
 
     def alive() -> None:
         run.raise_if_stopped()
@@ -317,7 +320,9 @@ def token_cache(run: TrainingContext) -> TokenCache:
 
     if run.config.trainer_options.tokenizer is not None:
         return TokenCache()  # what the tokens of a plugin depend on is not known
-    return TokenCache.of_job(run.job, warn=lambda text: run.report.message(text, level="warning"), alive=alive)
+    return TokenCache.of_job(
+        run.job, warn=lambda text: run.report.message(text, level="warning"), alive=alive, wait_for_maker=wait
+    )
 
 
 def total_steps(run: TrainingContext, steps_per_epoch: int) -> int:

@@ -90,6 +90,11 @@ def find_base(job: JobSpec, config: TrainingConfig, commit: str | None = None) -
     )
 
 
+def is_folder_of_weights(named: ModelSource) -> bool:
+    """Return True if a base model is a folder, and not an adapter, whose own base may be on the hub."""
+    return named.path is not None and not (named.path / ADAPTER_CONFIG).is_file()
+
+
 def find_reward_model(job: JobSpec, named: ModelSource) -> BaseModelSource:
     """Locate a reward model and pin its identity.
 

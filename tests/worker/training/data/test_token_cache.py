@@ -90,6 +90,14 @@ class TestEntries:
         assert first.name == second.name
         assert not folder.cache().entry({"of": "others"}, SCHEMA, numbers).from_cache
 
+    def test_another_process_waits_only_for_what_is_missing(self, folder: Folder) -> None:
+        made: list[Entry] = []
+        other = TokenCache(
+            folder.path, GIB, wait_for_maker=lambda: made.append(folder.cache().entry(PARTS, SCHEMA, numbers))
+        )
+        assert [values(other.entry(PARTS, SCHEMA, never)) for _ in range(2)] == [list(range(1000))] * 2
+        assert len(made) == 1
+
     def test_a_table_lies_in_its_file_and_not_in_memory(self, folder: Folder) -> None:
         before = pa.total_allocated_bytes()
         made, read = (folder.cache().entry(PARTS, SCHEMA, numbers) for _ in range(2))
