@@ -15,6 +15,9 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+
+# Imported by accelerate when it wraps a model: here, so that forks of the zygote have it.
+import torch.distributed.algorithms.ddp_comm_hooks
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
