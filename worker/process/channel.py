@@ -9,6 +9,7 @@ send buffer (208 KiB or more), beyond which a program that does not split its wr
 (`worker.process.child` splits Python's writes). A socket cannot be opened through /dev/stdout.
 """
 
+import mmap
 import select
 import shutil
 import socket
@@ -48,7 +49,8 @@ class Channel:
                 largest = max(largest, sender.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
         finally:
             shutil.rmtree(folder)
-        self._buffer = bytearray(largest)  # zero pages until a datagram of that size arrives
+        # Not a `bytearray`, which writes zeros to all of its pages; these take memory as far as a datagram reaches.
+        self._buffer = mmap.mmap(-1, largest, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._control, self._trainer_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
 
