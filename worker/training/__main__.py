@@ -27,7 +27,7 @@ from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import drop_unknown_fields
 from app.contracts.training_config.resolution import Replacement, resolve
 from app.contracts.training_config.rules import sharding_obstacles
-from app.contracts.training_config.sequence_parallel import sequence_parallel_obstacles
+from app.contracts.training_config.sequence_parallel import division_obstacle, sequence_parallel_obstacles
 from app.contracts.training_config.validation import config_errors
 from worker.training.context import TrainingContext
 from worker.training.failures import Stopped, TrainingFailure, classify
@@ -128,11 +128,8 @@ def _train(
     effective = resolve(asked, given, machine, sharded=is_sharded)
     problems = [problem.message for problem in effective.problems]
     if job.sequence_parallel > 1:
-        if ranks.size % job.sequence_parallel:
-            problems.append(
-                f"{ranks.size} devices cannot share sequences in groups of {job.sequence_parallel}: set "
-                f"`resources.sequence_parallel` to a number that divides {ranks.size}."
-            )
+        if (obstacle := division_obstacle(job.sequence_parallel, ranks.size, None)) is not None:
+            problems.append(f"`resources.sequence_parallel` is {job.sequence_parallel}, which {obstacle}.")
         if obstacles := sequence_parallel_obstacles(asked):
             problems.append(
                 f"The sequences of the run cannot be divided: {'; '.join(obstacles)}. Change that, or set "

@@ -22,6 +22,20 @@ def sequence_parallel_obstacles(config: TrainingConfig) -> list[str]:
     return found
 
 
-def fitting_divisions(devices: int, heads: int | None) -> list[int]:
-    """Return the numbers of devices that can share a sequence: those that divide `devices` and the attention heads."""
-    return [one for one in range(1, devices + 1) if devices % one == 0 and (heads is None or heads % one == 0)]
+def division_obstacle(count: int, devices: int, heads: int | None) -> str | None:
+    """Return a clause that says what `count` devices for each sequence do not divide, and which numbers do.
+
+    `devices` are those of the run, and `heads` the attention heads of its model; None: their number is not known.
+    """
+    unfit = []
+    if devices % count:
+        unfit.append(f"the {devices} {'device' if devices == 1 else 'devices'} of the run")
+    if heads is not None and heads % count:
+        unfit.append(f"the {heads} attention heads of the model")
+    if not unfit:
+        return None
+    fitting = [one for one in range(1, devices + 1) if devices % one == 0 and (heads is None or heads % one == 0)]
+    use = "1" if fitting == [1] else f"one of {', '.join(map(str, fitting))}"
+    # With other devices, a number that does not divide the heads would not fit either.
+    otherwise = ", or change `resources.devices`" if heads is None or heads % count == 0 else ""
+    return f"does not divide {' or '.join(unfit)}: use {use}{otherwise}"

@@ -6,7 +6,7 @@ from app.config import Settings
 from app.contracts.errors import FieldError
 from app.contracts.schemas.runs.placement import Resources
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.sequence_parallel import fitting_divisions, sequence_parallel_obstacles
+from app.contracts.training_config.sequence_parallel import division_obstacle, sequence_parallel_obstacles
 from app.infra.storage import Storage
 from app.runs.estimates.service import architecture_of
 
@@ -28,12 +28,7 @@ async def sequence_parallel_problems(
     ]
     model = await architecture_of(session, settings, storage, config)
     heads = None if model is None else model.heads
-    fitting = fitting_divisions(resources.devices, heads)
-    if resources.sequence_parallel not in fitting:
-        of_model = "" if heads is None else f" and the {heads} attention heads of the model"
-        message = (
-            f"is {resources.sequence_parallel}, which does not divide the {resources.devices} devices of the run"
-            f"{of_model}: use one of {', '.join(map(str, fitting))}, or change `resources.devices`"
-        )
+    if (obstacle := division_obstacle(resources.sequence_parallel, resources.devices, heads)) is not None:
+        message = f"is {resources.sequence_parallel}, which {obstacle}"
         found.append(FieldError(field=_FIELD, code="does_not_divide", message=message))
     return found

@@ -200,7 +200,8 @@ def test_models_of_other_families_train_as_on_one_device(
         ("recurrent_gemma", {}, "pass a state from position to position; set it to 1."),
         pytest.param("falcon", {}, "computes something else once a sequence is divided", marks=FULL),
         pytest.param(
-            "llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}, "has 3 heads", marks=FULL
+            "llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48},
+            "is 2, but it does not divide the 3 attention heads of the model: use 1.", marks=FULL,
         ),
         pytest.param(
             "llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
@@ -226,7 +227,7 @@ def test_what_cannot_be_divided_is_refused_with_what_to_change(
     """The API refuses it too, but a run may come from another version of it."""
     job = make_job(tmp_path, models(0.0), data, **_COMMON, method="full", neftune_noise_alpha=5.0)
     message = forks.run(job | {"sequence_parallel": 2}).result["error"]["message"]
-    assert "set `resources.sequence_parallel` to a number that divides 1." in message
+    assert "is 2, which does not divide the 1 device of the run: use 1, or change `resources.devices`." in message
     assert message.endswith("Change that, or set `resources.sequence_parallel` to 1.")
 
 

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import find_packed_sequence_indices, packed_sequence_compatibility_function
 
+from app.contracts.training_config.sequence_parallel import division_obstacle
 from worker.training.data.sequence_share import WholeSequences
 from worker.training.failures import TrainingFailure
 from worker.training.ranks import NEVER, Ranks
@@ -42,7 +43,7 @@ class SequenceParallel:
             TrainingFailure: `config_error`, if the attention of this model cannot be divided.
         """
         self._count, self._part, self._ranks = ranks.per_sequence, ranks.part, ranks
-        if (obstacle := _obstacle(model, self._count)) is not None:
+        if (obstacle := _obstacle(model, ranks.size, self._count)) is not None:
             raise TrainingFailure("config_error", f"`resources.sequence_parallel` is {self._count}, but {obstacle}.")
         for first in range(0, ranks.size, self._count):
             # Every rank takes part in creating each.
@@ -199,17 +200,15 @@ def _divides_otherwise(how: str) -> str:
     )
 
 
-def _obstacle(model: Any, count: int) -> str | None:
+def _obstacle(model: Any, devices: int, count: int) -> str | None:
     """Return a clause that says why the configuration of a model rules out the division; None if it does not."""
     kernel, heads = model.config._attn_implementation, _heads(model)
     if kernel not in _KERNELS:
         return f"its attention is `{kernel}`, which cannot be divided; set `attn_implementation` to `sdpa`"
     if (obstacle := _obstacle_of_any_division(model)) is not None:
         return f"{obstacle}; set it to 1"
-    if heads % count:
-        fitting = ", ".join(str(one) for one in range(1, heads + 1) if heads % one == 0)
-        return f"the attention of this model has {heads} heads; use one of {fitting}"
-    return None
+    undivided = division_obstacle(count, devices, heads)
+    return f"it {undivided}" if undivided is not None else None
 
 
 def _heads(model: Any) -> Any:

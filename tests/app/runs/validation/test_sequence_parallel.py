@@ -42,14 +42,20 @@ def test_a_number_that_divides_neither_devices_nor_heads_is_refused_with_those_t
     api: ApiServer, engine: Engine
 ) -> None:
     dataset = make_dataset(engine)
-    for devices, parts, fitting in ((8, 3, "1, 2, 4"), (8, 8, "1, 2, 4"), (1, 2, "1"), (6, 4, "1, 2, 3, 6")):
+    for devices, parts, says in (
+        (8, 3, "8 devices of the run: use one of 1, 2, 4, or change `resources.devices`"),
+        (8, 8, "12 attention heads of the model: use one of 1, 2, 4"),
+        (1, 2, "1 device of the run: use 1, or change `resources.devices`"),
+        (6, 5, "6 devices of the run or the 12 attention heads of the model: use one of 1, 2, 3, 6"),
+    ):
         answer = api.client.post("/v1/runs", json=body(dataset, devices, parts))
         (error,) = answer.json()["errors"]
-        assert (answer.status_code, error["code"]) == (422, "does_not_divide")
-        assert error["field"] == "resources.sequence_parallel" and f"use one of {fitting}," in error["message"], error
-    unread = body(dataset, 6, 4) | {"config": {"base_model": "org/model"}}
+        assert answer.status_code == 422
+        message = f"is {parts}, which does not divide the {says}"
+        assert error == {"field": "resources.sequence_parallel", "code": "does_not_divide", "message": message}
+    unread = body(dataset, 6, 5) | {"config": {"base_model": "org/model"}}
     (error,) = api.client.post("/v1/runs", json=unread).json()["errors"]
-    assert "use one of 1, 2, 3, 6," in error["message"], "the heads of a model elsewhere are not known yet"
+    assert "6 devices of the run: use one of 1, 2, 3, 6," in error["message"], "the heads of the model are not known"
     assert count_runs(engine) == 0
 
 
