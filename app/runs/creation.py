@@ -19,12 +19,13 @@ from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.runs.estimates import service as estimates
 from app.runs.scheduler.fleet import read_fleet
-from app.runs.scheduler.placement import Needs, pending_reason
+from app.runs.scheduler.placement import Needs, pending_reason, quota_reason
 from app.runs.service import get
 from app.runs.state import machine
 from app.runs.validation.request import requirements, validate_request
 from app.runs.validation.result import ValidationResult, validation_failed
 from app.runs.validation.rewards import reward_problems
+from app.tables.api_keys import ApiKey
 from app.tables.experiments import Experiment
 from app.tables.runs import Run, RunEvalDataset, RunRewardModel
 
@@ -92,8 +93,10 @@ async def create(
     return await insert(transaction, values, reward_run_ids=found.reward_run_ids, extra_eval_datasets=extra)
 
 
-async def check(session: AsyncSession, settings: Settings, storage: Storage, request: RunCreate) -> RunCheck:
-    """Validate a request as `create` does, without creating anything."""
+async def check(
+    session: AsyncSession, settings: Settings, storage: Storage, request: RunCreate, caller_id: str
+) -> RunCheck:
+    """Validate a request as `create` does, without creating anything, and warn if the run could not start."""
     wrong_rewards = await reward_problems(settings, request.config)
     found: ValidationResult = await validate_request(session, settings, storage, request, wrong_rewards)
     if not found.errors and found.config is not None:
@@ -102,12 +105,27 @@ async def check(session: AsyncSession, settings: Settings, storage: Storage, req
         waits = pending_reason(needs, await read_fleet(session, settings.lease_seconds))
         if waits is not None and waits.code != "no_worker":  # a warning of the validation says that
             found.warnings.append(FieldError(field="resources", code=waits.code, message=waits.message))
+        found.warnings += await _quota_warnings(session, caller_id, request.experiment_id, found.resources.devices)
     return RunCheck(
         valid=not found.errors,
         errors=found.errors,
         warnings=found.warnings,
         effective_config=found.effective.model_dump(mode="json") if found.effective else None,
     )
+
+
+async def _quota_warnings(
+    session: AsyncSession, caller_id: str, experiment_id: str | None, devices: int
+) -> list[FieldError]:
+    """Return a warning for each quota that is smaller than a run on so many devices, which would wait for ever."""
+    of_key = select(ApiKey.max_devices).where(ApiKey.id == caller_id)
+    of_experiment = select(Experiment.name, Experiment.max_devices)
+    of_experiment = of_experiment.where(Experiment.id == (experiment_id or DEFAULT_ID))
+    quotas = [("its API key", await session.scalar(of_key))]
+    quotas += [(f"experiment {row.name}", row.max_devices) for row in await session.execute(of_experiment)]
+    small = [(whose, most) for whose, most in quotas if most is not None and devices > most]
+    reasons = [quota_reason(devices, whose, most, room=most) for whose, most in small]
+    return [FieldError(field="resources.devices", code=one.code, message=one.message) for one in reasons]
 
 
 async def _requirements(

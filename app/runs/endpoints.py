@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, BackgroundTasks, Depends, Query, Request, Response
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.api.authorization import CurrentCaller
 from app.api.dependencies import CurrentSettings, CurrentStorage, Reading, Session, Snapshot
 from app.api.errors import invalid
 from app.api.pagination import FindQuery, PageQuery, SearchQuery
@@ -116,10 +117,10 @@ async def create_run(body: RunCreate, new: NewRun) -> RunRead:
 
 @router.post("/validate")
 async def validate_run(
-    body: RunCreate, session: Session, settings: CurrentSettings, storage: CurrentStorage
+    body: RunCreate, session: Session, settings: CurrentSettings, storage: CurrentStorage, caller: CurrentCaller
 ) -> RunCheck:
     """Validate a run without creating it: return its errors and the effective configuration."""
-    return await check(session, settings, storage, body)
+    return await check(session, settings, storage, body, caller.key_id)
 
 
 @router.post("/evaluate", status_code=202)

@@ -7,7 +7,7 @@ from sqlalchemy import Engine, update
 
 from app.config import Settings
 from app.tables.workers import Worker
-from tests.factories import make_dataset
+from tests.factories import make_dataset, make_run
 from tests.rows import add_worker
 from tests.server import ApiServer
 
@@ -89,6 +89,36 @@ class TestMachine:
             warnings = [it for it in found["warnings"] if it["field"] == "resources"]
             assert found["valid"] and [it["code"] for it in warnings] == ([code] if code else [])
             assert all(says in it["message"] for it in warnings)
+
+    def test_a_quota_that_is_smaller_than_the_run_is_a_warning_that_says_what_to_do(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        add_worker(engine, 8, backends=["celery"])
+        key = api.client.post("/v1/keys", json={"name": "laptop", "scopes": ["write"], "max_devices": 2}).json()["key"]
+        experiment = api.client.post("/v1/experiments", json={"name": "sweep", "max_devices": 3}).json()["id"]
+        default = make_run(api.client, dataset)["experiment_id"]
+        api.client.patch(f"/v1/experiments/{default}", json={"max_devices": 0})
+
+        def warnings(devices: int, experiment_id: str | None) -> list[tuple[str, str, str]]:
+            body = {"dataset_id": dataset, "config": {"base_model": "org/model"}, "resources": {"devices": devices}}
+            with api.client_with(key) as client:
+                found = client.post("/v1/runs/validate", json=body | {"experiment_id": experiment_id}).json()
+            assert found["valid"]
+            return [(it["field"], it["code"], it["message"]) for it in found["warnings"]]
+
+        def warning(needs: str, whose: str, says: str) -> tuple[str, str, str]:
+            message = f"The run needs {needs}. The quota of {whose} at a time, so it cannot start: {says}"
+            return ("resources.devices", "quota", message)
+
+        larger = "ask an admin for a larger quota."
+        fewer = f"create it with fewer devices, or {larger}"
+        assert warnings(2, experiment) == []
+        assert warnings(3, experiment) == [warning("3 devices", "its API key is 2 devices", fewer)]
+        assert warnings(4, experiment) == [
+            warning("4 devices", "its API key is 2 devices", fewer),
+            warning("4 devices", "experiment sweep is 3 devices", fewer),
+        ]
+        assert warnings(1, None) == [warning("1 device", "experiment default is 0 devices", larger)]
 
     def test_a_gpu_that_no_worker_has_is_refused_with_those_that_there_are(
         self, api: ApiServer, engine: Engine, dataset: str
