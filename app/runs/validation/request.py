@@ -20,6 +20,8 @@ from app.contracts.training_config.raw_config import given_fields, named_fields,
 from app.contracts.training_config.resolution import resolve
 from app.contracts.training_config.rules import DeviceCapabilities, sharding_obstacles
 from app.infra.storage import Storage
+from app.runs.scheduler.fleet import read_fleet
+from app.runs.scheduler.placement import Needs, pending_reason
 from app.runs.validation.config import config_problems, default_warnings
 from app.runs.validation.dataset import data_problems
 from app.runs.validation.destinations import destination_problems
@@ -169,12 +171,16 @@ async def fixed_resources(
         prefers_gpu = rules.machine_matters and "cuda" in enough
         most = enough["cuda"] if prefers_gpu else max(enough.values())
         return asked.with_devices(min(most, MOST_DEVICES // asked.hosts) * asked.hosts), []
-    online = f"no worker of backend `{backend}` with such devices is online"
-    if hosts > 1:
-        online = (
-            f"fewer than {hosts} workers of backend `{backend}` with such devices and ANNEAL_GROUP_INTERFACE are online"
-        )
-    message = f"cannot be `all`: {online}, so their number is not known; start a worker, or give the number"
+    if unknown_gpu := await _gpu_problems(session, settings, rules, asked.gpu):
+        return asked.with_devices(1), unknown_gpu
+    message = f"cannot be `all`: backend `{backend}` starts a worker for each run; give the number"
+    if not rules.starts_workers:
+        gpu = name_words(asked.gpu).strip() if asked.gpu is not None else None
+        labels = frozenset(asked.labels)
+        needs = Needs(backend, kind, gpu, asked.memory_mb, labels=labels, devices=hosts, hosts=hosts)
+        reason = pending_reason(needs, await read_fleet(session, settings.lease_seconds))
+        why = reason.message if reason is not None else "Such a worker has come online meanwhile; repeat the request."
+        message = f"cannot be `all`, because their number is not known. {why} With a number, the run would wait."
     return asked.with_devices(1), [FieldError(field="resources.devices", code="no_worker_online", message=message)]
 
 

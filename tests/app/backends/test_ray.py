@@ -97,6 +97,8 @@ class TestResources:
         add_worker(engine, backends=["ray"])
         answer = api.client.post("/v1/runs", json={**body, "config": gpu})
         assert answer.status_code == 202, "nodes in use do not matter"
+        answer = api.client.post("/v1/runs", json={**body, "resources": {"devices": "all"}})
+        assert "backend `ray` starts a worker for each run; give the number" in answer.json()["errors"][0]["message"]
         answer = api.client.post("/v1/runs", json={**body, "resources": {"labels": ["site-b", "gpu="]}})
         assert [one["code"] for one in answer.json()["errors"]] == ["not_a_ray_label"] * 2
 

@@ -161,10 +161,33 @@ class TestMachine:
         for devices, address in ((8, "10.0.0.1"), (6, None), (4, "10.0.0.2")):
             add_worker(engine, devices, backends=["celery"], group_address=address)
         assert made(devices="all", hosts=2)["resources"]["devices"] == 8
-        (error,) = made(devices="all", hosts=3)["errors"]
-        assert error["code"] == "no_worker_online" and "fewer than 3 workers" in error["message"]
         (error,) = made(devices=14, hosts=2)["errors"]
         assert error["code"] == "too_many_devices" and "no 2 online workers each have more than 6" in error["message"]
+
+    def test_all_devices_that_no_worker_has_are_refused_with_what_to_change(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        def asked(**resources: Any) -> dict[str, str]:
+            body = {"dataset_id": dataset, "config": {"base_model": "org/model"}, "resources": resources}
+            answer = api.client.post("/v1/runs", json=body)
+            return {} if answer.status_code == 202 else answer.json()["errors"][0]
+
+        def error(**resources: Any) -> str:
+            assert asked(devices=resources.get("hosts", 1), **resources) == {}, "it would wait"
+            found = asked(devices="all", **resources)
+            assert (found["field"], found["code"]) == ("resources.devices", "no_worker_online")
+            assert found["message"].startswith("cannot be `all`, because their number is not known. ")
+            return found["message"]
+
+        assert "No worker of backend `celery` is online. Start one" in error()
+        add_worker(engine, 2, backends=["celery"], labels=["site-a"], group_address="10.0.0.1")
+        assert "needs a device of kind `cuda`" in error(kind="cuda")
+        add_worker(engine, backends=["celery"], kind="cuda", memory_mb=[24_000], labels=["site-b"])
+        assert "other `resources.labels`" in error(labels=["site-a", "site-b"])
+        assert "other `resources.labels`" in error(labels=["site-a"], kind="cuda")
+        assert "asks for 80,000 MiB" in (message := error(memory_mb=80_000)) and "has 24,000 MiB" in message
+        assert asked(devices="all", gpu="h200") == asked(devices=1, gpu="h200") != {}
+        assert "fewer `resources.hosts`" in error(hosts=2)
 
     def test_a_label_that_no_worker_has_had_is_refused_with_those_that_are_known(
         self, api: ApiServer, engine: Engine, dataset: str
