@@ -195,8 +195,7 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
                 "best evaluation": run.best_eval, **(run.evaluation or {}), "attempt": run.attempt,
                 "model": run.fine_tuned_model, "checkpoint": run.checkpoint_path, "parent": run.parent_run_id,
                 "evaluates": run.base_run_id if run.task == RunTask.evaluate else None,
-                "estimated MiB": (run.estimate.memory_mb or {}).get("total") if run.estimate else None,
-                "measured MiB": run.measured.peak_memory_mb if run.measured else None,
+                "estimated memory": _estimated_memory(run), "measured memory": _measured_memory(run),
                 "needs": _needs(run), "experiment": run.experiment_id, "tags": run.tags, "pinned": run.pinned or None,
                 "dataset": run.dataset_id, "eval dataset": run.eval_dataset_id,
                 **{f"eval dataset {name}": id for name, id in run.extra_eval_datasets.items()}, "worker": run.worker_id,
@@ -216,14 +215,13 @@ def _in_force(run: "RunRead") -> dict[str, Any]:
 def _needs(run: "RunRead") -> str | None:
     """Format the requirements on a device."""
     needs = run.requirements
-    memory = needs.memory_mb or max(needs.estimated_mb.values(), default=None)
     kind = needs.kind or ("cuda, cpu without one" if needs.prefers_gpu else None)
     devices, hosts = run.resources.devices, run.resources.hosts
     parts = (
         f"{devices} devices" + (f" on {hosts} hosts" if hosts > 1 else "") if devices > 1 else None,
         kind,
         needs.gpu,
-        f"{memory:,} MiB" if memory else None,
+        _least_memory(run),
         f"labels {', '.join(needs.labels)}" if needs.labels else None,
         "model divided among the devices" if needs.sharded else None,
         f"{needs.sequence_parallel} of them share each sequence" if needs.sequence_parallel > 1 else None,
@@ -231,6 +229,34 @@ def _needs(run: "RunRead") -> str | None:
         "GGUF converter" if needs.gguf else None,
     )
     return "; ".join(part for part in parts if part) or None
+
+
+def _least_memory(run: "RunRead") -> str | None:
+    """Format the memory that a device must have, with its source: it may be less than the estimated memory."""
+    needs = run.requirements
+    if needs.memory_mb is not None:
+        return f"device memory of at least {needs.memory_mb:,} MiB (requested)"
+    if not needs.estimated_mb:
+        return None
+    repairs = run.config.get("on_out_of_memory") == "repair"
+    source = "estimate of its smallest micro-batch, to which repairs lead" if repairs else "estimate"
+    return f"device memory of at least {max(needs.estimated_mb.values()):,} MiB ({source})"
+
+
+def _estimated_memory(run: "RunRead") -> str | None:
+    """Format the estimated memory of a step."""
+    if run.estimate is None or run.estimate.memory_mb is None:
+        return None
+    context = ", including the CUDA context" if run.estimate.device.kind == "cuda" else ""
+    return f"{run.estimate.memory_mb['total']:,.0f} MiB at the peak of a step{context}"
+
+
+def _measured_memory(run: "RunRead") -> str | None:
+    """Format the measured memory; on a GPU, where the allocator reserves memory, that of tensors."""
+    if run.measured is None or run.measured.peak_memory_mb is None:
+        return None
+    context = ", without the CUDA context" if run.measured.reserved_memory_mb is not None else ""
+    return f"{run.measured.peak_memory_mb:,.0f} MiB at the peak{context}"
 
 
 def _outlook(run: "RunRead") -> str | None:

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from app.cli.runs.commands import _needs
+from app.cli.runs.commands import _estimated_memory, _measured_memory, _needs
+from app.contracts.schemas.estimates import EXAMPLE
 from app.contracts.schemas.runs.reads import RunRead
 from tests.app.conftest import Anneal, json_of
 
@@ -15,3 +16,23 @@ def test_a_run_on_several_devices_shows_them_and_what_else_it_needs(anneal: Anne
     run = RunRead.model_validate({**made, "resources": resources, "requirements": needs})
     assert _needs(run) == "; ".join(parts)
     assert _needs(RunRead.model_validate({**made, "requirements": {"kind": "cpu"}})) == "cpu"
+
+
+def test_each_memory_figure_says_what_it_is(anneal: Anneal, run_file: Path) -> None:
+    """The least memory may be smaller than the estimate of the run, and what is measured on a GPU lacks its context."""
+    made = json_of(anneal("runs", "create", "-f", str(run_file), "--json"))
+    measured = {"peak_memory_mb": 15210.4, "reserved_memory_mb": 16022.0, "tokens_per_second": None}
+
+    def run(needs: dict[str, object], **values: object) -> RunRead:
+        return RunRead.model_validate({**made, "requirements": needs, **values})
+
+    whole = run({}, estimate=EXAMPLE, measured=measured)
+    assert _estimated_memory(whole) == "17,385 MiB at the peak of a step, including the CUDA context"
+    assert _measured_memory(whole) == "15,210 MiB at the peak, without the CUDA context"
+    assert _measured_memory(run({}, measured={**measured, "reserved_memory_mb": None})) == "15,210 MiB at the peak"
+    least = {"estimated_mb": {"cuda": 9000, "cpu": 8000}}
+    of_smallest = "device memory of at least 9,000 MiB (estimate of its smallest micro-batch, to which repairs lead)"
+    assert _needs(run(least)) == of_smallest
+    stops = {**made["config"], "on_out_of_memory": "stop"}
+    assert _needs(run(least, config=stops)) == "device memory of at least 9,000 MiB (estimate)"
+    assert _needs(run({**least, "memory_mb": 7000})) == "device memory of at least 7,000 MiB (requested)"
