@@ -19,7 +19,7 @@ from worker.devices import Device
 from worker.ingest.record_handler import RecordHandler
 from worker.lease import EndedPart, Lease, LeaseLost
 from worker.process.training_process import Exit
-from worker.wire.rank_place import EXIT_NOT_MET
+from worker.wire.rank_place import EXIT_RANK_ZERO_UNREACHABLE
 
 log = logging.getLogger(__name__)
 
@@ -233,7 +233,7 @@ def crashed(run: ClaimedRun, record_handler: RecordHandler, end: Exit, is_repeat
     if end.peer_lost:
         reason = "the training processes of the run lost the connection to each other"
         return machine.retry(run.id, run.lease_epoch, reason, _RETRY_SECONDS)
-    if end.code == EXIT_NOT_MET:
+    if end.code == EXIT_RANK_ZERO_UNREACHABLE:
         reason = f"the training process of rank {end.rank} could not reach rank 0 on its own host, by the address of "
         reason += "ANNEAL_GROUP_INTERFACE: check that the interface still has the address that it had when the worker "
         reason += "started (if not, restart the worker), and that no firewall blocks it"

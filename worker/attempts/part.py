@@ -47,7 +47,7 @@ from worker.process.process_group import StillAliveError
 from worker.process.spawn import LaunchAbandoned, LaunchError
 from worker.process.training_group import TrainingGroup
 from worker.process.training_process import Exit
-from worker.wire.rank_place import EXIT_NOT_MET
+from worker.wire.rank_place import EXIT_RANK_ZERO_UNREACHABLE
 
 log = logging.getLogger(__name__)
 
@@ -316,8 +316,10 @@ class _Part:
         ended = ended or Exit(rank=self._row.first_rank)
         if ended.signal == signal.SIGALRM and failure is None:
             return self._end(rank=ended.rank, problem=_NOT_RENEWED)  # its own timer
-        if ended.code == EXIT_NOT_MET and failure is None:
-            return self._end(rank=ended.rank, problem=_not_met(self._lease.meeting), last_lines=list(handler.tail))
+        if ended.code == EXIT_RANK_ZERO_UNREACHABLE and failure is None:
+            return self._end(
+                rank=ended.rank, problem=_rank_zero_unreachable(self._lease.meeting), last_lines=list(handler.tail)
+            )
         if failure is not None:
             rank, result = failure
             relayed = result.get("rank")
@@ -373,7 +375,7 @@ def _paths(job: JobSpec) -> Iterator[Path]:
     yield from (model.path for model in (job.base_model, *job.reward_models) if model.path is not None)
 
 
-def _not_met(meeting: str | None) -> str:
+def _rank_zero_unreachable(meeting: str | None) -> str:
     return (
         f"rank 0 could not be reached at {meeting}: check that ANNEAL_GROUP_INTERFACE names the same network on every "
         "host, and that no firewall is between them"

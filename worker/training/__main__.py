@@ -35,12 +35,12 @@ from worker.training.methods.checkpoint_export import export_checkpoint
 from worker.training.model import loader
 from worker.training.output import gguf, hub_push
 from worker.training.plugins import hooks, metric_functions
-from worker.training.ranks import NotMetError, Ranks, is_peer_lost
+from worker.training.ranks import Ranks, RankZeroUnreachableError, is_peer_lost
 from worker.training.tracking import trackers
 from worker.wire.arguments import parse_args
 from worker.wire.control import Control
 from worker.wire.journal import Journal
-from worker.wire.rank_place import EXIT_NOT_MET, EXIT_PEER_LOST, RankPlace
+from worker.wire.rank_place import EXIT_PEER_LOST, EXIT_RANK_ZERO_UNREACHABLE, RankPlace
 from worker.wire.reporter import RankReporter, Reporter
 
 _RECIPES: dict[TrainingMethod, Callable[[TrainingContext, list[Replacement]], TrainingResult]] = {
@@ -94,9 +94,9 @@ def _follow(job: JobSpec, place: RankPlace, report_fd: int | None, control_fd: i
         _train(job, report, control, Journal(None, job.attempt), place)
     except Stopped:
         return 0
-    except NotMetError as error:
+    except RankZeroUnreachableError as error:
         sys.stderr.write(f"{error}\n")
-        return EXIT_NOT_MET
+        return EXIT_RANK_ZERO_UNREACHABLE
     except Exception as error:
         if is_peer_lost(error):
             return EXIT_PEER_LOST

@@ -233,7 +233,7 @@ class Ranks:
         threading.Event().wait()
 
 
-class NotMetError(Exception):
+class RankZeroUnreachableError(Exception):
     """Rank 0 of a run on several hosts could not be reached from this one."""
 
 
@@ -253,7 +253,9 @@ def _meet(rank: int, host: str, port: int) -> dist.Store:
             host, port, is_master=False, timeout=timedelta(seconds=_MEETING_SECONDS), wait_for_workers=False
         )
     except dist.DistError as error:
-        raise NotMetError(f"rank 0 could not be reached at {host}, port {port}, within {_MEETING_SECONDS} s") from error
+        raise RankZeroUnreachableError(
+            f"rank 0 could not be reached at {host}, port {port}, within {_MEETING_SECONDS} s"
+        ) from error
     store.set_timeout(NEVER)
     return store
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 EXIT_PEER_LOST = 75
 """Exit code of a process that ended because another one of the run did: it is never the cause of an end."""
-EXIT_NOT_MET = 76
-"""Exit code of a process on another host than rank 0 that could not reach it."""
+EXIT_RANK_ZERO_UNREACHABLE = 76
+"""Exit code of a process that could not reach rank 0 of a run on several hosts."""
 
 
 @dataclass(frozen=True)

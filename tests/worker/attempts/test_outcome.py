@@ -28,7 +28,7 @@ from worker.ingest.event_writer import EventWriter
 from worker.ingest.record_handler import RecordHandler
 from worker.lease import EndedPart, Lease
 from worker.process.training_process import Exit
-from worker.wire.rank_place import EXIT_NOT_MET
+from worker.wire.rank_place import EXIT_RANK_ZERO_UNREACHABLE
 
 _SLOW = """
 CREATE FUNCTION dawdle() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(0.5); RETURN NEW; END $$;
@@ -300,7 +300,10 @@ class TestEndOfAPart:
     ) -> None:
         for end, says in (
             (self.exit_of(2), "worker wrk_b, which trained ranks 4 to 5 of the run, was lost"),
-            (Exit(code=EXIT_NOT_MET, rank=1), "its own host, by the address of ANNEAL_GROUP_INTERFACE: check that"),
+            (
+                Exit(code=EXIT_RANK_ZERO_UNREACHABLE, rank=1),
+                "its own host, by the address of ANNEAL_GROUP_INTERFACE: check that",
+            ),
             (self.exit_of(problem="/data is not on this worker"), "rank 4 of the run, ended its part: /data is not on"),
         ):
             assert end is not None

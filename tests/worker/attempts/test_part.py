@@ -27,7 +27,7 @@ from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 from worker.lease import EndedPart
 from worker.process.training_process import Exit
-from worker.wire.rank_place import EXIT_NOT_MET
+from worker.wire.rank_place import EXIT_RANK_ZERO_UNREACHABLE
 
 
 @pytest.fixture
@@ -266,7 +266,7 @@ class TestEnd:
     handler: Any = SimpleNamespace(part_failure=None, tail=["the last line"])
 
     def test_of_a_process_that_never_reached_rank_0_says_what_to_check(self, part: Any) -> None:
-        end = part._end_of(Exit(code=EXIT_NOT_MET, rank=1), self.handler)
+        end = part._end_of(Exit(code=EXIT_RANK_ZERO_UNREACHABLE, rank=1), self.handler)
         assert end.rank == 1 and "rank 0 could not be reached at 10.0.0.1:4000: check that ANNEAL_GROUP" in end.problem
 
     def test_of_a_complete_run_lets_the_device_take_runs_again(
