@@ -64,10 +64,10 @@ def test_a_bad_schema_has_a_reason(schema: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize("keyword", ["pattern", "patternProperties"])
 def test_a_pattern_that_is_too_long_is_not_compiled(keyword: str) -> None:
     pattern = "(?i)" + r"[ -\uffff]" * 390
-    began = time.process_time()
+    began = time.thread_time()
     assert "too long" in (schema_error({"items": {keyword: {pattern: True} if "P" in keyword else pattern}}) or "")
     assert "too long" in (pattern_error(pattern) or "")
-    assert time.process_time() - began < 1
+    assert time.thread_time() - began < 1
 
 
 @given(st.dictionaries(WORDS, VALUES), st.text(max_size=20))

@@ -275,9 +275,9 @@ class TestRewards:
         {"type": "json_schema", "schema": {"pattern": "(?i)" + r"[ -\uffff]" * 390}},
     ], ids=["pattern", "extract", "schema"])  # fmt: skip
     def test_none_is_compiled_where_a_configuration_is_read(self, reward: dict[str, Any]) -> None:
-        began = time.process_time()
+        began = time.thread_time()
         assert found(rlhf(reward)) == {}
-        assert time.process_time() - began < 0.3
+        assert time.thread_time() - began < 0.3
 
     def test_each_has_a_name_of_its_own(self) -> None:
         kinds = ["length", "regex", "length", "length"]
