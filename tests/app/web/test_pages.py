@@ -107,6 +107,24 @@ class TestRun:
         shared_api.client.post(f"/v1/runs/{run_id}/stop")
         expect(page.get_by_text(why)).to_have_count(0)
 
+    def test_shows_its_resources_in_words(
+        self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        run_id = make_run(shared_api.client, dataset)["id"]
+        page.goto(f"/runs/{run_id}")
+        expect(page.locator(".meta .resources")).to_have_text("1 device")
+        labels = ["site-b", "x" * 63]
+        asked = {"devices": 4, "hosts": 2, "gpu": "h200", "labels": labels, "sharding": "full"}
+        needs = {"kind": "cuda", "gpu": "h200", "labels": labels, "sharded": True, "sequence_parallel": 2}
+        mark_run(engine, run_id, resources=asked, requirements=needs, devices_needed=4, hosts_needed=2)
+        page.reload()
+        expect(page.locator(".meta .resources")).to_have_text(
+            f"4 GPUs (h200) on 2 hosts, model divided among them, 2 share each sequence, labels {', '.join(labels)}"
+        )
+        page.set_viewport_size(PHONE)
+        assert _too_wide(page) == []
+        shared_api.client.post(f"/v1/runs/{run_id}/stop")
+
     def test_shows_each_line_and_step_once_and_heals_when_the_service_was_away(
         self, chromium: Browser, shared_api: ApiServer, engine: Engine, dataset: str
     ) -> None:

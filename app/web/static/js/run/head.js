@@ -9,6 +9,7 @@ import { useAction, useResource } from '../resource.js';
 import { go } from '../router.js';
 import { may } from '../session.js';
 import { ActionDialog } from './actions.js';
+import { resourcesOf } from './resources.js';
 
 /** @typedef {import('../run_store.js').RunStore} RunStore */
 
@@ -20,6 +21,7 @@ export function Head({ store }) {
   const experiment = useResource((signal) => get(`/v1/experiments/${run.experiment_id}`, {}, signal), run.experiment_id);
   const dataset = useResource((signal) => get(`/v1/datasets/${run.dataset_id}`, {}, signal), run.dataset_id);
   const parent = useResource((signal) => get(`/v1/runs/${run.parent_run_id}`, {}, signal), run.parent_run_id);
+  const { devices, conditions } = resourcesOf(run);
   return html`<div class="head">
     <div class="grow">
       <p class="crumb"><a href="/">Runs</a> / <a href=${`/?experiment=${run.experiment_id}`}>${experiment.data?.name ?? '…'}</a></p>
@@ -27,6 +29,7 @@ export function Head({ store }) {
       <div class="meta">
         <span><b>${run.task === 'train' ? run.config.method : run.task}</b> of <b>${run.config.base_model}</b></span>
         <span>on <a href=${`/datasets/${run.dataset_id}`}>${dataset.data?.name ?? format.shortId(run.dataset_id)}</a></span>
+        <span class="resources"><b>${devices}</b>${conditions.map((one) => `, ${one}`)}</span>
         ${run.parent_run_id && html`<span>resumed from <a href=${`/runs/${run.parent_run_id}`}>${parent.data?.name ?? format.shortId(run.parent_run_id)}</a></span>`}
         <span title=${run.created_at}>created ${format.clock(run.created_at)}</span>
         <${Copy} text=${run.id} shown=${format.shortId(run.id)} label="Copy the ID of the run" />

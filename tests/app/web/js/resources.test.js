@@ -1,0 +1,23 @@
+import assert from 'node:assert/strict';
+import test from 'node:test';
+import { resourcesOf } from '../../../../app/web/static/js/run/resources.js';
+
+const ASKED = { devices: 1, hosts: 1, gpu: null, memory_mb: null, labels: [] };
+
+/** @param {object} [asked] @param {object} [needs] */
+const text = (asked = {}, needs = {}) => {
+  const { devices, conditions } = resourcesOf({ resources: { ...ASKED, ...asked }, requirements: { sequence_parallel: 1, expert_parallel: 1, ...needs } });
+  return [devices, ...conditions].join(', ');
+};
+
+test('resources name the kind and number of devices, and only what was asked for or decided', () => {
+  assert.equal(text(), '1 device');
+  assert.equal(text({ devices: 2 }, { kind: 'cpu' }), '2 CPU devices');
+  assert.equal(text({ gpu: 'h200' }, { kind: 'cuda' }), '1 GPU (h200)');
+  assert.equal(text({ memory_mb: 81920, labels: ['site-b'] }), '1 device, at least 80.0 GiB each, label site-b');
+  const divided = { kind: 'cuda', sharded: true, sequence_parallel: 4, expert_parallel: 2 };
+  assert.equal(
+    text({ devices: 8, hosts: 2, labels: ['a', 'b'] }, divided),
+    '8 GPUs on 2 hosts, model divided among them, 4 share each sequence, 2 share the experts, labels a, b',
+  );
+});
