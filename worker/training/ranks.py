@@ -112,18 +112,18 @@ class Ranks:
         return self.rank == 0
 
     @property
-    def shares(self) -> int:
-        """Number of shares that the rows of a step are divided into."""
+    def data_parallel_size(self) -> int:
+        """Number of ranks, or groups that share sequences, among which the rows of a step are divided."""
         return self.size // self.per_sequence
 
     @property
-    def share(self) -> int:
-        """Number of this rank's share of the rows, from 0."""
+    def data_parallel_rank(self) -> int:
+        """Number of this rank, or of its group, among those of `data_parallel_size`, from 0."""
         return self.rank // self.per_sequence
 
     @property
-    def part(self) -> int:
-        """Number of this rank's part of each sequence, from 0."""
+    def sequence_parallel_rank(self) -> int:
+        """Number of this rank among those that share its sequences, from 0."""
         return self.rank % self.per_sequence
 
     # Collective operations, which every rank calls
@@ -147,7 +147,7 @@ class Ranks:
         return found
 
     def agree_on(self, error: Exception | None, stopped: bool) -> bool:
-        """End a part that each rank does by itself; return True if one of them was stopped in it.
+        """End work that each rank does by itself; return True if one of them was stopped in it.
 
         Raises:
             TrainingFailure: it failed on a rank; on that rank, its own error is raised.
@@ -158,7 +158,7 @@ class Ranks:
         return stopped
 
     def agreed(self, error: Exception | None, stopped: bool) -> tuple[Exception | None, bool]:
-        """End a part as `agree_on` does, but return the failure: on a rank that failed, its own error."""
+        """End such work as `agree_on` does, but return the failure: on a rank that failed, its own error."""
         own = None if error is None else classify(error)
         found = self.gathered((None if own is None else (own.code, own.message), stopped))
         stopped = any(was_stopped for _, was_stopped in found)

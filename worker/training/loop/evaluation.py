@@ -175,12 +175,13 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
         if ranks.size == 1:
             return super().get_eval_dataloader(eval_dataset)
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
-        own: Sequence[int] = range(ranks.share, len(rows), ranks.shares)
+        own: Sequence[int] = range(ranks.data_parallel_rank, len(rows), ranks.data_parallel_size)
         if self.run.metric_factories and metric_functions.are_given_logits(self.run.method):
             own = range(len(rows) if ranks.is_first else 0)
         size = self.args.eval_batch_size
         self._eval_counted = math.ceil(len(own) / size)
-        if self.run.forwards_together and self._eval_counted < math.ceil(math.ceil(len(rows) / ranks.shares) / size):
+        most = math.ceil(math.ceil(len(rows) / ranks.data_parallel_size) / size)
+        if self.run.forwards_together and self._eval_counted < most:
             own = [*own, 0]  # one more batch, as its batches are full
         with ranks.alone():
             return super().get_eval_dataloader(rows.select(own))

@@ -164,8 +164,8 @@ class ServiceTrainerMixin(EvaluationMixin):
         # The batches are those of one process with the rows of all ranks; accelerate would give each rank batches of
         # its own, and fill the last ones with rows from the beginning of the epoch.
         collate, batch_size = self.data_collator, self._train_batch_size
-        self.data_collator = RankShareCollator(collate, ranks.share, ranks.shares)
-        self._train_batch_size = batch_size * ranks.shares
+        self.data_collator = RankShareCollator(collate, ranks.data_parallel_rank, ranks.data_parallel_size)
+        self._train_batch_size = batch_size * ranks.data_parallel_size
         try:
             with ranks.alone():
                 loader = super().get_train_dataloader()
@@ -179,7 +179,7 @@ class ServiceTrainerMixin(EvaluationMixin):
     ) -> Any:
         if model.training:
             # Tokens are counted on all ranks, whose batches have about as many pairs.
-            self.throughput.saw(self.token_pairs(inputs) * self.run.ranks.shares)
+            self.throughput.saw(self.token_pairs(inputs) * self.run.ranks.data_parallel_size)
         is_uneven = model.training and self._share != 1
         filler = _tokens(inputs) if is_uneven and self._share == 0 else 0
         with self._gathering_any_size() if is_uneven else nullcontext():

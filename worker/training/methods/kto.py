@@ -42,7 +42,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
     preparation.chat_template_if_needed(run, setup.tokenizer)
     max_length, config = setup.max_length, run.config
     # The answers for the KL term are those of one device with the micro-batches of all.
-    batch_size = config.batch_size * run.ranks.shares
+    batch_size = config.batch_size * run.ranks.data_parallel_size
 
     def read(rows: RowSource) -> Pairs:
         return rated_answers(rows, setup.tokenizer, max_length=max_length, batch_size=batch_size)

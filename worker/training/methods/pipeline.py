@@ -58,7 +58,9 @@ def train_on_tokens(
     data = preparation.read_data(run, read, preparation.token_cache(run))
     training = data.training
     tokenized = preparation.cache_messages(run, data.parts)
-    total_steps = preparation.total_steps(run, dataset.steps_per_epoch(training.dataset, run.config, run.ranks.shares))
+    total_steps = preparation.total_steps(
+        run, dataset.steps_per_epoch(training.dataset, run.config, run.ranks.data_parallel_size)
+    )
     memory_plan.choose_checkpointing(run, replaced, base, training.dataset, max_length)
     head: loader.Head = "reward" if run.method.has_reward_head else "causal"
     with preparation.base_weights(run, base) as start:

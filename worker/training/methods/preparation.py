@@ -287,8 +287,10 @@ def _finish_reading(run: TrainingContext, read: Mapping[str, Rows | None]) -> No
 def training_rows(run: TrainingContext, training: Rows) -> Dataset:
     """Return the rows to train on: all, the rows of one step only, or in a probe the longest rows."""
     if run.config.overfit_first_batch or run.only_evaluates:  # a trainer needs some, even if it never trains
-        return data.first_batch(training.dataset, run.config, run.ranks.shares)
-    return probe.longest_rows(training.dataset, run.config, run.ranks.shares) if run.is_probe else training.dataset
+        return data.first_batch(training.dataset, run.config, run.ranks.data_parallel_size)
+    if run.is_probe:
+        return probe.longest_rows(training.dataset, run.config, run.ranks.data_parallel_size)
+    return training.dataset
 
 
 def chat_template_if_needed(run: TrainingContext, tokenizer: PreTrainedTokenizerBase) -> None:

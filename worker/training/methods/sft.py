@@ -49,7 +49,7 @@ class SupervisedTrainer(ServiceTrainerMixin, SFTTrainer):  # type: ignore[misc]
         collate, ranks = self.data_collator, self.run.ranks
         if self.sequences is not None:
             pad = self.processing_class.pad_token_id
-            self.data_collator = SequenceShareCollator(collate, ranks.part, ranks.per_sequence, pad)
+            self.data_collator = SequenceShareCollator(collate, ranks.sequence_parallel_rank, ranks.per_sequence, pad)
         try:
             yield
         finally:

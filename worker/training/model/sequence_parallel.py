@@ -42,7 +42,7 @@ class SequenceParallel:
         Raises:
             TrainingFailure: `config_error`, if the attention of this model cannot be divided.
         """
-        self._count, self._part, self._ranks = ranks.per_sequence, ranks.part, ranks
+        self._count, self._part, self._ranks = ranks.per_sequence, ranks.sequence_parallel_rank, ranks
         if (obstacle := _obstacle(model, ranks.size, self._count)) is not None:
             raise TrainingFailure("config_error", f"`resources.sequence_parallel` is {self._count}, but {obstacle}.")
         for first in range(0, ranks.size, self._count):
