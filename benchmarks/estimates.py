@@ -149,7 +149,7 @@ def measured(model: Any, cell: Cell, divided: SequenceParallel | None = None) ->
     over: AbstractContextManager[None] = nullcontext()
     if divided is not None:
         whole = inputs | {"rows": []}
-        inputs = SequenceShareCollator(lambda _: whole, 0, cell.batch.parts, 0)([])
+        inputs = SequenceShareCollator(lambda _: whole, 0, cell.batch.sequence_parallel, 0)([])
         over = divided.over(inputs.pop(WHOLE))
         del inputs["labels"], inputs["rows"]
     with (

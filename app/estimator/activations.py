@@ -210,12 +210,12 @@ def _head(
     if METHODS[config.method].has_reward_head:
         tape.linear(value, loaded.layer(Weight("score", "linear", 1, model.hidden)))
         return 0, 0
-    taught = batch.sequences * (batch.length - 1) if batch.parts == 1 else batch.tokens
+    taught = batch.sequences * (batch.length - 1) if batch.sequence_parallel == 1 else batch.tokens
     head = loaded.layer(Weight("lm_head", "linear", model.vocabulary, model.hidden))
     operations = 2 * batch.tokens * model.hidden * model.vocabulary
     tape.multiplied(operations, head.trains or (model.tied and config.lora_r is None), value.grad)
     # The last position of each sequence has no target; slicing it off makes a copy.
-    cut = batch.parts == 1 and (batch.sequences > 1 or tape.device == "cuda")
+    cut = batch.sequence_parallel == 1 and (batch.sequences > 1 or tape.device == "cuda")
     tape.save(Value(taught * model.hidden, value.bytes, True) if cut else value)
     small = taught * (8 + 4 + 4 + 1)  # targets, normalizers, entropies, a mask
     size = 2 if tape.autocast else value.bytes

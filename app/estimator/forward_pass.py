@@ -22,18 +22,18 @@ class Batch:
     """True if an attention mask is passed: a sequence is padded, or several documents share one."""
     positions_each: bool = False
     """True if each sequence has its own position ids."""
-    parts: int = 1
+    sequence_parallel: int = 1
     """Number of devices that share each sequence."""
 
     @property
-    def part(self) -> int:
+    def length_each(self) -> int:
         """Number of tokens of each sequence on a device."""
-        return -(-self.length // self.parts)
+        return -(-self.length // self.sequence_parallel)
 
     @property
     def tokens(self) -> int:
         """Number of tokens on a device, padding included."""
-        return self.sequences * self.part
+        return self.sequences * self.length_each
 
     @property
     def pairs(self) -> int:
@@ -42,7 +42,7 @@ class Batch:
 
     def scores(self, heads: int) -> int:
         """Return the number of attention scores on a device, which has all pairs for its part of the heads."""
-        return self.pairs * heads // self.parts
+        return self.pairs * heads // self.sequence_parallel
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Forward:
     def __init__(self, model: Architecture, batch: Batch, attention: Attention, loaded: Loaded, tape: Tape) -> None:
         self._model, self._batch, self._attention = model, batch, attention
         self._loaded, self.tape = loaded, tape
-        tokens = batch.tokens if batch.positions_each else batch.part
+        tokens = batch.tokens if batch.positions_each else batch.length_each
         width = round(model.head_width * model.rotary_part)
         turn = tokens * width, loaded.hidden_bytes, False
         self._rotary = Value(*turn), Value(*turn)
@@ -131,13 +131,13 @@ class Forward:
         tape.multiplied(operations, grad, grad)
         kernel = self._eager if self._attention == "eager" else self._fused
         out = next(name for name in ("attn.c_proj", "self_attn.dense", "self_attn.o_proj") if name in parts)
-        if self._batch.parts > 1:
+        if self._batch.sequence_parallel > 1:
             # Copies that the devices have exchanged; each needs heads of keys and values.
-            repeats = math.lcm(model.kv_heads, self._batch.parts) // model.kv_heads
+            repeats = math.lcm(model.kv_heads, self._batch.sequence_parallel) // model.kv_heads
             query = tape.made(query.elements, query.bytes, query)
             key, states = (tape.made(one.elements * repeats, one.bytes, one) for one in (key, states))
         result = kernel(query, key, states)
-        if self._batch.parts > 1:
+        if self._batch.sequence_parallel > 1:
             result = tape.made(result.elements, result.bytes, result)
         return self._linear(parts, out, result)
 

@@ -112,13 +112,13 @@ class MemoryAdvice:
         length: int,
         rows: int | None,
         division: Division = WHOLE,
-        parts: int = 1,
+        sequence_parallel: int = 1,
     ) -> None:
         """Prepare the changes; `length` and `rows` have the meaning that they have in `micro_batch`.
 
-        `parts` is the number of devices that share each sequence.
+        `sequence_parallel` is the number of devices that share each sequence.
         """
-        self._division, self._parts = division, parts
+        self._division, self._sequence_parallel = division, sequence_parallel
         self._model, self._config, self._precision = model, config, precision
         self._length, self._rows = length, rows
         self._known: list[tuple[str, Needs]] = []
@@ -142,7 +142,9 @@ class MemoryAdvice:
         model, config, precision = self._model, self._config, self._precision
         for text, changed in _changes(config):
             loaded = Precision.of(changed, precision.device)
-            batch = replace(micro_batch(model, changed, self._length, self._rows), parts=self._parts)
+            batch = replace(
+                micro_batch(model, changed, self._length, self._rows), sequence_parallel=self._sequence_parallel
+            )
             yield text, memory_of_choices(model, changed, loaded, batch, self._division)
         size, steps = _smallest_batch(config)
         single = {"batch_size": size, "gradient_accumulation_steps": steps, "gradient_checkpointing": "auto"}
@@ -152,7 +154,7 @@ class MemoryAdvice:
         while shorter >= least:
             changed = config.model_copy(update={**single, "max_seq_length": shorter})
             text = f"`batch_size` {size}, `gradient_accumulation_steps` {steps} and `max_seq_length` {shorter}"
-            batch = replace(micro_batch(model, changed, shorter, rows), parts=self._parts)
+            batch = replace(micro_batch(model, changed, shorter, rows), sequence_parallel=self._sequence_parallel)
             yield text, memory_of_choices(model, changed, precision, batch, self._division)
             shorter //= 2
 

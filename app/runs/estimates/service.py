@@ -83,7 +83,7 @@ class Subject:
         return Division(self.devices, self.expert_parallel) if self.sharded else WHOLE
 
     @property
-    def shares(self) -> int:
+    def data_parallel(self) -> int:
         """Number of devices, or groups of them, that the rows of a step are divided among."""
         return max(self.devices // self.sequence_parallel, 1)
 
@@ -333,16 +333,16 @@ class _OnKind:
 
     def __init__(self, model: Architecture, subject: Subject, kind: Literal["cpu", "cuda"]) -> None:
         self.config = resolve(subject.config, subject.given, _machine(kind), sharded=subject.sharded).config
-        self.division, self.parts = subject.division, subject.sequence_parallel
-        planned = plan(model, self.config, subject.data, subject.shares)
-        self.plan = replace(planned, batch=replace(planned.batch, parts=self.parts))
+        self.division, self.sequence_parallel = subject.division, subject.sequence_parallel
+        planned = plan(model, self.config, subject.data, subject.data_parallel)
+        self.plan = replace(planned, batch=replace(planned.batch, sequence_parallel=self.sequence_parallel))
         self.precision = Precision.of(self.config, kind)
         self._needs = memory_planner.memory_of_choices(
             model, self.config, self.precision, self.plan.batch, self.division
         )
         length = min(self.plan.batch.length, max_sequence_length(model, self.config))
         self._advice = memory_planner.MemoryAdvice(
-            model, self.config, self.precision, length, self.plan.rows, self.division, self.parts
+            model, self.config, self.precision, length, self.plan.rows, self.division, self.sequence_parallel
         )
 
     def choose(self, device: EstimatedDevice) -> memory_planner.Choice:
@@ -428,8 +428,8 @@ def _assumptions(on: _OnKind, device: EstimatedDevice, is_assumed: bool) -> list
         sentences.append(
             f"The experts of a layer are divided among {count} devices, which get equal numbers of tokens."
         )
-    if on.parts > 1:
-        sentences.append(f"The activations of each sequence are divided among {on.parts} devices.")
+    if on.sequence_parallel > 1:
+        sentences.append(f"The activations of each sequence are divided among {on.sequence_parallel} devices.")
     if is_assumed:
         sentences.insert(0, "No worker of this backend is online; a GPU with bfloat16 is assumed.")
     if plugin := config.trainer_options.optimizer:
@@ -500,7 +500,7 @@ def _unknown(devices: list[EstimatedDevice], reason: str, subject: Subject | Non
 def _without_model(subject: Subject, unknown: list[Unknown]) -> tuple[int | None, int | None, list[str]]:
     """Return steps, tokens and assumptions derived from rows and batches; append the rest to `unknown`."""
     config = resolve(subject.config, subject.given, None).config
-    step_plan = make_step_plan(config, subject.data, config.max_seq_length or 2**31, subject.shares)
+    step_plan = make_step_plan(config, subject.data, config.max_seq_length or 2**31, subject.data_parallel)
     if source := config.trainer_options.data_source:
         reason = _of_source(source.type)
         unknown += [Unknown(field="steps", reason=reason)] if step_plan.steps is None else []

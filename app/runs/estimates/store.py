@@ -33,10 +33,11 @@ async def estimate_and_store(
                 return
             data = await service.data_of(session, run.dataset_id)
         config = TrainingConfig.model_validate(run.config)
-        sharded, parts = bool(run.requirements.get("sharded")), run.requirements.get("sequence_parallel", 1)
+        needs = run.requirements
         subject = service.Subject(
-            config, run.user_set_fields, run.backend, data, devices=run.devices_needed, sharded=sharded,
-            sequence_parallel=parts, expert_parallel=run.requirements.get("expert_parallel", 1),
+            config, run.user_set_fields, run.backend, data, devices=run.devices_needed,
+            sharded=bool(needs.get("sharded")), sequence_parallel=needs.get("sequence_parallel", 1),
+            expert_parallel=needs.get("expert_parallel", 1),
         )  # fmt: skip
         resources = Resources.model_validate(run.resources)
         found, least, sharded = await service.estimate_new(sessions, settings, storage, subject, resources)

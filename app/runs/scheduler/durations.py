@@ -101,11 +101,11 @@ class Workload:
     def of(cls, run: Any) -> Self:
         """Return the work of a run, given a row as selected by `eta.py`; `run.config` has `FIELDS`."""
         config, first = run.config, run.resumed_at or 0
-        shares = run.devices_needed // run.sequence_parallel
-        stops = [run.total_steps or counted_steps(run.backend, config, run.rows, shares)]
+        data_parallel = run.devices_needed // run.sequence_parallel
+        stops = [run.total_steps or counted_steps(run.backend, config, run.rows, data_parallel)]
         if config.get("stop_at_step") is not None and first < config["stop_at_step"]:
             stops.append(config["stop_at_step"])
-        in_epoch = steps_in_epoch(run.backend, config, run.rows, shares)
+        in_epoch = steps_in_epoch(run.backend, config, run.rows, data_parallel)
         if run.current_epoch:
             # An average number of steps, which is rounded for the last batch.
             in_epoch = max(round(run.current_step / run.current_epoch), 1)
@@ -185,27 +185,27 @@ def step_size(config: Mapping[str, Any]) -> float:
     return float((config.get("batch_size") or 1) * (config.get("gradient_accumulation_steps") or 1) * tokens)
 
 
-def counted_steps(backend: str, config: Mapping[str, Any], rows: int | None, shares: int) -> int | None:
+def counted_steps(backend: str, config: Mapping[str, Any], rows: int | None, data_parallel: int) -> int | None:
     """Return the steps of the whole run, or None if only its trainer knows them.
 
-    `shares` is the number of devices, or groups of them, that the rows of a step are divided among.
+    `data_parallel` is the number of devices, or groups of them, that the rows of a step are divided among.
     """
     if is_probe(config):
         return PROBE_STEPS
     least = config.get("min_steps") or 0
     if config.get("max_steps") is not None:
         return max(int(config["max_steps"]), least)
-    in_epoch = steps_in_epoch(backend, config, rows, shares)
+    in_epoch = steps_in_epoch(backend, config, rows, data_parallel)
     return None if in_epoch is None else max(math.ceil((config.get("epochs") or 1) * in_epoch), least, 1)
 
 
-def steps_in_epoch(backend: str, config: Mapping[str, Any], rows: int | None, shares: int) -> int | None:
+def steps_in_epoch(backend: str, config: Mapping[str, Any], rows: int | None, data_parallel: int) -> int | None:
     """Return the steps of a pass over the data, or None if only the trainer of the run knows them."""
     # Packed sequences, completions and the rows of a data source are counted by the trainer.
     is_open = config.get("packing") or method_of(config).generates or (config.get("extra") or {}).get("data_source")
     if backend == "fake" or rows is None or is_open:
         return None
-    return math.ceil(rows * (1 - (config.get("eval_split") or 0)) / (step_size(config) * shares))
+    return math.ceil(rows * (1 - (config.get("eval_split") or 0)) / (step_size(config) * data_parallel))
 
 
 def step_seconds(windows: Sequence[tuple[int, float]]) -> float | None:

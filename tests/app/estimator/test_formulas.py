@@ -426,7 +426,7 @@ def test_each_of_four_devices_that_share_sequences_has_a_quarter_of_the_activati
     config, model = effective(method=method, max_seq_length=8192, optim="adamw_torch"), architecture.read(LLAMA)
 
     def on(parts: int, length: int) -> Any:
-        batch = Batch(1, length, parts=parts)
+        batch = Batch(1, length, sequence_parallel=parts)
         return memory(model, config, Precision.of(config, "cuda"), batch, checkpointing, "sdpa")
 
     def of_tokens(parts: int) -> int:

@@ -56,7 +56,7 @@ def _choose(run: TrainingContext, found: BaseModelSource, length: int, rows: int
             model,
             config,
             Precision.of(config, "cuda"),
-            replace(micro_batch(model, config, length, rows), parts=run.ranks.per_sequence),
+            replace(micro_batch(model, config, length, rows), sequence_parallel=run.ranks.per_sequence),
             # Excludes memory of other processes; the context that the estimate counts is already allocated.
             int(free_bytes),
             division=Division(run.ranks.size, run.job.expert_parallel) if run.is_sharded else WHOLE,

@@ -57,11 +57,11 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell("llama", "full", "sdpa", Batch(1, 96, parts=4), "off"),
-        Cell("llama", "lora", "sdpa", Batch(3, 96, parts=4, positions_each=False), "full"),
-        Cell("qwen3", "lora", "sdpa", Batch(2, 96, parts=4), "off", mixed=True),
-        Cell("llama", "qlora", "sdpa", Batch(1, 96, masked=True, positions_each=True, parts=4), "off"),
-        Cell("gpt2", "lora, no dropout", "sdpa", Batch(2, 64, parts=4), "selective"),
+        Cell("llama", "full", "sdpa", Batch(1, 96, sequence_parallel=4), "off"),
+        Cell("llama", "lora", "sdpa", Batch(3, 96, sequence_parallel=4, positions_each=False), "full"),
+        Cell("qwen3", "lora", "sdpa", Batch(2, 96, sequence_parallel=4), "off", mixed=True),
+        Cell("llama", "qlora", "sdpa", Batch(1, 96, masked=True, positions_each=True, sequence_parallel=4), "off"),
+        Cell("gpt2", "lora, no dropout", "sdpa", Batch(2, 64, sequence_parallel=4), "selective"),
     ],
     ids=lambda cell: f"{cell.family}-{cell.method}-{cell.checkpointing}",
 )
