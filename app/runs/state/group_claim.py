@@ -15,7 +15,7 @@ from app.tables.scheduling import RESERVATION_SECONDS
 from app.tables.workers import Worker
 
 LATELY = 0.5
-"""Part of a lease within which a worker must have sent a heartbeat, of which there are six, to get a part of a run."""
+"""Fraction of a lease in which a worker must have sent a heartbeat, of which there are six, to get a part of a run."""
 
 
 def is_reserved_with_others(worker_id: str) -> Executable:
