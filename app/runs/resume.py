@@ -15,7 +15,7 @@ from app.contracts.errors import FieldError
 from app.contracts.methods import method_of
 from app.contracts.run_status import TERMINAL
 from app.contracts.run_task import RunTask
-from app.contracts.schemas.runs.placement import ResourceRequest, Resources
+from app.contracts.schemas.runs.placement import MOST_DEVICES, ResourceRequest, Resources
 from app.contracts.schemas.runs.requests import RunResume
 from app.contracts.training_config.fields import MOST_STEPS, TrainingConfig
 from app.contracts.training_config.optimizers import SHARDED_OPTIMIZERS
@@ -173,7 +173,7 @@ def _with_the_same_step(parent: Run, config: TrainingConfig, was: Resources, res
     if before % (at_once * shares) == 0:
         return int(before // (config.batch_size * shares))
     each = resources.sequence_parallel
-    fitting = [number * each for number in range(1, before + 1) if before % (at_once * number) == 0]
+    fitting = [number * each for number in range(1, MOST_DEVICES // each + 1) if before % (at_once * number) == 0]
     rows = "rows" if config.generation is None else f"completions in groups of {group}"
     message = (
         f"is {resources.devices}, but a step of the run has {before} {rows}, and `batch_size` is {config.batch_size}: "

@@ -305,6 +305,17 @@ def test_a_step_of_devices_that_share_sequences_keeps_its_rows(api: ApiServer, e
     assert error["field"] == "resources.sequence_parallel" and "use one of 1, 2," in error["message"]
 
 
+def test_devices_that_no_run_can_have_are_neither_named_nor_looked_at(
+    api: ApiServer, engine: Engine, dataset: str
+) -> None:
+    """With the largest step there is, the search over its rows took minutes, in which the API answered nothing."""
+    add_worker(engine, backends=["celery"], memory_mb=[80_000] * 4)
+    config = {"base_model": "org/model", "method": "lora", "batch_size": 64, "gradient_accumulation_steps": 65_536}
+    parent, _ = stopped(api, engine, dataset, 20, backend="celery", config=config)
+    (error,) = resume(api, parent, resources={"devices": 3}).json()["errors"]
+    assert error["message"].endswith("256, 512, 1024 devices")
+
+
 def test_a_resume_changes_the_resources_that_it_names_and_keeps_the_others(
     api: ApiServer, engine: Engine, dataset: str
 ) -> None:
