@@ -17,7 +17,7 @@ from app.contracts.run_status import TERMINAL
 from app.contracts.run_task import RunTask
 from app.contracts.schemas.runs.placement import MOST_DEVICES, ResourceRequest, Resources
 from app.contracts.schemas.runs.requests import RunResume
-from app.contracts.training_config.fields import MOST_STEPS, TrainingConfig
+from app.contracts.training_config.fields import MOST_MICRO_BATCHES, MOST_STEPS, TrainingConfig
 from app.contracts.training_config.optimizers import SHARDED_OPTIMIZERS
 from app.contracts.training_config.raw_config import GROUPS, drop_unknown_fields, given_fields, named_fields
 from app.contracts.training_config.validation import resume_problems
@@ -165,15 +165,19 @@ def _with_the_same_step(parent: Run, config: TrainingConfig, was: Resources, res
 
     Without it rows would be skipped, or trained twice.
     """
-    before = parent.config["batch_size"] * parent.config["gradient_accumulation_steps"] * _shares(was)
+    before: int = parent.config["batch_size"] * parent.config["gradient_accumulation_steps"] * _shares(was)
     shares = _shares(resources)
     # Each device generates whole groups of completions.
     group = 1 if config.generation is None else config.generation.num_generations
     at_once = math.lcm(config.batch_size, group)
-    if before % (at_once * shares) == 0:
-        return int(before // (config.batch_size * shares))
+
+    def fits(shares: int) -> bool:
+        return before % (at_once * shares) == 0 and before // (config.batch_size * shares) <= MOST_MICRO_BATCHES
+
+    if fits(shares):
+        return before // (config.batch_size * shares)
     each = resources.sequence_parallel
-    fitting = [number * each for number in range(1, MOST_DEVICES // each + 1) if before % (at_once * number) == 0]
+    fitting = [number * each for number in range(1, MOST_DEVICES // each + 1) if fits(number)]
     rows = "rows" if config.generation is None else f"completions in groups of {group}"
     message = (
         f"is {resources.devices}, but a step of the run has {before} {rows}, and `batch_size` is {config.batch_size}: "

@@ -34,7 +34,8 @@ LogSteps = Annotated[int, Field(ge=0, le=MOST_STEPS), COUNT]
 
 BatchSize = Annotated[int, Field(ge=1, le=4096), COUNT]
 
-MicroBatches = Annotated[int, Field(ge=1, le=65_536), COUNT]
+MOST_MICRO_BATCHES = 65_536
+MicroBatches = Annotated[int, Field(ge=1, le=MOST_MICRO_BATCHES), COUNT]
 
 Rows = Annotated[int, Field(ge=1, le=1_000_000_000), COUNT]
 

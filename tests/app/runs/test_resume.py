@@ -316,6 +316,17 @@ def test_devices_that_no_run_can_have_are_neither_named_nor_looked_at(
     assert error["message"].endswith("256, 512, 1024 devices")
 
 
+def test_a_step_that_would_need_more_micro_batches_than_a_run_may_have_is_refused(
+    api: ApiServer, engine: Engine, dataset: str
+) -> None:
+    add_worker(engine, backends=["celery"], memory_mb=[80_000] * 4)
+    config = {"base_model": "org/model", "method": "lora", "batch_size": 1, "gradient_accumulation_steps": 40_000}
+    parent, _ = stopped(api, engine, dataset, 20, backend="celery", config=config, resources={"devices": 4})
+    (error,) = resume(api, parent, resources={"devices": 2}).json()["errors"]
+    assert (error["field"], error["code"]) == ("resources.devices", "does_not_divide")
+    assert "on 4, 5, 8, 10," in error["message"]
+
+
 def test_a_resume_changes_the_resources_that_it_names_and_keeps_the_others(
     api: ApiServer, engine: Engine, dataset: str
 ) -> None:
