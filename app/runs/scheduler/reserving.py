@@ -63,15 +63,17 @@ async def reserve(connection: AsyncConnection, settings: Settings, backends: Seq
         if forecast is not None:
             rows, quotas = await asyncio.to_thread(_rows, forecast)
     await connection.execute(text(f"SET LOCAL lock_timeout = '{_LOCK_SECONDS}s'"))
-    if forecast is not None and quotas:
+    if quotas:
         await connection.execute(_LOCK_QUOTAS, {"key": QUOTA_LOCK})
+    # Those of workers before those of quotas, as claims lock them: in another order each could wait for the other.
+    await connection.execute(_DROP, {"kept": [row["worker_id"] for row in rows]})
+    if forecast is not None and quotas:
         claimed = (await connection.execute(_CLAIMED, {"known": [run.id for run in forecast.live]})).all()
         for row in quotas:
             row["spare"] = max(row["spare"] - sum(row["quota_id"] in one for one in claimed), 0)
     await connection.execute(_DROP_QUOTAS, {"kept": [row["quota_id"] for row in quotas]})
     if quotas:
         await connection.execute(_STORE_QUOTA, quotas)
-    await connection.execute(_DROP, {"kept": [row["worker_id"] for row in rows]})
     if forecast is not None and rows and (rows := await _unchanging(connection, forecast, rows)):
         await connection.execute(_STORE, rows)
 

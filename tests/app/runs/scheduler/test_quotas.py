@@ -1,5 +1,6 @@
 """Quotas that are kept for a run which waits for them, so that later runs do not overtake it for ever."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from app.runs.scheduler.durations import Estimate
 from app.runs.scheduler.forecast import Forecast, read_forecast
 from app.runs.scheduler.reserving import reserve
 from app.runs.state import machine
-from tests.rows import add_key, add_run, add_worker, claim, claim_with_others, run_row
+from tests.rows import add_key, add_run, add_worker, claim, claim_with_others, run_row, waiting_for_locks
 from tests.rows import reserve as reserve_workers
+from tests.waiting import eventually
 
 HOUR = "UPDATE runs SET not_before = now() + interval '1 h' WHERE id = :id"
 
@@ -189,3 +191,25 @@ class TestAQuota:
         await renew(settings)
         assert kept(engine) == [(key, wide.id, 0)], "two devices to spare, which are in use"
         assert claim(engine, worker) is None
+
+    async def test_that_is_dropped_beside_a_claim_leaves_both_their_locks(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        """The claim has locked the reservation of its worker, and changes that of the quota next."""
+        key, worker = add_key(engine, 4), add_worker(engine, devices=4)
+        wide, small = add_run(engine, created_by=key, devices_needed=2), add_run(engine, created_by=key)
+        execute(engine, "INSERT INTO quota_reservations (quota_id, run_id, spare) VALUES (:key, :run, 2)",
+                key=key, run=wide.id)  # fmt: skip
+        reserve_workers(engine, wide.id, worker)
+        with engine.begin() as connection:
+            connection.execute(machine.request_stop(wide.id, "discard"))
+        with engine.begin() as connection:
+            for lock in machine.lock_for_claim(worker):
+                connection.execute(lock)
+            dropping = asyncio.create_task(renew(settings))
+            await asyncio.to_thread(eventually, lambda: waiting_for_locks(engine))
+            taking = machine.claim(worker, ["fake"], 60.0, "cpu", [])
+            row = await asyncio.to_thread(lambda: connection.execute(taking).one_or_none())
+        await dropping
+        assert row is not None and row.id == small.id
+        assert kept(engine) == []
