@@ -43,6 +43,7 @@ def claim_with_others(worker_id: str, backends: list[str], lease_seconds: float)
         run_parts.c.ended_at.is_(None),
         run_parts.c.lease_expires_at > func.clock_timestamp(),
     )
+    reserved = select(func.count()).where(reservations.c.run_id == runs.c.id).scalar_subquery()
     wanted = (
         select(
             runs.c.id,
@@ -56,6 +57,8 @@ def claim_with_others(worker_id: str, backends: list[str], lease_seconds: float)
         .where(
             mine.c.worker_id == worker_id,
             runs.c.hosts_needed > 1,
+            # A round that moves the run leaves it a worker with a claim in flight; the next round takes that back.
+            runs.c.hosts_needed == reserved,
             runs.c.status == PENDING,
             runs.c.stop_requested_at.is_(None),
             runs.c.not_before <= func.clock_timestamp(),
@@ -108,7 +111,7 @@ def claim_with_others(worker_id: str, backends: list[str], lease_seconds: float)
         .join(wanted, fitting.c.place <= wanted.c.devices_each)
         .cte("chosen")
     )
-    # No worker has more than its share, so that all have it if the sum is right.
+    # As many workers are reserved as it needs, and none gives more than its share: all give it if the sum is right.
     is_whole = select(func.count()).select_from(chosen).scalar_subquery() == wanted.c.devices_needed
     candidate = runs.alias("candidate")
     picked = (

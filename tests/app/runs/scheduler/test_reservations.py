@@ -283,6 +283,27 @@ class TestOfTheQueue:
         await renew_beside_a_claim(*locks)
         await renew_beside_a_claim(*locks, taking)
 
+    async def test_a_reservation_that_a_round_could_not_take_back_starts_no_run_with_others(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        """It has a claim in flight, whose worker would then lead a run without a device for it."""
+        busy, other = (add_worker(engine, devices=2, group_address="10.0.0.1") for _ in range(2))
+        for worker in (busy, other):
+            add_run(engine, devices_needed=2)
+            claim(engine, worker)
+        run = add_run(engine, devices_needed=2, hosts_needed=2)
+        await renew(settings)
+        assert sorted(row.worker_id for row in stored(engine)) == sorted([busy, other])
+        free = [add_worker(engine, devices=1, group_address="10.0.0.1") for _ in range(2)]
+        add_run(engine, devices_needed=2)  # fits the workers that it leaves
+        with engine.begin() as connection:
+            connection.execute(machine.lock_for_claim(busy)[1])
+            await renew(settings)
+        assert {row.worker_id for row in stored(engine) if row.run_id == run.id} == {busy, *free}
+        assert claim_with_others(engine, busy) is None
+        await renew(settings)
+        assert claim_with_others(engine, free[0]).id == run.id
+
     async def test_spare_devices_are_given_once(
         self, settings: Settings, engine: Engine, lengths: dict[str, float]
     ) -> None:
