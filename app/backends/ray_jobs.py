@@ -49,6 +49,8 @@ _RETRY_SECONDS = 10.0
 _LATER_SECONDS = 30.0
 """Pause after a job that ended without a failure of its own; it doubles with each further one, up to the next limit."""
 _MOST_LATER_SECONDS = 900.0
+_MOST_DOUBLINGS = 5
+"""Doublings that reach this limit. Without a bound, the power overflows after weeks of tries."""
 _LONG_SECONDS = 1800.0
 """Time after which the end of a job is no quick one, so that the pause is the first one again."""
 _END_SECONDS = 15.0
@@ -266,7 +268,8 @@ class RayJobs:
         why = found.last_line or f"it is {found.status}, and no worker has claimed the run"
         reason = f"Ray job {job_id} ended before a worker claimed the run: {why}"
         tries = 0 if job.age > _LONG_SECONDS else job.tries
-        pause = _RETRY_SECONDS if found.has_failed else min(_LATER_SECONDS * 2**tries, _MOST_LATER_SECONDS)
+        later = min(_LATER_SECONDS * 2 ** min(tries, _MOST_DOUBLINGS), _MOST_LATER_SECONDS)
+        pause = _RETRY_SECONDS if found.has_failed else later
         async with self._engine.begin() as connection:
             requeue = machine.requeue_unclaimed(job.run_id, job.lease_epoch, reason, pause, counted=found.has_failed)
             row = (await connection.execute(requeue)).mappings().one_or_none()

@@ -481,6 +481,20 @@ class TestAJob:
             pause = connection.scalar(text("SELECT extract(epoch FROM not_before - now()) FROM runs"))
             assert round(pause / 30) == 1, "it had been there for an hour"
 
+    async def test_that_was_tried_for_weeks_is_tried_again_and_holds_up_no_other(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        tried = add(engine)
+        await jobs.round()
+        execute(engine, "UPDATE ray_jobs SET tries = 1024")
+        other = add(engine)
+        ray.end(job(tried), "FAILED", "the database cannot be reached", exit_code=75)
+        await jobs.round()
+        with engine.connect() as connection:
+            query = text("SELECT extract(epoch FROM not_before - now()) FROM runs WHERE id = :id")
+            assert round(connection.scalar(query, {"id": tried}) / 30) == 30
+        assert ray.submissions == [job(tried), job(other)]
+
     async def test_whose_run_is_stopped_during_its_pause_leaves_nothing(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:
