@@ -4,13 +4,28 @@ import re
 
 _SECRET = re.compile(
     r"(\banneal_)[A-Za-z0-9_-]{43}"  # key of the API
-    r"|(://[^\s:/@]*:)[^\s@]+(?=@)"  # password of a URL, which may contain a slash
-    r"|(://)[^\s:/@]+(?=@)"  # token of a URL
     r"|(\bpassword=\\?[\"']?)[^\s\"'\\&,;)}]+",  # of a connection string
     re.IGNORECASE,
 )
+_OF_URL = re.compile(
+    r"(://[^\s:/@]*:)[^\s@]+(?=@)"  # password of a URL, which may contain a slash
+    r"|(://)[^\s:/@]+(?=@)"  # token of a URL
+)
+# Up to the last @ of a word only: behind it, each of many URLs would be searched to the end of the text.
+_WORD = re.compile(r"\S+")
 
 
 def redact(text: str) -> str:
     """Replace API keys, credentials of URLs and passwords of connection strings by `[redacted]`."""
-    return _SECRET.sub(lambda found: f"{next(filter(None, found.groups()))}[redacted]", text)
+    if "@" in text:
+        text = _WORD.sub(_without_credentials, text)
+    return _SECRET.sub(_redacted, text)
+
+
+def _without_credentials(word: re.Match[str]) -> str:
+    before, at, after = word[0].rpartition("@")
+    return _OF_URL.sub(_redacted, before + at) + after
+
+
+def _redacted(found: re.Match[str]) -> str:
+    return f"{next(filter(None, found.groups()))}[redacted]"
