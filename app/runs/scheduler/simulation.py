@@ -85,6 +85,8 @@ class _Usage:
 
     def advance(self, now: float) -> None:
         """Add what runs use until `now`."""
+        if now <= self._at:  # as of most events: all workers are looked at again whenever a run on several has started
+            return
         for owner, devices, end in self._running:
             self._used[owner] += devices * max(min(now, end) - self._at, 0.0)
         self._running = [one for one in self._running if one[2] > now]

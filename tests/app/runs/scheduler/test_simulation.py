@@ -1,6 +1,7 @@
 """Predicted starts of pending runs on made-up workers, in the order in which they would be claimed."""
 
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -136,3 +137,13 @@ class TestOwners:
         queue = [replace(waiting("a1"), owner="a", priority=1), replace(waiting("b1"), owner="b")]
         found = simulate_queue([slots(0.0)], queue, lambda *_: 10.0, used={"a": 1e9})
         assert found["a1"].start == 0.0
+
+
+def test_a_queue_of_runs_on_several_devices_is_predicted_in_time_for_200_workers() -> None:
+    """Predictions are given up after ten seconds, and each such start lets every worker be looked at again."""
+    workers = [slots(*[float(at % 50)] * 8, worker_id=f"w{at:03}") for at in range(200)]
+    queue = [replace(waiting(f"run{at:03}", devices=1 + at % 2), owner=f"key{at % 20}") for at in range(1000)]
+    began = time.process_time()
+    found = simulate_queue(workers, queue, lambda *_: 100.0)
+    assert time.process_time() - began < 8
+    assert all(one.start < math.inf for one in found.values())
