@@ -158,23 +158,20 @@ class RayJobs:
             held = [run for run in waiting if run.has_job]
             reasons: list[tuple[Any, PendingReason]] = []
             for run in waiting[len(held) :]:
-                reason = ray_reasons.not_configured() if self._api is None else _quota_reason(held, run)
-                last = _without_place(held, run) if reason is None else None
-                if last is not None and not _gives_way(last, run):
-                    reason = _queued()
+                leaving, reason = ([], ray_reasons.not_configured()) if self._api is None else _make_room(held, run)
                 if reason is not None:
                     reasons.append((run, reason))
                     continue
-                if last is not None:
-                    await self._withdraw(connection, last, run)
-                    held.remove(last)
-                    reasons.append((last, _queued()))
+                for one in leaving:
+                    await self._withdraw(connection, one, run)
+                    held.remove(one)
+                    reasons.append((one, _queued()))
                 await connection.execute(_ADD, {"run_id": run.run_id, "lease_epoch": run.lease_epoch})
                 held.append(run)
         await self._explain(reasons)
 
     async def _withdraw(self, connection: AsyncConnection, last: Any, run: Any) -> None:
-        """Requeue a run whose job has the place of another one; a later step of the round stops that job."""
+        """Requeue a run whose job makes room for that of another; a later step of the round stops that job."""
         pause = 0.0 if last.priority < run.priority else _TURN_SECONDS
         reason = f"Ray job {_job_id(last)} gives its place to {run.run_id}, since Ray has not placed it"
         requeue = machine.requeue_unclaimed(last.run_id, last.lease_epoch, reason, pause, counted=False)
@@ -337,15 +334,47 @@ def _quota_reason(held: Sequence[Any], run: Any) -> PendingReason | None:
     return None
 
 
+def _make_room(held: Sequence[Any], run: Any) -> tuple[list[Any], PendingReason | None]:
+    """Return the jobs to withdraw for that of `run`, or the reason why it waits all the same."""
+    reason = _quota_reason(held, run)
+    if reason is None:
+        last = _without_place(held, run)
+        if last is None:
+            return [], None
+        return ([last], None) if _gives_way(last, run) else ([], _queued())
+    leaving: list[Any] = []
+    for one in sorted((one for one in held if _gives_way(one, run)), key=_place):
+        leaving.append(one)
+        if _has_quota(held, leaving, run):
+            break
+    else:
+        return [], reason
+    for one in list(leaving):  # those of other quotas, and those that later ones have made superfluous
+        if _has_quota(held, others := _without(leaving, [one]), run):
+            leaving = others
+    return leaving, None if _without_place(_without(held, leaving), run) is None else _queued()
+
+
+def _has_quota(held: Sequence[Any], leaving: Sequence[Any], run: Any) -> bool:
+    return _quota_reason(_without(held, leaving), run) is None
+
+
+def _without(held: Sequence[Any], leaving: Sequence[Any]) -> list[Any]:
+    return [one for one in held if all(one is not other for other in leaving)]
+
+
 def _without_place(held: Sequence[Any], run: Any) -> Any | None:
     """Return the job that would have to be withdrawn for that of `run`; None if there is a free place."""
     alike = [one for one in held if _shape(one) == _shape(run)]
     rivals = alike if len(alike) >= _MOST_ALIKE else held if len(held) >= _MOST_WAITING else []
     # Those of this round have no time yet.
     old = [one for one in rivals if one.waits is not None and one.waits > _TURN_SECONDS]
-    return min(
-        old if old and rivals is held else rivals, key=lambda one: (one.priority, -(one.waits or 0)), default=None
-    )
+    return min(old if old and rivals is held else rivals, key=_place, default=None)
+
+
+def _place(job: Any) -> tuple[int, float]:
+    """Return the place of a job that waits: the first is withdrawn first."""
+    return job.priority, -(job.waits or 0)
 
 
 def _gives_way(last: Any, run: Any) -> bool:

@@ -19,7 +19,7 @@ from app.runs.scheduler.dispatcher import Dispatcher
 from app.runs.state import machine
 from tests.app.ray_server import RayServer, ray_server
 from tests.factories import make_dataset, make_run
-from tests.rows import add_run, add_worker, events_of, run_row
+from tests.rows import add_key, add_run, add_worker, events_of, run_row
 from tests.server import ThreadServer
 from tests.waiting import eventually
 
@@ -242,6 +242,37 @@ class TestSubmission:
         await jobs.round()
         assert ray.submissions == [job(first)]
         assert waits_because(engine, second)[0] == "quota"
+
+    async def test_a_job_that_waits_gives_its_part_of_a_quota_up_as_it_does_its_place(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        """Otherwise a run that Ray cannot place would keep all others of its key waiting."""
+        key = add_key(engine, 4)
+        large = [add(engine, devices_needed=2, requirements={"labels": [f"a={n}"]}, created_by=key) for n in range(2)]
+        await jobs.round()
+        small, wide = add(engine, created_by=key), add(engine, created_by=key, devices_needed=5, priority=9)
+        await jobs.round()
+        assert set(ray.submissions) == {job(one) for one in large}
+        assert waits_because(engine, small)[0] == waits_because(engine, wide)[0] == "quota"
+        urgent = add(engine, created_by=key, devices_needed=4, priority=1)
+        await jobs.round()
+        assert ray.submissions[2:] == [job(urgent)], "of higher priority; it needs the part of both"
+        assert [run_row(engine, one).lease_epoch for one in large] == [1, 1]
+        assert [waits_because(engine, one)[0] for one in large] == ["ray_queued"] * 2
+
+    async def test_an_old_job_that_waits_gives_its_part_of_a_quota_up_to_one_that_needs_others(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        key = add_key(engine, 4)
+        large = add(engine, devices_needed=4, created_by=key, priority=5)
+        await jobs.round()
+        small = add(engine, created_by=key)
+        await jobs.round()
+        assert ray.submissions == [job(large)]
+        execute(engine, "UPDATE ray_jobs SET added_at = added_at - interval '6 minutes'")
+        await jobs.round()
+        assert ray.submissions[1:] == [job(small)]
+        assert run_row(engine, large).status == "pending" and waits_because(engine, large)[0] == "ray_queued"
 
     async def test_a_quota_that_is_kept_for_an_earlier_run_gets_no_job_of_a_later_one(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
