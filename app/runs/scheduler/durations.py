@@ -16,6 +16,7 @@ from typing import Any, Self
 from app.contracts.methods import DEFAULT_METHOD, method_of
 from app.contracts.schemas.runs.reads import Confidence
 from app.contracts.training_config.field_traits import STEP_TIME
+from app.contracts.training_config.fields import MOST_STEPS
 from app.contracts.training_config.raw_config import PROBE_STEPS, is_probe
 
 OWN_PART = 0.1
@@ -107,10 +108,11 @@ class Workload:
             stops.append(config["stop_at_step"])
         in_epoch = steps_in_epoch(run.backend, config, run.rows, data_parallel)
         if run.current_epoch:
-            # An average number of steps, which is rounded for the last batch.
-            in_epoch = max(round(run.current_step / run.current_epoch), 1)
-        if run.stop_mode == "epoch_end" and run.current_epoch:
-            stops.append(round((math.floor(run.current_epoch) + 1) * run.current_step / run.current_epoch))
+            # The average so far; within bounds, since a trainer may report any epoch.
+            average = min(run.current_step / run.current_epoch, MOST_STEPS)
+            in_epoch = max(round(average), 1)  # rounded for the last batch
+            if run.stop_mode == "epoch_end":
+                stops.append(round((math.floor(run.current_epoch) + 1) * average))
 
         def interval(every: Any) -> int | None:
             return in_epoch if every == "epoch" else every

@@ -304,6 +304,22 @@ class TestOfTheQueue:
         await renew(settings)
         assert claim_with_others(engine, free[0]).id == run.id
 
+    @pytest.mark.parametrize("epoch", [1e-320, 1e308])
+    async def test_no_trainer_keeps_others_from_their_reservations_whatever_it_reports(
+        self, settings: Settings, engine: Engine, epoch: float
+    ) -> None:
+        worker = add_worker(engine, devices=2)
+        odd = add_run(engine)
+        claim(engine, worker)
+        with engine.begin() as connection:
+            reported = (
+                "UPDATE runs SET current_step = 10, current_epoch = :epoch, stop_mode = 'epoch_end' WHERE id = :id"
+            )
+            connection.execute(text(reported), {"epoch": epoch, "id": odd.id})
+        wide = add_run(engine, devices_needed=2)
+        await renew(settings)
+        assert [row.run_id for row in stored(engine)] == [wide.id]
+
     async def test_spare_devices_are_given_once(
         self, settings: Settings, engine: Engine, lengths: dict[str, float]
     ) -> None:
