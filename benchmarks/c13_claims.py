@@ -152,6 +152,7 @@ class _Claimant:
         self._engine = engine
         self._count = count
         self._locks = machine.lock_for_claim(worker)
+        self._lock_devices = machine.lock_devices(worker)
         self._is_reserved = group_claim.is_reserved_with_others(worker)
         self._own = machine.claim(worker, ["fake"], LEASE, "cpu", [])
         self._with_others = group_claim.claim_with_others(worker, ["fake"], LEASE)
@@ -172,7 +173,7 @@ class _Claimant:
 
     def _take(self) -> Any:
         began = time.perf_counter()
-        row = _execute_claim(self._engine, self._locks, self._own)
+        row = _execute_claim(self._engine, (*self._locks, self._lock_devices), self._own)
         if row is None:
             with self._engine.begin() as connection:
                 is_reserved = connection.scalar(self._is_reserved)
@@ -242,12 +243,13 @@ def fill(engine: Engine, rows: int, waiting: int) -> tuple[Any, list[str]]:
 def time_claims(engine: Engine, model: Any, workers: list[str], rows: int, waiting: int) -> bool:
     """Time claims on one worker and over several; return True if the goal is reached."""
     locks = {worker: machine.lock_for_claim(worker) for worker in workers}
+    lock_devices = {worker: machine.lock_devices(worker) for worker in workers}
     claims = {worker: machine.claim(worker, ["fake"], LEASE, "cpu", []) for worker in workers}
     took: list[float] = []
     for number in range(TIMED):
         worker = workers[number % FLEET]
         began = time.perf_counter()
-        row = _execute_claim(engine, locks[worker], claims[worker])
+        row = _execute_claim(engine, (*locks[worker], lock_devices[worker]), claims[worker])
         took.append(1e3 * (time.perf_counter() - began))
         assert row is not None
     groups = _time_groups(engine, model, workers, locks)

@@ -92,7 +92,7 @@ def claim(
 ) -> Any:
     """Claim a run for the worker; return its row or None."""
     with engine.begin() as connection:
-        for lock in machine.lock_for_claim(worker_id):
+        for lock in (*machine.lock_for_claim(worker_id), machine.lock_devices(worker_id)):
             connection.execute(lock)
         return connection.execute(machine.claim(worker_id, list(backends), lease, kind, list(labels))).one_or_none()
 

@@ -94,6 +94,11 @@ def _lock_for_claim(worker_id: str) -> tuple[Executable, Executable]:
 
 
 @cache
+def _lock_devices(worker_id: str) -> Executable:
+    return machine.lock_devices(worker_id)
+
+
+@cache
 def _claim_with_others(worker_id: str, backends: tuple[str, ...], lease_seconds: float) -> Executable:
     return claim_with_others(worker_id, list(backends), lease_seconds)
 
@@ -103,11 +108,11 @@ def _is_reserved_with_others(worker_id: str) -> Executable:
     return is_reserved_with_others(worker_id)
 
 
-def _locked(connection: Connection, worker_id: str, claim: Executable) -> Row[Any] | None:
-    """Execute a claim behind the locks that it needs."""
-    for lock in _lock_for_claim(worker_id):
-        connection.execute(lock)
-    return connection.execute(claim).one_or_none()
+def _locked(connection: Connection, *statements: Executable) -> Row[Any] | None:
+    """Execute a claim, the last statement, behind the locks that it needs."""
+    for statement in statements:
+        found = connection.execute(statement)
+    return found.one_or_none()
 
 
 def claim(context: WorkerContext) -> ClaimedRun | None:
@@ -119,12 +124,13 @@ def claim(context: WorkerContext) -> ClaimedRun | None:
     row = None
     try:
         with context.engine.begin() as connection:
-            row = _locked(connection, context.id, own)
+            row = _locked(connection, *_lock_for_claim(context.id), _lock_devices(context.id), own)
         if row is None and context.group_address is not None:
             # In a transaction of its own, without the locks of the one before.
             with context.engine.begin() as connection:
                 if connection.scalar(_is_reserved_with_others(context.id)):
-                    row = _locked(connection, context.id, _claim_with_others(context.id, backends, lease))
+                    taking = _claim_with_others(context.id, backends, lease)
+                    row = _locked(connection, *_lock_for_claim(context.id), taking)
     except SQLAlchemyError as error:
         if not is_away(error):
             raise

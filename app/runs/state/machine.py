@@ -98,7 +98,7 @@ def create(values: dict[str, Any], reason: str = "created") -> Executable:
 
 
 def lock_for_claim(worker_id: str) -> tuple[Executable, Executable]:
-    """Let claims take turns that limit each other; execute both statements before a claim, in its transaction.
+    """Let claims take turns that limit each other; execute both statements before any claim, in its transaction.
 
     Those that quotas limit must see the devices that those before have taken, and those of a worker which devices of
     its reservation are left.
@@ -110,6 +110,16 @@ def lock_for_claim(worker_id: str) -> tuple[Executable, Executable]:
     quotas = select(func.pg_advisory_xact_lock(QUOTA_LOCK)).where(is_limited)
     own = select(reservations.c.worker_id).where(reservations.c.worker_id == worker_id).with_for_update()
     return quotas, own
+
+
+def lock_devices(worker_id: str) -> Executable:
+    """Lock the free devices of a worker; execute it between `lock_for_claim` and `claim`.
+
+    A round of the dispatcher locks them while it reserves the worker. A claim that waited for it in its own statement
+    would not see the reservation.
+    """
+    free = select(devices.c.index).where(devices.c.worker_id == worker_id, devices.c.run_id.is_(None))
+    return free.order_by(devices.c.index).with_for_update()
 
 
 def claim(
@@ -125,8 +135,8 @@ def claim(
     `kind` is that of the worker's devices; a worker that was started for one run claims `only_run`: its id and
     the lease epoch for which the worker was started. The row adds `device_indexes`, `extra_eval_datasets` (ids by name;
     None without any) and `members` (None; see `group_claim.py`). The run of a hint does not matter: the order is that
-    of `queue_order.py`, as far as quotas and a reservation of the worker allow. Execute `lock_for_claim` first, in the
-    same transaction.
+    of `queue_order.py`, as far as quotas and a reservation of the worker allow. Execute `lock_for_claim` and
+    `lock_devices` first, in the same transaction.
     """
     # No SKIP LOCKED: a second thread of this worker waits and then sees the remaining devices, instead of none.
     free = (

@@ -1,5 +1,6 @@
 """Reservations of workers for runs on several devices, for constructed queues and in the database."""
 
+import asyncio
 import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -282,6 +283,22 @@ class TestOfTheQueue:
         await renew(settings)
         await renew_beside_a_claim(*locks)
         await renew_beside_a_claim(*locks, taking)
+
+    async def test_a_claim_that_waited_for_a_round_respects_the_reservation_that_it_made(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        worker = add_worker(engine, devices=2)
+        add_run(engine)
+        claim(engine, worker)
+        add_run(engine, devices_needed=2), add_run(engine)
+        own = async_engine(settings.database_url or "")
+        with ThreadPoolExecutor(1) as thread:
+            async with own.begin() as connection:
+                await reserve(connection, settings, ["fake"])
+                found = thread.submit(claim, engine, worker)
+                await asyncio.to_thread(eventually, lambda: waiting_for_locks(engine))
+            assert found.result() is None
+        await own.dispose()
 
     async def test_a_reservation_that_a_round_could_not_take_back_starts_no_run_with_others(
         self, settings: Settings, engine: Engine
