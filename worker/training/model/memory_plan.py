@@ -49,7 +49,8 @@ def _choose(run: TrainingContext, found: BaseModelSource, length: int, rows: int
     # the same layers recomputed: for the smaller size, fewer could be chosen and use the memory up again.
     too_large = next((one.instead_of for one in run.job.auto_repairs if "batch_size" in one.instead_of), {})
     config = config.model_copy(update=too_large)
-    free_bytes, _ = torch.cuda.mem_get_info()
+    # The same on every rank: those of one pass must recompute the same layers, whose exchanges they repeat together.
+    free_bytes = min(run.ranks.gathered(int(torch.cuda.mem_get_info()[0])))
     try:
         model = read(found.architecture.to_dict())
         choice = memory_planner.choose(
@@ -58,7 +59,7 @@ def _choose(run: TrainingContext, found: BaseModelSource, length: int, rows: int
             Precision.of(config, "cuda"),
             replace(micro_batch(model, config, length, rows), sequence_parallel=run.ranks.per_sequence),
             # Excludes memory of other processes; the context that the estimate counts is already allocated.
-            int(free_bytes),
+            free_bytes,
             division=Division(run.ranks.size, run.job.expert_parallel) if run.is_sharded else WHOLE,
         )
     except (UnknownArchitecture, CannotTrain) as error:

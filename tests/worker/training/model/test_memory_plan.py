@@ -15,6 +15,7 @@ from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.resolution import Replacement
 from app.contracts.training_config.rules import DeviceCapabilities
 from worker.training.model import memory_plan
+from worker.training.ranks import Ranks
 
 _LLAMA = LlamaConfig(
     vocab_size=128, hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,
@@ -53,7 +54,20 @@ def test_losses_and_gradients_are_the_same_bits_whatever_is_recomputed(reference
         assert all(torch.equal(one, other) for one, other in zip(gradients, other_gradients, strict=True))
 
 
-def decided(monkeypatch: pytest.MonkeyPatch, free: int, repairs: Any = (), **config: Any) -> Replacement | None:
+class RanksWith(Ranks):
+    """Ranks, of which another one has so many bytes free."""
+
+    def __init__(self, free: int) -> None:
+        super().__init__(size=2)
+        self._free = free
+
+    def gathered(self, value: Any) -> list[Any]:
+        return [value, self._free]
+
+
+def decided(
+    monkeypatch: pytest.MonkeyPatch, free: int, repairs: Any = (), ranks: Ranks | None = None, **config: Any
+) -> Replacement | None:
     """What is decided for a run of a small model on a GPU with so many bytes free."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, free))
     asked = TrainingConfig(base_model="any", load_in_4bit=False, method="lora", **config)
@@ -63,7 +77,7 @@ def decided(monkeypatch: pytest.MonkeyPatch, free: int, repairs: Any = (), **con
         given=set(config),
         only_evaluates=False,
         is_sharded=False,
-        ranks=SimpleNamespace(size=1, per_sequence=1),
+        ranks=ranks or Ranks(),
         job=SimpleNamespace(auto_repairs=[Repair(reason="out of memory", **one) for one in repairs]),
     )
     found: Any = SimpleNamespace(architecture=_LLAMA)
@@ -82,6 +96,15 @@ def test_the_less_memory_the_more_is_recomputed(monkeypatch: pytest.MonkeyPatch)
         assert choice is not None and choice.requested == "auto" and "GiB" in choice.reason
         used.append(choice.used)
     assert used == [False, "selective", True]
+
+
+@pytest.mark.parametrize(("own", "other"), [(4000, 650), (650, 4000)])
+def test_all_ranks_recompute_what_the_device_with_the_least_memory_needs(
+    monkeypatch: pytest.MonkeyPatch, own: int, other: int
+) -> None:
+    """Ranks that share sequences or experts exchange them again in what is recomputed, so all wait for each other."""
+    choice = decided(monkeypatch, own * 2**20, ranks=RanksWith(other * 2**20))
+    assert choice is not None and choice.used is True
 
 
 def test_smaller_micro_batches_after_out_of_memory_recompute_as_much_as_those_that_did_not_fit(
