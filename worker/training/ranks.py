@@ -57,6 +57,8 @@ class Ranks:
         self.size = size
         self.first_on_host = 0
         """First of the ranks on this host."""
+        self.on_host = 1
+        """Number of ranks on this host."""
         self.per_sequence = 1
         """Number of consecutive ranks that share each sequence; they have the same rows."""
         self._store = store
@@ -83,7 +85,7 @@ class Ranks:
         if kind == "cuda":
             torch.cuda.set_device(place.local_rank)
         ranks = cls(place.rank, place.size, on_wait=on_wait)
-        ranks.first_on_host = place.rank - place.local_rank
+        ranks.first_on_host, ranks.on_host = place.rank - place.local_rank, place.local_size
         with ranks._waiting():
             if (address := place.address) is None:
                 store: dist.Store = dist.FileStore(f"{place.meeting}/store", place.size)

@@ -34,7 +34,9 @@ class PinnedMemory:
     is on the disk, and not earlier.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, processes: int = 1) -> None:
+        """Hold nothing yet; on this machine, `processes` copy states of about the same size at the same time."""
+        self._processes = processes
         self._map: mmap.mmap | None = None
         self._is_pinned, self._may_pin = False, True
         self._preparing: threading.Thread | None = None
@@ -83,7 +85,7 @@ class PinnedMemory:
             self._preparing.join()
             self._preparing = None
         if self._map is None or len(self._map) < size:
-            if why := shortage(size - self.bytes):
+            if why := shortage((size - self.bytes) * self._processes):
                 raise InsufficientHostMemory(why)
             self._hold(size)
         self._pin()

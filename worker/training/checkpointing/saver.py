@@ -147,7 +147,7 @@ class CheckpointSaver:
         """Step of the last checkpoint that is durably on disk; 0 if there is none."""
         self._run = run
         self._disk_space = CheckpointDiskSpace(run.folder, run.job.disk_reserve_bytes)
-        self._memory = PinnedMemory()
+        self._memory = PinnedMemory(run.ranks.on_host if run.is_sharded else 1)
         self._is_prepared = run.is_probe  # a probe saves nothing
         self._wait_reported = self._memory_reported = False
         self._writes_in_the_loop = self._has_failed_requests = False

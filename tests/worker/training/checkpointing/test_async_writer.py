@@ -26,9 +26,10 @@ from worker.training.checkpointing.pinned_memory import InsufficientHostMemory, 
 from worker.training.checkpointing.saver import CheckpointSaver
 from worker.training.checkpointing.snapshot import Snapshot
 from worker.training.failures import TrainingFailure
-from worker.training.ranks import is_peer_lost
+from worker.training.ranks import Ranks, is_peer_lost
 from worker.wire.heartbeat import no_heartbeat
 from worker.wire.journal import read_journal
+from worker.wire.reporter import Reporter
 
 CONFIG: dict[str, Any] = {
     "method": "full", "optim": "adamw_torch", "max_seq_length": 64, "batch_size": 2, "gradient_accumulation_steps": 1,
@@ -228,6 +229,22 @@ class TestHostMemory:
         first = memory.copy([state])[id(state)].data_ptr()
         assert memory.copy([state])[id(state)].data_ptr() == first
 
+    @pytest.mark.parametrize(("is_sharded", "is_copied"), [(False, True), (True, False)])
+    def test_ranks_of_a_host_that_all_copy_their_part_need_memory_for_all(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_sharded: bool, is_copied: bool
+    ) -> None:
+        free = pinned_memory._MARGIN_BYTES + 15 * 2**20
+        monkeypatch.setattr(pinned_memory, "_memory", lambda: (2**30, free))
+        ranks = Ranks(0, 2)
+        ranks.on_host = 2
+        run: Any = SimpleNamespace(
+            folder=tmp_path, job=make_spec(tmp_path), report=Reporter(None), is_probe=False, ranks=ranks,
+            is_sharded=is_sharded,
+        )  # fmt: skip
+        ten_mebibytes = torch.zeros(10 * 2**18)
+        copy = CheckpointSaver(run).copied(Snapshot([], {"state": ten_mebibytes}, {}))
+        assert (copy is not None) == is_copied
+
     def test_without_enough_memory_nothing_is_copied_and_training_waits_instead_which_is_reported_once(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
@@ -238,7 +255,9 @@ class TestHostMemory:
         report = SimpleNamespace(
             message=lambda *said: reported.append(said), phase=lambda name: reported.append((name, ""))
         )
-        run: Any = SimpleNamespace(folder=tmp_path, job=make_spec(tmp_path), report=report, is_probe=False)
+        run: Any = SimpleNamespace(
+            folder=tmp_path, job=make_spec(tmp_path), report=report, is_probe=False, ranks=Ranks(), is_sharded=False
+        )
         saving, snapshot = CheckpointSaver(run), Snapshot([], {"state": torch.randn(10)}, {})
         assert saving.copied(snapshot) is None and saving.copied(snapshot) is None
         assert [what for what, _ in reported if what == "saving"] == ["saving"] * 2
