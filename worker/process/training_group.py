@@ -8,7 +8,6 @@ from dataclasses import replace
 from app.contracts.attempt.messages import ControlMessage
 from app.infra.process.identity import ProcessIdentity, process_stat
 from worker.process.channel import Source
-from worker.process.process_group import StillAliveError
 from worker.process.training_process import Exit, TrainingProcess
 from worker.wire.rank_place import EXIT_PEER_LOST
 
@@ -112,8 +111,14 @@ class TrainingGroup:
         Raises:
             StillAliveError: One does not die within seconds.
         """
+        self._begin_kill()
         for process in self._processes:
             process.kill()
+
+    def _begin_kill(self) -> None:
+        """Send SIGKILL to all at once: each may take a second to die, as one with a GPU does."""
+        for process in self._processes:
+            process.begin_kill()
 
     def close(self) -> None:
         """Kill what is left running and close every descriptor.
@@ -121,11 +126,12 @@ class TrainingGroup:
         Raises:
             StillAliveError: Processes do not die; their records for a later sweep then stay.
         """
-        problem: StillAliveError | None = None
+        problem: Exception | None = None
+        self._begin_kill()
         for process in self._processes:
             try:
                 process.close()
-            except StillAliveError as error:  # the others must not live longer
+            except Exception as error:  # the others must not live longer
                 problem = problem or error
         for clean_up in self._at_end:
             clean_up()

@@ -166,6 +166,12 @@ class TrainingProcess:
             waiting.register(self.fate, select.POLLIN)
         waiting.poll(None if timeout is None else max(timeout, 0) * 1000)
 
+    def begin_kill(self) -> None:
+        """Send SIGKILL to the process alone and wait for nothing; `kill` or `close` must follow."""
+        if self._exit is None:
+            self._killed = True
+        _kill(self._pidfd)
+
     def kill(self) -> list[int]:
         """Kill every process of the session with SIGKILL and wait until all are gone; return their process ids.
 

@@ -1,13 +1,20 @@
 """Promises about the processes of a run on several devices: which end is the end of all."""
 
+import errno
+import os
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from worker.process import training_group
+from app.infra.process.identity import ProcessIdentity
+from tests.worker.process.launching import Said, is_alive, launch, start_launcher
+from worker.process import process_group, training_group
+from worker.process.launcher import Launcher
 from worker.process.training_group import TrainingGroup
-from worker.process.training_process import Exit
+from worker.process.training_process import Exit, TrainingProcess
 from worker.wire.rank_place import EXIT_PEER_LOST
 
 
@@ -57,3 +64,60 @@ def test_a_lost_connection_waits_for_its_cause_and_is_one_without_it(monkeypatch
     assert found.poll() is None
     now[0] += 2
     assert found.poll() == Exit(peer_lost=True)
+
+
+@pytest.fixture(scope="module", params=["zygote", "cold"])
+def launcher(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    launcher = start_launcher(tmp_path_factory.mktemp("home"), request.param)
+    yield launcher
+    launcher.stop()
+
+
+class TestEndOfAll:
+    """What happens to one process keeps none of the others alive."""
+
+    @pytest.fixture
+    def processes(self, launcher: Launcher, tmp_path: Path) -> list[TrainingProcess]:
+        """Two processes that wait for a stop request."""
+        started = [launch(launcher, tmp_path / str(rank), "wait_for_stop") for rank in (0, 1)]
+        for process in started:
+            Said(process).until(lambda said: said.has("message"))
+        return started
+
+    def test_a_process_that_takes_long_to_die_delays_the_end_of_no_other(
+        self, processes: list[TrainingProcess], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One with a GPU takes a second and longer."""
+        first, second = (process.pid for process in processes)
+        members, alive_meanwhile = process_group._members, []
+
+        def dying(leader: ProcessIdentity) -> Iterator[int]:
+            if leader.pid == first and len(alive_meanwhile) < 20:
+                alive_meanwhile.append(is_alive(second))
+                return iter([first])
+            return members(leader)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(process_group, "_members", dying)
+            TrainingGroup(processes).kill()
+        assert not alive_meanwhile[-1]
+        TrainingGroup(processes).close()
+
+    def test_an_error_in_closing_one_closes_the_others(
+        self, processes: list[TrainingProcess], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As when no descriptor is left to look for the processes of its session."""
+        second, kill = processes[1], process_group.kill_session
+
+        def without_descriptors(leader: ProcessIdentity, pidfd: int | None = None) -> list[int]:
+            if leader.pid == processes[0].pid:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return kill(leader, pidfd)
+
+        group, cleaned_up = TrainingGroup(processes), []
+        group.at_end(lambda: cleaned_up.append(True))
+        with monkeypatch.context() as patched:
+            patched.setattr(process_group, "kill_session", without_descriptors)
+            with pytest.raises(OSError, match="Too many open files"):
+                group.close()
+        assert not is_alive(second.pid) and second.channel.fileno() == -1 and cleaned_up == [True]
