@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import IO, Any
 
 from app.config import placed_worker_environment
@@ -60,7 +61,8 @@ class Bundle:
         for line in output:
             text = line.decode(errors="replace").rstrip()
             self._last_line = text or self._last_line
-            print(text, file=sys.stderr, flush=True)  # noqa: T201  # Ray forwards it to the log of the job
+            with suppress(OSError):  # the disk is full: the worker must never wait for a reader
+                print(text, file=sys.stderr, flush=True)  # noqa: T201  # Ray forwards it to the log of the job
 
 
 class Driver:

@@ -5,13 +5,16 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.infra.errors import TryLater
 from worker import ray_node
-from worker.ray_node import Driver
+from worker.ray_node import Bundle, Driver
 
 _ACTOR = """
 import json, os
@@ -82,3 +85,19 @@ def test_a_stop_is_handled_in_every_wait(driver: Driver) -> None:
     driver.request_stop()
     assert not driver._is_placed(_Ray(looks=1000), _Call())
     assert driver._train(_Ray(looks=1000), argparse.Namespace(start=_Call())) == 0
+
+
+def test_a_full_disk_of_its_log_never_makes_the_worker_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that waits for a reader of its output renews no lease."""
+    full = Path("/dev/full").open("w")  # noqa: SIM115 - closing it raises too
+    monkeypatch.setattr(sys, "stderr", full)
+    bundle = Bundle()
+    prints = "print('x' * 1_000_000)\nprint('the last line')"
+    with subprocess.Popen([sys.executable, "-c", prints], stdout=subprocess.PIPE) as bundle._worker:
+        bundle._reader = threading.Thread(target=bundle._copy, args=[bundle._worker.stdout], daemon=True)
+        bundle._reader.start()
+        ended = bundle.wait(30)
+        bundle._worker.kill()
+    with suppress(OSError):
+        full.close()
+    assert ended == (0, "the last line")
