@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import fsspec
+import httpx
 import pytest
 
 SECRET = "secret-of-the-store"
@@ -19,8 +20,10 @@ def s3_server(bucket: str) -> Iterator[Any]:
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
     host, port = server.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    httpx.post(f"{endpoint}/moto-api/reset").raise_for_status()  # all servers of a process have the same buckets
     patch = pytest.MonkeyPatch()
-    patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    patch.setenv("AWS_ENDPOINT_URL", endpoint)
     patch.setenv("AWS_ACCESS_KEY_ID", "testing")
     patch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
