@@ -55,6 +55,9 @@ class Host:
         path = self.home / "cache" / "runs" / run_id / "journal.jsonl"
         return read_journal(path) if path.exists() else []
 
+    def manifests(self, run_id: str) -> list[Path]:
+        return list((self.home / "cache" / "runs" / run_id).rglob("manifest.json"))
+
     def steps(self, run_id: str) -> dict[int, tuple[str, list[int]]]:
         lines = [line for line in self.journal(run_id) if line["event"] == "step"]
         return {line["step"]: (line["loss_hex"], line["samples"]) for line in lines}
@@ -151,7 +154,8 @@ def test_a_run_on_two_hosts_that_share_no_folder_survives_the_loss_of_one_and_co
         workers = {one["id"]: one["pid"] for one in stack.client.get("/v1/workers").json()["data"]}
         lead = workers[stack.run(run_id)["worker_id"]]
         (member,) = [worker for worker in hosts if worker.process.pid != lead]
-        assert not list(hosts[member].home.rglob("manifest.json")), "the lead writes the checkpoint"
+        writers = [worker.process.pid for worker, host in hosts.items() if host.manifests(run_id)]
+        assert writers == [lead], "the lead writes the checkpoint"
         trainers = [process.pid for process in member.descendants()]
         member.kill()
         eventually(lambda: not any(map(is_alive, trainers)), timeout=60)
