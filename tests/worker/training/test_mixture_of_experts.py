@@ -63,7 +63,7 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="module")
 def four_ranks(forks: Forks) -> Iterator[ManyRanks]:
     """Fresh training processes on four devices."""
-    more = [Forks() for _ in range(3)]
+    more = [forks.another() for _ in range(3)]
     yield ManyRanks([forks, *more])
     for server in more:
         server.close()
