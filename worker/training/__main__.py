@@ -138,10 +138,6 @@ def _train(
     if job.expert_parallel > 1:
         if not is_sharded:
             problems.append("Experts can be divided only in a sharded run: set `resources.sharding` to `full`.")
-        if job.sequence_parallel > 1:
-            problems.append(
-                "Devices that share sequences cannot share experts: set `resources.sequence_parallel` to 1."
-            )
         if obstacles := expert_parallel_obstacles(asked):
             problems.append(f"The experts of the run cannot be divided: {'; '.join(obstacles)}.")
     if is_sharded and (obstacles := sharding_obstacles(asked, given)):

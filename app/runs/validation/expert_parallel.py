@@ -34,8 +34,6 @@ async def expert_parallel_problems(
         reasons.append(f"the base model has no experts that can be divided; models of {', '.join(MODEL_TYPES)} have")
     if resources.sharding == "none":
         reasons.append("experts are divided only in a sharded model; set `resources.sharding` to `full` or `auto`")
-    if resources.sequence_parallel > 1:
-        reasons.append("devices that share sequences cannot share experts; set `resources.sequence_parallel` to 1")
     found = [FieldError(field=_FIELD, code="not_supported", message=f"must be 1: {why}") for why in reasons]
     if resources.expert_parallel not in fitting_groups(resources.devices, experts):
         message = f"is {resources.expert_parallel}, and {devices_message(resources.devices, experts)}"

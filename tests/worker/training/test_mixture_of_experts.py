@@ -35,7 +35,6 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": {"num_experts": 4, "intermediate_size": 64, "moe_intermediate_size": 16, "head_dim": 8},
 }  # fmt: skip
-_DIVISIONS: tuple[tuple[int, dict[str, Any]], ...] = ((1, {}), (2, {"expert_parallel": 2}))
 
 
 @pytest.fixture(scope="module")
@@ -150,12 +149,21 @@ def test_the_loss_of_the_routers_is_that_of_one_device(
         pytest.param("full", "qwen3_moe", 4, {"expert_parallel": 4}, marks=FULL),
         pytest.param("full", "mixtral", 4, {}, marks=FULL),
         pytest.param("lora", "mixtral", 4, {"gradient_checkpointing": True}, marks=FULL),
+        ("full", "qwen3_moe", 2, {"sequence_parallel": 2}),
+        pytest.param("full", "qwen3_moe", 2, {"sequence_parallel": 2, "packing": True}, marks=FULL),
+        pytest.param("full", "mixtral", 4, {"sequence_parallel": 2}, marks=FULL),
+        pytest.param("lora", "qwen3_moe", 4, {"sequence_parallel": 2, "expert_parallel": 4}, marks=FULL),
+        pytest.param("full", "qwen2_moe", 4, {"sequence_parallel": 4, "packing": True}, marks=FULL),
+        pytest.param("lora", "mixtral", 4, {"sequence_parallel": 4, "gradient_checkpointing": True}, marks=FULL),
     ],
 )
 def test_devices_that_share_experts_train_as_one(
     train: Train, method: str, family: str, devices: int, division: dict[str, Any]
 ) -> None:
-    """With gradients that are clipped; on four devices in pairs, each pair has all experts."""
+    """With gradients that are clipped; on four devices in pairs, each pair has all experts.
+
+    They may share sequences too, in groups of any size; in the last step, one of two such groups has no row.
+    """
     alone = {name: value for name, value in division.items() if not name.endswith("_parallel")}
     more = {"extra": {"max_grad_norm": 0.1}}
     divided = train(method, family, devices, **{"expert_parallel": 2, **division}, **more)
@@ -168,6 +176,8 @@ def test_devices_that_share_experts_train_as_one(
         pytest.param("full", 2, {}, marks=FULL),
         pytest.param("lora", 2, {}, marks=FULL),
         pytest.param("full", 4, {}, marks=FULL),
+        pytest.param("full", 2, {"sequence_parallel": 2}, marks=FULL),
+        pytest.param("lora", 4, {"sequence_parallel": 2, "packing": True}, marks=FULL),
     ],
 )
 def test_resumes_exactly_with_dropout(train: Train, method: str, devices: int, config: dict[str, Any]) -> None:
@@ -184,20 +194,23 @@ def test_resumes_exactly_with_dropout(train: Train, method: str, devices: int, c
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ((2, 2), (1, 1)),
-        pytest.param((1, 1), (2, 2), marks=FULL),
-        pytest.param((4, 2), (2, 2), marks=FULL),
-        pytest.param((4, 4), (4, 2), marks=FULL),
+        ((2, 2, 1), (1, 1, 1)),
+        pytest.param((1, 1, 1), (2, 2, 1), marks=FULL),
+        pytest.param((4, 2, 1), (2, 2, 1), marks=FULL),
+        pytest.param((4, 4, 1), (4, 2, 1), marks=FULL),
+        pytest.param((4, 2, 2), (1, 1, 1), marks=FULL),
+        pytest.param((4, 4, 1), (2, 2, 2), marks=FULL),
     ],
 )
 def test_another_division_resumes_with_the_same_rows(
-    train: Train, before: tuple[int, int], after: tuple[int, int]
+    train: Train, before: tuple[int, int, int], after: tuple[int, int, int]
 ) -> None:
     """The checkpoint has whole weights, and the state of the optimizer by the names of the parameters."""
 
-    def on(division: tuple[int, int], **more: Any) -> Outcome:
-        devices, experts = division
-        return train("full", "mixtral", devices, **({"expert_parallel": experts} if experts > 1 else {}), **more)
+    def on(division: tuple[int, int, int], **more: Any) -> Outcome:
+        devices, experts, parts = division
+        divided = {"expert_parallel": experts} if experts > 1 else {}
+        return train("full", "mixtral", devices, **divided, sequence_parallel=parts, **more)
 
     whole = on(before)
     rest = on(after, resume_from=whole.checkpoint(3), attempt=2)
@@ -205,17 +218,20 @@ def test_another_division_resumes_with_the_same_rows(
     assert losses(rest) == pytest.approx({step: losses(whole)[step] for step in (4, 5)}, abs=_TOLERANCE)
     facts = rest.of("config")[-1]["facts"]
     assert facts["fidelity"] == "approximate"
-    if before[1] != after[1]:
-        reason = f"expert_parallel: {before[1]} at the checkpoint, {after[1]} now."
-        assert reason in facts["fidelity_reasons"]
+    for place, name in ((1, "expert_parallel"), (2, "sequence_parallel")):
+        if before[place] != after[place]:
+            assert f"{name}: {before[place]} at the checkpoint, {after[place]} now." in facts["fidelity_reasons"]
 
 
 @FULL
-def test_samples_and_evaluations_without_training_equal_those_of_one_device(train: Train) -> None:
+@pytest.mark.parametrize("division", [{"expert_parallel": 2}, {"expert_parallel": 2, "sequence_parallel": 2}])
+def test_samples_and_evaluations_without_training_equal_those_of_one_device(
+    train: Train, division: dict[str, int]
+) -> None:
     asked = {"sample_prompts": ["the model learns", "row"], "sample_steps": 3, "sample_max_new_tokens": 6}
-    made = [train("full", "mixtral", devices, **division, **asked) for devices, division in _DIVISIONS]
+    made = [train("full", "mixtral", **asked), train("full", "mixtral", 2, **division, **asked)]
     assert [one["completion"] for one in made[1].of("sample")] == [one["completion"] for one in made[0].of("sample")]
-    one, two = (train("lora", "qwen3_moe", devices, **division, task="evaluate") for devices, division in _DIVISIONS)
+    one, two = train("lora", "qwen3_moe", task="evaluate"), train("lora", "qwen3_moe", 2, **division, task="evaluate")
     (expected,), (found,) = one.of("eval"), two.of("eval")
     assert found["metrics"]["eval_loss"] == pytest.approx(expected["metrics"]["eval_loss"], abs=_TOLERANCE)
 

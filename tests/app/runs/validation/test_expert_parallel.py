@@ -96,3 +96,17 @@ def test_devices_that_share_experts_divide_the_model_and_need_less_memory_each(a
     assert says in estimate["assumptions"]
     answer = api.client.post("/v1/runs/validate", json=body(dataset, 4, 2, **more, modules_to_save=["lm_head"]))
     assert not answer.json()["valid"]
+
+
+def test_devices_that_share_experts_may_share_sequences(api: ApiServer, engine: Engine) -> None:
+    """In groups of other sizes; the estimate counts both divisions."""
+    dataset = make_dataset(engine)
+    more = {"max_seq_length": 4096, "batch_size": 1, "on_out_of_memory": "stop", "gradient_checkpointing": True}
+    alone, both = (body(dataset, 4, 4, **more) for _ in range(2))
+    both["resources"]["sequence_parallel"] = 2
+    needs = [make_run(api.client, **asked)["requirements"] for asked in (alone, both)]
+    assert (needs[1]["expert_parallel"], needs[1]["sequence_parallel"]) == (4, 2)
+    assert needs[1]["estimated_mb"]["cuda"] < needs[0]["estimated_mb"]["cuda"]
+    assumptions = api.client.post("/v1/runs/estimate", json=both).json()["assumptions"]
+    assert "The experts of a layer are divided among 4 devices, which get equal numbers of tokens." in assumptions
+    assert "The activations of each sequence are divided among 2 devices." in assumptions
