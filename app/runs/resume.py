@@ -96,7 +96,7 @@ async def resume(
             sequence_parallel=resources.sequence_parallel, expert_parallel=resources.expert_parallel,
         )  # fmt: skip
         if _division(resources) != _division(before):  # else it is decided
-            decided = replace(subject, given=fixed)
+            decided = replace(subject, given=fixed, sharded=was_sharded)
             sharded = (await estimates.with_sharding(session, settings, storage, decided, resources)).sharded
         subject = replace(subject, sharded=sharded)
         least = await estimates.least_memory_of(session, settings, storage, subject)

@@ -146,7 +146,7 @@ async def estimate_new(
     fetched = known.hub_config is not None  # otherwise it was computed before the run was created
     if fetched and subject.devices > 1 and resources.sharding == "auto" and not subject.sharded:
         sharded = await _computed(storage, subject.config, must_shard, settings, storage, subject, known, devices)
-        subject = replace(subject, sharded=sharded)
+        subject = replace(subject, sharded=bool(sharded))
     found, _ = await _computed(storage, subject.config, by_formula, settings, storage, subject, known, False)
     least = {}
     if fetched:
@@ -180,21 +180,21 @@ async def _output_attempt(session: AsyncSession, base_model: str) -> int | None:
 async def with_sharding(
     session: AsyncSession, settings: Settings, storage: Storage, subject: Subject, resources: Resources
 ) -> Subject:
-    """Return the run with the decision whether its model is divided among its devices."""
+    """Return the run with the decision whether its model is divided among its devices; unknown: as it was before."""
     if subject.devices == 1 or resources.sharding == "none" or not subject.loads_model:
-        return subject
+        return replace(subject, sharded=False)
     if resources.sharding == "full" or resources.expert_parallel > 1:
         return replace(subject, sharded=True)
     known = await look_up(session, settings, subject)
     devices = await online_devices(session, settings, subject.backend, resources)
     sharded = await _computed(storage, subject.config, must_shard, settings, storage, subject, known, devices)
-    return replace(subject, sharded=sharded)
+    return subject if sharded is None else replace(subject, sharded=sharded)
 
 
 def must_shard(
     settings: Settings, storage: Storage, subject: Subject, known: EstimateInputs, devices: Sequence[EstimatedDevice]
-) -> bool:
-    """Return True if the run can be sharded, and none of these devices holds a replica; False if that is not known.
+) -> bool | None:
+    """Return True if the run can be sharded, and none of these devices holds a replica; None if that is not known.
 
     Call it in a thread, as `by_formula`.
     """
@@ -205,11 +205,12 @@ def must_shard(
         return False
     try:
         model = read(read_config(settings, storage, subject.config, known.attempt, known.hub_config))
-        on = {kind: _OnKind(model, subject, kind) for kind in {one.kind for one in devices}}
+        replica = replace(subject, sharded=False)
+        on = {kind: _OnKind(model, replica, kind) for kind in {one.kind for one in devices}}
         fits = [on[one.kind].choose(one).fits for one in devices if one.memory_mb is not None]
     except (NoConfig, UnknownArchitecture, CannotTrain):
-        return False
-    return bool(fits) and not any(fits)
+        return None
+    return not any(fits) if fits else None
 
 
 async def architecture_of(

@@ -4,7 +4,7 @@ from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import Engine, func
+from sqlalchemy import Engine, func, text
 
 from app.config import Settings
 from app.contracts.training_config.fields import TrainingConfig
@@ -283,6 +283,24 @@ def test_a_divided_model_keeps_its_optimizer_and_the_decision(api: ApiServer, en
     assert error["field"] == "resources.sharding" and "paged_adamw_8bit" in error["message"]
     assert not child_of(api, replicas)["requirements"]["sharded"]
     assert child_of(api, replicas, **{"from": "start"}, resources=divided)["requirements"]["sharded"]
+
+
+def test_a_divided_run_of_which_nothing_more_is_known_stays_divided_on_other_devices(
+    api: ApiServer, engine: Engine, dataset: str
+) -> None:
+    """The model is on the hub: a replica fitted no device when its configuration was fetched for the first run."""
+    add_worker(engine, backends=["celery"], memory_mb=[80_000] * 4)
+    config = {"base_model": "org/model", "method": "lora", "gradient_accumulation_steps": 4}
+    parent, _ = stopped(api, engine, dataset, 20, backend="celery", config=config, resources={"devices": 4})
+    with engine.begin() as connection:
+        decided = text("UPDATE runs SET requirements = requirements || '{\"sharded\": true}' WHERE id = :id")
+        connection.execute(decided, {"id": parent})
+    for resources, sharded in (
+        ({"devices": 2}, True),
+        ({"devices": 2, "sharding": "none"}, False),
+        ({"devices": 1}, False),
+    ):
+        assert child_of(api, parent, resources=resources)["requirements"]["sharded"] is sharded, resources
 
 
 def test_a_step_of_devices_that_share_sequences_keeps_its_rows(api: ApiServer, engine: Engine, dataset: str) -> None:
