@@ -124,7 +124,7 @@ async def _quota_warnings(
     quotas = [("its API key", await session.scalar(of_key))]
     quotas += [(f"experiment {row.name}", row.max_devices) for row in await session.execute(of_experiment)]
     small = [(whose, most) for whose, most in quotas if most is not None and devices > most]
-    reasons = [quota_reason(devices, whose, most, room=most) for whose, most in small]
+    reasons = [quota_reason(devices, whose, most) for whose, most in small]
     return [FieldError(field="resources.devices", code=one.code, message=one.message) for one in reasons]
 
 

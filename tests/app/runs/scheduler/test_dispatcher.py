@@ -18,7 +18,8 @@ from app.infra.db import async_engine
 from app.infra.ids import id_at
 from app.runs.scheduler.dispatcher import Dispatcher
 from app.runs.scheduler.placement import Fleet, Needs
-from tests.rows import add_run, add_worker, claim, events_of, run_row
+from app.runs.state import machine
+from tests.rows import add_key, add_run, add_worker, claim, events_of, run_row
 from tests.waiting import eventually, eventually_async
 
 
@@ -86,6 +87,24 @@ async def test_a_run_that_cannot_start_says_why_once_and_again_when_it_changes(
     assert run_row(engine, run).pending_reason is None
     events = [(event.seq, event.data["code"]) for event in events_of(engine, run) if event.type == "pending"]
     assert events == [(2, "no_worker"), (3, "no_device_fits"), (4, "queued")]
+
+
+async def test_a_run_that_waits_for_a_quota_has_no_event_for_each_run_that_starts_or_ends(
+    dispatcher: Dispatcher, engine: Engine
+) -> None:
+    key, worker = add_key(engine, 3), add_worker(engine, devices=3)
+    first = add_run(engine, created_by=key)
+    claim(engine, worker)
+    waits = add_run(engine, created_by=key, devices_needed=3).id
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE runs SET not_before = now() - interval '6 s'"))
+    assert [(await dispatcher.round())[1] for _ in range(2)] == [[waits], []]
+    urgent = add_run(engine, created_by=key, priority=1)
+    assert claim(engine, worker).id == urgent.id
+    assert (await dispatcher.round())[1] == []
+    with engine.begin() as connection:
+        connection.execute(machine.complete(first.id, 1, None, "done")).one()
+    assert (await dispatcher.round())[1] == []
 
 
 async def test_runs_that_need_the_same_are_judged_once_and_not_in_the_event_loop(

@@ -153,7 +153,7 @@ class TestQuotas:
 
     @pytest.mark.parametrize(
         ("needed", "sentence"),
-        [(1, "is 1 device at a time, and 1 are in use: it starts"), (2, "is 1 device at a time, so it cannot start")],
+        [(1, "is 1 device at a time, and other runs use too many"), (2, "is 1 device at a time, so it cannot start")],
     )
     async def test_a_run_that_waits_for_one_says_so(
         self, settings: Settings, engine: Engine, needed: int, sentence: str
