@@ -122,6 +122,14 @@ MUTANTS = (
         test="tests/app/runs/state/test_parts.py::TestPart::test_no_attempt_starts_while_the_lease_of_a_part_runs",
     ),
     Mutant(
+        name="claim-leads-with-devices-of-others",
+        promises=(3,),
+        about="A worker that a round has left its reservation leads a run whose devices are all of others.",
+        changes=(Change("app/runs/state/group_claim.py", "            runs.c.hosts_needed == reserved,\n", ""),),
+        test="tests/app/runs/scheduler/test_reservations.py::TestOfTheQueue"
+        "::test_a_reservation_that_a_round_could_not_take_back_starts_no_run_with_others",
+    ),
+    Mutant(
         name="member-removes-what-the-lead-writes",
         promises=(3,),
         about="A worker of a part cleans up the folder of an attempt whose lead still writes to it.",
@@ -184,6 +192,14 @@ MUTANTS = (
             ),
         ),
         test=f"{_QUOTAS}::test_that_a_claim_uses_while_a_round_computes_is_not_given_again",
+    ),
+    Mutant(
+        name="claim-misses-the-round-that-it-waits-for",
+        promises=(2,),
+        about="A claim waits for a round in its own statement, and so does not see the reservation.",
+        changes=(Change("worker/attempts/supervisor.py", "_lock_devices(context.id), own)", "own)"),),
+        test="tests/worker/attempts/test_claim.py"
+        "::test_a_gpu_that_a_round_reserves_at_this_moment_is_left_to_the_other_run",
     ),
     Mutant(
         name="preempted-counts-as-lost",

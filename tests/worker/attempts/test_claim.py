@@ -1,12 +1,14 @@
-"""A claim takes no GPU whose memory other programs use, or on which the check of the worker's start failed."""
+"""A claim takes no GPU whose memory other programs use, on which the check failed, or that was just reserved."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from sqlalchemy import Engine, text
 
 from app.config import Settings
-from tests.rows import add_run, add_worker
+from tests.rows import add_run, add_worker, waiting_for_locks
+from tests.waiting import eventually
 from tests.worker.test_devices import install
 from worker import devices
 from worker.attempts import device_checks, supervisor
@@ -76,3 +78,20 @@ def test_a_gpu_on_which_the_check_failed_takes_no_run_and_the_others_do(
         assert connection.scalar(text("SELECT sum(attempt) FROM runs")) == 1, "the broken one has cost no attempt"
     assert broken.startswith("a training step failed on it when the worker started (RuntimeError: illegal memory")
     assert fine is None
+
+
+def test_a_gpu_that_a_round_reserves_at_this_moment_is_left_to_the_other_run(
+    context: WorkerContext, engine: Engine
+) -> None:
+    wide, _ = add_run(engine, devices_needed=2), add_run(engine)
+    with ThreadPoolExecutor(1) as thread:
+        with engine.begin() as connection:  # as `reserving.reserve`
+            connection.execute(
+                text("UPDATE runs SET not_before = now() + interval '1 h' WHERE id = :id"), {"id": wide.id}
+            )
+            connection.execute(text("SELECT 1 FROM devices FOR SHARE"))
+            put = text("INSERT INTO reservations (worker_id, run_id, devices, spare) VALUES (:worker, :run, 2, 0)")
+            connection.execute(put, {"worker": context.id, "run": wide.id})
+            claimed = thread.submit(supervisor.claim, context)
+            eventually(lambda: waiting_for_locks(engine))
+        assert claimed.result() is None
