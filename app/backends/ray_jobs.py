@@ -26,7 +26,7 @@ from app.infra.broker import Broker
 from app.infra.db import is_away
 from app.runs.scheduler.placement import kept_quota_reason, reason_of_quota
 from app.runs.state import machine
-from app.runs.state.queue_order import JOIN_ROOM, KEPT_QUOTAS, WITH_ROOM
+from app.runs.state.queue_order import JOIN_ROOM, KEPT_QUOTAS, OWNER, WITH_ROOM
 
 log = logging.getLogger(__name__)
 
@@ -60,19 +60,30 @@ _LOST_SECONDS = 60.0
 _EXTRA_SECONDS = 15
 """Time that a job has after the save grace of its trainer: for the worker and for the driver."""
 
+# First those that could get a job: of an owner that need the same, thousands would hide the runs behind them.
 _PENDING = text(f"""
-    {WITH_ROOM}
-    SELECT runs.id AS run_id, runs.lease_epoch, coalesce(runs.created_by, '') AS owner, runs.experiment_id,
+    {WITH_ROOM}, due AS (
+        SELECT runs.id, runs.priority, owners.used, jobs.added_at,
+            row_number() OVER (
+                PARTITION BY owners.owner, devices_needed, requirements -> 'kind', requirements -> 'labels'
+                ORDER BY runs.priority DESC, runs.id
+            ) AS place
+        FROM runs JOIN owners ON owners.owner = {OWNER}
+            LEFT JOIN ray_jobs AS jobs ON jobs.run_id = runs.id AND jobs.lease_epoch = runs.lease_epoch
+        WHERE runs.status = 'pending' AND runs.backend = 'ray' AND runs.not_before <= clock_timestamp()
+    ), chosen AS (
+        SELECT id, added_at FROM due
+        ORDER BY added_at IS NULL, place > {_MOST_ALIKE}, priority DESC, used, id LIMIT 1000
+    )
+    SELECT runs.id AS run_id, runs.lease_epoch, owners.owner, runs.experiment_id,
         runs.priority, runs.devices_needed, runs.requirements, runs.pending_reason,
-        jobs.added_at IS NOT NULL AS has_job,
-        extract(epoch FROM clock_timestamp() - jobs.added_at) AS waits,
+        chosen.added_at IS NOT NULL AS has_job,
+        extract(epoch FROM clock_timestamp() - chosen.added_at) AS waits,
         owners.room AS key_room, owners.max_devices AS key_devices,
         limited.room AS experiment_room, limited.max_devices AS experiment_devices, limited.name AS experiment_name,
         {KEPT_QUOTAS} AS kept
-    FROM runs {JOIN_ROOM}
-        LEFT JOIN ray_jobs AS jobs ON jobs.run_id = runs.id AND jobs.lease_epoch = runs.lease_epoch
-    WHERE runs.status = 'pending' AND runs.backend = 'ray' AND runs.not_before <= clock_timestamp()
-    ORDER BY has_job DESC, runs.priority DESC, owners.used, runs.id LIMIT 1000
+    FROM chosen JOIN runs ON runs.id = chosen.id {JOIN_ROOM}
+    ORDER BY has_job DESC, runs.priority DESC, owners.used, runs.id
 """)
 _ADD = text("""
     INSERT INTO ray_jobs (run_id, lease_epoch) VALUES (:run_id, :lease_epoch)

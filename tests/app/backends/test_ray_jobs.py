@@ -17,6 +17,7 @@ from app.infra.broker import Broker
 from app.infra.db import async_engine
 from app.runs.scheduler.dispatcher import Dispatcher
 from app.runs.state import machine
+from app.tables.runs import Run
 from tests.app.ray_server import RayServer, ray_server
 from tests.factories import make_dataset, make_run
 from tests.rows import add_key, add_run, add_worker, events_of, run_row
@@ -231,6 +232,21 @@ class TestSubmission:
         execute(engine, "UPDATE ray_jobs SET added_at = added_at - interval '6 minutes'")
         await jobs.round()
         assert len(ray.submissions) == 5, "to change places among them would be of no use"
+
+    async def test_thousands_of_runs_that_need_the_same_do_not_hide_those_behind_them(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        first = add(engine, created_by="many", requirements={"labels": ["zone=nowhere"]})
+        columns = [column.name for column in Run.__table__.columns if column.computed is None and column.name != "id"]
+        copied = ", ".join(f'"{name}"' for name in columns)
+        execute(
+            engine,
+            f"INSERT INTO runs (id, {copied}) SELECT 'run_' || lpad(n::text, 26, '0'), {copied} "
+            f"FROM runs, generate_series(1, 1200) AS n WHERE id = '{first}'",
+        )
+        same_owner, other = add(engine, created_by="many"), add(engine, created_by="other")
+        await jobs.round()
+        assert len(ray.submissions) == 6 and {job(same_owner), job(other)} < set(ray.submissions)
 
     async def test_a_quota_counts_the_jobs_that_are_submitted(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
