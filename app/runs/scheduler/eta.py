@@ -100,7 +100,7 @@ class _Predictions:
             if (estimate := forecast.estimates.get(run.id))
         }
         for row in forecast.pending.values():
-            if not row.has_room:
+            if row.is_first and not row.has_room:
                 found[row.id] = self._prediction(
                     None, None, "low", "it waits until the quota of its key or experiment has room"
                 )
@@ -114,6 +114,8 @@ class _Predictions:
             forecast.running,
         )
         for run in forecast.queue:
+            if not forecast.pending[run.run_id].is_first:
+                continue  # those before it are not all known
             reason = pending_reason(run.needs, forecast.fleet)
             if reason is not None:
                 found[run.run_id] = self._prediction(None, None, "low", reason.message.rstrip("."))

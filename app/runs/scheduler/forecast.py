@@ -17,14 +17,15 @@ from app.runs.scheduler import durations
 from app.runs.scheduler.durations import Estimate, PastAttempt, Timings, Workload
 from app.runs.scheduler.fleet import read_fleet
 from app.runs.scheduler.placement import Fleet, Needs, RunningRun
-from app.runs.scheduler.reservations import PendingRun
+from app.runs.scheduler.reservations import MOST_RESERVATIONS, PendingRun
 from app.runs.scheduler.simulation import WorkerSlots
-from app.runs.state.queue_order import HAS_ROOM, KEPT_FOR, OWNER, WITH_ROOM
+from app.runs.state.queue_order import HAS_ROOM, JOIN_ROOM, KEPT_FOR, OWNER, WITH_ROOM
 from app.tables.base import sql_list
 from app.tables.runs import EXTRA_EVAL_DATASETS
 from app.tables.scheduling import RESERVATION_SECONDS
 
 _MOST_RUNS = 1000
+_MOST_WIDE = 100
 _MOST_LIKE = 20
 _FIELDS = ", ".join(f"'{name}', runs.config->'{name}'" for name in DURATION)
 _RUN = f"""
@@ -51,19 +52,31 @@ _LIVE = text(f"""
     JOIN run_attempts AS attempts ON attempts.run_id = runs.id AND attempts.attempt = runs.attempt
     WHERE runs.status IN {sql_list(LIVE)} ORDER BY runs.id LIMIT {_MOST_RUNS}
 """)
-# One branch per owner: each reads an index in the order of claims.
+# One branch per owner: each reads an index in the order of claims. Beside the first runs of the queue, the first of
+# each kind that may reserve workers: those that fit nowhere must not hide them.
 _PENDING = text(f"""
-    {WITH_ROOM}
-    SELECT {_RUN}, runs.priority, runs.requirements, owners.used,
+    {WITH_ROOM}, first AS MATERIALIZED (
+        SELECT runs.id FROM owners CROSS JOIN LATERAL (
+            SELECT id, priority FROM runs
+            WHERE {OWNER} = owners.owner AND runs.status = 'pending' AND runs.backend = ANY(:backends)
+            ORDER BY runs.priority DESC, runs.id LIMIT 1 + {_MOST_RUNS} / (SELECT count(*) FROM owners)
+        ) AS runs ORDER BY runs.priority DESC, owners.used, runs.id LIMIT {_MOST_RUNS}
+    ), wide AS (
+        SELECT id, priority, row_number() OVER (
+            PARTITION BY {OWNER}, backend, devices_needed, hosts_needed, requirements ORDER BY priority DESC, id
+        ) AS place
+        FROM runs WHERE status = 'pending' AND devices_needed > 1 AND backend = ANY(:backends)
+    ), chosen AS (
+        SELECT id FROM first UNION
+        (SELECT id FROM wide WHERE place <= {MOST_RESERVATIONS} ORDER BY priority DESC, id LIMIT {_MOST_WIDE})
+    )
+    SELECT {_RUN}, runs.priority, runs.requirements, owners.used, runs.id IN (SELECT id FROM first) AS is_first,
         {HAS_ROOM} AND {KEPT_FOR} IS NULL AS has_room,
         owners.room AS key_room, owners.max_devices AS key_devices,
         limited.room AS experiment_room, limited.max_devices AS experiment_devices,
         cast(extract(epoch FROM runs.not_before - clock_timestamp()) AS float) AS wait
-    FROM owners CROSS JOIN LATERAL (
-        SELECT * FROM runs WHERE {OWNER} = owners.owner AND runs.status = 'pending' AND runs.backend = ANY(:backends)
-        ORDER BY runs.priority DESC, runs.id LIMIT 1 + {_MOST_RUNS} / (SELECT count(*) FROM owners)
-    ) AS runs LEFT JOIN limited ON limited.id = runs.experiment_id {_WITH}
-    ORDER BY runs.priority DESC, owners.used, runs.id LIMIT {_MOST_RUNS}
+    FROM chosen JOIN runs ON runs.id = chosen.id {JOIN_ROOM} {_WITH}
+    ORDER BY runs.priority DESC, owners.used, runs.id
 """)
 # One attempt per run, the longest: a run that was lost or repaired many times must not dominate the history.
 _PAST = text(f"""

@@ -9,14 +9,16 @@ import pytest
 from sqlalchemy import Engine, insert, text
 
 from app.config import Settings
-from app.infra.db import async_engine
+from app.infra.db import async_engine, session_maker
 from app.runs.scheduler import reserving
 from app.runs.scheduler.durations import Estimate
+from app.runs.scheduler.eta import EtaService
 from app.runs.scheduler.forecast import Forecast, read_forecast
 from app.runs.scheduler.placement import Needs
 from app.runs.scheduler.reservations import PendingRun, Reservation, choose_reservations
 from app.runs.scheduler.reserving import reserve
 from app.runs.state import machine
+from app.tables.runs import Run
 from app.tables.scheduling import DeviceUsage
 from tests.rows import add_run, add_worker, claim, claim_with_others, run_row, waiting_for_locks
 from tests.waiting import eventually
@@ -336,6 +338,26 @@ class TestOfTheQueue:
         wide = add_run(engine, devices_needed=2)
         await renew(settings)
         assert [row.run_id for row in stored(engine)] == [wide.id]
+
+    async def test_runs_that_fit_nowhere_do_not_hide_one_on_several_hosts_behind_them(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        workers = [add_worker(engine, devices=1, group_address="10.0.0.1") for _ in range(2)]
+        first = add_run(engine, requirements={"memory_mb": 5000})
+        columns = [column.name for column in Run.__table__.columns if column.computed is None and column.name != "id"]
+        copied = ", ".join(f'"{name}"' for name in columns)
+        with engine.begin() as connection:
+            copy = f"SELECT 'run_' || lpad(n::text, 26, '0'), {copied} FROM runs, generate_series(1, 1200) AS n"
+            connection.execute(text(f"INSERT INTO runs (id, {copied}) {copy} WHERE id = :id"), {"id": first.id})
+        run = add_run(engine, devices_needed=2, hosts_needed=2)
+        await renew(settings)
+        assert sorted(row.worker_id for row in stored(engine)) == sorted(workers)
+        own = async_engine(settings.database_url or "")
+        near = f"run_{1:026}"
+        found = await EtaService(settings, ["fake"], session_maker(own)).of({near: "pending", run.id: "pending"})
+        await own.dispose()
+        assert set(found) == {near}, "the runs before the other are not all known"
+        assert claim_with_others(engine, workers[0]).id == run.id
 
     async def test_spare_devices_are_given_once(
         self, settings: Settings, engine: Engine, lengths: dict[str, float]
