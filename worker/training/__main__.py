@@ -30,7 +30,7 @@ from app.contracts.training_config.rules import sharding_obstacles
 from app.contracts.training_config.sequence_parallel import division_obstacle, sequence_parallel_obstacles
 from app.contracts.training_config.validation import config_errors
 from worker.training.context import TrainingContext
-from worker.training.failures import Stopped, TrainingFailure, classify
+from worker.training.failures import Stopped, TrainingFailure, classify, one_line
 from worker.training.methods.checkpoint_export import export_checkpoint
 from worker.training.model import loader
 from worker.training.output import gguf, hub_push
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
         result = _train(job, report, control, journal, place)
     except Exception as error:
         if place is not None and is_peer_lost(error):
-            return EXIT_PEER_LOST
+            return _lost(error)
         result = _ended_by(error, control)
         error_info = result.get("error")
         if error_info and error_info["code"] == "internal":
@@ -99,12 +99,18 @@ def _follow(job: JobSpec, place: RankPlace, report_fd: int | None, control_fd: i
         return EXIT_RANK_ZERO_UNREACHABLE
     except Exception as error:
         if is_peer_lost(error):
-            return EXIT_PEER_LOST
+            return _lost(error)
         result = _ended_by(error, control)
         traceback.print_exc()
         report.result(**result)
         return 1
     return 0
+
+
+def _lost(error: Exception) -> int:
+    """Leave the text of a lost connection in the log, for the case that no process turns out to be its cause."""
+    sys.stderr.write(f"the connection to another process of the run was lost: {one_line(error)}\n")
+    return EXIT_PEER_LOST
 
 
 def _train(

@@ -38,6 +38,13 @@ _PEER_WORDS = (
     "connection closed by peer", "connection reset by peer", "gloo/transport", "socket closed", "broken pipe",
     "remote process exited", "nccl remote error", "ncclremoteerror", "ncclsystemerror",
 )  # fmt: skip
+_OWN_WORDS = (
+    # Of gloo: a condition that does not hold here, such as an interface without an address, or one more descriptor.
+    "enforce fail",
+    # Of NCCL: its GPU, what it was called with, and too little of /dev/shm, as in a container.
+    "unhandled cuda error", "ncclinvalid", "shared memory segment",
+)  # fmt: skip
+"""Words of errors of the same kinds that are this process's own."""
 
 T = TypeVar("T")
 
@@ -264,8 +271,12 @@ def _meet(rank: int, host: str, port: int) -> dist.Store:
 
 def is_peer_lost(error: BaseException) -> bool:
     """Return True if an exception only says that another rank has ended."""
-    return any(
-        isinstance(cause, dist.DistError)
-        or (isinstance(cause, RuntimeError) and any(word in str(cause).lower() for word in _PEER_WORDS))
-        for cause in chain_of(error)
-    )
+    return any(_says_peer_lost(cause) for cause in chain_of(error))
+
+
+def _says_peer_lost(error: BaseException) -> bool:
+    text = str(error).lower()
+    if not isinstance(error, RuntimeError) or any(word in text for word in _OWN_WORDS):
+        return False
+    is_of_exchange = isinstance(error, dist.DistNetworkError | dist.DistBackendError)
+    return is_of_exchange or any(word in text for word in _PEER_WORDS)

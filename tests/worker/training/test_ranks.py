@@ -27,7 +27,7 @@ from tests.worker.training.tiny import (
 from tests.worker.training.two_ranks import TwoRanks
 from worker.checkpoint_files import resume_fidelity
 from worker.training.methods import preparation
-from worker.training.ranks import Ranks
+from worker.training.ranks import Ranks, is_peer_lost
 from worker.wire.rank_place import EXIT_PEER_LOST, RankPlace
 
 Train = Callable[..., Outcome]
@@ -246,3 +246,39 @@ def test_a_rank_that_loses_the_other_reports_no_failure_of_its_own(
     outcome, other = two_ranks.run_each([job, broken])
     assert (other.code, other.result["error"]["code"]) == (1, "model_not_found")
     assert outcome.code == EXIT_PEER_LOST and outcome.of("result") == []
+    assert "the connection to another process of the run was lost: " in outcome.stderr
+
+
+def test_a_rank_whose_own_interface_has_no_address_reports_that(
+    forks: Forks, models: Callable[[float], Path], tmp_path: Path
+) -> None:
+    """The library names the place in its code, as it does in the error of a lost connection."""
+    path, data_format = make_data(tmp_path, "lora", 40)
+    job = make_job(tmp_path / "run", models(0.0), path, data_format=data_format, **_COMMON, method="lora", lora_r=4)
+    place = replace(RankPlace.on_one_host(0, 1, tmp_path), interface="none0")
+    forks.start(job, arguments=place.arguments())
+    outcome = forks.wait()
+    assert outcome.code == 1
+    assert "Unable to find address for: none0" in outcome.result["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."), True),
+        (dist.DistBackendError("ncclRemoteError: A call failed possibly due to a network error"), True),
+        (dist.DistBackendError("NCCL communicator was aborted on rank 1."), True),
+        (dist.DistBackendError("unhandled cuda error\nncclUnhandledCudaError: Cuda failure 2 'out of memory'"), False),
+        (dist.DistBackendError("invalid usage\nncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0"), False),
+        (
+            dist.DistBackendError(
+                "unhandled system error\nncclSystemError: System call failed.\nLast error:\nError "
+                "while creating shared memory segment /dev/shm/nccl-yKWO8Y (size 33030528), error: No space left (28)"
+            ),
+            False,
+        ),
+        (dist.DistStoreError("No such file or directory"), False),
+    ],
+)
+def test_only_what_the_end_of_another_rank_causes_is_taken_for_it(error: Exception, is_lost: bool) -> None:
+    assert is_peer_lost(error) == is_lost
