@@ -36,11 +36,12 @@ class AttemptTimer:
         self._timings = Timings()
         try:
             extra = sorted(run.extra_eval_datasets.values())
+            sharing = run.requirements.get("sequence_parallel", 1)
             twin = durations.config_digest(
                 run.config, run.dataset_id, run.eval_dataset_id, *extra, devices=run.devices_needed,
-                sequence_parallel=run.requirements.get("sequence_parallel", 1),
+                sequence_parallel=sharing,
             )  # fmt: skip
-            self._timings = Timings(twin=twin, work=durations.step_size(run.config))
+            self._timings = Timings(twin=twin, work=durations.step_size(run.config, sharing))
         except Exception:  # no attempt fails because its duration cannot be predicted
             log.exception("%s: no timings for predictions: the configuration cannot be read", run.id)
         self.training_started = False

@@ -26,6 +26,10 @@ _RESERVED = "extra.gpu_memory_reserved_mb"
 _MEMORY = ("gpu_memory_mb", "extra.host_memory_peak_mb")
 ASSUMED_SPEED = {"cuda": 1e14, "cpu": 3e10}
 """Operations per second, used until a run has been measured."""
+_SCALES = (
+    "Time is assumed to be inversely proportional to the number of devices, whether they divide rows or share "
+    "sequences."
+)
 
 
 @dataclass(frozen=True)
@@ -34,43 +38,64 @@ class Speed:
 
     seconds: float
     source: Literal["history", "comparable", "assumed"]
-    sentence: str
+    sentences: tuple[str, ...]
 
 
-async def speed(session: AsyncSession, config: TrainingConfig, device: tuple[str, str | None], work: RunFlops) -> Speed:
-    """Estimate the duration of `work` on a device (kind, name); `config` is the effective configuration."""
+async def speed(
+    session: AsyncSession, config: TrainingConfig, device: tuple[str, str | None], devices: int, work: RunFlops
+) -> Speed:
+    """Estimate the duration of `work` on some devices (kind, name); `config` is the effective configuration.
+
+    Rates are those of each device, so that runs on other numbers of devices count where none had as many.
+    """
     same = select(AttemptTimings.run_id).where(
         AttemptTimings.similarity_key == _likeness(config.method, config.base_model)
     )
     newest = list((await session.scalars(same.order_by(AttemptTimings.run_id.desc()).limit(_LATEST))).unique())
-    measured_on = await _measured_on(session, newest, device)
-    if near := [one.tokens for one in measured_on if _is_like(one.reported, config, work.length)]:
-        rate = median(near)
-        said = f"{_earlier_runs(near)} of the same model and method processed {rate:,.0f} tokens per second here"
-        return Speed(work.tokens / rate, "history", f"{said} (median).")
-    others = [
-        one.operations for one in await _measured_on(session, await _others(session, config), device) if one.operations
-    ]
-    if others:
-        rate = median(others)
-        said = f"{_earlier_runs(others)} on this kind of device reached {rate / 1e12:.3g} TFLOP/s (median)"
-        return Speed(work.training / rate, "comparable", f"{said}; the same speed is assumed for this run.")
+    near = [
+        one for one in await _measured_on(session, newest, device) if _is_like(one.reported, config, work.length)
+    ]  # fmt: skip
+    if near := _of_as_many(near, devices):
+        rate = median(one.tokens for one in near)
+        said = f"{_earlier_runs(near)} of the same model and method processed {rate:,.0f} tokens per second per"
+        return _speed(work.tokens / rate, devices, near, "history", f"{said} device here (median).")
+    others = [one for one in await _measured_on(session, await _others(session, config), device) if one.operations]
+    if others := _of_as_many(others, devices):
+        rate = median(one.operations for one in others)
+        said = f"{_earlier_runs(others)} on this kind of device reached {rate / 1e12:.3g} TFLOP/s per device (median)"
+        said += "; the same speed is assumed for this run."
+        return _speed(work.training / rate, devices, others, "comparable", said)
     rate = ASSUMED_SPEED[device[0]]
     where = "GPU" if device[0] == "cuda" else "CPU"
     said = f"No run has trained on this kind of device yet; a {where} is assumed to reach {rate / 1e12:g} TFLOP/s."
     if work.writing:
         said += " Completions are generated one token at a time, which is slower, so expect a longer run."
-    return Speed((work.training + work.writing) / rate, "assumed", said)
+    return _speed((work.training + work.writing) / rate, devices, [], "assumed", said)
 
 
 @dataclass(frozen=True)
 class _Rate:
-    """Measured throughput of a run, per second."""
+    """Measured throughput of each device of a run, per second."""
 
+    devices: int
     tokens: float
-    operations: float | None
+    operations: float
+    """0 if not known."""
     reported: dict[str, Any]
     """First facts and effective configuration of the run."""
+
+
+def _of_as_many(rates: list[_Rate], devices: int) -> list[_Rate]:
+    """Return the rates of runs on so many devices; all if there is none."""
+    return [one for one in rates if one.devices == devices] or rates
+
+
+def _speed(
+    on_one: float, devices: int, measured: list[_Rate], source: Literal["history", "comparable", "assumed"], said: str
+) -> Speed:
+    """Return the speed on several devices from the seconds on one, and the assumption that this makes."""
+    is_scaled = any(one.devices != devices for one in measured) if measured else devices > 1
+    return Speed(on_one / devices, source, (said, _SCALES) if is_scaled else (said,))
 
 
 def _likeness(method: str, base_model: str) -> str:
@@ -118,8 +143,9 @@ async def _measured_on(session: AsyncSession, ids: Sequence[str], device: tuple[
         facts = reported["facts"]
         if facts.get("device") != kind or (name and kind == "cuda" and facts.get("device_name") != name):
             continue
-        each = facts.get("flops_per_token_hardware")
-        rates.append(_Rate(tokens, tokens * each if isinstance(each, int | float) else None, reported))
+        each, devices = facts.get("flops_per_token_hardware"), reported["devices"]
+        operations = tokens * each if isinstance(each, int | float) else 0.0
+        rates.append(_Rate(devices, tokens / devices, operations / devices, reported))
     return rates
 
 
@@ -162,20 +188,23 @@ async def _speeds(session: AsyncSession, ids: Sequence[str]) -> dict[str, float]
 
 
 async def _first(session: AsyncSession, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the first reported facts and effective configuration of each run."""
+    """Return the first reported facts and effective configuration of each run, and its number of devices."""
     rows = await session.execute(_FIRST, {"ids": list(ids), "early": _EARLY})
-    return {row.run_id: {"facts": row.facts or {}, "effective": row.effective or {}} for row in rows}
+    return {
+        row.run_id: {"facts": row.facts or {}, "effective": row.effective or {}, "devices": row.devices_needed}
+        for row in rows
+    }
 
 
 # No index covers `config` events. The event is among the first of a run, so only those are read.
 _FIRST = text("""
-    SELECT wanted.run_id, first.facts, first.effective
-    FROM unnest(CAST(:ids AS text[])) AS wanted (run_id), LATERAL (
+    SELECT runs.id AS run_id, runs.devices_needed, first.facts, first.effective
+    FROM runs, LATERAL (
         SELECT data -> 'facts' AS facts, data -> 'effective' AS effective FROM run_events
-        WHERE run_id = wanted.run_id AND seq <= :early AND type = 'config' ORDER BY seq LIMIT 1
-    ) AS first
+        WHERE run_id = runs.id AND seq <= :early AND type = 'config' ORDER BY seq LIMIT 1
+    ) AS first WHERE runs.id = ANY(:ids)
 """)
 
 
-def _earlier_runs(found: list[float]) -> str:
+def _earlier_runs(found: list[_Rate]) -> str:
     return f"{len(found)} earlier {'run' if len(found) == 1 else 'runs'}"

@@ -115,7 +115,8 @@ async def estimate(
         return found
     config = resolve(subject.config, subject.given, _machine(found.device.kind), sharded=subject.sharded).config
     async with sessions() as session:
-        took = await speed(session, config, (found.device.kind, found.device.name), todo)
+        device = found.device.kind, found.device.name
+        took = await speed(session, config, device, subject.devices, todo)
     operations = todo.training + todo.writing
     return found.model_copy(update=_of_time(settings, found, took, operations, subject.devices))
 
@@ -447,19 +448,17 @@ def _assumptions(on: _OnKind, device: EstimatedDevice, is_assumed: bool) -> list
 
 
 def _of_time(settings: Settings, found: RunEstimate, took: Speed, operations: float, devices: int) -> dict[str, Any]:
-    """Return the duration on several devices, and what follows from it; `took` is that on one."""
-    cost, assumptions = None, [*found.assumptions, took.sentence]
-    if devices > 1:
-        assumptions.append(f"{devices} devices are assumed to train {devices} times as fast as one.")
+    """Return the duration, and what follows from it; the cost is that of all devices."""
+    cost = None
     if settings.gpu_hour_price is not None and found.device.kind == "cuda":
-        amount = round(took.seconds / 3600 * settings.gpu_hour_price, 4)
+        amount = round(took.seconds * devices / 3600 * settings.gpu_hour_price, 4)
         cost = Cost(amount=amount, currency=settings.price_currency)
     return {
         "flops": operations,
-        "seconds": round(took.seconds / devices, 1),
+        "seconds": round(took.seconds, 1),
         "cost": cost,
         "confidence": found.confidence.model_copy(update={"seconds": took.source}),
-        "assumptions": assumptions,
+        "assumptions": [*found.assumptions, *took.sentences],
     }
 
 

@@ -126,7 +126,7 @@ class Workload:
                 devices=run.devices_needed,
                 sequence_parallel=run.sequence_parallel,
             ),
-            work=step_size(config),
+            work=step_size(config, run.sequence_parallel),
             total_steps=min((step for step in stops if step is not None), default=None),
             first_step=first,
             next_step=max(first, run.saved_at),
@@ -181,10 +181,11 @@ def config_digest(
     return hashlib.sha256(json.dumps([same, *datasets], sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def step_size(config: Mapping[str, Any]) -> float:
-    """Return the size of a step on each device: its sequences, and in packed data its tokens."""
+def step_size(config: Mapping[str, Any], sequence_parallel: int = 1) -> float:
+    """Return the size of a step on each device: its sequences or its part of them, and in packed data its tokens."""
     tokens = (config.get("max_seq_length") or 2048) if config.get("packing") else 1
-    return float((config.get("batch_size") or 1) * (config.get("gradient_accumulation_steps") or 1) * tokens)
+    rows = (config.get("batch_size") or 1) * (config.get("gradient_accumulation_steps") or 1)
+    return float(rows * tokens / sequence_parallel)
 
 
 def counted_steps(backend: str, config: Mapping[str, Any], rows: int | None, data_parallel: int) -> int | None:

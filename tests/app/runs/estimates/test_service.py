@@ -46,17 +46,17 @@ def engine(api: ApiServer) -> Iterator[Engine]:
     engine.dispose()
 
 
-def gpu(engine: Engine, memory_mb: int, name: str = "NVIDIA H100") -> None:
-    """A worker with one GPU of that memory."""
-    worker = add_worker(engine, backends=["celery"])
+def gpu(engine: Engine, memory_mb: int, name: str = "NVIDIA H100", devices: int = 1) -> None:
+    """A worker with GPUs of that memory."""
+    worker = add_worker(engine, devices, backends=["celery"])
     is_it = update(Device).where(Device.worker_id == worker)
     with engine.begin() as connection:
         connection.execute(is_it.values(kind="cuda", name=name, memory_mb=memory_mb))
 
 
-def estimated(api: ApiServer, dataset: str, **config: Any) -> dict[str, Any]:
+def estimated(api: ApiServer, dataset: str, resources: dict[str, Any] | None = None, **config: Any) -> dict[str, Any]:
     """What POST /v1/runs/estimate answers for a run on that model."""
-    body = {"dataset_id": dataset, "config": {"base_model": "qwen", **config}}
+    body = {"dataset_id": dataset, "config": {"base_model": "qwen", **config}, "resources": resources or {}}
     answer = api.client.post("/v1/runs/estimate", json=body)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
@@ -101,7 +101,7 @@ def test_for_each_kind_of_device_the_estimate_says_whether_it_fits_and_what_to_c
 
 def trained(engine: Engine, run: dict[str, Any], device: str, rate: float, length: int = 25) -> None:
     """The run has trained, at so many tokens a second on texts of that length, and is over."""
-    trainer = Trainer(engine, run["id"])
+    trainer = Trainer(engine, run["id"], devices=run["resources"]["devices"])
     trainer.begin()
     facts = {"device": device, "flops_per_token_hardware": 1e9, "flops_sequence_length": length}
     trainer.events("config", {"facts": facts, "effective": run["config"]})
@@ -230,6 +230,35 @@ def test_time_comes_from_runs_that_were_there_before(
     assert other["seconds"] == pytest.approx(other["flops"] / 10e9, rel=0.01)
 
 
+_SCALED = "assumed to be inversely proportional to the number of devices"
+
+
+@pytest.mark.parametrize("sequence_parallel", [1, 2])
+@pytest.mark.parametrize("method", ["sft", "full"], ids=["history", "comparable"])
+def test_the_speed_of_earlier_runs_counts_for_each_of_their_devices(
+    api: ApiServer, engine: Engine, method: str, sequence_parallel: int
+) -> None:
+    dataset, config = make_dataset(engine), {"base_model": "qwen", "method": "sft", "max_steps": 100}
+    on_two = {"devices": 2, "sequence_parallel": sequence_parallel}
+    trained(engine, make_run(api.client, dataset, backend="celery", config=config, resources=on_two), "cpu", 50.0)
+    one, two = (estimated(api, dataset, {"devices": devices}, **{**config, "method": method}) for devices in (1, 2))
+    is_same = method == "sft"
+    assert {found["confidence"]["seconds"] for found in (one, two)} == {"history" if is_same else "comparable"}
+    assert one["seconds"] == pytest.approx(one["tokens"] / 25 if is_same else one["flops"] / 25e9, rel=0.01)
+    assert two["seconds"] == pytest.approx(two["tokens"] / 50 if is_same else two["flops"] / 50e9, rel=0.01)
+    assert [_SCALED in " ".join(found["assumptions"]) for found in (one, two)] == [True, False]
+
+
+def test_runs_on_as_many_devices_give_the_speed_where_there_are_any(api: ApiServer, engine: Engine) -> None:
+    dataset, config = make_dataset(engine), {"base_model": "qwen", "method": "sft", "max_steps": 100}
+    for devices, rate in ((2, 80.0), (1, 50.0), (1, 50.0)):
+        run = make_run(api.client, dataset, backend="celery", config=config, resources={"devices": devices})
+        trained(engine, run, "cpu", rate)
+    found = estimated(api, dataset, {"devices": 2}, **config)
+    assert found["seconds"] == pytest.approx(found["tokens"] / 80, rel=0.01)
+    assert any("1 earlier run of the same" in one and "40 tokens per second per" in one for one in found["assumptions"])
+
+
 @pytest.mark.parametrize(
     ("then", "now", "length", "source"),
     [
@@ -331,10 +360,12 @@ def test_an_hour_has_its_price(settings: Settings) -> None:
     with ThreadServer(settings.model_copy(update={"gpu_hour_price": 3.6, "price_currency": "CHF"})) as api:
         engine = sync_engine(settings.database_url or "")
         (make_model(settings, "qwen") / "config.json").write_text(json.dumps(_CONFIG))
-        gpu(engine, 81_559)
-        found = estimated(api, make_dataset(engine), max_steps=100)
+        gpu(engine, 81_559, devices=2)
+        dataset = make_dataset(engine)
+        one, two = (estimated(api, dataset, {"devices": devices}, max_steps=100) for devices in (1, 2))
         engine.dispose()
-    assert found["cost"] == {"amount": pytest.approx(found["seconds"] / 1000, abs=1e-3), "currency": "CHF"}
+    assert one["cost"] == {"amount": pytest.approx(one["seconds"] / 1000, abs=1e-3), "currency": "CHF"}
+    assert two["cost"]["amount"] == pytest.approx(2 * two["seconds"] / 1000, abs=1e-3)
 
 
 def test_the_command_shows_it_as_tables_and_as_json(anneal: Any, run_file: Any, api: ApiServer) -> None:

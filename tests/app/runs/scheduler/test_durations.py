@@ -178,6 +178,7 @@ class TestWorkload:
         assert two.twin != one.twin and two.work == one.work, "the steps of each device take as long"
         shared = self.work({}, devices_needed=2, sequence_parallel=2)
         assert shared.total_steps == one.total_steps, "devices that share sequences have the same rows"
+        assert shared.work == one.work / 2, "and each a part of each sequence"
         assert len({shared.twin, two.twin, one.twin}) == 3
 
     @pytest.mark.parametrize(
