@@ -263,6 +263,12 @@ def _no_kind(needs: Needs) -> str:
             "No worker with a GPU is online, but one was within the last hour, so the run waits for it. Start it "
             "again, or create the run with `resources.kind: cpu` to train on a CPU."
         )
+    if needs.gpu is not None:
+        return (
+            f"The run asks for the GPU `{needs.gpu}` (`resources.gpu`), and no online worker of backend "
+            f"`{needs.backend}` has a GPU. Start a worker with such a GPU, or create the run without `resources.gpu`, "
+            "with `resources.kind: cpu` and settings that a CPU allows."
+        )
     return (
         f"The run needs a device of kind `{needs.kind}`, and no online worker of backend `{needs.backend}` has one. "
         "Start such a worker, or create the run with another `resources.kind` and settings that allow it."
@@ -309,32 +315,43 @@ def _too_few_of_version(needs: Needs, alike: Mapping[tuple[str, str], int]) -> s
 
 
 def _too_small(needs: Needs, workers: Sequence[WorkerOffer]) -> str:
+    """Return why too few of these workers have enough devices, or devices of enough memory."""
     each = needs.devices_each
-    enough = sum(len(worker.devices) >= each for worker in workers)
-    if needs.hosts == 1 and not enough:
-        count = max(len(worker.devices) for worker in workers)
-        return f"The run needs {each} devices of one worker, and no online worker has more than {count}."
-    if enough < needs.hosts:
-        plural = "device" if each == 1 else "devices"
+    devices = "device" if each == 1 else "devices"
+    asked = [] if needs.gpu is None else [f"the GPU `{needs.gpu}` (`resources.gpu`)"]
+    if needs.labels:
+        asked.append(f"the labels {', '.join(f'`{one}`' for one in sorted(needs.labels))} (`resources.labels`)")
+    such = f" with {' and '.join(asked)}" if asked else ""
+    enough = [worker for worker in workers if len(worker.devices) >= each]
+    if len(enough) < needs.hosts:
+        if needs.hosts == 1:
+            most = max(len(worker.devices) for worker in workers)
+            lacks = f"{devices} of one worker{such}, and no online worker has more than {most}"
+        else:
+            has = "has" if len(enough) == 1 else "have"
+            lacks = f"{devices} of each of {needs.hosts} workers{such}, and only {len(enough)} online {has} so many"
         return (
-            f"The run needs {each} {plural} of each of {needs.hosts} workers, and only {enough} online "
-            f"{'has' if enough == 1 else 'have'} so many."
+            f"The run needs {each} {lacks}. Start a worker with more devices, or create the run with fewer "
+            "`resources.devices`."
         )
-    # Where the memory is estimated, it differs by kind: the sentence is about the device that lacks the least.
-    worker, device = min(
-        ((worker, device) for worker in workers for device in worker.devices),
-        key=lambda one: needs.memory_on(one[0].kind) - one[1].memory_mb,
-    )
+
+    # Of each worker the last device that the run would take; where memory is estimated, it differs by kind.
+    lasts = [(one, sorted(one.devices, key=lambda device: -device.memory_mb)[each - 1]) for one in enough]
+    lasts.sort(key=lambda last: needs.memory_on(last[0].kind) - last[1].memory_mb)
+    worker, device = lasts[needs.hosts - 1]
     need = needs.memory_on(worker.kind)
-    name, host = device.name or worker.device, worker.host or worker.worker_id
-    largest = f"the largest device, {name} of {host}, has {device.memory_mb:,} MiB"
+    which = "the largest device" if not asked else "the largest such device"
+    if needs.devices > 1:
+        which = f"of the {needs.devices} largest that could train it together, the smallest"
+    smallest = f"{which}, {device.name or worker.device} of {worker.host or worker.worker_id}, "
+    smallest += f"has {device.memory_mb:,} MiB"
     if needs.memory_mb is not None:
         return (
-            f"The run asks for {need:,} MiB of device memory (`resources.memory_mb`), and {largest}. Start a worker "
-            "with a larger device, or create the run with a smaller value."
+            f"The run asks for {need:,} MiB of device memory (`resources.memory_mb`){such}, and {smallest}. Start a "
+            "worker with a larger device, or create the run with a smaller value."
         )
     return (
-        f"The run needs about {need:,} MiB of device memory, and {largest}. Start a worker with a larger device, or "
-        "create the run with settings that need less; `anneal runs estimate` names some. If the estimate is wrong, set "
-        "`resources.memory_mb`."
+        f"The run needs about {need:,} MiB of device memory{such}, and {smallest}. Start a worker with a larger "
+        "device, or create the run with settings that need less; `anneal runs estimate` names some. If the estimate is "
+        "wrong, set `resources.memory_mb`."
     )

@@ -17,6 +17,7 @@ GPU = WorkerOffer(
 )
 FLEET = Fleet((CPU, GPU), frozenset({"celery"}))
 HOSTS = Fleet((replace(GPU, joins_hosts=True), replace(GPU, joins_hosts=True, devices=GPU.devices * 2)))
+MIXED = Fleet((replace(GPU, devices=(DeviceOffer(80_000, name="NVIDIA H100"), *GPU.devices)),))
 JOINS = replace(GPU, joins_hosts=True)
 UNLIKE = Fleet((JOINS, JOINS, replace(JOINS, device="H100", labels=frozenset({"ib"}))))
 UPGRADED = Fleet(
@@ -37,7 +38,38 @@ NEEDS = Needs("celery", estimated_mb={"cpu": 12_000, "cuda": 12_000}, prefers_gp
         (NEEDS, Fleet((CPU,)), None, ""),
         (replace(NEEDS, gpu="a10", kind="cuda"), FLEET, None, ""),
         (replace(NEEDS, gpu="a100", kind="cuda"), FLEET, "no_device_of_kind", "GPU `a100` (`resources.gpu`)"),
-        (replace(NEEDS, gpu="a10", kind="cuda", devices=2), FLEET, "no_device_fits", "2 devices of one worker"),
+        (
+            replace(NEEDS, gpu="h100", kind="cuda"),
+            Fleet((CPU,)),
+            "no_device_of_kind",
+            "asks for the GPU `h100` (`resources.gpu`), and no online worker of backend `celery` has a GPU. Start a "
+            "worker with such a GPU, or create the run without `resources.gpu`, with `resources.kind: cpu`",
+        ),
+        (
+            replace(NEEDS, gpu="a10", kind="cuda", devices=2),
+            MIXED,
+            "no_device_fits",
+            "2 devices of one worker with the GPU `a10` (`resources.gpu`), and no online worker has more than 1. Start",
+        ),
+        (
+            replace(NEEDS, gpu="a10", kind="cuda", memory_mb=70_000, labels=frozenset({"site-b"})),
+            MIXED,
+            "no_device_fits",
+            "asks for 70,000 MiB of device memory (`resources.memory_mb`) with the GPU `a10` (`resources.gpu`) and the "
+            "labels `site-b` (`resources.labels`), and the largest such device, NVIDIA A10",
+        ),
+        (
+            replace(NEEDS, devices=2, memory_mb=70_000),
+            MIXED,
+            "no_device_fits",
+            "of the 2 largest that could train it together, the smallest, NVIDIA A10 of wrk_gpu, has 24,000 MiB",
+        ),
+        (
+            replace(NEEDS, devices=2, hosts=2, memory_mb=70_000),
+            replace(HOSTS, workers=(*HOSTS.workers, replace(MIXED.workers[0], joins_hosts=True))),
+            "no_device_fits",
+            "of the 2 largest that could train it together, the smallest, NVIDIA A10 of wrk_gpu, has 24,000 MiB",
+        ),
         (replace(NEEDS, labels=frozenset({"site-c"})), FLEET, "no_worker_with_labels", "the labels `site-c`"),
         (replace(NEEDS, labels=frozenset({"site-b"})), FLEET, None, ""),
         (replace(NEEDS, gguf=True), FLEET, "no_gguf_converter", "ANNEAL_GGUF_CONVERTER"),
