@@ -4,12 +4,14 @@ from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import Engine, func, text
+from sqlalchemy import Engine, func, text, update
 
 from app.config import Settings
+from app.contracts.schemas.runs.placement import Resources
 from app.contracts.training_config.fields import TrainingConfig
 from app.infra.ids import new_id
 from app.runs.resume import without_defaults
+from app.tables.runs import Run
 from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run, mark_checkpoint
 from tests.rows import add_worker, events_of, run_row
 from tests.server import ApiServer
@@ -357,6 +359,22 @@ def test_a_resume_changes_the_resources_that_it_names_and_keeps_the_others(
     assert (child["kind"], child["sharding"]) == ("cuda", "none")
     (error,) = resume(api, parent, resources={"labels": ["site-b"]}).json()["errors"]
     assert error["code"] == "unknown_label"
+
+
+def test_null_resets_any_resource_of_a_resumed_run(api: ApiServer, engine: Engine, dataset: str) -> None:
+    add_worker(engine, 2, backends=["celery"])
+    asked = Resources(
+        kind="cuda", gpu="h100", memory_mb=500, hosts=2, devices=4, sharding="full", sequence_parallel=2,
+        expert_parallel=2, labels=["site-b"],
+    )  # fmt: skip
+    config = {"base_model": "org/model", "method": "lora", "batch_size": 2, "gradient_accumulation_steps": 2}
+    parent, _ = stopped(api, engine, dataset, 20, backend="celery", config=config)
+    with engine.begin() as connection:
+        connection.execute(update(Run).where(Run.id == parent).values(resources=asked.model_dump()))
+    child = child_of(api, parent, resources=dict.fromkeys(Resources.model_fields))
+    assert child["resources"] == Resources().model_dump()
+    (error,) = resume(api, parent, resources={"device": None}).json()["errors"]
+    assert (error["field"], error["code"]) == ("resources.device", "extra_forbidden")
 
 
 def test_a_run_whose_devices_share_experts_keeps_that_or_is_divided_otherwise(

@@ -5,11 +5,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    ConfigDict,
     Field,
     StringConstraints,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
+    model_validator,
 )
 
 from app.contracts.schemas.runs.common import Body
@@ -61,6 +63,13 @@ DeviceCount = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
 DevicesAsked = Annotated[
     DeviceCount | Literal["all"], _in_words(f"must be a number from 1 to {MOST_DEVICES:,}, or `all`")
 ]
+
+
+def _with_null(schema: dict[str, Any]) -> None:
+    """Let each field in the schema of an object also be null."""
+    for name, field in schema["properties"].items():
+        if {"type": "null"} not in field.get("anyOf", ()):
+            schema["properties"][name] = {"anyOf": [field, {"type": "null"}], "description": field["description"]}
 
 
 class Placement(Body):
@@ -143,6 +152,20 @@ class ResourceRequest(Placement):
     def with_devices(self, devices: int) -> Resources:
         """Return the resources with a number of devices."""
         return Resources(**self.model_dump(exclude={"devices"}), devices=devices)
+
+
+class ResourceChanges(ResourceRequest):
+    """Changes of the resources of a run: what they leave out stays, and null resets a field to its default."""
+
+    model_config = ConfigDict(json_schema_extra=_with_null)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reset(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        defaults = ResourceRequest().model_dump()
+        return {name: defaults.get(name) if value is None else value for name, value in values.items()}
 
 
 class Requirements(BaseModel):

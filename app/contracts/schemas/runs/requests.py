@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 from app.contracts.errors import FieldError
 from app.contracts.field_types import EvaluationSetName
 from app.contracts.schemas.runs.common import CHECKPOINT_ID, CONFIG, DATASET_ID, RUN_ID, Body, Config, Label
-from app.contracts.schemas.runs.placement import ResourceRequest
+from app.contracts.schemas.runs.placement import ResourceChanges, ResourceRequest
 from app.contracts.stop import StopMode
 
 MOST_TAGS = 50
@@ -187,9 +187,10 @@ class RunResume(Body):
         le=100_000_000,
         description="Save and stop after so many further steps; sets `stop_at_step`, counted from the checkpoint.",
     )
-    resources: ResourceRequest | None = Field(
+    resources: ResourceChanges | None = Field(
         default=None,
-        description="Changes of the resources that the resumed run asked for; what they leave out stays.",
+        description="Changes of the resources that the resumed run asked for; what they leave out stays, and null "
+        "resets a field to its default.",
     )
 
     @model_validator(mode="after")
