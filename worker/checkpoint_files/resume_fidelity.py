@@ -33,6 +33,18 @@ _MESSAGES = {
     "reward_models": "A reward model differs from that of the checkpoint.",
     "eval_dataset": "The evaluation dataset differs from that of the checkpoint.",
 }
+_SUBJECTS = {
+    BATCH_SIZE: "The number of rows in a micro-batch",
+    DEVICES: "The number of devices",
+    SEQUENCE_PARALLEL: "The number of devices that share each sequence",
+    EXPERT_PARALLEL: "The number of devices that share the experts of a layer",
+    "weights": "The data type of the weights",
+    "device": "The device",
+    "device_name": "The name of the device",
+    "cpu_instructions": "The instruction set of the CPU",
+    "threads": "The number of CPU threads",
+}
+"""Subjects of the sentences about a difference; a package is its own."""
 ON_A_GPU = "A GPU does not always add numbers in the same order."
 
 
@@ -61,10 +73,20 @@ def fingerprint_differences(checkpoint: Path, present: Mapping[str, Any]) -> lis
     if EXPERT_PARALLEL in now:
         then.setdefault(EXPERT_PARALLEL, 1)
     return [
-        _MESSAGES.get(name, f"{name}: {then.get(name)} at the checkpoint, {now.get(name)} now.")
+        _sentence(name, then.get(name), now.get(name))
         for name in sorted(then.keys() | now.keys())
         if then.get(name) != now.get(name)
     ]
+
+
+def _sentence(name: str, then: Any, now: Any) -> str:
+    """Return in words what differs from the checkpoint."""
+    if name in _MESSAGES:
+        return _MESSAGES[name]
+    if name == SHARDED:
+        return f"The model was {'' if then else 'not '}sharded at the checkpoint and is {'' if now else 'not '}now."
+    was, present = ("unknown" if value is None else value for value in (then, now))
+    return f"{_SUBJECTS.get(name, name)} was {was} at the checkpoint and is {present} now."
 
 
 def stored_fidelity_check(checkpoint: Path) -> float | None:

@@ -194,6 +194,7 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
                 "loss": last.loss if last else None, "best loss": run.best_loss,
                 "best evaluation": run.best_eval, **(run.evaluation or {}), "attempt": run.attempt,
                 "model": run.fine_tuned_model, "checkpoint": run.checkpoint_path, "parent": run.parent_run_id,
+                "resume": _resume_fidelity(client, run),
                 "evaluates": run.base_run_id if run.task == RunTask.evaluate else None,
                 "estimated memory": _estimated_memory(run), "measured memory": _measured_memory(run),
                 "needs": _needs(run), "experiment": run.experiment_id, "tags": run.tags, "pinned": run.pinned or None,
@@ -210,6 +211,19 @@ def _in_force(run: "RunRead") -> dict[str, Any]:
     effective = run.effective_config or {}
     changed = {name: effective[name] for name in _CHANGED_BY_ACTIONS if name in effective}
     return {**run.config, **changed}
+
+
+def _resume_fidelity(client: "Anneal", run: "RunRead") -> str | None:
+    """Format whether the newest attempt continued its checkpoint exactly; None for a run without one."""
+    from app.cli.runs.watch import resume_fidelity
+    from app.contracts.events import ConfigEvent
+
+    if run.task != RunTask.train or (run.resume_checkpoint_id is None and run.attempt < 2):
+        return None
+    found = None
+    for event in client.runs.events(run.id, types="config", follow=False):
+        found = resume_fidelity(event) if isinstance(event, ConfigEvent) else found
+    return found
 
 
 def _needs(run: "RunRead") -> str | None:

@@ -188,6 +188,8 @@ class WatchState:
             return f"step {event.step}  {event.action}: {event.status}{f' ({event.message})' if event.message else ''}"
         elif isinstance(event, ConfigEvent):
             self.total = event.total_steps or self.total
+            fidelity = resume_fidelity(event)
+            return f"resume {fidelity}" if fidelity != "exact" else None
         elif isinstance(event, PendingEvent):
             return f"{'queued' if event.code == 'queued' else 'waits'}: {event.message}"
         elif isinstance(event, DeviceEvent):
@@ -231,6 +233,12 @@ class WatchState:
         held_out = "held-out reward" if self.learns_from_rewards else "held-out"
         now = _loss(self.reward, "reward") if self.learns_from_rewards else _loss(self.loss)
         return "  ".join(filter(None, (now, _loss(self.evaluated, held_out), self.device, self.outlook)))
+
+
+def resume_fidelity(config: ConfigEvent) -> str:
+    """Format whether a resume continues exactly, with the reasons if it does not."""
+    reasons = config.facts.get("fidelity_reasons")
+    return f"approximate: {' '.join(map(str, reasons))}" if isinstance(reasons, list) and reasons else "exact"
 
 
 def _telemetry(device: DeviceEvent) -> str:

@@ -218,9 +218,10 @@ def test_another_division_resumes_with_the_same_rows(
     assert losses(rest) == pytest.approx({step: losses(whole)[step] for step in (4, 5)}, abs=_TOLERANCE)
     facts = rest.of("config")[-1]["facts"]
     assert facts["fidelity"] == "approximate"
-    for place, name in ((1, "expert_parallel"), (2, "sequence_parallel")):
+    for place, shared in ((1, "the experts of a layer"), (2, "each sequence")):
         if before[place] != after[place]:
-            assert f"{name}: {before[place]} at the checkpoint, {after[place]} now." in facts["fidelity_reasons"]
+            reason = f"The number of devices that share {shared} was {before[place]} at the checkpoint and is {after[place]} now."
+            assert reason in facts["fidelity_reasons"]
 
 
 @FULL

@@ -96,7 +96,8 @@ def test_resumes_with_another_division_and_the_same_rows(
     assert losses(rest) == pytest.approx({step: losses(whole)[step] for step in (4, 5, 6)}, abs=1e-5)
     facts = rest.of("config")[-1]["facts"]
     assert facts["fidelity"] == "approximate"
-    reason = f"sharded: {'sharded' in before} at the checkpoint, {'sharded' in after} now."
+    was, present = ("" if "sharded" in one else "not " for one in (before, after))
+    reason = f"The model was {was}sharded at the checkpoint and is {present}now."
     assert reason in facts["fidelity_reasons"]
 
 

@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import pytest
+
 from app.cli.runs.commands import _estimated_memory, _measured_memory, _needs
 from app.contracts.schemas.estimates import EXAMPLE
 from app.contracts.schemas.runs.reads import RunRead
 from tests.app.conftest import Anneal, json_of
+from tests.factories import Trainer
 
 
 def test_a_run_on_several_devices_shows_them_and_what_else_it_needs(anneal: Anneal, run_file: Path) -> None:
@@ -36,3 +39,29 @@ def test_each_memory_figure_says_what_it_is(anneal: Anneal, run_file: Path) -> N
     stops = {**made["config"], "on_out_of_memory": "stop"}
     assert _needs(run(least, config=stops)) == "device memory of at least 9,000 MiB (estimate)"
     assert _needs(run({**least, "memory_mb": 7000})) == "device memory of at least 7,000 MiB (requested)"
+
+
+@pytest.mark.parametrize(
+    ("reasons", "shown"),
+    [
+        ([], "exact"),
+        (["The device was cpu.", "The dataset differs."], "approximate: The device was cpu. The dataset differs."),
+    ],
+)
+def test_a_resumed_run_shows_whether_it_continues_exactly(
+    anneal: Anneal, trainer: Trainer, reasons: list[str], shown: str
+) -> None:
+    trainer.events("config", {"facts": {"fidelity_reasons": ["of its own start"]}})
+    trainer.checkpoint(20)
+    anneal("runs", "stop", trainer.run_id)
+    trainer.cancel()
+    assert "of its own start" not in anneal("runs", "show", trainer.run_id).stdout
+    child = anneal("runs", "resume", trainer.run_id).stdout.strip()
+    assert "\nresume " not in anneal("runs", "show", child).stdout, "it has not started"
+    resumed = Trainer(trainer.engine, child).begin(20)
+    resumed.events(
+        "config", {"facts": {"fidelity_reasons": ["of the attempt before"]}}, {"facts": {"fidelity_reasons": reasons}}
+    )
+    (line,) = (line for line in anneal("runs", "show", child).stdout.splitlines() if line.startswith("resume "))
+    assert line.split(maxsplit=1)[1] == shown
+    resumed.complete()

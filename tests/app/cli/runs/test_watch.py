@@ -10,7 +10,15 @@ from sqlalchemy import Engine
 
 from app.cli.runs.watch import WatchState
 from app.client import client
-from app.contracts.events import DeviceEvent, EvalEvent, MetricEvent, PendingEvent, SampleEvent, StatusEvent
+from app.contracts.events import (
+    ConfigEvent,
+    DeviceEvent,
+    EvalEvent,
+    MetricEvent,
+    PendingEvent,
+    SampleEvent,
+    StatusEvent,
+)
 from tests.app.conftest import Anneal
 from tests.factories import Trainer, mark_run
 from tests.server import ApiServer
@@ -66,6 +74,15 @@ def test_what_the_method_goes_by_is_shown(learns_from_rewards: bool, shown: str,
     text = {"type": "sample", "run_id": "run_1", "seq": 3, "step": 5, "prompt": "Hi", "completion": 'a "b"\n'}
     assert seen.take(SampleEvent(**text)) == r'step 5  sample "Hi" -> "a \"b\"\n"'
     assert seen.take(SampleEvent(**text, rewards={"length": 1.0})) is None
+
+
+def test_a_resume_that_is_not_exact_is_a_line() -> None:
+    seen = WatchState("run_1", "counting", "starting", 3, None)
+    about = {"type": "config", "run_id": "run_1", "seq": 1}
+    reasons = ["The number of devices was 2 at the checkpoint and is 1 now."]
+    inexact = ConfigEvent(facts={"total_steps": 9, "fidelity": "approximate", "fidelity_reasons": reasons}, **about)
+    assert seen.take(inexact) == f"resume approximate: {reasons[0]}" and seen.total == 9
+    assert seen.take(ConfigEvent(facts={"fidelity": "exact", "fidelity_reasons": []}, **about)) is None
 
 
 def test_why_a_run_waits_is_a_line_and_its_gpu_is_in_the_status_line() -> None:

@@ -162,13 +162,16 @@ class TestFidelity:
         assert often.steps == once.steps and len(once.steps) == 4
 
     def test_versions_devices_and_an_unknown_past_are_reasons_too(self, tmp_path: Path) -> None:
-        then = {"device": "cpu", "versions": {"torch": "2.13.0", "peft": "1"}}
+        then = {"device": "cpu", "sharded": True, "versions": {"torch": "2.13.0", "peft": "1"}}
         (tmp_path / "manifest.json").write_text(json.dumps({"fingerprint": then}))
         assert resume_fidelity.fingerprint_differences(tmp_path, then) == []
-        now = {"device": "cuda", "versions": {"torch": "2.14.0", "peft": "1"}}
+        now = {"device": "cuda", "sharded": False, "threads": 2, "versions": {"torch": "2.14.0", "peft": "1"}}
         assert resume_fidelity.fingerprint_differences(tmp_path, now) == [
-            "device: cpu at the checkpoint, cuda now.", "torch: 2.13.0 at the checkpoint, 2.14.0 now.",
-        ]  # fmt: skip
+            "The device was cpu at the checkpoint and is cuda now.",
+            "The model was sharded at the checkpoint and is not now.",
+            "The number of CPU threads was unknown at the checkpoint and is 2 now.",
+            "torch was 2.13.0 at the checkpoint and is 2.14.0 now.",
+        ]
         (tmp_path / "manifest.json").write_text("{}")
         assert len(resume_fidelity.fingerprint_differences(tmp_path, now)) == 1
 

@@ -206,7 +206,7 @@ def test_smaller_micro_batches_train_on_the_same_rows_and_say_that_sums_are_take
     assert [*done.steps] == [*range(11, 31)]
     facts = done.of("config")[0]["facts"]
     assert facts["fidelity"] == "approximate"
-    assert "batch_size: 6 at the checkpoint, 3 now." in facts["fidelity_reasons"]
+    assert "The number of rows in a micro-batch was 6 at the checkpoint and is 3 now." in facts["fidelity_reasons"]
 
 
 class TestJudge:
