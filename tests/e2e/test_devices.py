@@ -91,7 +91,7 @@ def test_a_killed_process_ends_all_and_the_run_resumes(stack: TrainingStack, ran
     assert (shown["status"], shown["attempt"]) == ("completed", 2), shown["error_message"]
     assert not any(Path(f"/proc/{pid}").exists() for pid in before)
     report = stack.client.get(f"/v1/runs/{run_id}/postmortem").json()
-    assert report["exit_signal"] == "SIGKILL"
+    assert report["exit_signal"] == "SIGKILL" and f"the training process of rank {rank} " in report["probable_cause"]
     retried = next(event for event in stack.events(run_id) if "signal 9" in str(event.get("reason")))
     assert ("rank 1" in retried["reason"]) is (rank == 1)
 

@@ -22,11 +22,13 @@ def build_failure_report(
     end: Exit,
     killed_for: KillReason | None,
     repair: Repair | None,
+    rank: int | None = None,
 ) -> FailureReport:
-    """Build the failure report of an attempt."""
+    """Build the failure report of an attempt; `rank` is that of `end`, None if there was one process."""
     return FailureReport(
         exit_code=end.code,
         exit_signal=end.signal,
+        rank=rank,
         killed_by_kernel=end.out_of_memory,
         killed_for=killed_for,
         phase=record_handler.phase,

@@ -250,7 +250,8 @@ def attempt(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: Event
         writer.drain()  # its last checkpoint may not be stored yet
         repair = writer.persist(partial(plan, context, run, repair))
     if repair or needs_failure_report(record_handler, killed_for):
-        report = failure_report.build_failure_report(record_handler, memory_watch, end, killed_for, repair)
+        rank = end.rank if run.devices_needed > 1 else None
+        report = failure_report.build_failure_report(record_handler, memory_watch, end, killed_for, repair, rank)
         writer.put(failure_report.store_failure_report(run, report, time.time()))
     if repair:
         ending = machine.repair(run.id, run.lease_epoch, repair.reason)

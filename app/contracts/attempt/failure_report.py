@@ -29,6 +29,8 @@ class FailureReport(BaseModel):
 
     exit_code: int | None = None
     exit_signal: int | None = None
+    rank: int | None = None
+    """Rank of the process whose end this is; None where there was one process."""
     killed_by_kernel: bool = False
     """True if the machine ran out of memory and the kernel killed the process."""
     killed_for: KillReason | None = None

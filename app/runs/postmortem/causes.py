@@ -175,21 +175,22 @@ def _disk_full(message: str, config: Mapping[str, Any]) -> Cause:
 def _crash(report: FailureReport, resume: str | None = None) -> Cause:
     """Return the cause of a crash; `resume` starts the advice to resume, None if the run has continued by itself."""
     number, phase = report.exit_signal, report.phase or "its work"
+    process = "training process" + ("" if report.rank is None else f" of rank {report.rank}")
     if number in _NATIVE:
         name = signal.Signals(number).name
         return Cause(
-            f"A C or CUDA library crashed ({name}) during {phase}; the last lines may show which.",
+            f"A C or CUDA library crashed ({name}) in the {process} during {phase}; the last lines may show which.",
             advice=f"{f'{resume}; if' if resume else 'If'} it crashes there again, check the versions in its "
             "`config` event.",
         )
     if number == signal.SIGKILL:
         return Cause(
-            f"An external SIGKILL ended the training process during {phase}; neither the service nor a lack of memory "
-            "caused it.",
+            f"An external SIGKILL ended the {process} during {phase}; neither the service nor a lack of memory caused "
+            "it.",
             advice=f"{resume}." if resume else None,
         )
     how = f"signal {number}" if number else f"exit code {report.exit_code}"
-    return Cause(f"The training process ended with {how} during {phase} without an error; see its last lines.")
+    return Cause(f"The {process} ended with {how} during {phase} without an error; see its last lines.")
 
 
 def _hung(report: FailureReport) -> Cause:
