@@ -19,8 +19,8 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from app.contracts.errors import FieldError
-from app.contracts.schemas.runs.placement import ResourceRequest
 from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.peer_names import RESOURCES
 from app.infra.db import is_away
 from app.infra.files.object_store import StoreBusy, StoreUnavailable
 from app.infra.ids import new_id
@@ -230,11 +230,14 @@ def _sentence(item: Any, known: Collection[str]) -> str:
         return 'must be a list, such as `["a", "b"]`'
     if kind == "extra_forbidden":
         name = str(item["loc"][-1])
+        if item["loc"][-2:-1] == ("resources",):
+            near = [RESOURCES[name]] if name in RESOURCES else difflib.get_close_matches(name, RESOURCES.values(), n=1)
+            return f"is not a resource; perhaps `resources.{near[0]}`" if near else "is not a resource; leave it out"
         near = difflib.get_close_matches(name, known, n=1) if len(item["loc"]) == 2 else []
         if "config" in known and name in TrainingConfig.model_fields:
             near = [f"config.{name}"]
-        elif "resources" in known and name in ResourceRequest.model_fields:
-            near = [f"resources.{name}"]
+        elif "resources" in known and name in RESOURCES:
+            near = [f"resources.{RESOURCES[name]}"]
         return "is not a field of this request" + (f"; perhaps `{near[0]}`" if near else "; leave it out")
     return re.sub(r"^[A-Z]\w+ should ", "must ", message)
 

@@ -79,15 +79,31 @@ _OURS = {
 FIELDS: Mapping[str, str] = {theirs: ours for ours, names in _OURS.items() for theirs in names.split()}
 """Our dotted field by the name that others use."""
 
+_OUR_RESOURCES = {
+    "devices": "devices device gpus n_gpu n_gpus num_gpus num_devices world_size nproc_per_node num_processes",
+    "hosts": "hosts nodes nnodes num_nodes num_hosts num_machines",
+    "kind": "kind device_type",
+    "gpu": "gpu gpu_type gpu_name accelerator",
+    "memory_mb": "memory_mb memory gpu_memory vram",
+    "labels": "labels",
+    "sharding": "sharding deepspeed deepspeed_config fsdp fsdp_config",
+    "sequence_parallel": "sequence_parallel sequence_parallel_degree sequence_parallel_size context_parallel_size",
+    "expert_parallel": "expert_parallel expert_parallel_degree expert_parallel_size expert_model_parallel_size",
+}
+
+RESOURCES: Mapping[str, str] = {name: ours for ours, names in _OUR_RESOURCES.items() for name in names.split()}
+"""Our field of `resources` by its own name and those that others use; in the configuration it is in the wrong place."""
+
 OFFLOADED_OPTIMIZER = (
     "use a paged optimizer, such as `paged_adamw_8bit` as `optim`: its state moves to the memory of the machine when "
     "that of the GPU is full"
 )
 """Advice about torchao's `CPUOffloadOptimizer`, which copies gradients before they are clipped and checked."""
 _REMEDIES = {
-    "a run trains on one device, so leave it out": "deepspeed deepspeed_config fsdp fsdp_config accelerator_config ddp "
-    "ddp_backend ddp_find_unused_parameters ddp_timeout local_rank num_gpus tensor_parallel_size "
-    "tensor_parallel_degree sequence_parallel_degree context_parallel_size",
+    "the service starts a process for each of `resources.devices`, beside `config`; leave it out": "accelerator_config "
+    "ddp ddp_backend ddp_find_unused_parameters ddp_timeout local_rank",
+    "a model is divided by `resources.sharding`, beside `config`; leave it out": "tensor_parallel_size "
+    "tensor_parallel_degree",
     "the precision follows from the device: bfloat16 where it can; leave it out": "bf16 fp16 tf32 dtype torch_dtype "
     "precision mixed_precision pure_bf16 bf16_full_eval fp16_full_eval",
     "the service chooses where a run writes; leave it out, and download the result": "output_dir logging_dir run_dir "
@@ -126,6 +142,8 @@ def hint(name: str, known: Iterable[str]) -> str:
     """
     if name in ADVICE:
         return f": {ADVICE[name]}"
+    if name in RESOURCES:
+        return f"; use `resources.{RESOURCES[name]}`, beside `config`"
     if name in FIELDS:
         return f"; use `{FIELDS[name]}`"
     spelled = name.lower().replace("-", "_")

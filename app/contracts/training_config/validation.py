@@ -200,7 +200,9 @@ def _sentence(error: ErrorDetails, parts: list[str], model: type[BaseModel]) -> 
         if parts == ["optim"] and "offload" in error["input"].lower():
             return _printable(f"cannot be {got}; {OFFLOADED_OPTIMIZER}")
         choices = re.findall(r"'([^']+)'", error["ctx"]["expected"])
-        near = difflib.get_close_matches(error["input"].lower(), choices, n=1)
+        given = error["input"].lower()
+        begin_so = [one for one in choices if given and one.startswith(given)]  # `adamw` is no `grokadamw`
+        near = begin_so or difflib.get_close_matches(given, choices, n=1)
     return _printable(f"{sentence}, not {got}" + (f"; perhaps `{near[0]}`" if near else ""))
 
 

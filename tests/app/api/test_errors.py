@@ -75,6 +75,19 @@ def test_every_wrong_field_is_named_at_once(shared_api: ApiServer) -> None:
             {"devices": 2, "dataset_id": "ds_1", "config": {}},
             "is not a field of this request; perhaps `resources.devices`",
         ),
+        (
+            {"gpus": 2, "dataset_id": "ds_1", "config": {}},
+            "is not a field of this request; perhaps `resources.devices`",
+        ),
+        (
+            {"resources": {"device": 2}, "dataset_id": "ds_1", "config": {}},
+            "is not a resource; perhaps `resources.devices`",
+        ),
+        (
+            {"resources": {"devises": 2}, "dataset_id": "ds_1", "config": {}},
+            "is not a resource; perhaps `resources.devices`",
+        ),
+        ({"resources": {"zzz": 2}, "dataset_id": "ds_1", "config": {}}, "is not a resource; leave it out"),
         ({"resources": {"labels": "a"}, "dataset_id": "ds_1", "config": {}}, 'must be a list, such as `["a", "b"]`'),
         ({"zzz": 8, "dataset_id": "ds_1", "config": {}}, "is not a field of this request; leave it out"),
         ({"dataset_id": 1, "config": {}}, "must be a valid string"),

@@ -4,8 +4,9 @@ import pytest
 from pydantic import BaseModel
 
 from app.contracts.methods import OPTION_GROUPS
+from app.contracts.schemas.runs.placement import ResourceRequest
 from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
-from app.contracts.training_config.peer_names import ADVICE, FIELDS
+from app.contracts.training_config.peer_names import ADVICE, FIELDS, RESOURCES
 from app.contracts.training_config.validation import config_errors
 
 GROUPS: dict[str, type[BaseModel]] = {**OPTION_GROUPS, "extra": TrainerOptions}
@@ -21,11 +22,11 @@ def said(**fields: object) -> str:
     ("name", "ours"),
     [
         ("num_train_epochs", "use `epochs`"), ("per_device_train_batch_size", "use `batch_size`"),
-        ("lr", "use `learning_rate`"), ("deepspeed", "one device"), ("micro_batch_size", "use `batch_size`"),
+        ("lr", "use `learning_rate`"), ("fsdp", "use `resources.sharding`"), ("micro_batch_size", "use `batch_size`"),
         ("sequence_len", "use `max_seq_length`"), ("cutoff_len", "use `max_seq_length`"),
         ("lora_rank", "use `lora_r`"), ("lora_target", "use `target_modules`"), ("val_size", "use `eval_split`"),
         ("max_grad_norm", "use `extra.max_grad_norm`"), ("max_rewinds", "use `extra.max_rewinds`"),
-        ("template", "use `chat_template`"),
+        ("template", "use `chat_template`"), ("devices", "use `resources.devices`, beside `config`"),
         ("bf16", "bfloat16"), ("warmup_steps", "`warmup_ratio`"), ("beta", "use `dpo.beta`"),
         ("reward_funcs", "use `rlhf.rewards`"), ("learning_rat", "perhaps `learning_rate`"),
         ("offload_optimizer", "`paged_adamw_8bit` as `optim`"),
@@ -49,6 +50,9 @@ def test_hints_in_groups_name_the_group() -> None:
 
 def test_a_misspelled_value_names_the_one_that_was_meant() -> None:
     assert said(optim="adamw_torchfused").endswith("perhaps `adamw_torch_fused`.")
+    assert said(optim="adamw").endswith("perhaps `adamw_torch`.")
+    assert said(optim="adam").endswith("perhaps `adamw_torch`.")
+    assert said(optim="").endswith("not ''.")
     assert said(lr_scheduler_type="cosin").endswith("perhaps `cosine`.")
 
 
@@ -58,8 +62,9 @@ def test_an_offloaded_optimizer_leads_to_the_paged_ones() -> None:
 
 
 def test_every_name_leads_to_a_field_and_none_is_a_field() -> None:
-    assert not set(FIELDS) & set(ADVICE)
-    for theirs in (*FIELDS, *ADVICE):
+    assert len({*FIELDS, *ADVICE, *RESOURCES}) == len(FIELDS) + len(ADVICE) + len(RESOURCES)
+    assert set(RESOURCES.values()) == set(ResourceRequest.model_fields) <= set(RESOURCES)
+    for theirs in (*FIELDS, *ADVICE, *RESOURCES):
         assert theirs not in TrainingConfig.model_fields, theirs
     for ours in FIELDS.values():
         group, _, name = ours.rpartition(".")
