@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,12 +13,14 @@ from app.infra.ids import is_id
 
 if TYPE_CHECKING:
     from app.client.client import Anneal
+    from app.contracts.schemas.runs.reads import RunSummary
 
 Noun = Literal["run", "dataset", "experiment"]
 _PREFIXES: dict[Noun, str] = {"run": "run", "dataset": "ds", "experiment": "exp"}
 _LAST = "last"
 _MOST_CANDIDATES = 5
 _MOST_OFFERED = 100
+"""Items that one request reads, to offer them to the shell or to see whether a name is unique."""
 
 
 def _all(client: "Anneal", noun: Noun, **options: Any) -> "Iterable[Any]":
@@ -42,11 +44,20 @@ def _id_of(noun: Noun, text: str) -> str:
     if is_id(text, _PREFIXES[noun]):
         return text
     with connected() as client:
-        options = {"limit": 1} if text == _LAST else {"find": text, "limit": _MOST_CANDIDATES}
+        options = {"limit": 1} if text == _LAST else {"find": text, "limit": _MOST_OFFERED}
         how = f"Use an id, the beginning of one, a name, or `last`; `anneal {noun}s list` lists them."
         if noun == "dataset" and Path(text).is_file():
             how = f"Upload the file first: `anneal datasets upload {shlex.quote(text)}`."
-        return _only(noun, text, _all(client, noun, **options), how)
+        found = list(_all(client, noun, **options))
+        return _only(noun, text, found[:1] if noun == "run" and _is_chain(text, found) else found, how)
+
+
+def _is_chain(name: str, runs: "list[RunSummary]") -> bool:
+    """Return True if these runs, newest first, are all those of a name and each resumes the next one."""
+    return len(runs) < _MOST_OFFERED and all(
+        newer.name == older.name == name and newer.task == "train" and newer.parent_run_id == older.id
+        for newer, older in pairwise(runs)
+    )
 
 
 def id_of_dataset(text: str) -> str:
@@ -85,7 +96,7 @@ def _only(noun: str, text: str, items: "Iterable[Any]", how: str) -> str:
     if not found:
         fail(f"There is no {noun} {text!r}. {how}", code=f"{noun}_not_found")
     if len(found) > 1:
-        candidates = (f"  {it.id}  {getattr(it, 'name', '')}".rstrip() for it in found)
+        candidates = (f"  {it.id}  {getattr(it, 'name', '')}".rstrip() for it in found[:_MOST_CANDIDATES])
         fail(f"{text!r} is not unique. Use more of the id:", *candidates, code="not_unique")
     return str(found[0].id)
 

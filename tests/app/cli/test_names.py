@@ -42,6 +42,29 @@ def test_things_are_found_by_the_beginning_of_an_id_by_name_and_as_the_last(anne
         anneal("runs", "stop", run_id)
 
 
+def test_a_name_that_only_a_chain_of_resumes_shares_is_the_newest_run(anneal: Anneal, run_file: Path) -> None:
+    def resumed(run_id: str) -> str:
+        return anneal("runs", "resume", run_id, "--from-start").stdout.strip()
+
+    def shown() -> str:
+        return str(json_of(anneal("runs", "show", "a chain", "--json"))["id"])
+
+    create = ("runs", "create", "-f", str(run_file), "--set", "name=a chain")
+    newest = anneal(*create).stdout.strip()
+    chain = [newest]
+    for _ in range(6):
+        anneal("runs", "stop", "a chain")
+        newest = resumed(newest)
+        chain.append(newest)
+        assert shown() == newest
+    anneal("runs", "stop", "a chain")
+    assert "is not unique" in anneal("runs", "show", chain[0][:-22], code=1).stderr, "the beginning of an id is no name"
+    branch = resumed(chain[2])
+    listed = anneal("runs", "show", "a chain", code=1).stderr.splitlines()
+    assert "is not unique" in listed[0] and len(listed) == 6 and listed[1] == f"  {branch}  a chain"
+    anneal("runs", "stop", branch)
+
+
 def test_the_shell_is_offered_ids_and_names(
     anneal: Anneal, shared_api: ApiServer, run_file: Path, tmp_path: Path
 ) -> None:
