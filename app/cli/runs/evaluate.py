@@ -27,7 +27,11 @@ def evaluate(
     ] = None,
     sets: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="FIELD=VALUE", help="Field of the configuration, e.g. method=dpo; repeatable."),
+        typer.Option(
+            "--set",
+            metavar="PATH=VALUE",
+            help="Field of the configuration or resource, e.g. method=dpo or resources.devices=2; repeatable.",
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the evaluation.")] = None,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Print the id of the run and do not wait.")] = False,
@@ -43,10 +47,12 @@ def evaluate(
     with connected() as client:
         if checkpoint is not None:
             model = id_within("checkpoint", checkpoint, client.runs.checkpoints(id_of_run(model)))
+        config = run_file.change({}, [one.removeprefix("config.") for one in sets or []])
         body: dict[str, Any] = {
             "model": model,
             "dataset_id": dataset_id,
-            "config": run_file.change({}, sets or []),
+            "resources": config.pop("resources", {}),
+            "config": config,
             "name": name,
         }
         run = client.runs.evaluate(body, wait=False)

@@ -12,6 +12,7 @@ from app.infra.storage import Storage
 from app.tables.runs import Run
 from tests.app.conftest import ROWS, Anneal, json_of
 from tests.factories import Trainer, make_model, mark_run
+from tests.rows import add_worker
 from tests.server import ApiServer
 
 
@@ -115,6 +116,17 @@ def test_an_evaluation_shows_its_metrics_and_has_no_output(
     listed = json_of(anneal("runs", "list", "--task", "evaluate", "--json"))["data"]
     assert [run["id"] for run in listed] == [run_id]
     assert "--install-completion" not in anneal("eval", "--help").stdout
+
+
+def test_an_evaluation_can_use_several_devices(anneal: Anneal, shared_api: ApiServer, engine: Engine) -> None:
+    make_model(shared_api.settings, "divided")
+    add_worker(engine, 2, backends=["celery"])
+    Path("rows.jsonl").write_text(ROWS)
+    anneal("datasets", "upload", "rows.jsonl")
+    sets = ("--set", "resources.devices=2", "--set", "config.seed=7", "--set", "max_eval_rows=3")
+    run = json_of(anneal("eval", "divided", "last", *sets, "--no-wait", "--json"))
+    anneal("runs", "stop", run["id"])
+    assert (run["resources"]["devices"], run["config"]["seed"], run["config"]["max_eval_rows"]) == (2, 7, 3)
 
 
 def test_checkpoints_are_listed_and_resumed_from(anneal: Anneal, trainer: Trainer) -> None:
