@@ -21,7 +21,14 @@ def _parts(text: str) -> list[str]:
 class _HomeSettings(BaseSettings):
     """Settings that servers and clients share."""
 
-    model_config = SettingsConfigDict(env_prefix="ANNEAL_", extra="ignore", frozen=True, validate_default=True)
+    model_config = SettingsConfigDict(
+        env_prefix="ANNEAL_",
+        # Compose passes a variable that `.env` leaves empty as an empty one.
+        env_ignore_empty=True,
+        extra="ignore",
+        frozen=True,
+        validate_default=True,
+    )
 
     home: Path = Field(default_factory=lambda: Path.home() / ".anneal")
     """Folder of the embedded servers' data, `connection.json`, and the storage unless `storage` is set."""
@@ -61,7 +68,8 @@ class Settings(_HomeSettings):
     port: int = Field(default=8700, ge=0, le=65535)
     """Port of the API; 0 selects any free port."""
     slots: int | None = Field(default=None, ge=1, le=256)
-    """Number of concurrent runs on this worker; unset: one per GPU, or one on a machine without GPUs."""
+    """Number of devices of this worker, each of which trains one run at a time; unset: every GPU, or one device on a
+    machine without GPUs. A smaller number leaves GPUs out; on a CPU each device has an equal share of the memory."""
     worker_labels: str = ""
     """Labels of this worker, comma-separated, such as `site-b, gpu=h100`; runs ask for them in `resources.labels`."""
     group_interface: str | None = None

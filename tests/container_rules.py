@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from urllib.parse import parse_qsl, urlsplit
 
 import typer
 import yaml
@@ -23,7 +24,8 @@ from tests.dockerfile import Stage, read
 
 ROOT = Path(__file__).parents[1]
 FILES = (
-    "docker-compose.yml", "docker-compose.trainer.yml", "Dockerfile.gpu", ".env.example", ".dockerignore", ".gitignore",
+    "docker-compose.yml", "docker-compose.trainer.yml", "docker-compose.private.yml", "docker-compose.worker.yml",
+    "Dockerfile.gpu", ".env.example", ".dockerignore", ".gitignore",
 )  # fmt: skip
 _VARIABLE = re.compile(r"(?<!\$)\$\{(\w+)(?:(:[-?])([^}]*))?\}")
 _PINNED = re.compile(r"[\w./-]+:\d+(\.\d+)*(-[\w.]+)*")
@@ -38,6 +40,7 @@ _TRAINER_CAPABILITIES = {
     "worker": {"CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID"},
 }
 """Capabilities with which `tests/reliability/test_stalls.py` shows that training as another user works."""
+_CERTIFICATES = "/certificates/servers.pem"
 _WORKER_MORE_SECONDS = 10  # same margin beyond the trainers' grace period as in app.standalone.supervisor
 _API_MORE_SECONDS = 5
 
@@ -54,9 +57,8 @@ class Files:
 
     @cached_property
     def compose(self) -> dict[str, Any]:
-        """Compose file with variables substituted from `.env.example`."""
-        document: dict[str, Any] = yaml.safe_load(_VARIABLE.sub(self._value, self.texts["docker-compose.yml"]))
-        return document
+        """Compose file of one machine."""
+        return self.document("docker-compose.yml")
 
     @cached_property
     def services(self) -> dict[str, dict[str, Any]]:
@@ -71,6 +73,18 @@ class Files:
         """Variables of `.env.example`."""
         lines = [line for line in self.texts[".env.example"].splitlines() if line and not line.startswith("#")]
         return dict(line.split("=", 1) for line in lines)
+
+    def document(self, name: str) -> dict[str, Any]:
+        """Return a compose file with variables substituted from `.env.example`."""
+        document: dict[str, Any] = self._substituted(yaml.safe_load(self.texts[name]))
+        return document
+
+    def _substituted(self, node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: self._substituted(value) for key, value in node.items()}
+        if isinstance(node, list):
+            return [self._substituted(value) for value in node]
+        return _VARIABLE.sub(self._value, node) if isinstance(node, str) else node
 
     def _value(self, found: re.Match[str]) -> str:
         name, kind, rest = found.groups()
@@ -105,7 +119,7 @@ class Files:
 def problems(files: Files) -> list[str]:
     """Return all violations."""
     rules = (_commands, _copies, _users, _ports, _settings, _variables, _images, _volumes, _health, _graces, _order,
-             _hardened, _isolated, _secrets, _trainer_user)  # fmt: skip
+             _hardened, _isolated, _secrets, _trainer_user, _private, _worker_of_several)  # fmt: skip
     return [problem for rule in rules for problem in rule(files)]
 
 
@@ -226,13 +240,17 @@ def _settings(files: Files) -> Iterator[str]:
 
 
 def _variables(files: Files) -> Iterator[str]:
-    text = files.texts["docker-compose.yml"]
-    used = {found[1]: (found[2], found[3]) for found in _VARIABLE.finditer(text)}
-    for name in used.keys() - files.variables.keys():
+    texts = {name: text for name, text in files.texts.items() if name.endswith(".yml")}
+    used = [(found[1], found[2], found[3]) for text in texts.values() for found in _VARIABLE.finditer(text)]
+    names = {name for name, _, _ in used}
+    for name in names - files.variables.keys():
         yield f"{name} is not in .env.example"
-    for name in files.variables.keys() - used.keys():
+    for name in files.variables.keys() - names:
         yield f"{name} is in .env.example, but unused"
-    for name, (kind, rest) in used.items():
+    for name in {key for text in texts.values() for key in re.findall(r"^ {4,6}([A-Z_]+):$", text, re.MULTILINE)}:
+        if f"# {name}=\n" not in files.texts[".env.example"]:
+            yield f"{name} is passed on if it is set, but not in .env.example as a comment"
+    for name, kind, rest in used:
         if kind is None:
             yield f"{name} may be unset without an error"
         if kind == ":?" and not (rest.endswith(".") and len(rest.split()) > 4):
@@ -414,7 +432,7 @@ def _secrets(files: Files) -> Iterator[str]:
                 yield f"{stage.name}: a secret in a layer ({name})"
     for name in files.built:
         for setting, value in files.environment(name).items():
-            if _SECRET.search(setting) and setting != "ANNEAL_SECRET_KEY_FILE":
+            if _SECRET.search(setting) and setting != "ANNEAL_SECRET_KEY_FILE" and value is not None:
                 yield f"{name}: {setting} is in its environment: {value}"
     for name in ("api", "migrate", "worker", "redis"):
         words = " ".join(map(str, files.services[name].get("command", [])))
@@ -422,3 +440,63 @@ def _secrets(files: Files) -> Iterator[str]:
             yield f"{name}: a secret among the arguments of a process"
     if ".env" not in files.texts[".gitignore"].splitlines():
         yield ".env can be committed"
+
+
+def _private(files: Files) -> Iterator[str]:
+    """Check the servers that workers of other machines use."""
+    servers = files.document("docker-compose.private.yml")["services"]
+    if set(servers) != {"postgres", "redis"}:
+        yield f"{sorted(servers)} are at the private address, not the two servers"
+        return
+    for service in yaml.safe_load(files.texts["docker-compose.private.yml"])["services"].values():
+        for port in service["ports"]:
+            if not port.startswith("${SERVERS_ADDRESS:?"):
+                yield f"{port} is not published at the private address alone"
+    urls = files.document("docker-compose.worker.yml")["services"]["worker"]["environment"]
+    for name, url in (("postgres", urls["ANNEAL_DATABASE_URL"]), ("redis", urls["ANNEAL_REDIS_URL"])):
+        server = servers[name]
+        outside, inside = server["ports"][0].split(":")[-2:]
+        if urlsplit(url).port != int(outside):
+            yield f"{name} is published on port {outside}, but workers connect to another one"
+        if set(server) - {"command", "environment", "ports", "volumes", "networks"}:
+            yield f"{name} changes more at its private address than what it listens on"
+        if not all(mount.endswith(":/certificates:ro") for mount in server["volumes"]):
+            yield f"{name} can write to a folder of the machine"
+        options = " ".join([*server.get("command", []), *server.get("environment", {}).values()])
+        if _CERTIFICATES not in options or not re.search(rf"ssl=on|--tls-port {inside}\b", options):
+            yield f"{name} does not encrypt at its private address"
+    if "$$REDIS_ARGUMENTS" not in files.texts["docker-compose.yml"]:
+        yield "redis does not get its arguments"
+
+
+def _worker_of_several(files: Files) -> Iterator[str]:
+    """Check the worker with host networking: that of one machine, with other connections."""
+    document = files.document("docker-compose.worker.yml")
+    if set(document["services"]) != {"worker"}:
+        yield "the file of a worker starts something else"
+    ours, one = dict(document["services"]["worker"]), dict(files.services["worker"])
+    if ours.pop("network_mode", None) != "host":
+        yield "a worker of several machines cannot train with others: it has not the network of its machine"
+    environment, of_one = ours.pop("environment"), one.pop("environment")
+    mounts, of_one_mounts = ours.pop("volumes"), one.pop("volumes")
+    for key in ("networks", "depends_on"):
+        one.pop(key)
+    if different := sorted(key for key in ours.keys() | one.keys() if ours.get(key) != one.get(key)):
+        yield f"a worker of several machines has another {', '.join(different)} than that of one"
+    certificates = [mount for mount in mounts if mount not in of_one_mounts]
+    if len(mounts) != len(of_one_mounts) + 1 or not certificates[0].endswith(":/certificates:ro"):
+        yield "a worker of several machines has other folders than that of one, or can write to the certificate"
+    urls = {"ANNEAL_DATABASE_URL", "ANNEAL_REDIS_URL"}
+    added = {"ANNEAL_GROUP_INTERFACE"}
+    for key in sorted((environment.keys() | of_one.keys()) - urls - added):
+        if environment.get(key, "") != of_one.get(key, ""):
+            yield f"a worker of several machines has another {key} than that of one"
+    if not added <= environment.keys():
+        yield "a worker of several machines cannot name its ANNEAL_GROUP_INTERFACE"
+    database, redis = urlsplit(environment["ANNEAL_DATABASE_URL"]), urlsplit(environment["ANNEAL_REDIS_URL"])
+    wanted = {"require_auth": "scram-sha-256", "sslmode": "verify-full", "sslrootcert": _CERTIFICATES}
+    if dict(parse_qsl(database.query)) != wanted or not database.password:
+        yield "a worker of several machines does not verify PostgreSQL"
+    wanted = {"ssl_cert_reqs": "required", "ssl_ca_certs": _CERTIFICATES}
+    if redis.scheme != "rediss" or dict(parse_qsl(redis.query)) != wanted or not redis.password:
+        yield "a worker of several machines does not verify Redis"
