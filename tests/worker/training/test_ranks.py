@@ -121,8 +121,7 @@ def test_the_last_rows_of_an_epoch_are_trained_once(train: Train, method: str, r
     one, two = train(method, 1, **config), train(method, 2, **config)
     assert [len(trained) for trained in rows(two).values()] == [8, 8, rest] * 2
     assert rows(two) == rows(one)
-    # The KL term of `kto` is a mean over the devices, whatever rows each has.
-    assert losses(two) == pytest.approx(losses(one), abs=1e-3 if method == "kto" else _TOLERANCE)
+    assert losses(two) == pytest.approx(losses(one), abs=_TOLERANCE)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,16 @@ class RatedAnswerTrainer(ReferenceMixin, KTOTrainer):  # type: ignore[misc]
     }
     NOT_COUNTED = "forward passes that estimate the KL term"
 
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        if "ref_KL_logps" in inputs:
+            inputs["ref_KL_logps"] = inputs["ref_KL_logps"] * inputs.get("share", 1.0)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def _compute_kl_logps(self, model: Any, batch: Any) -> Any:
+        # The KL term is the mean over the devices of the means of their rows, which may be of different numbers.
+        found = super()._compute_kl_logps(model, batch)
+        return found if found is None or not self.model.training else found * self._share
+
 
 def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
     """Train one run on rated answers; result and errors are those of `pipeline.train_on_tokens`."""
