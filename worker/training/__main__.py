@@ -97,7 +97,7 @@ def _follow(job: JobSpec, place: RankPlace, report_fd: int | None, control_fd: i
     except RankZeroUnreachableError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_RANK_ZERO_UNREACHABLE
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # code 0 would mean that it has trained to the end
         if is_peer_lost(error):
             return _lost(error)
         result = _ended_by(error, control)
@@ -107,7 +107,7 @@ def _follow(job: JobSpec, place: RankPlace, report_fd: int | None, control_fd: i
     return 0
 
 
-def _lost(error: Exception) -> int:
+def _lost(error: BaseException) -> int:
     """Leave the text of a lost connection in the log, for the case that no process turns out to be its cause."""
     sys.stderr.write(f"the connection to another process of the run was lost: {one_line(error)}\n")
     return EXIT_PEER_LOST
@@ -181,7 +181,7 @@ def _versions() -> dict[str, str]:
     return {"anneal": version("anneal"), **{name: one for name, one in loader.versions().items() if name != "python"}}
 
 
-def _ended_by(error: Exception, control: Control) -> TrainingResult:
+def _ended_by(error: BaseException, control: Control) -> TrainingResult:
     """Build the result of an attempt that ended with an exception."""
     if isinstance(error, Stopped):
         request = control.stop_requested

@@ -249,6 +249,27 @@ def test_a_rank_that_loses_the_other_reports_no_failure_of_its_own(
     assert "the connection to another process of the run was lost: " in outcome.stderr
 
 
+def test_a_rank_whose_plugin_exits_reports_that(
+    two_ranks: TwoRanks, models: Callable[[float], Path], tmp_path: Path
+) -> None:
+    """With code 0 and no word, nothing would say which process the others have lost."""
+    path, data_format = make_data(tmp_path, "lora", 40)
+    config = {**_COMMON, "method": "lora", "batch_size": 2, "lora_r": 4, "extra": {"metrics": ["ending"]}}
+    jobs = []
+    for name, created in (("stays", "return Ending"), ("exits", "raise SystemExit")):
+        described = tmp_path / name / "ending-1.dist-info"
+        described.mkdir(parents=True)
+        (described / "METADATA").write_text("Metadata-Version: 2.1\nName: ending\nVersion: 1\n")
+        (described / "entry_points.txt").write_text("[anneal.metrics]\nending = ending:new\n")
+        code = f"class Ending:\n    update = result = dict\n\ndef new():\n    {created}()\n"
+        (tmp_path / name / "ending.py").write_text(code)
+        jobs.append(make_job(tmp_path / f"{name}-run", models(0.0), path, data_format=data_format, **config))
+    first, second = two_ranks.first.beside(tmp_path / "stays"), two_ranks.second.beside(tmp_path / "exits")
+    outcome, other = TwoRanks(first, second).run_each(jobs)
+    assert (other.code, other.result["error"]["message"]) == (1, "SystemExit: ")
+    assert (outcome.code, outcome.of("result")) == (EXIT_PEER_LOST, [])
+
+
 def test_a_rank_whose_own_interface_has_no_address_reports_that(
     forks: Forks, models: Callable[[float], Path], tmp_path: Path
 ) -> None:
