@@ -176,6 +176,27 @@ def test_a_checkpoint_of_devices_without_a_common_folder_has_the_parts_of_all(
     assert rest.steps == {step: made for step, made in undisturbed.steps.items() if step > 2}
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("save_steps", [1, 100])
+def test_a_part_that_a_device_cannot_send_ends_it_and_keeps_no_other_waiting(
+    two_ranks: TwoRanks,
+    models: Callable[[float], Path],  # noqa: F811
+    tmp_path: Path,
+    save_steps: int,
+) -> None:
+    data, data_format = make_data(tmp_path, "full", 40)
+    config = {"method": "full", "optim": "adamw_torch", "max_steps": 4, "save_steps": save_steps, "batch_size": 2}
+    job, other = (
+        make_job(tmp_path / name, models(0.0), data, data_format=data_format, **config)
+        | {"sharded": True, "shares_folder": False}
+        for name in ("first", "second")
+    )
+    first, second = two_ranks.run_until_death(job, 1, {"unreadable": "__1_0.distcp"}, other)
+    assert (second.code, first.code) == (1, EXIT_PEER_LOST), second.stderr[-3000:]
+    assert "Input/output error" in second.result["error"]["message"]
+    assert first.of("checkpoint") == [] and list(first.folder.glob("checkpoint-*")) == []
+
+
 @pytest.mark.parametrize(
     "save_steps",
     [pytest.param(1, id="in_the_background"), pytest.param(100, id="at_the_end", marks=pytest.mark.full)],

@@ -1,5 +1,6 @@
 """A disk slow or deadly to the thread behind a training loop, a drain at a step, evaluations that go wrong."""
 
+import errno
 import itertools
 import math
 import os
@@ -22,8 +23,16 @@ _PLACES = ((safetensors.torch, "save_file"), (torch, "save"), (Path, "write_byte
 
 def begin(asked: dict[str, Any]) -> None:
     """From now on in this process: `slow` seconds before each file of weights, death at call number `kill_at`, and no
-    memory at call number `no_memory_at`."""
+    memory at call number `no_memory_at`; a file named `unreadable` cannot be read."""
     calls = 0
+    opened = Path.open
+
+    def open_unless_unreadable(path: Path, mode: str = "r", *options: Any, **more: Any) -> Any:
+        if path.name == asked.get("unreadable") and mode == "rb":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return opened(path, mode, *options, **more)
+
+    Path.open = open_unless_unreadable  # type: ignore[method-assign,assignment]
 
     def instead_of(owner: Any, name: str) -> None:
         call = getattr(owner, name)

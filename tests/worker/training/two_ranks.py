@@ -64,13 +64,16 @@ class TwoRanks:
             self.first.start(jobs[0], arguments=places[0].arguments())
             return self.first.wait(), self.second.wait()
 
-    def run_until_death(self, job: dict[str, Any], rank: int, disk: dict[str, Any]) -> tuple[Outcome, Outcome]:
-        """Run a job in which one of the two is killed, as `disk` of `troubles` says; return what both reported.
+    def run_until_death(
+        self, job: dict[str, Any], rank: int, disk: dict[str, Any], second_job: dict[str, Any] | None = None
+    ) -> tuple[Outcome, Outcome]:
+        """Run a job in which one of the two is killed or fails, as `disk` of `troubles` says.
 
-        The other one must end by itself, without a supervisor that kills it.
+        The other one must end by itself, without a supervisor that kills it. Returns what both reported. `second_job`
+        is that of the second, if it has another one.
         """
         limits = [{"disk": json.dumps(disk)} if rank == one else {} for one in (0, 1)]
-        with self._started(job, limits[1], **limits[0]) as processes:
+        with self._started(job, limits[1], second_job, **limits[0]) as processes:
             too_long = threading.Timer(_MOST_SECONDS, _kill, [processes[1 - rank]])
             too_long.start()
             second = self.second.wait()

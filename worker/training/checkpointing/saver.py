@@ -20,6 +20,7 @@ from worker.training.checkpointing.pinned_memory import InsufficientHostMemory, 
 from worker.training.checkpointing.snapshot import Snapshot, SnapshotBuilder, expected_bytes
 from worker.training.context import TrainingContext
 from worker.training.failures import TrainingFailure, classify
+from worker.training.model.sharding import PartNotWritten
 from worker.training.plugins.checkpoint_engines import EngineCopier
 from worker.training.trainer_protocol import ServiceTrainer
 from worker.wire.heartbeat import HeartbeatCallback, heartbeat_while_growing, no_heartbeat
@@ -74,9 +75,10 @@ def save(trainer: ServiceTrainer) -> bool:
 
 def _follow(trainer: ServiceTrainer) -> bool:
     """Write this rank's part of the checkpoint that rank 0 writes, if it writes one; return False."""
+    # First, as rank 0 does: it may wait for what this rank has failed to write.
+    trainer.saving.in_flight.wait(no_heartbeat)
     writes, during_training = trainer.run.ranks.shared((False, False))
     if writes:
-        trainer.saving.in_flight.wait(no_heartbeat)
         with suppress(TrainingFailure):  # rank 0 has it too, and decides what follows
             _write(trainer, during_training)
     trainer.saved_step = trainer.state.global_step
@@ -318,7 +320,7 @@ def _complete(
         OSError, RuntimeError: the disk is full.
     """
     if not run.ranks.is_first:
-        with suppress(RuntimeError, OSError):  # rank 0 has it too, and decides what follows
+        with suppress(PartNotWritten):  # rank 0 has it too, and decides what follows
             snapshot.write(staging, alive)  # its part; rank 0 does the rest
         return
     name, began = f"checkpoint-{about.step}", time.monotonic()

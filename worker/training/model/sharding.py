@@ -30,6 +30,10 @@ _PIECE_BYTES = 64 * 2**20
 """Size of the messages in which a file is sent."""
 
 
+class PartNotWritten(RuntimeError):
+    """A rank could not write its part of a checkpoint; raised on every rank."""
+
+
 class Sharding:
     """Division of one model among the ranks of its run; every rank makes the same calls in the same order."""
 
@@ -102,7 +106,9 @@ class Sharding:
         """Write the parts of all ranks, in host memory, to a checkpoint; any thread may, with its peers on all ranks.
 
         Raises:
-            OSError, RuntimeError: a rank could not write its part; raised on every rank.
+            PartNotWritten: a rank could not write its part.
+            OSError: raised on one rank alone, which cannot send its part to another host, or on rank 0, which cannot
+                keep it there.
         """
         state: dict[str, Any] = {}
         for name, part in parts.items():
@@ -116,7 +122,7 @@ class Sharding:
             dcp.save(state, checkpoint_id=str(folder / OPTIMIZER_FOLDER), process_group=self._writers)
         except CheckpointException as error:
             rank, (cause, _) = min(error.failures.items())
-            raise RuntimeError(f"Rank {rank} could not write its part of the checkpoint: {cause}") from cause
+            raise PartNotWritten(f"Rank {rank} could not write its part of the checkpoint: {cause}") from cause
         _bring_to_rank_0(folder / OPTIMIZER_FOLDER, self._writers)
 
 
