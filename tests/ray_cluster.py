@@ -86,9 +86,15 @@ class RayCluster:
             f"--dashboard-port={self.dashboard}", f"--temp-dir={self._folder}", "--num-cpus=0", "--num-gpus=0",
             f"--ray-client-server-port={free_port()}",
         )  # fmt: skip
-        eventually(self._answers, timeout=120, what=f"the head of Ray, see {self.head.log}")
-        eventually(self.alive, timeout=60, what="the head is one of the nodes")
-        self.nodes = [self.add_node() for _ in range(2)]
+        self.nodes: list[RayNode] = []
+        try:
+            eventually(self._answers, timeout=120, what=f"the head of Ray, see {self.head.log}")
+            eventually(self.alive, timeout=60, what="the head is one of the nodes")
+            for _ in range(2):
+                self.nodes.append(self.add_node())
+        except BaseException:
+            self._stop_nodes()
+            raise
 
     def add_node(self, labels: str = "zone=a", **environment: str) -> RayNode:
         """Add a node, with further variables if wanted, and wait until the cluster knows it."""
@@ -100,6 +106,7 @@ class RayCluster:
         try:
             (node.id,) = eventually(lambda: self.alive() - before, timeout=90, what="a node of Ray")
         except AssertionError as error:
+            node.stop()
             raise AssertionError(f"{error}: {node.log.read_text()[-2000:]}") from error
         return node
 
@@ -128,9 +135,12 @@ class RayCluster:
     def stop(self) -> None:
         """Kill all processes."""
         self.client.close()
+        self._stop_nodes()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _stop_nodes(self) -> None:
         for node in [*self.nodes, self.head]:
             node.stop()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, *arguments: str, **environment: str) -> RayNode:
         number = len(list(self._folder.glob("start-*")))
