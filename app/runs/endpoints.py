@@ -43,7 +43,7 @@ from app.runs.estimates import service as estimates
 from app.runs.metrics.dependencies import curve_read_slot
 from app.runs.metrics.outlines import outlines
 from app.runs.scheduler.eta import EtaService
-from app.runs.validation.request import validate_request
+from app.runs.validation.request import requirements, validate_request
 from app.runs.validation.result import validation_failed
 from app.runs.validation.rewards import reward_problems
 
@@ -97,9 +97,11 @@ async def _subject(
         raise invalid([FieldError(field="probe", code="not_supported", message=message)])
     data = await estimates.data_of(session, body.dataset_id)
     asked = found.resources
+    kind = requirements(rules, found.config, found.given, asked, {}).get("kind")
     subject = estimates.Subject(
         found.config, found.given, body.backend, data, rules.loads_model, asked.devices,
         sequence_parallel=asked.sequence_parallel, expert_parallel=asked.expert_parallel,
+        placement=asked.model_copy(update={"kind": kind}),
     )  # fmt: skip
     subject = await estimates.with_sharding(session, settings, storage, subject, asked)
     if body.probe and subject.sharded:

@@ -38,7 +38,7 @@ class Parameters(BaseModel):
 
 
 class EstimatedDevice(BaseModel):
-    """Kind of device that online workers offer, or the assumed one if there is none."""
+    """Kind of device that online workers offer and the request allows, or the assumed one if there is none."""
 
     kind: Literal["cpu", "cuda"]
     name: str | None
@@ -106,8 +106,8 @@ class RunEstimate(BaseModel):
     cost: Cost | None = Field(description="Cost of the training time; null if the price or the time is not known.")
     confidence: Confidence
     fits: list[Fit] = Field(
-        description="Fit on each kind of device that online workers offer; an estimate stored with a run has only the "
-        "first."
+        description="Fit on each kind of device that online workers offer and `resources` allows; an estimate stored "
+        "with a run has only the first."
     )
     assumptions: list[str]
     unknown: list[Unknown]

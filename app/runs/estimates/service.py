@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from app.base_models import resolver
 from app.config import Settings
+from app.contracts.backends import BACKEND_RULES
 from app.contracts.methods import METHODS
 from app.contracts.schemas.estimates import (
     Confidence,
@@ -24,7 +25,7 @@ from app.contracts.schemas.estimates import (
     RunEstimate,
     Unknown,  # fmt: skip
 )
-from app.contracts.schemas.runs.placement import Resources
+from app.contracts.schemas.runs.placement import Placement, Resources
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.resolution import resolve
 from app.contracts.training_config.rules import DeviceCapabilities, sharding_obstacles
@@ -44,7 +45,7 @@ from app.runs.estimates.model_config import NoConfig, read_config
 from app.tables.datasets import Dataset
 from app.tables.runs import Run
 from app.tables.workers import Device, Worker
-from app.workers.queries import meets, online
+from app.workers.queries import is_any_online, meets, online
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ class Subject:
     """Number of devices that share each sequence."""
     expert_parallel: int = 1
     """Number of devices that share the experts of each layer."""
+    placement: Placement = field(default_factory=Placement)
+    """Devices that the request allows, of the kind that its configuration needs."""
 
     @property
     def division(self) -> Division:
@@ -93,9 +96,11 @@ class EstimateInputs:
     """Inputs of an estimate that are read from the database."""
 
     devices: list[EstimatedDevice]
-    """Kinds of devices that online workers offer."""
+    """Kinds of devices that online workers offer and the request allows."""
     attempt: int | None
     """Attempt whose output is the base model, if the base model is a run."""
+    missing: str | None = None
+    """Sentence that names what the request asks for, if workers are online and none has it."""
     hub_config: HubConfig | None = None
     """Configuration of a hub model that is not on this machine, if it was requested."""
 
@@ -113,11 +118,13 @@ async def estimate(
     found, todo = await _computed(storage, subject.config, by_formula, settings, storage, subject, known, True)
     if todo is None:
         return found
+    operations = todo.training + todo.writing
+    if known.missing is not None:
+        return found.model_copy(update={"flops": operations})
     config = resolve(subject.config, subject.given, _machine(found.device.kind), sharded=subject.sharded).config
     async with sessions() as session:
         device = found.device.kind, found.device.name
         took = await speed(session, config, device, subject.devices, todo)
-    operations = todo.training + todo.writing
     return found.model_copy(update=_of_time(settings, found, took, operations, subject.devices))
 
 
@@ -134,7 +141,6 @@ async def estimate_new(
     settings: Settings,
     storage: Storage,
     subject: Subject,
-    resources: Resources,
 ) -> tuple[RunEstimate, dict[str, int], bool]:
     """Estimate a run that was just created, without its duration.
 
@@ -142,11 +148,10 @@ async def estimate_new(
     """
     async with sessions() as session:
         known = await look_up(session, settings, subject)
-        devices = await online_devices(session, settings, subject.backend, resources)
     known = replace(known, hub_config=await _fetched(sessions, settings, storage, subject))
     fetched = known.hub_config is not None  # otherwise it was computed before the run was created
-    if fetched and subject.devices > 1 and resources.sharding == "auto" and not subject.sharded:
-        sharded = await _computed(storage, subject.config, must_shard, settings, storage, subject, known, devices)
+    if fetched and subject.devices > 1 and subject.placement.sharding == "auto" and not subject.sharded:
+        sharded = await _computed(storage, subject.config, must_shard, settings, storage, subject, known, known.devices)
         subject = replace(subject, sharded=bool(sharded))
     found, _ = await _computed(storage, subject.config, by_formula, settings, storage, subject, known, False)
     least = {}
@@ -167,7 +172,31 @@ async def _computed(
 async def look_up(session: AsyncSession, settings: Settings, subject: Subject) -> EstimateInputs:
     """Read everything that `by_formula` needs from the database."""
     attempt = await _output_attempt(session, subject.config.base_model)
-    return EstimateInputs(await online_devices(session, settings, subject.backend), attempt)
+    devices = await online_devices(session, settings, subject.backend, subject.placement)
+    missing = None
+    is_fixed = not BACKEND_RULES[subject.backend].starts_workers  # a cluster has devices without workers
+    if not devices and is_fixed and await is_any_online(session, settings, subject.backend):
+        missing = f"No online worker of backend `{subject.backend}` has {_asked(subject.placement)}."
+    return EstimateInputs(devices, attempt, missing)
+
+
+def _asked(placement: Placement) -> str:
+    """Describe the device that a request asks for."""
+    if placement.gpu is not None:
+        device = f"the GPU `{placement.gpu}` (`resources.gpu`)"
+    else:
+        device = {None: "a device", "cuda": "a GPU", "cpu": "a CPU"}[placement.kind]
+    having = []
+    if placement.memory_mb is not None:
+        having.append(f"{placement.memory_mb:,} MiB (`resources.memory_mb`)")
+    if placement.labels:
+        having.append(f"the labels {', '.join(f'`{label}`' for label in placement.labels)} (`resources.labels`)")
+    return f"{device} with {' and '.join(having)}" if having else device
+
+
+def _assumed(placement: Placement) -> EstimatedDevice:
+    """Return the device that is assumed where none is online that the request allows."""
+    return EstimatedDevice(kind=placement.kind or "cuda", name=placement.gpu, memory_mb=placement.memory_mb)
 
 
 async def _output_attempt(session: AsyncSession, base_model: str) -> int | None:
@@ -251,17 +280,17 @@ def by_formula(
     """
     if not subject.loads_model:
         reason = f"Backend `{subject.backend}` loads no model, so there is nothing to estimate."
-        return _unknown(known.devices, reason, None), None
+        return _unknown(subject, known, reason, has_steps=False), None
     for kind in ("recipe", "model_factory"):
         if plugin := getattr(subject.config.trainer_options, kind):
             reason = f"`extra.{kind}` is the plugin `{plugin.type}`; its resource use cannot be estimated."
-            return _unknown(known.devices, reason, None if kind == "recipe" else subject), None
+            return _unknown(subject, known, reason, has_steps=kind != "recipe"), None
     try:
         model = read(read_config(settings, storage, subject.config, known.attempt, known.hub_config))
         trained(model, resolve(subject.config, subject.given, None).config)
     except (NoConfig, UnknownArchitecture, CannotTrain) as error:
-        return _unknown(known.devices, str(error), subject), None
-    devices = known.devices or [EstimatedDevice(kind="cuda", name=None, memory_mb=None)]
+        return _unknown(subject, known, str(error)), None
+    devices = known.devices or [_assumed(subject.placement)]
     on: dict[str, _OnKind] = {}
     for device in devices if thorough else devices[:1]:
         if device.kind not in on:
@@ -272,7 +301,8 @@ def by_formula(
         fits = fits[:1]
     choice = first.choose(devices[0])
     todo = work(model, first.config, first.precision, first.plan, choice.checkpointing) if thorough else None
-    return _run_estimate(model, first, devices[0], choice, fits, thorough, is_assumed=not known.devices), todo
+    found = _run_estimate(model, first, devices[0], choice, fits, thorough)
+    return (found if known.devices else _with_assumed_device(found, known.missing)), todo
 
 
 def least_memory(settings: Settings, storage: Storage, subject: Subject, known: EstimateInputs) -> dict[str, int]:
@@ -312,7 +342,7 @@ async def data_of(session: AsyncSession, dataset_id: str) -> Data:
 
 
 async def online_devices(
-    session: AsyncSession, settings: Settings, backend: str, asked: Resources | None = None
+    session: AsyncSession, settings: Settings, backend: str, asked: Placement | None = None
 ) -> list[EstimatedDevice]:
     """Return the kinds of devices that online workers offer, GPUs and largest memory first; or those `asked` for."""
     query = select(Device.kind, Device.name, Device.memory_mb).distinct().join(Worker, Worker.id == Device.worker_id)
@@ -384,8 +414,6 @@ def _run_estimate(
     choice: memory_planner.Choice,
     fits: list[Fit],
     thorough: bool,
-    *,
-    is_assumed: bool,
 ) -> RunEstimate:
     reason_without_seconds = "The duration is estimated only by `POST /v1/runs/estimate`."
     unknown = [] if thorough else [Unknown(field="seconds", reason=reason_without_seconds)]
@@ -409,12 +437,23 @@ def _run_estimate(
         cost=None,
         confidence=Confidence(memory="formula", seconds=None),
         fits=fits,
-        assumptions=_assumptions(on, device, is_assumed),
+        assumptions=_assumptions(on, device),
         unknown=unknown,
     )
 
 
-def _assumptions(on: _OnKind, device: EstimatedDevice, is_assumed: bool) -> list[str]:
+def _with_assumed_device(found: RunEstimate, missing: str | None) -> RunEstimate:
+    """Return the estimate for an assumed device, with the reason; without its time if no worker has such a device."""
+    why = missing or "No online worker of this backend has a device for the run."
+    what = "a GPU with bfloat16" if found.device.kind == "cuda" else "a CPU"
+    assumptions = [f"{why.removesuffix('.')}; {what} is assumed.", *found.assumptions]
+    unknown = list(found.unknown)
+    if missing and all(one.field != "seconds" for one in unknown):
+        unknown += [Unknown(field=name, reason=missing) for name in ("seconds", "cost")]
+    return found.model_copy(update={"assumptions": assumptions, "unknown": unknown})
+
+
+def _assumptions(on: _OnKind, device: EstimatedDevice) -> list[str]:
     config = on.config
     where = "A process with torch" if device.kind == "cpu" else "The context of CUDA and its libraries"
     sentences = [
@@ -432,8 +471,6 @@ def _assumptions(on: _OnKind, device: EstimatedDevice, is_assumed: bool) -> list
         )
     if on.sequence_parallel > 1:
         sentences.append(f"The activations of each sequence are divided among {on.sequence_parallel} devices.")
-    if is_assumed:
-        sentences.insert(0, "No worker of this backend is online; a GPU with bfloat16 is assumed.")
     if plugin := config.trainer_options.optimizer:
         sentences.append(
             f"The state of `extra.optimizer` (`{plugin.type}`) is unknown; two 32-bit values per trainable parameter "
@@ -462,28 +499,26 @@ def _of_time(settings: Settings, found: RunEstimate, took: Speed, operations: fl
     }
 
 
-def _unknown(devices: list[EstimatedDevice], reason: str, subject: Subject | None) -> RunEstimate:
-    """Build an estimate without the model.
-
-    `subject`: run whose steps are estimated from its rows; None if these are not known either.
-    """
+def _unknown(subject: Subject, known: EstimateInputs, reason: str, *, has_steps: bool = True) -> RunEstimate:
+    """Build an estimate without the model; without `has_steps`, they do not follow from its rows either."""
     unknown = [Unknown(field="parameters", reason=reason)]
     unknown += [Unknown(field=name, reason=_WITH_PARAMETERS) for name in ("memory_mb", "seconds")]
     steps = tokens = None
     assumed: list[str] = []
-    if subject is None:
-        unknown += [Unknown(field=name, reason=_WITH_PARAMETERS) for name in ("steps", "tokens")]
-    else:
+    if has_steps:
         steps, tokens, assumed = _without_model(subject, unknown)
-    device = devices[0] if devices else EstimatedDevice(kind="cuda", name=None, memory_mb=None)
+    else:
+        unknown += [Unknown(field=name, reason=_WITH_PARAMETERS) for name in ("steps", "tokens")]
+    if known.missing is not None:
+        assumed = [known.missing, *assumed]
     fits = [
         Fit(device=one, fits=None, total_mb=None, gradient_checkpointing=None, reason=_WITH_PARAMETERS, advice=[])
-        for one in devices
+        for one in known.devices
     ]
     return RunEstimate(
         parameters=None,
         memory_mb=None,
-        device=device,
+        device=known.devices[0] if known.devices else _assumed(subject.placement),
         gradient_checkpointing=None,
         steps=steps,
         tokens=tokens,

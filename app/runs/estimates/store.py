@@ -34,13 +34,14 @@ async def estimate_and_store(
             data = await service.data_of(session, run.dataset_id)
         config = TrainingConfig.model_validate(run.config)
         needs = run.requirements
+        resources = Resources.model_validate(run.resources)
         subject = service.Subject(
             config, run.user_set_fields, run.backend, data, devices=run.devices_needed,
             sharded=bool(needs.get("sharded")), sequence_parallel=needs.get("sequence_parallel", 1),
             expert_parallel=needs.get("expert_parallel", 1),
+            placement=resources.model_copy(update={"kind": needs.get("kind")}),
         )  # fmt: skip
-        resources = Resources.model_validate(run.resources)
-        found, least, sharded = await service.estimate_new(sessions, settings, storage, subject, resources)
+        found, least, sharded = await service.estimate_new(sessions, settings, storage, subject)
         async with sessions() as session, session.begin():
             # The run may have been deleted in the meantime.
             still = select(Run.id).where(Run.id == run.id).with_for_update(read=True, key_share=True)

@@ -99,6 +99,54 @@ def test_for_each_kind_of_device_the_estimate_says_whether_it_fits_and_what_to_c
     assert "adapter" in advice
 
 
+@pytest.mark.parametrize(
+    ("resources", "says"),
+    [
+        ({"kind": "cuda"}, "has a GPU; a GPU with bfloat16 is assumed."),
+        ({"gpu": "h100"}, "has the GPU `h100` (`resources.gpu`); a GPU"),
+        ({"memory_mb": 99_999}, "has a device with 99,999 MiB (`resources.memory_mb`); a GPU"),
+        ({"kind": "cpu", "labels": ["site-a", "site-b"]}, "has a CPU with the labels `site-a`, `site-b`"),
+    ],
+    ids=["kind", "gpu", "memory", "labels"],
+)
+def test_where_no_worker_has_what_the_request_asks_for_the_estimate_says_so(
+    api: ApiServer, engine: Engine, resources: dict[str, Any], says: str
+) -> None:
+    for label in ("site-a", "site-b"):
+        add_worker(engine, backends=["celery"], memory_mb=[64_000], labels=[label])
+    found = estimated(api, make_dataset(engine), resources, max_steps=5)
+    assert found["fits"] == [] and found["device"]["kind"] == resources.get("kind", "cuda")
+    assert f"No online worker of backend `celery` {says}" in found["assumptions"][0]
+    assert found["memory_mb"]["total"] > 0 and found["flops"] > 0
+    assert (found["seconds"], found["cost"]) == (None, None)
+    assert {one["field"] for one in found["unknown"]} == {"seconds", "cost"}
+    anyway = estimated(api, make_dataset(engine), resources, base_model="nobody/has-this", max_steps=5)
+    assert anyway["device"]["kind"] == found["device"]["kind"]
+    assert anyway["fits"] == [] and anyway["assumptions"][0].startswith("No online worker of backend `celery` has")
+
+
+def test_the_estimate_is_for_a_device_that_the_request_allows(api: ApiServer, engine: Engine) -> None:
+    gpu(engine, 81_559)
+    gpu(engine, 24_000, "NVIDIA A10")
+    add_worker(engine, backends=["celery"], memory_mb=[64_000], labels=["site-a"])
+    dataset = make_dataset(engine)
+
+    def devices(**resources: Any) -> list[str]:
+        found = estimated(api, dataset, resources, max_steps=5)
+        assert found["device"] == found["fits"][0]["device"] and found["seconds"] > 0
+        return [fit["device"]["name"] for fit in found["fits"]]
+
+    assert devices() == ["NVIDIA H100", "NVIDIA A10", "cpu"]
+    assert devices(kind="cuda") == ["NVIDIA H100", "NVIDIA A10"]
+    assert devices(gpu="a10") == ["NVIDIA A10"]
+    assert devices(kind="cpu") == devices(labels=["site-a"]) == ["cpu"]
+    assert devices(memory_mb=64_000) == ["NVIDIA H100", "cpu"]
+    config = {"base_model": "qwen", "max_steps": 5}
+    run = make_run(api.client, dataset, backend="celery", config=config, resources={"gpu": "a10"})
+    kept = eventually(lambda: api.client.get(f"/v1/runs/{run['id']}").json()["estimate"])
+    assert kept["device"]["name"] == "NVIDIA A10"
+
+
 def trained(engine: Engine, run: dict[str, Any], device: str, rate: float, length: int = 25) -> None:
     """The run has trained, at so many tokens a second on texts of that length, and is over."""
     trainer = Trainer(engine, run["id"], devices=run["resources"]["devices"])
