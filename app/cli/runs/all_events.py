@@ -1,5 +1,6 @@
 """Command `anneal runs events`: status changes, progress and ends of all runs."""
 
+import shlex
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 
 def events(
+    context: typer.Context,
     after: Annotated[
         int | None,
         typer.Option(min=0, help="Start after this cursor of an earlier event, 0 for the oldest. Unset: start now."),
@@ -29,6 +31,12 @@ def events(
 
     Example: `anneal runs events --types status,end`
     """
+    if context.args:
+        run = shlex.quote(context.args[0])
+        context.fail(
+            f"This command prints events of all runs. Use `anneal runs watch {run}` for those of one run, with --json "
+            f"for all of them, or `anneal runs logs {run}` for its log."
+        )
     start = after if follow else after or 0
     with connected() as client:
         for event in client.runs.all_events(after=start, types=types, follow=follow):

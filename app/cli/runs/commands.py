@@ -574,4 +574,4 @@ def delete(run_id: RunId, as_json: AsJson = False) -> None:
 
 commands.command()(why)
 commands.command()(compare)
-commands.command()(events)
+commands.command(context_settings={"allow_extra_args": True})(events)

@@ -162,6 +162,8 @@ def test_events_of_all_runs_are_printed_with_their_cursors(anneal: Anneal, train
     ends = [json.loads(line) for line in printed("--types", "end", "--json")]
     assert ends[-1]["run_id"] == trainer.run_id
     assert printed("--after", str(ends[-1]["cursor"])) == []
+    misled = anneal("runs", "events", "my run", "--no-follow", code=2).stderr
+    assert "`anneal runs watch 'my run'`" in misled and "`anneal runs logs 'my run'`" in misled
 
 
 def test_a_run_is_made_and_watched_in_one(anneal: Anneal, shared_api: ApiServer, run_file: Path) -> None:
