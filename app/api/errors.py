@@ -34,6 +34,10 @@ RETRY_SECONDS = 5
 
 _MAX_ERRORS = 100
 
+_REQUIRED = ("missing", "union_tag_not_found")
+_NOT_AN_OBJECT = ("model_attributes_type", "model_type", "dict_type")
+"""Types of pydantic's errors."""
+
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -191,8 +195,8 @@ def _summary(errors: Sequence[FieldError]) -> str:
     if not errors:
         return "The request is invalid; correct it and send it again."
     first = f"`{errors[0].field}`: {errors[0].message}" if errors[0].field else errors[0].message
-    more = f" and {len(errors) - 1} more (see `errors`)" if len(errors) > 1 else ""
-    return f"{printable(first, 500).rstrip('.')}{more}. Correct it and send the request again."
+    more = f" `errors` has {len(errors) - 1} more." if len(errors) > 1 else ""
+    return f"{printable(first, 500).rstrip('.')}.{more} Correct it and send the request again."
 
 
 def from_validation(problems: Sequence[Any], known: Collection[str] = ()) -> list[FieldError]:
@@ -209,6 +213,8 @@ def from_validation(problems: Sequence[Any], known: Collection[str] = ()) -> lis
             location, message = location[:-1], f"the name {message}"
         if item["type"] == "json_invalid":
             location, message = [], f"the body is not JSON: {item.get('ctx', {}).get('error', message)}"
+        elif not location and item["type"] in (*_REQUIRED, *_NOT_AN_OBJECT):
+            message = f"the body {message}"
         found.append(
             FieldError(
                 field=printable(".".join(location), 200),
@@ -222,9 +228,9 @@ def from_validation(problems: Sequence[Any], known: Collection[str] = ()) -> lis
 def _sentence(item: Any, known: Collection[str]) -> str:
     """Return what is wrong with a value, in the words of the other messages."""
     kind, message = str(item["type"]), str(item["msg"]).removeprefix("Value error, ")
-    if kind in ("missing", "union_tag_not_found"):
+    if kind in _REQUIRED:
         return "is required"
-    if kind in ("model_attributes_type", "model_type", "dict_type"):
+    if kind in _NOT_AN_OBJECT:
         return "must be a JSON object with fields and values"
     if kind == "list_type":
         return 'must be a list, such as `["a", "b"]`'

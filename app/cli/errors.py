@@ -46,7 +46,11 @@ def _setting_error(error: "ValidationError") -> str:
     for item in error.errors():
         name = "_".join(str(part) for part in item["loc"]).upper()
         message = item["msg"].removeprefix("Value error, ")
-        sentences.append(f"ANNEAL_{name}: {message}." if name else f"{message}.")  # two settings that contradict
+        if message.startswith("Input should "):  # without the value, which may be a secret
+            must = message.removeprefix("Input should ").partition(", unable to parse")[0]
+            sentences.append(f"ANNEAL_{name} must {must}; correct it in the environment.")
+        else:
+            sentences.append(f"ANNEAL_{name}: {message}." if name else f"{message}.")  # two settings that contradict
     return " ".join(sentences)
 
 

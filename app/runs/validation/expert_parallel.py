@@ -27,11 +27,12 @@ async def expert_parallel_problems(
     """
     if resources.expert_parallel == 1:
         return []
-    reasons = expert_parallel_obstacles(config)
     model = await architecture_of(session, settings, storage, config)
     experts = None if model is None or model.experts is None else model.experts.number
     if model is not None and (experts is None or model.family not in MODEL_TYPES):
-        reasons.append(f"the base model has no experts that can be divided; models of {', '.join(MODEL_TYPES)} have")
+        why = f"the base model has no experts that can be divided; models of {', '.join(MODEL_TYPES)} have"
+        return [FieldError(field=_FIELD, code="not_supported", message=f"must be 1: {why}")]
+    reasons = expert_parallel_obstacles(config)
     if resources.sharding == "none":
         reasons.append("experts are divided only in a sharded model; set `resources.sharding` to `full` or `auto`")
     found = [FieldError(field=_FIELD, code="not_supported", message=f"must be 1: {why}") for why in reasons]

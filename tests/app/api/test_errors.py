@@ -60,6 +60,7 @@ def test_every_wrong_field_is_named_at_once(shared_api: ApiServer) -> None:
     body = _check(answer, 422, "invalid_request")
     assert {item["field"] for item in body["errors"]} == {"name", "tags.1", "surprise"}
     assert all(item["code"] and item["message"] for item in body["errors"])
+    assert body["detail"].endswith(". `errors` has 2 more. Correct it and send the request again.")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,12 @@ def test_every_wrong_field_is_named_at_once(shared_api: ApiServer) -> None:
         ({"zzz": 8, "dataset_id": "ds_1", "config": {}}, "is not a field of this request; leave it out"),
         ({"dataset_id": 1, "config": {}}, "must be a valid string"),
         ({"config": {}}, "is required"),
-        ([], "must be a JSON object with fields and values"),
+        ([], "the body must be a JSON object with fields and values"),
+        (None, "the body is required"),
+        (
+            {"resources": {"devices": "2"}, "dataset_id": "ds_1", "config": {}},
+            "must be a number from 1 to 1,024, or `all`; a number is written without quotes",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_field_is_a_sentence_of_ours(shared_api: ApiServer, body: Any, message: str) -> None:

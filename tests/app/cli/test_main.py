@@ -231,8 +231,9 @@ class TestSentences:
             services.drop_database(url)
 
     def test_a_setting_that_makes_no_sense_is_named(self, tmp_path: Path) -> None:
-        sentence = refused(forked("up", ANNEAL_HOME=str(tmp_path), ANNEAL_PORT="seventy"))
-        assert "ANNEAL_PORT" in sentence
+        sentence = refused(forked("up", ANNEAL_HOME=str(tmp_path), ANNEAL_PORT="seventy", ANNEAL_SLOTS="0"))
+        assert sentence.startswith("anneal: ANNEAL_PORT must be a valid integer; correct it in the environment. ")
+        assert "ANNEAL_SLOTS must be greater than or equal to 1; correct it" in sentence
 
     def test_a_port_in_use_is_reported(self, servers: dict[str, str]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
