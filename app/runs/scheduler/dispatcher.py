@@ -49,7 +49,7 @@ _REASONS_A_ROUND = 200
 _WAITING = text(f"""
     {WITH_ROOM}
     SELECT runs.id, runs.backend, runs.devices_needed, runs.hosts_needed, runs.requirements, runs.pending_reason,
-        (SELECT string_agg(workers.host, ', ' ORDER BY workers.host)
+        (SELECT json_agg(json_build_array(workers.host, workers.id) ORDER BY workers.host, workers.id)
             FROM reservations JOIN workers ON workers.id = reservations.worker_id
             WHERE reservations.run_id = runs.id) AS reserved_on,
         owners.room AS key_room, owners.max_devices AS key_devices,

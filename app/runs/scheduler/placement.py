@@ -245,10 +245,12 @@ def kept_quota_reason(run_id: str) -> PendingReason:
     return PendingReason(code="quota", message=message)
 
 
-def reserved_reason(needs: Needs, host: str) -> PendingReason:
-    """Return the reason of a run that waits for devices which are reserved for it; `host` may be a list of several."""
+def reserved_reason(needs: Needs, workers: Sequence[tuple[str, str]]) -> PendingReason:
+    """Return the reason of a run that waits for devices of workers, given by host and id, reserved for it."""
     plural = "device" if needs.devices_each == 1 else "devices"
-    where = f"of worker {host}" if needs.hosts == 1 else f"of each of the workers {host}"
+    alike = Counter(host for host, _ in workers)
+    names = ", ".join(host if alike[host] == 1 else f"{host} ({worker_id})" for host, worker_id in workers)
+    where = f"of worker {names}" if needs.hosts == 1 else f"of each of the workers {names}"
     verb = "is" if needs.devices_each == 1 else "are"
     message = (
         f"The run waits until {needs.devices_each} {plural} {where} {verb} free. They are reserved for it: of the runs "

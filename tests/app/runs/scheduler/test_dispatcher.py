@@ -107,6 +107,20 @@ async def test_a_run_that_waits_for_a_quota_has_no_event_for_each_run_that_start
     assert (await dispatcher.round())[1] == []
 
 
+async def test_workers_that_are_reserved_are_named_so_that_they_can_be_told_apart(
+    own: AsyncEngine, settings: Settings, engine: Engine
+) -> None:
+    hosts = ("gpu-1", "vm", "vm")
+    _, *alike = (add_worker(engine, host=host, group_address="10.0.0.1") for host in hosts)
+    run = add_run(engine, devices_needed=3, hosts_needed=3).id
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE runs SET not_before = now() - interval '6 s'"))
+    await Dispatcher(own, Broker(settings), settings, ["fake"]).round()
+    first, second = sorted(alike)
+    reason: Any = run_row(engine, run).pending_reason
+    assert f"each of the workers gpu-1, vm ({first}), vm ({second}) is free." in reason["message"]
+
+
 async def test_runs_that_need_the_same_are_judged_once_and_not_in_the_event_loop(
     dispatcher: Dispatcher, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
