@@ -121,10 +121,10 @@ async def _quota_warnings(
     of_key = select(ApiKey.max_devices).where(ApiKey.id == caller_id)
     of_experiment = select(Experiment.name, Experiment.max_devices)
     of_experiment = of_experiment.where(Experiment.id == (experiment_id or DEFAULT_ID))
-    quotas = [("its API key", await session.scalar(of_key))]
-    quotas += [(f"experiment {row.name}", row.max_devices) for row in await session.execute(of_experiment)]
-    small = [(whose, most) for whose, most in quotas if most is not None and devices > most]
-    reasons = [quota_reason(devices, whose, most) for whose, most in small]
+    quotas: list[tuple[str | None, int | None]] = [(None, await session.scalar(of_key))]
+    quotas += [(row.name, row.max_devices) for row in await session.execute(of_experiment)]
+    small = [(experiment, most) for experiment, most in quotas if most is not None and devices > most]
+    reasons = [quota_reason(devices, experiment, most) for experiment, most in small]
     return [FieldError(field="resources.devices", code=one.code, message=one.message) for one in reasons]
 
 

@@ -217,19 +217,22 @@ def reason_of_quota(run: Any, by_key: int = 0, by_experiment: int = 0) -> Pendin
     and `by_experiment` of that of its experiment.
     """
     if run.key_room is not None and run.devices_needed > run.key_room - by_key:
-        return quota_reason(run.devices_needed, "its API key", run.key_devices)
+        return quota_reason(run.devices_needed, None, run.key_devices)
     if run.experiment_room is not None and run.devices_needed > run.experiment_room - by_experiment:
-        return quota_reason(run.devices_needed, f"experiment {run.experiment_name}", run.experiment_devices)
+        return quota_reason(run.devices_needed, run.experiment_name, run.experiment_devices)
     return None
 
 
-def quota_reason(devices: int, whose: str, most: int) -> PendingReason:
-    """Return the reason of a run that waits for a quota of `most` devices."""
+def quota_reason(devices: int, experiment: str | None, most: int) -> PendingReason:
+    """Return the reason of a run that waits for a quota of `most` devices: of an experiment, or of its API key."""
+    whose = "its API key" if experiment is None else f"experiment {experiment}"
     needed, allowed = (f"{number} {'device' if number == 1 else 'devices'}" for number in (devices, most))
     message = f"The run needs {needed}. The quota of {whose} is {allowed} at a time, "
     if devices > most:
         fewer = "create it with fewer devices, or " if most > 0 else ""
-        message += f"so it cannot start: {fewer}ask an admin for a larger quota."
+        raise_it = "raise it with `anneal experiments edit --max-devices`"
+        larger = "ask an admin for a larger quota" if experiment is None else raise_it
+        message += f"so it cannot start: {fewer}{larger}."
     else:  # without the number in use: each change of it would be an event of every run that waits
         message += "and other runs use too many of these: it starts when enough of them have ended."
     return PendingReason(code="quota", message=message)

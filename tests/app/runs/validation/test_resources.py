@@ -102,6 +102,7 @@ class TestMachine:
         def warnings(devices: int, experiment_id: str | None) -> list[tuple[str, str, str]]:
             body = {"dataset_id": dataset, "config": {"base_model": "org/model"}, "resources": {"devices": devices}}
             with api.client_with(key) as client:
+                assert client.patch(f"/v1/experiments/{experiment}", json={"max_devices": 3}).status_code == 200
                 found = client.post("/v1/runs/validate", json=body | {"experiment_id": experiment_id}).json()
             assert found["valid"]
             return [(it["field"], it["code"], it["message"]) for it in found["warnings"]]
@@ -110,13 +111,13 @@ class TestMachine:
             message = f"The run needs {needs}. The quota of {whose} at a time, so it cannot start: {says}"
             return ("resources.devices", "quota", message)
 
-        larger = "ask an admin for a larger quota."
-        fewer = f"create it with fewer devices, or {larger}"
+        fewer, larger = "create it with fewer devices, or ", "raise it with `anneal experiments edit --max-devices`."
+        of_key = f"{fewer}ask an admin for a larger quota."
         assert warnings(2, experiment) == []
-        assert warnings(3, experiment) == [warning("3 devices", "its API key is 2 devices", fewer)]
+        assert warnings(3, experiment) == [warning("3 devices", "its API key is 2 devices", of_key)]
         assert warnings(4, experiment) == [
-            warning("4 devices", "its API key is 2 devices", fewer),
-            warning("4 devices", "experiment sweep is 3 devices", fewer),
+            warning("4 devices", "its API key is 2 devices", of_key),
+            warning("4 devices", "experiment sweep is 3 devices", fewer + larger),
         ]
         assert warnings(1, None) == [warning("1 device", "experiment default is 0 devices", larger)]
 
