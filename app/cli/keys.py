@@ -12,6 +12,7 @@ from app.cli.console import (
     NoMaxDevices,
     connected,
     document,
+    listing,
     new_quota,
     say,
 )
@@ -89,13 +90,10 @@ def _create_here(
 
 @keys.command("list")
 def list_keys(as_json: AsJson = False) -> None:
-    """List all keys with id, prefix, scopes, state, name and quota of devices.
+    """List all keys with id, name, scopes, state, prefix and quota of devices.
 
     Example: `anneal keys list`
     """
-    from app.contracts.schemas.api_keys import KeyView
-    from app.contracts.schemas.page import Page
-
     if _is_remote():
         with connected() as client:
             found = list(client.keys.list())
@@ -104,11 +102,8 @@ def list_keys(as_json: AsJson = False) -> None:
 
         with plain_errors():
             found = list_keys_sync(settings_with_urls())
-    if as_json:
-        document(Page[KeyView](data=found, has_more=False))
-        return
-    for key in found:
-        say(f"{key.id}  {key.prefix}…  {','.join(key.scopes):<16}  {_state(key):<20}  {key.name}{_quota(key)}")
+    rows = [(key.id, key.name, key.scopes, _state(key), f"{key.prefix}…", key.max_devices) for key in found]
+    listing(found, False, as_json, ("id", "name", "scopes", "state", "key", "max devices"), rows)
 
 
 def _state(key: "KeyView") -> str:
@@ -117,12 +112,6 @@ def _state(key: "KeyView") -> str:
     if key.expires_at:
         return f"expires {key.expires_at:%Y-%m-%d}"
     return f"last used {key.last_used_at:%Y-%m-%d}" if key.last_used_at else "never used"
-
-
-def _quota(key: "KeyView") -> str:
-    if key.max_devices is None:
-        return ""
-    return f"  (at most {key.max_devices} device{'' if key.max_devices == 1 else 's'} at a time)"
 
 
 @keys.command("edit")

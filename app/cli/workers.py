@@ -26,12 +26,12 @@ def list_workers(limit: Limit = 50, after: After = None, as_json: AsJson = False
         found, has_more = page(client.workers.list(limit=limit + 1, after=after), limit)
         rows = [
             (
-                it.id, it.state, it.host, _devices(it.devices), it.labels or None, it.runs or None,
+                it.id, it.state, it.host, it.runs or None, _devices(it.devices), it.labels or None,
                 it.heartbeat_at,
             )
             for it in found
         ]  # fmt: skip
-        listing(found, has_more, as_json, ("id", "state", "host", "devices", "labels", "runs", "last heartbeat"), rows)
+        listing(found, has_more, as_json, ("id", "state", "host", "runs", "devices", "labels", "last heartbeat"), rows)
 
 
 def _devices(devices: list["DeviceRead"]) -> list[str]:

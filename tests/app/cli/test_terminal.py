@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import Engine, update
 
 from app.cli.console import listing
 from app.tables.runs import Run
 from tests.app.conftest import Anneal, json_of
 from tests.factories import Trainer
+from tests.rows import add_run, add_worker, claim
 from tests.server import ApiServer
 from tests.waiting import eventually
 
@@ -32,11 +33,12 @@ def start(shared_api: ApiServer, tmp_path: Path) -> Iterator[Callable[..., tuple
     there = {"ANNEAL_HOME": str(tmp_path), "ANNEAL_URL": shared_api.url, "ANNEAL_API_KEY": shared_api.key}
     started: list[Started] = []
 
-    def run(*arguments: str) -> Started:
+    def run(*arguments: str, columns: int = 100) -> Started:
         ours, theirs = pty.openpty()
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "app.cli.main", *arguments], stdin=theirs, stdout=theirs, stderr=theirs,
-            env={**os.environ, **there, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}, start_new_session=True,
+            env={**os.environ, **there, "TERM": "xterm", "COLUMNS": str(columns), "LINES": "40"},
+            start_new_session=True,
         )  # fmt: skip
         os.close(theirs)
         started.append((process, ours))
@@ -104,6 +106,17 @@ def test_a_list_is_a_table(start: Any, trainer: Trainer) -> None:
     while b"counting" not in shown:
         shown += os.read(terminal, 65536)
     assert trainer.run_id.encode() in shown and process.wait(20) == 0
+
+
+def test_the_runs_of_workers_are_shown_on_a_narrow_terminal(start: Any, engine: Engine) -> None:
+    worker_id = add_worker(engine, 2, host="gpu-1.rack-7.example.org", labels=["site-b", "zone=a"])
+    run_id = add_run(engine).id
+    assert claim(engine, worker_id).id == run_id
+    process, terminal = start("workers", "list", columns=80)
+    shown = b""
+    while run_id[:11].encode() not in shown:
+        shown += os.read(terminal, 65536)
+    assert b"RUNS" in shown and process.wait(20) == 0
 
 
 @pytest.mark.parametrize("columns", [80, 200])

@@ -288,7 +288,7 @@ class TestEnd:
     def test_a_key_that_was_revoked_is_replaced_at_the_next_start(self, running: Running) -> None:
         key = running.connection["api_key"]
         listed = subprocess.run(command("keys", "list"), env=running.environment, capture_output=True, text=True)
-        (key_id,) = (line.split()[0] for line in listed.stdout.splitlines() if line.endswith("  anneal up"))
+        (key_id,) = (line.split()[0] for line in listed.stdout.splitlines() if "  anneal up  " in line)
         subprocess.run(command("keys", "revoke", key_id), env=running.environment, check=True, capture_output=True)
         down = subprocess.run(command("down"), env=running.environment, capture_output=True, text=True, timeout=60)
         assert (down.returncode, down.stderr.splitlines()[-1]) == (0, "Stopped.")
