@@ -1,5 +1,6 @@
 """API errors: a stable code, a message that says what to do next, and one wire format."""
 
+import asyncio
 import difflib
 import errno
 import logging
@@ -18,9 +19,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 from starlette.types import Scope
 
+from app.contracts.backends import BACKEND_RULES
 from app.contracts.errors import FieldError
+from app.contracts.schemas.runs.requests import RunCreate
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.peer_names import RESOURCES
+from app.contracts.training_config.validation import config_errors
 from app.infra.db import is_away
 from app.infra.files.object_store import StoreBusy, StoreUnavailable
 from app.infra.ids import new_id
@@ -248,12 +252,20 @@ def _sentence(item: Any, known: Collection[str]) -> str:
     return re.sub(r"^[A-Z]\w+ should ", "must ", message)
 
 
-def _fields_of(request: Request) -> Collection[str]:
-    """Return the names of the fields that the body of this request may have."""
+def _body_models(request: Request) -> list[Any]:
+    """Return the models that the body of this request may have."""
     body = getattr(request.scope.get("route"), "body_field", None)
     annotation = body.field_info.annotation if body is not None else None
-    models = [annotation, *get_args(annotation)]
-    return {name for model in models for name in getattr(model, "model_fields", ())}
+    return [annotation, *get_args(annotation)]
+
+
+def _errors_in_config(body: Mapping[str, Any]) -> list[FieldError]:
+    """Return the errors in the configuration of a run, whose request is invalid elsewhere: all are reported at once."""
+    config, rules = body["config"], BACKEND_RULES.get(str(body.get("backend", "celery")))
+    if rules is not None and rules.options is not None:
+        config = {name: value for name, value in config.items() if name != "extra"}
+    found = config_errors(config, has_eval_dataset=body.get("eval_dataset_id") is not None)
+    return [one.model_copy(update={"field": f"config.{one.field}"}) for one in found]
 
 
 _HTTP_DETAILS = {
@@ -269,8 +281,15 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
-    problems = cast(RequestValidationError, error).errors()
-    return problem_response(request.scope, invalid(from_validation(problems, _fields_of(request))))
+    invalid_request, models = cast(RequestValidationError, error), _body_models(request)
+    known = {name for model in models for name in getattr(model, "model_fields", ())}
+    found, body = from_validation(invalid_request.errors(), known), invalid_request.body
+    is_run = any(isinstance(model, type) and issubclass(model, RunCreate) for model in models)
+    # A configuration that is too large is an error of its own.
+    is_judged = any(one.field.partition(".")[0] == "config" for one in found)
+    if is_run and not is_judged and isinstance(body, dict) and isinstance(body.get("config"), dict):
+        found += await asyncio.to_thread(_errors_in_config, body)
+    return problem_response(request.scope, invalid(found))
 
 
 async def _http_error(request: Request, raised: Exception) -> Response:

@@ -55,6 +55,9 @@ def test_an_unknown_id_is_named_with_a_way_on(shared_api: ApiServer) -> None:
     assert id in body["detail"] and "GET /v1/experiments" in body["detail"]
 
 
+CONFIG = {"base_model": "x"}
+
+
 def test_every_wrong_field_is_named_at_once(shared_api: ApiServer) -> None:
     answer = shared_api.client.post("/v1/experiments", json={"name": 7, "tags": ["ok", 3], "surprise": True})
     body = _check(answer, 422, "invalid_request")
@@ -66,37 +69,43 @@ def test_every_wrong_field_is_named_at_once(shared_api: ApiServer) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"nmae": "x", "dataset_id": "ds_1", "config": {}}, "is not a field of this request; perhaps `name`"),
-        ({"lora_r": 8, "dataset_id": "ds_1", "config": {}}, "is not a field of this request; perhaps `config.lora_r`"),
+        ({"nmae": "x", "dataset_id": "ds_1", "config": CONFIG}, "is not a field of this request; perhaps `name`"),
         (
-            {"max_steps": 8, "dataset_id": "ds_1", "config": {}},
+            {"lora_r": 8, "dataset_id": "ds_1", "config": CONFIG},
+            "is not a field of this request; perhaps `config.lora_r`",
+        ),
+        (
+            {"max_steps": 8, "dataset_id": "ds_1", "config": CONFIG},
             "is not a field of this request; perhaps `config.max_steps`",
         ),
         (
-            {"devices": 2, "dataset_id": "ds_1", "config": {}},
+            {"devices": 2, "dataset_id": "ds_1", "config": CONFIG},
             "is not a field of this request; perhaps `resources.devices`",
         ),
         (
-            {"gpus": 2, "dataset_id": "ds_1", "config": {}},
+            {"gpus": 2, "dataset_id": "ds_1", "config": CONFIG},
             "is not a field of this request; perhaps `resources.devices`",
         ),
         (
-            {"resources": {"device": 2}, "dataset_id": "ds_1", "config": {}},
+            {"resources": {"device": 2}, "dataset_id": "ds_1", "config": CONFIG},
             "is not a resource; perhaps `resources.devices`",
         ),
         (
-            {"resources": {"devises": 2}, "dataset_id": "ds_1", "config": {}},
+            {"resources": {"devises": 2}, "dataset_id": "ds_1", "config": CONFIG},
             "is not a resource; perhaps `resources.devices`",
         ),
-        ({"resources": {"zzz": 2}, "dataset_id": "ds_1", "config": {}}, "is not a resource; leave it out"),
-        ({"resources": {"labels": "a"}, "dataset_id": "ds_1", "config": {}}, 'must be a list, such as `["a", "b"]`'),
-        ({"zzz": 8, "dataset_id": "ds_1", "config": {}}, "is not a field of this request; leave it out"),
-        ({"dataset_id": 1, "config": {}}, "must be a valid string"),
-        ({"config": {}}, "is required"),
+        ({"resources": {"zzz": 2}, "dataset_id": "ds_1", "config": CONFIG}, "is not a resource; leave it out"),
+        (
+            {"resources": {"labels": "a"}, "dataset_id": "ds_1", "config": CONFIG},
+            'must be a list, such as `["a", "b"]`',
+        ),
+        ({"zzz": 8, "dataset_id": "ds_1", "config": CONFIG}, "is not a field of this request; leave it out"),
+        ({"dataset_id": 1, "config": CONFIG}, "must be a valid string"),
+        ({"config": CONFIG}, "is required"),
         ([], "the body must be a JSON object with fields and values"),
         (None, "the body is required"),
         (
-            {"resources": {"devices": "2"}, "dataset_id": "ds_1", "config": {}},
+            {"resources": {"devices": "2"}, "dataset_id": "ds_1", "config": CONFIG},
             "must be a number from 1 to 1,024, or `all`; a number is written without quotes",
         ),
     ],
@@ -104,6 +113,23 @@ def test_every_wrong_field_is_named_at_once(shared_api: ApiServer) -> None:
 def test_what_is_wrong_with_a_field_is_a_sentence_of_ours(shared_api: ApiServer, body: Any, message: str) -> None:
     errors = _check(shared_api.client.post("/v1/runs", json=body), 422, "invalid_request")["errors"]
     assert [item["message"] for item in errors] == [message]
+
+
+@pytest.mark.parametrize("path", ["/v1/runs", "/v1/runs/validate", "/v1/runs/estimate"])
+def test_errors_of_the_configuration_are_reported_with_those_beside_it(shared_api: ApiServer, path: str) -> None:
+    def fields(**changes: Any) -> set[str]:
+        body = {"dataset_id": "ds_1", "resources": {"devises": 2}, "config": {"base_model": "x", "epochs": 0}}
+        answer = shared_api.client.post(path, json={**body, **changes})
+        return {item["field"] for item in _check(answer, 422, "invalid_request")["errors"]}
+
+    assert fields() == {"resources.devises", "config.epochs"}
+    assert fields(dataset_id=7, config={"learnig_rate": 1, "batch_size": 0}) == {
+        "dataset_id", "resources.devises", "config.base_model", "config.learnig_rate", "config.batch_size",
+    }  # fmt: skip
+    assert fields(backend="fake", config={"base_model": "x", "extra": {"steps": 3}}) == {"resources.devises"}
+    assert fields(backend=["x"]) == {"backend", "resources.devises", "config.epochs"}
+    assert fields(config=7) == {"resources.devises", "config"}
+    assert fields(config={"base_model": "x" * 70_000}) == {"resources.devises", "config"}
 
 
 def test_a_parameter_that_a_call_does_not_have_is_refused(shared_api: ApiServer) -> None:
