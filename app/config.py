@@ -62,7 +62,7 @@ class Settings(_HomeSettings):
     database_url: str | None = None
     """URL of your PostgreSQL (`postgresql://user:password@host/name`); unset: the embedded server."""
     redis_url: str | None = None
-    """URL of your Redis or Valkey (`redis://…`); unset: the embedded server."""
+    """URL of your Redis or Valkey (`redis://…`, or `rediss://…` with TLS); unset: the embedded server."""
     host: str = "127.0.0.1"
     """Address that the API listens on."""
     port: int = Field(default=8700, ge=0, le=65535)

@@ -10,7 +10,8 @@ import app.config
 from docs.generator import markdown
 
 _INTRO = """\
-Every process reads its settings from environment variables. The defaults run everything on one machine.
+Every process reads its settings from environment variables. An empty one counts as unset. The defaults run
+everything on one machine.
 
 """
 _OTHERS = """\
