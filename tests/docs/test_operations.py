@@ -10,7 +10,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.config import Settings
+from app.config import ClientSettings, Settings
 from tests.server import ApiServer
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -149,4 +149,4 @@ def test_alerts_that_the_document_names_exist() -> None:
 
 def test_variables_that_the_document_names_are_settings() -> None:
     named = set(re.findall(r"\bANNEAL_([A-Z_]+)\b", OPERATIONS))
-    assert {name.lower() for name in named} <= set(Settings.model_fields)
+    assert {name.lower() for name in named} <= set(Settings.model_fields) | set(ClientSettings.model_fields)
