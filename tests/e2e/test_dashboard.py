@@ -105,6 +105,7 @@ def test_stop_resume_and_every_action(page: Page, stack: TrainingStack) -> None:
     expect(chip(page)).to_have_text("Stopped", timeout=_TRAINING_MS)
     stopped = stack.run(run_id)
     menu(page, "Resume", "From the newest checkpoint")
+    page.get_by_role("dialog").get_by_role("button", name="Resume").click()
     expect(page.get_by_text("resumed from")).to_be_visible()
     child = page.url.rpartition("/")[2].partition("?")[0]
     expect(chip(page)).to_have_text("Running", timeout=_TRAINING_MS)

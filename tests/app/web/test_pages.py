@@ -73,6 +73,13 @@ def steps(trainer: Trainer, *numbers: int) -> None:
         trainer.metric(step, loss=1 / step, epoch=step / 50, learning_rate=1e-4)
 
 
+def resume(page: Page, source: str) -> None:
+    """Resume the run of the page without a change."""
+    page.get_by_role("button", name="Resume").click()
+    page.get_by_role("button", name=source).click()
+    page.get_by_role("dialog").get_by_role("button", name="Resume").click()
+
+
 class TestRuns:
     def test_change_without_a_reload_and_filters_are_in_the_address(
         self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
@@ -158,8 +165,7 @@ class TestRun:
             trainer.checkpoint(15, kind="stop")
             trainer.cancel_on_request()
             expect(page.get_by_role("button", name="Resume")).to_be_visible()
-            page.get_by_role("button", name="Resume").click()
-            page.get_by_role("button", name="From the newest checkpoint").click()
+            resume(page, "From the newest checkpoint")
             expect(page.get_by_text("resumed from")).to_be_visible()
             child = page.url.rpartition("/")[2]
             assert child != trainer.run_id
@@ -195,6 +201,63 @@ class TestRun:
             dialog = page.get_by_role("dialog")
             expect(dialog.get_by_role("button", name="Export", exact=True)).to_be_visible()
             expect(dialog.get_by_label("Form")).to_have_count(forms)
+
+
+class TestResume:
+    def test_of_a_completed_run_trains_longer_on_other_devices(
+        self, chromium: Browser, shared_api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        trainer = start(shared_api, engine, dataset, config={"max_steps": 100, "batch_size": 4})
+        trainer.checkpoint(100, kind="final")
+        trainer.complete()
+        mark_run(engine, trainer.run_id, backend="celery")  # which allows several devices
+        add_worker(engine, devices=4, backends=["celery"])
+        with window(chromium, shared_api.url, expected=("status of 422",)) as context:
+            page = sign_in(context, shared_api.client)
+            page.goto(f"/runs/{trainer.run_id}")
+            resume(page, "From the newest checkpoint")
+            dialog = page.get_by_role("dialog")
+            expect(dialog.locator(".error-text")).to_contain_text("raise max_steps, epochs or stop_at_step")
+            count, devices = dialog.get_by_label("Steps in all"), dialog.get_by_label("Devices")
+            expect(count).to_have_value("100")
+            expect(devices).to_have_value("1")
+            count.fill("many")
+            devices.fill("none")
+            dialog.get_by_role("button", name="Resume").click()
+            expect(devices).to_have_attribute("aria-invalid", "true")
+            devices.fill("3")
+            dialog.get_by_role("button", name="Resume").click()
+            expect(count).to_have_attribute("aria-invalid", "true")
+            count.fill("150")
+            dialog.get_by_role("button", name="Resume").click()
+            expect(dialog.locator(".f").filter(has=page.get_by_label("Devices"))).to_contain_text("can be resumed on")
+            devices.fill("2")
+            dialog.get_by_role("button", name="Resume").click()
+            expect(page.locator(".head .chip")).to_have_text("Pending")
+        child = shared_api.client.get(f"/v1/runs/{page.url.rpartition('/')[2]}").json()
+        assert (child["config"]["max_steps"], child["resources"]["devices"]) == (150, 2)
+        assert (child["parent_run_id"], child["current_step"]) == (trainer.run_id, 100)
+        shared_api.client.post(f"/v1/runs/{child['id']}/stop")
+
+    def test_from_a_checkpoint_or_the_start_keeps_what_is_not_changed(
+        self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        trainer = start(shared_api, engine, dataset, config={"epochs": 2})
+        for step in (10, 20):
+            trainer.checkpoint(step)
+        trainer.fail()
+        made = []
+        for step, address in ((10, "?tab=checkpoints"), (0, "")):
+            page.goto(f"/runs/{trainer.run_id}{address}")
+            if step:
+                page.get_by_role("button", name="Resume from here").last.click()
+                page.get_by_role("dialog").get_by_role("button", name="Resume").click()
+            else:
+                resume(page, "From the start")
+            expect(page.locator(".head .chip")).to_have_text("Pending")
+            made.append(shared_api.client.get(f"/v1/runs/{page.url.rpartition('/')[2]}").json())
+            shared_api.client.post(f"/v1/runs/{made[-1]['id']}/stop")
+        assert [(one["current_step"], one["config"]["epochs"]) for one in made] == [(10, 2.0), (0, 2.0)]
 
 
 class TestOverPlainHttp:
@@ -234,8 +297,7 @@ class TestOverPlainHttp:
             page.on("dialog", answer)
             page.get_by_label("Copy the ID of the run").or_(page.get_by_title("Copy the ID of the run")).click()
             assert asked == [failed.run_id]
-            page.get_by_role("button", name="Resume").click()
-            page.get_by_role("button", name="From the newest checkpoint").click()
+            resume(page, "From the newest checkpoint")
             expect(page.locator(".head .chip")).to_have_text("Pending")
             page.get_by_role("button", name="Stop").click()
             expect(page.locator(".head .chip")).to_have_text("Stopped")

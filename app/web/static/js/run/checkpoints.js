@@ -10,6 +10,7 @@ import { useAction } from '../resource.js';
 import { go } from '../router.js';
 import { may } from '../session.js';
 import { ErrorDialog } from './head.js';
+import { ResumeDialog } from './resume.js';
 
 const KINDS = { periodic: 'periodic', stop: 'at a stop', best: 'best evaluation', final: 'last step' };
 const LIVE = new Set(['pending', 'initializing', 'running', 'checkpointing']);
@@ -18,6 +19,7 @@ const LIVE = new Set(['pending', 'initializing', 'running', 'checkpointing']);
 export function Checkpoints({ store }) {
   const run = store.run.value;
   const action = useAction();
+  const [resumed, setResumed] = useState(/** @type {any} */ (null));
   const [exported, setExported] = useState(/** @type {any} */ (null));
   const checkpoints = store.checkpoints.value;
   if (!checkpoints) return html`<${Loading} what="checkpoints" />`;
@@ -30,10 +32,6 @@ export function Checkpoints({ store }) {
     await call('PATCH', `/v1/runs/${run.id}/checkpoints/${one.id}`, { body: { pinned: !one.pinned } });
     await store.readLists();
   });
-  const resume = (/** @type {any} */ one) => action.run(async () => {
-    const made = await post(`/v1/runs/${run.id}/resume`, { checkpoint_id: one.id }, { 'Idempotency-Key': newKey() });
-    go(`/runs/${made.id}`);
-  });
   return html`<section class="box scroll" tabindex="0" role="region" aria-label="Checkpoints"><table class="table">
     <thead><tr><th>Step</th><th>Saved</th><th class="right">Epoch</th><th class="right">Train loss</th><th class="right">${evalName === 'eval_loss' ? 'Eval loss' : 'Eval reward'}</th><th class="right">Size</th><th class="right">Saved in</th><th>Copies</th><th><span class="sr">Actions</span></th></tr></thead>
     <tbody>${checkpoints.map((one) => html`<tr key=${one.id}>
@@ -43,11 +41,12 @@ export function Checkpoints({ store }) {
       <td class="right num nowrap">${format.bytes(one.bytes)}</td><td class="right num nowrap">${one.save_seconds == null ? '–' : `${one.save_seconds.toFixed(1)} s`}</td>
       <td>${one.copies.map((/** @type {string} */ place) => html`<span class="tag">${place}</span> `)}</td>
       <td class="right nowrap">${may('write') && html`
-        <button type="button" class="btn small" disabled=${!isOver || action.busy || Boolean(one.bad_reason)} title=${isOver ? undefined : 'Stop the run first'} onClick=${() => resume(one)}>Resume from here</button>
+        <button type="button" class="btn small" disabled=${!isOver || Boolean(one.bad_reason)} title=${isOver ? undefined : 'Stop the run first'} onClick=${() => setResumed(one)}>Resume from here …</button>
         ${' '}<button type="button" class="btn small" disabled=${!isOver || Boolean(one.bad_reason)} title=${isOver ? undefined : 'Stop the run first'} onClick=${() => setExported(one)}>Export …</button>
         ${' '}<button type="button" class="btn quiet icon small" aria-label=${one.pinned ? `Unpin the checkpoint of step ${one.step}` : `Pin the checkpoint of step ${one.step}`} aria-pressed=${String(one.pinned)} onClick=${() => pin(one)}><${Icon} name="pin" /></button>`}</td>
     </tr>`)}</tbody></table></section>
     ${action.error && html`<${ErrorDialog} error=${action.error} onClose=${action.clear} />`}
+    ${resumed && html`<${ResumeDialog} run=${run} checkpoint=${resumed} onClose=${() => setResumed(null)} />`}
     ${exported && html`<${Export} run=${run} checkpoint=${exported} onClose=${() => setExported(null)} />`}`;
 }
 

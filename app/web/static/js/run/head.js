@@ -1,7 +1,7 @@
 // Head of a run's page: name, status, what it trains, and what a person can do with it.
 
 import { html, useState } from '../../vendor/preact.js';
-import { call, get, newKey, post } from '../api.js';
+import { call, get, post } from '../api.js';
 import { Chip, Copy, Dialog, Menu } from '../components/controls.js';
 import { Icon } from '../components/icon.js';
 import * as format from '../format.js';
@@ -10,6 +10,7 @@ import { go } from '../router.js';
 import { may } from '../session.js';
 import { ActionDialog } from './actions.js';
 import { resourcesOf } from './resources.js';
+import { ResumeDialog } from './resume.js';
 
 /** @typedef {import('../run_store.js').RunStore} RunStore */
 
@@ -43,15 +44,12 @@ export function Head({ store }) {
 function StopOrResume({ store }) {
   const run = store.run.value;
   const action = useAction();
+  const [resumed, setResumed] = useState(/** @type {{ checkpoint: any } | null} */ (null));
   const checkpoints = (store.checkpoints.value ?? []).filter((one) => !one.bad_reason);
   const newest = checkpoints[0];
   const best = checkpoints.find((one) => one.is_best);
   const stop = (/** @type {string} */ mode) => action.run(async () => {
     store.run.value = await post(`/v1/runs/${run.id}/stop`, { mode });
-  });
-  const resume = (/** @type {object} */ body) => action.run(async () => {
-    const made = await post(`/v1/runs/${run.id}/resume`, body, { 'Idempotency-Key': newKey() });
-    go(`/runs/${made.id}`);
   });
   const failure = action.error && html`<${ErrorDialog} error=${action.error} onClose=${action.clear} />`;
   if (LIVE.has(run.status)) {
@@ -70,10 +68,10 @@ function StopOrResume({ store }) {
   }
   if (run.task !== 'train') return failure;
   return html`<${Menu} kind=${run.status === 'completed' ? '' : 'primary'} button=${html`<${Icon} name="play" />Resume<${Icon} name="down" />`}>
-    <button type="button" disabled=${!newest} onClick=${() => resume({})}>From the newest checkpoint<small>${newest ? `Step ${format.integer(newest.step)}, as a new run.` : 'There is none.'}</small></button>
-    ${best && best !== newest && html`<button type="button" onClick=${() => resume({ checkpoint_id: best.id })}>From the best checkpoint<small>Step ${format.integer(best.step)}, as a new run.</small></button>`}
-    <button type="button" onClick=${() => resume({ from: 'start' })}>From the start<small>Trains all steps again, as a new run.</small></button>
-  <//>${failure}`;
+    <button type="button" disabled=${!newest} onClick=${() => setResumed({ checkpoint: newest })}>From the newest checkpoint …<small>${newest ? `Step ${format.integer(newest.step)}, as a new run.` : 'There is none.'}</small></button>
+    ${best && best !== newest && html`<button type="button" onClick=${() => setResumed({ checkpoint: best })}>From the best checkpoint …<small>Step ${format.integer(best.step)}, as a new run.</small></button>`}
+    <button type="button" onClick=${() => setResumed({ checkpoint: null })}>From the start …<small>Trains all steps again, as a new run.</small></button>
+  <//>${resumed && html`<${ResumeDialog} run=${run} checkpoint=${resumed.checkpoint} onClose=${() => setResumed(null)} />`}${failure}`;
 }
 
 /** @param {{ store: RunStore }} props */
