@@ -10,6 +10,7 @@ from app.api.errors import invalid, not_found
 from app.contracts.errors import FieldError
 from app.contracts.run_status import TrainingStatus
 from app.contracts.schemas.runs.comparison import ComparedRun, Reached, RunComparison
+from app.contracts.schemas.runs.placement import Resources
 from app.runs import service
 from app.runs.metrics.curves import curves
 from app.tables.runs import Run
@@ -21,7 +22,7 @@ _COMPARED = ("backend", "dataset_id", "eval_dataset_id", "parent_run_id", "base_
 
 
 async def compare(session: AsyncSession, ids: Sequence[str]) -> RunComparison:
-    """Compare runs by their configurations and results; the session must be a snapshot."""
+    """Compare runs by their configurations, resources and results; the session must be a snapshot."""
     wanted = list(dict.fromkeys(ids))
     if not 2 <= len(wanted) <= _MOST:
         message = f"name 2 to {_MOST} different runs, separated by commas"
@@ -46,6 +47,9 @@ async def compare(session: AsyncSession, ids: Sequence[str]) -> RunComparison:
 
 def _fields(run: Run) -> dict[str, Any]:
     asked = {f"config.{name}": value for name, value in run.config.items()}
+    # A run of an earlier version has no value of fields that came later.
+    resources = Resources.model_validate(run.resources).model_dump()
+    asked |= {f"resources.{name}": value for name, value in resources.items()}
     return asked | {name: getattr(run, name) for name in _COMPARED}
 
 

@@ -212,7 +212,7 @@ async def compare_runs(
         ),
     ],
 ) -> RunComparison:
-    """Compare runs: what they have in common, where their configurations differ, and their results."""
+    """Compare runs: what they have in common, where their configurations and resources differ, and their results."""
     return await comparison.compare(session, [part.strip() for part in ids.split(",") if part.strip()])
 
 

@@ -5,7 +5,7 @@ from sqlalchemy import Engine
 
 from app.config import Settings
 from app.infra.ids import new_id
-from tests.factories import Trainer, make_dataset, make_run
+from tests.factories import Trainer, make_dataset, make_run, mark_run
 from tests.server import ApiServer
 
 
@@ -38,6 +38,19 @@ def test_reports_where_configurations_differ_and_what_each_run_has_reached(api: 
     assert (ended["name"], ended["status"], ended["seconds"] >= 0) == ("small", "completed", True)
     assert ended["metrics"]["loss"] == {"last_step": 2, "last": 2.0, "min": 2.0, "max": 3.0}
     assert ended["metrics"]["eval.loss"]["last"] == 2.5
+
+
+def test_reports_which_resources_differ(api: ApiServer, engine: Engine) -> None:
+    dataset = make_dataset(engine)
+    one, two = (make_run(api.client, dataset)["id"] for _ in range(2))
+    asked = {"devices": 2, "sharding": "full"}  # of a version without the other fields
+    mark_run(engine, two, resources=asked, devices_needed=2)
+    found = api.client.get("/v1/runs/compare", params={"ids": f"{one},{two}"}).json()
+    assert found["differences"] == {
+        "resources.devices": {one: 1, two: 2},
+        "resources.sharding": {one: "auto", two: "full"},
+    }
+    assert (found["common"]["resources.hosts"], found["common"]["resources.labels"]) == (1, [])
 
 
 def test_two_to_twenty_runs_that_there_are(api: ApiServer, engine: Engine) -> None:

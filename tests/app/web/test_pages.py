@@ -320,6 +320,31 @@ class TestCompare:
         steps(first, *range(3, 9))
         expect(page.get_by_role("figure", name=re.compile("Train loss: one 0.125"))).to_be_visible()
 
+    def test_marks_the_best_of_results_that_differ_and_shows_other_resources(
+        self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        made = []
+        for name, losses in (("one", (0.26741, 3.0)), ("two", (0.26749, 2.0)), ("three", (0.3, 2.0))):
+            trainer = start(shared_api, engine, dataset, name=name)
+            trainer.metric(1, loss=losses[0])
+            trainer.events("eval", {"step": 1, "metrics": {"eval_loss": losses[1]}})
+            trainer.complete()
+            mark_run(engine, trainer.run_id, best_loss=losses[0])
+            made.append(trainer.run_id)
+        mark_run(engine, made[1], resources={"devices": 2})
+
+        def marks(what: str) -> list[str]:
+            row = page.get_by_role("row").filter(has=page.get_by_role("cell", name=what, exact=True))
+            expect(row).to_be_visible()
+            return ["best" if "best" in text else "" for text in row.get_by_role("cell").all_inner_texts()[1:]]
+
+        page.goto(f"/compare?ids={','.join(made)}")
+        assert marks("Lowest train loss") == ["best", "best", ""]
+        assert marks("Best eval loss") == ["", "best", "best"]
+        expect(page.get_by_role("row").filter(has_text="resources.devices")).to_contain_text("121")
+        page.goto(f"/compare?ids={made[0]},{made[1]}")
+        assert marks("Lowest train loss") == ["", ""]
+
 
 class TestDatasets:
     def test_a_refused_file_shows_each_wrong_line_and_stores_nothing(

@@ -125,8 +125,9 @@ function Results({ runs, differences, common, ids }) {
     <tbody>
       ${rows.map(([text, value, numbers, best]) => {
         const known = /** @type {number[]} */ (runs.map(value).filter((one) => one != null));
-        const winner = best && known.length > 1 && Math.min(...known) !== Math.max(...known) ? Math[best](...known) : null;
-        return html`<tr key=${text}><td class="muted">${text}</td>${runs.map((run) => html`<td class="num nowrap">${numbers(value(run))} ${value(run) != null && value(run) === winner && html`<span class="tag best">best</span>`}</td>`)}</tr>`;
+        // Values that read the same are equally good, whatever their further digits.
+        const winner = best && new Set(known.map(numbers)).size > 1 ? numbers(Math[best](...known)) : null;
+        return html`<tr key=${text}><td class="muted">${text}</td>${runs.map((run) => html`<td class="num nowrap">${numbers(value(run))} ${numbers(value(run)) === winner && html`<span class="tag best">best</span>`}</td>`)}</tr>`;
       })}
       <tr><td colspan=${runs.length + 1} class="sub band">${Object.keys(differences).length ? 'Differences' : 'The configurations are the same.'}</td></tr>
       ${Object.entries(differences).map(([field, values]) => html`<tr key=${field}><td class="mono muted">${field.replace(/^config\./, '')}</td>${runs.map((run) => html`<td class="mono">${format.configValue(values[run.run_id])}</td>`)}</tr>`)}
