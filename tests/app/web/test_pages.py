@@ -109,10 +109,12 @@ class TestRun:
         why = "No online worker that could take the run has the labels `site-b`. Start one with them."
         mark_run(engine, run_id, pending_reason={"code": "no_worker_with_labels", "message": why})
         page.goto(f"/runs/{run_id}")
-        expect(page.get_by_text(why)).to_be_in_viewport()
+        banner = page.get_by_role("status").filter(has_text=why.replace("`", ""))
+        expect(banner).to_be_in_viewport()
+        expect(banner.locator("code")).to_have_text("site-b")
         expect(page.locator(".timeline .ends")).to_contain_text("now")  # no end is predicted
         shared_api.client.post(f"/v1/runs/{run_id}/stop")
-        expect(page.get_by_text(why)).to_have_count(0)
+        expect(banner).to_have_count(0)
 
     def test_shows_its_resources_in_words(
         self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
@@ -131,6 +133,16 @@ class TestRun:
         page.set_viewport_size(PHONE)
         assert _too_wide(page) == []
         shared_api.client.post(f"/v1/runs/{run_id}/stop")
+
+    def test_that_failed_shows_code_in_its_messages(
+        self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        trainer = start(shared_api, engine, dataset)
+        trainer.fail("internal", "The value of `extra.steps` is wrong.")
+        page.goto(f"/runs/{trainer.run_id}")
+        expect(page.get_by_role("heading", name="The value of extra.steps is wrong.").locator("code")).to_be_visible()
+        page.get_by_role("link", name="History").click()
+        expect(page.get_by_role("listitem").locator("code").filter(has_text="extra.steps").first).to_be_visible()
 
     def test_shows_each_line_and_step_once_and_heals_when_the_service_was_away(
         self, chromium: Browser, shared_api: ApiServer, engine: Engine, dataset: str
@@ -490,7 +502,8 @@ class TestNewRun:
         page.get_by_text("Placement and restarts").click()
         page.locator("#field-backend").select_option("fake")
         page.locator("#field-devices").fill("some")
-        expect(page.get_by_text("must be a number from 1 to 1,024, or `all`").first).to_be_visible()
+        expect(page.locator("#error-resources\\.devices")).to_have_text("must be a number from 1 to 1,024, or all")
+        expect(page.locator("#error-resources\\.devices code")).to_have_text("all")
         page.locator("#field-devices").fill("")
         page.locator("#field-labels").fill("not a label")
         page.get_by_text("Placement and restarts").click()

@@ -9,6 +9,7 @@ import { choose, theme } from '../theme.js';
 import * as format from '../format.js';
 import { Dialog, Menu } from './controls.js';
 import { Icon } from './icon.js';
+import { ErrorText } from './states.js';
 
 const PAGES = [
   ['/', 'Runs'],
@@ -55,5 +56,5 @@ function Account() {
     ${THEMES.map(([value, text]) => html`<button type="button" aria-pressed=${String(theme.value === value)} onClick=${() => choose(value)}>${text}${theme.value === value ? ' ✓' : ''}</button>`)}<hr />
     <a href="/docs">API reference</a>
     <button type="button" disabled=${leaving.busy} onClick=${() => leaving.run(signOut)}>Sign out</button>
-  <//>${leaving.error && html`<${Dialog} title="You are still signed in" onClose=${leaving.clear}><p class="error-text">${leaving.error.message}</p><//>`}`;
+  <//>${leaving.error && html`<${Dialog} title="You are still signed in" onClose=${leaving.clear}><${ErrorText} error=${leaving.error} /><//>`}`;
 }

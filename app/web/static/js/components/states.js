@@ -6,6 +6,9 @@ import { Icon } from './icon.js';
 /** @param {{ text: string }} props Text in which code stands between backticks, as in the messages of the service. */
 export const Prose = ({ text }) => html`${text.split('`').map((part, index) => (index % 2 ? html`<code>${part}</code>` : part))}`;
 
+/** @param {{ error: Error | null }} props Message of a failed request, if it failed. */
+export const ErrorText = ({ error }) => error && html`<p class="error-text" role="alert"><${Prose} text=${error.message} /></p>`;
+
 /** @param {{ what: string }} props `what`: a plural noun, such as `runs`. */
 export const Loading = ({ what }) => html`<p class="state muted" role="status" aria-busy="true">Loading ${what} …</p>`;
 
@@ -28,5 +31,5 @@ export const Empty = ({ title, children }) => html`<div class="state empty"><p><
 export function Loaded({ resource, what, children }) {
   const { data, error, reload } = resource;
   if (data === undefined) return error ? html`<${Failure} error=${error} onRetry=${reload} />` : html`<${Loading} what=${what} />`;
-  return html`${error && html`<p class="stale sub" role="status">${error.message} The data below is of before.</p>`}${children(data)}`;
+  return html`${error && html`<p class="stale sub" role="status"><${Prose} text=${error.message} /> The data below is of before.</p>`}${children(data)}`;
 }

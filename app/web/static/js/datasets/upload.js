@@ -3,6 +3,7 @@
 import { html, useRef, useState } from '../../vendor/preact.js';
 import { ApiError, post, upload } from '../api.js';
 import { Bar, Dialog } from '../components/controls.js';
+import { ErrorText, Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { useAction } from '../resource.js';
 import { go } from '../router.js';
@@ -71,8 +72,8 @@ function TransferBox({ transfer, onCancel, onClose }) {
     ${state === 'waiting' && html`<p class="inside sub">Waits for the file before it.</p>`}
     ${state === 'cancelled' && html`<p class="inside sub">Cancelled. Nothing was stored.</p>`}
     ${state === 'done' && html`<p class="inside"><a href=${`/datasets/${dataset.id}`}>${format.counted(dataset.rows, 'row')} of format ${dataset.format}</a></p>`}
-    ${error && html`<div class="inside" role="alert"><p class="error-text">${error.message}</p></div>
-      ${error.errors.length > 0 && html`<ul class="list">${error.errors.map((one) => html`<li><span class="sub num nowrap">${one.field}</span><span class="grow">${one.message}</span></li>`)}</ul>`}`}
+    ${error && html`<div class="inside"><${ErrorText} error=${error} /></div>
+      ${error.errors.length > 0 && html`<ul class="list">${error.errors.map((one) => html`<li><span class="sub num nowrap">${one.field}</span><span class="grow"><${Prose} text=${one.message} /></span></li>`)}</ul>`}`}
   </section>`;
 }
 
@@ -92,7 +93,7 @@ export function HubImport({ onClose }) {
     <div class="f"><label for="hub">Dataset</label><input id="hub" type="text" required placeholder="owner/name" value=${values.hub} onInput=${set('hub')} /></div>
     <div class="row"><div class="f"><label for="split">Split</label><input id="split" type="text" value=${values.split} onInput=${set('split')} /></div><div class="f"><label for="subset">Subset</label><input id="subset" type="text" value=${values.subset} onInput=${set('subset')} /></div></div>
     ${action.busy && html`<p class="muted" role="status">The service downloads and checks the dataset …</p>`}
-    ${action.error && html`<p class="error-text" role="alert">${action.error.message}</p>`}
+    <${ErrorText} error=${action.error} />
     <footer><button type="button" class="btn" onClick=${onClose}>Cancel</button><button class="btn primary" disabled=${action.busy}>Import</button></footer>
   </form><//>`;
 }

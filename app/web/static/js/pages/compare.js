@@ -5,7 +5,7 @@ import { get } from '../api.js';
 import { colorOf, LineChart } from '../components/chart.js';
 import { Chip, Choice, Copy, Dialog } from '../components/controls.js';
 import { Icon } from '../components/icon.js';
-import { Empty, Failure, Loading } from '../components/states.js';
+import { Empty, ErrorText, Failure, Loading } from '../components/states.js';
 import { positions } from '../curves.js';
 import * as format from '../format.js';
 import { useResource, useSettled } from '../resource.js';
@@ -144,7 +144,7 @@ function AddRuns({ ids, onClose }) {
   const add = (/** @type {string} */ id) => setQuery({ ids: [...ids, id].join(',') });
   return html`<${Dialog} title="Add runs" onClose=${onClose}>
     <div class="f"><label for="find-runs">Search by name, tag or ID</label><input id="find-runs" type="search" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)} /></div>
-    ${found.error && html`<p class="error-text" role="alert">${found.error.message}</p>`}
+    <${ErrorText} error=${found.error} />
     <ul class="list">${(found.data?.data ?? []).map((/** @type {any} */ run) => html`<li key=${run.id}><span class="grow clip">${run.name}</span><${Chip} status=${run.status} plain />
       <button type="button" class="btn small" disabled=${ids.includes(run.id) || ids.length >= MOST_RUNS} onClick=${() => add(run.id)}>${ids.includes(run.id) ? 'Added' : 'Add'}</button></li>`)}
       ${found.data?.data.length === 0 && html`<li class="muted">No run matches.</li>`}</ul>

@@ -4,7 +4,7 @@ import { html, useEffect, useState } from '../../vendor/preact.js';
 import { call, get } from '../api.js';
 import { Chip, Dialog } from '../components/controls.js';
 import { Icon } from '../components/icon.js';
-import { Empty, Loaded } from '../components/states.js';
+import { Empty, ErrorText, Loaded } from '../components/states.js';
 import { Rows } from '../datasets/rows.js';
 import { HubImport, Upload } from '../datasets/upload.js';
 import * as format from '../format.js';
@@ -85,6 +85,6 @@ function Delete({ dataset, onClose }) {
     go('/datasets', { replace: true });
   });
   return html`<${Dialog} title="Delete this dataset?" onClose=${onClose}><p>${dataset.name} is deleted with its ${format.counted(dataset.rows, 'row')}. This cannot be undone.</p>
-    ${action.error && html`<p class="error-text" role="alert">${action.error.message}</p>`}
+    <${ErrorText} error=${action.error} />
     <footer><button type="button" class="btn" onClick=${onClose}>Cancel</button><button type="button" class="btn danger" disabled=${action.busy} onClick=${remove}>Delete the dataset</button></footer><//>`;
 }

@@ -4,7 +4,7 @@ import { html, useState } from '../../vendor/preact.js';
 import { call, get, post } from '../api.js';
 import { Chip, Dialog, STATUSES } from '../components/controls.js';
 import { Icon } from '../components/icon.js';
-import { Empty, Loaded } from '../components/states.js';
+import { Empty, ErrorText, Loaded } from '../components/states.js';
 import * as format from '../format.js';
 import { useAction, useNow, useResource } from '../resource.js';
 import { go, query, setQuery } from '../router.js';
@@ -93,7 +93,7 @@ function Edit({ experiment, onClose, onSaved }) {
   return html`<${Dialog} title=${experiment ? 'Edit the experiment' : 'New experiment'} onClose=${onClose}><form class="stackform" onSubmit=${save}>
     <div class="f"><label for="experiment-name">Name</label><input id="experiment-name" type="text" required maxlength="200" value=${name} onInput=${(/** @type {any} */ event) => setName(event.target.value)} /></div>
     <div class="f"><label for="experiment-text">Description</label><textarea id="experiment-text" rows="3" maxlength="10000" value=${description} onInput=${(/** @type {any} */ event) => setDescription(event.target.value)}></textarea><p class="hint">Such as the question that its runs answer.</p></div>
-    ${action.error && html`<p class="error-text" role="alert">${action.error.message}</p>`}
+    <${ErrorText} error=${action.error} />
     <footer><button type="button" class="btn" onClick=${onClose}>Cancel</button><button class="btn primary" disabled=${action.busy}>Save</button></footer>
   </form><//>`;
 }
@@ -108,7 +108,7 @@ function Delete({ experiment, onClose }) {
   });
   return html`<${Dialog} title="Delete this experiment?" onClose=${onClose}>
     <p>${experiment.name} is deleted with its ${format.counted(count, 'run')}, ${format.counted(experiment.checkpoints, 'checkpoint')} and ${format.counted(experiment.models, 'model')}. This cannot be undone.</p>
-    ${action.error && html`<p class="error-text" role="alert">${action.error.message}</p>`}
+    <${ErrorText} error=${action.error} />
     <footer><button type="button" class="btn" onClick=${onClose}>Cancel</button><button type="button" class="btn danger" disabled=${action.busy} onClick=${remove}>Delete the experiment</button></footer>
   <//>`;
 }

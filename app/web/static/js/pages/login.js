@@ -1,6 +1,7 @@
 // Sign in: with a link that works once, which the address carries behind `#`, or with a key.
 
 import { html, useEffect, useState } from '../../vendor/preact.js';
+import { Prose } from '../components/states.js';
 import { useAction } from '../resource.js';
 import { go } from '../router.js';
 import { nextAddress, signIn } from '../session.js';
@@ -34,7 +35,7 @@ export default function Login() {
         <input id="key" type="password" autocomplete="current-password" placeholder="anneal_…" required value=${key}
           aria-invalid=${action.error ? 'true' : undefined} aria-describedby="key-help" onInput=${(/** @type {any} */ event) => setKey(event.target.value)} />
         ${action.error
-          ? html`<p id="key-help" class="err" role="alert">${action.error.message}</p>`
+          ? html`<p id="key-help" class="err" role="alert"><${Prose} text=${action.error.message} /></p>`
           : html`<p id="key-help" class="hint">The browser keeps a session of 30 days, never the key. Revoking the key ends the session.</p>`}
       </div>
       <button class="btn primary" disabled=${action.busy}>${action.busy ? 'Signing in …' : 'Sign in'}</button>

@@ -3,7 +3,7 @@
 import { html, useLayoutEffect, useMemo, useRef, useState } from '../../vendor/preact.js';
 import { get, newKey, post } from '../api.js';
 import { Choice, Copy } from '../components/controls.js';
-import { Failure, Loading, Prose } from '../components/states.js';
+import { ErrorText, Failure, Loading, Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { curlOf, fieldsFor, groupsOf, isDefault, NONE, requestOf, textOf, valueOf, yamlOf } from '../new_run_form.js';
 import { useAction, useResource, useSettled } from '../resource.js';
@@ -178,7 +178,7 @@ function Form({ schema, start, place }) {
       </div>
       <aside class="side">
         <${Checks} isReady=${isReady} checked=${settled ? checked : null} />
-        ${checked.data?.valid && (estimate.data ? html`<${Estimate} estimate=${estimate.data} />` : estimate.error && html`<section class="box" aria-label="Estimate"><header><h2>Estimate</h2></header><div class="inside"><p class="error-text">${estimate.error.message}</p></div></section>`)}
+        ${checked.data?.valid && (estimate.data ? html`<${Estimate} estimate=${estimate.data} />` : estimate.error && html`<section class="box" aria-label="Estimate"><header><h2>Estimate</h2></header><div class="inside"><${ErrorText} error=${estimate.error} /></div></section>`)}
         <${Request} body=${body} />
       </aside>
     </div>
@@ -201,7 +201,7 @@ function Basics({ values, config, errors, onValue, onModel }) {
     ...missing.map((id) => html`<option value=${id}>${format.shortId(id)}</option>`),
     ...found.map((/** @type {any} */ one) => html`<option value=${one.id}>${one.name} (${one.format}, ${format.counted(one.rows, 'row')})</option>`),
   ];
-  const error = (/** @type {string} */ name) => errors.get(name) && html`<p class="err" id=${`error-${name}`}>${errors.get(name)}</p>`;
+  const error = (/** @type {string} */ name) => errors.get(name) && html`<p class="err" id=${`error-${name}`}><${Prose} text=${errors.get(name)} /></p>`;
   return html`
     <div class="f w6"><label for="field-base_model">Base model<code>base_model</code></label><input id="field-base_model" type="text" list="models" required placeholder="folder, owner/model or run_…" value=${config.base_model ?? ''} aria-invalid=${errors.has('config.base_model') ? 'true' : undefined} onInput=${(/** @type {any} */ event) => onModel(event.target.value)} />
       <datalist id="models">${(models.data?.data ?? []).map((/** @type {any} */ one) => html`<option value=${one.id}></option>`)}${(trained.data?.data ?? []).map((/** @type {any} */ one) => html`<option value=${one.id}>${`output of ${one.name}`}</option>`)}</datalist>${error('config.base_model') || html`<p class="hint">A folder below the models root, a model of the hub, or the ID of a finished run.</p>`}</div>
@@ -228,7 +228,7 @@ function Placement({ values, errors, onValue }) {
   const numberOf = (/** @type {any} */ event) => (event.target.value.trim() === '' ? null : Number(event.target.value));
   // A number, `all`, or what the service refuses by name.
   const countOf = (/** @type {any} */ event) => (/^\s*\d*\s*$/.test(event.target.value) ? numberOf(event) : event.target.value.trim());
-  const error = (/** @type {string} */ name) => errors.get(name) && html`<p class="err" id=${`error-${name}`}>${errors.get(name)}</p>`;
+  const error = (/** @type {string} */ name) => errors.get(name) && html`<p class="err" id=${`error-${name}`}><${Prose} text=${errors.get(name)} /></p>`;
   const set = ['resources', 'priority', 'max_restarts', 'backend'].filter((name) => values[name] != null).length;
   return html`<section class="box" aria-label="Placement"><details class="group"><summary>Placement and restarts<span class="muted num">${set > 0 ? `${set} set` : ''}</span></summary><div class="form">
     <div class="f"><label for="field-kind">Device<code>resources.kind</code></label><select id="field-kind" value=${resources.kind ?? ''} onChange=${(/** @type {any} */ event) => setResource('kind', event.target.value || null)}><option value="">as the run needs</option><option value="cuda">GPU</option><option value="cpu">CPU</option></select>${error('resources.kind')}</div>
@@ -315,7 +315,7 @@ function Checks({ isReady, checked }) {
   const found = checked && foundIn(checked);
   return html`<section class="box" aria-label="Checks"><header><h2>Checks</h2></header><div class="inside" aria-live="polite">
     ${!isReady && html`<p class="muted">Choose a base model and a dataset.</p>`}
-    ${isReady && !found && (checked?.error ? html`<p class="error-text">${checked.error.message}</p>` : html`<p class="muted">Checking …</p>`)}
+    ${isReady && !found && (checked?.error ? html`<${ErrorText} error=${checked.error} />` : html`<p class="muted">Checking …</p>`)}
     ${isReady && found?.valid && html`<p><span class="tag best">valid</span></p>`}
     ${found && html`<ul class="checks">${found.errors.map((/** @type {any} */ one) => html`<li class="error-text"><button type="button" class="link" onClick=${() => show(one.field)}>${one.field}</button> <${Prose} text=${one.message} /></li>`)}${found.warnings.map((/** @type {any} */ one) => html`<li class="warning-text"><${Prose} text=${one.message} /></li>`)}</ul>`}
   </div></section>`;
@@ -335,13 +335,13 @@ function Estimate({ estimate }) {
     ${memory && html`<div class="row between"><span>Memory</span><b class="num">${format.gib(memory.total)} of ${format.gib(device.memory_mb)} GiB</b></div>
       <div class="stack" role="img" aria-label=${`Memory: ${parts.map(([name, size]) => `${name.replaceAll('_', ' ')} ${format.gib(/** @type {number} */ (size))} GiB`).join(', ')}`}>${parts.map(([, size], index) => html`<i style=${{ width: `${(100 * /** @type {number} */ (size)) / whole}%`, background: `var(--c${(index % 8) + 1})` }}></i>`)}</div>
       <div class="legend">${parts.map(([name, size], index) => html`<span><i class="swatch" style=${{ background: `var(--c${(index % 8) + 1})` }}></i>${name.replaceAll('_', ' ')} ${format.gib(/** @type {number} */ (size))}</span>`)}</div>`}
-    ${fit && fit.fits === false && html`<p class="error-text">${fit.reason}</p>${fit.advice.length > 0 && html`<ul class="checks">${fit.advice.map((/** @type {string} */ one) => html`<li class="sub"><${Prose} text=${one} /></li>`)}</ul>`}`}
-    ${others.length > 0 && html`<details><summary class="sub">${format.counted(others.length, 'other device')}</summary><ul class="checks">${others.map((/** @type {any} */ one) => html`<li class=${one.fits === false ? 'warning-text' : 'sub'}>${one.device.name}: ${one.reason}</li>`)}</ul></details>`}
+    ${fit && fit.fits === false && html`<p class="error-text"><${Prose} text=${fit.reason} /></p>${fit.advice.length > 0 && html`<ul class="checks">${fit.advice.map((/** @type {string} */ one) => html`<li class="sub"><${Prose} text=${one} /></li>`)}</ul>`}`}
+    ${others.length > 0 && html`<details><summary class="sub">${format.counted(others.length, 'other device')}</summary><ul class="checks">${others.map((/** @type {any} */ one) => html`<li class=${one.fits === false ? 'warning-text' : 'sub'}>${one.device.name}: <${Prose} text=${one.reason} /></li>`)}</ul></details>`}
     <dl class="kv left"><dt>Steps</dt><dd class="num">${format.integer(estimate.steps)}</dd><dt>Tokens</dt><dd class="num">${format.integer(estimate.tokens)}</dd><dt>Time</dt><dd class="num">${format.duration(estimate.seconds)}</dd>
       ${estimate.cost && html`<dt>Cost</dt><dd class="num">${estimate.cost.amount?.toFixed(2)} ${estimate.cost.currency}</dd>`}</dl>
     <p class="sub">${Object.entries(estimate.confidence).filter(([, basis]) => basis != null).map(([name, basis]) => `${name === 'seconds' ? 'time' : 'memory'} ${BASES[/** @type {string} */ (basis)] ?? basis}`).join('; ').replace(/^./, (first) => first.toUpperCase())}</p>
-    ${estimate.unknown.length > 0 && html`<details><summary class="sub">${format.counted(estimate.unknown.length, 'value')} unknown</summary><ul class="checks">${estimate.unknown.map((/** @type {any} */ one) => html`<li class="sub"><code>${one.field}</code> ${one.reason}</li>`)}</ul></details>`}
-    ${estimate.assumptions.length > 0 && html`<details><summary class="sub">Assumptions</summary><ul class="checks">${estimate.assumptions.map((/** @type {string} */ one) => html`<li class="sub">${one}</li>`)}</ul></details>`}
+    ${estimate.unknown.length > 0 && html`<details><summary class="sub">${format.counted(estimate.unknown.length, 'value')} unknown</summary><ul class="checks">${estimate.unknown.map((/** @type {any} */ one) => html`<li class="sub"><code>${one.field}</code> <${Prose} text=${one.reason} /></li>`)}</ul></details>`}
+    ${estimate.assumptions.length > 0 && html`<details><summary class="sub">Assumptions</summary><ul class="checks">${estimate.assumptions.map((/** @type {string} */ one) => html`<li class="sub"><${Prose} text=${one} /></li>`)}</ul></details>`}
   </div></section>`;
 }
 

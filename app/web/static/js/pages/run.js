@@ -2,7 +2,7 @@
 
 import { html, useEffect, useState } from '../../vendor/preact.js';
 import { Icon } from '../components/icon.js';
-import { Failure as RequestFailure, Loading } from '../components/states.js';
+import { Failure as RequestFailure, Loading, Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { path, query } from '../router.js';
 import { RunStore } from '../run_store.js';
@@ -59,8 +59,8 @@ function View({ store }) {
   const failed = Object.entries(store.failures.value);
   return html`<${Head} store=${store} />
     <${Summary} store=${store} />
-    ${failed.length > 0 && html`<div class="box inside" role="alert">${failed.map(([part, error]) => html`<p key=${part} class="error-text">The ${part} could not be read, and ${error.isTemporary ? 'are tried again' : 'are not shown'}: ${error.message}</p>`)}</div>`}
-    ${run.status === 'pending' && run.pending_reason && html`<div class="box inside" role="status"><p class="warning-text">${run.pending_reason.message}</p></div>`}
+    ${failed.length > 0 && html`<div class="box inside" role="alert">${failed.map(([part, error]) => html`<p key=${part} class="error-text">The ${part} could not be read, and ${error.isTemporary ? 'are tried again' : 'are not shown'}: <${Prose} text=${error.message} /></p>`)}</div>`}
+    ${run.status === 'pending' && run.pending_reason && html`<div class="box inside" role="status"><p class="warning-text"><${Prose} text=${run.pending_reason.message} /></p></div>`}
     <nav class="tabs" aria-label="Parts of the run">
       ${tabs.map(([key, name, count]) => html`<a href=${href(key)} aria-current=${key === tab ? 'page' : undefined}>${name}${count != null && html`<span class="n">${format.integer(/** @type {number} */ (count))}</span>`}</a>`)}
     </nav>

@@ -3,7 +3,7 @@
 import { html } from '../../vendor/preact.js';
 import { get } from '../api.js';
 import { Chip } from '../components/controls.js';
-import { Empty, Loaded } from '../components/states.js';
+import { Empty, Loaded, Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { useNow, useResource } from '../resource.js';
 
@@ -42,7 +42,7 @@ const Card = ({ worker, runs, now }) => html`<section class="box" aria-label=${`
   <header><h2 class="clip">${worker.host}</h2><span class=${worker.state === 'online' ? 'tag' : 'tag warn'}>${worker.state}</span>${worker.labels.map((/** @type {string} */ label) => html`<span class="tag">${label}</span>`)}<span class="grow"></span>
     <span class="sub nowrap">${worker.version} · heartbeat ${format.ago(worker.heartbeat_at, now)}</span></header>
   <ul class="list">${worker.devices.map((/** @type {any} */ device) => html`<${DeviceRow} key=${device.index} device=${device} run=${runs.get(device.run_id)} />`)}</ul>
-  ${worker.launch_mode === 'cold' && worker.launch_reason && html`<p class="sub warning">Training processes start cold: ${worker.launch_reason}</p>`}
+  ${worker.launch_mode === 'cold' && worker.launch_reason && html`<p class="sub warning">Training processes start cold: <${Prose} text=${worker.launch_reason} /></p>`}
 </section>`;
 
 /** @param {{ device: any, run: any }} props */
@@ -61,6 +61,6 @@ function DeviceRow({ device, run }) {
     ${facts && html`<div class="sub num">${facts}</div>`}
     ${device.run_id
       ? html`<div class="row"><a class="name clip" href=${`/runs/${device.run_id}`}>${run?.name ?? format.shortId(device.run_id)}</a>${run && html`<${Chip} status=${run.status} />`}${run?.total_steps && html`<span class="sub num">${format.percent(run.step ?? 0, run.total_steps)}</span>`}</div>`
-      : device.paused_until ? html`<div class="sub warning">Paused until ${format.clock(device.paused_until)}: ${device.trouble}</div>` : html`<div class="muted">Free</div>`}
+      : device.paused_until ? html`<div class="sub warning">Paused until ${format.clock(device.paused_until)}: <${Prose} text=${device.trouble ?? ''} /></div>` : html`<div class="muted">Free</div>`}
   </div></li>`;
 }

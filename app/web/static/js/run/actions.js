@@ -3,6 +3,7 @@
 import { html, useState } from '../../vendor/preact.js';
 import { newKey, post } from '../api.js';
 import { Dialog } from '../components/controls.js';
+import { ErrorText } from '../components/states.js';
 import * as format from '../format.js';
 import { useAction } from '../resource.js';
 
@@ -41,7 +42,7 @@ export function ActionDialog({ store, action: name, onClose }) {
       <div class="f"><label for="temperature">Temperature</label><input id="temperature" type="number" min="0" max="10" step="0.1" value=${values.temperature} onInput=${set('temperature')} /></div></div>`}
     ${name === 'set_learning_rate' && html`<div class="f"><label for="rate">New peak learning rate</label><input id="rate" type="text" inputmode="decimal" required value=${values.learning_rate} onInput=${set('learning_rate')} /><p class="hint">The peak is ${format.significant(run.config.learning_rate)}. The schedule keeps its shape.</p></div>`}
     ${name === 'extend' && html`<div class="f"><label for="steps">New total number of steps</label><input id="steps" type="number" min=${run.current_step + 1} required value=${values.max_steps} onInput=${set('max_steps')} /><p class="hint">Planned are ${format.integer(run.total_steps)} steps.</p></div>`}
-    ${request.error && html`<p class="error-text" role="alert">${request.error.message}</p>`}
+    <${ErrorText} error=${request.error} />
     <footer><button type="button" class="btn" onClick=${onClose}>Cancel</button><button class="btn primary" disabled=${request.busy}>${title}</button></footer>
   </form><//>`;
 }

@@ -4,7 +4,7 @@ import { html, useState } from '../../vendor/preact.js';
 import { call, newKey, post } from '../api.js';
 import { Dialog } from '../components/controls.js';
 import { Icon } from '../components/icon.js';
-import { Empty, Loading } from '../components/states.js';
+import { Empty, ErrorText, Loading } from '../components/states.js';
 import * as format from '../format.js';
 import { useAction } from '../resource.js';
 import { go } from '../router.js';
@@ -65,7 +65,7 @@ function Export({ run, checkpoint, onClose }) {
   return html`<${Dialog} title=${`Export the checkpoint of step ${format.integer(checkpoint.step)}`} onClose=${onClose}><form class="stackform" onSubmit=${send}>
     <p class="muted">A short run writes the model; its files are the output of that run, and its ID can be the base model of others.</p>
     ${isAdapter && html`<div class="f"><label for="form">Form</label><select id="form" value=${output} onChange=${(/** @type {any} */ event) => setOutput(event.target.value)}><option value="adapter">Adapter</option><option value="merged">Merged into the base model</option></select></div>`}
-    ${action.error && html`<p class="error-text" role="alert">${action.error.message}</p>`}
+    <${ErrorText} error=${action.error} />
     <footer><button type="button" class="btn" onClick=${onClose}>Cancel</button><button class="btn primary" disabled=${action.busy}>Export</button></footer>
   </form><//>`;
 }

@@ -3,6 +3,7 @@
 import { html, useState } from '../../vendor/preact.js';
 import { get } from '../api.js';
 import { Copy } from '../components/controls.js';
+import { Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { fieldsFor, isDefault, same } from '../new_run_form.js';
 import { useResource } from '../resource.js';
@@ -26,7 +27,7 @@ export function Configuration({ store }) {
       <tbody>${shown.map((row) => html`<tr key=${row.field}><td class="mono nowrap">${row.field}</td><td class="mono"><b>${format.configValue(row.used)}</b></td>
         <td class="mono muted">${row.isDefault ? html`<span class="faint">same</span>` : format.configValue(row.fallback)}</td>
         ${parent.data && html`<td class="mono muted">${same(row.used, row.parent) ? html`<span class="faint">same</span>` : format.configValue(row.parent)}</td>`}
-        <td class="muted">${row.reason}</td></tr>`)}</tbody></table>
+        <td class="muted"><${Prose} text=${row.reason} /></td></tr>`)}</tbody></table>
     ${shown.length === 0 && html`<p class="state muted">Every field has its default.</p>`}
   </section>`;
 }

@@ -4,6 +4,7 @@ import { html, useRef } from '../../vendor/preact.js';
 import { call, get, newKey } from '../api.js';
 import { LineChart } from '../components/chart.js';
 import { Icon } from '../components/icon.js';
+import { Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { useAction, useResource } from '../resource.js';
 import { go } from '../router.js';
@@ -25,8 +26,8 @@ export function Failure({ store }) {
     go(`/runs/${made.id}`);
   });
   return html`<div class="banner" role="alert"><${Icon} name="warn" />
-    <div><h2>${run.error_message ?? 'The run failed.'}</h2>
-      ${report && html`<p>${report.probable_cause}${report.advice ? ` ${report.advice}` : ''}</p>`}
+    <div><h2><${Prose} text=${run.error_message ?? 'The run failed.'} /></h2>
+      ${report && html`<p><${Prose} text=${`${report.probable_cause} ${report.advice ?? ''}`} /></p>`}
       ${correction && html`<div class="fix diff">${Object.entries(correction.changes).map(([field, value]) => html`<span class="tag"><code>${field}</code>\u00a0 <del>${format.configValue(run.config[field])}</del><ins>${format.configValue(value)}</ins></span>`)}</div>`}
     </div>
     <div class="row wrap">${may('write') && (correction

@@ -4,6 +4,7 @@ import { html, useState } from '../../vendor/preact.js';
 import { call, get, post } from '../api.js';
 import { Chip, Copy, Dialog, Menu } from '../components/controls.js';
 import { Icon } from '../components/icon.js';
+import { ErrorText, Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { useAction, useResource } from '../resource.js';
 import { go } from '../router.js';
@@ -105,7 +106,7 @@ function More({ store }) {
 
 /** @param {{ error: import('../api.js').ApiError, onClose: () => void }} props */
 export const ErrorDialog = ({ error, onClose }) => html`<${Dialog} title="The request failed" onClose=${onClose}>
-  <p>${error.message}</p>${error.errors.length > 1 && html`<ul>${error.errors.map((one) => html`<li><code>${one.field}</code> ${one.message}</li>`)}</ul>`}
+  <p><${Prose} text=${error.message} /></p>${error.errors.length > 1 && html`<ul>${error.errors.map((one) => html`<li><code>${one.field}</code> <${Prose} text=${one.message} /></li>`)}</ul>`}
   <footer><button type="button" class="btn primary" onClick=${onClose}>Close</button></footer>
 <//>`;
 
@@ -134,7 +135,7 @@ function Delete({ run, onClose }) {
   });
   return html`<${Dialog} title="Delete this run?" onClose=${onClose}>
     <p>${run.name} is deleted with its events, checkpoints and output. This cannot be undone.</p>
-    ${action.error && html`<p class="error-text" role="alert">${action.error.message}</p>`}
+    <${ErrorText} error=${action.error} />
     <footer><button type="button" class="btn" onClick=${onClose}>Cancel</button><button type="button" class="btn danger" disabled=${action.busy} onClick=${remove}>Delete the run</button></footer>
   <//>`;
 }

@@ -2,7 +2,7 @@
 
 import { html } from '../../vendor/preact.js';
 import { Chip } from '../components/controls.js';
-import { Loading } from '../components/states.js';
+import { ErrorText, Loading, Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { useAction } from '../resource.js';
 
@@ -21,11 +21,11 @@ export function History({ store }) {
     </table>${attempts.length === 0 && html`<p class="state muted">No worker has taken the run yet.</p>`}</section>
     ${actions.length > 0 && html`<section class="box scroll" tabindex="0" role="region" aria-label="Actions"><header><h2>Actions</h2></header><table class="table">
       <thead><tr><th>Action</th><th>Requested</th><th>State</th><th class="right">At step</th><th>Result</th></tr></thead>
-      <tbody>${actions.map((one) => html`<tr key=${one.id}><td>${one.action.replaceAll('_', ' ')}</td><td class="nowrap">${format.clock(one.created_at)}</td><td>${one.status}</td><td class="right num">${format.integer(one.step)}</td><td class="muted">${one.message ?? (one.result ? JSON.stringify(one.result) : '')}</td></tr>`)}</tbody></table></section>`}
+      <tbody>${actions.map((one) => html`<tr key=${one.id}><td>${one.action.replaceAll('_', ' ')}</td><td class="nowrap">${format.clock(one.created_at)}</td><td>${one.status}</td><td class="right num">${format.integer(one.step)}</td><td class="muted"><${Prose} text=${one.message ?? (one.result ? JSON.stringify(one.result) : '')} /></td></tr>`)}</tbody></table></section>`}
     <section class="box"><header><h2>Events</h2></header><ul class="list">
-      ${notes.slice().reverse().map((event) => html`<li key=${event.seq}><span class="sub num nowrap" title=${event.ts}>${format.seconds(event.ts)}</span>${event.type === 'status' && html`<${Chip} status=${event.to} />`}<span class="grow">${sentenceOf(event)}</span><span class="sub num">${event.seq}</span></li>`)}
+      ${notes.slice().reverse().map((event) => html`<li key=${event.seq}><span class="sub num nowrap" title=${event.ts}>${format.seconds(event.ts)}</span>${event.type === 'status' && html`<${Chip} status=${event.to} />`}<span class="grow"><${Prose} text=${sentenceOf(event)} /></span><span class="sub num">${event.seq}</span></li>`)}
       ${notes.length === 0 && html`<li class="muted">None yet.</li>`}
-    </ul>${store.hasOlderNotes.value && html`<div class="inside row"><button type="button" class="btn small" disabled=${older.busy} onClick=${() => older.run(() => store.readOlderNotes())}>Older events</button>${older.error && html`<p class="error-text" role="alert">${older.error.message}</p>`}</div>`}</section>
+    </ul>${store.hasOlderNotes.value && html`<div class="inside row"><button type="button" class="btn small" disabled=${older.busy} onClick=${() => older.run(() => store.readOlderNotes())}>Older events</button><${ErrorText} error=${older.error} /></div>`}</section>
   </div>`;
 }
 

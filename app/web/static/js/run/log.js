@@ -3,6 +3,7 @@
 import { html, useEffect, useLayoutEffect, useRef, useState } from '../../vendor/preact.js';
 import { ApiError, get } from '../api.js';
 import { Icon } from '../components/icon.js';
+import { Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { marked, MOST_LINES, rowsInSight } from '../log_window.js';
 import { useResource, useSettled } from '../resource.js';
@@ -123,7 +124,7 @@ export function Log({ store, height }) {
       <h2>Log</h2><span class="sub num">${format.counted(lines.length, 'line')}${store.log.hasOlder ? ' shown, older ones above' : ''}</span><span class="grow"></span>
       <input type="search" class="small" placeholder="Search all lines" aria-label="Search all lines of the log" value=${text}
         onInput=${(/** @type {any} */ event) => setText(event.target.value)} onKeyDown=${(/** @type {KeyboardEvent} */ event) => event.key === 'Enter' && show((hit + (event.shiftKey ? 1 : hits.length - 1)) % Math.max(hits.length, 1))} />
-      ${wanted && html`<span class="sub num" role="status">${search.error ? search.error.message : search.data ? (hits.length ? `${hit + 1} of ${format.integer(hits.length)}${search.data.has_more ? '+' : ''}` : 'no match') : 'searching …'}</span>`}
+      ${wanted && html`<span class="sub num" role="status">${search.error ? html`<${Prose} text=${search.error.message} />` : search.data ? (hits.length ? `${hit + 1} of ${format.integer(hits.length)}${search.data.has_more ? '+' : ''}` : 'no match') : 'searching …'}</span>`}
       <select class="small" aria-label="Level" value=${level} onChange=${(/** @type {any} */ event) => choose(event.target.value)}>
         <option value="">All levels</option><option value="warning">Warnings and errors</option><option value="error">Errors</option>
       </select>

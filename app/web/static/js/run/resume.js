@@ -3,7 +3,7 @@
 import { html, useState } from '../../vendor/preact.js';
 import { newKey, post } from '../api.js';
 import { Dialog } from '../components/controls.js';
-import { Prose } from '../components/states.js';
+import { ErrorText, Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { useAction } from '../resource.js';
 import { go } from '../router.js';
@@ -36,7 +36,7 @@ export function ResumeDialog({ run, checkpoint, onClose }) {
         <input id=${id} type="text" inputmode="decimal" required=${name !== 'config.stop_at_step'} value=${value} aria-invalid=${wrong.length ? 'true' : undefined} aria-describedby=${`${id}-errors`} onInput=${(/** @type {any} */ event) => setValues({ ...values, [name]: event.target.value })} />
         <div id=${`${id}-errors`} role="alert">${wrong.map((one) => html`<p class="err"><${Prose} text=${one.message} /></p>`)}</div></div>`;
     })}
-    ${action.error && errors.length === 0 && html`<p class="error-text" role="alert"><${Prose} text=${action.error.message} /></p>`}
+    <${ErrorText} error=${errors.length === 0 ? action.error : null} />
     ${others.length > 0 && html`<ul class="checks" role="alert">${others.map((one) => html`<li class="error-text"><code>${one.field}</code> <${Prose} text=${one.message} /></li>`)}</ul>`}
     <footer><button type="button" class="btn" onClick=${onClose}>Cancel</button><button class="btn primary" disabled=${action.busy}>Resume</button></footer>
   </form><//>`;

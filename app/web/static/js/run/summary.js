@@ -2,6 +2,7 @@
 
 import { html } from '../../vendor/preact.js';
 import { Bar, statusName } from '../components/controls.js';
+import { Prose } from '../components/states.js';
 import { lastValue } from '../curves.js';
 import * as format from '../format.js';
 import { useNow } from '../resource.js';
@@ -9,9 +10,9 @@ import { segmentsOf } from './timeline.js';
 
 /** @typedef {import('../run_store.js').RunStore} RunStore */
 
-/** @param {{ label: string, value: any, unit?: string, note?: any, children?: any }} props */
+/** @param {{ label: string, value: any, unit?: string, note?: string | false | null, children?: any }} props */
 const Tile = ({ label, value, unit, note, children }) => html`<div class="tile"><div class="what">${label}</div>
-  <div class="big">${value}${unit && html` <small>${unit}</small>`}</div>${note && html`<div class="note" title=${typeof note === 'string' ? note : undefined}>${note}</div>`}${children}</div>`;
+  <div class="big">${value}${unit && html` <small>${unit}</small>`}</div>${note && html`<div class="note" title=${note}><${Prose} text=${note} /></div>`}${children}</div>`;
 
 /** @param {{ store: RunStore }} props */
 export function Summary({ store }) {
