@@ -105,6 +105,22 @@ export function smooth(values, weight) {
 }
 
 /**
+ * Means per step of a series whose values are sums over the steps since the metric before. A thinned series may lack
+ * that metric, and an attempt that starts between two metrics has fewer steps in its first one.
+ * @param {Series} sums
+ * @param {number} every Steps between two metrics; 0: only the last step has one.
+ * @param {number[]} starts Steps from which attempts trained.
+ * @returns {(number | null)[]}
+ */
+export function perStep({ steps, values }, every, starts) {
+  return values.map((sum, index) => {
+    const step = steps[index];
+    const logged = every > 0 ? Math.floor((step - 1) / every) * every : 0;
+    return sum && sum / (step - Math.max(logged, steps[index - 1] ?? 0, ...starts.filter((start) => start < step)));
+  });
+}
+
+/**
  * Positions of the points of a series on an axis.
  * @param {Series} series
  * @param {Axis} axis

@@ -1,6 +1,6 @@
 import assert from 'node:assert/strict';
 import test from 'node:test';
-import { align, append, emptySeries, interpolate, lastValue, lowerBound, positions, smooth, stepsWithin, truncate, withDetail } from '../../../../app/web/static/js/curves.js';
+import { align, append, emptySeries, interpolate, lastValue, lowerBound, perStep, positions, smooth, stepsWithin, truncate, withDetail } from '../../../../app/web/static/js/curves.js';
 
 test('a step that is trained again drops the points of the earlier pass from there on', () => {
   const series = emptySeries();
@@ -24,6 +24,15 @@ test('curves are put on one ascending axis', () => {
   assert.deepEqual([...both.ys[0]], [10, 20, undefined, 40]);
   assert.deepEqual([...both.ys[1]], [undefined, 5, null, undefined]);
   assert.deepEqual(align([]), { x: [], ys: [] });
+});
+
+test('sums since the metric before become means per step', () => {
+  const mean = (steps, every, starts = [0]) => perStep({ steps, values: steps.map(() => 12) }, every, starts);
+  assert.deepEqual(mean([4, 8, 10], 4), [3, 3, 6], 'the last step is logged too');
+  assert.deepEqual(mean([8, 16, 18], 4), [3, 3, 6], 'others between them were thinned away');
+  assert.deepEqual(mean([8, 12], 4, [0, 5]), [4, 3], 'an attempt from step 5 on');
+  assert.deepEqual(mean([24], 0, [12]), [1], 'only the last step is logged');
+  assert.deepEqual(perStep({ steps: [4, 8], values: [null, 0] }, 4, [0]), [null, 0]);
 });
 
 test('positions between known times follow the line through the nearest two', () => {

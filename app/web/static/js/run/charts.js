@@ -4,7 +4,7 @@ import { html, useState } from '../../vendor/preact.js';
 import { get } from '../api.js';
 import { LineChart } from '../components/chart.js';
 import { Choice } from '../components/controls.js';
-import { emptySeries, positions, stepsWithin, withDetail } from '../curves.js';
+import { emptySeries, perStep, positions, stepsWithin, withDetail } from '../curves.js';
 import * as format from '../format.js';
 import { useResource } from '../resource.js';
 import { query, setQuery } from '../router.js';
@@ -24,6 +24,9 @@ const KNOWN = /** @type {[string, string, string, (value: number | null | undefi
   ['gpu_memory_mb', 'GPU memory, GiB', '--c6', format.gib],
 ]);
 
+/** @type {Record<string, string>} Titles of the charts of series whose values are sums since the metric before. */
+const PER_STEP = { 'extra.step_seconds': 'Seconds per step', 'extra.data_seconds': 'Wait for data per step, seconds' };
+
 /** @param {{ store: RunStore }} props */
 export function Charts({ store }) {
   void store.curvesVersion.value; // draw again with new points
@@ -34,11 +37,13 @@ export function Charts({ store }) {
   const zoom = parseZoom(asked.get('zoom'));
   const [isAll, setAll] = useState(false);
 
+  const starts = (store.attempts.value ?? []).map((one) => one.start_step ?? 0);
   const detail = useDetail(store, axis, zoom);
   const curve = (/** @type {string} */ name, /** @type {string} */ label, /** @type {string} */ color, more = {}) => {
     const whole = store.series.get(name) ?? emptySeries();
     const series = detail?.[name] ? withDetail(whole, detail[name]) : whole;
-    return { name: label, color, x: positions(series, axis, { epoch: store.series.get('epoch'), clock: store.timesOfSteps }), y: series.values, ...more };
+    const y = name in PER_STEP ? perStep(series, store.run.value.config.logging_steps, starts) : series.values;
+    return { name: label, color, x: positions(series, axis, { epoch: store.series.get('epoch'), clock: store.timesOfSteps }), y, ...more };
   };
   const known = new Set(['loss', 'epoch', ...KNOWN.map(([name]) => name)]);
   const evals = [...store.series.keys()].filter((name) => /^eval\.eval_(.*_)?loss$/.test(name));
@@ -93,6 +98,7 @@ const hasNumbers = (store, name) => (store.series.get(name)?.values ?? []).some(
 
 /** @param {string} name */
 const otherTitle = (name) => {
+  if (name in PER_STEP) return PER_STEP[name];
   const words = name.replace(/^extra\./, '').replace(/^eval\.eval_/, 'eval ').replaceAll('_', ' ');
   return words.charAt(0).toUpperCase() + words.slice(1);
 };
