@@ -81,7 +81,7 @@ class RlhfOptions(Strict):
         default="grpo", description="Algorithm that computes the advantages (GRPO or RLOO)."
     )
     rewards: Annotated[Rewards, Traits()] = Field(
-        default_factory=list, description="Reward functions; the reward of a completion is their weighted sum."
+        default=[], description="Reward functions; the reward of a completion is their weighted sum."
     )
     num_generations: Annotated[int, Traits()] = Field(
         default=8, ge=2, le=1024, description="Completions per prompt, whose rewards are compared with each other."

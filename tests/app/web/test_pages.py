@@ -134,13 +134,19 @@ class TestRun:
         assert _too_wide(page) == []
         shared_api.client.post(f"/v1/runs/{run_id}/stop")
 
-    def test_shows_seconds_per_step(self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str) -> None:
-        trainer = start(shared_api, engine, dataset, config={"logging_steps": 5})
+    def test_shows_seconds_per_step_and_only_fields_that_differ(
+        self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        trainer = start(shared_api, engine, dataset, config={"logging_steps": 5, "lora_r": 8})
         for step, seconds in ((5, 1.25), (10, 2.5)):
             trainer.metric(step, loss=1.0, extra={"step_seconds": seconds, "data_seconds": seconds / 5})
         page.goto(f"/runs/{trainer.run_id}?smoothing=0")
         expect(page.get_by_role("figure", name="Seconds per step: Seconds per step 0.5", exact=True)).to_be_visible()
         expect(page.get_by_role("figure", name=re.compile("Wait for data per step, seconds: .* 0.1$"))).to_be_visible()
+        page.get_by_role("link", name="Configuration").click()
+        rows = page.get_by_role("region", name="Configuration").locator("tbody tr")
+        expect(rows.filter(has_text="lora_r")).to_have_count(1)
+        expect(rows.filter(has_text="rlhf")).to_have_count(0)
         trainer.complete()
 
     def test_that_failed_shows_code_in_its_messages(
