@@ -115,6 +115,9 @@ class TestRun:
         expect(page.locator(".timeline .ends")).to_contain_text("now")  # no end is predicted
         shared_api.client.post(f"/v1/runs/{run_id}/stop")
         expect(banner).to_have_count(0)
+        expect(page.locator(".tile").filter(has_text="Started")).to_contain_text("never")
+        page.goto(f"/?search={run_id}")
+        expect(page.get_by_role("row").filter(has_text="never started")).to_have_count(1)
 
     def test_shows_its_resources_in_words(
         self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
@@ -245,6 +248,8 @@ class TestResume:
             resume(page, "From the newest checkpoint")
             dialog = page.get_by_role("dialog")
             expect(dialog.locator(".error-text")).to_contain_text("raise max_steps, epochs or stop_at_step")
+            edges = [dialog.locator(part).bounding_box() or {} for part in ("footer .btn.primary", "input >> nth=0")]
+            assert len({edge["x"] + edge["width"] for edge in edges}) == 1, "the buttons end where the fields do"
             count, devices = dialog.get_by_label("Steps in all"), dialog.get_by_label("Devices")
             expect(count).to_have_value("100")
             expect(devices).to_have_value("1")

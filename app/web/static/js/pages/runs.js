@@ -181,7 +181,7 @@ const Time = ({ run, now }) => {
     if (run.reason && run.reason !== 'queued') return html`<span class="muted">${sentence(run.reason)}</span>`;
     return html`<span class="muted">${run.starts_at ? `starts ${inTime(run.starts_at, now)}` : 'in the queue'}</span>`;
   }
-  if (run.finished_at) return html`<span class="muted">took ${run.started_at ? format.duration((Date.parse(run.finished_at) - Date.parse(run.started_at)) / 1000) : '–'}</span>`;
+  if (run.finished_at) return html`<span class="muted">${run.started_at ? `took ${format.duration((Date.parse(run.finished_at) - Date.parse(run.started_at)) / 1000)}` : 'never started'}</span>`;
   return run.finishes_at ? html`<b>${format.duration((Date.parse(run.finishes_at) - now) / 1000)}</b> left` : html`<span class="muted">–</span>`;
 };
 

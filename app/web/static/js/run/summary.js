@@ -57,9 +57,9 @@ function When({ store, now }) {
   const progress = store.progress.value;
   const inTime = (/** @type {string} */ time) => (Date.parse(time) > now ? `in ${format.duration((Date.parse(time) - now) / 1000)}` : 'soon');
   if (run.finished_at) {
-    const took = run.started_at ? format.duration((Date.parse(run.finished_at) - Date.parse(run.started_at)) / 1000) : '–';
+    const took = run.started_at && format.duration((Date.parse(run.finished_at) - Date.parse(run.started_at)) / 1000);
     const why = run.end_reason && run.end_reason !== 'finished' ? run.end_reason.replaceAll('_', ' ') : statusName(run.status);
-    return html`<${Tile} label="Took" value=${took} note=${`${why}, ${format.clock(run.finished_at, now)}`} />`;
+    return html`<${Tile} label=${took ? 'Took' : 'Started'} value=${took ?? 'never'} note=${`${why}, ${format.clock(run.finished_at, now)}`} />`;
   }
   const prediction = run.prediction;
   if (run.status === 'pending') {
