@@ -95,13 +95,15 @@ function More({ store }) {
       <a href=${`/new?from=${run.id}`}>New run like this</a>
       <a href=${`/?pick=${run.id}`}>Compare with others …</a>
       <button type="button" onClick=${() => setAsked('rename')}>Rename …</button>
+      ${run.status === 'pending' && html`<button type="button" onClick=${() => setAsked('priority')}>Change the priority …<small>It is ${run.priority}.</small></button>`}
       <button type="button" onClick=${() => edit({ pinned: !run.pinned })}>${run.pinned ? 'Unpin' : 'Pin'}<small>${run.pinned ? 'Allow it to be deleted.' : 'Protect it from deletion and retention.'}</small></button>
       ${!isLive && html`<hr /><button type="button" class="danger" disabled=${run.pinned} onClick=${() => setAsked('delete')}>Delete …</button>`}
     <//>
     ${action.error && html`<${ErrorDialog} error=${action.error} onClose=${action.clear} />`}
     ${asked === 'rename' && html`<${Rename} run=${run} onSave=${edit} onClose=${() => setAsked(null)} />`}
+    ${asked === 'priority' && html`<${Priority} run=${run} onSave=${edit} onClose=${() => setAsked(null)} />`}
     ${asked === 'delete' && html`<${Delete} run=${run} onClose=${() => setAsked(null)} />`}
-    ${asked && !['rename', 'delete'].includes(asked) && html`<${ActionDialog} store=${store} action=${asked} onClose=${() => setAsked(null)} />`}`;
+    ${asked && !['rename', 'priority', 'delete'].includes(asked) && html`<${ActionDialog} store=${store} action=${asked} onClose=${() => setAsked(null)} />`}`;
 }
 
 /** @param {{ error: import('../api.js').ApiError, onClose: () => void }} props */
@@ -122,6 +124,20 @@ function Rename({ run, onSave, onClose }) {
   return html`<${Dialog} title="Rename the run" onClose=${onClose}><form class="stackform" onSubmit=${save}>
     <div class="f"><label for="run-name">Name</label><input id="run-name" type="text" required maxlength="200" value=${name} onInput=${(/** @type {any} */ event) => setName(event.target.value)} /></div>
     <div class="f"><label for="run-tags">Tags</label><input id="run-tags" type="text" value=${tags} onInput=${(/** @type {any} */ event) => setTags(event.target.value)} /><p class="hint">Separated by commas.</p></div>
+    <footer><button type="button" class="btn" onClick=${onClose}>Cancel</button><button class="btn primary">Save</button></footer>
+  </form><//>`;
+}
+
+/** @param {{ run: any, onSave: (changes: object) => Promise<void>, onClose: () => void }} props */
+function Priority({ run, onSave, onClose }) {
+  const [priority, setPriority] = useState(String(run.priority));
+  const save = async (/** @type {Event} */ event) => {
+    event.preventDefault();
+    await onSave({ priority: Number(priority) });
+    onClose();
+  };
+  return html`<${Dialog} title="Change the priority" onClose=${onClose}><form class="stackform" onSubmit=${save}>
+    <div class="f"><label for="run-priority">Priority</label><input id="run-priority" type="number" min="-1000" max="1000" required value=${priority} onInput=${(/** @type {any} */ event) => setPriority(event.target.value)} /><p class="hint">Runs with higher priority start first.</p></div>
     <footer><button type="button" class="btn" onClick=${onClose}>Cancel</button><button class="btn primary">Save</button></footer>
   </form><//>`;
 }
