@@ -21,7 +21,7 @@ import torch.distributed.algorithms.ddp_comm_hooks
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
-from worker.training.failures import TrainingFailure, chain_of, classify
+from worker.training.failures import TrainingFailure, chain_of, classify, one_line
 from worker.wire.rank_place import RankPlace
 
 NEVER = timedelta(days=7)
@@ -80,6 +80,9 @@ class Ranks:
         Everything of accelerate and transformers then finds the process group that is made here. On one host it uses
         the loopback interface, on several the one that the operator names, since neither the store nor the collective
         libraries authenticate anybody.
+
+        Raises:
+            RankZeroUnreachableError: rank 0, on another host, cannot be reached from this one.
         """
         if place is None:
             return cls()
@@ -98,7 +101,15 @@ class Ranks:
                 store: dist.Store = dist.FileStore(f"{place.meeting}/store", place.size)
             else:
                 store = _meet(place.rank, *address)
-            dist.init_process_group(_BACKENDS[kind], store=store, rank=place.rank, world_size=place.size, timeout=NEVER)
+            try:
+                dist.init_process_group(
+                    _BACKENDS[kind], store=store, rank=place.rank, world_size=place.size, timeout=NEVER
+                )
+            except RuntimeError as error:
+                if place.address is None or is_peer_lost(error):
+                    raise
+                # The interface of a host can be away for a time, as after a restart of the host.
+                raise RankZeroUnreachableError(f"interface {place.interface}: {one_line(error)}") from error
         ranks._store = store
         return ranks
 

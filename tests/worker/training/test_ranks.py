@@ -28,7 +28,7 @@ from tests.worker.training.two_ranks import TwoRanks
 from worker.checkpoint_files import resume_fidelity
 from worker.training.methods import preparation
 from worker.training.ranks import Ranks, is_peer_lost
-from worker.wire.rank_place import EXIT_PEER_LOST, RankPlace
+from worker.wire.rank_place import EXIT_PEER_LOST, EXIT_RANK_ZERO_UNREACHABLE, RankPlace
 
 Train = Callable[..., Outcome]
 
@@ -281,6 +281,20 @@ def test_a_rank_whose_own_interface_has_no_address_reports_that(
     outcome = forks.wait()
     assert outcome.code == 1
     assert "Unable to find address for: none0" in outcome.result["error"]["message"]
+
+
+def test_a_rank_of_another_host_whose_interface_has_no_address_could_not_reach_rank_0(
+    forks: Forks, models: Callable[[float], Path], tmp_path: Path
+) -> None:
+    """The run is then retried: the interface may be back soon."""
+    path, data_format = make_data(tmp_path, "lora", 40)
+    job = make_job(tmp_path / "run", models(0.0), path, data_format=data_format, **_COMMON, method="lora", lora_r=4)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = RankPlace(1, 2, f"tcp://127.0.0.1:{store.port}", 0, 1, "none0")
+    forks.start(job, arguments=place.arguments())
+    outcome = forks.wait()
+    assert outcome.code == EXIT_RANK_ZERO_UNREACHABLE
+    assert "interface none0: " in outcome.stderr and outcome.of("result") == []
 
 
 @pytest.mark.parametrize(
