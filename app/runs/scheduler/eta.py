@@ -30,6 +30,7 @@ _MOST_SECONDS = 10.0
 """Timeout of a forecast, after which the request that makes it does without."""
 _PAUSES = 5
 """Minimum pause before the next forecast, as a multiple of the last one's duration."""
+_QUOTA = "it waits until the quota of its key or experiment has room"
 
 
 class EtaService:
@@ -100,28 +101,30 @@ class _Predictions:
             if (estimate := forecast.estimates.get(run.id))
         }
         for row in forecast.pending.values():
-            if row.is_first and not row.has_room:
-                found[row.id] = self._prediction(
-                    None, None, "low", "it waits until the quota of its key or experiment has room"
-                )
+            if row.is_first and row.kept_for is not None:
+                found[row.id] = self._prediction(None, None, "low", _QUOTA)
         starts = simulate_queue(
             forecast.workers,
-            forecast.queue,
+            forecast.waiting,
             forecast.seconds,
             forecast.fleet.gpu_backends,
             forecast.reserved,
             forecast.used,
             forecast.running,
+            forecast.rooms,
         )
-        for run in forecast.queue:
-            if not forecast.pending[run.run_id].is_first:
+        for run in forecast.waiting:
+            start = starts[run.run_id]
+            row, worker = forecast.pending[run.run_id], start.worker
+            if not row.is_first:
                 continue  # those before it are not all known
+            if not row.has_room and math.isinf(start.start):
+                found[run.run_id] = self._prediction(None, None, "low", _QUOTA)
+                continue
             reason = pending_reason(run.needs, forecast.fleet)
             if reason is not None:
                 found[run.run_id] = self._prediction(None, None, "low", reason.message.rstrip("."))
                 continue
-            start = starts[run.run_id]
-            row, worker = forecast.pending[run.run_id], start.worker
             estimate = forecast.estimate(row, worker.offer.device) if worker and start.start < math.inf else None
             found[run.run_id] = self._pending(start, estimate)
         return found

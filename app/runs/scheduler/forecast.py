@@ -71,7 +71,7 @@ _PENDING = text(f"""
         (SELECT id FROM wide WHERE place <= {MOST_RESERVATIONS} ORDER BY priority DESC, id LIMIT {_MOST_WIDE})
     )
     SELECT {_RUN}, runs.priority, runs.requirements, owners.used, runs.id IN (SELECT id FROM first) AS is_first,
-        {HAS_ROOM} AND {KEPT_FOR} IS NULL AS has_room,
+        {HAS_ROOM} AS has_room, {KEPT_FOR} AS kept_for,
         owners.room AS key_room, owners.max_devices AS key_devices,
         limited.room AS experiment_room, limited.max_devices AS experiment_devices,
         cast(extract(epoch FROM runs.not_before - clock_timestamp()) AS float) AS wait
@@ -132,21 +132,35 @@ class Forecast:
         """Device-seconds that the owners of pending runs have used lately."""
         self.running = [
             RunningRun(
-                run.id, run.priority, run.owner, run.devices_needed, run.seconds, self.ends.get(run.id, math.inf)
+                run.id,
+                run.priority,
+                run.owner,
+                run.devices_needed,
+                run.seconds,
+                self.ends.get(run.id, math.inf),
+                (run.owner, run.experiment_id),
             )
             for run in live
         ]
-        self.queue = [
+        rooms = [(run.owner, run.key_room) for run in pending]
+        rooms += [(run.experiment_id, run.experiment_room) for run in pending]
+        self.rooms: dict[str, int] = {quota: room for quota, room in rooms if room is not None}
+        """Devices that the quotas of pending runs leave."""
+        self.waiting = [
             PendingRun(
                 run.id,
                 Needs.of(run.backend, run.devices_needed, run.hosts_needed, run.requirements or {}),
                 max(run.wait, 0.0),
                 run.priority,
                 run.owner,
+                tuple(quota for quota in (run.owner, run.experiment_id) if quota in self.rooms),
             )
             for run in pending
-            if run.has_room  # the others wait for a quota
+            if run.kept_for is None
         ]
+        """Pending runs, except those that must leave a quota to another one."""
+        self.queue = [run for run in self.waiting if self.pending[run.run_id].has_room]
+        """Those of them that their quotas have room for."""
         self.workers = [
             WorkerSlots(
                 worker,

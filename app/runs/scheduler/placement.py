@@ -66,6 +66,8 @@ class RunningRun:
     """Seconds since its attempt started."""
     end: float = math.inf
     """Seconds from now until it frees its devices; infinite if unknown."""
+    quotas: tuple[str, ...] = ()
+    """Ids of the key and the experiment whose quotas it may use."""
 
 
 @dataclass(frozen=True)

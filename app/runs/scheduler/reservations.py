@@ -29,6 +29,8 @@ class PendingRun:
     priority: int = 0
     owner: str = ""
     """Owner of the run (see `queue_order.OWNERS`)."""
+    quotas: tuple[str, ...] = ()
+    """Ids of the key and the experiment whose quotas limit it."""
 
 
 @dataclass(frozen=True)

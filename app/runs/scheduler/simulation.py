@@ -2,7 +2,8 @@
 
 Whenever a device of a worker becomes free, the worker claims runs as long as one fits its free devices: the first that
 fits, on the smallest of them that it fits. The order is that of claims: by priority, then the devices that the owner
-has used lately, then age. Runs that need several devices reserve workers, as in `reservations.py`.
+has used lately, then age. Runs that need several devices reserve workers, as in `reservations.py`. A run starts only if
+its quotas have room for it.
 """
 
 import heapq
@@ -65,14 +66,17 @@ def simulate_queue(
     reserved: Mapping[str, Sequence[str]] | None = None,
     used: Mapping[str, float] | None = None,
     running: Sequence[RunningRun] = (),
+    rooms: Mapping[str, int] | None = None,
 ) -> dict[str, PredictedStart]:
     """Predict where and when each run of a queue starts, by id; `seconds` returns the duration of one on a worker.
 
     It may return infinity for unknown. `gpu_backends` are those of `Fleet`; `reserved` has the ids of the workers that
-    runs have reserved, `used` the device-seconds of owners, to which those of `running` runs are added.
+    runs have reserved, `used` the device-seconds of owners, to which those of `running` runs are added, and `rooms` the
+    devices that quotas leave.
     """
     usage = _Usage(used or {}, running)
-    return _Simulation(workers, queue, seconds, gpu_backends, reserved or {}, usage).run()
+    quotas = _Quotas(rooms or {}, running)
+    return _Simulation(workers, queue, seconds, gpu_backends, reserved or {}, usage, quotas).run()
 
 
 class _Usage:
@@ -101,6 +105,58 @@ class _Usage:
         return -run.priority, self._used[run.owner], run.run_id
 
 
+class _Quotas:
+    """Devices that quotas leave at a time of the simulation."""
+
+    def __init__(self, rooms: Mapping[str, int], running: Sequence[RunningRun]) -> None:
+        self._rooms = dict(rooms)
+        self._ends = [
+            (one.end, one.devices, limited)
+            for one in running
+            if (limited := self._limited(one.quotas)) and one.end < math.inf
+        ]
+        heapq.heapify(self._ends)
+
+    def _limited(self, quotas: Iterable[str]) -> tuple[str, ...]:
+        return tuple(one for one in quotas if one in self._rooms)
+
+    @property
+    def ends(self) -> set[float]:
+        """Times at which runs give devices of quotas back, as far as they are known."""
+        return {end for end, *_ in self._ends}
+
+    def advance(self, now: float) -> bool:
+        """Return the devices of the runs that have ended by `now` to their quotas; return True if there are any."""
+        has_ended = bool(self._ends) and self._ends[0][0] <= now
+        while self._ends and self._ends[0][0] <= now:
+            _, devices, quotas = heapq.heappop(self._ends)
+            for one in quotas:
+                self._rooms[one] += devices
+        return has_ended
+
+    def is_full(self, quota: str) -> bool:
+        """Return True if a quota has no room for any run."""
+        return self._rooms.get(quota, 1) < 1
+
+    def allow(self, run: PendingRun) -> bool:
+        """Return True if the quotas of a run have room for it."""
+        return all(run.needs.devices <= self._rooms.get(one, math.inf) for one in run.quotas)
+
+    def start(self, run: PendingRun, end: float) -> bool:
+        """Take the devices of a run that starts now; return True if a quota has them back at `end`."""
+        quotas = self._limited(run.quotas)
+        for one in quotas:
+            self._rooms[one] -= run.needs.devices
+        if quotas and end < math.inf:
+            heapq.heappush(self._ends, (end, run.needs.devices, quotas))
+            return True
+        return False
+
+
+_EACH = -1
+"""Place of an event that concerns all workers."""
+
+
 class _Simulation:
     def __init__(
         self,
@@ -110,9 +166,13 @@ class _Simulation:
         gpu_backends: frozenset[str],
         reserved: Mapping[str, Sequence[str]],
         usage: _Usage,
+        quotas: _Quotas,
     ) -> None:
         self._workers = workers
         self._usage = usage
+        self._quotas = quotas
+        self._is_blocked = False
+        """True if quotas have no room for any run."""
         self._seconds = seconds
         self._fitting = fitting_devices(queue, workers, gpu_backends)
         self._found = {run.run_id: PredictedStart(None, math.inf, 0) for run in queue}
@@ -133,34 +193,47 @@ class _Simulation:
         self._events = [
             (when, at) for at, worker in enumerate(workers) for when in {*worker.free, *pauses} if when < math.inf
         ]
+        self._events += [(end, _EACH) for end in quotas.ends]
         heapq.heapify(self._events)
 
     def run(self) -> dict[str, PredictedStart]:
         while self._events and any(self._waiting.values()):
             now, at = heapq.heappop(self._events)
             self._usage.advance(now)
-            while any(when <= now for when in self._free[at]):
-                reservation = self._reservation(at, now)
-                found = [
-                    first
-                    for runs in self._waiting.values()
-                    if (first := self._first_ready(runs.values(), at, now, reservation)) is not None
-                ]
-                if not found:
-                    break
-                run, on = min(found, key=lambda one: self._usage.place(one[0]))
-                self._start(run, on, at, now)
+            if self._quotas.advance(now):
+                self._is_blocked = False
+            for place in range(len(self._workers)) if at == _EACH else (at,):
+                self._claim_all(place, now)
         rest = [run for runs in self._waiting.values() for run in runs.values()]
         for run in sorted(rest, key=self._usage.place):
             self._claim(run, next(iter(self._fitting[run.run_id])), math.inf)
         return self._found
+
+    def _claim_all(self, at: int, now: float) -> None:
+        """Start runs on the free devices of a worker until none can start there."""
+        while not self._is_blocked and any(when <= now for when in self._free[at]):
+            allowed = (self._quotas.allow(run) for runs in self._waiting.values() for run in runs.values())
+            if not any(allowed):
+                self._is_blocked = True  # or each idle worker would look at the whole queue at each event
+                break
+            reservation = self._reservation(at, now)
+            found = [
+                first
+                for owner, runs in self._waiting.items()
+                if not self._quotas.is_full(owner)
+                and (first := self._first_ready(runs.values(), at, now, reservation)) is not None
+            ]
+            if not found:
+                break
+            run, on = min(found, key=lambda one: self._usage.place(one[0]))
+            self._start(run, on, at, now)
 
     def _first_ready(
         self, runs: Iterable[PendingRun], at: int, now: float, reservation: Reservation | None
     ) -> tuple[PendingRun, dict[int, list[int]]] | None:
         """Return the first of these runs that a worker can claim now, and the free devices on which it fits."""
         for run in runs:
-            if run.not_before > now:
+            if run.not_before > now or not self._quotas.allow(run):
                 continue
             places = [at] if run.needs.hosts == 1 else self._hosts(run, reservation)
             on = {place: self._idle(run, place, now) for place in places}
@@ -178,7 +251,7 @@ class _Simulation:
         if not self._wide:
             return None
         made = choose_reservations(
-            sorted(self._wide, key=self._usage.place),
+            sorted(filter(self._quotas.allow, self._wide), key=self._usage.place),
             self._fitting,
             self._free,
             now,
@@ -205,6 +278,8 @@ class _Simulation:
         self._claim(run, at, now)
         until = now + max(self._seconds(run, self._workers[place]) for place in on)
         self._usage.start(run.owner, run.needs.devices, until)
+        if self._quotas.start(run, until):
+            heapq.heappush(self._events, (until, _EACH))
         for place, idle in on.items():
             for device in idle[: run.needs.devices_each]:
                 self._free[place][device] = until

@@ -20,7 +20,7 @@ from app.runs.scheduler.eta import EtaService
 from app.runs.state import machine
 from app.tables.runs import AttemptTimings, Run
 from tests.factories import mark_run
-from tests.rows import add_run, add_worker, claim, waiting_for_locks
+from tests.rows import add_key, add_run, add_worker, claim, waiting_for_locks
 from tests.server import ApiServer
 from tests.waiting import eventually, eventually_async
 
@@ -130,6 +130,34 @@ def test_a_run_that_is_to_stop_makes_room_for_those_that_wait(
     reported = found[waits]
     assert reported is not None and reported.start_at is not None
     assert (reported.start_at - datetime.now(UTC)).total_seconds() == pytest.approx(seconds, abs=2)
+
+
+def test_a_quota_delays_the_predicted_start_of_the_runs_that_it_limits(settings: Settings, engine: Engine) -> None:
+    ended = past(engine)
+    timed(engine, ended, step=20, total_steps=20)
+    key, worker = add_key(engine, 1), add_worker(engine, devices=3)
+    first, second = (add_run(engine, config=ended.config, created_by=key) for _ in range(2))
+    for run in (first, second):
+        mark_run(engine, run.id, dataset_id=ended.dataset_id)
+
+    def predicted() -> tuple[Prediction, Prediction]:
+        (found,) = ask(settings)
+        one, two = found[first.id], found[second.id]
+        assert one is not None and two is not None and two.start_at is not None
+        return one, two
+
+    one, two = predicted()
+    assert two.start_at == one.finish_at
+    assert claim(engine, worker).id == first.id
+    timed(engine, first, step=5, total_steps=20)
+    mark_run(engine, first.id, total_steps=20)
+    one, two = predicted()
+    assert two.start_at == one.finish_at, "it is not claimed before, although devices are free"
+    mark_run(engine, first.id, total_steps=None, config={**CONFIG, "base_model": "unlike"})
+    with engine.begin() as connection:
+        connection.execute(text("DELETE FROM run_timings"))
+    unknown = ask(settings)[0][second.id]
+    assert unknown is not None and unknown.start_at is None and "until the quota of its key" in unknown.basis
 
 
 def test_only_those_are_before_a_run_that_could_take_its_place(settings: Settings, engine: Engine) -> None:

@@ -139,6 +139,43 @@ class TestOwners:
         assert found["a1"].start == 0.0
 
 
+class TestQuotas:
+    def limited(self, run_id: str, *quotas: str, **needs: object) -> PendingRun:
+        return replace(waiting(run_id, **needs), owner=quotas[0], quotas=quotas)
+
+    def starts(self, queue: list[PendingRun], rooms: dict[str, int], *free: float, **seconds: float) -> list[float]:
+        """Return the start of each run, in the order of their ids."""
+        running = [RunningRun("r", 0, "key", 1, 0.0, 30.0, ("key", "exp")), RunningRun("s", 0, "other", 1, 0.0, 5.0)]
+        found = simulate_queue(
+            [slots(*free)], queue, lambda one, _: seconds.get(one.run_id, 10.0), running=running, rooms=rooms
+        )
+        return [found[run_id].start for run_id in sorted(found)]
+
+    def test_keep_runs_waiting_while_devices_are_free(self) -> None:
+        queue = [self.limited(name, "key") for name in "abc"]
+        assert self.starts(queue, {}, 0.0, 0.0, 0.0) == [0.0, 0.0, 0.0]
+        assert self.starts(queue, {"key": 2}, 0.0, 0.0, 0.0, a=7.0) == [0.0, 0.0, 7.0]
+        assert self.starts(queue[:2], {"key": 1}, 0.0, 0.0, a=math.inf) == [0.0, 30.0]
+
+    def test_have_room_again_when_a_run_that_trains_has_ended(self) -> None:
+        queue = [self.limited("a", "key"), self.limited("b", "free"), self.limited("c", "free", "exp")]
+        assert self.starts(queue, {"key": 0, "exp": 0}, 0.0, 0.0, 0.0) == [30.0, 0.0, 30.0]
+
+    def test_that_are_too_small_keep_no_device_for_a_run(self) -> None:
+        queue = [self.limited("a", "key", devices=2), self.limited("b", "free")]
+        assert self.starts(queue, {"key": 0}, 0.0, 0.0) == [math.inf, 0.0]
+        assert self.starts(queue, {"key": 1}, 0.0, 0.0, b=50.0) == [50.0, 0.0]
+
+    def test_of_full_experiments_cost_little_time(self) -> None:
+        workers = [slots(*[0.0] * 8, worker_id=f"w{at:03}") for at in range(200)]
+        queue = [self.limited(f"run{at:03}", f"key{at % 20}", f"exp{at % 2}") for at in range(1000)]
+        queue = [replace(run, not_before=float(at % 50)) for at, run in enumerate(queue)]
+        began = time.process_time()
+        found = simulate_queue(workers, queue, lambda *_: 100.0, rooms={"exp0": 10, "exp1": 10})
+        assert time.process_time() - began < 8
+        assert max(one.start for one in found.values()) == pytest.approx(4900, abs=100)
+
+
 def test_a_queue_of_runs_on_several_devices_is_predicted_in_time_for_200_workers() -> None:
     """Predictions are given up after ten seconds, and each such start lets every worker be looked at again."""
     workers = [slots(*[float(at % 50)] * 8, worker_id=f"w{at:03}") for at in range(200)]
