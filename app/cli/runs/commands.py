@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from app.client.client import Anneal
     from app.contracts.schemas.checkpoints import CheckpointRead
     from app.contracts.schemas.runs.reads import RunRead
+    from app.contracts.schemas.runs.requests import RunCheck
 
 commands = command_group("Training runs. Example: `anneal runs create -f run.yaml --watch`.")
 
@@ -58,15 +59,26 @@ Watch = Annotated[bool, typer.Option("--watch", help="Watch the run to its end; 
 
 @commands.command()
 def create(file: File, sets: Set = None, watch: Watch = False, as_json: AsJson = False) -> None:
-    """Create a run and print its id. Exit code with --watch: 0 completed, 3 failed, 4 cancelled.
+    """Create a run and print its id; without --json also the warnings of `anneal runs validate`, on standard error.
+
+    Exit code with --watch: 0 completed, 3 failed, 4 cancelled.
 
     Example: `anneal runs create -f run.yaml --set config.learning_rate=1e-4 --watch`
     """
     from app.cli.runs import run_file
 
     with connected() as client:
-        run = client.runs.create(run_file.change(run_file.read(file), sets or []))
+        wanted = run_file.change(run_file.read(file), sets or [])
+        check = None if as_json else client.runs.validate(wanted)
+        run = client.runs.create(wanted)
+        if check is not None:
+            _note_warnings(check)
         _print_or_watch(client, run, watch, as_json)
+
+
+def _note_warnings(check: "RunCheck") -> None:
+    for warning in check.warnings:
+        note(f"  {warning.field}: {warning.message}")
 
 
 def _print_or_watch(client: "Anneal", run: "RunRead", watch: bool, as_json: bool) -> None:
@@ -95,8 +107,7 @@ def validate(file: File, sets: Set = None, as_json: AsJson = False) -> None:
         if as_json:
             document(check)
             raise typer.Exit(0 if check.valid else 1)
-        for warning in check.warnings:
-            note(f"  {warning.field}: {warning.message}")
+        _note_warnings(check)
         if not check.valid:
             fail("This run would be refused.", *(f"  {item.field}: {item.message}" for item in check.errors))
         say("This run can be created.")

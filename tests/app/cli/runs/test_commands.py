@@ -29,6 +29,15 @@ def test_runs_are_filtered_and_paged(anneal: Anneal, run_file: Path) -> None:
     assert json_of(anneal("runs", "stop", ids[0], "--json"))["status"] == "cancelled"
 
 
+def test_a_created_run_is_printed_with_its_warnings(anneal: Anneal, run_file: Path) -> None:
+    closed = anneal("experiments", "create", "closed", "--max-devices", "0").stdout.strip()
+    create = ["runs", "create", "-f", str(run_file), "--set", f"experiment_id={closed}"]
+    made = anneal(*create)
+    assert re.fullmatch(r"run_\w+\n", made.stdout)
+    assert "resources.devices: The run needs 1 device. The quota of experiment closed is 0 devices" in made.stderr
+    assert json_of(anneal(*create, "--json"))["status"] == "pending" and "quota" not in anneal(*create, "--json").stderr
+
+
 def test_editing_changes_what_is_named(anneal: Anneal, run_file: Path) -> None:
     run_id = anneal("runs", "create", "-f", str(run_file)).stdout.strip()
     assert json_of(anneal("runs", "edit", run_id, "--name", "x", "--json"))["tags"] == ["2026-01-02", "no"]
