@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import IO, Any
 
 from app.config import placed_worker_environment
-from app.infra.errors import EXIT_TRY_LATER, TryLater
+from app.infra.errors import EXIT_TRY_LATER, SetupError, TryLater
 from app.infra.process.children import start_child
 
 _LOOK_SECONDS = 1.0
@@ -24,6 +24,8 @@ _PLACE_SECONDS = 3600.0
 """Most time without a place. The API submits another job; if it is gone, an autoscaler is not to add nodes for ever."""
 _START_SECONDS = 300.0
 """Most time from the place to a worker: the node may have been lost, or its disk may hang."""
+_FORWARD_SECONDS = 0.5
+"""Time for the last lines of the worker to arrive, which no call of Ray waits for; Ray's own wait at an exit."""
 
 
 class Bundle:
@@ -76,10 +78,10 @@ class Driver:
         """Handle SIGTERM."""
         self._is_stopping = True
 
-    def run(self) -> int:
-        """Return 0 if the worker has ended by itself or was stopped; otherwise a last line says what failed.
+    def run(self) -> None:
+        """Return if the worker has ended by itself or was stopped.
 
-        The code is then 1 if the worker or its settings are wrong, and 75 if another job may succeed.
+        Raise `SetupError` if the worker or its settings are wrong, and `TryLater` if another job may succeed.
         """
         import ray
         from ray.util.placement_group import placement_group, remove_placement_group
@@ -87,8 +89,7 @@ class Driver:
         try:
             ray.init(address="auto")
         except ConnectionError as error:
-            print(f"the cluster does not respond: {error}", file=sys.stderr)  # noqa: T201
-            return EXIT_TRY_LATER
+            raise TryLater(f"the cluster does not respond: {error}") from error
         signal.signal(signal.SIGTERM, self.request_stop)  # Ray has set its own handler, which exits
         arguments = self._arguments
         bundle = {"GPU" if arguments.kind == "cuda" else "CPU": float(arguments.devices)}
@@ -96,21 +97,18 @@ class Driver:
         group = placement_group([bundle], bundle_label_selector=[selector] if selector else None)
         print(f"waiting for a node with {bundle} {selector or ''}", flush=True)  # noqa: T201
         try:
-            if not self._is_placed(ray, group):
-                return 0
-            return self._train(ray, self._actor(ray, group, bundle))
-        except TryLater as error:
-            print(error, file=sys.stderr)  # noqa: T201
-            return EXIT_TRY_LATER
+            if self._is_placed(ray, group):
+                self._train(ray, self._actor(ray, group, bundle))
         except ray.exceptions.RayTaskError:  # of this file, on the node
             raise
         except ray.exceptions.RayError as error:
             # Whether its worker still trains is not known here: the lease of the run decides.
             why = [line.strip() for line in str(error).splitlines() if line.strip()]
-            print(f"the worker was not started, or its node is lost: {why[-1]}", file=sys.stderr)  # noqa: T201
-            return EXIT_TRY_LATER
+            raise TryLater(f"the worker was not started, or its node is lost: {why[-1]}") from error
         finally:
             remove_placement_group(group)
+            time.sleep(_FORWARD_SECONDS)
+            ray.shutdown()
 
     def _is_placed(self, ray: Any, group: Any) -> bool:
         """Wait for the cluster; return False if the job is stopped before."""
@@ -141,12 +139,12 @@ class Driver:
         )
         return options.remote()
 
-    def _train(self, ray: Any, bundle: Any) -> int:
+    def _train(self, ray: Any, bundle: Any) -> None:
         """Start the worker and wait for its end; pass a request to stop on."""
         given = self._arguments
         started = bundle.start.remote(given.run, given.lease_epoch, given.kind, given.devices, given.label)
         if not self._is_done(ray, started, _START_SECONDS, "the node with the place started no worker"):
-            return 0  # the actor ends with its place, and the worker with the actor
+            return  # the actor ends with its place, and the worker with the actor
         node = ray.get(started)
         print(f"the worker is on {node}", flush=True)  # noqa: T201
         was_asked = False
@@ -162,21 +160,28 @@ class Driver:
             if ended is not None:
                 break
         code, last_line = ended
-        if code == 0 or was_asked:
-            return 0
-        print(f"the worker on {node} ended with {code}: {last_line}", file=sys.stderr)  # noqa: T201
-        return EXIT_TRY_LATER if code == EXIT_TRY_LATER else 1
+        if code != 0 and not was_asked:
+            kind = TryLater if code == EXIT_TRY_LATER else SetupError
+            raise kind(f"the worker on {node} ended with {code}: {last_line}")
 
 
 def main() -> int:
-    """Run the job with the arguments of the command line."""
+    """Run the job with the arguments of the command line; the last line says what failed.
+
+    It is printed without a connection to Ray, which prints what an actor says as it is killed until then.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run")
     parser.add_argument("lease_epoch", type=int)
     parser.add_argument("--devices", type=int, required=True)
     parser.add_argument("--kind", choices=["cuda", "cpu"], default="cuda", help="kind of the devices")
     parser.add_argument("--label", action="append", default=[], help="label of the node, key=value")
-    return Driver(parser.parse_args()).run()
+    try:
+        Driver(parser.parse_args()).run()
+    except SetupError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return EXIT_TRY_LATER if isinstance(error, TryLater) else 1
+    return 0
 
 
 if __name__ == "__main__":
