@@ -82,7 +82,7 @@ class Ranks:
         libraries authenticate anybody.
 
         Raises:
-            RankZeroUnreachableError: rank 0, on another host, cannot be reached from this one.
+            RankZeroUnreachableError: another rank than 0, of a run on several hosts, cannot reach rank 0.
         """
         if place is None:
             return cls()
@@ -106,7 +106,7 @@ class Ranks:
                     _BACKENDS[kind], store=store, rank=place.rank, world_size=place.size, timeout=NEVER
                 )
             except RuntimeError as error:
-                if place.address is None or is_peer_lost(error):
+                if place.rank == 0 or place.address is None or is_peer_lost(error):
                     raise
                 # The interface of a host can be away for a time, as after a restart of the host.
                 raise RankZeroUnreachableError(f"interface {place.interface}: {one_line(error)}") from error

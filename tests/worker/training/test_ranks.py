@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -295,6 +296,21 @@ def test_a_rank_of_another_host_whose_interface_has_no_address_could_not_reach_r
     outcome = forks.wait()
     assert outcome.code == EXIT_RANK_ZERO_UNREACHABLE
     assert "interface none0: " in outcome.stderr and outcome.of("result") == []
+
+
+def test_rank_0_of_several_hosts_whose_interface_has_no_address_reports_that(
+    forks: Forks, models: Callable[[float], Path], tmp_path: Path
+) -> None:
+    path, data_format = make_data(tmp_path, "lora", 40)
+    job = make_job(tmp_path / "run", models(0.0), path, data_format=data_format, **_COMMON, method="lora", lora_r=4)
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        port = reserved.getsockname()[1]
+    place = RankPlace(0, 2, f"tcp://127.0.0.1:{port}", 0, 1, "none0")
+    forks.start(job, arguments=place.arguments())
+    outcome = forks.wait()
+    assert outcome.code == 1
+    message = outcome.result["error"]["message"]
+    assert "Unable to find address for: none0" in message and "RankZeroUnreachable" not in message
 
 
 @pytest.mark.parametrize(
