@@ -62,6 +62,7 @@ def worker(
     """Run only a worker, with one run at a time on each of its devices (ANNEAL_SLOTS).
 
     Beside `anneal up` on the same machine it needs no settings, as it uses the servers of ANNEAL_HOME.
+
     Example: `ANNEAL_DATABASE_URL=postgresql://… ANNEAL_REDIS_URL=redis://… anneal worker`
 
     With --drain, running workers accept no new runs, finish their current runs, and exit. The command shows the
