@@ -126,12 +126,12 @@ class _Predictions:
                 found[run.run_id] = self._prediction(None, None, "low", reason.message.rstrip("."))
                 continue
             estimate = forecast.estimate(row, worker.offer.device) if worker and start.start < math.inf else None
-            found[run.run_id] = self._pending(start, estimate)
+            found[run.run_id] = self._pending(start, estimate, row.has_room)
         return found
 
-    def _pending(self, start: PredictedStart, estimate: Estimate | None) -> Prediction:
+    def _pending(self, start: PredictedStart, estimate: Estimate | None, has_room: bool) -> Prediction:
         runs = f"{start.before} {'run is' if start.before == 1 else 'runs are'} before it"
-        ahead = runs if start.before and start.start else "it is next"
+        ahead = _QUOTA if not has_room else runs if start.before and start.start else "it is next"
         if math.isinf(start.start):
             why = "it is unknown when a device is free, because the duration of a run before it is unknown"
             return self._prediction(None, None, "low", f"{ahead}, and {why}")

@@ -153,6 +153,7 @@ def test_a_quota_delays_the_predicted_start_of_the_runs_that_it_limits(settings:
     mark_run(engine, first.id, total_steps=20)
     one, two = predicted()
     assert two.start_at == one.finish_at, "it is not claimed before, although devices are free"
+    assert two.basis.startswith("It waits until the quota of its key or experiment has room; ")
     mark_run(engine, first.id, total_steps=None, config={**CONFIG, "base_model": "unlike"})
     with engine.begin() as connection:
         connection.execute(text("DELETE FROM run_timings"))
