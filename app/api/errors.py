@@ -286,8 +286,8 @@ async def _validation_error(request: Request, error: Exception) -> Response:
     found, body = from_validation(invalid_request.errors(), known), invalid_request.body
     is_run = any(isinstance(model, type) and issubclass(model, RunCreate) for model in models)
     # A configuration that is too large is an error of its own.
-    is_judged = any(one.field.partition(".")[0] == "config" for one in found)
-    if is_run and not is_judged and isinstance(body, dict) and isinstance(body.get("config"), dict):
+    is_config_wrong = any(one.field.partition(".")[0] == "config" for one in found)
+    if is_run and not is_config_wrong and isinstance(body, dict) and isinstance(body.get("config"), dict):
         found += await asyncio.to_thread(_errors_in_config, body)
     return problem_response(request.scope, invalid(found))
 
