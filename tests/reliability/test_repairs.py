@@ -147,7 +147,7 @@ class TestPostmortem:
         stack.until(run_id, "failed")
         found = postmortem(stack, run_id)
         assert (found["exit_signal"], found["code"]) == ("SIGSEGV", "trainer_crashed")
-        assert "crashed (SIGSEGV) during training" in found["probable_cause"]
+        assert "crashed (SIGSEGV) in the training process during training" in found["probable_cause"]
         assert found["correction"] is None
         assert (
             "hung during evaluating"
