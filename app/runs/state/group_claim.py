@@ -124,7 +124,7 @@ def claim_with_others(worker_id: str, backends: list[str], lease_seconds: float)
             candidate.c.lease_epoch == wanted.c.lease_epoch,
             is_whole,
         )
-        .with_for_update(of=candidate, skip_locked=True)
+        .with_for_update(of=candidate, key_share=True, skip_locked=True)
         .cte("picked")
     )
     moved, parts = claimed(picked, worker_id, lease_seconds)

@@ -205,7 +205,8 @@ def claim(
         .where(candidate.c.status == PENDING, candidate.c.stop_requested_at.is_(None))
         .order_by(first.c.priority.desc(), first.c.used, first.c.id)
         .limit(1)
-        .with_for_update(of=candidate, skip_locked=True)
+        # NO KEY UPDATE: a row that refers to the run and is being inserted, such as its estimate, must not hide it.
+        .with_for_update(of=candidate, key_share=True, skip_locked=True)
         .cte("picked")
     )
     moved, parts = claimed(picked, worker_id, lease_seconds)

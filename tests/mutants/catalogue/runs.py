@@ -88,7 +88,7 @@ MUTANTS = (
         name="claim-without-row-lock",
         promises=(3,),
         about="A claim does not lock the row it selects, so two workers get the same run.",
-        changes=(Change(_LIFECYCLE, "        .with_for_update(of=candidate, skip_locked=True)\n", ""),),
+        changes=(Change(_LIFECYCLE, "        .with_for_update(of=candidate, key_share=True, skip_locked=True)\n", ""),),
         test=f"{_STATES}::TestClaim::test_a_run_that_another_is_just_claiming_is_skipped",
     ),
     Mutant(

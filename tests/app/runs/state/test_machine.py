@@ -4,12 +4,13 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, insert, text
 from sqlalchemy.exc import IntegrityError
 
 from app.config import Settings
 from app.infra.db import sync_engine
 from app.runs.state import machine
+from app.tables.runs import StoredEstimate
 from tests.rows import add_run, add_worker, claim, events_of, run_row
 from tests.waiting import eventually
 
@@ -119,6 +120,14 @@ class TestClaim:
         assert got == [None]
         row = run_row(engine, run.id)
         assert (row.lease_owner, row.lease_epoch, row.attempt) == (one, 1, 1)
+
+    def test_a_run_to_which_something_is_just_being_added_is_not_skipped(self, engine: Engine) -> None:
+        """An estimate is stored just when the worker has its hint, and the next hint is a second away."""
+        run, worker = add_run(engine), add_worker(engine)
+        with engine.begin() as storing:
+            storing.execute(insert(StoredEstimate).values(run_id=run.id, estimate={}))
+            row = claim(engine, worker)
+        assert row is not None and row.id == run.id
 
     def test_a_second_thread_of_a_worker_sees_what_the_first_left(self, engine: Engine) -> None:
         for _ in range(2):
