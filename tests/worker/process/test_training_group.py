@@ -74,7 +74,7 @@ def launcher(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 class TestEndOfAll:
-    """What happens to one process keeps none of the others alive."""
+    """An error in ending one process does not leave another one running."""
 
     @pytest.fixture
     def processes(self, launcher: Launcher, tmp_path: Path) -> list[TrainingProcess]:

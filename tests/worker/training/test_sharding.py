@@ -28,6 +28,7 @@ from worker.wire.rank_place import EXIT_PEER_LOST
 _TOLERANCE = 1e-6
 _REPLICAS, _SHARDED = {"devices": 2}, {"devices": 2, "sharded": True}
 _ONE = {"devices": 1}
+_FEW_STEPS = {"method": "full", "optim": "adamw_torch", "max_steps": 4, "batch_size": 2}
 _SAVES: dict[str, Any] = {
     "method": "full", "optim": "adamw_torch", "max_seq_length": 64, "batch_size": 2, "gradient_accumulation_steps": 1,
     "learning_rate": 1e-2, "max_steps": 6, "save_steps": 2, "save_total_limit": None,
@@ -185,9 +186,8 @@ def test_a_part_that_a_device_cannot_send_ends_it_and_keeps_no_other_waiting(
     save_steps: int,
 ) -> None:
     data, data_format = make_data(tmp_path, "full", 40)
-    config = {"method": "full", "optim": "adamw_torch", "max_steps": 4, "save_steps": save_steps, "batch_size": 2}
     job, other = (
-        make_job(tmp_path / name, models(0.0), data, data_format=data_format, **config)
+        make_job(tmp_path / name, models(0.0), data, data_format=data_format, **_FEW_STEPS, save_steps=save_steps)
         | {"sharded": True, "shares_folder": False}
         for name in ("first", "second")
     )
@@ -208,8 +208,9 @@ def test_a_part_that_a_device_cannot_write_fails_the_checkpoint(
     save_steps: int,
 ) -> None:
     data, data_format = make_data(tmp_path, "full", 40)
-    config = {"method": "full", "optim": "adamw_torch", "max_steps": 4, "save_steps": save_steps, "batch_size": 2}
-    job = make_job(tmp_path / "run", models(0.0), data, data_format=data_format, **config) | {"sharded": True}
+    job = make_job(
+        tmp_path / "run", models(0.0), data, data_format=data_format, **_FEW_STEPS, save_steps=save_steps
+    ) | {"sharded": True}
     done = two_ranks.run_to_end_of_first(job, second={"file_bytes": 20_000})
     assert done.result["outcome"] == "failed", done.result
     assert done.result["error"]["code"] == "disk_full"
