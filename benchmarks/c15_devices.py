@@ -16,7 +16,7 @@ from typing import Any
 from tests.stack import Stack
 from tests.worker.training.tiny import make_chat_dataset, make_tiny_model
 
-ROUNDS = 9
+ROUNDS = 31
 CONFIG: dict[str, Any] = {
     "base_model": "tiny", "method": "lora", "lora_r": 4, "batch_size": 2, "gradient_accumulation_steps": 1,
     "max_seq_length": 128, "optim": "adamw_torch", "save_steps": 100_000,
