@@ -201,7 +201,8 @@ def test_a_killed_worker_of_the_lead_ends_the_other_parts_and_the_run_goes_on(ho
 @pytest.mark.full
 def test_a_worker_of_a_part_that_is_frozen_for_three_lease_times_writes_nothing_afterwards(hosts: Hosts) -> None:
     hosts.add()
-    run_id = hosts.start(max_steps=60)
+    # More steps than the two hosts train until the lease of the frozen worker has expired.
+    run_id = hosts.start(max_steps=round(150 * hosts.stack.slowness))
     hosts.stack.until_step(run_id, 15, timeout=120)
     lead, (other,) = hosts.of(run_id)
     before, lost = hosts.trainers(lead) + hosts.trainers(other), hosts.id_of(other)
