@@ -5,6 +5,7 @@ Imports nothing heavy: the `fake` backend and the tests use it without torch.
 
 import json
 import os
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +18,9 @@ from worker.wire.reporter import plain, write_all
 class Journal:
     """The trainers' own record of what ran when: one file per run, shared by all its attempts.
 
-    A line is written immediately and in one piece; start, save and stop are on disk before the call returns,
-    steps within 0.2 s.
+    A line is written immediately and in one piece, and none is older than the one before it, whatever thread writes it:
+    checkpoints are saved beside the training. Start, save and stop are on disk before the call returns, steps within
+    0.2 s.
     """
 
     SYNC_SECONDS = 0.2
@@ -28,6 +30,7 @@ class Journal:
         self._attempt = attempt
         self._boot_id = boot_id()
         self._synced = 0.0
+        self._order = threading.Lock()
         self._file = None if path is None else os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = 0 if self._file is None else os.fstat(self._file).st_size
         # A power failure may have truncated the last line of an earlier attempt; ours must start on a new one.
@@ -56,11 +59,13 @@ class Journal:
     def _write(self, event: dict[str, Any], sync: bool) -> None:
         if self._file is None:
             return
-        now = time.clock_gettime(time.CLOCK_BOOTTIME)
-        about = {"attempt": self._attempt, "pid": os.getpid(), "boot_id": self._boot_id, "t": now}
-        line = json.dumps({**event, **about}, default=plain) + "\n"
-        write_all(self._file, ("\n" + line if self._torn else line).encode())
-        self._torn = False
+        with self._order:
+            now = time.clock_gettime(time.CLOCK_BOOTTIME)
+            about = {"attempt": self._attempt, "pid": os.getpid(), "boot_id": self._boot_id, "t": now}
+            line = json.dumps({**event, **about}, default=plain) + "\n"
+            write_all(self._file, ("\n" + line if self._torn else line).encode())
+            self._torn = False
+        # Not under the lock: no step waits for the disk because of a save.
         if sync:
             os.fsync(self._file)
         elif now - self._synced >= self.SYNC_SECONDS:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,21 @@ class TestJournal:
         assert events[1]["samples"] == [4, 5]
         assert {(event["attempt"], event["pid"], event["boot_id"]) for event in events} == {(3, os.getpid(), boot_id())}
         assert [event["t"] for event in events] == sorted(event["t"] for event in events)
+
+    def test_lines_of_several_threads_are_in_the_order_of_their_times(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(os, "fsync", lambda _: None)  # a disk would leave little time for others
+        journal = Journal(tmp_path / "j", 1)
+        often = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                list(pool.map(journal.save, range(4000)))
+        finally:
+            sys.setswitchinterval(often)
+        times = [event["t"] for event in read_journal(tmp_path / "j")]
+        assert len(times) == 4000 and times == sorted(times)
 
     def test_attempts_share_one_file(self, tmp_path: Path) -> None:
         for attempt in (1, 2):
