@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Dialog, Locator, Page, TimeoutError, ViewportSize, expect
+from playwright.sync_api import Browser, Dialog, Locator, Page, Route, TimeoutError, ViewportSize, expect
 from sqlalchemy import Engine
 
 from app.config import Settings
@@ -459,6 +459,25 @@ def _scroll(log: Locator, edge: str, reached: Locator) -> bool:
 
 
 class TestNewRun:
+    def test_errors_of_what_the_form_held_before_do_not_prevent_a_start(self, page: Page, dataset: str) -> None:
+        checks: list[Route] = []
+        page.route("**/v1/runs/validate", lambda route: checks.append(route))
+        start = page.get_by_role("button", name="Start the run")
+        page.goto(f"/new?dataset={dataset}")
+        page.locator("#field-base_model").fill("any")
+        page.get_by_text("Placement and restarts").click()
+        wrong: dict[str, Any] = {"valid": False, "warnings": [], "effective_config": None}
+        wrong["errors"] = [{"field": "config.base_model", "code": "model_not_found", "message": "No such model."}]
+        eventually(lambda: (page.wait_for_timeout(20), checks)[1], what="a check")
+        checks[0].fulfill(json=wrong)
+        expect(start).to_be_disabled()
+        page.locator("#field-backend").select_option("fake")
+        eventually(lambda: (page.wait_for_timeout(20), len(checks) > 1)[1], what="another check")
+        expect(page.get_by_text("No such model.").first).to_be_visible()
+        expect(start).to_be_enabled()
+        checks[1].fulfill(json=wrong)
+        expect(start).to_be_disabled()
+
     def test_keeps_its_draft_over_a_reload_and_starts_what_it_shows(
         self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
     ) -> None:

@@ -8,7 +8,7 @@ const LAST_RETRY_MS = 15_000;
 
 /**
  * @template T
- * @typedef {{ data: T | undefined, error: ApiError | null, reload: () => void }} Resource
+ * @typedef {{ data: T | undefined, error: ApiError | null, isCurrent: boolean, reload: () => void }} Resource
  */
 
 /**
@@ -65,6 +65,7 @@ export function useResource(read, key, { keep = true, everyMs } = {}) {
   return {
     data: isCurrent || keep ? state.data : undefined,
     error: isCurrent ? state.error : null,
+    isCurrent,
     reload: () => setAgain((count) => count + 1),
   };
 }

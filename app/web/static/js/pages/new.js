@@ -145,6 +145,8 @@ function Form({ schema, start, place }) {
     });
   };
   const errors = settled ? (foundIn(checked)?.errors ?? []) : [];
+  // Errors of what the form held before prevent no start: a click would be lost if they arrived during it.
+  const isRefused = checked.isCurrent && settled === JSON.stringify(body) && errors.length > 0;
   const shownErrors = new Map(/** @type {[string, string][]} */ (errors.map((/** @type {any} */ one) => [one.field, one.message])));
   for (const [name, text] of Object.entries(texts)) {
     try {
@@ -163,7 +165,7 @@ function Form({ schema, start, place }) {
   return html`<form onSubmit=${submit}>
     <div class="head center"><h1 class="grow">New run</h1><div class="acts">
       <button type="button" class="btn quiet" onClick=${() => setDraft(emptyDraft())}>Clear</button>
-      <button class="btn primary" disabled=${!isReady || action.busy || errors.length > 0}>${action.busy ? 'Starting …' : 'Start the run'}</button></div></div>
+      <button class="btn primary" disabled=${!isReady || action.busy || isRefused}>${action.busy ? 'Starting …' : 'Start the run'}</button></div></div>
     ${action.error && html`<div class="box"><${Failure} error=${action.error} /></div>`}
     <div class="two">
       <div class="side">
