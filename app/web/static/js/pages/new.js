@@ -128,7 +128,8 @@ function Form({ schema, start, place }) {
   };
   const body = requestOf(values, config);
   const isReady = Boolean(values.dataset_id && config.base_model && Object.keys(texts).length === 0);
-  const settled = useSettled(isReady ? JSON.stringify(body) : '', SETTLE_MS);
+  const request = JSON.stringify(body);
+  const settled = useSettled(isReady ? request : '', SETTLE_MS);
   const checked = useResource(() => post('/v1/runs/validate', JSON.parse(settled)), settled ? `validate ${settled}` : null);
   const estimate = useResource(() => post('/v1/runs/estimate', JSON.parse(settled)), settled && checked.data?.valid ? `estimate ${settled}` : null);
   const action = useAction();
@@ -137,8 +138,7 @@ function Form({ schema, start, place }) {
     event.preventDefault();
     action.run(async () => {
       // The same key for the same request: a repeated click, or one after a broken connection, starts no second run.
-      const text = JSON.stringify(body);
-      if (sent.current.text !== text) sent.current = { text, key: newKey() };
+      if (sent.current.text !== request) sent.current = { text: request, key: newKey() };
       const made = await post('/v1/runs', body, { 'Idempotency-Key': sent.current.key });
       sessionStorage.removeItem(place);
       go(`/runs/${made.id}`);
@@ -146,7 +146,7 @@ function Form({ schema, start, place }) {
   };
   const errors = settled ? (foundIn(checked)?.errors ?? []) : [];
   // Errors of what the form held before prevent no start: a click would be lost if they arrived during it.
-  const isRefused = checked.isCurrent && settled === JSON.stringify(body) && errors.length > 0;
+  const isRefused = checked.isCurrent && settled === request && errors.length > 0;
   const shownErrors = new Map(/** @type {[string, string][]} */ (errors.map((/** @type {any} */ one) => [one.field, one.message])));
   for (const [name, text] of Object.entries(texts)) {
     try {
