@@ -130,7 +130,8 @@ def loud(tokenizer: PreTrainedTokenizerBase) -> str:
 class Tally(TrainerCallback):
     """Counts what it is called for, asks for a checkpoint, ends training after some steps, or fails."""
 
-    def __init__(self, save_at: int = 0, end_at: int = 0, fail_at: int = 0) -> None:
+    def __init__(self, save_at: int = 0, end_at: int = 0, fail_at: int = 0, report_as: str | None = None) -> None:
+        self.report_as = report_as
         self.count = {"starts": 0, "ends": 0, "metrics": 0}
         self.seen: list[float] = []
         self.at = {"save": save_at, "end": end_at, "fail": fail_at}
@@ -144,6 +145,9 @@ class Tally(TrainerCallback):
             raise ValueError("the tally is full")
         control.should_save = state.global_step == self.at["save"]
         control.should_training_stop = state.global_step == self.at["end"]
+
+    def report_metrics(self) -> dict[str, Any]:
+        return {} if self.report_as is None else {self.report_as: torch.tensor(self.count["ends"])}
 
     def on_metrics(self, args: Any, state: Any, control: Any, metrics: Any, **more: Any) -> None:
         self.count["metrics"] += 1

@@ -27,6 +27,8 @@ class ServiceTrainer(Protocol):
     """The `Sharding` of the model among the ranks, or None."""
     actions: Any
     """Live actions that wait for a step."""
+    plugin_callbacks: Any
+    """The `PluginCallbacks` of this run."""
     throughput: Any
     gpu_memory: Any
 

@@ -167,7 +167,9 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         }
         names = self.trainer.measures()
         measured = {ours: logs[theirs] for theirs, ours in names.items() if logs.get(theirs) is not None}
-        run.metric({**point, "extra": {**measured, **speed, **memory}}, state.max_steps)
+        extra = {**measured, **speed, **memory}
+        extra |= self.trainer.plugin_callbacks.reported_metrics({*point, *extra})
+        run.metric({**point, "extra": extra}, state.max_steps)
         run.state.last_metric = {name: point[name] for name in ("step", "epoch", "loss")}
         self.trainer.report_samples()
 

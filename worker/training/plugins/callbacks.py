@@ -1,12 +1,14 @@
 """Callbacks installed by the operator: `transformers.TrainerCallback` with two more events and a state in checkpoints.
 
 Beside the events of transformers, a callback may have `on_step_start`, called before each optimizer step, and
-`on_metrics`, called with `metrics`: a copy of each metric and evaluation that the run reports. With `state_dict()` and
-`load_state_dict(state)` its state, JSON of at most 1 MB, is part of every checkpoint.
+`on_metrics`, called with `metrics`: a copy of each metric and evaluation that the run reports. The numbers by name that
+`report_metrics()` returns are added to the next metric. With `state_dict()` and `load_state_dict(state)` its state,
+JSON of at most 1 MB, is part of every checkpoint.
 """
 
 import copy
 import json
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -14,6 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from app.contracts.plugins import Plugin
 from worker.training.plugins import registry
+from worker.training.plugins.metric_functions import named_numbers
 from worker.training.trainer_protocol import ServiceTrainer
 
 _EVENTS = sorted(name for name in vars(TrainerCallback) if name.startswith("on_"))
@@ -63,6 +66,30 @@ class PluginCallbacks(TrainerCallback):  # type: ignore[misc]
         for key, (name, callback) in self._callbacks.items():
             if key in states:
                 registry.guarded("callback", name, callback.load_state_dict, states[key])
+
+    def reported_metrics(self, reserved: Collection[str]) -> dict[str, float]:
+        """Return the metrics that callbacks add to the one that is about to be reported.
+
+        `reserved` has the names that the metric already has.
+
+        Raises:
+            TrainingFailure: `config_error` that names a callback whose metrics are not numbers by new names.
+        """
+        metrics: dict[str, float] = {}
+        for name, callback in self._callbacks.values():
+            if not hasattr(callback, "report_metrics"):
+                continue
+            reported = registry.guarded("callback", name, callback.report_metrics)
+            try:
+                numbers = named_numbers(reported)
+            except ValueError as error:
+                why = f"returned {error} from `report_metrics`, but must return numbers by name"
+                raise registry.plugin_error("callback", name, why) from error
+            if taken := sorted(numbers.keys() & {*reserved, *metrics}):
+                why = f"returned `{taken[0]}` from `report_metrics`, but metrics already have that: use another name"
+                raise registry.plugin_error("callback", name, why)
+            metrics |= numbers
+        return metrics
 
     def _state(self, name: str, callback: Any) -> Any:
         state = registry.guarded("callback", name, callback.state_dict)

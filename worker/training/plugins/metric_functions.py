@@ -158,19 +158,33 @@ class Evaluation:
                 result: Any = function.result()
             except Exception as error:
                 raise _wrong(name, f"failed in `result`: {error!r}") from error
-            if not isinstance(result, Mapping):
-                raise _wrong(
-                    name, f"returned {_type_name(result)} from `result`, but must return a dict of numbers by name"
-                )
-            for key, value in result.items():
-                number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-                if not isinstance(key, str) or isinstance(number, bool) or not isinstance(number, int | float):
-                    raise _wrong(name, f"returned {_type_name(value)} for {key!r}, but must return numbers by name")
+            try:
+                numbers = named_numbers(result)
+            except ValueError as error:
+                raise _wrong(name, f"returned {error} from `result`, but must return numbers by name") from error
+            for key, number in numbers.items():
                 metric_name = f"eval_{key}"
                 if metric_name in taken or metric_name in found:
                     raise _wrong(name, f"returned {key!r}, but evaluations already have a metric `{metric_name}`")
-                found[metric_name] = float(number)
+                found[metric_name] = number
         return found
+
+
+def named_numbers(metrics: Any) -> dict[str, float]:
+    """Convert what a plugin reports to numbers by name; a tensor of one element is a number.
+
+    Raises:
+        ValueError: it is not a mapping from names to numbers; the message says what it is instead.
+    """
+    if not isinstance(metrics, Mapping):
+        raise ValueError(_type_name(metrics))
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        if not isinstance(name, str) or isinstance(number, bool) or not isinstance(number, int | float):
+            raise ValueError(f"{_type_name(value)} for {name!r}")
+        numbers[name] = float(number)
+    return numbers
 
 
 def _wrong(name: str, why: str) -> TrainingFailure:

@@ -182,6 +182,31 @@ def test_an_error_of_a_callback_ends_the_run_and_names_it(
     assert ended.result["error"] == {"code": "config_error", "message": message}
 
 
+def test_metrics_that_a_callback_reports_are_part_of_each_metric(
+    forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    callbacks = [{"type": "tally", "report_as": "steps_seen"}]
+    config = CONFIG | {"max_steps": 4, "logging_steps": 2}
+    done = completed(forks.run(make_job(tmp_path, tiny_model, chats, extra={"callbacks": callbacks}, **config)))
+    assert [(metric["step"], metric["extra"]["steps_seen"]) for metric in done.of("metric")] == [(2, 2.0), (4, 4.0)]
+
+
+@pytest.mark.parametrize(
+    ("report_as", "expected"),
+    [
+        ("tokens", "returned `tokens` from `report_metrics`, but metrics already have that: use another name"),
+        ("loss", "returned `loss` from `report_metrics`, but metrics already have that: use another name"),
+    ],
+)
+def test_metric_of_a_callback_with_a_name_in_use_ends_the_run_and_names_it(
+    report_as: str, expected: str, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    callbacks = [{"type": "tally", "report_as": report_as}]
+    ended = forks.run(make_job(tmp_path, tiny_model, chats, extra={"callbacks": callbacks}, **CONFIG))
+    message = f"`anneal.callbacks` entry `tally` {expected}."
+    assert ended.result["error"] == {"code": "config_error", "message": message}
+
+
 def test_a_reward_is_learned_from_and_reported_under_its_name(forks: Forks, tiny_model: Path, tmp_path: Path) -> None:
     prompts = make_prompts(tmp_path / "prompts.jsonl", 8)
     rewards = [{"type": "plugin", "name": "brevity", "options": {"best": 5}}]
