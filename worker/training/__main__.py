@@ -31,6 +31,7 @@ from app.contracts.training_config.sequence_parallel import division_obstacle, s
 from app.contracts.training_config.validation import config_errors
 from worker.training.context import TrainingContext
 from worker.training.failures import Stopped, TrainingFailure, classify, one_line
+from worker.training.loop import memory
 from worker.training.methods.checkpoint_export import export_checkpoint
 from worker.training.model import loader
 from worker.training.output import gguf, hub_push
@@ -162,6 +163,7 @@ def _train(
         gguf.check(run)
         run.trackers = trackers.open_trackers(job, run.config, report)
     try:
+        memory.record_allocations(run)
         recipe = run.config.trainer_options.recipe
         if job.task is RunTask.export:
             result = export_checkpoint(run)

@@ -31,6 +31,7 @@ class ServiceTrainer(Protocol):
     """The `PluginCallbacks` of this run."""
     throughput: Any
     gpu_memory: Any
+    step_phases: Any
 
     accelerator: Any
     args: Any

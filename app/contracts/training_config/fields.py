@@ -37,6 +37,8 @@ BatchSize = Annotated[int, Field(ge=1, le=4096), COUNT]
 MOST_MICRO_BATCHES = 65_536
 MicroBatches = Annotated[int, Field(ge=1, le=MOST_MICRO_BATCHES), COUNT]
 
+Allocations = Annotated[int, Field(ge=1_000, le=10_000_000), COUNT]
+
 Rows = Annotated[int, Field(ge=1, le=1_000_000_000), COUNT]
 
 Length = Annotated[int, Field(ge=2, le=10_000_000), COUNT]
@@ -146,6 +148,18 @@ class TrainerOptions(Strict):
         default=False,
         description="Record the memory use of each of the first 10,000 steps in a file of the output; `true` also "
         "records every allocation on a GPU.",
+    )
+    memory_profile_entries: Annotated[Allocations, Traits(in_probe=False)] = Field(
+        default=100_000,
+        description="Maximum number of allocations that `memory_profile` `true` records: the last ones.",
+    )
+    wall_clock_breakdown: Annotated[bool, Traits()] = Field(
+        default=False,
+        description="Also report the seconds of forward passes, backward passes and the optimizer with each metric.",
+    )
+    eval_log_steps: Annotated[Steps | None, Traits(in_probe=False, needs_eval_data=True)] = Field(
+        default=None,
+        description="Batches of an evaluation between two lines in the log with its progress and loss so far.",
     )
     probe: Annotated[bool, Traits(in_probe=False)] = Field(
         default=False,

@@ -120,6 +120,9 @@ def method_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError
     if config.extra.get("probe") is True and config.extra.get("recipe") is not None:
         message = "cannot be measured by a probe: a recipe controls its own training and may not end after two steps"
         found.append(field_error("extra.recipe", "conflict", message))
+    if "extra.memory_profile_entries" in given and config.extra.get("memory_profile") is not True:
+        message = "has no effect unless `extra.memory_profile` is true; set that, or leave this out"
+        found.append(field_error("extra.memory_profile_entries", "conflict", message))
     if config.extra.get("prune_fraction") is not None and wants_adapter(config):
         message = "prunes a whole model, and this run trains an adapter; use method `full`, or `sft` with `lora_r` null"
         found.append(field_error("extra.prune_fraction", "conflict", message))

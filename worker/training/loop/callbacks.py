@@ -39,6 +39,12 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._step_began = time.monotonic()
 
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.trainer.step_phases.enter("optimizer")
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.trainer.step_phases.enter(None)
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         run, step = self.run, state.global_step
         run.report.alive()
@@ -167,7 +173,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         }
         names = self.trainer.measures()
         measured = {ours: logs[theirs] for theirs, ours in names.items() if logs.get(theirs) is not None}
-        extra = {**measured, **speed, **memory}
+        extra = {**measured, **speed, **self.trainer.step_phases.take(), **memory}
         extra |= self.trainer.plugin_callbacks.reported_metrics({*point, *extra})
         run.metric({**point, "extra": extra}, state.max_steps)
         run.state.last_metric = {name: point[name] for name in ("step", "epoch", "loss")}

@@ -221,10 +221,19 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
         with self.routing(counts=self._counts_batch(), in_evaluation=True) if together else nullcontext():
             found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         self._eval_means.add(found[0].item(), terms, self._metrics["eval"])
+        self._log_progress()
         if self.run.metric_factories:
             with torch.no_grad(), self.compute_loss_context_manager():
                 self.update_own_metrics(model, inputs)
         return found
+
+    def _log_progress(self) -> None:
+        every = self.run.config.trainer_options.eval_log_steps
+        if every is None or self._eval_batches % every or not self.run.ranks.is_first:
+            return
+        loss = "" if self.run.method.generates else f", loss {self._eval_means.loss:.4g} so far"
+        done = f"{self._eval_batches:,} of {self._eval_total:,} batches"
+        self.run.report.message(f"Evaluation at step {self.state.global_step:,}: {done}{loss}.")
 
     def routing(self, **options: bool) -> AbstractContextManager[None]:
         """During the block, every rank computes the auxiliary loss of the routers as `RouterLoss.over_ranks` says."""

@@ -13,9 +13,19 @@ from worker.training.context import TrainingContext
 from worker.training.run_state import MEMORY, MOST_RECORDS
 
 SNAPSHOT = "memory_snapshot.pickle"
-"""Every allocation on the GPU, for https://pytorch.org/memory_viz; a pickle, which others should not load."""
+"""The last allocations on the GPU, for https://pytorch.org/memory_viz; a pickle, which others should not load."""
 PROFILE = "memory_profile.json"
-_MAX_ALLOCATIONS = 100_000
+
+
+def records_allocations(run: TrainingContext) -> bool:
+    """Return True if every allocation on the GPU is recorded."""
+    return run.machine.kind == "cuda" and run.config.trainer_options.memory_profile is True
+
+
+def record_allocations(run: TrainingContext) -> None:
+    """Start to record the last allocations on the GPU, if the run asks for it; call before the model is loaded."""
+    if records_allocations(run):
+        torch.cuda.memory._record_memory_history(max_entries=run.config.trainer_options.memory_profile_entries)
 
 
 class GpuMemory:
@@ -63,15 +73,14 @@ class MemoryProfiler(TrainerCallback):  # type: ignore[misc]
         self._run = run
         self._gpu = gpu
         self._cuda = run.machine.kind == "cuda"
-        self._every_allocation = self._cuda and run.config.trainer_options.memory_profile is True
+        self._every_allocation = records_allocations(run)
         self._forward_backward: dict[str, float] = {}
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        if self._every_allocation:
-            torch.cuda.memory._record_memory_history(max_entries=_MAX_ALLOCATIONS)
+        entries = self._run.config.trainer_options.memory_profile_entries
         self._run.report.message(
             f"The memory of the first {MOST_RECORDS[MEMORY]:,} steps is saved with the output as `{PROFILE}`"
-            + (f", and the last {_MAX_ALLOCATIONS:,} allocations as `{SNAPSHOT}`." if self._every_allocation else ".")
+            + (f", and the last {entries:,} allocations as `{SNAPSHOT}`." if self._every_allocation else ".")
         )
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:

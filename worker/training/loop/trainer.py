@@ -25,6 +25,7 @@ from worker.training.loop.actions import Actions
 from worker.training.loop.anomalies import REMEMBERED, Anomaly, AnomalyGuard
 from worker.training.loop.evaluation import EvaluationMixin
 from worker.training.loop.memory import GpuMemory
+from worker.training.loop.step_phases import StepPhases
 from worker.training.loop.throughput import Throughput
 from worker.training.model import flops
 from worker.training.model.expert_parallel import obstacle as expert_obstacle
@@ -71,6 +72,9 @@ class ServiceTrainerMixin(EvaluationMixin):
         self.replaced: list[Replacement] = []
         self.throughput = Throughput()
         self.gpu_memory = GpuMemory()
+        self.step_phases = StepPhases(
+            is_enabled=run.config.trainer_options.wall_clock_breakdown, on_gpu=run.machine.kind == "cuda"
+        )
         self.guard = AnomalyGuard(run.config, run.job.auto_repairs)
         self.skips_step = False
         """True if an earlier attempt found the current step to be bad: it then changes nothing."""
@@ -180,6 +184,7 @@ class ServiceTrainerMixin(EvaluationMixin):
         if model.training:
             # Tokens are counted on all ranks, whose batches have about as many pairs.
             self.throughput.saw(self.token_pairs(inputs) * self.run.ranks.data_parallel_size)
+            self.step_phases.enter("forward")
         is_uneven = model.training and self._share != 1
         filler = _tokens(inputs) if is_uneven and self._share == 0 else 0
         with self._gathering_any_size() if is_uneven else nullcontext():
@@ -189,6 +194,8 @@ class ServiceTrainerMixin(EvaluationMixin):
         if is_uneven and num_items_in_batch is None:
             # The loss is the mean of the rows here, and gradients are the means of those of all ranks.
             loss = loss * self._share
+        if model.training:
+            self.step_phases.enter("backward")
         return loss
 
     def token_pairs(self, inputs: Any) -> Any:
@@ -222,6 +229,7 @@ class ServiceTrainerMixin(EvaluationMixin):
         else:
             with self.routing(counts=self._share > 0):
                 loss = super().training_step(model, inputs, num_items_in_batch)
+            self.step_phases.enter(None)
         self._micro_losses.append(loss.detach())
         return loss
 

@@ -38,6 +38,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("memory_profile", [{}, {"memory_profile": "steps"}])
+def test_bound_of_allocations_without_their_profile_is_refused(memory_profile: dict[str, Any]) -> None:
+    ((field, (code, message)),) = found({"extra": {"memory_profile_entries": 5000, **memory_profile}}).items()
+    assert (field, code) == ("extra.memory_profile_entries", "conflict")
+    assert "unless `extra.memory_profile` is true" in message
+    assert found({"extra": {"memory_profile_entries": "2k", "memory_profile": True}}) == {}
+
+
 @pytest.mark.parametrize("method", CONFIGS)
 class TestEveryMethod:
     def test_defaults_will_do(self, method: str) -> None:

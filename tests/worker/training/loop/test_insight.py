@@ -84,6 +84,37 @@ class TestThroughput:
         assert inside <= elapsed - beside
         assert all(record["extra"]["data_seconds"] > 0 for record in metrics)
 
+    @pytest.mark.parametrize("method", ["sft", "dpo"])
+    def test_wall_clock_breakdown_divides_the_time_of_steps_into_phases(
+        self, method: str, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        rows = chats if method == "sft" else make_pairs(tmp_path / "pairs.jsonl", 8)
+        options = {"data_format": "chat" if method == "sft" else "preference"}
+        objective = {"method": method, "lora_r": 4, "load_in_4bit": False}
+        config = objective | COMMON | {"extra": {"wall_clock_breakdown": True}}
+        done = completed(forks.run(make_job(tmp_path, tiny_model, rows, **options, **config)))
+        for metric in done.of("metric"):
+            phases = [metric["extra"][f"{phase}_seconds"] for phase in ("forward", "backward", "optimizer")]
+            assert min(phases) > 0
+            assert 0.5 * metric["extra"]["step_seconds"] < sum(phases) <= metric["extra"]["step_seconds"]
+
+    def test_eval_log_steps_logs_progress_and_loss_of_each_evaluation(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        extra = {"eval_log_steps": 2, "eval_batch_size": 8}
+        config = METHODS["lora"] | COMMON | {"eval_steps": 2, "extra": extra}
+        done = completed(forks.run(make_job(tmp_path, tiny_model, chats, eval_data=chats, **config)))
+        lines = [record["line"] for record in done.of("message") if "batches" in record["line"]]
+        (last,) = [record["metrics"]["eval_loss"] for record in done.of("eval")][-1:]
+        batches = len(chats.read_text().splitlines()) // 8
+        steps = [record["step"] for record in done.of("eval")]
+        places = [(step, batch) for step in steps for batch in range(2, batches + 1, 2)]
+        assert len(places) == len(lines) > 0
+        for line, (step, batch) in zip(lines, places, strict=True):
+            assert line.startswith(f"Evaluation at step {step}: {batch} of {batches} batches, loss ")
+        if batches % 2 == 0:  # the last line is about all batches
+            assert f"loss {last:.4g} so far." in lines[-1]
+
 
 def mfu_of(done: Outcome) -> list[float]:
     return [record["extra"]["mfu"] for record in done.of("metric")]
@@ -172,7 +203,7 @@ class TestGpuMemory:
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
         monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **given: calls.append(given))
         monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"pickled"))
-        config = TrainingConfig(base_model="tiny", extra={"memory_profile": True})
+        config = TrainingConfig(base_model="tiny", extra={"memory_profile": True, "memory_profile_entries": 2000})
         silent: Any = type("Silent", (), {"message": lambda self, line: None})()
         run = TrainingContext(
             make_spec(tmp_path),
@@ -183,6 +214,7 @@ class TestGpuMemory:
             silent,
             silent,
         )
+        memory.record_allocations(run)  # before the model is loaded
         profiler = memory.MemoryProfiler(run, memory.GpuMemory())
         state, nothing = TrainerState(global_step=1), None
         profiler.on_train_begin()
@@ -195,7 +227,7 @@ class TestGpuMemory:
         (step,) = json.loads((output / "memory_profile.json").read_text())["steps"]
         assert (step["forward_backward"]["peak_mb"], step["optimizer"]["peak_mb"]) == (2.0, 3.0)
         assert (output / "memory_snapshot.pickle").read_bytes() == b"pickled"
-        assert [list(given) for given in calls] == [["max_entries"], ["enabled"]]
+        assert calls == [{"max_entries": 2000}, {"enabled": None}]
 
 
 class TestHistory:

@@ -25,7 +25,11 @@ const KNOWN = /** @type {[string, string, string, (value: number | null | undefi
 ]);
 
 /** @type {Record<string, string>} Titles of the charts of series whose values are sums since the metric before. */
-const PER_STEP = { 'extra.step_seconds': 'Seconds per step', 'extra.data_seconds': 'Wait for data per step, seconds' };
+const PER_STEP = {
+  'extra.step_seconds': 'Seconds per step', 'extra.data_seconds': 'Wait for data per step, seconds',
+  'extra.forward_seconds': 'Forward per step, seconds', 'extra.backward_seconds': 'Backward per step, seconds',
+  'extra.optimizer_seconds': 'Optimizer per step, seconds',
+};
 
 /** @param {{ store: RunStore }} props */
 export function Charts({ store }) {
