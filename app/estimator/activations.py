@@ -32,12 +32,8 @@ class Precision:
     @classmethod
     def of(cls, config: TrainingConfig, device: Device) -> "Precision":
         """Return the precision that a worker uses on that kind of device for an effective configuration."""
-        gpu = device == "cuda"
-        return cls(
-            device=device,
-            autocast=gpu,
-            base=2 if gpu and config.lora_r is not None else 4,
-        )
+        half = config.dtype != "float32" if device == "cuda" else config.dtype == "bfloat16"
+        return cls(device=device, autocast=half, base=2 if half and config.lora_r is not None else 4)
 
 
 @dataclass(frozen=True)

@@ -287,6 +287,11 @@ class TrainingConfig(Strict):
         default=None, gt=0, le=1000, description="NEFTune noise on embeddings; `null` disables it."
     )
 
+    dtype: Annotated[DType | None, Traits(affects="step_time")] = Field(
+        default=None,
+        description="Data type of the computation, and of frozen weights that are not quantized; trained weights have "
+        "32 bits. `null`: `bfloat16` on a GPU that supports it, `float16` on others, `float32` on a CPU.",
+    )
     load_in_4bit: Annotated[bool, Traits(affects="step_time", depends_on_method=True)] = Field(
         default=True,
         description="Load the base model in 4-bit; if unset, false for `full`, `lora`, without adapter and with 8-bit.",

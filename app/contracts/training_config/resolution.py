@@ -10,7 +10,13 @@ from app.contracts.errors import FieldError
 from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.optimizers import SHARDED_OPTIMIZERS
-from app.contracts.training_config.rules import DeviceCapabilities, machine_conflicts, method_conflicts, wants_adapter
+from app.contracts.training_config.rules import (
+    DeviceCapabilities,
+    default_dtype,
+    machine_conflicts,
+    method_conflicts,
+    wants_adapter,
+)
 
 LONGEST_SEQUENCE = 1_000_000
 """Maximum sequence length of a model whose tokenizer sets none, or a larger one."""
@@ -64,6 +70,7 @@ def resolve(
     replaced: list[Replacement] = []
     if machine is not None:
         found += machine_conflicts(config, given, machine)
+        update["dtype"] = config.dtype or default_dtype(machine)
         quantized = update.get("load_in_4bit", config.load_in_4bit)
         replaced = _replacements(config, given, machine, quantized)
     if sharded and config.optim not in SHARDED_OPTIMIZERS and "optim" not in given:
@@ -102,8 +109,10 @@ def _replacements(
             replace(
                 "gradient_checkpointing", False, "On a CPU it costs time, and the memory that it saves is not scarce."
             )
-        if four_bit and config.bnb_4bit_compute_dtype != "float32":
+        if four_bit and config.dtype is None and config.bnb_4bit_compute_dtype != "float32":
             replace("bnb_4bit_compute_dtype", "float32", "On this CPU, float32 is faster and more precise.")
-    elif four_bit and config.bnb_4bit_compute_dtype == "bfloat16" and not machine.bf16:
+    if four_bit and config.dtype not in (None, config.bnb_4bit_compute_dtype):
+        replace("bnb_4bit_compute_dtype", config.dtype, "4-bit layers compute in `dtype`.")
+    elif machine.kind == "cuda" and four_bit and config.bnb_4bit_compute_dtype == "bfloat16" and not machine.bf16:
         replace("bnb_4bit_compute_dtype", "float16", "This GPU does not support bfloat16.")
     return replaced

@@ -18,7 +18,7 @@ from app.contracts.training_config.field_traits import (
     NEEDS_SAMPLES,
     SUPERVISED_ONLY,
 )
-from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.fields import DType, TrainingConfig
 from app.contracts.training_config.optimizers import (
     ADAM_OPTIONS,
     OPTIMIZERS,
@@ -48,6 +48,13 @@ class DeviceCapabilities(BaseModel):
 def field_error(field: str, code: str, message: str) -> FieldError:
     """Create an error for a field; the message follows the field's name and has no final period."""
     return FieldError(field=field, code=code, message=f"`{field}` {message}.")
+
+
+def default_dtype(machine: DeviceCapabilities) -> DType:
+    """Return the data type in which a device computes if `dtype` is not set."""
+    if machine.kind == "cpu":
+        return "float32"
+    return "bfloat16" if machine.bf16 else "float16"
 
 
 def wants_adapter(config: TrainingConfig) -> bool:
@@ -102,6 +109,9 @@ def method_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError
             for name in FOUR_BIT_ONLY
             if name in given
         ]
+    if config.dtype == "float32" and (config.attn_implementation or "").startswith("flash_attention"):
+        message = f"is `{config.attn_implementation}`, which computes in 16 bits, but `dtype` is `float32`; use `sdpa`"
+        found.append(field_error("attn_implementation", "conflict", message))
     found += _objective_conflicts(config, given)
     found += _sample_conflicts(config, given)
     found += gguf_conflicts(config)
@@ -417,6 +427,12 @@ def machine_conflicts(config: TrainingConfig, given: set[str], machine: DeviceCa
         found.append(
             field_error("attn_implementation", code, f"is `{attention}`, which needs a GPU with flash-attn; use `sdpa`")
         )
+    if config.dtype == "bfloat16" and machine.kind == "cuda" and not machine.bf16:
+        found.append(
+            field_error("dtype", code, "is `bfloat16`, which this GPU does not support; use `float16`, or leave it out")
+        )
+    if config.dtype == "float16" and machine.kind == "cpu":
+        found.append(field_error("dtype", code, "is `float16`, which needs a GPU; use `bfloat16`, or leave it out"))
     compute = config.bnb_4bit_compute_dtype if "bnb_4bit_compute_dtype" in given else None
     if compute == "bfloat16" and machine.kind == "cuda" and not machine.bf16:
         found.append(

@@ -144,6 +144,18 @@ class TestOperations:
         assert operations(counted()).writing == 0
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "autocast", "base"),
+    [
+        ("cuda", "bfloat16", True, 2), ("cuda", "float16", True, 2), ("cuda", "float32", False, 4),
+        ("cpu", "float32", False, 4), ("cpu", "bfloat16", True, 2),
+    ],
+)  # fmt: skip
+def test_precision_follows_the_dtype_of_the_run(device: Any, dtype: Any, autocast: bool, base: int) -> None:
+    config = TrainingConfig(base_model="any", method="lora", dtype=dtype)
+    assert Precision.of(config, device) == Precision(device, autocast=autocast, base=base)
+
+
 class TestMemory:
     @pytest.mark.parametrize(
         ("asked", "sequences", "length"),

@@ -24,7 +24,7 @@ from trl.trainer.reward_trainer import suppress_seqcls_warning
 
 from app.contracts.attempt.device import AssignedDevice
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.rules import DeviceCapabilities
+from app.contracts.training_config.rules import DeviceCapabilities, default_dtype
 from worker.training.failures import TrainingFailure, device_failure
 from worker.training.model.base_model import BaseModelSource, load_failure
 
@@ -66,10 +66,11 @@ def _imports(package: str) -> bool:
 
 
 def weights_dtype(config: TrainingConfig, machine: DeviceCapabilities) -> torch.dtype:
-    """Return the dtype of the weights as loaded: 32 bits if they are trained, 16 if they are frozen on a GPU."""
-    if machine.kind == "cpu" or config.lora_r is None:
+    """Return the dtype of the weights as loaded: 32 bits if they are trained, that of the computation if frozen."""
+    if config.lora_r is None:
         return torch.float32
-    return torch.bfloat16 if machine.bf16 else torch.float16
+    dtype: torch.dtype = getattr(torch, config.dtype or default_dtype(machine))
+    return dtype
 
 
 def load_model(
@@ -149,7 +150,7 @@ def _attention(base: BaseModelSource, config: TrainingConfig, machine: DeviceCap
     if config.attn_implementation is not None:
         return config.attn_implementation
     # Every pass of our trainers has mixed precision, which computes 32-bit weights in 16 bits; a plugin's may not.
-    half = weights_dtype(config, machine) is not torch.float32 or config.trainer_options.recipe is None
+    half = config.dtype != "float32" and (config.lora_r is not None or config.trainer_options.recipe is None)
     flash = ("flash_attention_2", machine.flash_attention), ("flash_attention_3", machine.flash_attention_3)
     installed = next((name for name, is_installed in flash if is_installed), None)
     if machine.kind == "cuda" and installed and half:

@@ -37,7 +37,8 @@ class RewardScorer:
         """Fingerprint of the weights."""
         self._tokenizer = base_model.load_tokenizer(found)
         cuda = run.machine.kind == "cuda"
-        dtype = torch.bfloat16 if cuda and run.machine.bf16 else torch.float32
+        # With float16, scores would overflow sooner than those of a model in mixed precision.
+        dtype = torch.bfloat16 if run.config.dtype == "bfloat16" else torch.float32
         with heartbeat_while_growing(self._alive, found.folder):
             self._model = _load(found, self._named, dtype)
         text_config = self._model.config.get_text_config()

@@ -46,6 +46,28 @@ def effective(machine: DeviceCapabilities | None = CPU, **fields: Any) -> Any:
     return resolve(TrainingConfig.model_validate(given), given_fields(given), machine)
 
 
+class TestDtype:
+    @pytest.mark.parametrize(("machine", "expected"), [(CPU, "float32"), (GPU, "bfloat16"), (OLD_GPU, "float16")])
+    def test_default_follows_from_the_device(self, machine: DeviceCapabilities, expected: str) -> None:
+        assert effective(machine).config.dtype == expected
+
+    @pytest.mark.parametrize(
+        ("dtype", "machine"), [("bfloat16", CPU), ("float32", CPU), ("float16", GPU), ("float32", GPU)]
+    )
+    def test_quantized_layers_compute_in_the_dtype_that_was_set(self, dtype: str, machine: DeviceCapabilities) -> None:
+        resolved = effective(machine, dtype=dtype)
+        assert (resolved.config.bnb_4bit_compute_dtype, resolved.problems) == (dtype, [])
+
+    @pytest.mark.parametrize(("dtype", "machine"), [("bfloat16", OLD_GPU), ("float16", CPU)])
+    def test_dtype_that_the_device_lacks_is_refused(self, dtype: str, machine: DeviceCapabilities) -> None:
+        (error,) = effective(machine, dtype=dtype).problems
+        assert (error.field, error.code) == ("dtype", "not_on_this_machine") and "leave it out" in error.message
+
+    def test_flash_attention_in_32_bits_is_refused(self) -> None:
+        config = {"dtype": "float32", "attn_implementation": "flash_attention_2"}
+        assert codes(config) == {("attn_implementation", "conflict")}
+
+
 class TestFieldsAndDefaults:
     def test_every_default_is_the_contracts(self) -> None:
         config = TrainingConfig(base_model="tiny").model_dump(mode="json")
@@ -61,7 +83,7 @@ class TestFieldsAndDefaults:
             "early_stopping_patience": None, "on_non_finite": "stop", "on_spike": "ignore",
             "on_out_of_memory": "repair", "max_eval_rows": None, "export": "best", "output": "adapter", "gguf": None,
             "sample_steps": None, "sample_prompts": [], "sample_max_new_tokens": 64, "sample_temperature": 1.0,
-            "chat_template": None,
+            "chat_template": None, "dtype": None,
             "overfit_first_batch": False, "attn_implementation": None, "torch_compile": False,
             "activation_offload": False, "use_rslora": False, "use_dora": False, "modules_to_save": None,
             "neftune_noise_alpha": None, "revision": None, "report_to": [], "push_to_hub": None,

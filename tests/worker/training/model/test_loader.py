@@ -70,6 +70,35 @@ class TestPrecision:
             assert (after[name] != numbers).float().mean() > 0.9, name  # with 16 bits 4 % of them move
             assert torch.equal(after[name], resumed[name])
 
+    @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+    def test_a_run_in_bfloat16_trains_32_bit_weights_near_the_losses_of_32_bits_and_resumes_exactly(
+        self, method: str, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = {
+            "method": method, "learning_rate": 1e-3, "max_steps": 4, "save_steps": 2, "batch_size": 2,
+            "logging_steps": 1, "gradient_accumulation_steps": 1, "max_seq_length": 64, "optim": "adamw_torch",
+        }  # fmt: skip
+        precise, half = (
+            forks.run(make_job(tmp_path / dtype, tiny_model, chats, dtype=dtype, **config))
+            for dtype in ("float32", "bfloat16")
+        )
+        facts = half.of("config")[0]["facts"]
+        assert facts["weights_dtype"] == ("torch.float32" if method == "full" else "torch.bfloat16")
+        losses, in_half = ([metric["loss"] for metric in run.of("metric")] for run in (precise, half))
+        assert in_half != losses and in_half == pytest.approx(losses, rel=0.01)
+        again = make_job(
+            tmp_path / "bfloat16",
+            tiny_model,
+            chats,
+            dtype="bfloat16",
+            attempt=2,
+            resume_from=half.checkpoint(2),
+            **config,
+        )
+        assert forks.run(again).steps == {step: reported for step, reported in half.steps.items() if step > 2}
+        weights = "model" if method == "full" else "adapter_model"
+        assert {one.dtype for one in load_file(half.output / f"{weights}.safetensors").values()} == {torch.float32}
+
 
 class TestAttention:
     @pytest.mark.parametrize(
