@@ -1,4 +1,20 @@
-"""Floating-point operations of a whole run: training, reference model and generation of completions."""
+"""Floating-point operations (FLOPs) of matrix products: per training token, and of a whole run.
+
+Conventions, those of PaLM (https://arxiv.org/abs/2204.02311, appendix B) and Megatron-LM
+(https://arxiv.org/abs/2104.04473):
+
+- A product with a weight is 2 operations forward, 2 backward to its input if gradients propagate further, and 2
+  backward to the weight if it is trained. Embeddings are lookups and cost nothing. Of the experts, only those count
+  that a token is routed to. Dequantization is not counted.
+- Attention is 2 products of 2 operations for each pair of tokens of a sequence, and twice that backward. The causal
+  half is not subtracted, nor are pairs outside a sliding window.
+- The head counts for every token, although some kernels skip masked tokens.
+- Recomputation in the backward pass (`gradient_checkpointing`) counts for the hardware, not for MFU.
+- A reference model that runs in every step counts its forward pass. Generation, reward models and reference
+  log-probabilities computed once beforehand are not operations of a training token.
+- Norms, activations, the optimizer, and what an adapter computes once per batch (the norms of DoRA, the matrices added
+  to experts) are not products per token.
+"""
 
 from dataclasses import dataclass
 
@@ -7,7 +23,81 @@ from app.contracts.training_config.fields import TrainingConfig
 from app.estimator.activations import Activations, Checkpointing, Precision, activations
 from app.estimator.architecture import Architecture
 from app.estimator.forward_pass import Batch
-from app.estimator.steps import Plan, attention_of
+from app.estimator.steps import Plan
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Operations per token, and per pair of tokens of a sequence (its length squared)."""
+
+    token: int
+    pair: int
+
+    def total(self, tokens: float, pairs: float) -> float:
+        """Return the operations of so many tokens and pairs."""
+        return tokens * self.token + pairs * self.pair
+
+    def per_token(self, length: float) -> int:
+        """Return the operations per token in a sequence of `length` tokens."""
+        return round(self.token + length * self.pair)
+
+    def __add__(self, other: "Operations") -> "Operations":
+        return Operations(self.token + other.token, self.pair + other.pair)
+
+    def times(self, count: int) -> "Operations":
+        """Return the operations of `count` repetitions."""
+        return Operations(self.token * count, self.pair * count)
+
+
+@dataclass(frozen=True)
+class StepOperations:
+    """Operations of a training step."""
+
+    forward: Operations
+    """Forward pass of the model, without its reference."""
+    training: Operations
+    """Forward and backward passes, from which MFU is computed."""
+    recomputed: Operations
+    """Repeated in the backward pass."""
+
+    @property
+    def hardware(self) -> Operations:
+        """All operations that the device executes."""
+        return self.training + self.recomputed
+
+
+def step_operations(
+    model: Architecture, config: TrainingConfig, checkpointing: Checkpointing, *, reference_passes: int = 0
+) -> StepOperations:
+    """Return the operations of a step under an effective configuration, with forward passes of a reference model.
+
+    The reference is the base without its adapter, or a copy of it; both cost the same.
+
+    Raises:
+        CannotTrain: The model cannot be trained with this configuration.
+    """
+
+    def passes(config: TrainingConfig) -> list[Activations]:
+        # Operations depend neither on the precision nor on the kernel of attention.
+        precision = Precision("cpu", autocast=False, base=4)
+        return [activations(model, config, precision, Batch(1, length), checkpointing, "sdpa") for length in (1, 2)]
+
+    one, two = passes(config)
+    training = _by_length(one.operations, two.operations)
+    if reference_passes:
+        base_one, base_two = passes(config.model_copy(update={"lora_r": None}))
+        training += _by_length(base_one.forward, base_two.forward).times(reference_passes)
+    return StepOperations(
+        forward=_by_length(one.forward, two.forward),
+        training=training,
+        recomputed=_by_length(one.operations_again, two.operations_again),
+    )
+
+
+def _by_length(one: int, two: int) -> Operations:
+    """Return the operations that are `one` for a sequence of one token and `two` for a sequence of two tokens."""
+    pair = (two - 2 * one) // 2
+    return Operations(one - pair, pair)
 
 
 @dataclass(frozen=True)
@@ -24,30 +114,21 @@ class RunFlops:
     """Mean number of tokens that attend to each other."""
 
 
-def work(
-    model: Architecture, config: TrainingConfig, precision: Precision, planned: Plan, checkpointing: Checkpointing
-) -> RunFlops | None:
+def work(model: Architecture, config: TrainingConfig, planned: Plan, checkpointing: Checkpointing) -> RunFlops | None:
     """Return the operations of a run under an effective configuration; None if the number of tokens is not known.
 
     Attention grows with the square of the length, so it is computed for the mean length, not the longest.
     """
     if planned.tokens is None:
         return None
-    shape = Batch(1, max(round(planned.attended), 2))
-
-    def walked(run: TrainingConfig) -> Activations:
-        return activations(model, run, precision, shape, checkpointing, attention_of(model, config))
-
-    own = walked(config)
-    of_token = (own.operations + own.operations_again) / shape.tokens
+    length = max(round(planned.attended), 2)
     kl_passes = int(config.has_kl_passes)
-    of_token += kl_passes * own.forward / shape.tokens
-    if _runs_reference(config, planned):
-        # The forward pass of the base without its adapter equals that of a fully trained model.
-        base = walked(config.model_copy(update={"lora_r": None}))
-        of_token += (1 + kl_passes) * base.forward / shape.tokens
-    written = own.forward / shape.tokens if config.generation else 0.0
-    return RunFlops(planned.tokens, of_token * planned.tokens, written * planned.tokens, shape.length)
+    reference_passes = 1 + kl_passes if _runs_reference(config, planned) else 0
+    step = step_operations(model, config, checkpointing, reference_passes=reference_passes)
+    forward = step.forward.per_token(length)
+    training = step.hardware.per_token(length) + kl_passes * forward
+    written = forward if config.generation else 0
+    return RunFlops(planned.tokens, training * planned.tokens, written * planned.tokens, length)
 
 
 def uncounted_parts(config: TrainingConfig, planned: Plan) -> list[str]:

@@ -232,7 +232,8 @@ class Forward:
         tape, tokens = self.tape, self._batch.tokens
         sent, hidden = tokens * experts.of_a_token, self._model.hidden
         gate = self._loaded.layer(parts["mlp.gate"])
-        router = tape.linear(value, replace(gate, dropout=False))
+        # Peft adds the adapter to the router's matrix, as it does to those of experts.
+        router = tape.linear(value, replace(gate, trains=gate.trains or gate.rank > 0, rank=0))
         if router.grad:
             tape.save(Value(router.elements, 4, False))  # its probabilities
             tape.save(Value(sent, 8, False))

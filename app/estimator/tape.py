@@ -66,7 +66,7 @@ class Tape:
     saved: dict[int, int] = field(default_factory=dict)
     forward_operations: int = 0
     backward_operations: int = 0
-    """Operations of matrix products, as `worker.training.model.flops` counts them."""
+    """Operations of matrix products, as `app.estimator.flops` describes them."""
 
     @property
     def total(self) -> int:

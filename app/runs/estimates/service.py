@@ -300,7 +300,7 @@ def by_formula(
     if not thorough:
         fits = fits[:1]
     choice = first.choose(devices[0])
-    todo = work(model, first.config, first.precision, first.plan, choice.checkpointing) if thorough else None
+    todo = work(model, first.config, first.plan, choice.checkpointing) if thorough else None
     found = _run_estimate(model, first, devices[0], choice, fits, thorough)
     return (found if known.devices else _with_assumed_device(found, known.missing)), todo
 

@@ -51,7 +51,7 @@ def counted(rows: int = 100, mean: float = 100.0, largest: int = 100) -> Data:
 def operations(data: Data, *, model: Architecture | None = None, **asked: Any) -> Any:
     """What there is to do for a run."""
     config, model = effective(**asked), model or architecture.read(LLAMA)
-    found = work(model, config, Precision.of(config, "cuda"), plan(model, config, data), "off")
+    found = work(model, config, plan(model, config, data), "off")
     assert found is not None
     return found
 
@@ -96,7 +96,7 @@ class TestStepsAndTokens:
         model = architecture.read(LLAMA)
         found = plan(model, config, counted())
         assert (found.steps, found.tokens, found.batch.length) == (steps, None, 512)
-        assert work(model, config, Precision.of(config, "cuda"), found, "off") is None
+        assert work(model, config, found, "off") is None
 
 
 class TestOperations:
@@ -203,7 +203,7 @@ class TestMemory:
         shown: Any = estimates.EXAMPLE
         device, precision = shown["device"], Precision.of(config, "cuda")
         choice = memory_planner.choose(model, config, precision, planned.batch, device["memory_mb"] * 2**20)
-        todo = work(model, config, precision, planned, choice.checkpointing)
+        todo = work(model, config, planned, choice.checkpointing)
         assert shown["memory_mb"] == choice.memory.as_megabytes()
         assert shown["parameters"] == {"total": total(model), "trainable": trained(model, config).count}
         assert (shown["steps"], shown["tokens"]) == (planned.steps, planned.tokens)
@@ -328,7 +328,7 @@ class TestAConfigJson:
         planned, precision = plan(model, config, counted()), Precision.of(config, "cuda")
         choice = memory_planner.choose(model, config, precision, planned.batch, GIB)
         assert choice.memory.peak > 0 and min(choice.memory.as_megabytes().values()) >= 0
-        todo = work(model, config, precision, planned, choice.checkpointing)
+        todo = work(model, config, planned, choice.checkpointing)
         assert todo is not None and todo.training >= 0
         if not choice.fits:
             memory_planner.MemoryAdvice(model, config, precision, planned.batch.length, planned.rows).within(GIB)

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from worker.training.model.flops import Flops
+import torch
+
+from app.estimator.flops import Operations
 
 
 class Throughput:
@@ -15,10 +17,10 @@ class Throughput:
     """
 
     def __init__(self) -> None:
-        self.flops: Flops | None = None
-        """Operations per token; known before the first step."""
+        self.operations: Operations | None = None
+        """Operations of training; None if unknown, in which case there is no MFU."""
         self.peak_tflops: float | None = None
-        """Peak of the device in 10^12 operations per second; None if unknown, in which case there is no MFU."""
+        """Peak of all devices in 10^12 operations per second; None if unknown, in which case there is no MFU."""
         self._step_seconds = 0.0
         self._data_seconds = 0.0
         self._samples = 0
@@ -44,7 +46,7 @@ class Throughput:
         self._samples += samples
 
     def saw(self, pairs: Any) -> None:
-        """Record a forward pass over so many token pairs (`flops.pairs`), which may still be a tensor on the device."""
+        """Record a forward pass over so many token pairs (`token_pairs`), which may still be a tensor on the device."""
         self._pairs = self._pairs + pairs
 
     def take(self, tokens: int) -> tuple[float, dict[str, float]]:
@@ -57,9 +59,22 @@ class Throughput:
             "step_seconds": self._step_seconds,
             "data_seconds": self._data_seconds,
         }
-        if self.peak_tflops is not None and self.flops is not None:
-            values["mfu"] = self.flops.of(new, float(self._pairs)) / (seconds * self.peak_tflops * 1e12)
+        if self.peak_tflops is not None and self.operations is not None:
+            values["mfu"] = self.operations.total(new, float(self._pairs)) / (seconds * self.peak_tflops * 1e12)
         rate = self._samples / seconds
         self._tokens, self._samples, self._pairs = tokens, 0, 0.0
         self._step_seconds = self._data_seconds = 0.0
         return rate, values
+
+
+def token_pairs(inputs: Any) -> torch.Tensor | float:
+    """Return the pairs of tokens in a model's input batch: the sum of squared sequence lengths, without padding.
+
+    The result is a scalar on the device of the batch, because reading it would block the host.
+    """
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    if mask is None and "completion_mask" in inputs:
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    if positions is not None:  # packed: n² is the sum of the first n odd numbers
+        return (2 * positions.double() + 1).sum()
+    return mask.sum(-1).double().square().sum() if mask is not None else 0.0

@@ -21,13 +21,13 @@ from worker.training.data.dataset import RowIdCollator
 from worker.training.data.preferences import answer_columns
 from worker.training.data.rank_share import RankShareCollator
 from worker.training.failures import TrainingFailure
+from worker.training.loop import throughput
 from worker.training.loop.actions import Actions
 from worker.training.loop.anomalies import REMEMBERED, Anomaly, AnomalyGuard
 from worker.training.loop.evaluation import EvaluationMixin
 from worker.training.loop.memory import GpuMemory
 from worker.training.loop.step_phases import StepPhases
 from worker.training.loop.throughput import Throughput
-from worker.training.model import flops
 from worker.training.model.expert_parallel import obstacle as expert_obstacle
 from worker.training.model.experts import load_experts
 from worker.training.model.router_loss import RouterLoss
@@ -199,8 +199,8 @@ class ServiceTrainerMixin(EvaluationMixin):
         return loss
 
     def token_pairs(self, inputs: Any) -> Any:
-        """Return the pairs of tokens of the sequences in a batch, as `flops.token_pairs` does."""
-        return flops.token_pairs(inputs)
+        """Return the pairs of tokens of the sequences in a batch, as `throughput.token_pairs` does."""
+        return throughput.token_pairs(inputs)
 
     @contextmanager
     def _gathering_any_size(self) -> Iterator[None]:

@@ -1,7 +1,6 @@
 """Training of every method: `train_on_tokens` has all steps in order; `rlhf` orders them itself."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,6 +8,11 @@ from transformers import PrinterCallback, TrainingArguments
 
 from app.contracts.attempt.messages import TrainingResult
 from app.contracts.training_config.resolution import Replacement
+from app.estimator.architecture import UnknownArchitecture
+from app.estimator.architecture import read as read_architecture
+from app.estimator.flops import step_operations
+from app.estimator.memory_planner import allowed_choices
+from app.estimator.parameters import CannotTrain
 from worker.checkpoint_files import resume_fidelity
 from worker.training.context import TrainingContext
 from worker.training.data import dataset
@@ -19,7 +23,7 @@ from worker.training.loop.memory import MemoryProfiler
 from worker.training.loop.trainer import EndedBeforeStep, ServiceTrainerMixin
 from worker.training.methods import preparation
 from worker.training.methods.preparation import Read, Rows, RunData, Setup
-from worker.training.model import flops, loader, memory_plan
+from worker.training.model import loader, memory_plan
 from worker.training.model.base_model import BaseModelSource
 from worker.training.model.peak_flops import peak_tflops
 from worker.training.output import hub_push
@@ -166,7 +170,7 @@ def report_run_info(
     """Report the effective configuration and the initial run info, and set the run's fingerprint."""
     run, training, held_out = trainer.run, data.training, data.held_out
     facts = loader.initial_run_info(trainer.model, run.machine)
-    facts |= _costs(trainer, training, facts.get("device_name"))
+    facts |= _costs(trainer, base, training, facts.get("device_name"))
     facts |= {
         "rows": training.rows, "tokens": training.tokens, "sequences": len(training.dataset),
         "eval_rows": held_out.rows if held_out else 0,
@@ -184,27 +188,27 @@ def report_run_info(
     return facts
 
 
-def _costs(trainer: ServiceTrainerMixin, training: Rows, device: str | None) -> dict[str, Any]:
+def _costs(trainer: ServiceTrainerMixin, base: BaseModelSource, training: Rows, device: str | None) -> dict[str, Any]:
     """Count the operations per token and look up the device's peak, the inputs of MFU."""
     throughput, run = trainer.throughput, trainer.run
-    throughput.flops = flops.count(
-        trainer.model,
-        checkpointing=bool(run.config.gradient_checkpointing),
-        reference=trainer.has_reference_pass(),
-    )
     peak = run.config.trainer_options.peak_tflops or peak_tflops(device)
     throughput.peak_tflops = None if peak is None else peak * run.ranks.size
     length = trainer.usual_length(training.tokens / training.rows)
-    if run.config.gradient_checkpointing == "selective":
-        # Layers are alike, so recomputing every second one costs about half.
-        counted = throughput.flops
-        throughput.flops = replace(counted, token_again=counted.token_again // 2, pair_again=counted.pair_again // 2)
-    return {
-        "flops_per_token": throughput.flops.per_token(length),
-        "flops_per_token_hardware": throughput.flops.per_token_of_hardware(length),
-        "flops_sequence_length": round(length),
-        "flops_not_counted": trainer.NOT_COUNTED,
-        "peak_tflops": peak,
+    facts = {
+        "flops_sequence_length": round(length), "flops_not_counted": trainer.NOT_COUNTED, "peak_tflops": peak,
+    }  # fmt: skip
+    if run.config.trainer_options.model_factory is not None:
+        return facts | {"flops_unknown": "The layers of a model of `extra.model_factory` are not known."}
+    try:
+        model = read_architecture(base.architecture.get_text_config().to_dict())
+        (checkpointing,) = allowed_choices(run.config.gradient_checkpointing)
+        step = step_operations(model, run.config, checkpointing, reference_passes=int(trainer.has_reference_pass()))
+    except (UnknownArchitecture, CannotTrain) as error:
+        return facts | {"flops_unknown": str(error)}
+    throughput.operations = step.training
+    return facts | {
+        "flops_per_token": step.training.per_token(length),
+        "flops_per_token_hardware": step.hardware.per_token(length),
     }
 
 

@@ -89,14 +89,17 @@ _REWARD_USAGE = (
 
 def _costs(facts: dict[str, Any]) -> list[str]:
     """Return the lines about the device and the model; none for an export, which trains nothing."""
-    if "flops_per_token" not in facts:
+    if "parameters_total" not in facts:
         return []
-    return [
+    lines = [
         f"- device: {facts.get('device_name', facts.get('device'))}",
-        f"- parameters: {facts.get('parameters_total'):,} in total, {facts.get('parameters_trainable'):,} trained",
-        f"- FLOPs per trained token: {facts['flops_per_token']:.4g} (sequences of {facts['flops_sequence_length']})",
-        *([f"- peak of the device: {facts['peak_tflops']:g} TFLOP/s"] if facts["peak_tflops"] else []),
+        f"- parameters: {facts['parameters_total']:,} in total, {facts['parameters_trainable']:,} trained",
     ]
+    if flops := facts.get("flops_per_token"):
+        lines.append(f"- FLOPs per trained token: {flops:.4g} (sequences of {facts['flops_sequence_length']})")
+    if peak := facts.get("peak_tflops"):
+        lines.append(f"- peak of the device: {peak:g} TFLOP/s")
+    return lines
 
 
 def _loading(run: TrainingContext, *, adapter: bool, is_reward_model: bool, has_own_base: bool) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,16 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from transformers import TrainerControl, TrainerState
+from transformers import OlmoConfig, OlmoForCausalLM, TrainerControl, TrainerState
 
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.rules import DeviceCapabilities
+from app.estimator.flops import Operations
 from tests.jobs import make_spec
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_pairs, make_prompts
 from worker.training.context import TrainingContext
 from worker.training.loop import memory, throughput
 from worker.training.loop.histograms import EDGES, Histogram
-from worker.training.model.flops import Flops
 from worker.training.run_state import MEMORY, MOST_RECORDS, History
 
 COMMON: dict[str, Any] = {
@@ -67,7 +68,7 @@ class TestThroughput:
 
     def test_mfu_is_what_was_computed_over_what_the_device_can_do_in_that_time(self) -> None:
         speed = throughput.Throughput()
-        speed.flops, speed.peak_tflops = Flops(token=10**9, pair=10**6, token_again=10**9), 2.0
+        speed.operations, speed.peak_tflops = Operations(token=10**9, pair=10**6), 2.0
         speed.saw(torch.tensor(1000.0))
         speed.stepped(2.0, samples=1)
         assert speed.take(500)[1]["mfu"] == pytest.approx((500 * 10**9 + 1000 * 10**6) / (2.0 * 2e12))
@@ -130,6 +131,22 @@ class TestFacts:
         assert facts["flops_per_token"] == facts["flops_per_token_hardware"] > 6 * 20_000
         assert all("mfu" not in record["extra"] for record in done.of("metric"))
         assert "FLOPs per trained token" in (done.output / "README.md").read_text()
+
+    def test_of_a_family_that_the_estimator_does_not_know_the_facts_have_a_reason_and_metrics_no_mfu(
+        self, forks: Forks, copy_model: Callable[[], Path], chats: Path, tmp_path: Path
+    ) -> None:
+        model = copy_model()
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+        ids = {"vocab_size": 320, "eos_token_id": 0, "pad_token_id": 1, "bos_token_id": None}
+        OlmoForCausalLM(OlmoConfig(**sizes, **ids)).save_pretrained(model)
+        config = METHODS["lora"] | COMMON | {"max_steps": 2, "extra": {"peak_tflops": 0.001}}
+        done = completed(forks.run(make_job(tmp_path, model, chats, **config)))
+        facts = done.of("config")[0]["facts"]
+        assert "'olmo' is not supported by the estimator" in facts["flops_unknown"]
+        assert not {"flops_per_token", "flops_per_token_hardware"} & set(facts)
+        assert all("mfu" not in record["extra"] for record in done.of("metric"))
+        card = (done.output / "README.md").read_text()
+        assert "parameters: " in card and "FLOPs" not in card
 
     @pytest.mark.parametrize("packing", [pytest.param(False, marks=pytest.mark.full), True])
     def test_mfu_follows_from_the_facts_and_the_time(

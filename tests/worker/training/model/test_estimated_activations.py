@@ -8,10 +8,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from app.estimator.activations import activations
 from app.estimator.forward_pass import Batch
 from benchmarks.estimates import WITHIN, Cell, built, estimated, measured
-from worker.training.model import flops
 from worker.training.model.sequence_parallel import SequenceParallel
 from worker.training.ranks import Ranks
 
@@ -70,16 +68,3 @@ def test_a_device_holds_its_part_of_sequences_that_several_share(cell: Cell, ran
     model, described = built(cell)
     divided = SequenceParallel(model, ranks)
     assert estimated(described, cell)[0] == pytest.approx(measured(model, cell, divided), rel=WITHIN)
-
-
-@pytest.mark.parametrize("checkpointing", ["off", "full"])
-@pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gemma3_text", "phi3"])
-def test_operations_by_formula_are_those_counted_in_the_model(family: str, method: str, checkpointing: str) -> None:
-    cell = Cell(family, method, "sdpa", Batch(1, 64), checkpointing)  # type: ignore[arg-type]
-    model, described = built(cell)
-    counted = flops.count(model, checkpointing=checkpointing == "full")
-    found = activations(described, cell.config, cell.precision, cell.batch, cell.checkpointing, "sdpa")
-    assert found.operations == pytest.approx(counted.of(64, 64**2), rel=0.01)
-    everything = 64 * counted.per_token_of_hardware(64)
-    assert found.operations + found.operations_again == pytest.approx(everything, rel=0.01)
