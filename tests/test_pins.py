@@ -53,3 +53,13 @@ def test_every_pin_names_one_version_and_no_address() -> None:
 )
 def test_versions_with_holes_that_we_know_of_are_not_used(name: str, least: str) -> None:
     assert _version(name) >= Version(least)
+
+
+@pytest.mark.parametrize("name", ["transformers", "trl", "peft", "accelerate", "bitsandbytes"])
+def test_library_whose_internals_the_trainer_uses_is_allowed_only_from_its_tested_minor_version_on(name: str) -> None:
+    (requirement,) = (
+        parsed for text in PROJECT["optional-dependencies"]["worker"] if (parsed := Requirement(text)).name == name
+    )
+    (bound,) = requirement.specifier
+    tested = _version(name)
+    assert (bound.operator, bound.version) == (">=", f"{tested.major}.{tested.minor}")
