@@ -1,11 +1,16 @@
 """Early ends of training: a failure with a stable code, or a stop outside the training loop."""
 
 import errno
+import subprocess
+import sys
+import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
 
 from app.contracts.attempt.messages import AnomalyDetails, RepairProposal
 
 OUT_OF_MEMORY = "out_of_memory"
+DEVICE_ERROR = "device_error"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FULL_WORDS = (
     "no space left on device", "os error 28", "disk quota exceeded", "file too large", "os error 27",
@@ -57,7 +62,7 @@ def one_line(error: BaseException) -> str:
 def device_failure(error: BaseException) -> TrainingFailure:
     """Return the failure of the device itself, which another device may not have."""
     return TrainingFailure(
-        "device_error",
+        DEVICE_ERROR,
         f"The GPU of this run failed ({one_line(error)}): check it with `nvidia-smi`, and the kernel's log for Xid "
         "errors.",
     )
@@ -83,7 +88,21 @@ def classify(error: BaseException) -> TrainingFailure:
             )
         if any(word in text for word in _DEVICE_WORDS):
             return device_failure(cause)
+        if (remedy := _build_remedy(cause)) is not None:
+            return TrainingFailure(DEVICE_ERROR, f"This host cannot compile GPU kernels: {remedy}.")
     return TrainingFailure("internal", f"{type(error).__name__}: {str(error)[:2000]}")
+
+
+def _build_remedy(error: BaseException) -> str | None:
+    """Return what lets Triton compile the launchers of its kernels, whose build failed; None for other errors."""
+    if "failed to find c compiler" in str(error).lower():
+        return "install a C compiler (Debian and Ubuntu: `gcc` and `libc6-dev`), and restart the worker"
+    if not isinstance(error, subprocess.CalledProcessError) or "-shared" not in error.cmd:
+        return None
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
+        package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+        return f"install the headers of Python (Debian and Ubuntu: `{package}`), and restart the worker"
+    return f"`{error.cmd[0]}` failed, with a message in the log; it needs `libc6-dev` on Debian and Ubuntu"
 
 
 def chain_of(error: BaseException | None) -> Iterator[BaseException]:

@@ -6,6 +6,9 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -294,6 +297,11 @@ class TestFailures:
         assert "owner/none" in failed(forks.run(job), "model_not_found")
 
 
+def _build_error() -> subprocess.CalledProcessError:
+    """The error with which Triton reports that a compiler failed."""
+    return subprocess.CalledProcessError(1, ["/usr/bin/gcc", "main.c", "-O3", "-shared", "-fPIC", "-o", "main.so"])
+
+
 class TestClassify:
     @pytest.mark.parametrize(
         ("error", "code"),
@@ -327,6 +335,24 @@ class TestClassify:
     )
     def test_an_exception_becomes_a_stable_code(self, error: Exception, code: str) -> None:
         assert classify(error).code == code
+
+    @pytest.mark.parametrize(
+        ("error", "has_headers", "remedy"),
+        [
+            (RuntimeError("Failed to find C compiler. Please specify via CC"), True, "`gcc` and `libc6-dev`"),
+            (_build_error(), False, f"`python{sys.version_info.major}.{sys.version_info.minor}-dev`"),
+            (_build_error(), True, "`/usr/bin/gcc` failed, with a message in the log"),
+        ],
+    )
+    def test_kernel_that_cannot_be_compiled_fails_the_device_and_names_the_package_to_install(
+        self, error: Exception, has_headers: bool, remedy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        if has_headers:
+            (tmp_path / "Python.h").touch()
+        monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+        failure = classify(error)
+        assert failure.code == "device_error"
+        assert remedy in failure.message
 
     def test_a_cause_counts_as_much_as_what_was_made_of_it(self) -> None:
         error = RuntimeError("the writer failed")

@@ -7,12 +7,13 @@ from tempfile import TemporaryDirectory
 import torch
 from peft import get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
+from trl.trainer import add_fused_lm_head
 
 from app.contracts.attempt.device import AssignedDevice
 from app.contracts.methods import TrainingMethod
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.resolution import resolve
-from worker.training.failures import OUT_OF_MEMORY, classify, one_line
+from worker.training.failures import DEVICE_ERROR, OUT_OF_MEMORY, classify, one_line
 from worker.training.model import loader
 from worker.training.model.base_model import BaseModelSource
 
@@ -26,20 +27,23 @@ _MOST_OFF = 0.5
 
 
 def check_device(device: AssignedDevice) -> None:
-    """Take one QLoRA step on the device: 4-bit weights, the attention of a run, mixed precision, a backward pass.
+    """Take one QLoRA step on the device: 4-bit weights, attention, mixed precision, and the loss kernels of a run.
 
     A lack of memory is no failure: other programs use it, which the worker notices before each run. A device that fails
     only with 4-bit weights is logged and takes runs: those with other weights train.
 
     Raises:
-        TrainingFailure: `device_error`, as in a run.
+        TrainingFailure: `device_error`, as in a run: the device does not work, or the host cannot compile the kernels.
         RuntimeError: The step fails, or its results are wrong.
     """
     try:
         _take_step(device, TrainingMethod.qlora)
     except Exception as error:
-        if classify(error).code == OUT_OF_MEMORY:
+        failure = classify(error)
+        if failure.code == OUT_OF_MEMORY:
             return
+        if failure.code == DEVICE_ERROR:
+            raise failure from error
         _take_step(device, TrainingMethod.lora)
         sys.stderr.write(f"4-bit weights do not work on device {device.id}: {one_line(error)}\n")
 
@@ -50,11 +54,14 @@ def _take_step(device: AssignedDevice, method: TrainingMethod) -> None:
     with TemporaryDirectory() as folder:
         LlamaForCausalLM(_SHAPE).save_pretrained(folder)
         base = BaseModelSource(folder, folder, {"local_files_only": True}, _SHAPE, identity="")
-        model = get_peft_model(loader.load_model(base, config, machine), loader.lora_config(config))
+        network = loader.load_model(base, config, machine)
+        # TRL's trainers compute the loss with it: on a GPU by Triton kernels, compiled on the host at their first use.
+        add_fused_lm_head(network, outputs=("log_probs", "entropy", "is_top1"))
+        model = get_peft_model(network, loader.lora_config(config))
     loader.keep_full_precision(model)
     ids = torch.arange(64, device=machine.kind).reshape(2, 32)
     with torch.autocast(machine.kind, dtype=torch.bfloat16 if machine.bf16 else torch.float16):
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = model(input_ids=ids, labels=ids, fused_lm_head=True).loss
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norm = float(torch.nn.utils.get_total_norm(gradients))

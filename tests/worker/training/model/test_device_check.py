@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from trl.kernels import chunked_logprob
 
 from app.contracts.attempt.device import AssignedDevice
 from worker.training.failures import TrainingFailure
@@ -51,6 +52,19 @@ def test_one_that_fails_with_4_bit_weights_alone_is_logged_and_not_broken(
     monkeypatch.setattr(loader, "load_model", without_kernels)
     device_check.check_device(CPU)
     assert "4-bit weights do not work on device cpu-0: no kernel image" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_host_that_cannot_compile_the_loss_kernels_fails_the_check_with_the_package_to_install(
+    direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_kernel(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+
+    monkeypatch.setattr(chunked_logprob, f"_{direction}_tile", compile_kernel)
+    with pytest.raises(TrainingFailure, match="`gcc`") as failed:
+        device_check.check_device(CPU)
+    assert failed.value.code == "device_error"
 
 
 def test_one_that_is_gone_fails_as_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
