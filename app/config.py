@@ -329,8 +329,11 @@ class Settings(_HomeSettings):
     def trainer_environment(self) -> dict[str, str]:
         """Return the environment of the zygote and of training processes: an allowlist without credentials."""
         environment = {name: value for name, value in os.environ.items() if _is_trainer_variable(name)}
-        # A fork of a process with OpenMP threads hangs, and one thread is faster when runs share few cores.
+        # One thread is faster when runs share few cores.
         environment.setdefault("OMP_NUM_THREADS", "1")
+        # Importing numpy starts the threads of OpenBLAS, whose number is otherwise that of OpenMP, and a process with
+        # threads cannot be forked. The threads of OpenMP, with which torch computes, start at the first computation.
+        environment["OPENBLAS_NUM_THREADS"] = "1"
         environment.setdefault("TOKENIZERS_PARALLELISM", "false")
         environment["PYTHONUNBUFFERED"] = "1"
         # By default, TRL reports every run to the hub (architecture, GPU, trainer), and W&B its errors to its vendor.

@@ -210,14 +210,15 @@ def loaded(arguments: list[str]) -> int:
 
 
 def multiply(arguments: list[str]) -> int:
-    """Tell whether the training libraries are imported already, and compute with two OpenMP threads."""
+    """Tell whether the training libraries are imported already, with how many threads, and compute with two or more."""
     _, report, _ = start(arguments)
     warm = {name: name in sys.modules for name in ("torch", "transformers.trainer", "trl", "peft", "bitsandbytes")}
     import torch
 
-    torch.set_num_threads(2)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(threads, 2))
     product = torch.ones(512, 512) @ torch.ones(512, 512)
-    send(report, "product", warm=warm, total=float(product.sum()), cuda=torch.cuda.is_initialized())
+    send(report, "product", warm=warm, total=float(product.sum()), cuda=torch.cuda.is_initialized(), threads=threads)
     return 0
 
 

@@ -62,6 +62,20 @@ class TestFork:
             said.to_the_end()
             assert said.record("threads")["parent"] == 1
 
+    def test_zygote_starts_with_several_threads_in_the_environment_and_children_inherit_their_number(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("OMP_NUM_THREADS", "4")
+        launcher = start_launcher(tmp_path / "home", "zygote", preload=("tests.worker.trainers", "numpy"))
+        try:
+            process = launch(launcher, tmp_path, "about")
+            assert process.launched == "zygote"
+            said = Said(process)
+            said.to_the_end()
+            assert said.record("about")["environment"]["OMP_NUM_THREADS"] == "4"
+        finally:
+            launcher.stop()
+
     def test_children_leave_nothing_behind_in_the_zygote(self, launcher: Launcher, tmp_path: Path) -> None:
         Said(launch(launcher, tmp_path, "quick")).to_the_end()
         folder = Path(f"/proc/{zygote_pid(launcher)}/fd")
@@ -177,7 +191,11 @@ class TestWant:
 
 class TestTraining:
     @pytest.mark.full
-    def test_a_fork_has_the_training_libraries_warm_and_computes_with_several_threads(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("threads", ["1", "4"])
+    def test_a_fork_has_the_training_libraries_warm_and_computes_with_several_threads(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: str
+    ) -> None:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
         launcher = Launcher(Settings(home=tmp_path))
         launcher.start()
         try:
@@ -188,6 +206,9 @@ class TestTraining:
             product = said.record("product")
             assert all(product["warm"].values()), product
             assert (product["total"], product["cuda"]) == (512.0**3, False)
+            # Fewer than the variable says on a machine with fewer cores.
+            command = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
+            assert product["threads"] == int(subprocess.check_output(command))
         finally:
             launcher.stop()
 
