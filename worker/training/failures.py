@@ -88,6 +88,12 @@ def classify(error: BaseException) -> TrainingFailure:
             )
         if any(word in text for word in _DEVICE_WORDS):
             return device_failure(cause)
+        if "cuda driver error" in text:
+            return TrainingFailure(
+                DEVICE_ERROR,
+                f"The driver of this GPU refused a call ({one_line(cause)}): if it cannot map memory, start the worker "
+                "with `PYTORCH_ALLOC_CONF=expandable_segments:False`.",
+            )
         if (remedy := _build_remedy(cause)) is not None:
             return TrainingFailure(DEVICE_ERROR, f"This host cannot compile GPU kernels: {remedy}.")
     return TrainingFailure("internal", f"{type(error).__name__}: {str(error)[:2000]}")

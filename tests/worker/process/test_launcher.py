@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import platform
 import pwd
 import signal
 import subprocess
@@ -99,6 +100,34 @@ class TestWorld:
         assert (environment["HF_HUB_DISABLE_TELEMETRY"], environment["WANDB_ERROR_REPORTING"]) == ("1", "false")
         monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "0")
         assert Settings().trainer_environment()["HF_HUB_DISABLE_TELEMETRY"] == "0"
+
+    @pytest.mark.parametrize(
+        ("operator", "expected"),
+        [
+            ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+            ({"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+            ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}),
+            ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
+        ],
+    )
+    def test_it_gets_expandable_segments_unless_the_operator_configures_the_allocator(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, operator: dict[str, str], expected: dict[str, str]
+    ) -> None:
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in operator.items():
+            monkeypatch.setenv(name, value)
+        launcher = start_launcher(tmp_path, "cold")
+        said = Said(launch(launcher, tmp_path / "run", "about"))
+        said.to_the_end()
+        launcher.stop()
+        environment = said.record("about")["environment"]
+        assert {name: value for name, value in environment.items() if "ALLOC_CONF" in name} == expected
+
+    def test_it_gets_no_expandable_segments_in_wsl(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+        monkeypatch.setattr(platform, "release", lambda: "6.18.33.2-microsoft-standard-WSL2")
+        assert "PYTORCH_ALLOC_CONF" not in Settings().trainer_environment()
 
     @pytest.mark.parametrize(
         ("devices", "visible"),

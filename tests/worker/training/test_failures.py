@@ -326,6 +326,7 @@ class TestClassify:
             (RuntimeError("CUDA error: uncorrectable ECC error encountered"), "device_error"),
             (RuntimeError("CUDA error: an illegal memory access was encountered"), "device_error"),
             (RuntimeError("No CUDA GPUs are available"), "device_error"),
+            (RuntimeError("CUDA driver error: operation not supported"), "device_error"),
             # An index out of range, in the data or the model.
             (RuntimeError("CUDA error: device-side assert triggered"), "internal"),
             (OSError(errno.ENOENT, "No such file"), "internal"),
