@@ -54,7 +54,7 @@ class PinnedMemory:
             self._hold(size)
         except InsufficientHostMemory:
             return  # reported when the copy itself is made
-        self._preparing = threading.Thread(target=self._touch, name="host memory", daemon=True)
+        self._preparing = threading.Thread(target=self._touch, args=[_own_gpu()], name="host memory", daemon=True)
         self._preparing.start()
 
     def copy(self, tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -88,7 +88,7 @@ class PinnedMemory:
             if why := shortage((size - self.bytes) * self._processes):
                 raise InsufficientHostMemory(why)
             self._hold(size)
-        self._pin()
+        self._pin(_own_gpu())
         assert self._map is not None  # noqa: S101 - held above
         return self._map
 
@@ -112,15 +112,18 @@ class PinnedMemory:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             self._map.madvise(mmap.MADV_HUGEPAGE)
 
-    def _touch(self) -> None:
+    def _touch(self, gpu: int | None) -> None:
         """Make the kernel allocate every page, piece by piece; torch lets other threads run meanwhile."""
         for piece in torch.frombuffer(self._map, dtype=torch.uint8).split(_PIECE_BYTES):
             piece.zero_()
-        self._pin()
+        self._pin(gpu)
 
-    def _pin(self) -> None:
+    def _pin(self, gpu: int | None) -> None:
         """Pin the memory, so that a GPU writes at the speed of the bus. If refused, copies are slower but correct."""
-        if torch.cuda.is_initialized() and not self._is_pinned and self._may_pin:
+        if gpu is None or self._is_pinned or not self._may_pin:
+            return
+        # The current GPU of a new thread is the first one, on which each rank would create a context.
+        with torch.cuda.device(gpu):
             whole = torch.frombuffer(self._map, dtype=torch.uint8)
             refused = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0))
             self._is_pinned = self._may_pin = not refused
@@ -128,6 +131,11 @@ class PinnedMemory:
                 # CUDA raises the refusal at this thread's next check for errors: make it here, not in a training step.
                 with contextlib.suppress(RuntimeError):
                     torch.zeros(1, device="cuda")
+
+
+def _own_gpu() -> int | None:
+    """Return the GPU on which the calling thread trains; None on a CPU."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
 
 def shortage(size: int) -> str | None:

@@ -1,5 +1,6 @@
 """Checkpoints on the way are written while training goes on: what they hold is the moment of their step, to the bit."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -327,13 +328,52 @@ class TestLimitsOfMemory:
 
         runtime = SimpleNamespace(cudaHostRegister=refuse, cudaHostUnregister=lambda _: pytest.fail("never pinned"))
         zeros = torch.zeros
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        _pretend_gpus(monkeypatch, runtime)
         monkeypatch.setattr(torch, "zeros", lambda *sizes, **_: zeros(*sizes))
         memory, small, large = PinnedMemory(), torch.randn(10), torch.randn(10_000)
         for state in (small, small, large):
             assert torch.equal(memory.copy([state])[id(state)], state)
         assert len(asked) == 2, "once for each stretch of memory"
+
+    def test_memory_prepared_in_the_background_is_pinned_on_the_gpu_of_the_rank(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pinned_on: list[int] = []
+
+        def register(*_: Any) -> int:
+            pinned_on.append(torch.cuda.current_device())
+            return 0
+
+        _pretend_gpus(monkeypatch, SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda _: 0))
+        torch.cuda.set_device(3)
+        memory, state = PinnedMemory(), torch.randn(10_000)
+        memory.prepare(state.nbytes + 64)
+        memory.copy([state])
+        memory.release()
+        assert pinned_on == [3]
+
+
+class _CurrentGpu(threading.local):
+    """Index of the current GPU, which CUDA keeps for each thread."""
+
+    index = 0
+
+
+def _pretend_gpus(monkeypatch: pytest.MonkeyPatch, runtime: Any) -> None:
+    """Pretend initialized GPUs whose driver is `runtime`."""
+    current = _CurrentGpu()
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        before, current.index = current.index, index
+        yield
+        current.index = before
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current.index)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: setattr(current, "index", index))
+    monkeypatch.setattr(torch.cuda, "device", device)
 
 
 class TestRoom:
