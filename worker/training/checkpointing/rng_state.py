@@ -5,7 +5,7 @@ A run on one device has the file of transformers.
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +26,31 @@ def saved_ranks(checkpoint: Path) -> int:
     return len(list(checkpoint.glob(file_name(0).replace("0", "*")))) or 1
 
 
-def current(device: torch.device) -> dict[str, Any]:
-    """Return the states of this process: Python's, numpy's and torch's, and that of its own GPU."""
+def current() -> dict[str, Any]:
+    """Return the states of this process: Python's, numpy's and torch's, and that of its own GPU if it has used one.
+
+    The state of another GPU would create a context on it.
+    """
     state = {"python": random.getstate(), "numpy": numpy.random.get_state(), "cpu": torch.random.get_rng_state()}
-    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
 
 
-def restore(checkpoint: Path, ranks: Ranks, device: torch.device) -> bool:
+def set_current(state: Mapping[str, Any]) -> None:
+    """Set every generator of this process to a state that `current` returned."""
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.random.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def restore(checkpoint: Path, ranks: Ranks) -> bool:
     """Restore the states of this rank; return False if the checkpoint was made by another number of ranks."""
     if saved_ranks(checkpoint) != ranks.size:
         return False
     with safe_globals():
         state = torch.load(checkpoint / file_name(ranks.rank), weights_only=True)
-    random.setstate(state["python"])
-    numpy.random.set_state(state["numpy"])
-    torch.random.set_rng_state(state["cpu"])
-    if "cuda" in state and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
+    set_current(state)
     return True
 
 

@@ -13,6 +13,7 @@ from transformers import Trainer
 from transformers.trainer_utils import speed_metrics
 
 from app.contracts.stop import StopRequest
+from worker.training.checkpointing import rng_state
 from worker.training.context import TrainingContext
 from worker.training.failures import Stopped, TrainingFailure
 from worker.training.loop import decision, sampling
@@ -66,7 +67,7 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
         """Evaluate on the held-out data; a stop request interrupts it and leaves it to the resumed run."""
         run = self.run
         run.report.phase("evaluating")
-        random_state = torch.random.get_rng_state()
+        state_before = rng_state.current()
         is_due = self.evaluation_is_due()
         # A requested evaluation leaves no trace in training; one that is due is part of it, as in TRL.
         trace = nullcontext() if is_due else sampling.preserve_rng()
@@ -80,7 +81,7 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
                 found |= self._own_results(found)
                 found |= _without_collisions(extra, found)
         except Stopped:
-            torch.random.set_rng_state(random_state)
+            rng_state.set_current(state_before)
             self._metrics["eval"].clear()
             run.state.eval_pending = self.actions.drop_evaluation()
             self.control.should_evaluate = False

@@ -1,14 +1,13 @@
 """Text generation during training without a trace in it: no random number is drawn, and no mode changes."""
 
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from worker.training.checkpointing import rng_state
 from worker.training.context import TrainingContext
 from worker.training.data.chat_template import default_template
 from worker.training.data.preferences import is_conversational
@@ -148,15 +147,8 @@ def _evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def preserve_rng() -> Iterator[None]:
     """Restore every random number generator on exit."""
-    numbers, drawn = numpy.random.get_state(), random.getstate()
-    # Of the own GPU only: the state of another one would create a context on it.
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    cpu = torch.random.get_rng_state()
+    state = rng_state.current()
     try:
         yield
     finally:
-        torch.random.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
-        numpy.random.set_state(numbers)
-        random.setstate(drawn)
+        rng_state.set_current(state)

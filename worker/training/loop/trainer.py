@@ -388,7 +388,7 @@ class ServiceTrainerMixin(EvaluationMixin):
             return
         if self.run.config.trainer_options.callbacks:
             self._check_replicas()
-        self.rng_states = self.run.ranks.gathered(rng_state.current(self.args.device))
+        self.rng_states = self.run.ranks.gathered(rng_state.current())
         if not self.run.ranks.is_first and self.sharding is None:
             self.saved_step = self.state.global_step
             return
@@ -458,7 +458,7 @@ class ServiceTrainerMixin(EvaluationMixin):
         ranks = self.run.ranks
         if checkpoint is None or (ranks.size == 1 and rng_state.saved_ranks(Path(checkpoint)) == 1):
             super()._load_rng_state(checkpoint)
-        elif not rng_state.restore(Path(checkpoint), ranks, self.args.device):
+        elif not rng_state.restore(Path(checkpoint), ranks):
             rng_state.seed((self.run.config.seed, self.state.global_step, ranks.rank))
         if self.run.state.eval_pending and self.eval_dataset is not None:
             self._catch_up()
