@@ -189,6 +189,8 @@ def _of_base_model(request: EvaluationCreate) -> dict[str, Any]:
 def _as_trained(run: Run, asked: Mapping[str, Any], given: set[str]) -> TrainingConfig:
     """Return the configuration of a run without what concerns its training, and with what the request sets."""
     kept = {name: value for name, value in run.config.items() if name not in _UNUSED}
+    # The default depends on the data that the run was trained on, not on those to evaluate on.
+    kept["loss_on"] = kept.get("loss_on") or (run.effective_config or {}).get("loss_on")
     kept["extra"] = {
         name: value for name, value in (run.config.get("extra") or {}).items() if f"extra.{name}" not in _UNUSED
     }

@@ -132,7 +132,7 @@ def _train(
         text = " ".join(problem.message for problem in found) or str(error)
         raise TrainingFailure("config_error", text) from error
     is_sharded = job.sharded and ranks.size > 1
-    effective = resolve(asked, given, machine, sharded=is_sharded)
+    effective = resolve(asked, given, machine, sharded=is_sharded, dataset_format=job.dataset.format)
     problems = [problem.message for problem in effective.problems]
     if job.sequence_parallel > 1:
         if (obstacle := division_obstacle(job.sequence_parallel, ranks.size, None)) is not None:

@@ -74,6 +74,7 @@ Scheduler = Literal[
     "inverse_sqrt",
 ]
 
+LossOn = Literal["all", "completion", "assistant"]
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"]
 
 
@@ -332,9 +333,11 @@ class TrainingConfig(Strict):
     truncation_mode: Annotated[Literal["keep_start", "keep_end"], Traits()] = Field(
         default="keep_start", description="Which end of a sequence that is too long is kept."
     )
-    loss_on: Annotated[Literal["all", "completion", "assistant"], Traits(supervised_only=True)] = Field(
-        default="all",
-        description="Tokens in the loss: `all`; the `completion` (of a chat: its last answer); all `assistant` ones.",
+    loss_on: Annotated[LossOn | None, Traits(supervised_only=True)] = Field(
+        default=None,
+        description="Tokens in the loss: `all`; the `completion` (of a chat: its last answer); all `assistant` ones. "
+        "`null` depends on the format of the training data, as in TRL: the completion of `prompt_completion`, all "
+        "tokens of the others.",
     )
     chat_template: Annotated[ChatTemplate | None, Traits()] = Field(
         default=None,

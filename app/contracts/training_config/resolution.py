@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from app.contracts.errors import FieldError
 from app.contracts.methods import METHODS
-from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.fields import LossOn, TrainingConfig
 from app.contracts.training_config.optimizers import SHARDED_OPTIMIZERS
 from app.contracts.training_config.rules import (
     DeviceCapabilities,
@@ -47,13 +47,14 @@ def resolve(
     longest_sequence: int | None = None,
     *,
     sharded: bool = False,
+    dataset_format: str | None = None,
 ) -> Effective:
     """Resolve all defaults; a value that was *given* and is not supported is an error.
 
     Defaults that follow from the method are resolved silently, as documented with the fields. A default that machine
     or model do not support is replaced by the nearest that works, and reported; `machine` and `longest_sequence`, the
     model's limit in tokens, may be None: those defaults stay. The model of a `sharded` run is divided among its
-    devices.
+    devices. `dataset_format` is that of the training data; with None, the defaults that follow from it stay.
     """
     given = set(given)
     update: dict[str, Any] = {}
@@ -66,6 +67,8 @@ def resolve(
         update["load_in_4bit"] = False
     if config.lr_scheduler_type == "constant" and "warmup_ratio" not in given:
         update["warmup_ratio"] = 0.0
+    if dataset_format is not None and METHODS[config.method].is_supervised:
+        update["loss_on"] = loss_tokens(config, dataset_format)
     found = method_conflicts(config, given)
     replaced: list[Replacement] = []
     if machine is not None:
@@ -84,6 +87,11 @@ def resolve(
             replaced.append(length_replacement(config, longest_sequence))
     update |= {replacement.field: replacement.used for replacement in replaced}
     return Effective(config.model_copy(update=update), replaced, found)
+
+
+def loss_tokens(config: TrainingConfig, dataset_format: str) -> LossOn:
+    """Return the tokens in the loss of a supervised run: as configured, or by the format of its training data."""
+    return config.loss_on or ("completion" if dataset_format == "prompt_completion" else "all")
 
 
 def length_replacement(config: TrainingConfig, longest_sequence: int) -> Replacement:

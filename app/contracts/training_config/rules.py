@@ -211,8 +211,8 @@ def _objective_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldE
         found += [
             field_error(name, "conflict", message)
             for name in SUPERVISED_ONLY
-            # Null and false turn a feature off; fields of `extra` have no such value.
-            if name in given and getattr(config, name, True) not in (None, False)
+            # Null, false and `all` turn a feature off; fields of `extra` have no such value.
+            if name in given and getattr(config, name, True) not in (None, False, "all")
         ]
     if not method.truncates and "truncation_mode" in given:
         skips = f"skips {method.row_noun} that are too long"

@@ -117,7 +117,7 @@ async def validate_request(
     if not found.errors:
         ignored = await asyncio.to_thread(default_warnings, rules, request.config, has_eval_dataset, data_format)
         found.warnings += [_about_config(problem) for problem in ignored]
-        await asyncio.to_thread(_resolve, request.config, machine, found, is_divided(found.resources))
+        await asyncio.to_thread(_resolve, request.config, machine, found, is_divided(found.resources), data_format)
     return found
 
 
@@ -433,13 +433,19 @@ def _check_extra_eval_datasets(request: RunCreate, has_eval_data: bool, found: V
 
 
 def _resolve(
-    config: Mapping[str, Any], machine: DeviceCapabilities | None, found: ValidationResult, sharded: bool
+    config: Mapping[str, Any],
+    machine: DeviceCapabilities | None,
+    found: ValidationResult,
+    sharded: bool,
+    dataset_format: str | None,
 ) -> None:
     given = given_fields(config)
     found.config = TrainingConfig.model_validate(dict(config))
     found.given = sorted(given)
     named = named_fields(config)
-    effective = resolve(found.config, given, machine, found.longest_sequence, sharded=sharded)
+    effective = resolve(
+        found.config, given, machine, found.longest_sequence, sharded=sharded, dataset_format=dataset_format
+    )
     found.effective = effective.config
     found.warnings += [
         FieldError(

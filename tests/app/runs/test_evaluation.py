@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import Engine, func, select, text
+from sqlalchemy import Engine, func, select, text, update
 
 from app.config import Settings
 from app.infra.ids import new_id
@@ -99,6 +99,17 @@ class TestRequest:
         assert {"lora_r", "max_eval_rows"} <= set(given) and not {"eval_steps", "report_to"} & set(given)
         assert events_of(engine, run["id"])[0].data["reason"] == f"evaluates {run_id}"
         assert not run["requirements"]["sharded"]
+
+    def test_data_of_another_format_is_evaluated_with_the_loss_that_the_run_was_trained_with(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        run_id, saved = trained(api, engine, make_dataset(engine, "prompt_completion"))
+        with engine.begin() as connection:
+            effective = {**run_row(engine, run_id).config, "loss_on": "completion"}  # as its trainer reported
+            connection.execute(update(Run).where(Run.id == run_id).values(effective_config=effective))
+        assert [evaluation_of(api, model, dataset)["config"]["loss_on"] for model in (run_id, saved)] == [
+            "completion", "completion",
+        ]  # fmt: skip
 
     def test_several_devices_divide_the_model_only_if_the_request_says_so(
         self, api: ApiServer, engine: Engine, dataset: str

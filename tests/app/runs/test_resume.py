@@ -73,6 +73,15 @@ class TestChild:
             child["id"]
         ]
 
+    def test_keeps_the_loss_of_a_run_that_an_older_version_created(self, api: ApiServer, engine: Engine) -> None:
+        parent, _ = stopped(api, engine, make_dataset(engine, "prompt_completion"), 20)
+        stored = {**run_row(engine, parent).config, "loss_on": "all"}  # the default of that version
+        with engine.begin() as connection:
+            connection.execute(update(Run).where(Run.id == parent).values(config=stored))
+        child = child_of(api, parent)
+        assert child["config"]["loss_on"] == "all"
+        assert "loss_on" not in run_row(engine, child["id"]).user_set_fields
+
     def test_needs_no_body(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         parent, _ = stopped(api, engine, dataset, 20)
         assert api.client.post(f"/v1/runs/{parent}/resume").status_code == 202

@@ -13,7 +13,8 @@ from datasets import Dataset
 from datasets.table import InMemoryTable
 from transformers import PreTrainedTokenizerBase
 
-from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.fields import LossOn, TrainingConfig
+from app.contracts.training_config.resolution import loss_tokens
 from worker.training.data import reader, tokenization
 from worker.training.data.chat_template import ChatEncoder
 from worker.training.data.packing import Sequences
@@ -75,7 +76,8 @@ def tokenize(
     Raises:
         TrainingFailure: `bad_data` that names the rows.
     """
-    encoder = _encoder(data_format, tokenizer, config.loss_on)
+    loss_on = loss_tokens(config, data_format)
+    encoder = _encoder(data_format, tokenizer, loss_on)
     strategy = config.trainer_options.packing_strategy if config.packing else None
     parts = {
         "version": VERSION,
@@ -83,7 +85,7 @@ def tokenize(
         "format": data_format,
         "rows": None if chosen is None else hashlib.sha256(np.array(chosen, "<i8").tobytes()).hexdigest(),
         "tokenizer": tokenization.tokenizer_digest(tokenizer) if sha256 else None,
-        "loss_on": config.loss_on,
+        "loss_on": loss_on,
         "max_length": max_length,
         "truncation_mode": config.truncation_mode,
         "packing": strategy,
@@ -132,7 +134,7 @@ class RowIdCollator:
         return batch
 
 
-def _encoder(data_format: str, tokenizer: PreTrainedTokenizerBase, loss_on: str) -> TextsEncoder:
+def _encoder(data_format: str, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) -> TextsEncoder:
     if data_format == "chat":
         return ChatEncoder(tokenizer, loss_on)
     if data_format == "prompt_completion":

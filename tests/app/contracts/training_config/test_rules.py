@@ -89,8 +89,8 @@ class TestEveryMethod:
         others.pop(method, None)
         assert set(found({**CONFIGS[method], **others})) == set(others)
 
-    def test_a_scorer_may_train_its_head_and_packing_may_be_off(self, method: str) -> None:
-        assert found({**CONFIGS[method], "modules_to_save": ["score"], "packing": False}) == {}
+    def test_a_scorer_may_train_its_head_and_features_of_supervised_methods_may_be_off(self, method: str) -> None:
+        assert found({**CONFIGS[method], "modules_to_save": ["score"], "packing": False, "loss_on": "all"}) == {}
 
 
 class TestDpo:

@@ -78,7 +78,7 @@ class TestFieldsAndDefaults:
             "load_in_8bit": False, "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_type": "nf4",
             "optim": "adamw_torch_fused", "lr_scheduler_type": "cosine", "gradient_checkpointing": "auto",
             "save_steps": 100, "save_total_limit": 3, "logging_steps": 10, "max_seq_length": 2048,
-            "packing": False, "seed": 42, "extra": {}, "eval_steps": None, "eval_split": 0.0, "loss_on": "all",
+            "packing": False, "seed": 42, "extra": {}, "eval_steps": None, "eval_split": 0.0, "loss_on": None,
             "truncation_mode": "keep_start", "time_limit_seconds": None, "stop_at_step": None, "min_steps": None,
             "early_stopping_patience": None, "on_non_finite": "stop", "on_spike": "ignore",
             "on_out_of_memory": "repair", "max_eval_rows": None, "export": "best", "output": "adapter", "gguf": None,
@@ -417,6 +417,26 @@ class TestConflicts:
         assert codes({"loss_on": "completion"}, dataset_format="text") == {("loss_on", "conflict")}
         assert codes({"loss_on": "completion"}, dataset_format="chat") == set()
         assert codes({"loss_on": "assistant"}, dataset_format="chat") == set()
+
+    @pytest.mark.parametrize(
+        ("method", "dataset_format", "config", "used"),
+        [
+            ("full", "prompt_completion", {}, "completion"), ("qlora", "prompt_completion", {}, "completion"),
+            ("full", "chat", {}, "all"), ("full", "text", {}, "all"),
+            ("full", "prompt_completion", {"loss_on": "all"}, "all"),
+            ("full", "chat", {"loss_on": "assistant"}, "assistant"),
+            ("dpo", "preference", {}, None), ("full", None, {}, None),
+        ],
+    )  # fmt: skip
+    def test_without_loss_on_the_format_of_the_data_decides_what_is_learned(
+        self, method: str, dataset_format: str | None, config: dict[str, Any], used: str | None
+    ) -> None:
+        parsed = TrainingConfig.model_validate({"base_model": "tiny", "method": method, **config})
+        assert resolve(parsed, set(config), None, dataset_format=dataset_format).config.loss_on == used
+
+    def test_a_stored_default_of_an_older_version_stays(self) -> None:
+        stored = TrainingConfig.model_validate({"base_model": "tiny", "loss_on": "all"})
+        assert resolve(stored, set(), None, dataset_format="prompt_completion").config.loss_on == "all"
 
     @pytest.mark.parametrize(
         ("fields", "field"),

@@ -177,6 +177,19 @@ class TestRequest(OnSharedApi):
         body = {"dataset_id": make_dataset(engine, "text"), "config": config}
         assert only_error(refused(api, engine, body))[:2] == ("config.loss_on", "conflict")
 
+    def test_the_effective_configuration_says_what_is_learned_from_a_dataset(
+        self, api: ApiServer, engine: Engine
+    ) -> None:
+        add_worker(engine, backends=["celery"])
+        make_model(api.settings, name="learned")
+        used = {}
+        for data_format in ("prompt_completion", "chat", "text"):
+            body = {"dataset_id": make_dataset(engine, data_format), "config": {"base_model": "learned"}}
+            found = api.client.post("/v1/runs/validate", json=body).json()
+            assert found["errors"] == []
+            used[data_format] = found["effective_config"]["loss_on"]
+        assert used == {"prompt_completion": "completion", "chat": "all", "text": "all"}
+
     def test_one_row_cannot_be_split(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         with engine.begin() as connection:
             connection.execute(update(Dataset).where(Dataset.id == dataset).values(rows=1))

@@ -127,8 +127,16 @@ class TestLossMasks:
         rows = [{"prompt": "one two", "completion": " three"}]
         (row,) = tokens(tokenizer, tmp_path, rows, "prompt_completion", loss_on="completion").dataset
         assert learned(tokenizer, row) == [" three<|end|>"]
-        (row,) = tokens(tokenizer, tmp_path, rows, "prompt_completion").dataset
+        (row,) = tokens(tokenizer, tmp_path, rows, "prompt_completion", loss_on="all").dataset
         assert learned(tokenizer, row) == ["one two three<|end|>"]
+
+    def test_only_the_completion_is_learned_by_default(
+        self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    ) -> None:
+        (row,) = tokens(
+            tokenizer, tmp_path, [{"prompt": "one two", "completion": " three"}], "prompt_completion"
+        ).dataset
+        assert learned(tokenizer, row) == [" three<|end|>"]
 
     def test_a_text_ends_with_the_end_token_once(self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
         made = tokens(tokenizer, tmp_path, [{"text": "one"}, {"text": "one<|end|>"}], "text")

@@ -1,6 +1,7 @@
 """Beside plain TRL on the same data, seed and settings: the same losses."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from worker.training.model.loader import keep_full_precision
 STEPS = 8
 
 
-def plain_losses(model: Path, data: Path, folder: Path, lora: bool, **options: Any) -> list[float]:
+def plain_losses(
+    model: Path, data: Path, folder: Path, lora: bool, template: str = CHATML, **options: Any
+) -> list[float]:
     """Losses of TRL's trainer, used as its manual says."""
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     torch.set_num_threads(1)  # as in the process beside it: the order of sums depends on it
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = CHATML
+    tokenizer.chat_template = template
     set_seed(42)
     quantised: dict[str, Any] = {}
     if quantization := options.pop("quantization", None):
@@ -91,24 +94,26 @@ def test_losses_equal_plain_trls(
     assert losses == pytest.approx(plain_losses(model, chats, tmp_path / "plain", method != "full", **theirs), rel=1e-6)
 
 
-def test_losses_on_completions_alone_equal_plain_trls_and_not_those_on_everything(
+def test_losses_on_prompts_and_completions_equal_plain_trls_with_the_defaults_of_both(
     forks: Forks, tiny_model: Path, tmp_path: Path
 ) -> None:
     pairs = ({"prompt": f"what is row {n}\n", "completion": CORPUS[n % 40][: 20 + n % 50]} for n in range(40))
     path = write_rows(tmp_path / "pairs.jsonl", pairs)
 
-    def losses(loss_on: str) -> list[float]:
+    def losses(name: str, used: str, **config: str) -> list[float]:
         job = make_job(
-            tmp_path / loss_on, tiny_model, path, data_format="prompt_completion", method="full", max_steps=STEPS,
-            batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2, optim="adamw_torch", loss_on=loss_on,
-            max_seq_length=128,
+            tmp_path / name, tiny_model, path, data_format="prompt_completion", method="full", max_steps=STEPS,
+            batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2, optim="adamw_torch", max_seq_length=128,
+            **config,
         )  # fmt: skip
         done = forks.run(job)
         assert done.result["outcome"] == "completed", done.result
+        assert done.of("config")[0]["effective"]["loss_on"] == used
         return [float.fromhex(loss) for loss, _ in done.steps.values()]
 
-    ours = losses("completion")
-    assert ours == pytest.approx(
-        plain_losses(tiny_model, path, tmp_path / "plain", lora=False, max_length=128), abs=1e-6
-    )
-    assert ours != pytest.approx(losses("all"), abs=1e-3)
+    plain = partial(plain_losses, tiny_model, path, lora=False, max_length=128)
+    ours = losses("ours", "completion")
+    assert ours == pytest.approx(plain(tmp_path / "plain"), abs=1e-6)
+    on_all = losses("all", "all", loss_on="all")
+    assert on_all == pytest.approx(plain(tmp_path / "plain-all", completion_only_loss=False), abs=1e-6)
+    assert ours != pytest.approx(on_all, abs=1e-3)
