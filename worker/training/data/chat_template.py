@@ -10,7 +10,13 @@ import numpy as np
 import numpy.typing as npt
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
+from trl.chat_template_utils import (
+    get_training_chat_template,
+    has_generation_markers,
+    is_chat_template_stop_token_trained,
+)
 
+from app.contracts.training_config.fields import LossOn
 from worker.training.data.tokenization import IGNORED, BadRow, Encoded, TextTokenizer, mask_prefix
 from worker.training.failures import TrainingFailure
 
@@ -100,20 +106,45 @@ def _bad_template(why: str) -> TrainingFailure:
     return TrainingFailure("config_error", f"`chat_template` {why}.")
 
 
+def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return TRL's training template of the tokenizer's family, which has `{% generation %}` marks.
+
+    None: the tokenizer's own template has them, or TRL does not know it.
+    """
+    if has_generation_markers(tokenizer.chat_template):
+        return None
+    try:
+        template: str | None = get_training_chat_template(tokenizer)
+    except Exception:  # it does not know the template, or the template rejects the chats that it is tested with
+        return None
+    return template
+
+
+def trains_end_of_turn(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return False if the marks of the template leave the token that ends an answer out of the loss."""
+    template = training_template(tokenizer)
+    if template is None and not has_generation_markers(tokenizer.chat_template):
+        return True  # answers are located by rendering, with all that follows them
+    return bool(is_chat_template_stop_token_trained(tokenizer, template))
+
+
 class ChatEncoder:
     """Encoder of chats to token ids and labels.
 
-    `loss_on`: `all`, `completion` (the last answer) or `assistant` (every answer). Answers are located by the
-    template's own `{% generation %}` marks, or else by rendering the chat up to each answer.
+    `loss_on`: `all`, `completion` (the last answer) or `assistant` (every answer). Answers are located by
+    `{% generation %}` marks, those of the tokenizer's template or of TRL's training template of the family, or else by
+    rendering the chat up to each answer.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) -> None:
         self.masks = loss_on != "all"
+        self.training_template = training_template(tokenizer) if loss_on == "assistant" else None
+        """Template that renders the chats instead of the tokenizer's own, which the output keeps."""
         self._tokenizer = tokenizer
         self._loss_on = loss_on
         self._ids = TextTokenizer(tokenizer, add_special_tokens=False)
         self._lock = threading.Lock()
-        self._marked = "generation %}" in str(tokenizer.chat_template).replace("-%}", "%}")
+        self._marked = self.training_template is not None or has_generation_markers(tokenizer.chat_template)
         if loss_on == "assistant" and not self._marked and not tokenizer.is_fast:
             raise TrainingFailure(
                 "config_error",
@@ -196,6 +227,7 @@ class ChatEncoder:
                 found = self._tokenizer.apply_chat_template(
                     [messages for messages, _ in chats],
                     tools=chats[0][1],
+                    chat_template=self.training_template,
                     tokenize=True,
                     return_dict=True,
                     return_assistant_tokens_mask=True,

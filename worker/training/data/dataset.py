@@ -86,6 +86,7 @@ def tokenize(
         "rows": None if chosen is None else hashlib.sha256(np.array(chosen, "<i8").tobytes()).hexdigest(),
         "tokenizer": tokenization.tokenizer_digest(tokenizer) if sha256 else None,
         "loss_on": loss_on,
+        "training_template": encoder.training_template if isinstance(encoder, ChatEncoder) else None,
         "max_length": max_length,
         "truncation_mode": config.truncation_mode,
         "packing": strategy,

@@ -5,12 +5,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
 from app.contracts.attempt.messages import TrainingResult
 from app.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
 from worker.training.data import dataset
+from worker.training.data.chat_template import training_template, trains_end_of_turn
 from worker.training.data.dataset import Tokens
 from worker.training.data.reader import RowSource
 from worker.training.data.sequence_share import WHOLE, SequenceShareCollator, WholeSequences
@@ -117,6 +119,8 @@ def train(
     max_length, config = setup.max_length, run.config
     if "chat" in {one.format for one in run.job.datasets}:
         preparation.chat_template(run, setup.tokenizer)
+        if config.loss_on == "assistant":
+            _report_answer_marks(run, setup.tokenizer)
 
     def read(rows: RowSource) -> Tokens:
         return dataset.tokenize(
@@ -135,3 +139,18 @@ def train(
         )
 
     return pipeline.train_on_tokens(run, replaced, setup, read, trainer_class, arguments)
+
+
+def _report_answer_marks(run: TrainingContext, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Report the template that locates the answers, where it is not the tokenizer's own, and what it leaves out."""
+    if training_template(tokenizer) is not None:
+        run.report.message(
+            "The chats are rendered with TRL's training template of this model's family, which marks the answers. The "
+            "output keeps the model's own template."
+        )
+    if not trains_end_of_turn(tokenizer):
+        run.report.message(
+            "The chat template leaves the token that ends an answer out of its {% generation %} marks, so the model "
+            "may not learn to stop. Move it inside the marks, or use `loss_on` = `all`.",
+            level="warning",
+        )

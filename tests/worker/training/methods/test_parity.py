@@ -11,9 +11,10 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, set_seed
 from trl import SFTConfig, SFTTrainer
+from trl.chat_template_utils import qwen3_chat_template
 
 from tests.worker.training.data.test_dataset import CHATML
-from tests.worker.training.tiny import CORPUS, Forks, make_job, write_rows
+from tests.worker.training.tiny import CORPUS, Forks, make_job, make_tiny_model, write_rows
 from worker.training.model.loader import keep_full_precision
 
 STEPS = 8
@@ -117,3 +118,36 @@ def test_losses_on_prompts_and_completions_equal_plain_trls_with_the_defaults_of
     on_all = losses("all", "all", loss_on="all")
     assert on_all == pytest.approx(plain(tmp_path / "plain-all", completion_only_loss=False), abs=1e-6)
     assert ours != pytest.approx(on_all, abs=1e-3)
+
+
+def test_losses_on_several_answers_equal_plain_trls_and_the_output_keeps_its_template(
+    forks: Forks, tmp_path: Path
+) -> None:
+    model = make_tiny_model(tmp_path / "model", chat_template=qwen3_chat_template)
+    path = write_rows(
+        tmp_path / "chats.jsonl",
+        (
+            {
+                "messages": [
+                    {"role": role, "content": CORPUS[(n + turn) % 40][: 8 + n % 7]}
+                    for turn, role in enumerate(("user", "assistant") * 2)
+                ]
+            }
+            for n in range(40)
+        ),
+    )
+    job = make_job(
+        tmp_path, model, path, method="full", max_steps=STEPS, batch_size=2, gradient_accumulation_steps=2,
+        learning_rate=1e-2, optim="adamw_torch", max_seq_length=256, loss_on="assistant",
+    )  # fmt: skip
+    done = forks.run(job)
+    assert done.result["outcome"] == "completed", done.result
+    plain = plain_losses(
+        model, path, tmp_path / "plain", False, qwen3_chat_template, max_length=256, assistant_only_loss=True
+    )
+    assert [float.fromhex(loss) for loss, _ in done.steps.values()] == pytest.approx(plain, rel=1e-6)
+    assert AutoTokenizer.from_pretrained(done.output).chat_template == qwen3_chat_template
+    said = [record["line"] for record in done.of("message")]
+    assert any("TRL's training template" in text for text in said)
+    # The tokenizer here has no token for `<|im_end|>`, as a model of that family has.
+    assert any("may not learn to stop" in text for text in said)
