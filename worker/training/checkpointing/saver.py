@@ -22,6 +22,7 @@ from worker.training.context import TrainingContext
 from worker.training.failures import TrainingFailure, classify
 from worker.training.model.sharding import PartNotWritten
 from worker.training.plugins.checkpoint_engines import EngineCopier
+from worker.training.plugins.hooks import set_learning_rate
 from worker.training.trainer_protocol import ServiceTrainer
 from worker.wire.heartbeat import HeartbeatCallback, heartbeat_while_growing, no_heartbeat
 
@@ -378,6 +379,6 @@ def reapply_rates(trainer: Any, weight_decays: list[float]) -> None:
     for group, decay, factor in zip(trainer.optimizer.param_groups, weight_decays, scheduler.lr_lambdas, strict=True):
         group["weight_decay"] = decay
         group["initial_lr"] = rate
-        group["lr"] = rate * factor(scheduler.last_epoch)
-        rates.append(group["lr"])
+        rates.append(rate * factor(scheduler.last_epoch))
+        set_learning_rate(group, rates[-1])
     scheduler._last_lr = rates

@@ -11,6 +11,7 @@ import peft.peft_model
 import safetensors.torch
 import torch
 import transformers.modeling_utils
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from worker.training.checkpointing.pinned_memory import ALIGNED, PinnedMemory
@@ -179,7 +180,10 @@ def _collected_weights() -> Iterator[list[WeightFile]]:
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
+    """Yield all plain tensors in `value`; a tensor that is made of others, such as a quantized one, yields those."""
+    if is_traceable_wrapper_subclass(value):
+        yield from _tensors_in([getattr(value, name) for name in value.__tensor_flatten__()[0]])
+    elif isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
         for one in value.values():
@@ -191,6 +195,10 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def _replace_tensors(value: Any, copies: dict[int, torch.Tensor]) -> Any:
     """Return `value` with every tensor replaced by its copy, in new containers."""
+    if is_traceable_wrapper_subclass(value):
+        names, context = value.__tensor_flatten__()
+        parts = {name: _replace_tensors(getattr(value, name), copies) for name in names}
+        return type(value).__tensor_unflatten__(parts, context, value.size(), value.stride())
     if isinstance(value, torch.Tensor):
         return copies[id(value)]
     if isinstance(value, dict):

@@ -222,6 +222,14 @@ def initial_rates(trainer: ServiceTrainer) -> list[float]:
     return [group.get("initial_lr", group["lr"]) for group in trainer.optimizer.param_groups]
 
 
+def set_learning_rate(group: dict[str, Any], rate: float) -> None:
+    """Set the learning rate of a parameter group; optimizers of torchao compile their step with it as a tensor."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
 def reapply_rates(trainer: ServiceTrainer, weight_decays: list[float], rates: list[float]) -> None:
     """Apply the configured rates after a checkpoint was loaded; rates that are equal stay bitwise unchanged.
 
@@ -242,7 +250,7 @@ def reapply_rates(trainer: ServiceTrainer, weight_decays: list[float], rates: li
     scheduler.base_lrs = list(rates)
     for group, rate, factor in zip(trainer.optimizer.param_groups, rates, scheduler.lr_lambdas, strict=True):
         group["initial_lr"] = rate
-        group["lr"] = rate * factor(scheduler.last_epoch)
+        set_learning_rate(group, rate * factor(scheduler.last_epoch))
     scheduler._last_lr = [group["lr"] for group in trainer.optimizer.param_groups]
 
 
