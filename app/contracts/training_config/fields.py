@@ -293,6 +293,11 @@ class TrainingConfig(Strict):
         description="Data type of the computation, and of frozen weights that are not quantized; trained weights have "
         "32 bits. `null`: `bfloat16` on a GPU that supports it, `float16` on others, `float32` on a CPU.",
     )
+    weights_dtype: Annotated[Literal["float32", "bfloat16"], Traits(affects="step_time")] = Field(
+        default="float32",
+        description="Data type of the weights of a run that trains all of them. `bfloat16` halves their memory and "
+        "that of gradients; an optimizer of torchao (`adamw_torch_8bit` or `_4bit`) rounds updates stochastically.",
+    )
     load_in_4bit: Annotated[bool, Traits(affects="step_time", depends_on_method=True)] = Field(
         default=True,
         description="Load the base model in 4-bit; if unset, false for `full`, `lora`, without adapter and with 8-bit.",

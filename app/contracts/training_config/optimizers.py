@@ -90,6 +90,8 @@ class OptimizerTraits:
     """Values of its state per trained weight."""
     package: tuple[str, str] | None = None
     """Module that it needs, and the package to install."""
+    rounds_stochastically: bool = False
+    """True if it can update weights in bfloat16 without losing what is below their precision."""
     projects_gradients: bool = False
     """True if it projects the gradients of chosen modules; it then trains all weights, without decay."""
 
@@ -107,7 +109,7 @@ _APOLLO = OptimizerTraits(
     package=("apollo_torch", "apollo-torch"),
     projects_gradients=True,
 )
-_TORCHAO = OptimizerTraits(adam_options=ADAM_OPTIONS, package=("torchao", "torchao"))
+_TORCHAO = OptimizerTraits(adam_options=ADAM_OPTIONS, package=("torchao", "torchao"), rounds_stochastically=True)
 
 OPTIMIZERS: Mapping[str, OptimizerTraits] = {
     "paged_adamw_8bit": _ADAM,
@@ -143,6 +145,10 @@ OPTIMIZERS: Mapping[str, OptimizerTraits] = {
 
 SHARDED_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop", "adagrad")
 """Optimizers whose state can be divided among devices; the first is the default of a sharded run."""
+
+STOCHASTIC_OPTIMIZERS = tuple(name for name, traits in OPTIMIZERS.items() if traits.rounds_stochastically)
+DEFAULT_STOCHASTIC_OPTIMIZER = "adamw_torch_8bit"
+"""Default of a run whose weights are trained in bfloat16."""
 
 SCHEDULERS: Mapping[str, tuple[str, ...]] = {
     "cosine": ("num_cycles",),

@@ -28,6 +28,7 @@ _OURS = {
     "lr_scheduler_type": "lr_scheduler scheduler scheduler_type lr_schedule",
     "neftune_noise_alpha": "neftune_alpha neftune_noise noisy_embedding_alpha",
     "dtype": "torch_dtype compute_dtype precision mixed_precision model_dtype",
+    "weights_dtype": "pure_bf16 bf16_master_weights bf16_master_weights_and_grads",
     "load_in_4bit": "use_4bit quantize_4bit",
     "load_in_8bit": "use_8bit quantize_8bit",
     "bnb_4bit_compute_dtype": "bnb_compute_dtype compute_dtype",
@@ -109,7 +110,7 @@ _REMEDIES = {
     "ddp ddp_backend ddp_find_unused_parameters ddp_timeout local_rank",
     "a model is divided by `resources.sharding`, beside `config`; leave it out": "tensor_parallel_size "
     "tensor_parallel_degree",
-    "use `dtype`, or leave it out: `bfloat16` is the default where the device supports it": "bf16 fp16 pure_bf16 "
+    "use `dtype`, or leave it out: `bfloat16` is the default where the device supports it": "bf16 fp16"
     "bf16_full_eval fp16_full_eval",
     "leave it out, or set `dtype` to `float32` for the highest precision": "tf32",
     "the service chooses where a run writes; leave it out, and download the result": "output_dir logging_dir run_dir "

@@ -8,8 +8,8 @@ from pydantic import BaseModel
 
 from app.contracts.errors import FieldError
 from app.contracts.methods import METHODS
-from app.contracts.training_config.fields import LossOn, TrainingConfig
-from app.contracts.training_config.optimizers import SHARDED_OPTIMIZERS
+from app.contracts.training_config.fields import DType, LossOn, TrainingConfig
+from app.contracts.training_config.optimizers import DEFAULT_STOCHASTIC_OPTIMIZER, OPTIMIZERS, SHARDED_OPTIMIZERS
 from app.contracts.training_config.rules import (
     DeviceCapabilities,
     default_dtype,
@@ -73,10 +73,10 @@ def resolve(
     replaced: list[Replacement] = []
     if machine is not None:
         found += machine_conflicts(config, given, machine)
-        update["dtype"] = config.dtype or default_dtype(machine)
+        update["dtype"] = config.dtype or _compute_dtype(config, machine)
         quantized = update.get("load_in_4bit", config.load_in_4bit)
         replaced = _replacements(config, given, machine, quantized)
-    if sharded and config.optim not in SHARDED_OPTIMIZERS and "optim" not in given:
+    if sharded and config.optim not in SHARDED_OPTIMIZERS and not {"optim", "weights_dtype"} & given:
         replaced = [one for one in replaced if one.field != "optim"]
         reason, used = "The state of this optimizer cannot be divided among devices.", SHARDED_OPTIMIZERS[0]
         replaced.append(Replacement(field="optim", requested=config.optim, used=used, reason=reason))
@@ -100,18 +100,26 @@ def length_replacement(config: TrainingConfig, longest_sequence: int) -> Replace
     return Replacement(field="max_seq_length", requested=config.max_seq_length, used=longest_sequence, reason=reason)
 
 
+def _compute_dtype(config: TrainingConfig, machine: DeviceCapabilities) -> DType:
+    return config.weights_dtype if config.weights_dtype != "float32" else default_dtype(machine)
+
+
 def _replacements(
     config: TrainingConfig, given: set[str], machine: DeviceCapabilities, four_bit: bool
 ) -> list[Replacement]:
     replaced = []
+    is_stochastic = config.weights_dtype == "bfloat16" and config.extra.get("optimizer") is None
 
     def replace(field: str, used: Any, reason: str) -> None:
         if field not in given:
             requested = getattr(config, field)
             replaced.append(Replacement(field=field, requested=requested, used=used, reason=reason))
 
+    if is_stochastic and not OPTIMIZERS[config.optim].rounds_stochastically:
+        reason = "It updates weights in bfloat16 without rounding small updates to nothing."
+        replace("optim", DEFAULT_STOCHASTIC_OPTIMIZER, reason)
     if machine.kind == "cpu":
-        if config.optim.startswith("paged_") and config.extra.get("optimizer") is None:
+        if not is_stochastic and config.optim.startswith("paged_") and config.extra.get("optimizer") is None:
             replace("optim", config.optim.removeprefix("paged_"), "Paging optimizer state needs a GPU.")
         if config.gradient_checkpointing:
             replace(

@@ -24,6 +24,7 @@ from app.contracts.training_config.optimizers import (
     OPTIMIZERS,
     SCHEDULERS,
     SHARDED_OPTIMIZERS,
+    STOCHASTIC_OPTIMIZERS,
     OptimizerOptions,
     SchedulerOptions,
 )
@@ -124,6 +125,7 @@ def method_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError
             field_error("warmup_ratio", "conflict", "has no effect with `constant`; use `constant_with_warmup`")
         )
     found += _optimizer_conflicts(config, given)
+    found += _weights_dtype_conflicts(config, given)
     found += _scheduler_conflicts(config)
     if config.max_steps is not None and config.min_steps is not None and config.min_steps > config.max_steps:
         found.append(field_error("min_steps", "conflict", "cannot be above `max_steps`"))
@@ -168,6 +170,30 @@ def _optimizer_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldE
     if wants_adapter(config):
         message = f"is `{config.optim}`, which trains all weights; use method `full`, or `sft` with `lora_r` null"
         found.append(field_error("optim", "conflict", message))
+    return found
+
+
+def _weights_dtype_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError]:
+    """Return the reasons why the weights cannot be trained in bfloat16."""
+    if config.weights_dtype == "float32":
+        return []
+    if wants_adapter(config):
+        message = (
+            "applies to runs that train all weights, and this run trains an adapter, whose weights have 32 bits; leave "
+            "it out"
+        )
+        return [field_error("weights_dtype", "conflict", message)]
+    found = []
+    names = " or ".join(f"`{name}`" for name in STOCHASTIC_OPTIMIZERS)
+    if config.extra.get("optimizer") is not None:
+        message = f"is `bfloat16`, which needs `optim` {names}, not the plugin `extra.optimizer`"
+        found.append(field_error("weights_dtype", "conflict", message))
+    elif "optim" in given and not OPTIMIZERS[config.optim].rounds_stochastically:
+        message = f"is `{config.optim}`, which would round small updates of weights in bfloat16 to nothing; use {names}"
+        found.append(field_error("optim", "conflict", message))
+    if config.dtype is not None and config.dtype != "bfloat16":
+        message = f"is `{config.dtype}`, but weights in bfloat16 compute in bfloat16; leave it out"
+        found.append(field_error("dtype", "conflict", message))
     return found
 
 
@@ -406,6 +432,8 @@ def sharding_obstacles(config: TrainingConfig, given: set[str]) -> list[str]:
     elif "optim" in given and config.optim not in SHARDED_OPTIMIZERS:
         names = ", ".join(f"`{name}`" for name in SHARDED_OPTIMIZERS)
         found.append(f"the state of `{config.optim}` cannot be divided; use one of {names}")
+    if config.weights_dtype != "float32":
+        found.append("the state of the optimizers for weights in bfloat16 cannot be divided; leave `weights_dtype` out")
     if config.extra.get("model_factory") is not None:
         found.append("the layers of a model of `extra.model_factory` are not known")
     return found
@@ -431,6 +459,8 @@ def machine_conflicts(config: TrainingConfig, given: set[str], machine: DeviceCa
         found.append(
             field_error("dtype", code, "is `bfloat16`, which this GPU does not support; use `float16`, or leave it out")
         )
+    if config.weights_dtype == "bfloat16" and machine.kind == "cuda" and not machine.bf16:
+        found.append(field_error("weights_dtype", code, "is `bfloat16`, which this GPU does not support; leave it out"))
     if config.dtype == "float16" and machine.kind == "cpu":
         found.append(field_error("dtype", code, "is `float16`, which needs a GPU; use `bfloat16`, or leave it out"))
     compute = config.bnb_4bit_compute_dtype if "bnb_4bit_compute_dtype" in given else None

@@ -89,6 +89,9 @@ def train_on_tokens(
 def trainer_arguments(run: TrainingContext, total_steps: int) -> dict[str, Any]:
     """Map the configuration to the arguments of transformers that all trainers share."""
     config, options, cuda = run.config, run.config.trainer_options, run.machine.kind == "cuda"
+    optimizer_args = options.optim_args.model_dump(exclude_none=True)
+    if config.weights_dtype == "bfloat16":
+        optimizer_args["bf16_stochastic_round"] = True
     return {
         "output_dir": str(run.folder),
         "max_steps": total_steps,
@@ -101,7 +104,7 @@ def trainer_arguments(run: TrainingContext, total_steps: int) -> dict[str, Any]:
         "warmup_steps": config.warmup_ratio,
         "weight_decay": config.weight_decay,
         "optim": config.optim,
-        "optim_args": ",".join(f"{k}={v}" for k, v in options.optim_args.model_dump(exclude_none=True).items()) or None,
+        "optim_args": ",".join(f"{name}={value}" for name, value in optimizer_args.items()) or None,
         "optim_target_modules": options.optim_target_modules,
         "adam_beta1": options.adam_beta1,
         "adam_beta2": options.adam_beta2,
@@ -145,7 +148,8 @@ def build(make: Callable[..., Trains], run: TrainingContext, **options: Any) -> 
         raise TrainingFailure("config_error", str(error)) from error
     loader.check_modules(trainer.model, run.config)
     loader.name_base(trainer.model, run.job.base_model.portable_name)
-    loader.keep_full_precision(trainer.model)
+    if run.config.weights_dtype == "float32":
+        loader.keep_full_precision(trainer.model)
     if not run.ranks.is_first:
         trainer.remove_callback(PrinterCallback)  # on each host, one process would print the metrics of each step
     trainer.add_callback(StepCallback(run, trainer))

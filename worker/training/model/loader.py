@@ -66,10 +66,9 @@ def _imports(package: str) -> bool:
 
 
 def weights_dtype(config: TrainingConfig, machine: DeviceCapabilities) -> torch.dtype:
-    """Return the dtype of the weights as loaded: 32 bits if they are trained, that of the computation if frozen."""
-    if config.lora_r is None:
-        return torch.float32
-    dtype: torch.dtype = getattr(torch, config.dtype or default_dtype(machine))
+    """Return the dtype of the weights as loaded: `weights_dtype` if all are trained, else that of the computation."""
+    name = config.weights_dtype if config.lora_r is None else config.dtype or default_dtype(machine)
+    dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 

@@ -16,7 +16,7 @@ from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import drop_unknown_fields, given_fields
 from app.contracts.training_config.resolution import resolve
-from app.contracts.training_config.rules import DeviceCapabilities
+from app.contracts.training_config.rules import DeviceCapabilities, sharding_obstacles
 from app.contracts.training_config.validation import config_errors, resume_problems
 
 CPU = DeviceCapabilities(kind="cpu", bf16=True)
@@ -68,6 +68,40 @@ class TestDtype:
         assert codes(config) == {("attn_implementation", "conflict")}
 
 
+class TestWeightsDtype:
+    """`weights_dtype`: weights that are trained in bfloat16."""
+
+    FULL = {"method": "full", "weights_dtype": "bfloat16"}
+
+    def test_optimizer_and_computation_follow(self) -> None:
+        resolved = effective(CPU, **self.FULL)
+        assert (resolved.config.optim, resolved.config.dtype) == ("adamw_torch_8bit", "bfloat16")
+        assert [(one.field, one.requested) for one in resolved.replaced if one.field == "optim"] == [
+            ("optim", "paged_adamw_8bit")
+        ]
+
+    @pytest.mark.parametrize(
+        ("fields", "error"),
+        [
+            ({"method": "lora", "weights_dtype": "bfloat16"}, ("weights_dtype", "conflict")),
+            ({**FULL, "optim": "adamw_torch"}, ("optim", "conflict")),
+            ({**FULL, "extra": {"optimizer": {"type": "mine"}}}, ("weights_dtype", "conflict")),
+            ({**FULL, "dtype": "float32"}, ("dtype", "conflict")),
+            ({**FULL, "weights_dtype": "float16"}, ("weights_dtype", "unknown_value")),
+            ({**FULL, "machine": OLD_GPU}, ("weights_dtype", "not_on_this_machine")),
+        ],
+    )
+    def test_what_would_lose_updates_is_refused(self, fields: dict[str, Any], error: tuple[str, str]) -> None:
+        machine = fields.get("machine")
+        config = {name: value for name, value in fields.items() if name != "machine"}
+        assert codes(config, machine=machine) == {error}
+
+    def test_it_cannot_be_sharded(self) -> None:
+        config = TrainingConfig(base_model="tiny", **self.FULL)
+        (obstacle,) = sharding_obstacles(config, {"weights_dtype"})
+        assert "`weights_dtype`" in obstacle
+
+
 class TestFieldsAndDefaults:
     def test_every_default_is_the_contracts(self) -> None:
         config = TrainingConfig(base_model="tiny").model_dump(mode="json")
@@ -83,7 +117,7 @@ class TestFieldsAndDefaults:
             "early_stopping_patience": None, "on_non_finite": "stop", "on_spike": "ignore",
             "on_out_of_memory": "repair", "max_eval_rows": None, "export": "best", "output": "adapter", "gguf": None,
             "sample_steps": None, "sample_prompts": [], "sample_max_new_tokens": 64, "sample_temperature": 1.0,
-            "chat_template": None, "dtype": None,
+            "chat_template": None, "dtype": None, "weights_dtype": "float32",
             "overfit_first_batch": False, "attn_implementation": None, "torch_compile": False,
             "activation_offload": False, "use_rslora": False, "use_dora": False, "modules_to_save": None,
             "neftune_noise_alpha": None, "revision": None, "report_to": [], "push_to_hub": None,

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
@@ -69,6 +71,24 @@ def test_they_train(
     assert done.result["outcome"] == "completed", (done.result, done.stderr[-2000:])
     rates = [record["learning_rate"] for record in done.of("metric")]
     assert rates[-1] == pytest.approx(last_rate, rel=0.02), rates
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "fields",
+    [{"optim": "adamw_torch_8bit"}, {"optim": "adamw_torch_4bit"}, {"weights_dtype": "bfloat16"}],
+    ids=["8bit", "4bit", "bfloat16"],
+)
+def test_optimizers_of_torchao_train_and_resume_exactly(
+    fields: dict[str, Any], forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    config = {**QUICK, **fields, "save_steps": 2, "lr_scheduler_type": "linear"}
+    whole = forks.run(make_job(tmp_path, tiny_model, chats, **config))
+    assert whole.result["outcome"] == "completed", (whole.result, whole.stderr[-2000:])
+    job = make_job(tmp_path, tiny_model, chats, attempt=2, resume_from=whole.checkpoint(2), **config)
+    assert forks.run(job).steps == {step: reported for step, reported in whole.steps.items() if step > 2}
+    expected = torch.bfloat16 if "weights_dtype" in fields else torch.float32
+    assert {tensor.dtype for tensor in load_file(whole.output / "model.safetensors").values()} == {expected}
 
 
 def test_an_optimizer_whose_package_is_missing_names_it(
