@@ -1,0 +1,253 @@
+"""Runs the stages: each in a process of its own with a time limit, its rows on disk before the next one starts."""
+
+import json
+import os
+import platform
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from app.config import get_settings
+from benchmarks.gpu_check import markdown, processes
+from benchmarks.gpu_check.report import Report, Row, read_rows
+from worker import devices
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 480.0
+"""Time limit of a whole check."""
+_END_SECONDS = 10.0
+_POLL_SECONDS = 0.2
+_MOST_OUTPUT = 4000
+"""Characters of the output of each process that are in the log."""
+_WEIGHTS_BYTES = 24 * 2**30
+"""Free memory file system from which the large weights are read: 16.4 GB in bf16, and room."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Part of a check; its module has a function `run(check)`."""
+
+    name: str
+    seconds: float
+    """Time limit on a GPU."""
+    reserved: float = 20.0
+    """Seconds that the stages before it leave it."""
+    module: str = ""
+
+    @property
+    def path(self) -> str:
+        """Name of its module."""
+        return self.module or f"benchmarks.gpu_check.stages.{self.name}"
+
+
+STAGES = (
+    Stage("facts", 40),
+    Stage("device", 60),
+    Stage("launch", 75, 30),
+    Stage("methods", 100, 30),
+    Stage("parity", 75, 30),
+    Stage("resume", 60),
+    Stage("memory", 60),
+    Stage("checkpoint", 45),
+    Stage("throughput", 230, 90),
+    Stage("profile", 60, 40),
+    Stage("demo", 150, 90),
+)
+CPU_FACTOR = 4
+"""Factor of all time limits on a CPU."""
+
+
+class Runner:
+    """Check whose results are in `output`: `gpu-check.json`, `gpu-check.md` and `gpu-check.log`."""
+
+    def __init__(
+        self, output: Path, seconds: float, tiny: bool, preloaded: Sequence[str] = processes.PRELOADED
+    ) -> None:
+        output.mkdir(parents=True, exist_ok=True)
+        gpus = devices.gpus()
+        factor = 1 if gpus else CPU_FACTOR
+        self.report = Report(
+            date=datetime.now(UTC).isoformat(timespec="seconds"), commit=_commit(),
+            device=gpus[0].name if gpus else platform.processor() or platform.machine(),
+            kind="cuda" if gpus else "cpu", tiny=tiny or not gpus, command=shlex.join(["gpu-check", *sys.argv[1:]]),
+        )  # fmt: skip
+        self._output, self._log, self._factor = output, output / "gpu-check.log", factor
+        self._preloaded = preloaded
+        self._server: Server | None = None
+        self._deadline = time.monotonic() + seconds * factor
+
+    def run(self, stages: Sequence[Stage]) -> Report:
+        """Run the stages in order; return the report, which is also on disk."""
+        with _scratch() as (work, weights), self._serving():
+            for number, stage in enumerate(stages):
+                later = sum(other.reserved for other in stages[number + 1 :]) * self._factor
+                left = self._deadline - time.monotonic()
+                seconds = min(stage.seconds * self._factor, max(left - later, min(left, stage.reserved)))
+                if seconds < 5:
+                    self._skip(stage)
+                else:
+                    self._run_stage(stage, seconds, work, weights)
+                print(markdown.stage_text(self.report, stage.name), flush=True)
+        return self.report
+
+    @contextmanager
+    def _serving(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if self._server is not None:
+                self._server.kill()
+
+    def _skip(self, stage: Stage) -> None:
+        self.report.stages[stage.name] = 0.0
+        self.report.rows.append(Row(stage.name, "stage", "skipped", "the time limit of the check is used up"))
+        self._save()
+
+    def _run_stage(self, stage: Stage, seconds: float, work: Path, weights: Path) -> None:
+        before, began = self.report.rows, time.monotonic()
+        rows = work / f"rows-{stage.name}.jsonl"
+        with self._log.open("a") as file:
+            file.write(f"\n===== {stage.name} =====\n")
+        request = {
+            "stage": stage.name, "module": stage.path, "work": str(work), "weights": str(weights), "rows": str(rows),
+            "tiny": self.report.tiny, "seconds": seconds,
+        }  # fmt: skip
+        code = None
+        server = self._server = self._server or Server(self._preloaded, self._log)
+        try:
+            for code in server.run(request, seconds):
+                self._keep(stage, [*before, *read_rows(rows)], began)
+        finally:
+            if code is None or not server.is_alive:
+                server.kill()
+                self._server = None
+        with self._log.open("a") as file:
+            file.writelines(f"\n--- {name}\n{text}\n" for name, text in _outputs(work / stage.name))
+        stage_rows = read_rows(rows)
+        if code is None:
+            stage_rows.append(Row(stage.name, "stage", "timeout", f"ended after its time limit of {seconds:.0f} s"))
+        elif code != 0 and all(row.status != "failed" for row in stage_rows):
+            stage_rows.append(
+                Row(stage.name, "stage", "failed", f"its process ended with {code}; see {self._log.name}")
+            )
+        self._keep(stage, [*before, *stage_rows], began)
+        self._save()
+
+    def _keep(self, stage: Stage, rows: list[Row], began: float) -> None:
+        """Store the rows so far, if there are new ones."""
+        self.report.stages[stage.name] = round(time.monotonic() - began, 1)
+        if rows != self.report.rows:
+            self.report.rows = rows
+            self._save()
+
+    def _save(self) -> None:
+        self.report.save(self._output / "gpu-check.json")
+        (self._output / "gpu-check.md").write_text(markdown.page_part(self.report))
+
+
+@contextmanager
+def _scratch() -> Iterator[tuple[Path, Path]]:
+    """Create the scratch folders and delete them after the block."""
+    memory = Path("/dev/shm")
+    is_large = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > _WEIGHTS_BYTES
+    work = Path(tempfile.mkdtemp(prefix="anneal-gpu-check-"))
+    weights = Path(tempfile.mkdtemp(prefix="anneal-weights-", dir=memory if is_large else work))
+    try:
+        yield work, weights
+    finally:
+        shutil.rmtree(weights, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of training processes, in which no stage reaches a network."""
+    return get_settings().trainer_environment() | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+class Server:
+    """Process from which stages are forked (`benchmarks.gpu_check.stage`), and the stage that runs."""
+
+    def __init__(self, preloaded: Sequence[str], log: Path) -> None:
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.gpu_check.stage", *preloaded], cwd=ROOT, env=_environment(),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True, bufsize=1,
+                start_new_session=True,
+            )  # fmt: skip
+        self._stage: int | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """True if it can fork another stage."""
+        return self._process.poll() is None
+
+    def run(self, request: dict[str, Any], seconds: float) -> Iterator[int | None]:
+        """Run a stage: yield None several times a second, and its exit code at the end; stop after `seconds`."""
+        deadline = time.monotonic() + seconds
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(request) + "\n")
+        while time.monotonic() < deadline:
+            readable, _, _ = select.select([self._process.stdout], [], [], _POLL_SECONDS)
+            answer = self._process.stdout.readline() if readable else None
+            if answer == "":  # the server has ended
+                yield self._process.wait(_END_SECONDS) or 1
+                return
+            if answer and self._stage is None:
+                self._stage = int(answer)
+            elif answer:
+                _end_session(self._stage)
+                self._stage = None
+                yield int(answer)
+                return
+            yield None
+
+    def kill(self) -> None:
+        """Kill the server, and the stage with everything that it has started."""
+        if self._stage is not None:
+            _end_session(self._stage)
+        self._process.kill()
+        self._process.wait(_END_SECONDS)
+
+
+def _end_session(leader: int | None) -> None:
+    """End what is left of a stage: SIGTERM, after which a service stops its servers, then SIGKILL."""
+    assert leader is not None
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGTERM)
+        deadline = time.monotonic() + _END_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            os.killpg(leader, 0)
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _outputs(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield name and end of the output of each process of a stage."""
+    for path in sorted((*folder.rglob("stderr"), *folder.rglob("stdout"))) if folder.is_dir() else ():
+        text = path.read_text(errors="replace").strip()
+        if text:
+            yield str(path.relative_to(folder)), text[-_MOST_OUTPUT:]
+
+
+def _commit() -> str:
+    """Return the commit of the source, with a mark if files differ from it; `unknown` without a repository."""
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=ROOT, capture_output=True, text=True, timeout=20, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return described.stdout.strip()

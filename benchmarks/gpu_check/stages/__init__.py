@@ -1,0 +1,1 @@
+"""Stages of the check: each module has a function `run(check)`."""

@@ -1,0 +1,64 @@
+"""Time from the launch of a training process to its first step: forked from the zygote, and cold."""
+
+import statistics
+import time
+from pathlib import Path
+
+from app.config import Settings
+from benchmarks.gpu_check.check import Check
+from benchmarks.gpu_check.models import small_model
+from tests.worker.training.tiny import make_chat_dataset, make_job, write_job
+from worker.process.launcher import Launcher
+from worker.wire.journal import read_journal
+
+ROUNDS = 2
+_READY_SECONDS = 120.0
+_RUN_SECONDS = 90.0
+
+
+def run(check: Check) -> None:
+    model, data = small_model(check), make_chat_dataset(check.work / "chats.jsonl", 64)
+    warm = Launcher(Settings(home=check.folder("warm"), launch="auto"))
+    cold = Launcher(Settings(home=check.folder("cold"), launch="cold"))
+    try:
+        began = time.monotonic()
+        warm.start()
+        cold.start()
+        warm.wait_ready(_READY_SECONDS)
+        seconds = round(time.monotonic() - began, 2)
+        if warm.mode == "cold":
+            check.record("zygote", "failed", warm.reason, seconds=seconds)
+            return
+        check.record("zygote", "failed" if warm.broken else "ok", str(warm.broken or ""), seconds=seconds)
+        times: dict[str, list[float]] = {"warm": [], "cold": []}
+        for number in range(1 if check.tiny else ROUNDS):
+            for name, launcher in (("warm", warm), ("cold", cold)):
+                times[name].append(_first_step(check, launcher, check.folder(f"{name}-{number}"), model, data))
+        medians = {name: round(statistics.median(values), 2) for name, values in times.items()}
+        ratio = round(medians["cold"] / medians["warm"], 1)
+        check.record("first step", warm_seconds=medians["warm"], cold_seconds=medians["cold"], cold_by_warm=ratio)
+    finally:
+        warm.stop()
+        cold.stop()
+
+
+def _first_step(check: Check, launcher: Launcher, folder: Path, model: Path, data: Path) -> float:
+    """Return the seconds from a launch to the first step of the run, after the run has ended."""
+    job = make_job(
+        folder, model, data, method="lora", max_steps=1, batch_size=2, gradient_accumulation_steps=1,
+        max_seq_length=128, save_steps=1000,
+    )  # fmt: skip
+    job["device"] = check.job_device
+    path, began = write_job(job), time.clock_gettime(time.CLOCK_BOOTTIME)
+    process = launcher.launch("worker.training.__main__:main", path, [check.device.for_job()])
+    deadline = time.monotonic() + _RUN_SECONDS
+    try:
+        while process.poll() is None and time.monotonic() < deadline:
+            process.wait(0.2)
+            process.channel.receive(0)
+    finally:
+        process.close()
+    steps = [line["t"] for line in read_journal(job["journal"]) if line["event"] == "step"]
+    if not steps:
+        raise RuntimeError(f"a {process.launched} start made no step within {_RUN_SECONDS:.0f} s")
+    return float(steps[0] - began)
