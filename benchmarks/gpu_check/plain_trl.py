@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from app.contracts.training_config.fields import TrainingConfig
-from worker.training.model.loader import keep_full_precision
+from worker.training.model.loader import keep_evaluation_neutral, keep_full_precision
 
 RESULT = "result.json"
 
@@ -30,6 +30,8 @@ def losses(model: str, data: str, effective: dict[str, Any], folder: str) -> Non
     network = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.bfloat16 if cuda else torch.float32, **_quantization(config, cuda)
     )
+    if not cuda:
+        keep_evaluation_neutral(network)
     preference = config.method == "dpo"
     shared = {
         "output_dir": folder, "max_steps": config.max_steps, "per_device_train_batch_size": config.batch_size,
@@ -40,7 +42,7 @@ def losses(model: str, data: str, effective: dict[str, Any], folder: str) -> Non
         "seed": config.seed, "save_strategy": "no", "disable_tqdm": True,
     }  # fmt: skip
     arguments = (
-        DPOConfig(**shared, beta=config.dpo.beta, precompute_ref_log_probs=True)
+        DPOConfig(**shared, beta=config.dpo.beta)
         if preference
         else SFTConfig(**shared, packing=config.packing)
     )

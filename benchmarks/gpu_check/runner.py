@@ -123,10 +123,11 @@ class Runner:
             "stage": stage.name, "module": stage.path, "work": str(work), "weights": str(weights), "rows": str(rows),
             "tiny": self.report.tiny, "seconds": seconds,
         }  # fmt: skip
-        code = None
+        code: int | None = None
         server = self._server = self._server or Server(self._preloaded, self._log)
         try:
-            for code in server.run(request, seconds):
+            for answer in server.run(request, seconds):
+                code = answer
                 self._keep(stage, [*before, *read_rows(rows)], began)
         finally:
             if code is None or not server.is_alive:

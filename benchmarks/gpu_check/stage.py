@@ -1,8 +1,8 @@
 """Server that the stages are forked from: it imports the training libraries once, and touches no GPU.
 
-`python -m benchmarks.gpu_check.stage [module …]` imports the modules and reads a stage a line, as JSON with the fields of
-`Check` and the name of the stage's module. For each it writes the process id of a fork, which leads a session of its
-own, and later its exit code.
+`python -m benchmarks.gpu_check.stage [module …]` imports the modules. Each line that it reads is a stage: JSON with the
+fields of `Check` and the name of the stage's module. For each it writes the process id of a fork, which leads a session
+of its own, and later its exit code.
 """
 
 import importlib

@@ -21,7 +21,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "qlora": {"method": "qlora"},
     "lora": {"method": "lora"},
     "packed": {"method": "lora", "packing": True, "gradient_accumulation_steps": 1},
-    "dpo": {"method": "dpo"},
+    "dpo": {"method": "dpo", "learning_rate": 1e-3},
 }
 
 
