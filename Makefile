@@ -12,7 +12,7 @@ comma := ,
 # Where this is set, every process would compile PyTorch's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo up test test-all lint checked bench venv chaos mutants fuzz resume-matrix methods estimates prediction docs reference pictures vendor soak
+.PHONY: demo up test test-all lint checked bench venv chaos mutants fuzz resume-matrix methods estimates prediction docs reference pictures vendor soak gpu-check
 
 demo: $(SERVICE)  ## fine-tune a small model through the service and watch; MODEL=<hub name> for another
 	@$(BIN)/anneal demo $(if $(MODEL),--model '$(MODEL)')
@@ -82,6 +82,15 @@ prediction: $(READY)  ## how far off predicted finishes are, over 30 runs; SCALE
 
 estimates: $(READY)  ## the memory of a training step by formula beside what torch holds, over a grid of models and methods
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.estimates
+
+# A whole check on a GPU is stored in benchmarks/results and shown in docs/internals/gpu.md.
+gpu-check: $(SERVICE)  ## training on this machine's GPU beside plain TRL, in eight minutes; STAGES='facts device' for some stages
+ifdef STAGES
+	@$(BIN)/python -m benchmarks.gpu_check $(STAGES)
+else
+	@$(BIN)/python -m benchmarks.gpu_check; code=$$?; \
+	  $(BIN)/python -m benchmarks.gpu_check.publish build/gpu-check/gpu-check.json && exit $$code
+endif
 
 bench: .venv/.bench  ## all benchmarks; ONLY=C8 for one, SCALE=0.01 for a trial in small
 	@$(BIN)/python -m benchmarks $(ONLY) $(if $(SCALE),--scale $(SCALE))

@@ -41,11 +41,7 @@ def losses(model: str, data: str, effective: dict[str, Any], folder: str) -> Non
         "use_cpu": not cuda, "bf16": cuda, "activation_checkpointing": False, "logging_steps": 1, "report_to": "none",
         "seed": config.seed, "save_strategy": "no", "disable_tqdm": True,
     }  # fmt: skip
-    arguments = (
-        DPOConfig(**shared, beta=config.dpo.beta)
-        if preference
-        else SFTConfig(**shared, packing=config.packing)
-    )
+    arguments = DPOConfig(**shared, beta=config.dpo.beta) if preference else SFTConfig(**shared, packing=config.packing)
     trainer = (DPOTrainer if preference else SFTTrainer)(
         model=network, args=arguments, train_dataset=_rows(data), processing_class=AutoTokenizer.from_pretrained(model),
         peft_config=_adapter(config.lora_dropout),

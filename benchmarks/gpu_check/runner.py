@@ -26,7 +26,8 @@ from worker import devices
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 480.0
 """Time limit of a whole check."""
-_END_SECONDS = 10.0
+_LEAST_SECONDS = 5.0
+_END_SECONDS = 5.0
 _POLL_SECONDS = 0.2
 _MOST_OUTPUT = 4000
 """Characters of the output of each process that are in the log."""
@@ -94,7 +95,7 @@ class Runner:
                 later = sum(other.reserved for other in stages[number + 1 :]) * self._factor
                 left = self._deadline - time.monotonic()
                 seconds = min(stage.seconds * self._factor, max(left - later, min(left, stage.reserved)))
-                if seconds < 5:
+                if left < _LEAST_SECONDS:
                     self._skip(stage)
                 else:
                     self._run_stage(stage, seconds, work, weights)
@@ -108,6 +109,7 @@ class Runner:
         finally:
             if self._server is not None:
                 self._server.kill()
+                self._server = None
 
     def _skip(self, stage: Stage) -> None:
         self.report.stages[stage.name] = 0.0

@@ -1,0 +1,1 @@
+"""Stages of a check for the tests of its runner."""

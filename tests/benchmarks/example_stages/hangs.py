@@ -1,0 +1,12 @@
+"""Stage that records a result, starts a program and never ends."""
+
+import subprocess
+import time
+
+from benchmarks.gpu_check.check import Check
+
+
+def run(check: Check) -> None:
+    program = subprocess.Popen(["sleep", "600"])
+    check.record("before", program=program.pid)
+    time.sleep(600)
