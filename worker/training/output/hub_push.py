@@ -4,14 +4,13 @@ The run already has its output when the upload starts, so an error here never fa
 output can still be pushed by hand.
 """
 
-import io
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, constants, get_token
+import psutil
+from huggingface_hub import CommitInfo, HfApi, constants, get_session, get_token
 
 from app.contracts.attempt.messages import HubPush
 from worker.training.context import TrainingContext
@@ -19,8 +18,8 @@ from worker.training.failures import Stopped, TrainingFailure
 
 _TRIES = 5
 _FIRST_PAUSE = 1.0
-_STALLED_SECONDS = 300.0
-"""An upload is given up if the hub accepts no byte and sends no response for this long."""
+_TIMEOUT_SECONDS = 120.0
+"""Time without a byte from the hub after which a request fails; the client repeats some requests, up to five times."""
 _POLL_SECONDS = 0.1
 
 
@@ -52,7 +51,7 @@ def push(run: TrainingContext, output: Path) -> HubPush | None:
         refusal = _refusal(run)
         if refusal:
             raise TrainingFailure("config_error", refusal)
-        made = _Push(run, output, name).run_to_end()
+        commit = _upload(run, output, name)
     except Stopped:
         request = run.stop_requested
         if request is not None and request.why == "drain":
@@ -60,95 +59,64 @@ def push(run: TrainingContext, output: Path) -> HubPush | None:
         return _failed(run, name, "a stop was requested")
     except Exception as error:
         return _failed(run, name, _root_cause(error))
-    run.report.message(f"Pushed to the hub: {made.commit_url}")
-    return {"repo": name, "commit": made.oid, "url": made.commit_url}
+    run.report.message(f"Pushed to the hub: {commit.commit_url}")
+    return {"repo": name, "commit": commit.oid, "url": commit.commit_url}
 
 
-class _Push:
-    """One upload, in its own thread, so that a run can be stopped while the hub does not respond."""
+def _upload(run: TrainingContext, output: Path, name: str) -> CommitInfo:
+    """Upload in another thread, so that a run can be stopped while the hub does not respond.
 
-    def __init__(self, run: TrainingContext, output: Path, name: str) -> None:
-        self._run = run
-        self._name = name
-        self._files = [path for path in sorted(output.rglob("*")) if path.is_file()]
-        self._output = output
-        # Each file is read twice: for its hash, and to be sent.
-        self._total = 2 * sum(path.stat().st_size for path in self._files)
-        self._read = 0
-        self._last_progress_at = time.monotonic()
-        self._abandoned = threading.Event()
-        self._done = threading.Event()
-        self._outcome: CommitInfo | Exception = AssertionError("the upload has no outcome")
+    Raises:
+        Stopped: a stop was requested.
+        Exception: the hub refused the upload, or failed in every try.
+    """
+    outcome: Future[CommitInfo] = Future()
+    abandoned = threading.Event()
 
-    def run_to_end(self) -> CommitInfo:
-        """Run the upload to its end; raise Stopped at once on a stop request, TimeoutError when it stalls."""
-        threading.Thread(target=self._work, name="push", daemon=True).start()
+    def work() -> None:
         try:
-            while not self._done.wait(_POLL_SECONDS):
-                self._run.progress("pushing", min(self._read, self._total - 1), self._total)
-                if time.monotonic() - self._last_progress_at > _STALLED_SECONDS:
-                    raise TimeoutError(f"no progress for {_STALLED_SECONDS:.0f} s")
-        finally:
-            self._abandoned.set()
-        if isinstance(self._outcome, Exception):
-            raise self._outcome
-        self._run.report.progress("pushing", self._total, self._total)
-        return self._outcome
-
-    def count_bytes(self, count: int) -> None:
-        """Count bytes read from a file; raise Stopped in the upload thread if no one waits for it any more."""
-        if self._abandoned.is_set():
-            raise Stopped
-        self._read += count
-        self._last_progress_at = time.monotonic()
-        self._run.report.alive()
-
-    def _work(self) -> None:
-        try:
-            self._outcome = self._upload()
+            outcome.set_result(_commit(run, output, name, abandoned))
         except Exception as error:
-            self._outcome = error
-        self._done.set()
+            outcome.set_exception(error)
 
-    def _upload(self) -> CommitInfo:
-        api = HfApi(endpoint=constants.ENDPOINT, token=get_token())
-        for pause in _pauses():
-            self._read = 0
-            try:
-                # An existing repository keeps its visibility.
-                api.create_repo(self._name, private=True, exist_ok=True)
-                return api.create_commit(
-                    self._name,
-                    list(self._operations()),
-                    commit_message=f"Run {self._run.job.run_id} of Anneal, attempt {self._run.job.attempt}",
-                )
-            except Exception as error:
-                if pause is None or not _is_transient(error) or self._abandoned.is_set():
-                    raise
-                self._run.report.message(
-                    f"The hub did not accept the output ({_root_cause(error)}); retrying.", "warning"
-                )
-                self._abandoned.wait(pause)
-                self._last_progress_at = time.monotonic()
-        raise AssertionError("the last attempt returns or raises")
-
-    def _operations(self) -> Iterator[CommitOperationAdd]:
-        for path in self._files:
-            file = io.BufferedReader(_CountingFile(path, self.count_bytes))
-            yield CommitOperationAdd(path.relative_to(self._output).as_posix(), file)
+    total = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+    # The client reports no progress to its caller. Nearly all bytes that this process reads meanwhile are the output's.
+    read_before = _read_bytes()
+    threading.Thread(target=work, name="push", daemon=True).start()
+    try:
+        while not wait([outcome], _POLL_SECONDS).done:
+            run.progress("pushing", min(_read_bytes() - read_before, total - 1), total)
+    finally:
+        abandoned.set()
+    commit = outcome.result()
+    run.report.progress("pushing", total, total)
+    return commit
 
 
-class _CountingFile(io.FileIO):
-    """A file that reports how many bytes are read from it."""
+def _commit(run: TrainingContext, output: Path, name: str, abandoned: threading.Event) -> CommitInfo:
+    api = HfApi(endpoint=constants.ENDPOINT, token=get_token())
+    get_session().timeout = _TIMEOUT_SECONDS  # by default it waits forever
+    for pause in _pauses():
+        try:
+            # An existing repository keeps its visibility.
+            api.create_repo(name, private=True, exist_ok=True)
+            return api.upload_folder(
+                repo_id=name,
+                folder_path=output,
+                commit_message=f"Run {run.job.run_id} of Anneal, attempt {run.job.attempt}",
+            )
+        except Exception as error:
+            if pause is None or not _is_transient(error) or abandoned.is_set():
+                raise
+            run.report.message(f"The hub did not accept the output ({_root_cause(error)}); retrying.", "warning")
+            if abandoned.wait(pause):
+                raise
+    raise AssertionError("the last attempt returns or raises")
 
-    def __init__(self, path: Path, on_read: Callable[[int], None]) -> None:
-        super().__init__(path)
-        self._on_read = on_read
 
-    def readinto(self, buffer: Any) -> int:
-        count = super().readinto(buffer)
-        self._on_read(count)
-        return count
+def _read_bytes() -> int:
+    """Return the bytes that this process has read from files, also in native code."""
+    return int(psutil.Process().io_counters().read_chars)
 
 
 def _pauses() -> Iterator[float | None]:
@@ -182,13 +150,18 @@ def _root_cause(error: BaseException) -> str:
 
 
 def _is_transient(error: BaseException | None) -> bool:
-    """Return True if a retry may succeed: the hub is unreachable, overloaded or failing, and has not refused."""
+    """Return True if a retry may succeed: the hub is unreachable, overloaded or failing, not silent or refusing.
+
+    Classes are compared by name, since huggingface_hub has its own HTTP client.
+    """
     while error is not None:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status is not None:
             return status in (408, 429) or status >= 500
-        # Compared by name, since huggingface_hub has its own HTTP client.
-        if isinstance(error, OSError) or any(one.__name__ == "TransportError" for one in type(error).__mro__):
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        if "TimeoutException" in kinds:
+            return False
+        if isinstance(error, OSError) or "TransportError" in kinds:
             return True
         error = error.__cause__
     return False

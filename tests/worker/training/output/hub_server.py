@@ -1,9 +1,10 @@
 """A stand-in for the Hugging Face hub: as much of its API as an upload uses, on a real socket."""
 
 import base64
-import hashlib
 import json
+import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,8 +14,8 @@ from typing import Any
 from tests.http_server import serving
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-_SMALL = 10_000
-"""Bytes up to which a file travels within the commit; a larger one goes the way of LFS."""
+SMALL = 10_000
+"""Bytes up to which a file travels within the commit; a larger one goes to the storage of large files (Xet)."""
 
 
 class Hub:
@@ -24,10 +25,10 @@ class Hub:
         self.url = ""
         self.tokens: set[str | None] = set()
         self.repositories: list[dict[str, Any]] = []
-        self.stored: dict[str, bytes] = {}
-        """What came by LFS, by its hash."""
-        self.commits: list[dict[str, bytes]] = []
-        """Of each the files, by their path."""
+        self.storage = ""
+        """Folder that the client uses in place of a server of large files."""
+        self.commits: list[dict[str, bytes | str]] = []
+        """Of each the files by their path: the bytes of a small one, the SHA-256 of a large one."""
         self.answers: deque[tuple[str, int]] = deque()
         """Failures to come: the next request with this in its path gets this status."""
         self.never_answers = ""
@@ -44,7 +45,7 @@ class Hub:
         class Handler(_Handler):
             at = hub
 
-        with serving(Handler) as self.url:
+        with serving(Handler) as self.url, tempfile.TemporaryDirectory() as self.storage:
             try:
                 yield self
             finally:
@@ -61,15 +62,15 @@ class _Handler(BaseHTTPRequestHandler):
             return
         kinds: dict[str, Callable[[bytes], Any]] = {
             "/api/repos/create": self._create, "/api/validate-yaml": lambda _: {"errors": [], "warnings": []},
-            "/preupload/": self._modes, "/info/lfs/objects/batch": self._batch, "/commit/": self._commit,
+            "/preupload/": self._modes, "/commit/": self._commit,
         }  # fmt: skip
         self._answer(next(make for part, make in kinds.items() if part in self.path)(body))
 
-    def do_PUT(self) -> None:
-        body = self._body()
+    def do_GET(self) -> None:
         if not self._goes_wrong():
-            self.at.stored[self.path.rpartition("/")[2]] = body
-            self._answer({})
+            assert "/xet-write-token/" in self.path, self.path
+            expires = int(time.time()) + 3600
+            self._answer({"accessToken": "any", "exp": expires, "casUrl": f"local://{self.at.storage}"})
 
     def _create(self, body: bytes) -> Any:
         self.at.repositories.append(json.loads(body))
@@ -78,33 +79,21 @@ class _Handler(BaseHTTPRequestHandler):
     def _modes(self, body: bytes) -> Any:
         return {
             "files": [
-                {"path": file["path"], "uploadMode": "regular" if file["size"] <= _SMALL else "lfs",
+                {"path": file["path"], "uploadMode": "regular" if file["size"] <= SMALL else "lfs",
                  "shouldIgnore": False, "oid": None}
                 for file in json.loads(body)["files"]
             ]
         }  # fmt: skip
 
-    def _batch(self, body: bytes) -> Any:
-        return {
-            "transfer": "basic",
-            "objects": [
-                {**one, "actions": {"upload": {"href": f"{self.at.url}/lfs/{one['oid']}"}}}
-                for one in json.loads(body)["objects"]
-                if one["oid"] not in self.at.stored
-            ]
-            + [one for one in json.loads(body)["objects"] if one["oid"] in self.at.stored],
-        }
-
     def _commit(self, body: bytes) -> Any:
-        files = {}
+        files: dict[str, bytes | str] = {}
         for line in body.splitlines():
             item = json.loads(line)
             value = item["value"]
             if item["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif item["key"] == "lfsFile":
-                files[value["path"]] = self.at.stored[value["oid"]]
-                assert hashlib.sha256(files[value["path"]]).hexdigest() == value["oid"]
+                files[value["path"]] = value["oid"]
         self.at.commits.append(files)
         return {"success": True, "commitOid": COMMIT, "commitUrl": f"{self.at.url}/ada/tuned/commit/{COMMIT}"}
 
@@ -119,14 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
         return False
 
     def _body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding") != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        found = b""
-        while size := int(self.rfile.readline(), 16):
-            found += self.rfile.read(size)
-            self.rfile.readline()
-        self.rfile.readline()
-        return found
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
     def _answer(self, reported: Any, status: int = 200) -> None:
         body = json.dumps(reported).encode()

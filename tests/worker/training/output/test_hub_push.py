@@ -1,5 +1,6 @@
 """`push_to_hub`: the output arrives on the hub byte for byte; what goes wrong there never costs the run."""
 
+import hashlib
 import os
 import signal
 import socket
@@ -7,13 +8,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from app.contracts.attempt.messages import ControlMessage
 from app.contracts.stop import StopRequest
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.rules import DeviceCapabilities
+from tests.jobs import make_spec
 from tests.waiting import eventually
-from tests.worker.training.output.hub_server import COMMIT, Hub
+from tests.worker.training.output.hub_server import COMMIT, SMALL, Hub
 from tests.worker.training.tiny import Forks, Outcome, make_job
+from worker.training.context import TrainingContext
+from worker.training.output import hub_push
+from worker.wire.control import Control
+from worker.wire.reporter import Reporter
 
 TOKEN = "hf_of-ada-0123456789"
 CONFIG: dict[str, Any] = {
@@ -39,7 +48,7 @@ def pushing_forks(served: Hub) -> Iterator[Forks]:
 @pytest.fixture
 def hub(served: Hub) -> Iterator[Hub]:
     """The stand-in, with nothing in it."""
-    for things in (served.tokens, served.repositories, served.stored, served.commits, served.answers):
+    for things in (served.tokens, served.repositories, served.commits, served.answers):
         things.clear()
     yield served
     served.never_answers = ""
@@ -51,8 +60,13 @@ def job(folder: Path, model: Path, data: Path, **more: Any) -> dict[str, Any]:
     return {**make_job(folder, model, data, **{**CONFIG, **more}), "hub_allowed": True}
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def files(folder: Path) -> dict[str, bytes | str]:
+    """The files as the stand-in has them in a commit."""
+    contents = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        name: content if len(content) <= SMALL else hashlib.sha256(content).hexdigest()
+        for name, content in contents.items()
+    }
 
 
 def lines(outcome: Outcome, level: str) -> list[str]:
@@ -69,20 +83,22 @@ def test_every_file_of_the_output_arrives_as_it_is_in_one_commit_of_a_private_re
     assert commit == files(done.output)
     assert {"model.safetensors", "README.md", "metrics.jsonl", "tokenizer.json"} <= set(commit)
     assert any(name.startswith("tensorboard/") for name in commit)
-    assert hub.stored, "a large file goes the way of LFS"
+    stored = sum(path.stat().st_size for path in Path(hub.storage).rglob("default.*"))
+    assert stored > (done.output / "model.safetensors").stat().st_size / 2, "large files go to their own storage"
     (repository,) = hub.repositories
     assert (repository["name"], repository["organization"], repository["visibility"]) == ("tuned", "ada", "private")
     assert hub.tokens == {f"Bearer {TOKEN}"}
     url = f"{hub.url}/ada/tuned/commit/{COMMIT}"
     assert done.result["hub"] == {"repo": "ada/tuned", "commit": COMMIT, "url": url}
     assert f"Pushed to the hub: {url}" in lines(done, "info")
-    assert [record for record in done.of("progress") if record["phase"] == "pushing"], "it says how far it is"
-    card = commit["README.md"].decode()
+    last = [record for record in done.of("progress") if record["phase"] == "pushing"][-1]
+    assert last["done"] == last["total"] > 0, "it says how far it is"
+    card = (done.output / "README.md").read_text()
     assert 'from_pretrained("ada/tuned")' in card and str(tmp_path) not in card and "base_model:" not in card
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("place", ["/api/repos/create", "/preupload/", "/lfs/", "/commit/"])
+@pytest.mark.parametrize("place", ["/api/repos/create", "/preupload/", "/xet-write-token/", "/commit/"])
 def test_a_hub_that_fails_for_a_moment_is_asked_again(
     place: str, hub: Hub, pushing_forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:
@@ -154,3 +170,20 @@ def test_without_a_token_a_run_fails_before_it_trains(
     assert done.result["error"]["code"] == "config_error"
     assert "anneal secrets set hf_token" in done.result["error"]["message"]
     assert not done.of("phase")
+
+
+@pytest.mark.full
+def test_a_hub_that_never_answers_is_given_up(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(huggingface_hub.get_session(), "timeout", None)  # what it is again after the test
+    monkeypatch.setattr(hub_push, "_TIMEOUT_SECONDS", 0.5)
+    hub.never_answers = "/api/repos/create"
+    hub.ends.clear()
+    (tmp_path / "output").mkdir()
+    config = TrainingConfig.model_validate({"base_model": "tiny", "push_to_hub": "ada/tuned"})
+    nothing: Any = None
+    run = TrainingContext(
+        make_spec(tmp_path, hub_allowed=True), config, set(), DeviceCapabilities(), Reporter(None), Control(), nothing
+    )
+    assert hub_push.push(run, tmp_path / "output") == {"repo": "ada/tuned", "error": "timed out"}
