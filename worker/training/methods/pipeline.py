@@ -143,7 +143,8 @@ def build(make: Callable[..., Trains], run: TrainingContext, **options: Any) -> 
         TrainingFailure: options are incompatible with each other or with this model.
     """
     try:
-        trainer = make(run, **options)
+        with loader.unrounded_adapters():
+            trainer = make(run, **options)
     except ValueError as error:  # TRL and peft reject options with it
         raise TrainingFailure("config_error", str(error)) from error
     loader.check_modules(trainer.model, run.config)

@@ -2,8 +2,8 @@
 
 import importlib
 import platform
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ import transformers
 import trl
 from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -216,10 +217,50 @@ def check_modules(model: torch.nn.Module, config: TrainingConfig) -> None:
             )
 
 
+@contextmanager
+def unrounded_adapters() -> Iterator[None]:
+    """During the block, which creates a trainer, new adapters keep the 32-bit values that peft draws for them.
+
+    peft converts an adapter to the data type of its base layer before it converts it to 32 bits, and TRL converts those
+    on a quantized base to bfloat16. Either rounds the values.
+    """
+    drawn: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+    # Checked with peft 0.21: nothing public keeps it from the conversion.
+    name = "_move_adapter_to_device_of_base_layer"
+    originals = {kind: getattr(kind, name) for kind in (BaseTunerLayer, ParamWrapper)}
+
+    def unrounded(move: Callable[..., None]) -> Callable[..., None]:
+        def move_alone(layer: BaseTunerLayer, adapter: str, device: torch.device | None = None) -> None:
+            values = [parameter.data for parameter in _adapter_parameters(layer, adapter)]
+            move(layer, adapter, device)
+            for parameter, value in zip(_adapter_parameters(layer, adapter), values, strict=True):
+                parameter.data = value.to(parameter.device)
+                drawn.append((parameter, parameter.data))
+
+        return move_alone
+
+    for kind, original in originals.items():
+        setattr(kind, name, unrounded(original))
+    try:
+        yield
+    finally:
+        for kind, original in originals.items():
+            setattr(kind, name, original)
+    for parameter, value in drawn:
+        if parameter.dtype is not value.dtype:
+            parameter.data = value.to(parameter.device)
+
+
+def _adapter_parameters(layer: BaseTunerLayer, adapter: str) -> list[torch.nn.Parameter]:
+    parts = [getattr(layer, name, {}) for name in layer.adapter_layer_names]
+    owned = [part[adapter] for part in parts if adapter in part]
+    return [p for one in owned for p in (one.parameters() if isinstance(one, torch.nn.Module) else [one])]
+
+
 def keep_full_precision(model: torch.nn.Module) -> None:
     """Convert every trained parameter to 32 bits, since 16 bits round small updates to nothing.
 
-    TRL casts adapters on a quantized base to bfloat16, and a copy of a frozen module has that module's type.
+    A copy of a frozen module has that module's type, and TRL converts what trains on a quantized base to bfloat16.
     """
     for parameter in model.parameters():
         if parameter.requires_grad:

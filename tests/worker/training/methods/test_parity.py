@@ -15,7 +15,7 @@ from trl.chat_template_utils import qwen3_chat_template
 
 from tests.worker.training.data.test_dataset import CHATML
 from tests.worker.training.tiny import CORPUS, Forks, make_job, make_tiny_model, write_rows
-from worker.training.model.loader import keep_full_precision
+from worker.training.model.loader import unrounded_adapters
 
 STEPS = 8
 
@@ -38,22 +38,22 @@ def plain_losses(
                 "bnb_4bit_use_double_quant": True,
             }
         quantised = {"quantization_config": BitsAndBytesConfig(**quantization), "device_map": {"": "cpu"}}
-    trainer = SFTTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **quantised),
-        args=SFTConfig(
-            output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-            learning_rate=1e-2, lr_scheduler_type="cosine", warmup_steps=0.03, weight_decay=0.01, optim="adamw_torch",
-            use_cpu=True, bf16=False, activation_checkpointing=False, logging_steps=1, report_to="none", seed=42,
-            save_strategy="no", disable_tqdm=True, **options,
-        ),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        peft_config=LoraConfig(
-            task_type="CAUSAL_LM", r=16, lora_alpha=32, lora_dropout=0.05, target_modules="all-linear"
-        ) if lora else None,
-    )  # fmt: skip
-    if quantised:
-        keep_full_precision(trainer.model)  # TRL casts what trains to 16 bits
+    with unrounded_adapters():  # TRL casts those on a quantized base to 16 bits
+        trainer = SFTTrainer(
+            model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **quantised),
+            args=SFTConfig(
+                output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+                learning_rate=1e-2, lr_scheduler_type="cosine", warmup_steps=0.03, weight_decay=0.01,
+                optim="adamw_torch", use_cpu=True, bf16=False, activation_checkpointing=False, logging_steps=1,
+                report_to="none", seed=42,
+                save_strategy="no", disable_tqdm=True, **options,
+            ),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            peft_config=LoraConfig(
+                task_type="CAUSAL_LM", r=16, lora_alpha=32, lora_dropout=0.05, target_modules="all-linear"
+            ) if lora else None,
+        )  # fmt: skip
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

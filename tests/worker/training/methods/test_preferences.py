@@ -225,22 +225,24 @@ def plain(kind: str, model: Path, data: Path, folder: Path, lora: bool, four_bit
         "grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig),
     }[kind]  # fmt: skip
     rewarded = {"reward_funcs": options.pop("reward_funcs")} if "reward_funcs" in options else {}
-    trainer = make[0](
-        model=network,
-        args=make[1](
-            output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=4, gradient_accumulation_steps=2,
-            learning_rate=1e-2, lr_scheduler_type="cosine", warmup_steps=0.03, weight_decay=0.01, optim="adamw_torch",
-            use_cpu=True, bf16=False, activation_checkpointing=False, logging_steps=1, report_to="none", seed=42,
-            save_strategy="no", disable_tqdm=True, **options,
-        ),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        peft_config=LoraConfig(
-            task_type="SEQ_CLS" if kind == "reward" else "CAUSAL_LM", r=16, lora_alpha=32, lora_dropout=0.0,
-            target_modules="all-linear", modules_to_save=["score"] if kind == "reward" else None,
-        ) if lora else None,
-        **rewarded,
-    )  # fmt: skip
+    with loader.unrounded_adapters():
+        trainer = make[0](
+            model=network,
+            args=make[1](
+                output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=4, gradient_accumulation_steps=2,
+                learning_rate=1e-2, lr_scheduler_type="cosine", warmup_steps=0.03, weight_decay=0.01,
+                optim="adamw_torch", use_cpu=True, bf16=False, activation_checkpointing=False, logging_steps=1,
+                report_to="none", seed=42,
+                save_strategy="no", disable_tqdm=True, **options,
+            ),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            peft_config=LoraConfig(
+                task_type="SEQ_CLS" if kind == "reward" else "CAUSAL_LM", r=16, lora_alpha=32, lora_dropout=0.0,
+                target_modules="all-linear", modules_to_save=["score"] if kind == "reward" else None,
+            ) if lora else None,
+            **rewarded,
+        )  # fmt: skip
     if four_bit:
         loader.keep_full_precision(trainer.model)  # TRL casts what trains to 16 bits
     trainer.train()

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, set_seed
+from trl import SFTConfig, SFTTrainer
 
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.rules import DeviceCapabilities
@@ -45,6 +47,48 @@ class TestPrecision:
         assert types(adapted, "") == {torch.float32}
         frozen = {p.dtype for p in adapted.parameters() if not p.requires_grad}
         assert frozen == {torch.bfloat16}
+
+    @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"target_modules": ["embed_tokens", "q_proj"]}])
+    @pytest.mark.parametrize("quantized", [None, "4bit", "8bit"])
+    def test_adapters_on_a_16_bit_base_start_with_the_values_that_peft_draws_on_one_of_32_bits(
+        self, quantized: str | None, options: dict[str, Any], tiny_model: Path, tmp_path: Path
+    ) -> None:
+        lora = LoraConfig(**{"target_modules": "all-linear", **options})
+
+        def base(dtype: torch.dtype, quantized: str | None) -> Any:
+            loading: dict[str, Any] = {}
+            if quantized is not None:
+                quantization = {f"load_in_{quantized}": True}
+                quantization |= {"bnb_4bit_compute_dtype": dtype} if quantized == "4bit" else {}
+                loading = {"quantization_config": BitsAndBytesConfig(**quantization), "device_map": {"": "cpu"}}
+            network = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype, **loading)
+            set_seed(SFTConfig.seed)  # as the trainer does at its start
+            return network
+
+        reference = dict(get_peft_model(base(torch.float32, None), lora).named_parameters())
+        texts = Dataset.from_list([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}])
+        arguments = SFTConfig(
+            output_dir=str(tmp_path), use_cpu=True, bf16=True, report_to="none",
+            dataset_kwargs={"skip_prepare_dataset": True},
+        )  # fmt: skip
+        with loader.unrounded_adapters():
+            trainer = SFTTrainer(
+                base(torch.bfloat16, quantized), arguments, train_dataset=texts, peft_config=lora,
+                processing_class=AutoTokenizer.from_pretrained(tiny_model),
+            )  # fmt: skip
+        adapters = {name: one for name, one in trainer.model.named_parameters() if "lora_" in name}
+        assert len(adapters) == sum("lora_" in name for name in reference)
+        for name, parameter in adapters.items():
+            expected = reference[name]
+            assert parameter.dtype == torch.float32 and parameter.requires_grad
+            if "magnitude" in name:  # norms of the rows of the base, whose weights are rounded
+                assert quantized or torch.allclose(parameter, expected, rtol=0.01)
+            else:
+                assert torch.equal(parameter, expected), name
+                is_drawn = bool(expected.any())  # the other matrix of a pair is zero
+                assert not is_drawn or not torch.equal(parameter, parameter.bfloat16().float()), (
+                    "16 bits do not hold it"
+                )
 
     def test_adapters_on_a_quantized_base_learn_where_rates_are_low_and_resume_with_32_bits(
         self, forks: Forks, tiny_model: Path, tmp_path: Path
