@@ -3,34 +3,16 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
-from peft import LoraConfig
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    set_seed,
-)
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RewardConfig,
-    RewardTrainer,
-    RLOOConfig,
-    RLOOTrainer,
-)
+from transformers import AutoTokenizer
 
 from tests.worker.training.data.test_dataset import CHATML
+from tests.worker.training.methods.plain_trl import plain_losses
 from tests.worker.training.tiny import (
     Forks,
     Outcome,
@@ -41,7 +23,6 @@ from tests.worker.training.tiny import (
     make_rated,
     make_tiny_model,
 )
-from worker.training.model import loader
 
 STEPS = 6
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -201,52 +182,7 @@ class TestEveryAdapter:
             assert sum(rewards[-4:]) > sum(rewards[:4])
 
 
-def plain(kind: str, model: Path, data: Path, folder: Path, lora: bool, four_bit: bool, **options: Any) -> list[float]:
-    """Losses of TRL's trainer, used as its manual says."""
-    rows = [json.loads(line) for line in data.read_text().splitlines()]
-    torch.set_num_threads(1)  # as in the process beside it: the order of sums depends on it
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    auto = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
-    set_seed(42)
-    quantised: dict[str, Any] = {}
-    if four_bit:
-        quantised = {
-            "quantization_config": BitsAndBytesConfig(
-                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32,
-                bnb_4bit_use_double_quant=True, llm_int8_skip_modules=["score"] if kind == "reward" else None,
-            ),
-            "device_map": {"": "cpu"},
-        }  # fmt: skip
-    head = {"num_labels": 1} if kind == "reward" else {}
-    network = auto.from_pretrained(model, dtype=torch.float32, **head, **quantised)
-    loader.keep_evaluation_neutral(network)
-    make: Any = {
-        "dpo": (DPOTrainer, DPOConfig), "kto": (KTOTrainer, KTOConfig), "reward": (RewardTrainer, RewardConfig),
-        "grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig),
-    }[kind]  # fmt: skip
-    rewarded = {"reward_funcs": options.pop("reward_funcs")} if "reward_funcs" in options else {}
-    with loader.unrounded_adapters():
-        trainer = make[0](
-            model=network,
-            args=make[1](
-                output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=4, gradient_accumulation_steps=2,
-                learning_rate=1e-2, lr_scheduler_type="cosine", warmup_steps=0.03, weight_decay=0.01,
-                optim="adamw_torch", use_cpu=True, bf16=False, activation_checkpointing=False, logging_steps=1,
-                report_to="none", seed=42,
-                save_strategy="no", disable_tqdm=True, **options,
-            ),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer,
-            peft_config=LoraConfig(
-                task_type="SEQ_CLS" if kind == "reward" else "CAUSAL_LM", r=16, lora_alpha=32, lora_dropout=0.0,
-                target_modules="all-linear", modules_to_save=["score"] if kind == "reward" else None,
-            ) if lora else None,
-            **rewarded,
-        )  # fmt: skip
-    if four_bit:
-        loader.keep_full_precision(trainer.model)  # TRL casts what trains to 16 bits
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+plain = partial(plain_losses, steps=STEPS, batch_size=4)
 
 
 def near_eight(completions: list[Any], **_: Any) -> list[float]:
@@ -291,7 +227,7 @@ class TestParity:
         config = ours | {"dpo": {"beta": 0.2, "loss_type": "hinge" if chat else "sigmoid"}, "max_seq_length": 64}
         job = make_job(tmp_path, model, data, data_format="preference", method="dpo", **config)
         theirs = plain(
-            "dpo", model, data, tmp_path / "plain", adapter != "full", adapter == "qlora", beta=0.2,
+            "dpo", model, data, tmp_path / "plain", adapter, beta=0.2,
             loss_type=["hinge" if chat else "sigmoid"], max_length=64, precompute_ref_log_probs=True,
         )  # fmt: skip
         assert losses(forks.run(job)) == pytest.approx(theirs, rel=1e-6)
@@ -308,7 +244,7 @@ class TestParity:
         config = ours | {"kto": options, "max_seq_length": longest}
         job = make_job(tmp_path, model, data, data_format="rated", method="kto", **config)
         theirs = plain(
-            "kto", model, data, tmp_path / "plain", adapter != "full", adapter == "qlora", max_length=longest,
+            "kto", model, data, tmp_path / "plain", adapter, max_length=longest,
             precompute_ref_log_probs=adapter == "full", **options,
         )  # fmt: skip
         assert losses(forks.run(job)) == pytest.approx(theirs, rel=1e-6)
@@ -321,9 +257,7 @@ class TestParity:
         longest = 240 if chat else 52
         config = ours | {"max_seq_length": longest}
         job = make_job(tmp_path, model, data, data_format="preference", method="reward", **config)
-        theirs = plain(
-            "reward", model, data, tmp_path / "plain", adapter != "full", adapter == "qlora", max_length=longest
-        )
+        theirs = plain("reward", model, data, tmp_path / "plain", adapter, max_length=longest)
         assert losses(forks.run(job)) == pytest.approx(theirs, rel=1e-6)
 
     @every_pair("algorithm", ["grpo", "rloo"], usual=("lora", "grpo"))
@@ -337,7 +271,7 @@ class TestParity:
         job = make_job(tmp_path, model, data, data_format="prompt", method="rlhf", **ours, rlhf=rlhf)
         more = {"normalize_advantages": True} if algorithm == "rloo" else {}
         theirs = plain(
-            algorithm, model, data, tmp_path / "plain", adapter != "full", adapter == "qlora", num_generations=4,
+            algorithm, model, data, tmp_path / "plain", adapter, num_generations=4,
             max_completion_length=12, temperature=0.9, beta=beta, reward_funcs=[near_eight], **more,
         )  # fmt: skip
         found = losses(forks.run(job))
