@@ -110,6 +110,11 @@ class TrainerOptions(Strict):
         description="`bfd` packs whole documents by best-fit decreasing; `wrapped` concatenates all documents and "
         "splits the result into sequences.",
     )
+    tiled_mlp: Annotated[bool, Traits()] = Field(
+        default=False,
+        description="Compute the MLP of a layer in tiles of 4,096 tokens, and again in the backward pass: saves memory "
+        "with very long sequences. Estimates do not count the saving.",
+    )
     eval_on_start: Annotated[bool, Traits(in_probe=False, needs_eval_data=True)] = Field(
         default=False, description="Also evaluate before the first step."
     )

@@ -62,6 +62,7 @@ _OURS = {
     "extra.optim_target_modules": "optim_target_modules galore_target apollo_target",
     "extra.lr_scheduler_kwargs": "lr_scheduler_kwargs scheduler_kwargs lr_scheduler_args",
     "extra.packing_strategy": "packing_strategy",
+    "extra.tiled_mlp": "tiled_mlp tiled_mlp_compute",
     "extra.eval_on_start": "eval_on_start",
     "extra.eval_log_steps": "eval_log_steps eval_log_iter_interval",
     "extra.wall_clock_breakdown": "wall_clock_breakdown",
@@ -132,6 +133,10 @@ _REMEDIES = {
     "dataloader_num_workers dataloader_pin_memory dataset_num_proc preprocessing_num_workers group_by_length use_cpu "
     "no_cuda",
     OFFLOADED_OPTIMIZER: "cpu_offload optim_cpu_offload optimizer_cpu_offload offload_optimizer optimizer_offload",
+    "divide the weights with `resources.sharding`, beside `config`, or use method `qlora`": "param_offload "
+    "offload_param offload_params parameter_offload cpu_offload_params",
+    "recomputation sends tokens to the experts that they had in the forward pass; leave it out": "routing_replay "
+    "enable_routing_replay router_replay",
     "use `max_seq_length`, which includes the prompt": "max_prompt_length",
     "the operator of the worker decides this; leave it out": "trust_remote_code",
 }

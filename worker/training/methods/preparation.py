@@ -31,6 +31,7 @@ from worker.training.loop.evaluation import MAIN
 from worker.training.model import base_model, loader, memory_plan
 from worker.training.model.base_model import BaseModelSource
 from worker.training.model.sharding import mark_for_sharding
+from worker.training.model.tiled_mlp import tile_mlps
 from worker.training.plugins import hooks
 from worker.training.plugins.checkpoint_engines import restore_replica
 from worker.wire.heartbeat import heartbeat_while_growing, with_heartbeat
@@ -377,6 +378,8 @@ def load_network(
         run.config = run.config.model_copy(update={"attn_implementation": used})
     if run.config.gradient_checkpointing == "selective":
         memory_plan.checkpoint_every_second_layer(network)
+    if run.config.trainer_options.tiled_mlp:
+        tile_mlps(network)
     loader.check_vocabulary(network, highest_id)
     run.raise_if_stopped()
     return network

@@ -30,6 +30,7 @@ def said(**fields: object) -> str:
         ("bf16", "bfloat16"), ("warmup_steps", "`warmup_ratio`"), ("beta", "use `dpo.beta`"),
         ("reward_funcs", "use `rlhf.rewards`"), ("learning_rat", "perhaps `learning_rate`"),
         ("offload_optimizer", "`paged_adamw_8bit` as `optim`"),
+        ("offload_param", "`resources.sharding`"), ("enable_routing_replay", "to the experts that they had"),
         ("Learning-Rate", "perhaps `learning_rate`"), ("dataset_id", "beside `config`"),
     ],
 )  # fmt: skip

@@ -151,6 +151,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "packing_strategy": {"packing": True, "extra": {"packing_strategy": "wrapped"}},
     "memory_profile": {"extra": {"memory_profile": "steps"}},
     "memory_profile_entries": {"extra": {"memory_profile": True, "memory_profile_entries": 5000}},
+    "tiled_mlp": {"extra": {"tiled_mlp": True}},
     "wall_clock_breakdown": {"extra": {"wall_clock_breakdown": True}},
     "eval_log_steps": {"eval_split": 0.1, "eval_steps": 5, "extra": {"eval_log_steps": 10}},
     "double_quant": {"extra": {"double_quant": False}},
