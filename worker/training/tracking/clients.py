@@ -2,6 +2,9 @@
 
 Each tracker is called from its own thread, and calls that raise are retried. Their packages come with the extra
 `trackers`, and are imported only if a run uses them.
+
+The callbacks of transformers for these trackers are not used: they connect on the training thread, and of a resumed run
+they send points again, rename metrics, and write the paths of this machine.
 """
 
 import json
@@ -9,11 +12,12 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import psutil
 
@@ -43,18 +47,18 @@ class TrackedHistogram:
     max: float
 
     @classmethod
-    def of(cls, edges: Sequence[float | None], one: Mapping[str, Any]) -> "TrackedHistogram | None":
+    def from_record(cls, edges: Sequence[float | None], part: Mapping[str, Any]) -> "TrackedHistogram | None":
         """Create it from a part of a line of `distributions.jsonl`; None if a number was not finite."""
-        if any(one[name] is None for name in ("mean", "std", "min", "max")):
+        if any(part[name] is None for name in ("mean", "std", "min", "max")):
             return None
-        filled = [at for at, count in enumerate(one["bins"]) if count]
+        filled = [index for index, count in enumerate(part["bins"]) if count]
         first, last = filled[0], filled[-1] + 1
         # The outer bins are unbounded; the extremes bound what is in them.
         lower = edges[first]
         upper = edges[last] if last < len(edges) else None
         inner = [edge for edge in edges[first + 1 : last] if edge is not None]
-        bounds = [one["min"] if lower is None else lower, *inner, one["max"] if upper is None else upper]
-        return cls(bounds, one["bins"][first:last], one["count"], one["mean"], one["std"], one["min"], one["max"])
+        bounds = [part["min"] if lower is None else lower, *inner, part["max"] if upper is None else upper]
+        return cls(bounds, part["bins"][first:last], part["count"], part["mean"], part["std"], part["min"], part["max"])
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class TrackedPoint:
     """Histograms by the kind of parameter and `weights` or `gradients`; MLflow has none."""
 
     @classmethod
-    def of(cls, record: Mapping[str, Any], at: float) -> "TrackedPoint":
+    def from_record(cls, record: Mapping[str, Any], at: float) -> "TrackedPoint":
         """Create a point from a line of the history; values that are not numbers are left out."""
         # An evaluation repeats the epoch of the metric of its step, and a point sent twice is two points.
         left_out = {"step"} if "extra" in record else {"step", "epoch"}
@@ -79,114 +83,81 @@ class TrackedPoint:
         return cls(int(record["step"]), at, numbers)
 
     @classmethod
-    def of_distributions(cls, record: Mapping[str, Any], at: float) -> "TrackedPoint":
+    def from_distributions(cls, record: Mapping[str, Any], at: float) -> "TrackedPoint":
         """Create a point from a line of `distributions.jsonl`."""
-        found = {
-            f"{group}/{of}": TrackedHistogram.of(record["edges"], one)
+        histograms = {
+            f"{group}/{kind}": histogram
             for group, parts in record["groups"].items()
-            for of, one in parts.items()
+            for kind, part in parts.items()
+            if (histogram := TrackedHistogram.from_record(record["edges"], part)) is not None
         }
-        return cls(int(record["step"]), at, {}, {name: one for name, one in found.items() if one is not None})
+        return cls(int(record["step"]), at, {}, histograms)
 
 
-@dataclass(frozen=True)
-class RunDescription:
-    """Description of a run and of its current attempt."""
+class Tracker(ABC):
+    """Client of one experiment tracker for one attempt of a run."""
 
-    run_id: str
-    attempt: int
-    method: str
-    folder: Path
-    """Folder of the attempt."""
-    checkpoint: Path | None
-    """Checkpoint that the attempt resumes from."""
-    first_step: int
-    """Step of the checkpoint; later points may have been sent by an earlier attempt."""
-    mlflow_uri: str
-    wandb_mode: str
+    def __init__(self, job: JobSpec, method: str) -> None:
+        self._job = job
+        self._run = {"run_id": job.run_id, "attempt": job.attempt, "method": method}
 
-    @classmethod
-    def of(cls, job: JobSpec, method: str) -> "RunDescription":
-        """Create a description from the job."""
-        resume = job.resume_from
-        return cls(
-            run_id=job.run_id,
-            attempt=job.attempt,
-            method=str(method),
-            folder=job.attempt_dir,
-            checkpoint=resume.path if resume else None,
-            first_step=resume.step if resume else 0,
-            mlflow_uri=job.trackers.mlflow_tracking_uri or "",
-            wandb_mode=job.trackers.wandb_mode,
-        )
-
-
-class Tracker(Protocol):
-    """Client of one experiment tracker for one run."""
-
+    @abstractmethod
     def connect(self) -> None:
         """Find or create the run in the tracker; called again if it fails."""
 
+    @abstractmethod
     def describe(self, parameters: Mapping[str, Any]) -> None:
         """Log the parameters of the run."""
 
+    @abstractmethod
     def log(self, points: Sequence[TrackedPoint]) -> None:
         """Log points, in order; called again with the same points if it fails."""
 
+    @abstractmethod
     def end(self, status: Status) -> None:
         """End the run's current attempt; no call follows."""
 
-    def abandon(self) -> None:
+    def abandon(self) -> None:  # noqa: B027
         """Abort on a timeout, perhaps during a call, so that nothing keeps the process from exiting."""
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """Event files in `tensorboard/` of the attempt's folder, with a point for each line of its `metrics.jsonl`."""
 
     FOLDER: ClassVar[str] = "tensorboard"
 
-    def __init__(self, about: RunDescription) -> None:
-        self._about = about
-        self._folder = about.folder / self.FOLDER
-
     def connect(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        shutil.rmtree(self._folder, ignore_errors=True)  # of a failed try: a reader would merge both
-        self._writer = SummaryWriter(log_dir=str(self._folder))
+        folder = self._job.attempt_dir / self.FOLDER
+        shutil.rmtree(folder, ignore_errors=True)  # of a failed try: a reader would merge both
+        self._writer = SummaryWriter(log_dir=str(folder))
         # Each attempt has its own folder, so it includes the points before the checkpoint, as `metrics.jsonl` does.
-        self.log(list(_history(self._about.checkpoint)))
+        if resume := self._job.resume_from:
+            self.log(list(_history(resume.path)))
 
     def describe(self, parameters: Mapping[str, Any]) -> None:
-        about = self._about
-        described = {"run_id": about.run_id, "attempt": about.attempt, "method": about.method, **parameters}
-        self._writer.add_text("parameters", "```json\n" + json.dumps(described, indent=1, default=str) + "\n```")
+        text = json.dumps({**self._run, **parameters}, indent=1, default=str)
+        self._writer.add_text("parameters", f"```json\n{text}\n```")
         self._writer.flush()
 
     def log(self, points: Sequence[TrackedPoint]) -> None:
         for point in points:
             for name, value in point.values.items():
                 self._writer.add_scalar(name, value, point.step, walltime=point.at)
-            for name, one in point.histograms.items():
+            for name, histogram in point.histograms.items():
                 self._writer.add_histogram_raw(
-                    name,
-                    min=one.min,
-                    max=one.max,
-                    num=one.count,
-                    sum=one.mean * one.count,
-                    sum_squares=(one.std**2 + one.mean**2) * one.count,
-                    bucket_limits=one.edges[1:],
-                    bucket_counts=one.counts,
-                    global_step=point.step,
-                    walltime=point.at,
-                )
+                    name, min=histogram.min, max=histogram.max, num=histogram.count,
+                    sum=histogram.mean * histogram.count,
+                    sum_squares=(histogram.std**2 + histogram.mean**2) * histogram.count,
+                    bucket_limits=histogram.edges[1:], bucket_counts=histogram.counts,
+                    global_step=point.step, walltime=point.at,
+                )  # fmt: skip
         self._writer.flush()
 
     def end(self, status: Status) -> None:
         self._writer.add_text("status", status)
         self._writer.close()
-
-    def abandon(self) -> None: ...
 
     @classmethod
     def copy_files(cls, folder: Path, target: Path) -> None:
@@ -195,7 +166,7 @@ class TensorBoard:
             shutil.copytree(folder / cls.FOLDER, target / cls.FOLDER)
 
 
-class Mlflow:
+class Mlflow(Tracker):
     """A run in the experiment `anneal` of a tracking server, found by its tag in later attempts.
 
     Points on a server cannot be deleted. A later attempt skips the points that are already there with the same value;
@@ -206,8 +177,8 @@ class Mlflow:
         "completed": "FINISHED", "failed": "FAILED", "cancelled": "KILLED", "pending": "SCHEDULED",
     }  # fmt: skip
 
-    def __init__(self, about: RunDescription) -> None:
-        self._about = about
+    def __init__(self, job: JobSpec, method: str) -> None:
+        super().__init__(job, method)
         self._sent_points: dict[str, set[tuple[int, float]]] = {}
 
     def connect(self) -> None:
@@ -219,31 +190,30 @@ class Mlflow:
         )
         from mlflow import MlflowClient
 
-        about = self._about
-        self._client = MlflowClient(tracking_uri=about.mlflow_uri)
-        place = self._experiment()
-        named = f"tags.`anneal.run_id` = '{about.run_id}'"
-        earlier = self._client.search_runs([place], filter_string=named, max_results=1)
-        tags = {"run_id": about.run_id, "attempt": str(about.attempt), "method": about.method, "status": "running"}
-        tags = {f"anneal.{name}": value for name, value in tags.items()}
+        self._client = MlflowClient(tracking_uri=self._job.trackers.mlflow_tracking_uri)
+        experiment = self._experiment()
+        run_filter = f"tags.`anneal.run_id` = '{self._job.run_id}'"
+        earlier = self._client.search_runs([experiment], filter_string=run_filter, max_results=1)
+        tags = {f"anneal.{name}": str(value) for name, value in {**self._run, "status": "running"}.items()}
         if not earlier:
-            self._id = self._client.create_run(place, run_name=about.run_id, tags=tags).info.run_id
+            created = self._client.create_run(experiment, run_name=self._job.run_id, tags=tags)
+            self._id = created.info.run_id
             return
         self._id = earlier[0].info.run_id
         self._client.update_run(self._id, status="RUNNING")
         self._tag(tags)
 
     def _experiment(self) -> str:
-        found = self._client.get_experiment_by_name(PROJECT)
-        if found is None:
+        experiment = self._client.get_experiment_by_name(PROJECT)
+        if experiment is None:
             try:
                 return str(self._client.create_experiment(PROJECT))
             except Exception:
                 # Another run created it concurrently, or our own call was sent twice; otherwise raise.
-                found = self._client.get_experiment_by_name(PROJECT)
-                if found is None:
+                experiment = self._client.get_experiment_by_name(PROJECT)
+                if experiment is None:
                     raise
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
     def describe(self, parameters: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
@@ -251,22 +221,23 @@ class Mlflow:
         existing = self._client.get_run(self._id).data.params
         sent = {_sanitized(name): _as_text(value)[:_MAX_PARAMETER_LENGTH] for name, value in flattened(parameters)}
         new = [Param(name, value) for name, value in sent.items() if name not in existing]
-        for some in _batches(new, 100):
-            self._client.log_batch(self._id, params=some)
+        for batch in _batches(new, 100):
+            self._client.log_batch(self._id, params=batch)
         # MLflow parameters are immutable: changed values, such as another worker's device, become tags.
         changed = {name: value for name, value in sent.items() if existing.get(name, value) != value}
-        self._tag({f"anneal.attempt_{self._about.attempt}.{name}": value for name, value in changed.items()})
+        self._tag({f"anneal.attempt_{self._job.attempt}.{name}": value for name, value in changed.items()})
 
     def log(self, points: Sequence[TrackedPoint]) -> None:
         from mlflow.entities import Metric
 
-        found = [
+        metrics = [
             Metric(_sanitized(name), value, int(point.at * 1000), point.step)
             for point in points
             for name, value in point.values.items()
+            if not self._has(_sanitized(name), point.step, value)
         ]
-        for some in _batches([one for one in found if not self._has(one.key, one.step, one.value)], 1000):
-            self._client.log_batch(self._id, metrics=some)
+        for batch in _batches(metrics, 1000):
+            self._client.log_batch(self._id, metrics=batch)
 
     def end(self, status: Status) -> None:
         self._tag({"anneal.status": status})
@@ -275,52 +246,50 @@ class Mlflow:
         else:
             self._client.set_terminated(self._id, self._STATUS[status])
 
-    def abandon(self) -> None: ...
-
     def _tag(self, tags: Mapping[str, str]) -> None:
         from mlflow.entities import RunTag
 
-        for some in _batches([RunTag(name, value) for name, value in tags.items()], 100):
-            self._client.log_batch(self._id, tags=some)
+        for batch in _batches([RunTag(name, value) for name, value in tags.items()], 100):
+            self._client.log_batch(self._id, tags=batch)
 
     def _has(self, key: str, step: int, value: float) -> bool:
         """Return True if an earlier attempt of this run sent this exact point."""
-        if self._about.attempt == 1:
+        if self._job.attempt == 1:
             return False
         if key not in self._sent_points:
+            first_step = self._job.resume_from.step if self._job.resume_from else 0
             history = self._client.get_metric_history(self._id, key)
-            self._sent_points[key] = {(one.step, one.value) for one in history if one.step > self._about.first_step}
+            self._sent_points[key] = {(point.step, point.value) for point in history if point.step > first_step}
         return (step, value) in self._sent_points[key]
 
 
-class Wandb:
+class Wandb(Tracker):
     """A run of Weights & Biases with our run id, which later attempts continue.
 
     W&B accepts steps only in increasing order: those sent by an earlier attempt are kept as they are.
     """
 
-    def __init__(self, about: RunDescription) -> None:
-        self._about = about
+    def __init__(self, job: JobSpec, method: str) -> None:
+        super().__init__(job, method)
         # Removed from the environment: the W&B service process would inherit it and expose it in /proc.
         self._key = os.environ.pop("WANDB_API_KEY", None)
 
     def connect(self) -> None:
-        if self._key is None and self._about.wandb_mode == "online":
+        if self._key is None and self._job.trackers.wandb_mode == "online":
             raise LookupError("no key is set; an admin sets it with `anneal secrets set wandb_api_key`")
         os.environ["WANDB_ERROR_REPORTING"] = "false"  # reports go to the vendor
         import wandb
         from wandb.env import get_project
 
-        about = self._about
-        self._run = wandb.init(
+        self._wandb_run = wandb.init(
             project=get_project() or PROJECT,
-            id=about.run_id,
-            name=about.run_id,
+            id=self._job.run_id,
+            name=self._job.run_id,
             resume="allow",
-            tags=[about.method],
-            config={"run_id": about.run_id, "attempt": about.attempt, "method": about.method},
+            tags=[self._run["method"]],
+            config=self._run,
             allow_val_change=True,
-            dir=str(about.folder),
+            dir=str(self._job.attempt_dir),
             settings=wandb.Settings(
                 api_key=self._key,
                 # Printed lines are in the run's log already, and would not be redacted here.
@@ -330,22 +299,22 @@ class Wandb:
         )  # fmt: skip
 
     def describe(self, parameters: Mapping[str, Any]) -> None:
-        self._run.config.update(json.loads(json.dumps(parameters, default=str)), allow_val_change=True)
+        self._wandb_run.config.update(json.loads(json.dumps(parameters, default=str)), allow_val_change=True)
 
     def log(self, points: Sequence[TrackedPoint]) -> None:
         import wandb
 
         for point in points:
-            if point.step >= self._run.step:
+            if point.step >= self._wandb_run.step:
                 histograms = {
-                    name: wandb.Histogram(np_histogram=(one.counts, one.edges))
-                    for name, one in point.histograms.items()
+                    name: wandb.Histogram(np_histogram=(histogram.counts, histogram.edges))
+                    for name, histogram in point.histograms.items()
                 }
-                self._run.log({**point.values, **histograms}, step=point.step)
+                self._wandb_run.log({**point.values, **histograms}, step=point.step)
 
     def end(self, status: Status) -> None:
-        self._run.summary["anneal.status"] = status
-        self._run.finish(exit_code=int(status == "failed"))
+        self._wandb_run.summary["anneal.status"] = status
+        self._wandb_run.finish(exit_code=int(status == "failed"))
 
     def abandon(self) -> None:
         # W&B retries for minutes, and this process would wait for it. Its data is in `wandb/`, for `wandb sync`.
@@ -364,10 +333,8 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield prefix + name, value
 
 
-def _history(checkpoint: Path | None) -> Iterable[TrackedPoint]:
-    if checkpoint is None:
-        return
-    for name, point in ((METRICS, TrackedPoint.of), (DISTRIBUTIONS, TrackedPoint.of_distributions)):
+def _history(checkpoint: Path) -> Iterator[TrackedPoint]:
+    for name, point in ((METRICS, TrackedPoint.from_record), (DISTRIBUTIONS, TrackedPoint.from_distributions)):
         path = checkpoint / name
         if path.is_file():
             written = path.stat().st_mtime
@@ -387,5 +354,5 @@ def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _batches(things: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
-    return (things[begin : begin + most] for begin in range(0, len(things), most))
+def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    return (items[begin : begin + size] for begin in range(0, len(items), size))

@@ -17,7 +17,7 @@ from app.contracts.attempt.job import JobSpec
 from app.contracts.attempt.messages import TrainingResult
 from app.contracts.training_config.fields import TrainingConfig
 from worker.training.failures import TrainingFailure
-from worker.training.tracking.clients import Mlflow, RunDescription, Status, TensorBoard, TrackedPoint, Tracker, Wandb
+from worker.training.tracking.clients import Mlflow, Status, TensorBoard, TrackedPoint, Tracker, Wandb
 from worker.wire.reporter import Reporter
 
 _MAX_QUEUED = 10_000
@@ -29,7 +29,7 @@ _SETTLE_SECONDS = 5.0
 _FLUSH_SECONDS: dict[Status, float] = {"completed": 15.0, "failed": 15.0, "cancelled": 5.0, "pending": 5.0}
 """Time that the end of a run waits for its trackers; shorter after a stop, since the user waits too."""
 
-_KINDS: dict[str, Callable[[RunDescription], Tracker]] = {"tensorboard": TensorBoard, "mlflow": Mlflow, "wandb": Wandb}
+_KINDS: dict[str, Callable[[JobSpec, str], Tracker]] = {"tensorboard": TensorBoard, "mlflow": Mlflow, "wandb": Wandb}
 
 
 class TrackerQueue:
@@ -159,45 +159,45 @@ class TrackerQueue:
 class Trackers:
     """The trackers of one run; without any it does nothing."""
 
-    def __init__(self, feeds: Sequence[TrackerQueue] = (), folder: Path | None = None) -> None:
+    def __init__(self, queues: Sequence[TrackerQueue] = (), folder: Path | None = None) -> None:
         """Create the trackers; `folder` is where trackers that write files store them."""
-        self._feeds = feeds
+        self._queues = queues
         self._folder = folder
 
     def describe(self, config: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Send the effective configuration and the initial run info."""
-        for feed in self._feeds:
-            feed.describe({**config, "facts": dict(facts)})
+        for queue in self._queues:
+            queue.describe({**config, "facts": dict(facts)})
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Send a metric or an evaluation, in the format of the history."""
-        if self._feeds:
-            point = TrackedPoint.of(record, time.time())
-            for feed in self._feeds:
-                feed.add(point)
+        if self._queues:
+            point = TrackedPoint.from_record(record, time.time())
+            for queue in self._queues:
+                queue.add(point)
 
     def add_distributions(self, record: Mapping[str, Any]) -> None:
         """Send histograms, in the format of `distributions.jsonl`."""
-        if self._feeds:
-            point = TrackedPoint.of_distributions(record, time.time())
-            for feed in self._feeds:
-                feed.add(point)
+        if self._queues:
+            point = TrackedPoint.from_distributions(record, time.time())
+            for queue in self._queues:
+                queue.add(point)
 
     def copy_files(self, target: Path) -> None:
         """Copy the files that trackers have written so far into an output."""
         until = time.monotonic() + _SETTLE_SECONDS
-        for feed in self._feeds:
-            if feed.name == "tensorboard" and self._folder is not None:
-                feed.settle(until)
+        for queue in self._queues:
+            if queue.name == "tensorboard" and self._folder is not None:
+                queue.settle(until)
                 TensorBoard.copy_files(self._folder, target)
 
     def close(self, status: Status) -> None:
         """End the attempt: send what is left, for a bounded time."""
-        for feed in self._feeds:
-            feed.end(status)
+        for queue in self._queues:
+            queue.end(status)
         until = time.monotonic() + _FLUSH_SECONDS[status]
-        for feed in self._feeds:
-            feed.leave(until)
+        for queue in self._queues:
+            queue.leave(until)
 
 
 def open_trackers(job: JobSpec, config: TrainingConfig, report: Reporter) -> Trackers:
@@ -220,8 +220,8 @@ def open_trackers(job: JobSpec, config: TrainingConfig, report: Reporter) -> Tra
             "`report_to` names mlflow, but this worker has no MLflow server configured: its operator sets "
             "ANNEAL_MLFLOW_TRACKING_URI.",
         )
-    about = RunDescription.of(job, config.method)
-    return Trackers([TrackerQueue(name, _KINDS[name](about), report) for name in names], about.folder)
+    method = str(config.method)
+    return Trackers([TrackerQueue(name, _KINDS[name](job, method), report) for name in names], job.attempt_dir)
 
 
 def status_after(result: TrainingResult) -> Status:
@@ -235,6 +235,6 @@ def status_after(result: TrainingResult) -> Status:
 
 
 def _is_installed(name: str) -> bool:
-    found = importlib.util.find_spec(name)
+    spec = importlib.util.find_spec(name)
     # A folder of that name, such as wandb creates in its working directory, is not a package.
-    return found is not None and found.origin is not None
+    return spec is not None and spec.origin is not None

@@ -25,7 +25,7 @@ from tests.worker.training.tiny import Forks, Outcome, make_job, run_cold
 from tests.worker.training.tracking.mlflow_server import mlflow_server
 from worker.training.failures import TrainingFailure
 from worker.training.tracking import clients, trackers
-from worker.training.tracking.clients import RunDescription, Wandb
+from worker.training.tracking.clients import Wandb
 from worker.wire.reporter import Reporter
 
 CONFIG: dict[str, Any] = {
@@ -188,7 +188,7 @@ def test_weights_and_biases_without_a_key_name_the_command_that_sets_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    tracker = Wandb(RunDescription.of(make_spec(tmp_path), "lora"))
+    tracker = Wandb(make_spec(tmp_path), "lora")
     with pytest.raises(LookupError, match="`anneal secrets set wandb_api_key`"):
         tracker.connect()
 
