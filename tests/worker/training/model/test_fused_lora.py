@@ -1,0 +1,245 @@
+"""A fused LoRA layer computes what peft computes, with the same random numbers, and keeps less of the forward pass."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.resolution import resolve
+from app.contracts.training_config.rules import DeviceCapabilities
+from tests.worker.training.tiny import make_tiny_model
+from worker.training.model import loader
+from worker.training.model.base_model import BaseModelSource
+from worker.training.model.fused_lora import fuse_lora_layers
+
+CPU = DeviceCapabilities(kind="cpu", bf16=True)
+BASES: dict[str, dict[str, Any]] = {
+    "32 bit": {"method": "lora"},
+    "16 bit": {"method": "lora"},
+    "8 bit": {"method": "sft", "load_in_8bit": True},
+    "4 bit": {"method": "qlora"},
+}
+IDS = torch.arange(96).reshape(4, 24) % 90 + 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden=64)
+
+
+def adapted(folder: Path, base: str = "32 bit", rate: float = 0.0, **options: Any) -> PeftModel:
+    """A model with an adapter as a run trains it, whose second matrices are not zero."""
+    fields = {"base_model": "tiny", "lora_r": 4, "lora_dropout": rate, **BASES[base], **options}
+    config = resolve(TrainingConfig(**fields), set(fields), CPU).config
+    source = BaseModelSource(str(folder), str(folder), {"local_files_only": True}, None, identity="")
+    network = loader.load_model(source, config, CPU)
+    if base == "16 bit":
+        network.to(torch.bfloat16)
+    torch.manual_seed(3)
+    model = get_peft_model(network, loader.lora_config(config))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.05)
+    loader.keep_full_precision(model)
+    return model.train()
+
+
+def fused(model: PeftModel) -> PeftModel:
+    """A copy of the model with fused layers."""
+    other = copy.deepcopy(model)
+    assert fuse_lora_layers(other) == "fused"
+    return other
+
+
+@contextmanager
+def autocast_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Mixed precision on a CPU that peft takes for that of a GPU, which it asks about."""
+    enabled = torch.is_autocast_enabled
+    with monkeypatch.context() as patch, torch.autocast("cpu", dtype=torch.bfloat16):
+        patch.setattr(torch, "is_autocast_enabled", lambda kind="cpu": enabled(kind))
+        yield
+
+
+def results(model: nn.Module, name: str, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Output of a layer and its gradients, with random numbers of the same seed, and the next random number."""
+    layer = model.get_submodule(f"base_model.model.model.layers.0.{name}")
+    x = x.clone().requires_grad_()
+    torch.manual_seed(11)
+    output = layer(x)
+    following = torch.rand(())
+    (output.float() * torch.linspace(-1, 1, output.shape[-1])).sum().backward()
+    found = {"output": output.detach(), "x": x.grad, "following": following}
+    for part, parameter in (("A", layer.lora_A.default.weight), ("B", layer.lora_B.default.weight)):
+        found[part], parameter.grad = parameter.grad, None
+    return found
+
+
+def distance(some: torch.Tensor, other: torch.Tensor) -> float:
+    return float(((some.float() - other.float()).norm() / other.float().norm()).detach())
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+@pytest.mark.parametrize("base", [name for name in BASES if name != "16 bit"])
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.down_proj"])
+def test_output_and_gradients_in_32_bits_equal_those_of_peft(folder: Path, base: str, rate: float, name: str) -> None:
+    model = adapted(folder, base, rate)
+    x = torch.randn(2, 7, 128 if "down" in name else 64)
+    expected, found = results(model, name, x), results(fused(model), name, x)
+    for part in expected:
+        assert found[part].dtype == expected[part].dtype
+        assert distance(found[part], expected[part]) < 1e-6, part
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+@pytest.mark.parametrize("base", list(BASES))
+def test_output_and_gradients_in_mixed_precision_are_as_close_to_32_bits_as_those_of_peft(
+    folder: Path, base: str, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, name = adapted(folder, base, rate), "self_attn.q_proj"
+    x = torch.randn(8, 64, 64).bfloat16()
+    exact = results(copy.deepcopy(model).float() if base == "16 bit" else model, name, x.float())
+    with autocast_as_on_a_gpu(monkeypatch):
+        plain, found = results(model, name, x), results(fused(model), name, x)
+    for part in exact:
+        assert found[part].dtype == plain[part].dtype
+        assert distance(found[part], exact[part]) <= 1.1 * distance(plain[part], exact[part]) + 1e-6, part
+        assert distance(found[part], exact[part]) < 2e-2, part
+
+
+def step(model: PeftModel, autocast: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
+    torch.manual_seed(7)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    model.zero_grad()
+    return loss.item(), gradients
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_loss_and_gradients_of_a_model_with_dropout_equal_those_of_peft(folder: Path, use_rslora: bool) -> None:
+    model = adapted(folder, rate=0.2, use_rslora=use_rslora)
+    (expected, gradients), (found, own) = step(model), step(fused(model))
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert own.keys() == gradients.keys()
+    assert max(distance(own[name], gradients[name]) for name in own) < 1e-5
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_recomputation_in_the_backward_pass_changes_no_bit(folder: Path, autocast: bool, reentrant: bool) -> None:
+    model = fused(adapted(folder, rate=0.2))
+    model.enable_input_require_grads()
+    kept = step(model, autocast)
+    model.base_model.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    loss, gradients = step(model, autocast)
+    assert loss == kept[0]
+    assert all(torch.equal(gradients[name], kept[1][name]) for name in kept[1])
+
+
+def test_gradients_are_the_derivatives_of_the_output(folder: Path) -> None:
+    layer = fused(adapted(folder, rate=0.3)).base_model.model.model.layers[0].self_attn.q_proj.double()
+    x = torch.randn(3, 64, dtype=torch.float64, requires_grad=True)
+
+    def output(*_: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(5)
+        return layer(x)
+
+    assert torch.autograd.gradcheck(output, (x, layer.lora_A.default.weight, layer.lora_B.default.weight))
+
+
+def kept_bytes(model: PeftModel) -> int:
+    """Bytes that the forward pass keeps for the backward pass, without parameters."""
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one), torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(input_ids=IDS).logits.sum()
+    kept_now = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
+    del loss
+    return kept_now
+
+
+@pytest.mark.parametrize("base", ["16 bit", "4 bit"])
+def test_dropout_keeps_nothing_for_the_backward_pass(folder: Path, base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with autocast_as_on_a_gpu(monkeypatch):
+        dropped, undropped = adapted(folder, base, 0.05), adapted(folder, base, 0.0)
+        assert kept_bytes(fused(dropped)) == kept_bytes(fused(undropped))
+        assert kept_bytes(fused(dropped)) < 0.75 * kept_bytes(dropped)
+
+
+def test_a_layer_keeps_its_input_once_for_all_projections_of_it(folder: Path) -> None:
+    attention = fused(adapted(folder, "16 bit", 0.05)).base_model.model.model.layers[0].self_attn
+    x, kept = torch.randn(4, 32, 64).bfloat16().requires_grad_(), {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in {one.data_ptr() for one in attention.parameters()}:
+            kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one), torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs = [projection(x) for projection in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    rows, rank = 4 * 32, 4
+    assert sum(kept.values()) == x.nbytes + len(outputs) * rows * rank * 2
+
+
+class TestWhatStaysWithPeft:
+    def test_a_disabled_adapter_leaves_the_base_alone(self, folder: Path) -> None:
+        model = fused(adapted(folder, rate=0.2))
+        with model.disable_adapter():
+            logits = model(input_ids=IDS).logits
+        assert torch.equal(logits, model.unload()(input_ids=IDS).logits)
+
+    def test_a_merged_adapter_is_not_added_again(self, folder: Path) -> None:
+        model = fused(adapted(folder)).eval()
+        before = model(input_ids=IDS).logits
+        model.merge_adapter()
+        assert torch.allclose(model(input_ids=IDS).logits, before, atol=1e-5)
+        model.unmerge_adapter()
+        assert torch.allclose(model(input_ids=IDS).logits, before, atol=1e-5)
+
+    def test_another_active_adapter_and_several_are_those_of_peft(self, folder: Path) -> None:
+        model = adapted(folder)
+        model.add_adapter("reference", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+        other = fused(model)
+        for active in ("reference", ["default", "reference"]):
+            for one in (model, other):
+                one.base_model.set_adapter(active)
+            expected, found = (one.eval()(input_ids=IDS).logits for one in (model, other))
+            assert distance(found, expected) < 1e-6
+
+    def test_rows_with_adapters_of_their_own_are_those_of_peft(self, folder: Path) -> None:
+        model = adapted(folder).eval()
+        names = ["default", "__base__", "default", "__base__"]
+        expected, found = (one(input_ids=IDS, adapter_names=names).logits for one in (model, fused(model)))
+        assert torch.equal(found, expected)
+
+    def test_dora_and_layers_that_are_not_linear_are_reported(self, folder: Path) -> None:
+        assert fuse_lora_layers(adapted(folder, use_dora=True)) == "peft"
+        model = adapted(folder, target_modules=["q_proj", "embed_tokens"])
+        assert fuse_lora_layers(model) == "2 of 3 layers fused"
+        assert fuse_lora_layers(model.unload()) is None
+
+    def test_a_hook_on_a_part_sees_its_gradient(self, folder: Path) -> None:
+        model, gradients = fused(adapted(folder)), []
+        part = model.base_model.model.model.layers[0].self_attn.q_proj.lora_B.default
+        part.register_full_backward_hook(lambda *_: gradients.append(1))
+        step(model)
+        assert gradients == [1]
+
+    def test_evaluation_drops_nothing(self, folder: Path) -> None:
+        model = adapted(folder, rate=0.5).eval()
+        with torch.no_grad():
+            expected, found = (one(input_ids=IDS).logits for one in (model, fused(model)))
+        assert distance(found, expected) < 1e-6
