@@ -31,6 +31,7 @@ def test_every_dependency_that_is_declared_is_pinned_within_its_bounds() -> None
         [text for text in PROJECT["optional-dependencies"]["worker"] if text != "anneal[server]"],
         PROJECT["optional-dependencies"]["trackers"],
         PROJECT["optional-dependencies"]["s3"],
+        PROJECT["optional-dependencies"]["kernels-liger"],
         PROJECT["optional-dependencies"]["otel"],
         PROJECT["optional-dependencies"]["ray"],
         PROJECT["optional-dependencies"]["torchao"],

@@ -39,12 +39,25 @@ _SUBJECTS = {
     SEQUENCE_PARALLEL: "The number of devices that share each sequence",
     EXPERT_PARALLEL: "The number of devices that share the experts of a layer",
     "weights": "The data type of the weights",
+    "lora": "The implementation of LoRA layers",
+    "head": "The implementation of the loss head",
+    "norms": "The implementation of norms, rotary embeddings and gated layers",
     "device": "The device",
     "device_name": "The name of the device",
     "cpu_instructions": "The instruction set of the CPU",
     "threads": "The number of CPU threads",
 }
 """Subjects of the sentences about a difference; a package is its own."""
+_UNRECORDED = {
+    DEVICES: 1,
+    SHARDED: False,
+    SEQUENCE_PARALLEL: 1,
+    EXPERT_PARALLEL: 1,
+    "lora": "peft",
+    "head": "trl",
+    "norms": "transformers",
+}
+"""What versions used that did not record it."""
 ON_A_GPU = "A GPU does not always add numbers in the same order."
 
 
@@ -64,14 +77,7 @@ def fingerprint_differences(checkpoint: Path, present: Mapping[str, Any]) -> lis
     then, now = _flat(saved), _flat(present)
     if BATCH_SIZE not in then:  # written by a version that never changed it
         now.pop(BATCH_SIZE, None)
-    if DEVICES in now:
-        then.setdefault(DEVICES, 1)  # versions that trained on one device did not record it
-    if SHARDED in now:
-        then.setdefault(SHARDED, False)
-    if SEQUENCE_PARALLEL in now:
-        then.setdefault(SEQUENCE_PARALLEL, 1)
-    if EXPERT_PARALLEL in now:
-        then.setdefault(EXPERT_PARALLEL, 1)
+    then = {name: value for name, value in _UNRECORDED.items() if name in now} | then
     return [
         _sentence(name, then.get(name), now.get(name))
         for name in sorted(then.keys() | now.keys())

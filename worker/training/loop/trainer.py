@@ -69,6 +69,8 @@ class ServiceTrainerMixin(EvaluationMixin):
         self.saving = saver.CheckpointSaver(run)
         self.facts: dict[str, Any] = {}
         """Initial run info, reported with the configuration."""
+        self.kernels: dict[str, str] = {}
+        """What computes the parts of the model that have several implementations."""
         self.replaced: list[Replacement] = []
         self.throughput = Throughput()
         self.gpu_memory = GpuMemory()

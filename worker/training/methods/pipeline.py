@@ -23,7 +23,7 @@ from worker.training.loop.memory import MemoryProfiler
 from worker.training.loop.trainer import EndedBeforeStep, ServiceTrainerMixin
 from worker.training.methods import preparation
 from worker.training.methods.preparation import Read, Rows, RunData, Setup
-from worker.training.model import loader, memory_plan
+from worker.training.model import kernels, loader, memory_plan
 from worker.training.model.base_model import BaseModelSource
 from worker.training.model.peak_flops import peak_tflops
 from worker.training.output import hub_push
@@ -151,6 +151,7 @@ def build(make: Callable[..., Trains], run: TrainingContext, **options: Any) -> 
     loader.name_base(trainer.model, run.job.base_model.portable_name)
     if run.config.weights_dtype == "float32":
         loader.keep_full_precision(trainer.model)
+    trainer.kernels = kernels.use_kernels(trainer.model, run.machine)
     if not run.ranks.is_first:
         trainer.remove_callback(PrinterCallback)  # on each host, one process would print the metrics of each step
     trainer.add_callback(StepCallback(run, trainer))
@@ -174,7 +175,7 @@ def report_run_info(
 ) -> dict[str, Any]:
     """Report the effective configuration and the initial run info, and set the run's fingerprint."""
     run, training, held_out = trainer.run, data.training, data.held_out
-    facts = loader.initial_run_info(trainer.model, run.machine)
+    facts = loader.initial_run_info(trainer.model, run.machine) | {"kernels": trainer.kernels}
     facts |= _costs(trainer, base, training, facts.get("device_name"))
     facts |= {
         "rows": training.rows, "tokens": training.tokens, "sequences": len(training.dataset),
@@ -310,6 +311,7 @@ def _fingerprint(run: TrainingContext, base: BaseModelSource, facts: dict[str, A
         resume_fidelity.SEQUENCE_PARALLEL: run.ranks.per_sequence,
         resume_fidelity.EXPERT_PARALLEL: run.job.expert_parallel,
         "weights": facts["weights_dtype"],
+        "kernels": facts["kernels"],
         **{name: facts.get(name) for name in ("device", "device_name", "cpu_instructions", "threads", "versions")},
     }
 

@@ -1,0 +1,118 @@
+"""A model that is about to be trained uses the kernels that its machine and its family have, and says which."""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+from transformers.utils import is_liger_kernel_available
+from trl.kernels import ChunkedLogProbFunction
+from trl.trainer import utils as trl_utils
+
+from app.contracts.training_config.rules import DeviceCapabilities
+from worker.training.model.kernels import use_kernels
+
+CPU, GPU = (DeviceCapabilities(kind=kind, bf16=True) for kind in ("cpu", "cuda"))
+SIZE: dict[str, Any] = {
+    "vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def trl_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", ChunkedLogProbFunction)
+
+
+@pytest.fixture
+def liger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package in the place of liger-kernel, which needs a GPU: it notes what it is called with."""
+    package = tmp_path / "liger_kernel" / "transformers"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text(
+        "def _apply_liger_kernel_to_instance(model, **options): model.liger_options = options\n"
+    )
+    (package / "monkey_patch.py").write_text("MODEL_TYPE_TO_APPLY_LIGER_FN = {'llama': None, 'mixtral': None}\n")
+    metadata = tmp_path / "liger_kernel-0.8.5.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: liger_kernel\nVersion: 0.8.5\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    is_liger_kernel_available.cache_clear()
+    yield package
+    for name in [name for name in sys.modules if name.partition(".")[0] == "liger_kernel"]:
+        del sys.modules[name]
+    is_liger_kernel_available.cache_clear()
+
+
+def llama() -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**SIZE))
+
+
+def adapted(model: Any, **options: Any) -> Any:
+    return get_peft_model(model, LoraConfig(target_modules="all-linear", r=2, task_type="CAUSAL_LM", **options))
+
+
+def test_a_cpu_has_the_norms_of_transformers_though_liger_is_installed(liger: Path) -> None:
+    model = llama()
+    assert use_kernels(model, CPU) == {"norms": "transformers", "head": "trl"}
+    assert not hasattr(model, "liger_options")
+
+
+def test_a_gpu_has_those_of_liger_and_the_loss_head_of_trl(liger: Path) -> None:
+    model = llama()
+    assert use_kernels(adapted(model), GPU) == {"norms": "liger-kernel 0.8.5", "lora": "fused", "head": "two products"}
+    assert model.liger_options == {
+        "rope": True, "rms_norm": True, "swiglu": True, "cross_entropy": False, "fused_linear_cross_entropy": False,
+    }  # fmt: skip
+
+
+def test_experts_stay_those_of_transformers(liger: Path) -> None:
+    model = MixtralForCausalLM(MixtralConfig(**SIZE, num_local_experts=2))
+    assert use_kernels(model, GPU)["norms"] == "liger-kernel 0.8.5"
+    assert not model.liger_options["swiglu"]
+
+
+def test_a_gpu_has_those_of_transformers_for_a_family_that_liger_lacks(liger: Path) -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1))
+    assert use_kernels(model, GPU)["norms"] == "transformers (liger-kernel does not have gpt2)"
+
+
+def test_a_gpu_has_those_of_transformers_if_liger_cannot_be_imported(liger: Path) -> None:
+    (liger / "monkey_patch.py").write_text("raise ImportError('no triton')\n")
+    assert use_kernels(llama(), GPU)["norms"] == "transformers (liger-kernel cannot be imported: no triton)"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="liger-kernel is installed")
+def test_a_gpu_without_liger_has_those_of_transformers() -> None:
+    assert use_kernels(llama(), GPU)["norms"] == "transformers"
+
+
+def test_only_a_frozen_head_takes_two_products() -> None:
+    assert use_kernels(adapted(llama()), CPU)["head"] == "two products"
+    assert use_kernels(adapted(llama(), modules_to_save=["lm_head"]), CPU)["head"] == "trl"
+    reward = LlamaForSequenceClassification(LlamaConfig(**SIZE, num_labels=1, pad_token_id=0))
+    assert "head" not in use_kernels(reward, CPU)
+
+
+def test_a_model_with_kernels_computes_the_losses_of_one_without() -> None:
+    torch.manual_seed(0)
+    model, ids = adapted(llama()), torch.arange(20).reshape(2, 10)
+    trl_utils.add_fused_lm_head(model.get_base_model(), outputs=("log_probs",))
+    before = model(input_ids=ids, labels=ids, fused_lm_head=True).loss
+    use_kernels(model, CPU)
+    after = model(input_ids=ids, labels=ids, fused_lm_head=True).loss
+    assert after.grad_fn is not None and after.item() == pytest.approx(before.item(), rel=1e-6)
