@@ -58,6 +58,6 @@ class Check:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def record(self, name: str, status: Status = "ok", text: str = "", **values: Any) -> None:
+    def record(self, name: str, /, status: Status = "ok", text: str = "", **values: Any) -> None:
         """Record a result: it is on disk when this returns."""
         append_row(self.rows, Row(self.stage, name, status, text, values))

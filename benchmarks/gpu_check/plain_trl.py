@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from app.contracts.training_config.fields import TrainingConfig
-from worker.training.model.loader import keep_evaluation_neutral, keep_full_precision
+from worker.training.model.loader import keep_evaluation_neutral, keep_full_precision, unrounded_adapters
 
 RESULT = "result.json"
 
@@ -22,7 +22,7 @@ RESULT = "result.json"
 def losses(model: str, data: str, effective: dict[str, Any], folder: str) -> None:
     """Write the loss of each step of a run with the configuration that Anneal's run had in effect.
 
-    What trains has 32 bits, as in Anneal; TRL casts adapters on a quantized base to 16.
+    Adapters have 32 bits and the values that peft draws, as in Anneal; TRL rounds those on a base of 16 bits or fewer.
     """
     config, cuda = TrainingConfig.model_validate(effective), torch.cuda.is_available()
     torch.set_num_threads(1)  # the order of sums depends on it
@@ -42,10 +42,11 @@ def losses(model: str, data: str, effective: dict[str, Any], folder: str) -> Non
         "seed": config.seed, "save_strategy": "no", "disable_tqdm": True,
     }  # fmt: skip
     arguments = DPOConfig(**shared, beta=config.dpo.beta) if preference else SFTConfig(**shared, packing=config.packing)
-    trainer = (DPOTrainer if preference else SFTTrainer)(
-        model=network, args=arguments, train_dataset=_rows(data), processing_class=AutoTokenizer.from_pretrained(model),
-        peft_config=_adapter(config.lora_dropout),
-    )  # fmt: skip
+    with unrounded_adapters():
+        trainer = (DPOTrainer if preference else SFTTrainer)(
+            model=network, args=arguments, train_dataset=_rows(data),
+            processing_class=AutoTokenizer.from_pretrained(model), peft_config=_adapter(config.lora_dropout),
+        )  # fmt: skip
     keep_full_precision(trainer.model)
     trainer.train()
     reported = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -61,6 +62,8 @@ class _Clock(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, *_: Any, **__: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+            if not self.ends:
+                torch.cuda.reset_peak_memory_stats()  # that of loading does not count
         self.ends.append(time.monotonic())
 
 

@@ -73,13 +73,18 @@ class Runner:
     """Check whose results are in `output`: `gpu-check.json`, `gpu-check.md` and `gpu-check.log`."""
 
     def __init__(
-        self, output: Path, seconds: float, tiny: bool, preloaded: Sequence[str] = processes.PRELOADED
+        self,
+        output: Path,
+        seconds: float,
+        tiny: bool,
+        commit: str | None = None,
+        preloaded: Sequence[str] = processes.PRELOADED,
     ) -> None:
         output.mkdir(parents=True, exist_ok=True)
         gpus = devices.gpus()
         factor = 1 if gpus else CPU_FACTOR
         self.report = Report(
-            date=datetime.now(UTC).isoformat(timespec="seconds"), commit=_commit(),
+            date=datetime.now(UTC).isoformat(timespec="seconds"), commit=commit or _commit(),
             device=gpus[0].name if gpus else platform.processor() or platform.machine(),
             kind="cuda" if gpus else "cpu", tiny=tiny or not gpus, command=shlex.join(["gpu-check", *sys.argv[1:]]),
         )  # fmt: skip

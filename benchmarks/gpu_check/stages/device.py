@@ -19,8 +19,10 @@ HEADS, KV_HEADS, WIDTH = 32, 8, 128
 def run(check: Check) -> None:
     folder = check.folder("device check")
     end = processes.run(Call(_check_device, folder, (check.job_device,), 90))
-    problem = "" if end.code == 0 else (folder / "stderr").read_text()[-300:]
-    check.record("device check", "failed" if problem else "ok", problem, seconds=round(end.seconds, 1))
+    stderr = (folder / "stderr").read_text()
+    limits = [line for line in stderr.splitlines() if "do not work" in line]
+    text = " ".join(limits) if end.code == 0 else stderr[-300:]
+    check.record("device check", "failed" if text else "ok", text, seconds=round(end.seconds, 1))
     if not check.on_gpu:
         check.record("variable-length attention", "skipped", "needs a GPU")
         return

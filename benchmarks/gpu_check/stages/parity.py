@@ -54,6 +54,7 @@ def run(check: Check) -> None:
             name, "ok" if equal else "failed", "" if equal else f"losses differ: {finished.losses} and {theirs}",
             largest_difference=difference, first_loss=finished.losses[0], last_loss=finished.losses[-1],
             steps=len(finished.losses), in_effect=finished.in_effect,
+            weights=finished.facts.get("weights_dtype"),
         )  # fmt: skip
 
 

@@ -49,5 +49,5 @@ def run(check: Check) -> None:
         check.record(
             name, "ok" if difference is not None else "failed",
             "equal to the bit" if difference == 0 else f"losses: {a.losses} without a stop, {parts} with one",
-            largest_difference=difference, stopped_at=STOP, steps=len(parts), fidelity=resumed.facts.get("resume"),
+            largest_difference=difference, stopped_at=STOP, steps=len(parts), fidelity=resumed.facts.get("fidelity"),
         )  # fmt: skip
