@@ -28,7 +28,7 @@ def losses(model: str, data: str, effective: dict[str, Any], folder: str) -> Non
     torch.set_num_threads(1)  # the order of sums depends on it
     set_seed(config.seed)
     network = AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.bfloat16 if cuda else torch.float32, **_quantization(config, cuda)
+        model, dtype=getattr(torch, config.dtype), **_quantization(config, cuda)
     )
     if not cuda:
         keep_evaluation_neutral(network)
@@ -38,8 +38,9 @@ def losses(model: str, data: str, effective: dict[str, Any], folder: str) -> Non
         "gradient_accumulation_steps": config.gradient_accumulation_steps, "learning_rate": config.learning_rate,
         "lr_scheduler_type": config.lr_scheduler_type, "warmup_steps": config.warmup_ratio,
         "weight_decay": config.weight_decay, "optim": config.optim, "max_length": config.max_seq_length,
-        "use_cpu": not cuda, "bf16": cuda, "activation_checkpointing": False, "logging_steps": 1, "report_to": "none",
-        "seed": config.seed, "save_strategy": "no", "disable_tqdm": True,
+        "use_cpu": not cuda, "bf16": config.dtype == "bfloat16", "fp16": config.dtype == "float16",
+        "activation_checkpointing": False, "logging_steps": 1, "report_to": "none", "seed": config.seed,
+        "save_strategy": "no", "disable_tqdm": True,
     }  # fmt: skip
     arguments = DPOConfig(**shared, beta=config.dpo.beta) if preference else SFTConfig(**shared, packing=config.packing)
     with unrounded_adapters():

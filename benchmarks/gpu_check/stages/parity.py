@@ -28,10 +28,13 @@ RUNS: dict[str, dict[str, Any]] = {
 def run(check: Check) -> None:
     model = small_model(check)
     chats, pairs = make_chat_dataset(check.work / "chats.jsonl", 64), make_pairs(check.work / "pairs.jsonl", 96)
+    computed = {} if check.on_gpu else {"dtype": "bfloat16"}  # as on a GPU
     jobs = []
     for name, config in RUNS.items():
         data, format_ = (pairs, "preference") if name == "dpo" else (chats, "chat")
-        jobs.append(Job(name, make_job(check.folder(name), model, data, data_format=format_, **BASE | config)))
+        jobs.append(
+            Job(name, make_job(check.folder(name), model, data, data_format=format_, **BASE | computed | config))
+        )
     ours = run_jobs(check, jobs, check.at_once)
     calls = []
     for finished in ours:
@@ -54,7 +57,7 @@ def run(check: Check) -> None:
             name, "ok" if equal else "failed", "" if equal else f"losses differ: {finished.losses} and {theirs}",
             largest_difference=difference, first_loss=finished.losses[0], last_loss=finished.losses[-1],
             steps=len(finished.losses), in_effect=finished.in_effect,
-            weights=finished.facts.get("weights_dtype"),
+            dtype=finished.effective.get("dtype"), weights=finished.facts.get("weights_dtype"),
         )  # fmt: skip
 
 
