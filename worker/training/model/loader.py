@@ -80,11 +80,12 @@ def load_model(
     head: Head = "causal",
     *,
     in_host_memory: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
     """Load the base model onto the device, quantized as configured; weights from safetensors only.
 
     A `reward` head that the base does not have is initialized randomly with the seed, as in TRL. With `in_host_memory`,
-    a model that is not quantized stays there.
+    a model that is not quantized stays there. `dtype` is that of the weights; None: as a run trains them.
     """
     options = dict(base.options)
     attention = _attention(base, config, machine)
@@ -115,7 +116,7 @@ def load_model(
     try:
         with suppress_seqcls_warning() if head == "reward" else nullcontext():
             model = _AUTO[head].from_pretrained(
-                base.source, dtype=weights_dtype(config, machine), use_safetensors=True, **options
+                base.source, dtype=dtype or weights_dtype(config, machine), use_safetensors=True, **options
             )
     except (RuntimeError, MemoryError):
         raise  # out of memory, or weights that do not match their configuration: classified as such
@@ -126,11 +127,15 @@ def load_model(
     return model
 
 
-def load_for_merge(base: BaseModelSource, config: TrainingConfig, head: Head = "causal") -> PreTrainedModel:
-    """Load the base model on the CPU in its own data type; a quantized one as the adapter saw it, dequantized."""
+def load_for_merge(
+    base: BaseModelSource, config: TrainingConfig, machine: DeviceCapabilities, head: Head = "causal"
+) -> PreTrainedModel:
+    """Load the base model onto the device in its own data type; a quantized one as the adapter saw it, dequantized."""
     dtype = base.architecture.get_text_config().dtype or torch.float32
-    model = load_model(base, config, DeviceCapabilities(kind="cpu", bf16=True), head)
-    return model.dequantize(dtype=dtype).to(dtype) if config.load_in_4bit or config.load_in_8bit else model.to(dtype)
+    if config.load_in_4bit or config.load_in_8bit:
+        return load_model(base, config, machine, head).dequantize(dtype=dtype).to(dtype)
+    # On a GPU, directly in the data type of the base: a frozen base is trained on in 16 bits, whatever its own are.
+    return load_model(base, config, machine, head, dtype=dtype if machine.kind == "cuda" else None).to(dtype)
 
 
 def load_saved(folder: Path, head: Head, *, trust_remote_code: bool) -> PreTrainedModel:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from peft import PeftModel
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from app.contracts.attempt.job import EXPORT, MERGED_BASE
+from app.contracts.training_config.rules import DeviceCapabilities
 from worker.checkpoint_files import manifest
 from worker.training.checkpointing.snapshot import save_weights
 from worker.training.context import TrainingContext
-from worker.training.failures import Stopped, classify
+from worker.training.failures import OUT_OF_MEMORY, Stopped, classify
 from worker.training.loop.memory import write_profile
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.model import loader
@@ -164,17 +165,42 @@ def _prune(run: TrainingContext, folder: Path, fraction: float) -> None:
 
 
 def _merge(run: TrainingContext, base: BaseModelSource, folder: Path) -> None:
-    """Replace the adapter in a folder by the whole model, merged on the CPU in the data type of the base."""
+    """Replace the adapter in a folder by the whole model, merged in the data type of the base.
+
+    On a GPU it is merged there, and on the CPU if the GPU lacks the memory for it.
+    """
     adapter = folder / "adapter"
     adapter.mkdir()
     for path in [path for path in folder.iterdir() if path.is_file()]:
         path.rename(adapter / path.name)
-    head: loader.Head = "reward" if run.method.has_reward_head else "causal"
-    whole = loader.load_for_merge(base, run.config, head)
-    merged = PeftModel.from_pretrained(whole, str(adapter), is_trainable=False).merge_and_unload(safe_merge=True)
+    merged = _merged_on_gpu(run, base, adapter) if run.machine.kind == "cuda" else None
+    if merged is None:
+        merged = _merged(run, base, adapter, DeviceCapabilities(kind="cpu", bf16=True))
     loader.name_base(merged, run.job.base_model.portable_name)
     merged.save_pretrained(folder)
     shutil.rmtree(adapter)
+
+
+def _merged_on_gpu(run: TrainingContext, base: BaseModelSource, adapter: Path) -> PreTrainedModel | None:
+    """Return the merged model on the GPU of the run; None, with a message, if the GPU lacks the memory for it."""
+    try:
+        return _merged(run, base, adapter, run.machine)
+    except Exception as error:
+        if classify(error).code != OUT_OF_MEMORY:
+            raise
+    run.report.message(
+        "The GPU has too little free memory for the whole model beside the trained one: the adapter is merged on the "
+        "CPU, which takes longer.",
+        level="warning",
+    )
+    return None
+
+
+def _merged(run: TrainingContext, base: BaseModelSource, adapter: Path, machine: DeviceCapabilities) -> PreTrainedModel:
+    head: loader.Head = "reward" if run.method.has_reward_head else "causal"
+    whole = loader.load_for_merge(base, run.config, machine, head)
+    adapted = PeftModel.from_pretrained(whole, str(adapter), is_trainable=False, torch_device=str(whole.device))
+    return adapted.merge_and_unload(safe_merge=True)
 
 
 def _name_base(folder: Path, name: str) -> None:

@@ -1,17 +1,26 @@
 """The output of a run: whose weights it has, in which form, and that it names no place of this machine."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from app.contracts.attempt.job import JobSpec
+from app.contracts.methods import METHODS
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.resolution import resolve
+from app.contracts.training_config.rules import DeviceCapabilities
 from tests.worker.training.tiny import Forks, Outcome, load_output, make_job
+from worker.training.model import loader
+from worker.training.model.base_model import find_base
+from worker.training.output import export
 
 QUICK: dict[str, Any] = {
     "max_seq_length": 64, "max_steps": 4, "logging_steps": 2, "batch_size": 4, "gradient_accumulation_steps": 1,
@@ -122,6 +131,80 @@ class TestForm:
         most = 1e-4 if method == "lora" else 0.3 * (adapted - untrained).abs().max()
         assert (merged - adapted).abs().max() < most
         assert (merged - untrained).abs().max() > 1e-2
+
+
+class TestMergeOnAGpu:
+    """The path of a GPU, on the CPU in its place."""
+
+    @pytest.fixture(params=["lora", "qlora"])
+    def trained(
+        self, request: pytest.FixtureRequest, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> Outcome:
+        """A run on a base whose own data type is bfloat16."""
+        model = tmp_path / "model"
+        AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(model)
+        AutoTokenizer.from_pretrained(tiny_model).save_pretrained(model)
+        config = QUICK | {"method": request.param, "learning_rate": 2e-2}
+        done = forks.run(make_job(tmp_path / "run", model, chats, **config))
+        assert done.result["outcome"] == "completed", done.result
+        return done
+
+    @pytest.fixture
+    def merge(
+        self, trained: Outcome, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> Callable[[str], tuple[Path, list[str]]]:
+        """Merges the adapter as a run on a device of a kind does; returns the folder and the messages."""
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+        job = JobSpec.model_validate(trained.job)
+
+        def run_merge(kind: Literal["cpu", "cuda"]) -> tuple[Path, list[str]]:
+            messages: list[str] = []
+            machine = DeviceCapabilities(kind=kind, bf16=True)
+            config = resolve(TrainingConfig(**trained.job["config"]), set(), machine).config
+            run: Any = SimpleNamespace(
+                machine=machine, config=config, job=job, method=METHODS[config.method],
+                report=SimpleNamespace(message=lambda line, level: messages.append(line)),
+            )  # fmt: skip
+            folder = tmp_path / kind
+            folder.mkdir()
+            export.copy_weights(trained.folder / "checkpoint-4", folder)
+            export._merge(run, find_base(job, config), folder)
+            return folder, messages
+
+        return run_merge
+
+    def test_weights_are_those_of_a_merge_on_the_cpu_and_computed_in_the_data_type_of_the_base(
+        self, merge: Callable[[str], tuple[Path, list[str]]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        devices: list[tuple[str, torch.dtype]] = []
+        load = loader.load_model
+
+        def noting(base: Any, config: Any, machine: DeviceCapabilities, *more: Any, **options: Any) -> Any:
+            model = load(base, config, machine, *more, **options)
+            devices.append((machine.kind, model.lm_head.weight.dtype))
+            return model
+
+        monkeypatch.setattr(loader, "load_model", noting)
+        (on_gpu, messages), (on_cpu, _) = merge("cuda"), merge("cpu")
+        assert (devices, messages) == ([("cuda", torch.bfloat16), ("cpu", torch.float32)], [])
+        assert same(on_gpu / WEIGHTS, on_cpu / WEIGHTS)
+        assert {weight.dtype for weight in load_file(on_gpu / WEIGHTS).values()} == {torch.bfloat16}
+
+    def test_too_little_memory_of_the_gpu_merges_on_the_cpu_and_says_so(
+        self, merge: Callable[[str], tuple[Path, list[str]]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        load = loader.load_model
+
+        def without_gpu_memory(base: Any, config: Any, machine: DeviceCapabilities, *more: Any, **options: Any) -> Any:
+            if machine.kind == "cuda":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+            return load(base, config, machine, *more, **options)
+
+        monkeypatch.setattr(loader, "load_model", without_gpu_memory)
+        (folder, messages), (on_cpu, none) = merge("cuda"), merge("cpu")
+        assert same(folder / WEIGHTS, on_cpu / WEIGHTS)
+        ((line,), others) = messages, none
+        assert "too little free memory" in line and "merged on the CPU" in line and others == []
 
 
 class TestExportOfACheckpoint:
