@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import select
 import signal
 import time
 from contextlib import suppress
@@ -11,6 +10,7 @@ from types import TracebackType
 
 from app.infra.errors import SetupError
 from app.infra.private_files import make_private_folder
+from app.infra.process.handle import ProcessHandle, open_process
 
 _PATIENCE_SECONDS = 1.0
 """Seconds of tries for the lock, which `is_held` takes for a moment."""
@@ -80,29 +80,27 @@ def stop_holder(home: Path) -> "Holder | None":
 
 
 class Holder:
-    """Running `anneal up`, by a descriptor that never means another process."""
+    """Running `anneal up`, by a handle that never means another process."""
 
-    def __init__(self, pid: int, descriptor: int) -> None:
+    def __init__(self, pid: int, process: ProcessHandle) -> None:
         self.pid = pid
-        self._descriptor = descriptor
+        self._process = process
 
     def stop(self) -> bool:
         """Send SIGTERM; return False if this user may not."""
         try:
-            signal.pidfd_send_signal(self._descriptor, signal.SIGTERM)
-        except ProcessLookupError:
-            pass  # it has just ended
+            self._process.send_signal(signal.SIGTERM)  # it may have just ended
         except PermissionError:
             return False
         return True
 
     def wait(self, seconds: float) -> bool:
         """Wait for its end; return False if it still runs after `seconds`."""
-        return bool(select.select([self._descriptor], [], [], seconds)[0])
+        return self._process.wait(seconds)
 
     def close(self) -> None:
-        """Close the descriptor."""
-        os.close(self._descriptor)
+        """Close the handle."""
+        self._process.close()
 
     def __enter__(self) -> "Holder":
         return self
@@ -116,12 +114,12 @@ def _open_holder(home: Path) -> Holder | None:
     path = home / "lock"
     try:
         pid = int(path.read_text())
-        descriptor = os.pidfd_open(pid)
+        process = open_process(pid)
     except (OSError, ValueError):
         return None
     if is_held(home) and _has_open(pid, path):
-        return Holder(pid, descriptor)
-    os.close(descriptor)
+        return Holder(pid, process)
+    process.close()
     return None
 
 

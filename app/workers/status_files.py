@@ -1,6 +1,5 @@
 """Workers of this machine and ANNEAL_HOME: status files below `run/workers`, and signals; needs no database."""
 
-import os
 import signal
 import threading
 import time
@@ -9,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from app.infra.private_files import read_json, write_private_json
+from app.infra.process.handle import open_process
 from app.infra.process.identity import ProcessIdentity
 
 DRAIN_SIGNAL = signal.SIGUSR1
@@ -37,19 +37,12 @@ class WorkerStatus:
         if not self.process.is_near:
             return False
         try:
-            process = os.pidfd_open(self.process.pid)
+            process = open_process(self.process.pid)
         except ProcessLookupError:
             return False
-        try:
-            # Check after opening the pidfd: from here on a reuse of the id by another process is detected.
-            if not self.process.exists:
-                return False
-            signal.pidfd_send_signal(process, number)
-        except ProcessLookupError:
-            return False
-        finally:
-            os.close(process)
-        return True
+        with process:
+            # Checked after opening: from here on a reuse of the id by another process is detected.
+            return self.process.exists and process.send_signal(number)
 
 
 class WorkerStatusFile:

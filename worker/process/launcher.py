@@ -24,6 +24,7 @@ from typing import Literal
 
 from app.config import Settings
 from app.contracts.attempt.device import AssignedDevice
+from app.infra.process.handle import POLL_SECONDS, pidfd_refusal
 from worker.process import process_group
 from worker.process.child import TERMINATION_SIGNALS, LaunchSpec
 from worker.process.orphans import Orphans
@@ -90,6 +91,11 @@ class Launcher:
         Returns:
             The ids of the processes ended.
         """
+        if (reason := pidfd_refusal()) is not None:
+            log.warning(
+                "this system refuses pidfds (%s): training processes are polled instead, and their ends are noticed up "
+                "to %.2f s later", reason, POLL_SECONDS,
+            )  # fmt: skip
         swept = process_group.sweep(self._folder)
         self._keeper.start()
         return swept

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from app.infra.private_files import write_private_json
+from app.infra.process.handle import ProcessHandle, open_process
 from app.infra.process.identity import ProcessIdentity, ProcessStat, boot_id, pid_namespace, process_stat
 
 log = logging.getLogger(__name__)
@@ -23,16 +24,16 @@ class StillAliveError(TimeoutError):
     """A killed process does not die, as in uninterruptible sleep; it may still hold its device."""
 
 
-def kill_session(leader: ProcessIdentity, pidfd: int | None = None) -> list[int]:
+def kill_session(leader: ProcessIdentity, process: ProcessHandle | None = None) -> list[int]:
     """Send SIGKILL to every process of the session that `leader` leads or led, until none is left.
 
-    `pidfd` reaches the leader even before it has become the leader. Returns the ids of the processes killed.
+    `process` reaches the leader even before it has become the leader. Returns the ids of the processes killed.
 
     Raises:
         StillAliveError: Processes survive for seconds, as one in uninterruptible sleep does.
     """
     hit: set[int] = set()
-    if pidfd is not None and _signal(pidfd):
+    if process is not None and process.send_signal(signal.SIGKILL):
         hit.add(leader.pid)
     deadline = time.monotonic() + _PATIENCE_SECONDS
     pause = 0.001
@@ -127,20 +128,10 @@ def _belongs(stat: ProcessStat, leader: ProcessIdentity) -> bool:
 
 def _kill_member(pid: int, leader: ProcessIdentity) -> bool:
     try:
-        pidfd = os.pidfd_open(pid)
+        process = open_process(pid)
     except ProcessLookupError:
         return False
-    try:
-        # Checked again through the open descriptor: now the id cannot pass to another process unnoticed.
+    with process:
+        # Checked again with the process open: now the id cannot pass to another process unnoticed.
         stat = process_stat(pid)
-        return stat is not None and _belongs(stat, leader) and _signal(pidfd)
-    finally:
-        os.close(pidfd)
-
-
-def _signal(pidfd: int) -> bool:
-    try:
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    except ProcessLookupError:
-        return False
-    return True
+        return stat is not None and _belongs(stat, leader) and process.send_signal(signal.SIGKILL)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from app.contracts.attempt.messages import ControlMessage
+from app.infra.process.handle import PidfdHandle, PolledHandle, ProcessHandle, open_process, pidfd_refusal
 from app.infra.process.identity import ProcessIdentity, start_time
 from worker.process.channel import Channel
 from worker.process.child import LaunchSpec
@@ -98,19 +99,24 @@ def spawn_forked(wanted: LaunchRequest, zygote: socket.socket) -> TrainingProces
             socket.send_fds(zygote, [wanted.start().to_json().encode()], fds)
         channel.release()
         _await_answer(status, wanted)
-        packet, pidfds, _flags, _address = socket.recv_fds(status, 4096, 1)
+        packet, descriptors, _flags, _address = socket.recv_fds(status, 4096, 1)
         if not packet:
             raise ConnectionError("the zygote is gone")
         answer = json.loads(packet)
         if "failed" in answer:
             raise LaunchError(f"the zygote could not fork: {answer['failed']}")
-        if not pidfds:
+        process: ProcessHandle
+        if descriptors:
+            process = PidfdHandle(descriptors[0])
+        elif pidfd_refusal() is not None:
+            process = PolledHandle(answer["pid"], answer["start_time"])
+        else:
             raise LaunchError("no descriptor is left for a new process")
-        undo.callback(os.close, pidfds[0])
+        undo.callback(process.close)
         identity = ProcessIdentity.of(answer["pid"], answer["start_time"])
-        process = TrainingProcess(identity, pidfds[0], channel, ZygoteExitWatcher(status, pidfds[0]))
+        started = TrainingProcess(identity, process, channel, ZygoteExitWatcher(status, process))
         undo.pop_all()
-    return process
+    return started
 
 
 def _await_answer(status: socket.socket, wanted: LaunchRequest) -> None:
@@ -130,7 +136,7 @@ def spawn_cold(wanted: LaunchRequest, environment: Mapping[str, str]) -> Trainin
         undo.callback(channel.close)
         fds = channel.trainer_fds
         arguments = [wanted.start().to_json(), *map(str, fds), str(os.getpid())]
-        process = subprocess.Popen(
+        popen = subprocess.Popen(
             [sys.executable, "-m", "worker.process.child", *arguments],
             pass_fds=fds,
             env=environment,
@@ -139,12 +145,12 @@ def spawn_cold(wanted: LaunchRequest, environment: Mapping[str, str]) -> Trainin
             stdout=fds[1],
             stderr=fds[2],
         )
-        undo.callback(process.wait)
-        undo.callback(process.kill)
+        undo.callback(popen.wait)
+        undo.callback(popen.kill)
         channel.release()
-        identity = ProcessIdentity.of(process.pid, start_time(process.pid))
-        pidfd = os.pidfd_open(process.pid)
-        undo.callback(os.close, pidfd)
-        started = TrainingProcess(identity, pidfd, channel, ColdExitWatcher(process, pidfd))
+        identity = ProcessIdentity.of(popen.pid, start_time(popen.pid))
+        process = open_process(popen.pid)
+        undo.callback(process.close)
+        started = TrainingProcess(identity, process, channel, ColdExitWatcher(popen, process))
         undo.pop_all()
     return started

@@ -6,11 +6,13 @@ import select
 import signal
 import socket
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 from app.contracts.attempt.messages import ControlMessage
+from app.infra.process.handle import ProcessHandle
 from app.infra.process.identity import ProcessIdentity
 from worker.process import process_group
 from worker.process.channel import Channel
@@ -61,14 +63,14 @@ class ZygoteExitWatcher:
 
     launched: Literal["zygote", "cold"] = "zygote"
 
-    def __init__(self, status: socket.socket, pidfd: int) -> None:
+    def __init__(self, status: socket.socket, process: ProcessHandle) -> None:
         self._status = status
-        self._pidfd = pidfd
+        self._process = process
         self._lost = False
         status.setblocking(False)
 
     def fileno(self) -> int:
-        return self._pidfd if self._lost else self._status.fileno()
+        return self._process.fileno() if self._lost else self._status.fileno()
 
     def look(self) -> Exit | None:
         if not self._lost:
@@ -83,8 +85,8 @@ class ZygoteExitWatcher:
                 return Exit(code=end.get("code"), signal=end.get("signal"))
             # The zygote is gone and its children die with it; another attempt may start only after they are dead.
             self._lost = True
-            _kill(self._pidfd)
-        return Exit(launcher_lost=True) if _ended(self._pidfd) else None
+            self._process.send_signal(signal.SIGKILL)
+        return Exit(launcher_lost=True) if self._process.wait() else None
 
     def close(self) -> None:
         self._status.close()
@@ -95,22 +97,22 @@ class ColdExitWatcher:
 
     launched: Literal["zygote", "cold"] = "cold"
 
-    def __init__(self, process: "subprocess.Popen[bytes]", pidfd: int) -> None:
+    def __init__(self, popen: "subprocess.Popen[bytes]", process: ProcessHandle) -> None:
+        self._popen = popen
         self._process = process
-        self._pidfd = pidfd
 
     def fileno(self) -> int:
-        return self._pidfd
+        return self._process.fileno()
 
     def look(self) -> Exit | None:
         try:
-            end = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
+            end = self._process.reap()
         except ChildProcessError:
-            self._process.returncode = 0  # already reaped elsewhere: Popen has nothing left to do
+            self._popen.returncode = 0  # already reaped elsewhere: Popen has nothing left to do
             return Exit(launcher_lost=True)
         if end is None:
             return None
-        self._process.returncode = end.si_status
+        self._popen.returncode = end.si_status
         exited = end.si_code == os.CLD_EXITED
         return Exit(code=end.si_status) if exited else Exit(signal=end.si_status)
 
@@ -120,11 +122,11 @@ class ColdExitWatcher:
 class TrainingProcess:
     """Training process; used by one supervisor thread at a time."""
 
-    def __init__(self, identity: ProcessIdentity, pidfd: int, channel: Channel, fate: ExitWatcher) -> None:
+    def __init__(self, identity: ProcessIdentity, process: ProcessHandle, channel: Channel, fate: ExitWatcher) -> None:
         self.identity = identity
         self.channel = channel
         self.launched = fate.launched
-        self._pidfd = pidfd
+        self._process = process
         self.fate = fate
         """Readable when the exit may be known."""
         self._exit: Exit | None = None
@@ -170,7 +172,7 @@ class TrainingProcess:
         """Send SIGKILL to the process alone and wait for nothing; `kill` or `close` must follow."""
         if self._exit is None:
             self._killed = True
-        _kill(self._pidfd)
+        self._process.send_signal(signal.SIGKILL)
 
     def kill(self) -> list[int]:
         """Kill every process of the session with SIGKILL and wait until all are gone; return their process ids.
@@ -180,7 +182,7 @@ class TrainingProcess:
         """
         if self._exit is None:
             self._killed = True
-        return process_group.kill_session(self.identity, self._pidfd)
+        return process_group.kill_session(self.identity, self._process)
 
     def close(self) -> Exit:
         """Kill what it has left running and close every descriptor; return the exit of the process.
@@ -196,7 +198,7 @@ class TrainingProcess:
         finally:
             self.channel.close()
             self.fate.close()
-            os.close(self._pidfd)
+            self._process.close()
         if self._record is not None:
             self._record.unlink(missing_ok=True)
         return end
@@ -213,22 +215,12 @@ class TrainingProcess:
         return end
 
 
-def _ended(pidfd: int) -> bool:
-    waiting = select.poll()
-    waiting.register(pidfd, select.POLLIN)
-    return bool(waiting.poll(0))
-
-
-def _kill(pidfd: int) -> None:
-    try:
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-
-
 def _oom_kills() -> int:
-    """Return the number of processes that the kernel has killed for lack of memory since boot, in all containers."""
-    with open("/proc/vmstat") as lines:  # noqa: PTH123
+    """Return the number of processes that the kernel has killed for lack of memory since boot, in all containers.
+
+    It is 0 on a kernel that does not count them.
+    """
+    with suppress(FileNotFoundError), open("/proc/vmstat") as lines:  # noqa: PTH123
         for line in lines:
             name, _, count = line.partition(" ")
             if name == "oom_kill":

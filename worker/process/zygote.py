@@ -8,7 +8,8 @@ children end with it.
 Protocol: over a SOCK_SEQPACKET pair it sends `{"ready": true, "broken": {UUID of a GPU: reason}}` or
 `{"failed": reason}` once, then receives one
 `worker.process.child.LaunchSpec` per packet with five descriptors (status, report, stdout, stderr, control). On the
-status socket it sends `{"pid", "start_time"}` with a pidfd and later the exit, or `{"failed": reason}` once.
+status socket it sends `{"pid", "start_time"}`, with a pidfd unless the kernel refuses them, and later the exit, or
+`{"failed": reason}` once.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from app.infra.process.handle import POLL_SECONDS, PidfdHandle, ProcessHandle, open_process, pidfd_refusal
 from app.infra.process.identity import start_time
 from worker import devices
 from worker.devices import Device
@@ -188,31 +190,36 @@ def _start_new_check(gpu: Device) -> "subprocess.Popen[bytes]":
 
 def serve(worker: socket.socket) -> None:
     """Fork on request and report the exit of each child, until the worker is gone."""
-    children: dict[int, tuple[int, socket.socket]] = {}  # pidfd → process id, status socket
+    children: dict[int, tuple[ProcessHandle, socket.socket]] = {}  # process id → process, status socket
+    has_pidfds = pidfd_refusal() is None
     left = Orphans()
     left.adopt()
     waiting = select.poll()
     waiting.register(worker, select.POLLIN)
     while True:
-        for descriptor, _event in waiting.poll():
-            if descriptor == worker.fileno():
-                packet, fds, _flags, _address = socket.recv_fds(worker, _LARGEST_REQUEST, _FDS_PER_REQUEST)
-                if not packet:
-                    return
-                started = _fork(child.LaunchSpec.from_json(packet), fds)
-                if started is not None:
-                    pidfd, pid, status = started
-                    with left.starting() as own:
-                        own.add(pid)
-                    children[pidfd] = (pid, status)
-                    waiting.register(pidfd, select.POLLIN)
-            else:
-                waiting.unregister(descriptor)
-                _report_exit(descriptor, *children.pop(descriptor), left)
+        readable = waiting.poll(POLL_SECONDS * 1000 if children and not has_pidfds else None)
+        for pid, (process, status) in list(children.items()):
+            if process.wait():
+                if has_pidfds:
+                    waiting.unregister(process)
+                del children[pid]
+                _report_exit(process, pid, status, left)
+        if worker.fileno() in (descriptor for descriptor, _event in readable):
+            packet, fds, _flags, _address = socket.recv_fds(worker, _LARGEST_REQUEST, _FDS_PER_REQUEST)
+            if not packet:
+                return
+            started = _fork(child.LaunchSpec.from_json(packet), fds)
+            if started is not None:
+                pid, process, status = started
+                with left.starting() as own:
+                    own.add(pid)
+                children[pid] = (process, status)
+                if has_pidfds:
+                    waiting.register(process, select.POLLIN)
 
 
-def _fork(start: child.LaunchSpec, fds: list[int]) -> tuple[int, int, socket.socket] | None:
-    """Fork a child; return its pidfd, process id and status socket, or None after reporting a lack of resources.
+def _fork(start: child.LaunchSpec, fds: list[int]) -> tuple[int, ProcessHandle, socket.socket] | None:
+    """Fork a child; return its process id, its handle and status socket, or None after reporting a lack of resources.
 
     The child does nothing before it is reported: if this process is killed until then, the launcher has another one
     forked. A failure must not end this process: every run of the machine would end with it.
@@ -235,7 +242,7 @@ def _fork(start: child.LaunchSpec, fds: list[int]) -> tuple[int, int, socket.soc
                 os._exit(1)
             child.forget_exit_handlers()
             child.run(start, trainer_fds, parent)
-        pidfd = os.pidfd_open(pid)
+        process = open_process(pid)
         # Read before the child can be reaped, these identify that child and no other, permanently.
         started = {"pid": pid, "start_time": start_time(pid)}
     except OSError as problem:
@@ -251,14 +258,18 @@ def _fork(start: child.LaunchSpec, fds: list[int]) -> tuple[int, int, socket.soc
     finally:
         for descriptor in trainer_fds:
             os.close(descriptor)
-    _try_send(lambda: socket.send_fds(status, [json.dumps(started).encode()], [pidfd]))
+    packet = json.dumps(started).encode()
+    if isinstance(process, PidfdHandle):
+        _try_send(lambda: socket.send_fds(status, [packet], [process.fileno()]))
+    else:
+        _try_send(lambda: status.send(packet))
     _try_send(lambda: os.write(gate[1], b"1"))
     for descriptor in gate:
         os.close(descriptor)
-    return pidfd, pid, status
+    return pid, process, status
 
 
-def _report_exit(pidfd: int, pid: int, status: socket.socket, left: Orphans) -> None:
+def _report_exit(process: ProcessHandle, pid: int, status: socket.socket, left: Orphans) -> None:
     """Report the exit of a child once no process that it has started is left."""
     _, raw = os.waitpid(pid, 0)
     left.kill()
@@ -266,7 +277,7 @@ def _report_exit(pidfd: int, pid: int, status: socket.socket, left: Orphans) -> 
     end = {"code": code} if code >= 0 else {"signal": -code}
     _try_send(lambda: status.send(json.dumps(end).encode()))
     status.close()
-    os.close(pidfd)
+    process.close()
 
 
 def _try_send(send: Callable[[], object]) -> None:

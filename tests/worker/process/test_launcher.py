@@ -1,6 +1,7 @@
 """Training processes start alone in their session, hold their locks, hear their supervisor, and end with it."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -24,6 +25,7 @@ from app.contracts.attempt.device import AssignedDevice
 from app.contracts.attempt.messages import ControlMessage
 from app.contracts.stop import StopRequest
 from app.infra.process.identity import ProcessIdentity, start_time
+from tests.nodes import ROOT
 from tests.waiting import eventually
 from tests.worker.process.launching import CPU, Said, is_alive, launch, session_members, start_launcher
 from tests.worker.trainers import write_job
@@ -511,3 +513,26 @@ def _can_lock(path: Path) -> bool:
         except BlockingIOError:
             return False
         return True
+
+
+class TestWithoutPidfds:
+    @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM])
+    def test_system_that_refuses_pidfds_is_named_in_the_log_and_every_end_is_noticed(
+        self, number: int, tmp_path: Path
+    ) -> None:
+        program = [sys.executable, "-m", "tests.worker.process.without_pidfds", str(tmp_path)]
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.seccomp", str(number), *program],
+            cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count(f"this system refuses pidfds ([Errno {number}]") == 2, "once for each launcher"
+        exits = json.loads(done.stdout)
+        for mode in ("zygote", "cold"):
+            assert exits[mode]["launched"] == mode
+            assert exits[mode]["finished"]["code"] == 3
+            assert exits[mode]["killed"]["signal"] == signal.SIGKILL
+            kills_it, end, is_left = exits[mode]["ended"]
+            assert (kills_it, end["signal"], is_left) == (True, signal.SIGKILL, False)
+        end, is_left = exits["zygote"]["lost"]
+        assert (end["launcher_lost"], is_left) == (True, False)

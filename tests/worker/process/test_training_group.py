@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from app.infra.process.handle import ProcessHandle
 from app.infra.process.identity import ProcessIdentity
 from tests.worker.process.launching import Said, is_alive, launch, start_launcher
 from worker.process import process_group, training_group
@@ -109,10 +110,10 @@ class TestEndOfAll:
         """As when no descriptor is left to look for the processes of its session."""
         second, kill = processes[1], process_group.kill_session
 
-        def without_descriptors(leader: ProcessIdentity, pidfd: int | None = None) -> list[int]:
+        def without_descriptors(leader: ProcessIdentity, process: ProcessHandle | None = None) -> list[int]:
             if leader.pid == processes[0].pid:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            return kill(leader, pidfd)
+            return kill(leader, process)
 
         group, cleaned_up = TrainingGroup(processes), []
         group.at_end(lambda: cleaned_up.append(True))
