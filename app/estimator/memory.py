@@ -1,5 +1,6 @@
 """Memory of a training run by component, and the peak within a step."""
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from app.contracts.methods import METHODS
@@ -101,7 +102,7 @@ def memory(
     base, gradients = -(-whole // shards), -(-found.count * 4 // shards)
     adapter = 0 if config.lora_r is None else gradients
     optim = counted_optimizer(config)
-    optimizer = -(-_optimizer(found, optim, _moments(config, optim)) // shards)
+    optimizer = -(-optimizer_state(found.tensors(), config) // shards)
     dequantized = _dequantized(model, config, precision) + gathered
     optimizer_workspace = -(-_optimizer_workspace(found, optim, precision) // shards)
     generation = _generation(model, config, precision)
@@ -190,10 +191,11 @@ def _moments(config: TrainingConfig, optim: str) -> int:
     return optimizer.moments + ("momentum" in optimizer.options and bool(config.trainer_options.optim_args.momentum))
 
 
-def _optimizer(found: Trained, optim: str, moments: int) -> int:
-    """Return the bytes of the optimizer state."""
-    total = 0
-    for kind, rows, columns in found.tensors():
+def optimizer_state(tensors: Iterable[tuple[str, int, int]], config: TrainingConfig) -> int:
+    """Return the bytes of the optimizer state of trained tensors, each as in `Trained.tensors`."""
+    optim = counted_optimizer(config)
+    moments, total = _moments(config, optim), 0
+    for kind, rows, columns in tensors:
         count = rows * columns
         if optim == "adafactor":
             total += 4 * (rows + columns if columns > 1 else count)

@@ -85,6 +85,13 @@ def fingerprint_differences(checkpoint: Path, present: Mapping[str, Any]) -> lis
     ]
 
 
+def batch_size(checkpoint: Path) -> int | None:
+    """Return the rows of the micro-batches that a checkpoint was made with; None if it does not record them."""
+    saved = json.loads((checkpoint / MANIFEST).read_text()).get(FINGERPRINT) or {}
+    rows = saved.get(BATCH_SIZE)
+    return rows if isinstance(rows, int) else None
+
+
 def _sentence(name: str, then: Any, now: Any) -> str:
     """Return in words what differs from the checkpoint."""
     if name in _MESSAGES:

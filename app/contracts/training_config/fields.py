@@ -260,7 +260,8 @@ class TrainingConfig(Strict):
     )
     batch_size: Annotated[BatchSize, Traits(affects="step_time")] = Field(
         default=4,
-        description="Sequences per device and micro-batch. `rlhf`: completions; `batch_size` x "
+        description="Sequences per device and micro-batch. If neither this nor `gradient_accumulation_steps` is set, a "
+        "run on a GPU measures which size is fastest, with as many rows per step. `rlhf`: completions; `batch_size` x "
         "`gradient_accumulation_steps` of them are generated at once.",
     )
     gradient_accumulation_steps: Annotated[MicroBatches, Traits(affects="step_time")] = Field(
@@ -320,7 +321,7 @@ class TrainingConfig(Strict):
     gradient_checkpointing: Annotated[bool | Literal["selective", "auto"], Traits(affects="step_time")] = Field(
         default="auto",
         description="Recompute activations in the backward pass to save memory at the cost of time: `true` for all "
-        "layers, `selective` for every second one, `auto` only as far as the memory requires.",
+        "layers, `selective` for half of them, `auto` for as few as the memory requires.",
     )
     activation_offload: Annotated[bool, Traits(affects="step_time", is_available=False)] = Field(
         default=False, description="Offload activations to host memory."

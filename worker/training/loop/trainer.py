@@ -78,6 +78,8 @@ class ServiceTrainerMixin(EvaluationMixin):
             is_enabled=run.config.trainer_options.wall_clock_breakdown, on_gpu=run.machine.kind == "cuda"
         )
         self.guard = AnomalyGuard(run.config, run.job.auto_repairs)
+        self.recomputed_part = 0.0
+        """Part of the layers whose activations the backward pass recomputes."""
         self.skips_step = False
         """True if an earlier attempt found the current step to be bad: it then changes nothing."""
         self.rng_states: list[dict[str, Any]] = []

@@ -8,10 +8,10 @@ from transformers import PrinterCallback, TrainingArguments
 
 from app.contracts.attempt.messages import TrainingResult
 from app.contracts.training_config.resolution import Replacement
+from app.estimator.activations import Checkpointing
 from app.estimator.architecture import UnknownArchitecture
 from app.estimator.architecture import read as read_architecture
 from app.estimator.flops import step_operations
-from app.estimator.memory_planner import allowed_choices
 from app.estimator.parameters import CannotTrain
 from worker.checkpoint_files import resume_fidelity
 from worker.training.context import TrainingContext
@@ -20,6 +20,7 @@ from worker.training.failures import TrainingFailure
 from worker.training.loop.callbacks import SharingCallback, StepCallback
 from worker.training.loop.histograms import HistogramCallback
 from worker.training.loop.memory import MemoryProfiler
+from worker.training.loop.step_planning import plan_step
 from worker.training.loop.trainer import EndedBeforeStep, ServiceTrainerMixin
 from worker.training.methods import preparation
 from worker.training.methods.preparation import Read, Rows, RunData, Setup
@@ -79,7 +80,8 @@ def train_on_tokens(
             processing_class=tokenizer,
             peft_config=loader.lora_config(run.config, start.revision, head),
         )
-        facts = report_run_info(trainer, base, replaced, data, max_length=max_length, **tokenized)
+        planned = plan_step(trainer, replaced)
+        facts = report_run_info(trainer, base, replaced, data, max_length=max_length, **tokenized, **planned)
         if run.only_evaluates:
             return evaluate(trainer)
         train(trainer)
@@ -110,7 +112,7 @@ def trainer_arguments(run: TrainingContext, total_steps: int) -> dict[str, Any]:
         "adam_beta2": options.adam_beta2,
         "adam_epsilon": options.adam_epsilon,
         "max_grad_norm": options.max_grad_norm,
-        "activation_checkpointing": bool(config.gradient_checkpointing),
+        "activation_checkpointing": config.gradient_checkpointing in (True, "selective"),
         "use_cpu": not cuda,
         "bf16": config.dtype == "bfloat16",
         "fp16": config.dtype == "float16",
@@ -207,14 +209,16 @@ def _costs(trainer: ServiceTrainerMixin, base: BaseModelSource, training: Rows, 
         return facts | {"flops_unknown": "The layers of a model of `extra.model_factory` are not known."}
     try:
         model = read_architecture(base.architecture.get_text_config().to_dict())
-        (checkpointing,) = allowed_choices(run.config.gradient_checkpointing)
+        # Layers are alike, so recomputing some of them costs their part of recomputing all.
+        part = trainer.recomputed_part
+        checkpointing: Checkpointing = "full" if part else "off"
         step = step_operations(model, run.config, checkpointing, reference_passes=int(trainer.has_reference_pass()))
     except (UnknownArchitecture, CannotTrain) as error:
         return facts | {"flops_unknown": str(error)}
     throughput.operations = step.training
     return facts | {
         "flops_per_token": step.training.per_token(length),
-        "flops_per_token_hardware": step.hardware.per_token(length),
+        "flops_per_token_hardware": step.training.per_token(length) + round(part * step.recomputed.per_token(length)),
     }
 
 

@@ -22,6 +22,7 @@ from worker.training.data.token_cache import TokenCache
 from worker.training.failures import TrainingFailure
 from worker.training.loop import probe
 from worker.training.loop.anomalies import Anomaly
+from worker.training.loop.step_planning import plan_step
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.methods import pipeline, preparation, rewards
 from worker.training.model import loader, memory_plan
@@ -235,6 +236,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
             peft_config=loader.lora_config(config, start.revision),
         )
         fingerprints = [one.identity for one in functions if isinstance(one, RewardScorer)]
+        plan_step(trainer, replaced)
         facts = pipeline.report_run_info(
             trainer, base, replaced, data, max_length=max_length, reward_models=fingerprints or None
         )

@@ -1,31 +1,40 @@
-"""Memory planner of a run: chooses what the backward pass recomputes, once the lengths are known."""
+"""Recomputation of the runs whose passes are not measured: chosen by the memory estimate, before weights are loaded."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 import torch
 from datasets import Dataset
-from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.resolution import Replacement
 from app.estimator import memory_planner
-from app.estimator.activations import EVERY, Precision
+from app.estimator.activations import Precision
 from app.estimator.architecture import UnknownArchitecture, read
 from app.estimator.memory import WHOLE, Division
 from app.estimator.parameters import CannotTrain
 from app.estimator.steps import micro_batch
 from worker.training.context import TrainingContext
 from worker.training.data.preferences import answer_columns
+from worker.training.model import pass_meter
 from worker.training.model.base_model import BaseModelSource
 
 
+def is_measured(run: TrainingContext) -> bool:
+    """Return True if the passes of the run can be measured on each device alone, before its first step.
+
+    Ranks that share a model or its sequences wait for each other within a pass, so one that runs out of memory there
+    would leave the others waiting for ever. A run that generates takes most of its memory and time in another way.
+    """
+    return not (run.is_sharded or run.ranks.per_sequence > 1 or run.method.generates)
+
+
 def choose_checkpointing(
-    run: TrainingContext, replaced: list[Replacement], found: BaseModelSource, data: Dataset, max_length: int
+    run: TrainingContext, replaced: list[Replacement], base: BaseModelSource, data: Dataset, max_length: int
 ) -> None:
-    """Replace `gradient_checkpointing: "auto"` by the chosen value, and add the reason to `replaced`.
+    """Replace `gradient_checkpointing: "auto"` where nothing is measured, and add the reason to `replaced`.
 
     The choice changes neither losses nor updates beyond rounding, so a resumed run may choose again.
     """
@@ -34,25 +43,43 @@ def choose_checkpointing(
         return
     if run.config.gradient_checkpointing != "auto":
         return
-    used, reason = _choose(run, found, longest_row(data, run.config, max_length), len(data))
+    if pass_meter.meter_of(run.machine) is None:
+        used: memory_planner.Value = False
+        reason = "On a CPU it costs time and saves memory that is not scarce."
+    elif is_measured(run):
+        return
+    else:
+        used, reason = _choose_by_estimate(run, base, longest_row(data, run.config, max_length), len(data))
     replaced.append(Replacement(field="gradient_checkpointing", requested="auto", used=used, reason=reason))
     run.config = run.config.model_copy(update={"gradient_checkpointing": used})
 
 
-def _choose(run: TrainingContext, found: BaseModelSource, length: int, rows: int) -> tuple[memory_planner.Value, str]:
-    if run.machine.kind == "cpu":
-        return False, "On a CPU it costs time and saves memory that is not scarce."
+def to_config_value(recomputed: int, layers: int) -> memory_planner.Value:
+    """Return the value of `gradient_checkpointing` that says how many layers are recomputed: none, some or all."""
+    return "selective" if 0 < recomputed < layers else recomputed > 0
+
+
+def size_that_did_not_fit(run: TrainingContext) -> Mapping[str, Any]:
+    """Return the first micro-batch that ran out of memory in an earlier attempt, as configuration fields; or nothing.
+
+    The first repair after out of memory halves the micro-batch alone. Planning for the size that did not fit keeps the
+    same layers recomputed: for the smaller size, fewer could be chosen and use the memory up again.
+    """
+    return next((repair.instead_of for repair in run.job.auto_repairs if "batch_size" in repair.instead_of), {})
+
+
+def _choose_by_estimate(
+    run: TrainingContext, base: BaseModelSource, length: int, rows: int
+) -> tuple[memory_planner.Value, str]:
     if run.config.trainer_options.model_factory is not None:
         return True, "The model of a model factory is not known in advance, so every layer is recomputed."
     config = run.config.model_copy(update={"max_seq_length": length}) if run.config.packing else run.config
-    # The first repair after out of memory halves the micro-batch alone. Planning for the size that did not fit keeps
-    # the same layers recomputed: for the smaller size, fewer could be chosen and use the memory up again.
-    too_large = next((one.instead_of for one in run.job.auto_repairs if "batch_size" in one.instead_of), {})
+    too_large = size_that_did_not_fit(run)
     config = config.model_copy(update=too_large)
     # The same on every rank: those of one pass must recompute the same layers, whose exchanges they repeat together.
     free_bytes = min(run.ranks.gathered(int(torch.cuda.mem_get_info()[0])))
     try:
-        model = read(found.architecture.to_dict())
+        model = read(base.architecture.to_dict())
         choice = memory_planner.choose(
             model,
             config,
@@ -64,7 +91,8 @@ def _choose(run: TrainingContext, found: BaseModelSource, length: int, rows: int
         )
     except (UnknownArchitecture, CannotTrain) as error:
         return True, f"The memory that the run needs is unknown, so every layer is recomputed. {error}"
-    reason = choice.reason
+    why = "completions are generated" if run.method.generates else "its devices compute each pass together"
+    reason = f"Estimated, not measured, because {why}. {choice.reason}"
     if too_large:
         reason = f"Planned for `batch_size` {config.batch_size}, which did not fit in an earlier attempt: {reason}"
     return memory_planner.to_config_value(choice.checkpointing), reason
@@ -86,20 +114,3 @@ def _longest(data: Dataset, column: str) -> int:
         return 2**31
     lengths = pc.max(pc.list_value_length(data.data.column(column))).as_py()
     return int(lengths or 0)
-
-
-def checkpoint_every_second_layer(network: PreTrainedModel) -> None:
-    """Limit recomputation to every second layer, from the first on, whenever it is enabled.
-
-    The trainers of preferences and rewards disable it for their reference and enable it again without naming the
-    layers, so the model itself must know them.
-    """
-    switch = network._set_gradient_checkpointing
-
-    def every_second_layer(
-        enable: bool = True, gradient_checkpointing_func: Any = checkpoint, every_n_layers: int = 1
-    ) -> None:
-        every = EVERY["selective"] if enable else every_n_layers
-        switch(enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, every_n_layers=every)
-
-    network._set_gradient_checkpointing = every_second_layer

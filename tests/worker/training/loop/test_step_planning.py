@@ -1,0 +1,201 @@
+"""A run that is planned by measurement trains as if it had been configured so: not a bit of it shows."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.worker.training.tiny import Forks, Outcome, make_job, make_pairs, make_rated, make_tiny_model
+from tests.worker.training.two_ranks import TwoRanks
+from worker.training.loop.step_planning import leaving_no_trace
+from worker.training.loop.throughput import Throughput
+
+LAYERS = 4
+ROOM = 2**30
+"""Bytes beside the weights for any plan of the tiny model."""
+COMMON: dict[str, Any] = {"gradient_checkpointing": "auto", "max_steps": 3, "logging_steps": 1, "optim": "adamw_torch"}
+FIXED = {"batch_size": 4, "gradient_accumulation_steps": 4}
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of four layers with attention dropout."""
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "four-layers", layers=LAYERS, dropout=0.1)
+
+
+@pytest.fixture
+def run(forks: Forks, model: Path, chats: Path, tmp_path: Path) -> Run:
+    """A function that trains with `room` bytes beside the weights on the counted device; None: on a CPU."""
+
+    def train(
+        name: str, room: int | None, *, data: Path = chats, device: dict[str, Any] | None = None, **more: Any
+    ) -> Outcome:
+        job = make_job(tmp_path / name, model, data, **COMMON | more)
+        done = forks.run(job, **({} if room is None else {"counted_device": {"usable": room, **(device or {})}}))
+        assert done.code == 0 and done.result["outcome"] in ("completed", "stopped"), done.stderr[-3000:]
+        return done
+
+    return train
+
+
+def effective(outcome: Outcome) -> dict[str, Any]:
+    reported: dict[str, Any] = outcome.of("config")[-1]["effective"]
+    return reported
+
+
+def step_plan(outcome: Outcome) -> dict[str, Any]:
+    found: dict[str, Any] = outcome.of("config")[-1]["facts"]["step_plan"]
+    return found
+
+
+def numbers(outcome: Outcome) -> list[dict[str, Any]]:
+    """The metrics of each step, without times."""
+    names = ("loss", "grad_norm", "learning_rate")
+    return [
+        {name: record[name] for name in names}
+        | {name: value for name, value in record["extra"].items() if name in ("token_accuracy", "entropy", "tokens")}
+        for record in outcome.of("metric")
+    ]
+
+
+METHODS: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "lora": ({"method": "lora"}, None, "chat"),
+    "full": ({"method": "full"}, None, "chat"),
+    "qlora": ({"method": "qlora"}, None, "chat"),
+    "packed": ({"method": "lora", "packing": True, "max_seq_length": 128}, None, "chat"),
+    "dpo": ({"method": "dpo"}, make_pairs, "preference"),
+    "kto": ({"method": "kto"}, make_rated, "rated"),
+    "reward": ({"method": "reward"}, make_pairs, "preference"),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_measured_run_takes_the_same_steps_as_one_that_is_not(method: str, run: Run, tmp_path: Path) -> None:
+    config, make_data, data_format = METHODS[method]
+    if make_data is not None:
+        config = {**config, "data": make_data(tmp_path / "data.jsonl", 48), "data_format": data_format}
+    plain = run("plain", None, **config, **FIXED)
+    measured = run("measured", ROOM, **config, **FIXED)
+    assert step_plan(measured)["passes"] and "step_plan" not in plain.of("config")[-1]["facts"]
+    assert measured.steps == plain.steps and len(plain.steps) == 3
+    assert numbers(measured) == numbers(plain)
+
+
+def test_chosen_plan_trains_like_the_same_one_by_configuration(run: Run) -> None:
+    planned = run("planned", ROOM, method="lora")
+    rows = effective(planned)["batch_size"]
+    assert rows != 4 and step_plan(planned)["batch_size"] == rows
+    assert rows * effective(planned)["gradient_accumulation_steps"] == 16
+    fields = {one["field"]: one for one in planned.of("config")[-1]["replaced"]}
+    assert fields["batch_size"]["requested"] == 4 and "MiB" in fields["batch_size"]["reason"]
+    configured = run("configured", None, method="lora", batch_size=rows, gradient_accumulation_steps=16 // rows)
+    assert planned.steps == configured.steps
+
+
+def test_what_the_user_set_stays_while_layers_are_recomputed_to_fit(run: Run) -> None:
+    free = run("free", ROOM, method="lora", **FIXED)
+    most = step_plan(free)["passes"][0]["peak_bytes"]
+    tight = run("tight", most - 1, method="lora", **FIXED)
+    assert 0 < step_plan(tight)["recomputed_layers"] <= LAYERS
+    assert step_plan(tight)["passes"][0]["peak_bytes"] is None, "it ran out of memory, unharmed"
+    assert effective(tight)["gradient_checkpointing"] in ("selective", True)
+    assert {name: effective(tight)[name] for name in FIXED} == FIXED
+    assert tight.steps == free.steps and numbers(tight) == numbers(free)
+
+
+def test_run_that_fits_in_no_way_begins_with_full_recomputation_and_says_so(run: Run) -> None:
+    done = run("small", 2**20, method="lora", **FIXED)
+    assert effective(done)["gradient_checkpointing"] is True and not step_plan(done)["fits"]
+    warnings = [record["line"] for record in done.of("message") if record["level"] == "warning"]
+    assert any("may run out of memory" in text for text in warnings)
+
+
+def test_explicit_recomputation_and_micro_batch_are_not_measured(run: Run) -> None:
+    done = run("explicit", ROOM, method="lora", **FIXED | {"gradient_checkpointing": "selective"})
+    assert "step_plan" not in done.of("config")[-1]["facts"]
+    assert effective(done)["gradient_checkpointing"] == "selective"
+
+
+def test_larger_micro_batch_keeps_the_configured_size_of_evaluations(run: Run) -> None:
+    texts = {"method": "lora", "packing": True, "max_seq_length": 32, "eval_split": 0.2, "eval_steps": 3}
+    slow_to_start = {"fixed_seconds": 1.0}
+    large = run("large", ROOM, **texts, device=slow_to_start)
+    assert effective(large)["batch_size"] == 16 and effective(large)["extra"]["eval_batch_size"] == 4
+    (evaluated,) = large.of("eval")
+    sixteen = {"batch_size": 16, "gradient_accumulation_steps": 1}
+    configured = run("configured", None, **texts, **sixteen, extra={"eval_batch_size": 4})
+    assert large.steps == configured.steps
+    assert evaluated["metrics"]["eval_loss"] == configured.of("eval")[0]["metrics"]["eval_loss"]
+
+
+def test_resumed_run_has_the_micro_batches_of_its_checkpoint(run: Run) -> None:
+    config = {"method": "lora", "save_steps": 2, "max_steps": 4}
+    whole = run("whole", ROOM, **config)
+    rows = effective(whole)["batch_size"]
+    assert rows != 4
+    resumed = run("resumed", None, **config, resume_from=whole.checkpoint(2))  # by itself, it would take four
+    assert effective(resumed)["batch_size"] == rows
+    assert resumed.of("config")[-1]["facts"]["fidelity"] == "exact"
+    assert resumed.steps == {step: whole.steps[step] for step in (3, 4)}
+
+
+def test_repair_after_out_of_memory_recomputes_as_much_as_the_size_that_did_not_fit(
+    run: Run, forks: Forks, model: Path, chats: Path, tmp_path: Path
+) -> None:
+    most = step_plan(run("free", ROOM, method="lora", **FIXED))["passes"][0]["peak_bytes"]
+    tight = step_plan(run("tight", most - 1, method="lora", **FIXED))
+    changes = {"batch_size": 2, "gradient_accumulation_steps": 8}
+    job = make_job(tmp_path / "repaired", model, chats, **COMMON, method="lora", **changes)
+    repair = {"kind": "out_of_memory", "reason": "out of memory", "changes": changes, "instead_of": FIXED}
+    done = forks.run({**job, "auto_repairs": [repair]}, counted_device={"usable": most - 1})
+    assert done.code == 0, done.stderr[-3000:]
+    assert step_plan(done)["recomputed_layers"] == tight["recomputed_layers"] > 0
+    assert {name: effective(done)[name] for name in changes} == changes
+    (choice,) = (one for one in done.of("config")[-1]["replaced"] if one["field"] == "gradient_checkpointing")
+    assert "`batch_size` 4, which did not fit" in choice["reason"]
+
+
+@pytest.mark.parametrize("smaller_rank", [0, 1])
+def test_all_ranks_choose_what_the_device_with_the_least_memory_needs(
+    smaller_rank: int, run: Run, two_ranks: TwoRanks, model: Path, chats: Path, tmp_path: Path
+) -> None:
+    most = step_plan(run("free", ROOM, method="lora", **FIXED))["passes"][0]["peak_bytes"]
+    rooms = [{"usable": most - 1 if rank == smaller_rank else ROOM} for rank in (0, 1)]
+    job = make_job(tmp_path / "two", model, chats, **COMMON, method="lora", **FIXED)
+    done = two_ranks.run_to_end_of_first(job, {"counted_device": rooms[1]}, counted_device=rooms[0])
+    assert done.code == 0, done.stderr[-3000:]
+    assert step_plan(done)["passes"][0]["peak_bytes"] is None and step_plan(done)["recomputed_layers"] > 0
+    plain = two_ranks.run(make_job(tmp_path / "plain", model, chats, **COMMON, method="lora", **FIXED))
+    assert done.steps == plain.steps
+
+
+def test_measuring_restores_generators_buffers_gradients_modes_and_counts() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    model.eval()
+    model[0].longest = 7
+    trainer: Any = SimpleNamespace(
+        model=model, throughput=Throughput(), _metrics={"train": {"entropy": [1.0]}}, _total_train_tokens=5
+    )
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    random, drawn = torch.random.get_rng_state(), np.random.get_state()[1].copy()
+    with leaving_no_trace(trainer):
+        assert model.training
+        model(torch.rand(3, 4)).sum().backward()
+        np.random.rand()
+        model[0].longest = 9
+        trainer._metrics["train"]["entropy"].append(2.0)
+        trainer._total_train_tokens += 3
+        trainer.throughput.saw(10.0)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.random.get_rng_state(), random) and (np.random.get_state()[1] == drawn).all()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module.training for module in model.modules()) and model[0].longest == 7
+    assert trainer._metrics == {"train": {"entropy": [1.0]}} and trainer._total_train_tokens == 5
+    assert vars(trainer.throughput) == vars(Throughput())
