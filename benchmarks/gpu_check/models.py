@@ -53,6 +53,11 @@ def _write_small(folder: str, hidden: int, layers: int) -> None:
     make_tiny_model(folder, hidden=hidden, layers=layers, chat_template=CHAT_TEMPLATE)
 
 
+def long_texts(check: Check) -> Path:
+    """Return the file of texts that fill the longest sequence of the small Llama, 256 tokens."""
+    return write_rows(check.work / "texts.jsonl", ({"text": f"{row} {' '.join(CORPUS[:20])}"} for row in range(256)))
+
+
 def shaped_model(check: Check) -> Shaped:
     """Return a model in Qwen3-8B's shape, or the tiny one; it is written at the first call."""
     short = 64 if check.tiny else 2048

@@ -62,7 +62,7 @@ STAGES = (
     Stage("memory", 60),
     Stage("checkpoint", 45),
     Stage("throughput", 230, 90),
-    Stage("profile", 60, 40),
+    Stage("profile", 75, 40),
     Stage("demo", 150, 90),
 )
 CPU_FACTOR = 4

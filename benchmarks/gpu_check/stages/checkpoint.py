@@ -6,19 +6,19 @@ from typing import Any
 
 from benchmarks.gpu_check.check import Check
 from benchmarks.gpu_check.jobs import Job, run_job
-from benchmarks.gpu_check.models import small_model
-from tests.worker.training.tiny import make_chat_dataset, make_job
+from benchmarks.gpu_check.models import long_texts, small_model
+from tests.worker.training.tiny import make_job
 from worker.wire.journal import read_journal
 
 
 def run(check: Check) -> None:
-    hidden, every, saves = (128, 5, 2) if check.tiny else (1024, 100, 3)
-    data = make_chat_dataset(check.work / "checkpoint.jsonl", 256)
+    hidden, every, saves = (128, 5, 2) if check.tiny else (1024, 150, 3)
+    data = long_texts(check)
     # The last save, at the end of the run, is not in the background.
     spec = make_job(
-        check.folder("run"), small_model(check, hidden, 4), data, method="full", max_steps=every * saves + every // 2,
-        batch_size=4, gradient_accumulation_steps=1, max_seq_length=256, optim="adamw_torch", save_steps=every,
-        logging_steps=1, save_total_limit=None, gradient_checkpointing=False,
+        check.folder("run"), small_model(check, hidden, 4), data, data_format="text", method="full",
+        max_steps=every * saves + every // 2, batch_size=4, gradient_accumulation_steps=1, max_seq_length=256,
+        optim="adamw_torch", save_steps=every, logging_steps=1, save_total_limit=None, gradient_checkpointing=False,
     )  # fmt: skip
     finished = run_job(check, Job("checkpoint", spec))
     checkpoints = [record for record in finished.outcome.of("checkpoint") if record["kind"] == "periodic"]

@@ -6,8 +6,8 @@ from typing import Any
 
 from benchmarks.gpu_check.check import Check
 from benchmarks.gpu_check.jobs import Job, Run, largest_difference, run_job
-from benchmarks.gpu_check.models import small_model
-from tests.worker.training.tiny import CORPUS, make_job, write_rows
+from benchmarks.gpu_check.models import long_texts, small_model
+from tests.worker.training.tiny import make_job
 from worker.attempts import auto_repair
 
 CONFIG: dict[str, Any] = {
@@ -53,11 +53,9 @@ def run(check: Check) -> None:
 
 
 def _job(check: Check, name: str, attempt: int, repairs: list[Any], fraction: float) -> Job:
-    # Longer than the longest sequence of the model.
-    data = write_rows(check.work / "memory.jsonl", ({"text": f"{row} {' '.join(CORPUS[:20])}"} for row in range(64)))
     config, changed = auto_repair.apply(CONFIG, repairs)
     model = small_model(check, HIDDEN, LAYERS)
-    spec = make_job(check.folder(name), model, data, data_format="text", attempt=attempt, **config)
+    spec = make_job(check.folder(name), model, long_texts(check), data_format="text", attempt=attempt, **config)
     spec["user_set_fields"] = sorted({*spec["user_set_fields"], *changed})
     spec["auto_repairs"] = [repair.model_dump(mode="json") for repair in repairs]
     return Job(f"{name} {attempt}", spec, limited_memory, (fraction,))

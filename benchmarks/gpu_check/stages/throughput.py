@@ -17,9 +17,12 @@ from benchmarks.gpu_check.jobs import Job, estimated_peak_mb, run_job
 from benchmarks.gpu_check.models import Shaped, shaped_model
 from benchmarks.gpu_check.processes import Call
 from tests.worker.training.tiny import make_job
+from worker.attempts import auto_repair
 
 WARM_UP = 2
 """Steps before the measured ones: the first ones choose kernels and allocate memory."""
+LEAST_BYTES = 22e9
+"""Memory for 8.2 billion weights in 16 bits, and a training step."""
 _RUN_SECONDS = 75.0
 ANNEAL, TRL, TRL_PACKED, TRL_FLASH = "Anneal", "TRL", "TRL, packed", "TRL, flash"
 
@@ -66,6 +69,9 @@ def row_name(cell: Cell, participant: str) -> str:
 
 
 def run(check: Check) -> None:
+    if check.on_gpu and not check.tiny and check.device.memory_bytes < LEAST_BYTES:
+        check.record("weights", "skipped", f"needs a GPU with {LEAST_BYTES / 1e9:.0f} GB")
+        return
     began = time.monotonic()
     shaped = shaped_model(check)
     check.record("weights", seconds=round(time.monotonic() - began, 1), folder=str(shaped.folder))
@@ -103,7 +109,8 @@ def _measure_anneal(check: Check, shaped: Shaped, cell: Cell) -> None:
     finished = run_job(check, Job(cell.name, job_of(check, shaped, cell), seconds=_seconds(check)))
     name = row_name(cell, ANNEAL)
     if not finished.completed:
-        check.record(name, "failed", finished.problem[:400])
+        is_too_large = finished.error_code == auto_repair.OUT_OF_MEMORY
+        check.record(name, "skipped" if is_too_large else "failed", finished.problem[:400])
         return
     length = shaped.long if cell.data == "long" else shaped.short
     estimate, peak = estimated_peak_mb(finished, length), finished.peak_mb
@@ -131,7 +138,7 @@ def _measure_trl(check: Check, shaped: Shaped, cell: Cell, participant: str) -> 
     end = processes.run(Call(_plain_speed, folder, arguments, _seconds(check)))
     if end.code != 0:
         problem = "no end in time" if end.code is None else (folder / "stderr").read_text()[-400:]
-        check.record(name, "failed", problem)
+        check.record(name, "skipped" if "out of memory" in problem.lower() else "failed", problem)
         return
     measured = json.loads((folder / "result.json").read_text())
     check.record(name, **measured, seconds=round(end.seconds, 1))
