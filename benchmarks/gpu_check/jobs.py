@@ -116,12 +116,13 @@ class Run:
 
     @property
     def in_effect(self) -> str:
-        """What the trainer chose, in a line: micro-batches, recomputation, attention."""
+        """What the trainer chose, in a line: micro-batches, recomputation, attention, other kernels."""
         config = self.effective
         chosen = (
             f"{config.get('batch_size')} × {config.get('gradient_accumulation_steps')}",
             f"recomputes {config.get('gradient_checkpointing')}",
             str(self.facts.get("attention")),
+            *(f"{part}: {kernel}" for part, kernel in self.facts.get("kernels", {}).items()),
         )
         return ", ".join(chosen)
 

@@ -1,4 +1,7 @@
-"""The peer: TRL's trainers, used as their documentation says, in processes of their own."""
+"""The peer: TRL's trainers, used as their documentation says, in processes of their own.
+
+What Anneal replaces in TRL and transformers, it replaces when it creates a trainer, and so never here.
+"""
 
 import itertools
 import json

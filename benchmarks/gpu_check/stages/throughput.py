@@ -116,7 +116,7 @@ def _measure_anneal(check: Check, shaped: Shaped, cell: Cell) -> None:
     estimate, peak = estimated_peak_mb(finished, length), finished.peak_mb
     check.record(
         name, **finished.speed(WARM_UP), peak_mb=peak, estimate_mb=estimate,
-        estimate_by_peak=round(estimate / peak, 3) if peak else None, in_effect=finished.in_effect,
+        estimate_by_peak=round(estimate / peak, 3) if peak and check.on_gpu else None, in_effect=finished.in_effect,
         replaced=finished.replaced, seconds=round(finished.ended.seconds, 1),
     )  # fmt: skip
 
@@ -125,7 +125,7 @@ def _measure_trl(check: Check, shaped: Shaped, cell: Cell, participant: str) -> 
     name, flash = row_name(cell, participant), participant == TRL_FLASH
     missing = _missing_flash_attention(check)
     if flash and missing:
-        check.record(name, "skipped", f"{missing}; TRL has no other attention for texts of several lengths")
+        check.record(name, "skipped", f"{missing}, and TRL has no other attention of variable length")
         return
     folder = check.folder(name.replace("×", "x").replace(":", ""))
     packed = participant != TRL and cell.data == "mix"
