@@ -67,8 +67,5 @@ def trouble_of(context: WorkerContext, device: Device) -> str | None:
     """Return a sentence about what would fail a run on an idle device; None if nothing is known."""
     broken = context.launcher.broken.get(device.id)
     if broken is not None:
-        return (
-            f"a training step failed on it when the worker started ({broken}): check it with `nvidia-smi`, and the "
-            "kernel's log for Xid errors, then restart the worker"
-        )
+        return f"a training step failed on it when the worker started, and is tried again when it restarts: {broken}"
     return devices.occupation(device)

@@ -42,6 +42,9 @@ _CHECK_SECONDS = 40
 _CHECKS_AT_ONCE = 8
 """Checks at the same time; each holds a CUDA context, and the host memory for it."""
 _MAX_REASON = 300
+_ADVICE = " (check it with `nvidia-smi`, and the kernel's log for Xid errors)"
+_ADVISED = 3
+"""Exit code of a check whose answer says itself what to do."""
 _LARGEST_REQUEST = 64 * 1024
 _FDS_PER_REQUEST = 5
 
@@ -140,7 +143,8 @@ def check_gpus() -> dict[str, str]:
             process.kill()
             code = process.wait()
         if code == 0:
-            raise RuntimeError(f"a forked process cannot use the GPU {gpu.id}, though a new one can: {failed[gpu]}")
+            reason = failed[gpu].removesuffix(_ADVICE)
+            raise RuntimeError(f"a forked process cannot use the GPU {gpu.id}, though a new one can: {reason}")
     return {gpu.id: reason for gpu, reason in failed.items()}
 
 
@@ -163,7 +167,7 @@ def _end_check(pid: int, reading: int) -> str | None:
         return None
     code = os.waitstatus_to_exitcode(status)
     silent = f"no answer within {_CHECK_SECONDS} s" if code == -signal.SIGALRM else f"its process ended with {code}"
-    return (said or silent)[:_MAX_REASON]
+    return (said or silent)[:_MAX_REASON] + ("" if code == _ADVISED else _ADVICE)
 
 
 def _check_in_child(gpu: Device, writing: int) -> NoReturn:
@@ -174,7 +178,9 @@ def _check_in_child(gpu: Device, writing: int) -> NoReturn:
         importlib.import_module(_CHECK).check_device(gpu.for_job())
         code = 0
     except BaseException as problem:
-        os.write(writing, f"{type(problem).__name__}: {problem}"[:2000].encode())
+        message = getattr(problem, "message", None)  # of a `TrainingFailure`
+        os.write(writing, (message or f"{type(problem).__name__}: {problem}")[:2000].encode())
+        code = _ADVISED if message else 1
     finally:
         os._exit(code)
 

@@ -102,12 +102,12 @@ def classify(error: BaseException) -> TrainingFailure:
 def _build_remedy(error: BaseException) -> str | None:
     """Return what lets Triton compile the launchers of its kernels, whose build failed; None for other errors."""
     if "failed to find c compiler" in str(error).lower():
-        return "install a C compiler (Debian and Ubuntu: `gcc` and `libc6-dev`), and restart the worker"
+        return "install a C compiler (Debian and Ubuntu: `gcc` and `libc6-dev`)"
     if not isinstance(error, subprocess.CalledProcessError) or "-shared" not in error.cmd:
         return None
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
         package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
-        return f"install the headers of Python (Debian and Ubuntu: `{package}`), and restart the worker"
+        return f"install the headers of Python (Debian and Ubuntu: `{package}`)"
     return f"`{error.cmd[0]}` failed, with a message in the log; it needs `libc6-dev` on Debian and Ubuntu"
 
 

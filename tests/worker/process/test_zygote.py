@@ -372,7 +372,10 @@ class TestGpu:
 
 
 class TestCheck:
-    """Of three GPUs the second fails, and the third hangs; a new process fares as `tests.worker…bad_gpus` says."""
+    """Of four GPUs the second fails, the third hangs, and the fourth fails with advice.
+
+    A new process ends as `tests.worker…bad_gpus` says.
+    """
 
     def start(self, home: Path, monkeypatch: pytest.MonkeyPatch, new_process: str) -> Launcher:
         monkeypatch.setenv("HF_XET_TEST_NEW_PROCESS", new_process)  # one of the variables that reach the zygote
@@ -389,8 +392,9 @@ class TestCheck:
         try:
             assert launcher.mode == "zygote", launcher.reason
             assert launcher.broken == {
-                "GPU-1abc": "RuntimeError: illegal memory access",
-                "GPU-2abc": "no answer within 1 s",
+                "GPU-1abc": f"RuntimeError: illegal memory access{zygote._ADVICE}",
+                "GPU-2abc": f"no answer within 1 s{zygote._ADVICE}",
+                "GPU-3abc": "This host cannot compile GPU kernels: install `gcc`.",
             }
             assert Said(launch(launcher, tmp_path, "quick")).to_the_end().code == 0
         finally:
@@ -403,6 +407,7 @@ class TestCheck:
         try:
             assert (launcher.mode, launcher.broken) == ("cold", {})
             assert "a forked process cannot use the GPU GPU-1abc, though a new one can" in launcher.reason
+            assert "nvidia-smi" not in launcher.reason
         finally:
             launcher.stop()
 

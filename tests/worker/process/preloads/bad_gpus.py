@@ -1,4 +1,6 @@
-"""Pretends three GPUs, as a driver and torch would: a step works on the first, fails on the second, hangs on the third.
+"""Pretends four GPUs, as a driver and torch would: a step works on the first, fails on the second, hangs on the third.
+
+On the fourth it fails and says what to do.
 
 A new process that checks one of them is the program that an environment variable names.
 """
@@ -12,6 +14,7 @@ from typing import Any
 from app.contracts.attempt.device import AssignedDevice
 from tests.worker.test_devices import Driver
 from worker import devices
+from worker.training.failures import TrainingFailure
 
 
 def check_device(device: AssignedDevice) -> None:
@@ -20,6 +23,8 @@ def check_device(device: AssignedDevice) -> None:
         raise RuntimeError("illegal memory access")
     if device.index == 2:
         signal.pause()
+    if device.index == 3:
+        raise TrainingFailure("device_error", "This host cannot compile GPU kernels: install `gcc`.")
 
 
 zygote: Any = sys.modules["__main__"]
@@ -27,6 +32,6 @@ zygote._CHECK_SECONDS = 1
 sys.executable = os.environ["HF_XET_TEST_NEW_PROCESS"]
 torch: Any = ModuleType("torch")
 torch.cuda = SimpleNamespace(is_initialized=lambda: False)
-driver: Any = Driver(3)
+driver: Any = Driver(4)
 sys.modules |= {"torch": torch, "pynvml": driver, "worker.training.model.device_check": sys.modules[__name__]}
 devices.gpus.cache_clear()
