@@ -10,7 +10,7 @@ from typing import Any
 
 from app.contracts.training_config.fields import TrainingConfig
 from app.estimator import architecture, memory_planner
-from app.estimator.activations import Precision
+from app.estimator.activations import Checkpointing, Precision
 from app.estimator.steps import micro_batch
 from benchmarks.gpu_check import processes
 from benchmarks.gpu_check.check import Check
@@ -115,12 +115,20 @@ class Run:
         return max(peaks[1:] or peaks, default=None)
 
     @property
+    def recomputed_part(self) -> float:
+        """Part of the layers that the backward pass recomputes."""
+        plan = self.facts.get("step_plan")
+        if plan is not None:
+            return float(plan["recomputed_layers"] / plan["layers"])
+        return {True: 1.0, "selective": 0.5}.get(self.effective.get("gradient_checkpointing"), 0.0)
+
+    @property
     def in_effect(self) -> str:
         """What the trainer chose, in a line: micro-batches, recomputation, attention, other kernels."""
         config = self.effective
         chosen = (
             f"{config.get('batch_size')} × {config.get('gradient_accumulation_steps')}",
-            f"recomputes {config.get('gradient_checkpointing')}",
+            f"recomputes {self.recomputed_part:.0%}",
             str(self.facts.get("attention")),
             *(f"{part}: {kernel}" for part, kernel in self.facts.get("kernels", {}).items()),
         )
@@ -158,19 +166,24 @@ def _read(job: Job, call: Call, ended: Ended) -> Run:
 
 
 def estimated_peak_mb(run: Run, length: int) -> float:
-    """Return the estimate of the memory that `Run.peak_mb` measures, for the configuration in effect.
+    """Return the estimate of the memory that `Run.peak_mb` measures, for the configuration and the layers in effect.
 
     `length`: tokens of the longest sequence.
     """
     config = TrainingConfig.model_validate(run.effective)
     described = json.loads((Path(run.job.spec["base_model"]["path"]) / "config.json").read_text())
-    model = architecture.read(described)
-    kind = run.job.spec["device"]["kind"]
-    choice = memory_planner.choose(
-        model, config, Precision.of(config, kind), micro_batch(model, config, length, run.facts.get("sequences")), None,
-        memory_planner.allowed_choices(config.gradient_checkpointing),
-    )  # fmt: skip
-    size = choice.memory.tensors if kind == "cuda" else choice.memory.peak
+    model, kind = architecture.read(described), run.job.spec["device"]["kind"]
+    batch = micro_batch(model, config, length, run.facts.get("sequences"))
+
+    def estimate(recomputed: Checkpointing) -> float:
+        choice = memory_planner.choose(model, config, Precision.of(config, kind), batch, None, (recomputed,))
+        return choice.memory.tensors if kind == "cuda" else choice.memory.peak
+
+    part = run.recomputed_part
+    # Linear in the recomputed layers; half of them is a choice of the estimator.
+    size = (
+        estimate("off") if part == 0 else estimate("full") + 2 * (1 - part) * (estimate("selective") - estimate("full"))
+    )
     return round(size / 2**20, 1)
 
 

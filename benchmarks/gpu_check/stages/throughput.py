@@ -94,15 +94,17 @@ def steps_of(cell: Cell, packed: bool) -> int:
 
 
 def job_of(check: Check, shaped: Shaped, cell: Cell, stage_steps: int | None = None) -> dict[str, Any]:
-    """Return the job of a cell."""
+    """Return the job of a cell: a step has four rows, and the trainer divides them into micro-batches."""
     packed = {"packing": True} if cell.data == "mix" else {}
     length = shaped.long if cell.data == "long" else shaped.short
-    return make_job(
+    job = make_job(
         check.folder(cell.name.replace("×", "x")), shaped.folder, shaped.texts(cell.data), data_format="text",
         method=cell.method, max_steps=stage_steps or steps_of(cell, bool(packed)), batch_size=4,
         gradient_accumulation_steps=1, max_seq_length=length, lora_dropout=cell.dropout, logging_steps=1,
         save_steps=1000, **packed,
     )  # fmt: skip
+    job["user_set_fields"] = sorted({*job["user_set_fields"]} - {"batch_size", "gradient_accumulation_steps"})
+    return job
 
 
 def _measure_anneal(check: Check, shaped: Shaped, cell: Cell) -> None:
