@@ -45,7 +45,7 @@ class Check:
     @property
     def at_once(self) -> int:
         """Number of small runs at the same time: they leave a GPU idle most of the time, but no CPU."""
-        return 5 if self.on_gpu else 1
+        return 6 if self.on_gpu else 1
 
     @property
     def seconds_left(self) -> float:

@@ -42,8 +42,8 @@ class Stage:
     name: str
     seconds: float
     """Time limit on a GPU."""
-    reserved: float = 20.0
-    """Seconds that the stages before it leave it."""
+    reserved: float
+    """Seconds that the stages before it leave it: what it is expected to take, or the least that is of use."""
     module: str = ""
 
     @property
@@ -53,14 +53,14 @@ class Stage:
 
 
 STAGES = (
-    Stage("facts", 40),
-    Stage("device", 60),
-    Stage("launch", 75, 30),
-    Stage("methods", 100, 30),
+    Stage("facts", 90, 20),
+    Stage("device", 90, 20),
+    Stage("launch", 100, 40),
+    Stage("methods", 100, 35),
     Stage("parity", 75, 30),
-    Stage("resume", 60),
-    Stage("memory", 60),
-    Stage("checkpoint", 45),
+    Stage("resume", 75, 35),
+    Stage("memory", 75, 30),
+    Stage("checkpoint", 60, 30),
     Stage("throughput", 230, 90),
     Stage("profile", 75, 40),
     Stage("demo", 150, 90),
