@@ -153,7 +153,12 @@ def build(make: Callable[..., Trains], run: TrainingContext, **options: Any) -> 
     loader.name_base(trainer.model, run.job.base_model.portable_name)
     if run.config.weights_dtype == "float32":
         loader.keep_full_precision(trainer.model)
-    trainer.kernels = kernels.use_kernels(trainer.model, run.machine)
+    trainer.kernels = kernels.use_kernels(trainer.model)
+    if run.config.lora_dropout > 0 and trainer.kernels.get("lora", "fused") != "fused":
+        run.report.message(
+            f"`lora_dropout` is {run.config.lora_dropout}: each adapter that peft computes (`kernels` in the run info) "
+            "keeps a mask and a copy of its input for the backward pass. Set it to 0 to save this memory."
+        )
     if not run.ranks.is_first:
         trainer.remove_callback(PrinterCallback)  # on each host, one process would print the metrics of each step
     trainer.add_callback(StepCallback(run, trainer))

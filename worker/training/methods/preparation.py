@@ -30,6 +30,7 @@ from worker.training.loop import probe
 from worker.training.loop.evaluation import MAIN
 from worker.training.model import base_model, loader
 from worker.training.model.base_model import BaseModelSource
+from worker.training.model.kernels import use_liger
 from worker.training.model.sharding import mark_for_sharding
 from worker.training.model.tiled_mlp import tile_mlps
 from worker.training.plugins import hooks
@@ -376,6 +377,7 @@ def load_network(
     used = network.config._attn_implementation
     if used in get_args(Attention):  # a model of a plugin may have its own
         run.config = run.config.model_copy(update={"attn_implementation": used})
+    use_liger(network, run.machine)
     if run.config.trainer_options.tiled_mlp:
         tile_mlps(network)
     loader.check_vocabulary(network, highest_id)

@@ -16,7 +16,7 @@ from app.contracts.training_config.resolution import resolve
 from worker.training.failures import DEVICE_ERROR, OUT_OF_MEMORY, classify, one_line
 from worker.training.model import loader
 from worker.training.model.base_model import BaseModelSource
-from worker.training.model.kernels import use_kernels
+from worker.training.model.kernels import use_kernels, use_liger
 
 _SHAPE = LlamaConfig(
     vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
@@ -56,11 +56,12 @@ def _take_step(device: AssignedDevice, method: TrainingMethod) -> None:
         LlamaForCausalLM(_SHAPE).save_pretrained(folder)
         base = BaseModelSource(folder, folder, {"local_files_only": True}, _SHAPE, identity="")
         network = loader.load_model(base, config, machine)
+        use_liger(network, machine)
         # TRL's trainers compute the loss with it: on a GPU by Triton kernels, compiled on the host at their first use.
         add_fused_lm_head(network, outputs=("log_probs", "entropy", "is_top1"))
         model = get_peft_model(network, loader.lora_config(config))
     loader.keep_full_precision(model)
-    use_kernels(model, machine)
+    use_kernels(model)
     ids = torch.arange(64, device=machine.kind).reshape(2, 32)
     with torch.autocast(machine.kind, dtype=torch.bfloat16 if machine.bf16 else torch.float16):
         loss = model(input_ids=ids, labels=ids, fused_lm_head=True).loss

@@ -48,9 +48,9 @@ def _is_fusible(layer: Any) -> bool:
 
 
 def _forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    adapter = _fusible_adapter(layer)
     # A compiler fuses the operations of peft, and has its own random numbers.
-    if adapter is None or args or kwargs or torch.compiler.is_compiling():
+    adapter = None if args or kwargs or torch.compiler.is_compiling() else _fusible_adapter(layer)
+    if adapter is None:
         result: torch.Tensor = type(layer).forward(layer, x, *args, **kwargs)
         return result
     down, up, dropout = layer.lora_A[adapter], layer.lora_B[adapter], layer.lora_dropout[adapter]

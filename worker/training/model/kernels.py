@@ -13,12 +13,38 @@ from worker.training.model.frozen_head import use_two_products
 from worker.training.model.fused_lora import fuse_lora_layers
 
 
-def use_kernels(model: Any, machine: DeviceCapabilities) -> dict[str, str]:
-    """Replace what has a faster implementation of the same computation, and return what computes each part.
+def use_liger(network: Any, machine: DeviceCapabilities) -> None:
+    """Replace norms, rotary embeddings and gated layers of a loaded model, if Liger is installed and has its family.
+
+    The reference passes of a run compute with them too, so this comes before the trainer is created.
+    """
+    if machine.kind == "cuda" and is_liger_kernel_available():
+        network.norms_kernel = _use_liger(network)
+
+
+def _use_liger(network: Any) -> str:
+    kind = network.config.model_type
+    # Experts stay: adapters of experts and their division among devices use the modules of transformers.
+    parts = {"rope": True, "rms_norm": True, "swiglu": not any(expert_modules(network))}
+    try:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+        if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+            return f"transformers (liger-kernel does not have {kind})"
+        # The head of TRL computes the loss, without logits.
+        apply_liger_kernel(network, {**parts, "cross_entropy": False, "fused_linear_cross_entropy": False})
+    except (ImportError, OSError, TypeError, ValueError, AttributeError) as error:
+        # A package for another triton, or one that does not know this class of the family.
+        return f"transformers (liger-kernel cannot be used: {one_line(error)})"
+    return f"liger-kernel {importlib.metadata.version('liger-kernel')}"
+
+
+def use_kernels(model: Any) -> dict[str, str]:
+    """Replace LoRA layers and a frozen head of a model with its adapter, and return what computes each part.
 
     Keys: `lora`, `head` and `norms` (also rotary embeddings and gated layers), each if the model has the part.
     """
-    used = {"norms": _use_liger(model) if machine.kind == "cuda" else "transformers"}
+    used = {"norms": getattr(model, "norms_kernel", "transformers")}
     if (lora := fuse_lora_layers(model)) is not None:
         used["lora"] = lora
     if (head := model.get_output_embeddings()) is not None:
@@ -26,21 +52,3 @@ def use_kernels(model: Any, machine: DeviceCapabilities) -> dict[str, str]:
         is_trained = any(parameter.requires_grad for parameter in head.parameters())
         used["head"] = "trl" if is_trained else "two products"
     return used
-
-
-def _use_liger(model: Any) -> str:
-    """Replace norms, rotary embeddings and gated layers by those of Liger if it is installed and has the family."""
-    if not is_liger_kernel_available():
-        return "transformers"
-    try:
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-    except (ImportError, OSError) as error:
-        return f"transformers (liger-kernel cannot be imported: {one_line(error)})"
-    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        return f"transformers (liger-kernel does not have {model.config.model_type})"
-    # Experts stay: adapters of experts and their division among devices use the modules of transformers.
-    has_experts = any(expert_modules(model))
-    parts = {"rope": True, "rms_norm": True, "swiglu": not has_experts}
-    # The head of TRL computes the loss, without logits.
-    apply_liger_kernel(model, {**parts, "cross_entropy": False, "fused_linear_cross_entropy": False})
-    return f"liger-kernel {importlib.metadata.version('liger-kernel')}"

@@ -23,7 +23,8 @@ from trl.kernels import ChunkedLogProbFunction
 from trl.trainer import utils as trl_utils
 
 from app.contracts.training_config.rules import DeviceCapabilities
-from worker.training.model.kernels import use_kernels
+from tests.worker.training.tiny import Forks, make_job
+from worker.training.model.kernels import use_kernels, use_liger
 
 CPU, GPU = (DeviceCapabilities(kind=kind, bf16=True) for kind in ("cpu", "cuda"))
 SIZE: dict[str, Any] = {
@@ -68,13 +69,15 @@ def adapted(model: Any, **options: Any) -> Any:
 
 def test_a_cpu_has_the_norms_of_transformers_though_liger_is_installed(liger: Path) -> None:
     model = llama()
-    assert use_kernels(model, CPU) == {"norms": "transformers", "head": "trl"}
+    use_liger(model, CPU)
+    assert use_kernels(model) == {"norms": "transformers", "head": "trl"}
     assert not hasattr(model, "liger_options")
 
 
 def test_a_gpu_has_those_of_liger_and_the_loss_head_of_trl(liger: Path) -> None:
     model = llama()
-    assert use_kernels(adapted(model), GPU) == {"norms": "liger-kernel 0.8.5", "lora": "fused", "head": "two products"}
+    use_liger(model, GPU)
+    assert use_kernels(adapted(model)) == {"norms": "liger-kernel 0.8.5", "lora": "fused", "head": "two products"}
     assert model.liger_options == {
         "rope": True, "rms_norm": True, "swiglu": True, "cross_entropy": False, "fused_linear_cross_entropy": False,
     }  # fmt: skip
@@ -82,30 +85,45 @@ def test_a_gpu_has_those_of_liger_and_the_loss_head_of_trl(liger: Path) -> None:
 
 def test_experts_stay_those_of_transformers(liger: Path) -> None:
     model = MixtralForCausalLM(MixtralConfig(**SIZE, num_local_experts=2))
-    assert use_kernels(model, GPU)["norms"] == "liger-kernel 0.8.5"
+    use_liger(model, GPU)
     assert not model.liger_options["swiglu"]
 
 
 def test_a_gpu_has_those_of_transformers_for_a_family_that_liger_lacks(liger: Path) -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1))
-    assert use_kernels(model, GPU)["norms"] == "transformers (liger-kernel does not have gpt2)"
+    use_liger(model, GPU)
+    assert not hasattr(model, "liger_options")
+    assert use_kernels(model)["norms"] == "transformers (liger-kernel does not have gpt2)"
 
 
 def test_a_gpu_has_those_of_transformers_if_liger_cannot_be_imported(liger: Path) -> None:
     (liger / "monkey_patch.py").write_text("raise ImportError('no triton')\n")
-    assert use_kernels(llama(), GPU)["norms"] == "transformers (liger-kernel cannot be imported: no triton)"
+    model = llama()
+    use_liger(model, GPU)
+    assert use_kernels(adapted(model))["norms"] == "transformers (liger-kernel cannot be used: no triton)"
+
+
+def test_a_gpu_has_those_of_transformers_if_liger_does_not_know_the_class_of_a_model(liger: Path) -> None:
+    (liger / "__init__.py").write_text(
+        "def _apply_liger_kernel_to_instance(model, **options): raise TypeError('no classifiers')\n"
+    )
+    model = llama()
+    use_liger(model, GPU)
+    assert use_kernels(model)["norms"] == "transformers (liger-kernel cannot be used: no classifiers)"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="liger-kernel is installed")
 def test_a_gpu_without_liger_has_those_of_transformers() -> None:
-    assert use_kernels(llama(), GPU)["norms"] == "transformers"
+    model = llama()
+    use_liger(model, GPU)
+    assert use_kernels(model)["norms"] == "transformers"
 
 
 def test_only_a_frozen_head_takes_two_products() -> None:
-    assert use_kernels(adapted(llama()), CPU)["head"] == "two products"
-    assert use_kernels(adapted(llama(), modules_to_save=["lm_head"]), CPU)["head"] == "trl"
+    assert use_kernels(adapted(llama()))["head"] == "two products"
+    assert use_kernels(adapted(llama(), modules_to_save=["lm_head"]))["head"] == "trl"
     reward = LlamaForSequenceClassification(LlamaConfig(**SIZE, num_labels=1, pad_token_id=0))
-    assert "head" not in use_kernels(reward, CPU)
+    assert "head" not in use_kernels(reward)
 
 
 def test_a_model_with_kernels_computes_the_losses_of_one_without() -> None:
@@ -113,6 +131,19 @@ def test_a_model_with_kernels_computes_the_losses_of_one_without() -> None:
     model, ids = adapted(llama()), torch.arange(20).reshape(2, 10)
     trl_utils.add_fused_lm_head(model.get_base_model(), outputs=("log_probs",))
     before = model(input_ids=ids, labels=ids, fused_lm_head=True).loss
-    use_kernels(model, CPU)
+    use_kernels(model)
     after = model(input_ids=ids, labels=ids, fused_lm_head=True).loss
     assert after.grad_fn is not None and after.item() == pytest.approx(before.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(("use_dora", "lora"), [(False, "fused"), (True, "peft")])
+def test_a_run_reports_its_kernels_and_dropout_that_takes_memory(
+    use_dora: bool, lora: str, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    config = {"method": "lora", "lora_r": 4, "max_steps": 2, "max_seq_length": 64, "use_dora": use_dora}
+    done = forks.run(make_job(tmp_path, tiny_model, chats, **config))
+    assert done.result["outcome"] == "completed", done.result
+    facts = done.of("config")[0]["facts"]
+    assert facts["kernels"] == {"norms": "transformers", "lora": lora, "head": "two products"}
+    reported = [record["line"] for record in done.of("message") if "keeps a mask" in record["line"]]
+    assert len(reported) == (lora == "peft")
