@@ -1,7 +1,7 @@
 """What a stage knows: the device, its folder, its time, and where its rows go."""
 
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,9 @@ class Check:
     """Scratch folder of large weights, in memory if there is enough of it."""
     tiny: bool
     """True: a tiny model instead of one in Qwen3-8B's shape."""
-    seconds: float
-    """Time limit of the stage."""
+    deadline: float
+    """Time at which the runner ends the stage, in seconds of CLOCK_MONOTONIC, which processes share."""
     rows: Path
-    began: float = field(default_factory=time.monotonic)
 
     @property
     def device(self) -> Device:
@@ -50,7 +49,7 @@ class Check:
     @property
     def seconds_left(self) -> float:
         """Seconds until the runner ends the stage."""
-        return self.began + self.seconds - time.monotonic()
+        return self.deadline - time.monotonic()
 
     def folder(self, name: str) -> Path:
         """Create a folder for one part of this stage."""

@@ -65,7 +65,7 @@ STAGES = (
     Stage("profile", 75, 40),
     Stage("demo", 150, 90),
 )
-CPU_FACTOR = 4
+CPU_FACTOR = 8
 """Factor of all time limits on a CPU."""
 
 
@@ -128,12 +128,12 @@ class Runner:
             file.write(f"\n===== {stage.name} =====\n")
         request = {
             "stage": stage.name, "module": stage.path, "work": str(work), "weights": str(weights), "rows": str(rows),
-            "tiny": self.report.tiny, "seconds": seconds,
+            "tiny": self.report.tiny, "deadline": began + seconds,
         }  # fmt: skip
         code: int | None = None
         server = self._server = self._server or Server(self._preloaded, self._log)
         try:
-            for answer in server.run(request, seconds):
+            for answer in server.run(request, began + seconds):
                 code = answer
                 self._keep(stage, [*before, *read_rows(rows)], began)
         finally:
@@ -190,36 +190,45 @@ class Server:
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.gpu_check.stage", *preloaded], cwd=ROOT, env=_environment(),
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True, bufsize=1,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, bufsize=0,
                 start_new_session=True,
             )  # fmt: skip
         self._stage: int | None = None
+        self._unfinished = b""
 
     @property
     def is_alive(self) -> bool:
         """True if it can fork another stage."""
         return self._process.poll() is None
 
-    def run(self, request: dict[str, Any], seconds: float) -> Iterator[int | None]:
-        """Run a stage: yield None several times a second, and its exit code at the end; stop after `seconds`."""
-        deadline = time.monotonic() + seconds
-        assert self._process.stdin is not None and self._process.stdout is not None
+    def run(self, request: dict[str, Any], deadline: float) -> Iterator[int | None]:
+        """Run a stage: yield None several times a second, and its exit code at the end; stop at the deadline."""
+        assert self._process.stdin is not None
         with suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
         while time.monotonic() < deadline:
-            readable, _, _ = select.select([self._process.stdout], [], [], _POLL_SECONDS)
-            answer = self._process.stdout.readline() if readable else None
-            if answer == "":  # the server has ended
+            numbers = self._answers()
+            if numbers is None:
                 yield self._process.wait(_END_SECONDS) or 1
                 return
-            if answer and self._stage is None:
-                self._stage = int(answer)
-            elif answer:
-                _end_session(self._stage)
-                self._stage = None
-                yield int(answer)
-                return
+            for number in numbers:
+                if self._stage is not None:
+                    _end_session(self._stage)
+                    self._stage = None
+                    yield number
+                    return
+                self._stage = number
             yield None
+
+    def _answers(self) -> list[int] | None:
+        """Wait for a moment; return the numbers that the server has written meanwhile, None if it has ended."""
+        assert self._process.stdout is not None
+        readable, _, _ = select.select([self._process.stdout], [], [], _POLL_SECONDS)
+        if not readable:
+            return []
+        data = os.read(self._process.stdout.fileno(), 4096)
+        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+        return [int(line) for line in lines] if data else None
 
     def kill(self) -> None:
         """Kill the server, and the stage with everything that it has started."""
@@ -229,9 +238,8 @@ class Server:
         self._process.wait(_END_SECONDS)
 
 
-def _end_session(leader: int | None) -> None:
+def _end_session(leader: int) -> None:
     """End what is left of a stage: SIGTERM, after which a service stops its servers, then SIGKILL."""
-    assert leader is not None
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGTERM)
         deadline = time.monotonic() + _END_SECONDS
