@@ -12,6 +12,7 @@ from typing import Any
 gc.disable()  # imports create a million objects and hardly any garbage
 from tests import fork_server  # noqa: E402
 from tests.worker.training import counted_device, disk, half_attention, troubles  # noqa: E402
+from tests.worker.training.cuda_autocast import cuda_autocast  # noqa: E402
 from worker.training.__main__ import main  # noqa: E402
 
 # Modules that transformers and peft import with the first model, of a kind that most tests train.
@@ -42,6 +43,8 @@ def _child(request: dict[str, Any]) -> None:
             half_attention.begin()
         if "counted_device" in request:
             counted_device.begin(request["counted_device"])
+        if "cuda_autocast" in request:
+            cuda_autocast().__enter__()
         if "control" in request:
             control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             control.connect(str(request["control"]))

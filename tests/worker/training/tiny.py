@@ -329,8 +329,8 @@ class Forks:
         """Run a job to its end.
 
         `file_bytes` limits the size of its files, `variables` join its environment, `disk` and `course` are for
-        `troubles`, and `half_attention` and `counted_device` begin those; with `watch_disk` the last record is that of
-        `disk.main`.
+        `troubles`, and `half_attention`, `counted_device` and `cuda_autocast` begin those; with `watch_disk` the last
+        record is that of `disk.main`.
         """
         self.start(job, **limits)
         return self.wait()

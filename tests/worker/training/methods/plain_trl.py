@@ -38,7 +38,12 @@ TRAINERS: dict[str, tuple[Any, Any]] = {
 }  # fmt: skip
 
 
-def plain_losses(
+def plain_losses(*arguments: Any, **options: Any) -> list[float]:
+    """Return the loss of each step of TRL's trainer; the arguments are those of `plain_log`."""
+    return [entry["loss"] for entry in plain_log(*arguments, **options)]
+
+
+def plain_log(
     kind: str,
     model: Path,
     data: Path,
@@ -51,8 +56,8 @@ def plain_losses(
     chat_template: str | None = None,
     dtype: torch.dtype = torch.float32,
     **options: Any,
-) -> list[float]:
-    """Return the loss of each step of TRL's trainer.
+) -> list[dict[str, float]]:
+    """Return what TRL's trainer logs of each step.
 
     `adapter` is `full`, `lora`, `qlora` or `8bit`. In 32 bits adapters are as ours: TRL has those on a quantized base
     in 16 bits, which rounds them.
@@ -103,4 +108,4 @@ def plain_losses(
     if is_precise:
         loader.keep_full_precision(trainer.model)
     trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
