@@ -9,7 +9,7 @@ from app.estimator.architecture import Architecture, Experts
 from app.estimator.parameters import Weight, layer
 from app.estimator.tape import Layer, Tape, Value
 
-Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"]
+Attention = Literal["sdpa", "eager", "varlen", "flash_attention_2", "flash_attention_3"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Batch:
     """True if an attention mask is passed: a sequence is padded, or several documents share one."""
     positions_each: bool = False
     """True if each sequence has its own position ids."""
+    texts: int = 1
+    """Number of texts of equal length in each sequence, whose tokens attend to their own text only."""
     sequence_parallel: int = 1
     """Number of devices that share each sequence."""
 
@@ -37,8 +39,8 @@ class Batch:
 
     @property
     def pairs(self) -> int:
-        """Number of token pairs in the attention mask."""
-        return self.sequences * self.length**2
+        """Number of token pairs in the attention mask, or of those that attend to each other."""
+        return self.sequences * self.length**2 // self.texts
 
     def scores(self, heads: int) -> int:
         """Return the number of attention scores on a device, which has all pairs for its part of the heads."""
@@ -156,7 +158,7 @@ class Forward:
         masked = self._batch.masked and self._attention == "sdpa"
         if self._model.attention_dropout and self.tape.device == "cpu":
             return self._unfused(query, key, states)
-        if self._attention == "sdpa" and (masked or self._model.head_width > 256):
+        if self._attention in ("sdpa", "varlen") and (masked or self._model.head_width > 256):
             key, states = self._repeated(key), self._repeated(states)
         if self.tape.autocast:
             query, key, states = (self.tape.cast(one, 2) for one in (query, key, states))
@@ -168,8 +170,10 @@ class Forward:
             if masked:
                 # The mask is boolean; each layer converts it to the type of the query.
                 self.tape.save(Value(self._batch.pairs, query.bytes, False))
-        # With partial rotary embeddings the parts are concatenated in another order, so the output is a copy.
-        return self.tape.made(result.elements, result.bytes, result) if self._joins else result
+        # With partial rotary embeddings the parts are concatenated in another order, so the output is a copy; on a CPU,
+        # the results of the texts of a sequence are concatenated.
+        by_text = self._attention == "varlen" and self._batch.positions_each and self.tape.device == "cpu"
+        return self.tape.made(result.elements, result.bytes, result) if self._joins or by_text else result
 
     def _unfused(self, query: Value, key: Value, states: Value) -> Value:
         """Apply attention with dropout on a CPU, which has no fused kernel for it: each operation separately."""

@@ -75,7 +75,7 @@ Scheduler = Literal[
 ]
 
 LossOn = Literal["all", "completion", "assistant"]
-Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"]
+Attention = Literal["eager", "sdpa", "varlen", "flash_attention_2", "flash_attention_3"]
 
 
 class TrainerOptions(Strict):
@@ -327,7 +327,10 @@ class TrainingConfig(Strict):
         default=False, description="Offload activations to host memory."
     )
     attn_implementation: Annotated[Attention | None, Traits(affects="step_time")] = Field(
-        default=None, description="Attention implementation; `null` selects the best for the device."
+        default=None,
+        description="Attention implementation; `null` selects the best for device and model: flash-attn if it is "
+        "installed, else `varlen` (torch's kernel for texts without padding between them; on a CPU, `sdpa` for each "
+        "text), else `sdpa`.",
     )
     torch_compile: Annotated[bool, Traits(affects="step_time", is_available=False)] = Field(
         default=False, description="Compile the model with `torch.compile`."

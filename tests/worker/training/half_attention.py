@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from transformers.integrations.flash_attention import get_target_dtype
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
 from worker.training.methods import pipeline
+from worker.training.model.attention import VARLEN
 
 
 def begin() -> None:
@@ -16,6 +16,8 @@ def begin() -> None:
     arguments = pipeline.trainer_arguments
     pipeline.trainer_arguments = lambda *given: arguments(*given) | {"bf16": True}
     reached: set[tuple[bool, bool]] = set()
+
+    own = AttentionInterface()[VARLEN]
 
     def attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: Any, **options: Any):  # type: ignore[no-untyped-def]
         dtype = get_target_dtype(query, module) or query.dtype  # what transformers casts to before flash attention
@@ -25,6 +27,6 @@ def begin() -> None:
         if kind not in reached:
             reached.add(kind)
             print(json.dumps({"type": "attention", "training": kind[0], "gradients": kind[1]}), flush=True)
-        return sdpa_attention_forward(module, query.to(dtype), key.to(dtype), value.to(dtype), *more, **options)
+        return own(module, query.to(dtype), key.to(dtype), value.to(dtype), *more, **options)
 
-    AttentionInterface.register("sdpa", attention)
+    AttentionInterface.register(VARLEN, attention)

@@ -27,6 +27,7 @@ from app.contracts.attempt.device import AssignedDevice
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.rules import DeviceCapabilities, default_dtype
 from worker.training.failures import TrainingFailure, device_failure
+from worker.training.model.attention import VARLEN, supports_varlen
 from worker.training.model.base_model import BaseModelSource, load_failure
 
 # The first call compiles hundreds of patterns, which transformers keeps: here, so that forks of the zygote have them.
@@ -151,7 +152,18 @@ def name_base(model: Any, name: str) -> None:
 
 
 def _attention(base: BaseModelSource, config: TrainingConfig, machine: DeviceCapabilities) -> str | None:
-    """Return the attention implementation; None leaves it to the model, which uses sdpa if it supports it."""
+    """Return the attention implementation; None leaves it to the model, which uses sdpa if it supports it.
+
+    Raises:
+        TrainingFailure: `config_error`: the requested one is not right for this model.
+    """
+    takes_varlen = supports_varlen(base.architecture)
+    if config.attn_implementation == VARLEN and not takes_varlen:
+        raise TrainingFailure(
+            "config_error",
+            "`attn_implementation` is `varlen`, which computes causal attention and windows of it only, and this model "
+            "needs another one: leave it out.",
+        )
     if config.attn_implementation is not None:
         return config.attn_implementation
     # Every pass of our trainers has mixed precision, which computes 32-bit weights in 16 bits; a plugin's may not.
@@ -162,7 +174,7 @@ def _attention(base: BaseModelSource, config: TrainingConfig, machine: DeviceCap
         kind = AutoModelForCausalLM._model_mapping.get(type(base.architecture), None)
         if getattr(kind, "_supports_flash_attn", False):
             return installed
-    return None
+    return VARLEN if takes_varlen else None
 
 
 _AUTO: dict[Head, Any] = {"causal": AutoModelForCausalLM, "reward": AutoModelForSequenceClassification}

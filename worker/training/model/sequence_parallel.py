@@ -20,9 +20,10 @@ from transformers.masking_utils import find_packed_sequence_indices, packed_sequ
 from app.contracts.training_config.sequence_parallel import division_obstacle
 from worker.training.data.sequence_share import WholeSequences
 from worker.training.failures import TrainingFailure
+from worker.training.model.attention import VARLEN
 from worker.training.ranks import NEVER, Ranks
 
-_KERNELS = ("sdpa", "flash_attention_2", "flash_attention_3")
+_KERNELS = ("sdpa", VARLEN, "flash_attention_2", "flash_attention_3")
 _ROTARY_BY_LENGTH = {"dynamic", "longrope"}
 """Rotary embeddings that depend on the highest position of a forward pass, which differs between the ranks."""
 _RECURRENT = ("linear", "mamba", "conv", "recurrent")

@@ -1,11 +1,33 @@
-"""Every pass of a run whose weights have 32 bits computes attention in 16, so flash attention serves it too."""
+"""Attention: in 16 bits wherever a run computes it, and of each text of a sequence by itself, without a mask."""
 
+from collections.abc import Callable
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    OlmoeConfig,
+    OPTConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from tests.worker.training.tiny import Forks, make_chat_dataset, make_job, make_pairs, make_prompts, make_rated
+from worker.training.failures import TrainingFailure
+from worker.training.model import attention
 
 CONFIG: dict[str, Any] = {
     "max_seq_length": 64, "max_steps": 2, "logging_steps": 1, "batch_size": 4, "gradient_accumulation_steps": 1,
@@ -41,3 +63,198 @@ def test_no_pass_of_a_method_computes_attention_in_32_bits(
     )  # fmt: skip
     again = forks.run(job, half_attention=True)  # with the check of the restored weights
     assert again.result["outcome"] == "completed", (again.result, again.stderr[-3000:])
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 16, "n_group": 1, "topk_group": 1, "n_routed_experts": 4, **EXPERTS,
+}  # fmt: skip
+ALTERNATING = {"head_dim": 16, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**SMALL),
+    "qwen3": lambda: Qwen3Config(**SMALL),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**SMALL, **EXPERTS),
+    "gemma3 (windows)": lambda: Gemma3TextConfig(**SMALL, **ALTERNATING),
+    "mistral (windows)": lambda: MistralConfig(**SMALL, sliding_window=6),
+    "olmoe (ignores its window)": lambda: OlmoeConfig(**SMALL, **EXPERTS, sliding_window=6),
+    "deepseek_v3 (narrower values)": lambda: DeepseekV3Config(**SMALL | LATENT),
+    "gpt2": lambda: GPT2Config(vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=128),
+    "opt (masks without positions)": lambda: OPTConfig(
+        vocab_size=128, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=64
+    ),
+}
+LENGTHS = (9, 3, 17, 1, 12)
+
+
+def texts() -> list[dict[str, list[int]]]:
+    generator = torch.Generator().manual_seed(0)
+    return [{"input_ids": torch.randint(3, 128, (length,), generator=generator).tolist()} for length in LENGTHS]
+
+
+def packed_batch() -> dict[str, Any]:
+    """The texts in one sequence, made by the trainer's collator."""
+    batch: dict[str, Any] = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(texts())
+    return batch
+
+
+def network(family: str, name: str = "varlen") -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(FAMILIES[family](), attn_implementation=name).eval()
+
+
+def losses_and_gradients(model: Any, batches: list[dict[str, Any]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Sum of the losses of all tokens, and its gradients."""
+    model.zero_grad()
+    total = torch.zeros(())
+    for batch in batches:
+        labels = batch["labels"][:, 1:]
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits = model(**inputs, use_cache=False).logits[:, :-1].float()
+        total = total + cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
+    total.backward()
+    return total.detach(), [one.grad.clone() for one in model.parameters() if one.grad is not None]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("half", [False, True], ids=["32 bits", "16 bits"])
+def test_texts_of_a_sequence_have_the_losses_and_gradients_that_they_have_alone_or_padded(
+    family: str, half: bool
+) -> None:
+    model = network(family)
+    padded = DataCollatorForLanguageModeling(pad_token_id=0)(texts())
+    alone = [DataCollatorForLanguageModeling(pad_token_id=0)([text]) for text in texts() if len(text["input_ids"]) > 1]
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        loss, gradients = losses_and_gradients(model, [packed_batch()])
+        others = [losses_and_gradients(model, batches) for batches in ([padded], alone)]
+        model.set_attn_implementation("sdpa")
+        others += [losses_and_gradients(model, batches) for batches in ([padded], alone)]
+    loss_within, gradients_within = (3e-3, 5e-2) if half else (1e-6, 1e-5)
+    for other_loss, other_gradients in others:
+        torch.testing.assert_close(loss, other_loss, rtol=loss_within, atol=0)
+        difference = total_norm([one - other for one, other in zip(gradients, other_gradients, strict=True)])
+        assert difference <= gradients_within * total_norm(gradients)
+
+
+def total_norm(tensors: list[torch.Tensor]) -> float:
+    return float(torch.nn.utils.get_total_norm(tensors))
+
+
+class SquareTensors(TorchDispatchMode):
+    """Counts the tensors that are made with all pairs of the tokens of a sequence, or as many elements."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens, self.count = tokens, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for one in tree_leaves(made):
+            if isinstance(one, torch.Tensor) and list(one.shape).count(self.tokens) > 1:
+                self.count += 1
+        return made
+
+
+@pytest.mark.parametrize(("name", "has_masks"), [("varlen", False), ("sdpa", True)])
+@pytest.mark.parametrize("family", ["llama", "gemma3 (windows)"])
+def test_no_tensor_has_all_pairs_of_the_tokens_of_a_packed_batch(family: str, name: str, has_masks: bool) -> None:
+    """With `sdpa` some have, so the test would notice."""
+    model = network(family, name)
+    with SquareTensors(sum(LENGTHS)) as squares:
+        losses_and_gradients(model, [packed_batch()])
+    assert (squares.count > 0) is has_masks
+
+
+def test_padding_after_the_texts_needs_no_mask_and_padding_before_them_does() -> None:
+    model, counts, logits = network("llama"), {}, {}
+    for side in ("right", "left"):
+        rows = [[*text["input_ids"], *[0] * (max(LENGTHS) - len(text["input_ids"]))] for text in texts()]
+        ids = torch.tensor([row if side == "right" else row[::-1] for row in rows])
+        with SquareTensors(max(LENGTHS)) as squares, torch.no_grad():
+            logits[side] = model(input_ids=ids, attention_mask=(ids != 0).long(), use_cache=False).logits
+        counts[side] = squares.count
+        model.set_attn_implementation("sdpa")
+        with torch.no_grad():
+            same = model(input_ids=ids, attention_mask=(ids != 0).long(), use_cache=False).logits
+        model.set_attn_implementation("varlen")
+        torch.testing.assert_close(logits[side][ids != 0], same[ids != 0])
+    assert counts["right"] == 0 < counts["left"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3 (windows)", "gpt2"])
+def test_generated_texts_are_those_of_sdpa(family: str) -> None:
+    ids = torch.tensor([[0, 0, 5, 6, 7, 8, 9, 10, 11], [3, 4, 5, 9, 8, 7, 12, 13, 14]])
+    made = [
+        network(family, name).generate(
+            ids, attention_mask=(ids != 0).long(), max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None
+        )
+        for name in ("varlen", "sdpa")
+    ]
+    assert made[0].shape == (2, 21)
+    assert torch.equal(*made)
+
+
+def test_a_model_that_cannot_separate_texts_is_refused_rather_than_trained_wrongly() -> None:
+    """Such as one of whose layers the mask has other holes."""
+    batch = packed_batch() | {"attention_mask": torch.ones(1, sum(LENGTHS), dtype=torch.long)}
+    batch["attention_mask"][0, 0] = 0
+    with pytest.raises(TrainingFailure, match="does not separate the texts"):
+        losses_and_gradients(network("llama"), [batch])
+
+
+def reference_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: torch.Tensor, same: torch.Tensor,
+    longest: int, same_longest: int, *, window_size: tuple[int, int] = (-1, 0), is_causal: bool = True,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """What the documentation of torch says of its kernel, which needs a GPU."""
+    assert query.shape[-1] == value.shape[-1] and borders.dtype == torch.int32 and is_causal and window_size[1] == 0
+    assert longest == same_longest == int(borders.diff().max()) and same is borders
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    parts = []
+    for first, end in pairwise(borders.tolist()):
+        distance = torch.arange(end - first)[:, None] - torch.arange(end - first)
+        mask = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
+        states = (tensor[first:end].transpose(0, 1)[None] for tensor in (query, key, value))
+        attended = scaled_dot_product_attention(*states, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+        parts.append(attended[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+class TestKernel:
+    @pytest.mark.parametrize("window", [None, 6])
+    @pytest.mark.parametrize("value_width", [16, 8])
+    @pytest.mark.parametrize("scaling", [None, 0.5])
+    @pytest.mark.parametrize(
+        "parameters",
+        [{"scale", "window_size", "enable_gqa"}, {"scale", "window_size"}, {"is_causal"}],
+        ids=["torch 2.13", "torch 2.11", "torch 2.10"],
+    )
+    def test_is_called_with_what_each_version_of_torch_takes_and_gives_what_each_text_alone_does(
+        self, parameters: set[str], scaling: float | None, value_width: int, window: int | None
+    ) -> None:
+        if window is not None and "window_size" not in parameters:
+            return  # then each text is computed by itself
+        total, borders = sum(LENGTHS), (0, *accumulate(LENGTHS))
+        query, key, value = (
+            torch.randn(1, heads, total, width) for heads, width in ((4, 16), (2, 16), (2, value_width))
+        )
+        texts = attention.Texts(borders, torch.tensor(borders, dtype=torch.int32), window)
+        module = torch.nn.Module()
+        module.num_key_value_groups = 2
+        expected, _ = attention.attend(module, query, key, value, texts, 0.0, scaling)
+
+        def kernel(*tensors: Any, **options: Any) -> torch.Tensor:
+            assert set(options) == parameters
+            return reference_kernel(*tensors, **options)
+
+        found = attention._at_once(query, key, value, texts, scaling, kernel, frozenset(parameters))
+        torch.testing.assert_close(found, expected)
+
+    def test_of_the_installed_torch_takes_what_one_of_these_versions_does(self) -> None:
+        names = {"scale", "window_size", "enable_gqa", "is_causal"} & attention._PARAMETERS
+        assert names in ({"scale", "window_size", "enable_gqa"}, {"scale", "window_size"}, {"is_causal"})

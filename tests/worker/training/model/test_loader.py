@@ -11,13 +11,24 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BitsAndBytesConfig,
+    Gemma2Config,
+    GptOssConfig,
+    PretrainedConfig,
+    Qwen3NextConfig,
+    set_seed,
+)
 from trl import SFTConfig, SFTTrainer
 
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.rules import DeviceCapabilities
 from tests.jobs import make_spec
 from tests.worker.training.tiny import Forks, make_job, make_pairs
+from worker.training.failures import TrainingFailure
 from worker.training.model import base_model, loader
 
 CPU = DeviceCapabilities(kind="cpu", bf16=True)
@@ -151,15 +162,15 @@ class TestAttention:
             ({"method": "qlora"}, FLASH_GPU, "flash_attention_2"),
             ({"method": "qlora"}, FLASH_3_GPU, "flash_attention_3"),
             ({"method": "full", "lora_r": None}, FLASH_GPU, "flash_attention_2"),
-            ({"method": "full", "lora_r": None, "extra": {"recipe": {"type": "own"}}}, FLASH_GPU, None),
-            ({"method": "qlora"}, OLD_GPU, None),
-            ({"method": "qlora"}, CPU, None),
-            ({"method": "full", "lora_r": None}, CPU, None),
+            ({"method": "full", "lora_r": None, "extra": {"recipe": {"type": "own"}}}, FLASH_GPU, "varlen"),
+            ({"method": "qlora"}, OLD_GPU, "varlen"),
+            ({"method": "qlora"}, CPU, "varlen"),
+            ({"method": "full", "lora_r": None}, CPU, "varlen"),
             ({"method": "qlora", "attn_implementation": "eager"}, FLASH_GPU, "eager"),
         ],
     )
     def test_flash_attention_is_used_where_it_is_there_and_computes_in_16_bits(
-        self, fields: dict[str, Any], machine: DeviceCapabilities, used: str | None, tiny_model: Path
+        self, fields: dict[str, Any], machine: DeviceCapabilities, used: str, tiny_model: Path
     ) -> None:
         config = TrainingConfig(base_model="tiny", **fields)
         start = base_model.find_base(
@@ -167,6 +178,16 @@ class TestAttention:
             config,
         )
         assert loader._attention(start, config, machine) == used
+
+    @pytest.mark.parametrize("architecture", [Gemma2Config(), GptOssConfig(), BertConfig(), Qwen3NextConfig()])
+    def test_of_other_layers_than_causal_ones_over_a_text_is_left_to_the_model_and_varlen_is_refused(
+        self, architecture: PretrainedConfig
+    ) -> None:
+        start = base_model.BaseModelSource("any", "any", {}, architecture, identity="")
+        assert loader._attention(start, TrainingConfig(base_model="any"), CPU) is None
+        with pytest.raises(TrainingFailure, match="`attn_implementation` is `varlen`") as raised:
+            loader._attention(start, TrainingConfig(base_model="any", attn_implementation="varlen"), CPU)
+        assert raised.value.code == "config_error"
 
 
 class TestRevision:

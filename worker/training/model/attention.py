@@ -1,0 +1,268 @@
+"""Attention `varlen`, for batches in which texts follow each other without padding; other batches are those of `sdpa`.
+
+On a GPU, a kernel of torch computes all texts of a batch at once. Elsewhere, and where that kernel does not apply, each
+text is a call of sdpa. No mask has the pairs of tokens of such a batch.
+Registers itself with transformers when it is imported.
+"""
+
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PretrainedConfig
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from worker.training.failures import TrainingFailure
+
+VARLEN = "varlen"
+"""Name of this attention in transformers and in `attn_implementation`."""
+
+_MIXES_TEXTS = {"afmoe"}
+"""Families whose masks do not depend on positions, and whose layers do not receive the borders of texts."""
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)
+"""Those of torch's kernel: torch 2.10 has no `scale` and no `window_size`, torch 2.11 no `enable_gqa`."""
+_WIDEST_HEAD = 256
+_WIDTH_STEP = 8
+_FIRST_CAPABILITY = (8, 0)
+"""Limits of torch's flash attention: the width of a head, what divides it, and the compute capability of the GPU."""
+_WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Kernels of sdpa that prepare nothing for each new length, unlike those of cuDNN."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts that follow each other in one sequence: what layers get in place of a mask over the whole sequence."""
+
+    borders: tuple[int, ...]
+    """Index of the first token of each text, and the number of all tokens."""
+    on_device: torch.Tensor
+    """The same on the device; shape (texts + 1,), int32."""
+    window: int | None
+    """Number of tokens, itself included, that a token attends to; None: all before it in its text."""
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest text."""
+        return max(end - first for first, end in pairwise(self.borders))
+
+
+def supports_varlen(architecture: PretrainedConfig) -> bool:
+    """Return True if the layers of this model mix tokens by nothing but causal attention over a text or a window of it.
+
+    Excluded are models without transformers' interface of attention, with a state that is passed from token to token,
+    with sinks or capped scores, and those whose tokens attend to later ones. For others, transformers itself relies on
+    the borders of texts alone, for flash attention.
+    """
+    model = AutoModelForCausalLM._model_mapping.get(type(architecture), None)
+    if isinstance(model, tuple):
+        model = model[0]
+    if not (
+        getattr(model, "_supports_attention_backend", False)
+        and getattr(model, "_supports_flash_attn", False)
+        and getattr(model, "_supports_sdpa", False)
+        and not getattr(model, "_is_stateful", False)
+    ):
+        return False
+    text = architecture.get_text_config()
+    is_causal = architecture.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(text, "is_causal", True)
+    if architecture.model_type in _MIXES_TEXTS:
+        return False
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    return bool(is_causal) and takes_positions and set(getattr(text, "layer_types", None) or ()) <= _LAYER_TYPES
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | Texts | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention; queries, keys and values have the shape (sequences, heads, tokens, width).
+
+    Args:
+        module: attention layer.
+        query: queries.
+        key: keys, of as many heads or of fewer.
+        value: values.
+        attention_mask: what `make_mask` has returned.
+        dropout: probability of dropout.
+        scaling: factor of the scores.
+        options: further options of `sdpa`.
+
+    Returns:
+        The result in the shape (sequences, tokens, heads, width), and no weights.
+
+    Raises:
+        TrainingFailure: `config_error`: the batch has several texts in a sequence, and the model has made a mask
+            that does not separate them.
+    """
+    states = query, key, value
+    texts = attention_mask if isinstance(attention_mask, Texts) else _passed_texts(query, attention_mask, **options)
+    if texts is None:
+        found = sdpa_attention_forward(module, *states, attention_mask, dropout, scaling, **options)
+        return found[0], None
+    if dropout == 0 and _has_kernel(query, value, texts):
+        return _at_once(*states, texts, scaling), None
+    # On a GPU, cuDNN would be chosen, and prepares a plan for each new length.
+    with sdpa_kernel(_WITHOUT_PLANS) if query.is_cuda else nullcontext():
+        parts = [
+            sdpa_attention_forward(
+                module, *(tensor[:, :, first:end] for tensor in states),
+                _window_mask(end - first, texts.window, query.device), dropout, scaling, **options,
+            )[0]
+            for first, end in pairwise(texts.borders)
+        ]  # fmt: skip
+    return torch.cat(parts, dim=1), None
+
+
+def make_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any],
+    attention_mask: torch.Tensor | None = None,
+    q_offset: Any = 0,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> torch.Tensor | Texts | None:
+    """Return the mask of `sdpa`, the texts in place of it, or None where attention is merely causal.
+
+    Called as transformers' functions for masks are. Padding after a text needs no mask, since no token attends to
+    later ones.
+    """
+    # Functions for masks that tokens after it are part of pass this option.
+    is_causal = "allow_is_bidirectional_skip" not in options
+    is_whole = q_length == kv_length and isinstance(q_offset, int) and q_offset == 0
+    if is_causal and is_whole and attention_mask is None and not allow_is_causal_skip:
+        texts = _texts(mask_function, q_length, local_size, device)
+        if texts is not None:
+            return texts
+    if is_causal and is_whole and allow_is_causal_skip and _is_padded_at_end(attention_mask):
+        attention_mask = None
+    mask: torch.Tensor | None = sdpa_mask(
+        q_length=q_length, kv_length=kv_length, mask_function=mask_function, attention_mask=attention_mask,
+        q_offset=q_offset, local_size=local_size, allow_is_causal_skip=allow_is_causal_skip, device=device, **options,
+    )  # fmt: skip
+    return mask
+
+
+def _texts(
+    mask_function: Callable[..., Any], length: int, window: int | None, device: torch.device | str
+) -> Texts | None:
+    """Return the texts that a mask separates: the first token of each does not attend to the one before it."""
+    later, zero = torch.arange(1, length, device=device), torch.zeros((), dtype=torch.long, device=device)
+    is_first = ~torch.as_tensor(mask_function(zero, zero, later, later - 1))
+    first = (is_first.nonzero().flatten() + 1).tolist()
+    if not first:
+        return None
+    borders = (0, *first, length)
+    return Texts(borders, torch.tensor(borders, dtype=torch.int32, device=device), window)
+
+
+def _passed_texts(
+    query: torch.Tensor, attention_mask: torch.Tensor | None, cu_seq_lens_q: torch.Tensor | None = None, **_: Any
+) -> Texts | None:
+    """Return the texts that a batch names: of a model whose masks do not depend on positions, or a single one.
+
+    A mask that was left out has no window within the length of the sequence.
+    """
+    if cu_seq_lens_q is None:
+        return None
+    is_single = len(cu_seq_lens_q) == 2
+    if attention_mask is None:
+        borders = (0, query.shape[2]) if is_single else tuple(cu_seq_lens_q.tolist())
+        return Texts(borders, cu_seq_lens_q, None)
+    if is_single:
+        return None
+    raise TrainingFailure(
+        "config_error",
+        "The attention of this model does not separate the texts of a sequence: leave `packing` out, and set "
+        "`extra.padding_free` to false.",
+    )
+
+
+def _is_padded_at_end(mask: torch.Tensor | None) -> bool:
+    """Return True if there is a mask of padding, and no token follows padding."""
+    if mask is None:
+        return False
+    tokens = mask.bool()
+    return not bool((tokens[:, 1:] & ~tokens[:, :-1]).any())
+
+
+def _has_kernel(query: torch.Tensor, value: torch.Tensor, texts: Texts) -> bool:
+    """Return True if torch's kernel for texts of several lengths applies."""
+    width = query.shape[-1]
+    return (
+        query.is_cuda
+        and torch.cuda.get_device_capability(query.device) >= _FIRST_CAPABILITY
+        and _type(query) in (torch.float16, torch.bfloat16)
+        and value.shape[-1] <= width <= _WIDEST_HEAD
+        and width % _WIDTH_STEP == 0
+        and (texts.window is None or "window_size" in _PARAMETERS)
+    )
+
+
+def _type(tensor: torch.Tensor) -> torch.dtype:
+    """Return the data type in which the current precision computes attention."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
+
+
+def _at_once(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    texts: Texts,
+    scaling: float | None,
+    kernel: Callable[..., Any] = varlen_attn,
+    parameters: frozenset[str] = _PARAMETERS,
+) -> torch.Tensor:
+    """Compute the attention of one sequence of texts with a kernel that has these parameters."""
+    width, value_width, dtype = query.shape[-1], value.shape[-1], _type(query)
+    groups = query.shape[1] // key.shape[1]
+    options: dict[str, Any] = {}
+    if "enable_gqa" in parameters:
+        options["enable_gqa"] = groups > 1
+    else:
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    if "scale" in parameters:
+        options["scale"] = scaling
+    elif scaling is not None:
+        query = query * (scaling * width**0.5)
+    if "window_size" in parameters:
+        options["window_size"] = (-1 if texts.window is None else texts.window - 1, 0)
+    else:
+        options["is_causal"] = True
+    value = functional.pad(value, (0, width - value_width))
+    query, key, value = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
+    borders, longest = texts.on_device, texts.longest
+    found: torch.Tensor = kernel(query, key, value, borders, borders, longest, longest, **options)
+    return found[None, ..., :value_width]
+
+
+def _window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """Return the mask of one text of which each token attends to a window; None if all of it is in the window."""
+    if window is None or length <= window:
+        return None
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    return ((distance >= 0) & (distance < window))[None, None]
+
+
+AttentionInterface.register(VARLEN, attend)
+AttentionMaskInterface.register(VARLEN, make_mask)
