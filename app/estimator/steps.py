@@ -7,6 +7,7 @@ from typing import Any
 
 from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.padding import SEPARATES_TEXTS, is_padding_free
 from app.estimator.architecture import Architecture
 from app.estimator.forward_pass import Attention, Batch
 
@@ -55,10 +56,10 @@ class Plan(StepPlan):
 
 
 def attention_of(model: Architecture, config: TrainingConfig) -> Attention:
-    """Return the attention implementation of a run: the requested one, else SDPA, which not every family supports."""
+    """Return the attention implementation of a run: the requested one, else that of most devices."""
     if config.attn_implementation is not None:
         return config.attn_implementation
-    return "eager" if model.family == "gemma2" else "sdpa"
+    return "eager" if model.family == "gemma2" else "varlen"  # its scores are capped, which no other one computes
 
 
 def max_sequence_length(model: Architecture, config: TrainingConfig) -> int:
@@ -79,9 +80,11 @@ def micro_batch(model: Architecture, config: TrainingConfig, length: int, rows: 
         room = max_sequence_length(model, config)
         if config.trainer_options.packing_strategy == "wrapped":
             return Batch(size, room)
-        # Packs are concatenated to one long sequence; without flash attention a mask separates the texts.
-        masked = not attention_of(model, config).startswith("flash")
+        # Packs are concatenated to one long sequence; with some implementations a mask separates the texts.
+        masked = attention_of(model, config) not in SEPARATES_TEXTS
         return Batch(1, size * room, masked=masked, positions_each=True)
+    if size > 1 and is_padding_free(config, attention_of(model, config)):
+        return Batch(1, size * length, texts=size, positions_each=True)
     sequences = size * (2 if METHODS[config.method].has_pairs else 1)
     return Batch(sequences, length, masked=sequences > 1)
 

@@ -16,6 +16,10 @@ FINGERPRINT = "fingerprint"
 """Key of the fingerprint in the manifest of a checkpoint."""
 BATCH_SIZE = "batch_size"
 """Key of the micro-batch size in the fingerprint: it affects a step's sums, and an out-of-memory repair changes it."""
+ATTENTION = "attention"
+"""Key of the attention implementation in the fingerprint: each rounds in its own way."""
+PADDING_FREE = "padding_free"
+"""Key of the form of a micro-batch in the fingerprint: it affects a step's sums, and what dropout drops."""
 DEVICES = "devices"
 """Key of the number of devices in the fingerprint: each draws its own random numbers and sums its own rows."""
 SHARDED = "sharded"
@@ -35,6 +39,8 @@ _MESSAGES = {
 }
 _SUBJECTS = {
     BATCH_SIZE: "The number of rows in a micro-batch",
+    ATTENTION: "The attention implementation",
+    PADDING_FREE: "`extra.padding_free`",
     DEVICES: "The number of devices",
     SEQUENCE_PARALLEL: "The number of devices that share each sequence",
     EXPERT_PARALLEL: "The number of devices that share the experts of a layer",

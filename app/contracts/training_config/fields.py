@@ -115,6 +115,11 @@ class TrainerOptions(Strict):
         description="Compute the MLP of a layer in tiles of 4,096 tokens, and again in the backward pass: saves memory "
         "with very long sequences. Estimates do not count the saving.",
     )
+    padding_free: Annotated[bool | None, Traits(affects="step_time", supervised_only=True)] = Field(
+        default=None,
+        description="Concatenate the rows of a micro-batch instead of padding them to one length; `null`: where the "
+        "attention computes each row by itself (`varlen`, flash-attn) and no plugin makes or reads the batches.",
+    )
     eval_on_start: Annotated[bool, Traits(in_probe=False, needs_eval_data=True)] = Field(
         default=False, description="Also evaluate before the first step."
     )

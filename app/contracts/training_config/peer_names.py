@@ -63,6 +63,7 @@ _OURS = {
     "extra.lr_scheduler_kwargs": "lr_scheduler_kwargs scheduler_kwargs lr_scheduler_args",
     "extra.packing_strategy": "packing_strategy",
     "extra.tiled_mlp": "tiled_mlp tiled_mlp_compute",
+    "extra.padding_free": "padding_free remove_padding use_remove_padding",
     "extra.eval_on_start": "eval_on_start",
     "extra.eval_log_steps": "eval_log_steps eval_log_iter_interval",
     "extra.wall_clock_breakdown": "wall_clock_breakdown",

@@ -28,6 +28,7 @@ from app.contracts.training_config.optimizers import (
     OptimizerOptions,
     SchedulerOptions,
 )
+from app.contracts.training_config.padding import SEPARATES_TEXTS
 
 INSTALL_GGUF_CONVERTER = (
     "run `git clone https://github.com/ggml-org/llama.cpp` and `pip install sentencepiece` on the workers, and set "
@@ -409,7 +410,22 @@ def data_conflicts(config: TrainingConfig, given: set[str], dataset_format: str 
         found.append(
             field_error("truncation_mode", "conflict", "has no effect with `wrapped` packing, which truncates nothing")
         )
-    return found
+    return found + _padding_conflicts(config)
+
+
+def _padding_conflicts(config: TrainingConfig) -> list[FieldError]:
+    """Return conflicts of `extra.padding_free` with other fields of a supervised method."""
+    chosen = config.extra.get("padding_free")
+    if not isinstance(chosen, bool):
+        return []
+    why = None
+    if config.packing:
+        why = "has no effect with `packing`, which needs no padding; leave it out"
+    elif chosen and config.attn_implementation not in (None, *SEPARATES_TEXTS):
+        why = f"needs an attention that separates texts, not `{config.attn_implementation}`; use `varlen`"
+    elif chosen and config.neftune_noise_alpha is not None:
+        why = "would change the noise of `neftune_noise_alpha`, which depends on the padded length; leave it out"
+    return [] if why is None else [field_error("extra.padding_free", "conflict", why)]
 
 
 def sharding_obstacles(config: TrainingConfig, given: set[str]) -> list[str]:

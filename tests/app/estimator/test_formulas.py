@@ -95,7 +95,7 @@ class TestStepsAndTokens:
         config = effective(extra={"data_source": {"type": "lake"}}, max_seq_length=512, **asked)
         model = architecture.read(LLAMA)
         found = plan(model, config, counted())
-        assert (found.steps, found.tokens, found.batch.length) == (steps, None, 512)
+        assert (found.steps, found.tokens, found.batch.tokens) == (steps, None, 4 * 512)
         assert work(model, config, found, "off") is None
 
 
@@ -160,8 +160,11 @@ class TestMemory:
     @pytest.mark.parametrize(
         ("asked", "sequences", "length"),
         [
-            ({}, 100, 100),
-            ({"eval_split": 0.1}, 90, 100),
+            ({}, 1, 100 * 100),
+            ({"eval_split": 0.1}, 1, 90 * 100),
+            ({"extra": {"padding_free": False}}, 100, 100),
+            ({"attn_implementation": "sdpa"}, 100, 100),
+            ({"neftune_noise_alpha": 5.0}, 100, 100),
             ({"method": "dpo"}, 200, 100),
             ({"packing": True, "max_seq_length": 1024}, 1, 10 * 1024),
             ({"packing": True, "max_seq_length": 1024, "extra": {"packing_strategy": "wrapped"}}, 10, 1024),

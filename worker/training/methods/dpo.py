@@ -58,6 +58,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
             loss_type=[config.dpo.loss_type],
             label_smoothing=config.dpo.label_smoothing,
             max_length=max_length,
+            pad_to_multiple_of=preparation.padding_multiple(run, setup),
             truncation_mode=config.truncation_mode,
             disable_dropout=no_dropout,
             precompute_ref_log_probs=reference.is_precomputed(run),

@@ -65,6 +65,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
             desirable_weight=config.kto.desirable_weight,
             undesirable_weight=config.kto.undesirable_weight,
             max_length=max_length,
+            pad_to_multiple_of=preparation.padding_multiple(run, setup),
             disable_dropout=no_dropout,
             precompute_ref_log_probs=reference.is_precomputed(run),
         )

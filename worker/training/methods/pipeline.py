@@ -315,6 +315,8 @@ def _fingerprint(run: TrainingContext, base: BaseModelSource, facts: dict[str, A
         "eval_dataset": held_out.sha256 if held_out else None,
         "reward_models": facts.get("reward_models"),
         resume_fidelity.BATCH_SIZE: run.config.batch_size,
+        resume_fidelity.ATTENTION: facts["attention"],
+        resume_fidelity.PADDING_FREE: run.config.trainer_options.padding_free,
         resume_fidelity.DEVICES: run.ranks.size,
         resume_fidelity.SHARDED: run.is_sharded,
         resume_fidelity.SEQUENCE_PARALLEL: run.ranks.per_sequence,

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from app.contracts.attempt.job import DataSource
 from app.contracts.training_config.fields import Attention, TrainingConfig
 from app.contracts.training_config.optimizers import OPTIMIZERS
+from app.contracts.training_config.padding import SEPARATES_TEXTS, is_padding_free
 from app.contracts.training_config.resolution import LONGEST_SEQUENCE, Replacement, length_replacement
 from worker.training.checkpointing import saver
 from worker.training.context import TrainingContext
@@ -65,6 +66,9 @@ class Rows(Protocol):
     def are_cached(self) -> bool:
         """True if an earlier run made the tokens."""
 
+
+_LENGTH_MULTIPLE = 64
+"""Padded lengths on a GPU are multiples of it."""
 
 _READ = "read"
 """Start of the flag of a rank whose data is tokenized."""
@@ -183,8 +187,7 @@ def _max_sequence_length(
 
     It is the configured one, limited by what the model can take.
     """
-    own = getattr(base.architecture.get_text_config(), "max_position_embeddings", None)
-    limit = int(own or min(tokenizer.model_max_length, LONGEST_SEQUENCE))
+    limit = _position_limit(base, tokenizer)
     asked = run.config.max_seq_length
     if asked is None:
         run.config = run.config.model_copy(update={"max_seq_length": limit})
@@ -197,6 +200,12 @@ def _max_sequence_length(
         )
     replace_default(run, replaced, length_replacement(run.config, limit))
     return limit
+
+
+def _position_limit(base: BaseModelSource, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of tokens that a model takes at most."""
+    own = getattr(base.architecture.get_text_config(), "max_position_embeddings", None)
+    return int(own or min(tokenizer.model_max_length, LONGEST_SEQUENCE))
 
 
 def replace_default(run: TrainingContext, replaced: list[Replacement], replacement: Replacement) -> None:
@@ -214,6 +223,39 @@ def must_disable_dropout(run: TrainingContext, replaced: list[Replacement]) -> b
         rate = run.config.lora_dropout
         replace_default(run, replaced, Replacement(field="lora_dropout", requested=rate, used=0.0, reason=why))
     return run.config.lora_dropout == 0
+
+
+def resolve_padding(run: TrainingContext) -> bool:
+    """Return True if the rows of a micro-batch are concatenated, and store it in the configuration in effect.
+
+    Call with the model loaded, whose attention it depends on. Packed rows are concatenated anyway.
+
+    Raises:
+        TrainingFailure: `config_error`: the user wants it, and the attention of this model cannot separate the rows.
+    """
+    config = run.config
+    if config.packing:
+        return False
+    is_free = is_padding_free(config, config.attn_implementation)
+    if is_free and config.attn_implementation not in SEPARATES_TEXTS:
+        raise TrainingFailure(
+            "config_error",
+            "`extra.padding_free` is true, but the attention of this model cannot separate the rows of a micro-batch: "
+            "leave it out.",
+        )
+    run.config = config.model_copy(update={"extra": {**config.extra, "padding_free": is_free}})
+    return is_free
+
+
+def padding_multiple(run: TrainingContext, setup: Setup) -> int | None:
+    """Return a number of which padded lengths are multiples on a GPU, where each new length costs the kernels a plan.
+
+    None: any length. The noise of NEFTune depends on the padded length, and positions may not exceed the model's limit.
+    """
+    if run.machine.kind != "cuda" or run.config.neftune_noise_alpha is not None:
+        return None
+    longest = math.ceil(setup.max_length / _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+    return _LENGTH_MULTIPLE if longest <= _position_limit(setup.base, setup.tokenizer) else None
 
 
 def chat_template(run: TrainingContext, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -45,6 +45,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
 
     def arguments(shared: dict[str, Any]) -> RewardConfig:
         # Pairs that are too long have been left out.
-        return RewardConfig(**shared, max_length=None, disable_dropout=no_dropout)
+        multiple = preparation.padding_multiple(run, setup)
+        return RewardConfig(**shared, max_length=None, pad_to_multiple_of=multiple, disable_dropout=no_dropout)
 
     return pipeline.train_on_tokens(run, replaced, setup, read, RewardModelTrainer, arguments)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
@@ -95,7 +96,13 @@ class SupervisedTrainer(ServiceTrainerMixin, SFTTrainer):  # type: ignore[misc]
     def update_own_metrics(self, model: Any, inputs: Any) -> None:
         batch = self._prepare_inputs(inputs) | {"use_cache": False}
         labels = batch.pop("labels")
-        self.own_metrics.update(model(**batch).logits, labels)
+        logits = model(**batch).logits
+        if "cu_seq_lens_q" not in batch:
+            self.own_metrics.update(logits, labels)
+            return
+        for first, end in pairwise(batch["cu_seq_lens_q"].tolist()):
+            if end - first > 1:  # the only token of a text is not predicted
+                self.own_metrics.update(logits[:, first:end], labels[:, first:end])
 
     def eval_terms(self, inputs: Any) -> int:
         # The first token of a sequence is never predicted.
@@ -129,10 +136,14 @@ def train(
         )  # fmt: skip
 
     def arguments(shared: dict[str, Any]) -> SFTConfig:
+        is_padding_free = preparation.resolve_padding(run)
+        is_padded = not is_padding_free and not (config.packing and config.trainer_options.packing_strategy == "bfd")
         return SFTConfig(
             **shared,
             neftune_noise_alpha=config.neftune_noise_alpha,
-            max_length=max_length,
+            max_length=None if is_padding_free else max_length,  # the rows have been truncated to it
+            padding_free=is_padding_free,
+            pad_to_multiple_of=preparation.padding_multiple(run, setup) if is_padded else None,
             packing=config.packing,
             packing_strategy=config.trainer_options.packing_strategy,
             dataset_kwargs={"skip_prepare_dataset": True},

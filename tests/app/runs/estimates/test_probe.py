@@ -149,6 +149,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "eval_on_start": {"eval_split": 0.1, "eval_steps": 5, "extra": {"eval_on_start": True}},
     "metrics": {"eval_split": 0.1, "eval_steps": 5, "extra": {"metrics": ["bleu"]}},
     "packing_strategy": {"packing": True, "extra": {"packing_strategy": "wrapped"}},
+    "padding_free": {"extra": {"padding_free": True}},
     "memory_profile": {"extra": {"memory_profile": "steps"}},
     "memory_profile_entries": {"extra": {"memory_profile": True, "memory_profile_entries": 5000}},
     "tiled_mlp": {"extra": {"tiled_mlp": True}},
@@ -190,7 +191,7 @@ def test_what_a_run_may_ask_for_its_probe_may_too(api: ApiServer, engine: Engine
     dataset = make_dataset(engine)
     replaced = (
         "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args", "optim_target_modules", "lr_scheduler_kwargs",
-        "optimizer", "prune_fraction",
+        "optimizer", "prune_fraction", "packing_strategy",
     )  # fmt: skip
     together: dict[str, Any] = {"extra": {}}
     for name, config in _OPTIONS.items():

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from trl.chat_template_utils import qwen3_chat_template
 
 from tests.worker.training.data.test_dataset import CHATML
@@ -22,10 +22,23 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without dropout, whose random numbers depend on how the texts of a batch are laid out."""
+    folder = make_tiny_model(tmp_path_factory.mktemp("models") / "plain")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("adapter", "ours", "theirs"),
     [
         ("full", {"method": "full", "max_seq_length": 40}, {"max_length": 40}),
+        ("full", {"method": "full", "max_seq_length": 128}, {"max_length": 128}),
+        ("full", {"method": "full", "max_seq_length": 128, "extra": {"padding_free": False}}, {"max_length": 128}),
+        ("full", {"method": "full", "max_seq_length": 250}, {"max_length": None, "padding_free": True}),
         ("lora", {"method": "lora", "max_seq_length": 128, "packing": True}, {"max_length": 128, "packing": True}),
         ("qlora", {"method": "qlora", "max_seq_length": 60}, {"max_length": 60}),
         ("8bit", {"method": "sft", "max_seq_length": 60, "load_in_8bit": True}, {"max_length": 60}),
@@ -36,15 +49,10 @@ def test_losses_equal_plain_trls(
     ours: dict[str, Any],
     theirs: dict[str, Any],
     forks: Forks,
-    tiny_model: Path,
+    model: Path,
     chats: Path,
     tmp_path: Path,
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    model = tmp_path / "model"
-    AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained(model)
-    tokenizer.chat_template = CHATML
-    tokenizer.save_pretrained(model)
     job = make_job(tmp_path, model, chats, logging_steps=1, **SETTINGS, **ours)
     done = forks.run(job)
     assert done.result["outcome"] == "completed", done.result
@@ -53,14 +61,14 @@ def test_losses_equal_plain_trls(
 
 
 def test_losses_on_prompts_and_completions_equal_plain_trls_with_the_defaults_of_both(
-    forks: Forks, tiny_model: Path, tmp_path: Path
+    forks: Forks, model: Path, tmp_path: Path
 ) -> None:
     pairs = ({"prompt": f"what is row {n}\n", "completion": CORPUS[n % 40][: 20 + n % 50]} for n in range(40))
     path = write_rows(tmp_path / "pairs.jsonl", pairs)
 
     def losses(name: str, used: str, **config: str) -> list[float]:
         job = make_job(
-            tmp_path / name, tiny_model, path, data_format="prompt_completion", method="full", max_seq_length=128,
+            tmp_path / name, model, path, data_format="prompt_completion", method="full", max_seq_length=128,
             **SETTINGS, **config,
         )  # fmt: skip
         done = forks.run(job)
@@ -68,7 +76,7 @@ def test_losses_on_prompts_and_completions_equal_plain_trls_with_the_defaults_of
         assert done.of("config")[0]["effective"]["loss_on"] == used
         return [float.fromhex(loss) for loss, _ in done.steps.values()]
 
-    plain = partial(plain_losses, tiny_model, path, adapter="full", max_length=128)
+    plain = partial(plain_losses, model, path, adapter="full", max_length=128)
     ours = losses("ours", "completion")
     assert ours == pytest.approx(plain(folder=tmp_path / "plain"), abs=1e-6)
     on_all = losses("all", "all", loss_on="all")

@@ -19,6 +19,11 @@ CELLS = [
     Cell("llama", "lora", "sdpa", _PADDED, "off"),
     Cell("llama", "lora", "eager", Batch(1, 96), "selective"),
     Cell("llama", "lora", "sdpa", Batch(1, 96, masked=True, positions_each=True), "off"),
+    Cell("llama", "lora", "varlen", Batch(1, 96, texts=2, positions_each=True), "off"),
+    Cell("llama", "lora", "varlen", _PADDED, "off"),
+    Cell("qwen3", "qlora", "varlen", Batch(1, 96, texts=2, positions_each=True), "selective"),
+    Cell("gemma3_text", "full", "varlen", Batch(1, 96, texts=2, positions_each=True), "off", mixed=True),
+    Cell("phi3", "lora", "varlen", Batch(1, 96, texts=2, positions_each=True), "off"),
     Cell("llama", "qlora", "sdpa", Batch(2, 48), "off"),
     Cell("llama", "dora", "sdpa", Batch(4, 40), "full"),
     Cell("llama", "dpo", "sdpa", Batch(4, 48, masked=True), "off"),
@@ -33,7 +38,11 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.family}-{cell.method}-{cell.checkpointing}")
+def name(cell: Cell) -> str:
+    return f"{cell.family}-{cell.method}-{cell.attention}-{cell.checkpointing}"
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=name)
 def test_a_forward_pass_holds_the_bytes_of_the_formula(cell: Cell) -> None:
     torch.manual_seed(0)
     model, described = built(cell)
@@ -59,9 +68,10 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
         Cell("llama", "lora", "sdpa", Batch(3, 96, sequence_parallel=4, positions_each=False), "full"),
         Cell("qwen3", "lora", "sdpa", Batch(2, 96, sequence_parallel=4), "off", mixed=True),
         Cell("llama", "qlora", "sdpa", Batch(1, 96, masked=True, positions_each=True, sequence_parallel=4), "off"),
+        Cell("llama", "lora", "varlen", Batch(1, 96, texts=2, positions_each=True, sequence_parallel=4), "off"),
         Cell("gpt2", "lora, no dropout", "sdpa", Batch(2, 64, sequence_parallel=4), "selective"),
     ],
-    ids=lambda cell: f"{cell.family}-{cell.method}-{cell.checkpointing}",
+    ids=name,
 )
 def test_a_device_holds_its_part_of_sequences_that_several_share(cell: Cell, ranks: Ranks) -> None:
     torch.manual_seed(0)

@@ -150,7 +150,7 @@ def test_a_recipe_trains_in_the_place_of_the_methods_own(
     config = {**CONFIG, "method": "lora", "lora_r": 4, "max_steps": 1}
     own, factored = (
         completed(forks.run(make_job(tmp_path / str(at), tiny_model, chats, extra=extra, **config)))
-        for at, extra in enumerate([{}, {"recipe": {"type": "weighted-by-length", "factor": 3.0}}])
+        for at, extra in enumerate([{"padding_free": False}, {"recipe": {"type": "weighted-by-length", "factor": 3.0}}])
     )
     assert any("a recipe of our own" in record["line"] for record in factored.of("message"))
     losses = [float.fromhex(one.steps[1][0]) for one in (own, factored)]
