@@ -12,7 +12,7 @@ comma := ,
 # Where this is set, every process would compile PyTorch's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo up test test-all lint checked bench venv chaos mutants fuzz resume-matrix methods estimates prediction docs reference pictures vendor soak gpu-check
+.PHONY: demo up test test-all lint checked bench venv chaos mutants fuzz resume-matrix methods estimates planner prediction docs reference pictures vendor soak gpu-check
 
 demo: $(SERVICE)  ## fine-tune a small model through the service and watch; MODEL=<hub name> for another
 	@$(BIN)/anneal demo $(if $(MODEL),--model '$(MODEL)')
@@ -91,6 +91,9 @@ else
 	@$(BIN)/python -m benchmarks.gpu_check; code=$$?; \
 	  $(BIN)/python -m benchmarks.gpu_check.publish build/gpu-check/gpu-check.json && exit $$code
 endif
+
+planner: $(READY)  ## the step plan by measured passes beside that by the estimate, in counted operations; ARGS='--layers 4' for a trial in small
+	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m benchmarks.planner $(ARGS)
 
 bench: .venv/.bench  ## all benchmarks; ONLY=C8 for one, SCALE=0.01 for a trial in small
 	@$(BIN)/python -m benchmarks $(ONLY) $(if $(SCALE),--scale $(SCALE))

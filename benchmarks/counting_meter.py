@@ -10,11 +10,18 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from worker.training.model.pass_meter import Reading
 
+_ATEN = torch.ops.aten
+_COUNTS = flop_registry | {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATEN._scaled_dot_product_flash_attention],
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _ATEN._scaled_dot_product_flash_attention_backward
+    ],
+}
 OPERATIONS_PER_SECOND = 1e12
 """Operations that the meter reports as a second."""
 
@@ -37,20 +44,19 @@ class CountingMeter:
         return self._allocated
 
     def measure(self, run_pass: Callable[[], None]) -> Reading:
-        with LiveBytes(self._usable - self._allocated) as live:
+        with PassCounter(self._usable - self._allocated) as counter:
             run_pass()
-        # Apart, since the counter keeps tensors of recomputed layers alive.
-        with FlopCounterMode(display=False) as counter:
-            run_pass()
-        seconds = self._fixed_seconds + counter.get_total_flops() / OPERATIONS_PER_SECOND
-        return Reading(self._allocated + live.peak, seconds)
+        seconds = self._fixed_seconds + counter.operations / OPERATIONS_PER_SECOND
+        return Reading(self._allocated + counter.peak, seconds)
 
     def release(self) -> None:
         """Do nothing: nothing is kept."""
 
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[misc]
-    """Counts the bytes of tensors that operations create, until they are freed.
+class PassCounter(TorchDispatchMode):  # type: ignore[misc]
+    """Counts the operations of products, and the bytes of tensors that operations create, until they are freed.
+
+    `FlopCounterMode` counts operations too, but keeps the tensors of recomputed layers alive.
 
     Raises:
         torch.OutOfMemoryError: within an operation whose result exceeds the limit.
@@ -61,9 +67,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[misc]
         self._limit = limit
         self._seen = WeakIdKeyDictionary()
         self._now = self.peak = 0
+        self.operations = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        result = function(*arguments, **(options or {}))
+        options = options or {}
+        result = function(*arguments, **options)
+        if (count := _COUNTS.get(function._overloadpacket)) is not None:
+            self.operations += count(*arguments, **options, out_val=result)
         for tensor in tree_leaves((arguments, options)):
             if isinstance(tensor, torch.Tensor):  # what exists already, and may be a view of it in the result
                 self._seen.setdefault(tensor.untyped_storage(), True)

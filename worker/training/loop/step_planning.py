@@ -89,7 +89,8 @@ def _possible_micro_batches(trainer: ServiceTrainerMixin) -> tuple[int, ...]:
     )
     if is_set or is_part_of_the_loss:
         return (config.batch_size,)
-    return micro_batches(config.batch_size * config.gradient_accumulation_steps, _rows_per_device(trainer))
+    most = max(config.batch_size, _rows_per_device(trainer))
+    return micro_batches(config.batch_size * config.gradient_accumulation_steps, most)
 
 
 def _rows_per_device(trainer: ServiceTrainerMixin) -> int:
@@ -111,7 +112,7 @@ def _set_micro_batch(trainer: ServiceTrainerMixin, replaced: list[Replacement], 
     for field, used, why in (("batch_size", rows, reason), ("gradient_accumulation_steps", steps, same_rows)):
         replaced.append(Replacement(field=field, requested=getattr(config, field), used=used, reason=why))
     extra = dict(config.extra)
-    if config.trainer_options.eval_batch_size is None:
+    if config.trainer_options.eval_batch_size is None and trainer.eval_dataset is not None:
         # An evaluation keeps no activations, but may materialize logits, which the plan does not count.
         args.per_device_eval_batch_size = extra["eval_batch_size"] = min(config.batch_size, rows)
     run.config = config.model_copy(update={"batch_size": rows, "gradient_accumulation_steps": steps, "extra": extra})
@@ -141,7 +142,7 @@ def _measure(
         batches = _Batches(trainer)
         trained = [one for one in trainer.model.parameters() if one.requires_grad]
         gradients = sum(one.numel() * one.element_size() for one in trained)
-        later = optimizer_state(_tensors(trainer.model), config)
+        later = optimizer_state(trained_tensors(trainer.model), config)
         if run.ranks.size > 1:
             later += gradients  # the buckets in which they are exchanged
         bounds = (0, recomputation.layers)
@@ -151,7 +152,7 @@ def _measure(
             StepChoices(
                 rows_per_step=rows_per_step,
                 micro_batches=sizes,
-                configured_rows=config.batch_size if config.batch_size in sizes else sizes[0],
+                configured_rows=config.batch_size if len(sizes) > 1 else sizes[0],
                 layers=recomputation.layers,
                 fewest_recomputed=bounds[0],
                 most_recomputed=bounds[1],
@@ -217,7 +218,7 @@ class _Batches:
 
     def mean_positions(self, rows: int) -> float:
         """Return the positions of a micro-batch of this many rows drawn at random, padding included."""
-        starts = range(0, len(self._shuffled) - rows + 1, rows)[:_SAMPLES]
+        starts = range(0, max(len(self._shuffled) - rows, 0) + 1, rows)[:_SAMPLES]
         return float(np.mean([_positions(self._collate(self._shuffled[start : start + rows])) for start in starts]))
 
     def _collate(self, numbers: Any) -> dict[str, Any]:
@@ -268,7 +269,7 @@ def _plain_values(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, int, int]]:
+def trained_tensors(model: nn.Module) -> Iterator[tuple[str, int, int]]:
     """Yield each trained tensor as `Trained.tensors` does: kind of its layer, rows, columns."""
     for module in model.modules():
         kind = "embedding" if isinstance(module, nn.Embedding) else "linear"

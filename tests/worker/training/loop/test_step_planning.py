@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from tests.worker.training.tiny import Forks, Outcome, make_job, make_pairs, make_rated, make_tiny_model
+from tests.worker.training.tiny import (
+    Forks,
+    Outcome,
+    make_chat_dataset,
+    make_job,
+    make_pairs,
+    make_rated,
+    make_tiny_model,
+)
 from tests.worker.training.two_ranks import TwoRanks
 from worker.training.loop.step_planning import leaving_no_trace
 from worker.training.loop.throughput import Throughput
@@ -117,6 +125,22 @@ def test_run_that_fits_in_no_way_begins_with_full_recomputation_and_says_so(run:
     assert effective(done)["gradient_checkpointing"] is True and not step_plan(done)["fits"]
     warnings = [record["line"] for record in done.of("message") if record["level"] == "warning"]
     assert any("may run out of memory" in text for text in warnings)
+
+
+def test_data_smaller_than_a_micro_batch_is_planned_too(run: Run, tmp_path: Path) -> None:
+    data = make_chat_dataset(tmp_path / "three.jsonl", 3)
+    done = run("three", ROOM, data=data, method="lora", epochs=1, max_steps=1, device={"fixed_seconds": 1.0})
+    assert effective(done)["batch_size"] == 4 and len(done.steps) == 1
+
+
+def test_passes_are_measured_in_the_precision_of_training(
+    forks: Forks, model: Path, chats: Path, tmp_path: Path
+) -> None:
+    """The attention refuses tensors of 32 bits, as flash attention does."""
+    job = make_job(tmp_path / "half", model, chats, **COMMON, method="lora", **FIXED)
+    done = forks.run(job, counted_device={"usable": ROOM}, half_attention=True)
+    assert done.code == 0, done.stderr[-3000:]
+    assert step_plan(done)["passes"][0]["peak_bytes"] and len(done.steps) == 3
 
 
 def test_explicit_recomputation_and_micro_batch_are_not_measured(run: Run) -> None:

@@ -1,0 +1,18 @@
+"""A plan by measured passes fits, with no more operations than that by the estimate; `make planner` is at full size."""
+
+import pytest
+
+from benchmarks.planner import MODELS, Cell, SimulatedModel, compare
+
+
+@pytest.mark.full
+def test_plans_by_counted_passes_fit_with_no_more_operations_than_by_the_estimate() -> None:
+    described = MODELS["Qwen3-4B"](num_hidden_layers=4)
+    simulated = SimulatedModel(described)
+    ratios = []
+    for gigabytes in (7, 9, 12, 16):
+        found = compare(Cell("Qwen3-4B", 4096, gigabytes), simulated, described)
+        assert found.planned.fits and (found.planned.needed_bytes or 0) <= found.cell.usable
+        assert found.estimated.recomputed > 0, "the device is too large to show anything"
+        ratios.append(found.planned_operations / found.estimated_operations)
+    assert max(ratios) < 0.95
