@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sysconfig
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from benchmarks.gpu_check import processes
 from benchmarks.gpu_check.check import Check
 from benchmarks.gpu_check.processes import Call
+from worker import devices
 
 PACKAGES = (
     "torch", "triton", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "datasets", "flash-attn",
@@ -35,9 +35,11 @@ def run(check: Check) -> None:
     if not check.on_gpu:
         check.record("gpu", "skipped", "needs a GPU")
         return
-    fields = "name,driver_version,memory.total,memory.used,compute_mode,ecc.errors.uncorrected.volatile.total"
-    answer = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader").split(", ")
-    check.record("gpu", **dict(zip(fields.split(","), answer, strict=False)))
+    gpu, (used, _) = check.device, devices.memory(check.device) or (0, 0)
+    check.record(
+        "gpu", name=gpu.name, capability=gpu.capability, memory_gib=round(gpu.memory_bytes / 2**30, 1),
+        used_gib=round(used / 2**30, 1), driver=_driver(),
+    )  # fmt: skip
     folder = check.folder("device speed")
     end = processes.run(Call(_measure_device, folder, (str(folder / "result.json"),), 40))
     if end.code == 0:
@@ -88,9 +90,9 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _output(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired) as problem:
-        return str(problem)
-    return done.stdout.strip() or done.stderr.strip()
+def _driver() -> str:
+    with devices.nvml() as library:
+        try:
+            return str(library.nvmlSystemGetDriverVersion())
+        except library.NVMLError:
+            return "unknown"
