@@ -258,7 +258,8 @@ class TestParity:
         config = ours | {"max_seq_length": longest}
         job = make_job(tmp_path, model, data, data_format="preference", method="reward", **config)
         theirs = plain("reward", model, data, tmp_path / "plain", adapter, max_length=longest)
-        assert losses(forks.run(job)) == pytest.approx(theirs, rel=1e-6)
+        # Fused layers of adapters add in another order.
+        assert losses(forks.run(job)) == pytest.approx(theirs, rel=1e-6 if adapter == "full" else 3e-6)
 
     @every_pair("algorithm", ["grpo", "rloo"], usual=("lora", "grpo"))
     def test_losses_of_rlhf_equal_plain_trls(
@@ -275,7 +276,7 @@ class TestParity:
             max_completion_length=12, temperature=0.9, beta=beta, reward_funcs=[near_eight], **more,
         )  # fmt: skip
         found = losses(forks.run(job))
-        assert found == pytest.approx(theirs, rel=1e-6, abs=1e-8)
+        assert found == pytest.approx(theirs, rel=1e-6, abs=1e-8 if adapter == "full" else 1e-7)
         assert any(abs(loss) > 1e-4 for loss in found) or algorithm == "rloo"
 
 
