@@ -46,6 +46,34 @@ MUTANTS = (
         "test_extra_evaluation_sets_leave_no_trace_in_the_training_even_if_a_stop_interrupts_one",
     ),
     Mutant(
+        name="measuring-draws-numbers",
+        promises=(10,),
+        about="The passes that a step is planned by move the random state that the training begins with.",
+        changes=(
+            Change(
+                "worker/training/loop/step_planning.py",
+                "        with sampling.preserve_rng():\n            yield\n",
+                "        yield\n",
+            ),
+        ),
+        test="tests/worker/training/loop/test_step_planning.py::"
+        "test_measured_run_takes_the_same_steps_as_one_that_is_not[lora]",
+    ),
+    Mutant(
+        name="micro-batch-not-of-the-checkpoint",
+        promises=(10,),
+        about="A resumed run chooses its micro-batches again.",
+        changes=(
+            Change(
+                "worker/training/loop/step_planning.py",
+                "    if len(sizes) > 1 and rows in sizes:\n",
+                "    if False:\n",
+            ),
+        ),
+        test="tests/worker/training/loop/test_step_planning.py::"
+        "test_resumed_run_has_the_micro_batches_of_its_checkpoint",
+    ),
+    Mutant(
         name="checkpoint-without-a-part",
         promises=(11,),
         about="A checkpoint of a divided model is committed although one device could not write its part.",
