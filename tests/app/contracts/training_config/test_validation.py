@@ -377,6 +377,11 @@ class TestConflicts:
                 "learning_rate",
             ),
             ({"extra": {"packing_strategy": "wrapped"}}, "extra.packing_strategy"),
+            ({"packing": True, "extra": {"padding_free": True}}, "extra.padding_free"),
+            ({"packing": True, "extra": {"padding_free": False}}, "extra.padding_free"),
+            ({"attn_implementation": "sdpa", "extra": {"padding_free": True}}, "extra.padding_free"),
+            ({"neftune_noise_alpha": 5.0, "extra": {"padding_free": True}}, "extra.padding_free"),
+            ({"method": "dpo", "extra": {"padding_free": True}}, "extra.padding_free"),
             (
                 {"packing": True, "extra": {"packing_strategy": "wrapped"}, "truncation_mode": "keep_end"},
                 "truncation_mode",
