@@ -66,7 +66,8 @@ class _FrozenHead(torch.autograd.Function):  # type: ignore[misc]
         }  # fmt: skip
         flags = {f"HAS_{name.upper()}": name in outputs for name in kernels.OPTIONAL_OUTPUTS}
         weight = weight.to(dtype)
-        statistics = torch.zeros(7, rows, device=device)
+        # Tensors of their own, aligned whatever their size: Triton compiles a kernel again for other alignments.
+        statistics = [torch.zeros(rows, device=device) for _ in range(7)]
         highest, exp_sum, weighted_sum, square_sum, logit_sum, highest_before, target_logit = statistics
         highest.fill_(-math.inf)
         highest_before.fill_(-math.inf)
