@@ -4,13 +4,20 @@ from typing import Any
 
 import pytest
 import torch
-from trl.kernels import chunked_logprob
+from trl.kernels import ChunkedLogProbFunction, chunked_logprob
+from trl.trainer import utils as trl_utils
 
 from app.contracts.attempt.device import AssignedDevice
 from worker.training.failures import TrainingFailure
 from worker.training.model import device_check, loader
 
 CPU = AssignedDevice("cpu", 0, "cpu-0")
+
+
+@pytest.fixture(autouse=True)
+def own_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the loss head of TRL as it was to the tests that follow in this process."""
+    monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", ChunkedLogProbFunction)
 
 
 def test_a_device_that_works_passes_with_the_4_bit_weights_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
