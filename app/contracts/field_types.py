@@ -70,8 +70,6 @@ class Traits:
     """Applies only to runs with `sample_steps`."""
     depends_on_method: bool = False
     """Its valid values depend on the method."""
-    is_available: bool = True
-    """False if this version accepts only the default."""
 
 
 Timestamp = Annotated[datetime, PlainSerializer(timestamp, return_type=str, when_used="json")]

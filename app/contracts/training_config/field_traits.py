@@ -41,5 +41,3 @@ NEEDS_EVAL_DATA = tuple(name for name, traits in TRAITS.items() if traits.needs_
 NEEDS_SAMPLES = tuple(name for name, traits in TRAITS.items() if traits.needs_samples)
 
 DEPENDS_ON_METHOD = frozenset(name for name, traits in TRAITS.items() if traits.depends_on_method)
-
-NOT_AVAILABLE = tuple(name for name, traits in TRAITS.items() if not traits.is_available)

@@ -328,8 +328,10 @@ class TrainingConfig(Strict):
         description="Recompute activations in the backward pass to save memory at the cost of time: `true` for all "
         "layers, `selective` for half of them, `auto` for as few as the memory requires.",
     )
-    activation_offload: Annotated[bool, Traits(affects="step_time", is_available=False)] = Field(
-        default=False, description="Offload activations to host memory."
+    activation_offload: Annotated[bool, Traits(affects="step_time")] = Field(
+        default=False,
+        description="Keep the activations that are not recomputed in host memory until the backward pass; needs a GPU. "
+        "Estimates do not count the saving.",
     )
     attn_implementation: Annotated[Attention | None, Traits(affects="step_time")] = Field(
         default=None,
@@ -337,8 +339,10 @@ class TrainingConfig(Strict):
         "installed, else `varlen` (torch's kernel for texts without padding between them; on a CPU, `sdpa` for each "
         "text), else `sdpa`.",
     )
-    torch_compile: Annotated[bool, Traits(affects="step_time", is_available=False)] = Field(
-        default=False, description="Compile the model with `torch.compile`."
+    torch_compile: Annotated[bool, Traits(affects="step_time")] = Field(
+        default=False,
+        description="Compile the layers of the model with `torch.compile` before the first step; needs a C++ compiler "
+        "on the worker.",
     )
 
     max_seq_length: Annotated[Length | None, Traits(affects="step_time")] = Field(

@@ -118,6 +118,9 @@ def _replacements(
     if is_stochastic and not OPTIMIZERS[config.optim].rounds_stochastically:
         reason = "It updates weights in bfloat16 without rounding small updates to nothing."
         replace("optim", DEFAULT_STOCHASTIC_OPTIMIZER, reason)
+    if config.activation_offload and config.gradient_checkpointing == "auto":
+        reason = "Activations are offloaded, and with recomputation only the inputs of the layers are moved."
+        replace("gradient_checkpointing", True, reason)
     if machine.kind == "cpu":
         if not is_stochastic and config.optim.startswith("paged_") and config.extra.get("optimizer") is None:
             replace("optim", config.optim.removeprefix("paged_"), "Paging optimizer state needs a GPU.")

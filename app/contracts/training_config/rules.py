@@ -114,6 +114,12 @@ def method_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError
     if config.dtype == "float32" and (config.attn_implementation or "").startswith("flash_attention"):
         message = f"is `{config.attn_implementation}`, which computes in 16 bits, but `dtype` is `float32`; use `sdpa`"
         found.append(field_error("attn_implementation", "conflict", message))
+    if config.activation_offload and method.generates:
+        message = f"cannot be used with method `{method.name}`, whose trainer does not support it; leave it out"
+        found.append(field_error("activation_offload", "conflict", message))
+    if config.torch_compile and method.generates:
+        message = f"cannot be used with method `{method.name}`, which also generates with the layers; leave it out"
+        found.append(field_error("torch_compile", "conflict", message))
     found += _objective_conflicts(config, given)
     found += _sample_conflicts(config, given)
     found += gguf_conflicts(config)
@@ -448,6 +454,8 @@ def sharding_obstacles(config: TrainingConfig, given: set[str]) -> list[str]:
     elif "optim" in given and config.optim not in SHARDED_OPTIMIZERS:
         names = ", ".join(f"`{name}`" for name in SHARDED_OPTIMIZERS)
         found.append(f"the state of `{config.optim}` cannot be divided; use one of {names}")
+    if config.torch_compile:
+        found.append("`torch_compile` compiles layers that are whole on each device")
     if config.weights_dtype != "float32":
         found.append("the state of the optimizers for weights in bfloat16 cannot be divided; leave `weights_dtype` out")
     if config.extra.get("model_factory") is not None:
@@ -471,6 +479,9 @@ def machine_conflicts(config: TrainingConfig, given: set[str], machine: DeviceCa
         found.append(
             field_error("attn_implementation", code, f"is `{attention}`, which needs a GPU with flash-attn; use `sdpa`")
         )
+    if config.activation_offload and machine.kind == "cpu":
+        message = "needs a GPU: on a CPU, activations are in the memory of the host anyway; leave it out"
+        found.append(field_error("activation_offload", code, message))
     if config.dtype == "bfloat16" and machine.kind == "cuda" and not machine.bf16:
         found.append(
             field_error("dtype", code, "is `bfloat16`, which this GPU does not support; use `float16`, or leave it out")

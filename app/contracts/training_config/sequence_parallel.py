@@ -14,6 +14,8 @@ def sequence_parallel_obstacles(config: TrainingConfig) -> list[str]:
         found.append(f"`{config.method}` needs whole sequences on each device; only {names} can divide them")
     if config.neftune_noise_alpha is not None:
         found.append("`neftune_noise_alpha` depends on the length of the whole sequence")
+    if config.torch_compile:
+        found.append("`torch_compile` compiles attention over whole sequences")
     if config.attn_implementation == "eager":
         found.append("`attn_implementation: eager` cannot be divided; use `sdpa`")
     for name in _PLUGINS:

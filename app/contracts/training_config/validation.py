@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from app.contracts.errors import FieldError
 from app.contracts.methods import OPTION_GROUPS
 from app.contracts.plugins import replaced_fields
-from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME, NOT_AVAILABLE
+from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME
 from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
 from app.contracts.training_config.optimizers import NOT_SUPPORTED
 from app.contracts.training_config.peer_names import OFFLOADED_OPTIMIZER, hint
@@ -62,7 +62,6 @@ def config_errors(
     except ValidationError as error:
         found += _from_pydantic(error.errors(include_url=False), TrainerOptions, "extra")
     given = given_fields(config_input)
-    found += _not_available_yet(config)
     together = _conflicts(config, config_input, given, has_eval_dataset, dataset_format)
     if machine is not None:
         together += machine_conflicts(config, given, machine)
@@ -117,19 +116,6 @@ def resume_problems(parent_config: Mapping[str, Any], overrides: Mapping[str, An
         )
         for name, value in normalize_numbers(overrides).items()
         if name in TrainingConfig.model_fields and name not in CHANGEABLE_ON_RESUME and value != parent_config.get(name)
-    ]
-
-
-def _not_available_yet(config: TrainingConfig) -> list[FieldError]:
-    wanted = {name: getattr(config, name) for name in NOT_AVAILABLE}
-    return [
-        field_error(
-            name,
-            "not_available_yet",
-            f"cannot be {str(value).lower()} yet: this version does not support it; leave the field out",
-        )
-        for name, value in wanted.items()
-        if value
     ]
 
 

@@ -21,6 +21,7 @@ from worker.training.context import TrainingContext
 from worker.training.loop import probe, sampling
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.model import memory_plan, pass_meter
+from worker.training.model.compilation import reported_compiler_errors
 from worker.training.model.pass_meter import PassMeter, Reading
 from worker.training.model.recomputation import Recomputation
 from worker.training.model.step_planner import (
@@ -34,6 +35,7 @@ from worker.training.model.step_planner import (
 
 _SAMPLES = 16
 """Micro-batches whose mean number of positions stands for that of all."""
+_COMPILED_SAMPLES = 4
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -74,6 +76,32 @@ def plan_step(trainer: ServiceTrainerMixin, replaced: list[Replacement]) -> dict
     return {"step_plan": _facts(plan, seconds)}
 
 
+def compile_ahead(trainer: ServiceTrainerMixin) -> dict[str, Any]:
+    """Compile the layers of a run that asks for it, and return the seconds that it took as run info.
+
+    The longest, the shortest and some other micro-batches go forward and backward, so that the first steps compile
+    nothing, and their times are those of a step.
+
+    Raises:
+        TrainingFailure: `config_error`, if this worker or this model cannot compile.
+    """
+    run = trainer.run
+    if not run.config.torch_compile or run.only_evaluates:
+        return {}
+    run.report.message("The layers are being compiled; the first run of a model takes minutes.")
+    began = time.monotonic()
+    rows = min(run.config.batch_size, _rows_per_device(trainer))
+    trained = [one for one in trainer.model.parameters() if one.requires_grad]
+    with leaving_no_trace(trainer), run.ranks.alone(), reported_compiler_errors():
+        batches = _Batches(trainer)
+        # Padding, lengths and gradients of the input decide which variants of a layer are needed.
+        for batch in (batches.longest(rows), batches.shortest(rows), *batches.drawn(rows, _COMPILED_SAMPLES)):
+            run.raise_if_stopped()
+            run.report.alive()
+            _pass(trainer, trained, batch, accumulates=False)()
+    return {"compile_seconds": time.monotonic() - began}
+
+
 def _possible_micro_batches(trainer: ServiceTrainerMixin) -> tuple[int, ...]:
     """Return the sizes that the micro-batches may have, with as many rows per step: one, if that is fixed.
 
@@ -87,7 +115,7 @@ def _possible_micro_batches(trainer: ServiceTrainerMixin) -> tuple[int, ...]:
         or config.neftune_noise_alpha is not None  # its noise depends on the positions of the batch
         or bool(getattr(trainer, "aux_loss_enabled", False))  # balances the experts of each micro-batch
     )
-    if is_set or is_part_of_the_loss:
+    if is_set or is_part_of_the_loss or config.activation_offload:
         return (config.batch_size,)
     most = max(config.batch_size, _rows_per_device(trainer))
     return micro_batches(config.batch_size * config.gradient_accumulation_steps, most)
@@ -216,10 +244,18 @@ class _Batches:
             self._longest[rows] = self._collate(self._order[:rows])
         return self._longest[rows]
 
+    def shortest(self, rows: int) -> dict[str, Any]:
+        """Return the micro-batch of the shortest rows."""
+        return self._collate(self._order[-rows:])
+
     def mean_positions(self, rows: int) -> float:
         """Return the positions of a micro-batch of this many rows drawn at random, padding included."""
-        starts = range(0, max(len(self._shuffled) - rows, 0) + 1, rows)[:_SAMPLES]
-        return float(np.mean([_positions(self._collate(self._shuffled[start : start + rows])) for start in starts]))
+        return float(np.mean([_positions(batch) for batch in self.drawn(rows, _SAMPLES)]))
+
+    def drawn(self, rows: int, count: int) -> Iterator[dict[str, Any]]:
+        """Yield at most `count` micro-batches drawn at random."""
+        for start in range(0, max(len(self._shuffled) - rows, 0) + 1, rows)[:count]:
+            yield self._collate(self._shuffled[start : start + rows])
 
     def _collate(self, numbers: Any) -> dict[str, Any]:
         rows = self._trainer.train_dataset

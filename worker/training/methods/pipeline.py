@@ -20,12 +20,13 @@ from worker.training.failures import TrainingFailure
 from worker.training.loop.callbacks import SharingCallback, StepCallback
 from worker.training.loop.histograms import HistogramCallback
 from worker.training.loop.memory import MemoryProfiler
-from worker.training.loop.step_planning import plan_step
+from worker.training.loop.step_planning import compile_ahead, plan_step
 from worker.training.loop.trainer import EndedBeforeStep, ServiceTrainerMixin
 from worker.training.methods import preparation
 from worker.training.methods.preparation import Read, Rows, RunData, Setup
 from worker.training.model import kernels, loader, memory_plan
 from worker.training.model.base_model import BaseModelSource
+from worker.training.model.compilation import compile_layers
 from worker.training.model.peak_flops import peak_tflops
 from worker.training.output import hub_push
 from worker.training.output.export import OUTPUT, export
@@ -80,7 +81,7 @@ def train_on_tokens(
             processing_class=tokenizer,
             peft_config=loader.lora_config(run.config, start.revision, head),
         )
-        planned = plan_step(trainer, replaced)
+        planned = plan_step(trainer, replaced) | compile_ahead(trainer)
         facts = report_run_info(trainer, base, replaced, data, max_length=max_length, **tokenized, **planned)
         if run.only_evaluates:
             return evaluate(trainer)
@@ -135,6 +136,8 @@ def trainer_arguments(run: TrainingContext, total_steps: int) -> dict[str, Any]:
         # Every parameter that is trained takes part in each step, and no module has buffers that training changes.
         "ddp_find_unused_parameters": False,
         "ddp_broadcast_buffers": False,
+        # An argument of TRL, which the trainer that generates does not have.
+        **({"activation_offloading": True} if config.activation_offload else {}),
     }
 
 
@@ -159,6 +162,8 @@ def build(make: Callable[..., Trains], run: TrainingContext, **options: Any) -> 
             f"`lora_dropout` is {run.config.lora_dropout}: each adapter that peft computes (`kernels` in the run info) "
             "keeps a mask and a copy of its input for the backward pass. Set it to 0 to save this memory."
         )
+    if run.config.torch_compile and not run.only_evaluates:
+        compile_layers(trainer.model)
     if not run.ranks.is_first:
         trainer.remove_callback(PrinterCallback)  # on each host, one process would print the metrics of each step
     trainer.add_callback(StepCallback(run, trainer))

@@ -38,7 +38,6 @@ class TestTraits:
             (field_traits.NEEDS_EVAL_DATA, "extra.eval_on_start"),
             (field_traits.NEEDS_SAMPLES, "sample_prompts"),
             (field_traits.DEPENDS_ON_METHOD, "load_in_4bit"),
-            (field_traits.NOT_AVAILABLE, "torch_compile"),
         ],
     )
     def test_lists_follow_from_traits(self, fields: object, field: str) -> None:

@@ -17,6 +17,7 @@ from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import drop_unknown_fields, given_fields
 from app.contracts.training_config.resolution import resolve
 from app.contracts.training_config.rules import DeviceCapabilities, sharding_obstacles
+from app.contracts.training_config.sequence_parallel import sequence_parallel_obstacles
 from app.contracts.training_config.validation import config_errors, resume_problems
 
 CPU = DeviceCapabilities(kind="cpu", bf16=True)
@@ -324,10 +325,10 @@ class TestEachFieldIsChecked:
 
     def test_all_problems_come_at_once_conflicts_included(self) -> None:
         config = {"method": "full", "load_in_8bit": True, "batch_size": -1, "nonsense": 1, "extra": {"no": 1},
-                  "torch_compile": True, "eval_steps": 5}  # fmt: skip
+                  "eval_steps": 5}  # fmt: skip
         assert codes(config) == {
             ("batch_size", "out_of_range"), ("nonsense", "unknown_field"), ("extra.no", "unknown_field"),
-            ("load_in_8bit", "conflict"), ("torch_compile", "not_available_yet"), ("eval_steps", "needs_eval_data"),
+            ("load_in_8bit", "conflict"), ("eval_steps", "needs_eval_data"),
         }  # fmt: skip
 
 
@@ -477,15 +478,22 @@ class TestConflicts:
         stored = TrainingConfig.model_validate({"base_model": "tiny", "loss_on": "all"})
         assert resolve(stored, set(), None, dataset_format="prompt_completion").config.loss_on == "all"
 
-    @pytest.mark.parametrize(
-        ("fields", "field"),
-        [
-            ({"torch_compile": True}, "torch_compile"),
-            ({"activation_offload": True}, "activation_offload"),
-        ],
-    )  # fmt: skip
-    def test_what_does_not_work_yet_is_refused_by_name(self, fields: dict[str, Any], field: str) -> None:
-        assert codes(fields) == {(field, "not_available_yet")}
+    @pytest.mark.parametrize("field", ["torch_compile", "activation_offload"])
+    def test_method_that_generates_refuses_what_its_trainer_cannot_do(self, field: str) -> None:
+        config = {"method": "rlhf", "rlhf": {"rewards": [{"type": "exact_match"}]}, field: True}
+        assert codes(config) == {(field, "conflict")}
+
+    def test_offloaded_activations_need_a_gpu_and_are_recomputed_there_by_default(self) -> None:
+        config = {"activation_offload": True}
+        assert codes(config, machine=CPU) == {("activation_offload", "not_on_this_machine")}
+        assert codes(config, machine=GPU) == set()
+        assert effective(GPU, **config).config.gradient_checkpointing is True
+        assert effective(GPU, **config, gradient_checkpointing=False).config.gradient_checkpointing is False
+
+    def test_compiled_layers_can_be_neither_sharded_nor_divided_by_sequence(self) -> None:
+        config = TrainingConfig(base_model="tiny", method="lora", torch_compile=True)
+        for obstacles in (sharding_obstacles(config, {"torch_compile"}), sequence_parallel_obstacles(config)):
+            assert any("`torch_compile`" in obstacle for obstacle in obstacles)
 
     def test_a_given_value_that_the_machine_cannot_honor_is_refused(self) -> None:
         refused = ("not_on_this_machine",)

@@ -72,7 +72,6 @@ CONFIGS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"max_seq_length": 10**30}, "max_seq_length", "out_of_range", "10000000"),
     ({"method": "magic"}, "method", "unknown_value", "qlora"),
     ({"optim": "adam"}, "optim", "unknown_value", "adamw_torch"),
-    ({"torch_compile": True}, "torch_compile", "not_available_yet", "does not support it"),
     ({"base_model": "../../etc/passwd"}, "base_model", "invalid_name", "not a path outside the models root"),
     ({"base_model": "/etc/passwd"}, "base_model", "outside_models_root", "points outside the models root"),
     ({"base_model": "tiny/../../x"}, "base_model", "invalid_name", "not a path outside the models root"),
