@@ -61,7 +61,7 @@ STAGES = (
     Stage("resume", 75, 35),
     Stage("memory", 75, 30),
     Stage("checkpoint", 60, 30),
-    Stage("throughput", 230, 90),
+    Stage("throughput", 1800, 90),
     Stage("profile", 75, 40),
     Stage("demo", 150, 90),
 )

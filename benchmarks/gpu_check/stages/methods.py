@@ -1,4 +1,4 @@
-"""Ten small runs: every method, and the ways to load, pack, recompute and export."""
+"""Small runs: every method, and the ways to load, pack, recompute and export."""
 
 from typing import Any
 
@@ -25,6 +25,11 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
                         "rlhf": {"num_generations": 4, "max_completion_length": 8, "rewards": [_LENGTH]}}),
 }  # fmt: skip
 """Format of the dataset and configuration of each run."""
+GPU_RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "full, activations offloaded": ("chat", {"method": "full", "activation_offload": True}),
+    "lora, compiled": ("chat", {"method": "lora", "torch_compile": True}),
+}
+"""Runs of what a CPU does not have, or takes minutes for."""
 
 
 def run(check: Check) -> None:
@@ -37,7 +42,7 @@ def run(check: Check) -> None:
     }
     jobs = [
         Job(name, make_job(check.folder(name), model, data[format_], data_format=format_, **BASE | config))
-        for name, (format_, config) in RUNS.items()
+        for name, (format_, config) in (RUNS | GPU_RUNS if check.on_gpu else RUNS).items()
     ]
     for first in range(0, len(jobs), check.at_once):
         for finished in run_jobs(check, jobs[first : first + check.at_once], check.at_once):
