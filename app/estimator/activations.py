@@ -8,7 +8,7 @@ from app.contracts.training_config.fields import TrainingConfig
 from app.estimator.architecture import Architecture
 from app.estimator.forward_pass import Attention, Batch, Forward, Loaded
 from app.estimator.parameters import Trained, Weight, trained
-from app.estimator.tape import Device, Layer, Tape, Value
+from app.estimator.tape import BackwardPass, Device, Layer, Operation, Tape, Value
 
 Checkpointing = Literal["off", "selective", "full"]
 """Layers recomputed in the backward pass: none, every second, all."""
@@ -54,6 +54,8 @@ class Activations:
     """Operations of recomputed matrix products."""
     head_workspace: int
     """Bytes of the logits tile and of gradients accumulated in 32 bits, in the backward pass."""
+    peak: int
+    """Highest bytes within the backward pass: kept tensors, temporaries, and gradients, of weights only new ones."""
 
 
 def activations(
@@ -63,10 +65,11 @@ def activations(
     batch: Batch,
     checkpointing: Checkpointing,
     attention: Attention,
+    shards: int = 1,
 ) -> Activations:
     """Compute the activations of a micro-batch under an effective configuration.
 
-    `batch` contains both answers of each pair.
+    `batch` contains both answers of each pair; `shards` is the number of devices that share the gradients of weights.
 
     Raises:
         CannotTrain: The model cannot be trained with this configuration.
@@ -78,14 +81,15 @@ def activations(
     value = _embedded(model, loaded, batch, tape, checkpointing)
     every, again, repeated = EVERY.get(checkpointing, 0), 0, 0
     walks: dict[tuple[Any, ...], _Walk] = {}
+    layers: list[tuple[int, _Walk]] = []
     for at in range(model.layers):
         is_repeated = every > 0 and at % every == 0
         if is_repeated:
             tape.save(value)
         # Most layers equal an earlier one; the key contains everything that the result depends on.
         shape, has_saved = replace(value, storage=0), value.storage in tape.saved
-        key = model.experts_of(at), shape, has_saved, forward.has_turned, is_repeated
-        walk = walks.get(key)
+        key = model.experts_of(at), model.has_window(at), shape, has_saved, forward.has_turned, is_repeated
+        walk, before = walks.get(key), tape.total
         if walk is None:
             walk = walks[key] = _walk(forward, at, value, keeps=not is_repeated)
             value = walk.result
@@ -95,44 +99,84 @@ def activations(
             if not is_repeated:
                 tape.save(Value(walk.kept, 1, False))
             value = walk.result.copied()
+        layers.append((before, walk))
         if is_repeated:
             again = max(again, walk.kept)
             repeated += walk.forward
-    kept, backbone = tape.total, forward.norm(_last_norm(model), value)
-    head, workspace = _head(model, config, loaded, batch, backbone, tape)
-    mask = batch.pairs * (precision.base if attention == "eager" else 1)
+    kept, first, saved = tape.total, len(tape.operations), set(tape.saved)
+    backbone = forward.norm(_last_norm(model), value)
+    loss, head, workspace = _head(model, config, loaded, batch, backbone, tape)
+    head_saved = {storage: size for storage, size in tape.saved.items() if storage not in saved}
+    has_mask, windowed = batch.masked or attention == "eager", len(model.windowed_layers)
+    masks = (windowed > 0 and (has_mask or batch.length >= model.window)) + (has_mask and windowed < model.layers)
     return Activations(
         kept=kept,
         again=again,
-        mask=mask if attention == "eager" or (batch.masked and attention == "sdpa") else 0,
+        mask=masks * batch.pairs * {"eager": precision.base, "sdpa": 1}.get(attention, 0),
         head=tape.total - kept + head,
         forward=tape.forward_operations,
         operations=tape.forward_operations + tape.backward_operations,
         operations_again=repeated,
         head_workspace=workspace,
-    )
+        peak=_peak(
+            [*layers, (kept, _Walk(loss, tape.total - kept + head, tape.operations[first:], head_saved, 0))],
+            config, model, loaded, shards,
+        ),
+    )  # fmt: skip
+
+
+def _peak(
+    parts: list[tuple[int, "_Walk"]], config: TrainingConfig, model: Architecture, loaded: "_Loaded", shards: int
+) -> int:
+    """Return the highest bytes within the backward pass; `parts` are the layers and the head, with what was kept before."""
+    keeps_gradients = config.gradient_accumulation_steps == 1
+    passes: dict[int, BackwardPass] = {}
+    peak = gradients = 0
+    for before, walk in reversed(parts):
+        if id(walk) not in passes:
+            passes[id(walk)] = BackwardPass(
+                walk.operations, walk.saved, walk.result, keeps_gradients=keeps_gradients and shards == 1
+            )
+        # A layer that keeps nothing runs again while the gradient of its result waits.
+        again = walk.highest + walk.result.kept
+        peak = max(peak, before + gradients + max(again, walk.kept + passes[id(walk)].peak))
+        if keeps_gradients:
+            gradients += sum(one.weights for one in walk.operations) // shards
+    if loaded.trains(_embeddings(model)) and shards == 1:
+        # The gradient of a matrix that the head shares is added to that of the head.
+        peak = max(peak, gradients + model.vocabulary * model.hidden * 4)
+    return peak
 
 
 @dataclass(frozen=True)
 class _Walk:
-    """Result of the forward pass through one layer."""
+    """Result of the forward pass through one layer or the head."""
 
     result: Value
     kept: int
     """Newly kept bytes."""
-    forward: int
-    backward: int
+    operations: list[Operation]
+    saved: dict[int, int]
+    """Newly kept bytes by storage."""
+    highest: int
+    """Highest number of bytes alive while it ran, beyond those kept before."""
+    forward: int = 0
+    backward: int = 0
 
 
 def _walk(forward: Forward, at: int, value: Value, *, keeps: bool) -> _Walk:
     """Run one layer; unless `keeps` is set, remove the layer's kept tensors from the tape again."""
     tape = forward.tape
-    before, there, done, to_do = dict(tape.saved), tape.total, tape.forward_operations, tape.backward_operations
+    before, first, done, to_do = dict(tape.saved), len(tape.operations), tape.forward_operations, tape.backward_operations
+    tape.highest = there = tape.total
     result = forward.layer(at, value)
-    kept = tape.total - there
+    saved = {storage: size for storage, size in tape.saved.items() if storage not in before}
     if not keeps:
         tape.saved = before
-    return _Walk(result, kept, tape.forward_operations - done, tape.backward_operations - to_do)
+    return _Walk(
+        result, sum(saved.values()), tape.operations[first:], saved, tape.highest - there,
+        tape.forward_operations - done, tape.backward_operations - to_do,
+    )  # fmt: skip
 
 
 class _Loaded:
@@ -184,14 +228,18 @@ def _short(name: str) -> str:
 
 
 def _embedded(model: Architecture, loaded: _Loaded, batch: Batch, tape: Tape, checkpointing: Checkpointing) -> Value:
-    matrix = Weight("model.embed_tokens" if model.family != "gpt2" else "transformer.wte", "embedding", 1)
-    trains = loaded.trains(matrix)
+    trains = loaded.trains(_embeddings(model))
     if trains:
         tape.save(Value(batch.tokens, 8, False))
     # A recomputed layer needs an input that requires a gradient, so the embedding output gets one.
     grad = trains or checkpointing != "off"
     value = Value(batch.tokens * model.hidden, loaded.described().hidden_bytes, grad)
     return tape.dropout(value) if model.family == "gpt2" and model.residual_dropout else value
+
+
+def _embeddings(model: Architecture) -> Weight:
+    name = "transformer.wte" if model.family == "gpt2" else "model.embed_tokens"
+    return Weight(name, "embedding", model.vocabulary, model.hidden)
 
 
 def _last_norm(model: Architecture) -> Weight:
@@ -201,20 +249,26 @@ def _last_norm(model: Architecture) -> Weight:
 
 def _head(
     model: Architecture, config: TrainingConfig, loaded: _Loaded, batch: Batch, value: Value, tape: Tape
-) -> tuple[int, int]:
-    """Return the bytes that the loss keeps in addition to the tape, and its workspace."""
+) -> tuple[Value, int, int]:
+    """Return the loss of each token, the bytes that it keeps in addition to the tape, and its workspace."""
     if METHODS[config.method].has_reward_head:
-        tape.linear(value, loaded.layer(Weight("score", "linear", 1, model.hidden)))
-        return 0, 0
+        return tape.linear(value, loaded.layer(Weight("score", "linear", 1, model.hidden))), 0, 0
     taught = batch.sequences * (batch.length - 1) if batch.sequence_parallel == 1 else batch.tokens
     head = loaded.layer(Weight("lm_head", "linear", model.vocabulary, model.hidden))
     operations = 2 * batch.tokens * model.hidden * model.vocabulary
-    tape.multiplied(operations, head.trains or (model.tied and config.lora_r is None), value.grad)
+    trains = head.trains or (model.tied and config.lora_r is None)
+    tape.multiplied(operations, trains, value.grad)
     # The last position of each sequence has no target; slicing it off makes a copy.
-    cut = batch.sequence_parallel == 1 and (batch.sequences > 1 or tape.device == "cuda")
-    tape.save(Value(taught * model.hidden, value.bytes, True) if cut else value)
+    if batch.sequence_parallel == 1 and (batch.sequences > 1 or tape.device == "cuda"):
+        value = tape.made(value.elements, value.bytes, value)
+        value = tape.made(taught * model.hidden, value.bytes, value)
+    tape.save(value)
     small = taught * (8 + 4 + 4 + 1)  # targets, normalizers, entropies, a mask
     size = 2 if tape.autocast else value.bytes
-    tile = min(taught, HEAD_TOKENS) * min(HEAD_WORDS, model.vocabulary) * size
-    sums = taught * model.hidden * 4 + (model.vocabulary * model.hidden * 4 if head.trains else 0)
-    return small, tile + sums
+    words = min(HEAD_WORDS, model.vocabulary)
+    tile = min(taught, HEAD_TOKENS) * words * size
+    cast = words * model.hidden * size if head.bytes != size else 0
+    gradient = model.vocabulary * model.hidden * 4 if trains else 0
+    sums = taught * model.hidden * 4
+    loss = tape.made(taught, 4, value, grad=trains, workspace=tile + cast + sums, weights=gradient)
+    return loss, small, tile + cast + sums + gradient

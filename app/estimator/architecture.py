@@ -59,13 +59,22 @@ class Architecture:
     attention_dropout: float = 0.0
     soft_cap: bool = False
     """True if attention scores are soft-capped with tanh (eager attention only)."""
+    window: int = 0
+    """Latest tokens that the layers of `windowed_layers` attend to."""
+    windowed_layers: frozenset[int] = frozenset()
 
     def experts_of(self, layer: int) -> Experts | None:
         """Return the experts of a layer (0-based), or None if the layer has a dense MLP."""
         return None if layer in self.dense_layers else self.experts
 
+    def has_window(self, layer: int) -> bool:
+        """Return True if a layer (0-based) attends only to the latest tokens."""
+        return layer in self.windowed_layers
+
 
 _MOST_LAYERS = 1000
+_NULLABLE = ("attn_logit_softcapping", "sliding_window")
+"""Fields in which null is a value of its own."""
 _ROTARY = {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "hidden_act": "silu"}
 _GEMMA = {"head_dim": 256, "tie_word_embeddings": True, "attention_bias": False}
 
@@ -74,23 +83,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
               "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048},
     "mistral": {**_ROTARY, "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
                 "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-                "max_position_embeddings": 131_072},
+                "max_position_embeddings": 131_072, "sliding_window": 4096},
     "qwen2": {**_ROTARY, "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 22016,
               "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
-              "max_position_embeddings": 32768},
+              "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {**_ROTARY, "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 22016,
               "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128,
-              "max_position_embeddings": 32768},
+              "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
     "gemma": {**_GEMMA, "vocab_size": 256_000, "hidden_size": 3072, "intermediate_size": 24576,
               "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 16,
               "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 8192},
     "gemma2": {**_GEMMA, "vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216,
                "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
                "hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": 50.0,
-               "max_position_embeddings": 8192},
+               "max_position_embeddings": 8192, "sliding_window": 4096, "sliding_window_pattern": 2},
     "gemma3_text": {**_GEMMA, "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216,
                     "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
-                    "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131_072},
+                    "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131_072, "sliding_window": 4096, "sliding_window_pattern": 6},
     "phi": {**_ROTARY, "hidden_act": "gelu_new", "vocab_size": 51200, "hidden_size": 2048,
             "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32,
             "max_position_embeddings": 2048, "partial_rotary_factor": 0.5},
@@ -107,7 +116,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_ROTARY, "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144,
                   "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 4,
                   "decoder_sparse_step": 1, "moe_intermediate_size": 768, "num_experts_per_tok": 8,
-                  "num_experts": 128, "mlp_only_layers": [], "max_position_embeddings": 32768},
+                  "num_experts": 128, "mlp_only_layers": [], "max_position_embeddings": 32768, "sliding_window": 4096},
     "gpt2": {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12,
              "activation_function": "gelu_new", "resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1,
              "tie_word_embeddings": True},
@@ -129,7 +138,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
             f"{known}. Set `probe: true` to measure the run with two steps on a worker."
         )
     # A null means the same as a missing field, except where null is a valid value.
-    fields = {name: value for name, value in config.items() if value is not None or name == "attn_logit_softcapping"}
+    fields = {name: value for name, value in config.items() if value is not None or name in _NULLABLE}
     whole = {**FAMILIES[family], **fields}
     try:
         layers = _size(whole, "n_layer" if family == "gpt2" else "num_hidden_layers")
@@ -171,6 +180,7 @@ def _rotary(family: str, fields: Mapping[str, Any]) -> Architecture:
         raise ValueError(f"{kv_heads} key-value heads are more than the {heads} attention heads that share them")
     gemma, phi = family.startswith("gemma"), family == "phi"
     attention_bias = bool(fields.get("attention_bias")) and family not in ("mistral", "mixtral", "phi3")
+    windowed_layers = _windowed_layers(family, fields, layers)
     return Architecture(
         family=family,
         vocabulary=_size(fields, "vocab_size"),
@@ -195,6 +205,8 @@ def _rotary(family: str, fields: Mapping[str, Any]) -> Architecture:
         residual_dropout=_fraction("resid_pdrop", fields.get("resid_pdrop") or 0.0),
         attention_dropout=_fraction("attention_dropout", fields.get("attention_dropout") or 0.0),
         soft_cap=family == "gemma2" and fields.get("attn_logit_softcapping") is not None,
+        window=_size(fields, "sliding_window") if windowed_layers else 0,
+        windowed_layers=windowed_layers,
     )
 
 
@@ -241,6 +253,19 @@ def _experts(family: str, fields: Mapping[str, Any]) -> Experts | None:
 def _dense_layers(fields: Mapping[str, Any], layers: int) -> frozenset[int]:
     named, step = set(fields["mlp_only_layers"]), _size(fields, "decoder_sparse_step")
     return frozenset(at for at in range(layers) if at in named or (at + 1) % step)
+
+
+def _windowed_layers(family: str, fields: Mapping[str, Any], layers: int) -> frozenset[int]:
+    """Return the layers that attend to a window of tokens, as the configuration class of the family finds them."""
+    uses_windows = not family.startswith("qwen") or fields.get("use_sliding_window")
+    if fields.get("sliding_window") is None or not uses_windows:
+        return frozenset()
+    if "layer_types" in fields:
+        return frozenset(at for at, kind in enumerate(fields["layer_types"][:layers]) if kind == "sliding_attention")
+    if family in ("qwen2", "qwen3"):
+        return frozenset(range(fields["max_window_layers"], layers))
+    every = fields.get("sliding_window_pattern")
+    return frozenset(at for at in range(layers) if every is None or (at + 1) % every)
 
 
 def _rotary_part(fields: Mapping[str, Any]) -> float:

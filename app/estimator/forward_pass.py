@@ -78,14 +78,16 @@ class Forward:
     def layer(self, at: int, value: Value) -> Value:
         """Apply layer `at` (0-based) to hidden states."""
         parts = {one.name.removeprefix("layer."): one for one in layer(self._model, at)}
+        self.tape.held = (value,)
         if self._model.family == "phi":
             return self._parallel(parts, value)
         names = [name for name in parts if parts[name].kind == "norm" and name.count(".") == 0]
         first, before = names[0], names[1] if len(names) == 2 else names[2]
-        out = self._attend(parts, self.norm(parts[first], value))
+        out = self._attend(parts, self.norm(parts[first], value), self._has_window(at))
         if len(names) == 4:
             out = self.norm(parts[names[1]], out)
         value = self.tape.plus(value, self._residual(out))
+        self.tape.held = (value,)
         inner = self.norm(parts[before], value)
         experts = self._model.experts_of(at)
         out = self._mlp(parts, "mlp", inner) if experts is None else self._mixture(parts, experts, inner)
@@ -102,6 +104,10 @@ class Forward:
         gemma = self._model.norm == "gemma"
         return self.tape.rms_norm(value, trains=trains, size=size, gemma=gemma, width=width)
 
+    def _has_window(self, at: int) -> bool:
+        """Return True if the layer attends only to the latest tokens, which `sdpa` can only do with a mask."""
+        return self._model.has_window(at) and self._batch.length >= self._model.window
+
     def _parallel(self, parts: dict[str, Weight], value: Value) -> Value:
         inner = self.norm(parts["input_layernorm"], value)
         attended = self._residual(self._attend(parts, inner))
@@ -113,12 +119,12 @@ class Forward:
     def _linear(self, parts: dict[str, Weight], name: str, value: Value) -> Value:
         return self.tape.linear(value, self._loaded.layer(parts[name]))
 
-    def _attend(self, parts: dict[str, Weight], value: Value) -> Value:
+    def _attend(self, parts: dict[str, Weight], value: Value, has_window: bool = False) -> Value:
         model, tokens = self._model, self._batch.tokens
         wide, narrow = tokens * model.heads * model.head_width, tokens * model.kv_heads * model.head_width
         if "attn.c_attn" in parts or "self_attn.qkv_proj" in parts:
             joined = self._linear(parts, "attn.c_attn" if "attn.c_attn" in parts else "self_attn.qkv_proj", value)
-            query, key, states = joined.part(wide), joined.part(narrow), joined.part(narrow)
+            query, key, states = (self.tape.part(joined, size) for size in (wide, narrow, narrow))
         else:
             query, key, states = (self._linear(parts, f"self_attn.{name}_proj", value) for name in "qkv")
         if model.head_norms:
@@ -131,45 +137,57 @@ class Forward:
         grad = query.grad or key.grad or states.grad
         tape, operations = self.tape, 4 * self._batch.scores(model.heads) * model.head_width
         tape.multiplied(operations, grad, grad)
-        kernel = self._eager if self._attention == "eager" else self._fused
+        masked = (self._batch.masked or has_window) and self._attention == "sdpa"
         out = next(name for name in ("attn.c_proj", "self_attn.dense", "self_attn.o_proj") if name in parts)
         if self._batch.sequence_parallel > 1:
             # Copies that the devices have exchanged; each needs heads of keys and values.
             repeats = math.lcm(model.kv_heads, self._batch.sequence_parallel) // model.kv_heads
             query = tape.made(query.elements, query.bytes, query)
             key, states = (tape.made(one.elements * repeats, one.bytes, one) for one in (key, states))
-        result = kernel(query, key, states)
+        if self._attention == "eager":
+            result = self._eager(query, key, states)
+        else:
+            result = self._fused(query, key, states, masked=masked)
         if self._batch.sequence_parallel > 1:
             result = tape.made(result.elements, result.bytes, result)
         return self._linear(parts, out, result)
 
     def _rotate(self, value: Value) -> Value:
-        if value.grad:
-            for one in self._rotary:
-                self.tape.save(one)
-        return self.tape.made(value.elements, max(value.bytes, self._rotary[0].bytes), value)
+        size = max(value.bytes, self._rotary[0].bytes)
+        halves = self.tape.made(value.elements, value.bytes, value, workspace=2 * value.elements * value.bytes)
+        turned = []
+        for factor, one in zip(self._rotary, (value, halves), strict=True):
+            if value.grad:
+                self.tape.save(factor)
+            turned.append(self.tape.made(value.elements, size, one))
+        return self.tape.plus(*turned)
 
     def _repeated(self, value: Value) -> Value:
         """Expand keys or values to all heads that share them."""
         times = self._model.heads // self._model.kv_heads
         return value if times == 1 else self.tape.made(value.elements * times, value.bytes, value)
 
-    def _fused(self, query: Value, key: Value, states: Value) -> Value:
-        masked = self._batch.masked and self._attention == "sdpa"
+    def _fused(self, query: Value, key: Value, states: Value, *, masked: bool) -> Value:
         if self._model.attention_dropout and self.tape.device == "cpu":
             return self._unfused(query, key, states)
         if self._attention in ("sdpa", "varlen") and (masked or self._model.head_width > 256):
             key, states = self._repeated(key), self._repeated(states)
         if self.tape.autocast:
             query, key, states = (self.tape.cast(one, 2) for one in (query, key, states))
-        result = self.tape.made(query.elements, query.bytes, query, key, states)
-        if result.grad:
-            for one in (query, key, states, result):
+        rows = self._batch.tokens * self._model.heads
+        if query.grad or key.grad or states.grad:
+            for one in (query, key, states):
                 self.tape.save(one)
-            self.tape.save(Value(self._batch.tokens * self._model.heads, 4, False))
+            self.tape.save(Value(rows, 4, False))
             if masked:
                 # The mask is boolean; each layer converts it to the type of the query.
                 self.tape.save(Value(self._batch.pairs, query.bytes, False))
+        workspace = 0
+        if self.tape.device == "cuda" and not masked:
+            # A query gradient in 32 bits, and gradients of keys and values before those of shared heads are summed.
+            shared = 2 * query.elements * query.bytes if key.elements < query.elements else 0
+            workspace = query.elements * 4 + rows * 4 + shared
+        result = self.tape.made(query.elements, query.bytes, query, key, states, workspace=workspace, keeps_output=True)
         # With partial rotary embeddings the parts are concatenated in another order, so the output is a copy; on a CPU,
         # the results of the texts of a sequence are concatenated.
         by_text = self._attention == "varlen" and self._batch.positions_each and self.tape.device == "cpu"
@@ -200,13 +218,9 @@ class Forward:
             for one in (query, key):
                 tape.save(one)
         scores = tape.made(pairs, size, query, key)
-        if self._model.soft_cap and scores.grad:
-            tape.save(tape.made(pairs, size, scores))
-        if scores.grad:
-            probabilities = Value(pairs, 4, True)
-            tape.save(probabilities)
-        else:
-            probabilities = Value(pairs, 4, False)
+        if self._model.soft_cap:
+            scores = tape.made(pairs, size, scores, keeps_output=True)
+        probabilities = tape.made(pairs, 4, tape.cast(scores, 4), keeps_output=True)
         shares = tape.cast(probabilities, size)
         if self._model.attention_dropout:
             shares = tape.dropout(shares)
@@ -220,7 +234,7 @@ class Forward:
         tape, act = self.tape, self._model.activation
         if f"{prefix}.gate_up_proj" in parts:
             joined = self._linear(parts, f"{prefix}.gate_up_proj", value)
-            gate, up = joined.part(joined.elements // 2), joined.part(joined.elements // 2)
+            gate, up = (tape.part(joined, joined.elements // 2) for _ in range(2))
             inner = tape.times(up, tape.activation(gate, act))
         elif f"{prefix}.gate_proj" in parts:
             gate = tape.activation(self._linear(parts, f"{prefix}.gate_proj", value), act)
@@ -247,7 +261,7 @@ class Forward:
         taken = tape.made(sent * hidden, value.bytes, value)
         joined = self._of_experts(taken, sent * 2 * experts.width, up, parts["mlp.experts.gate_up_proj"])
         half = sent * experts.width
-        inner = tape.times(tape.activation(joined.part(half), self._model.activation), joined.part(half))
+        inner = tape.times(tape.activation(tape.part(joined, half), self._model.activation), tape.part(joined, half))
         inner = self._of_experts(inner, sent * hidden, down, parts["mlp.experts.down_proj"])
         result = tape.times(inner, chosen)
         out = tape.made(tokens * hidden, value.bytes, result)

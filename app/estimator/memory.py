@@ -96,7 +96,7 @@ def memory(
         CannotTrain: The model cannot be trained with this configuration.
     """
     found, shards = trained(model, config), division.shards
-    held = activations(model, config, precision, batch, checkpointing, attention)
+    held = activations(model, config, precision, batch, checkpointing, attention, shards)
     whole, constants = _base(model, config, precision)
     gathered = _gathered(model, config, whole, precision, division) if shards > 1 else 0
     base, gradients = -(-whole // shards), -(-found.count * 4 // shards)
@@ -109,14 +109,8 @@ def memory(
     copied = config.generation is not None and config.generation.beta > 0 and config.lora_r is None
     reference = base if copied else 0
     static = base + constants + adapter + reference + optimizer
-    kept = held.kept + held.mask + held.head
     accumulated = gradients if config.gradient_accumulation_steps > 1 else 0
-    inside = held.again + dequantized
-    backward = max(
-        kept + max(held.head_workspace, inside) + accumulated,
-        # At the end of the backward pass: all gradients, and the first layer's activations.
-        gradients + inside + held.kept // max(model.layers, 1),
-    )
+    backward = held.peak + held.mask + accumulated + gathered
     context = CONTEXT[precision.device]
     # A 4-bit model is divided once it is on the device; any other comes there layer by layer.
     loading = whole + constants if shards > 1 and config.load_in_4bit else 0

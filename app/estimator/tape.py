@@ -2,8 +2,11 @@
 
 A value is a tensor with known size, type and gradient flag only. Each operation keeps what the corresponding torch
 operation keeps; storage shared by several operations counts once. Parameters are not activations and never count.
+The backward pass is simulated over the recorded operations in reverse order, as torch's engine runs them.
 """
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal
@@ -32,9 +35,22 @@ class Value:
         """Return a new tensor of the same shape and type."""
         return Value(self.elements, self.bytes, self.grad)
 
-    def part(self, elements: int) -> "Value":
-        """Return a view of some of its elements."""
-        return Value(elements, self.bytes, self.grad, self.storage, self.kept)
+
+@dataclass(frozen=True)
+class Operation:
+    """Recorded operation, with what its backward pass allocates and frees."""
+
+    output: Value
+    inputs: tuple[Value, ...]
+    """Inputs that require a gradient."""
+    saved: tuple[int, ...] = ()
+    """Storages kept until its backward pass is over."""
+    workspace: int = 0
+    """Bytes that its backward pass allocates for its own duration, besides the gradients of its inputs."""
+    passes: bool = False
+    """True if the gradients of its inputs are that of its output, and not new tensors."""
+    weights: int = 0
+    """Bytes of the gradients of its weights, which outlive the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +80,13 @@ class Tape:
     device: Device
     autocast: bool
     saved: dict[int, int] = field(default_factory=dict)
+    operations: list[Operation] = field(default_factory=list)
+    held: tuple[Value, ...] = ()
+    """Values that the model's code refers to until a layer is over, whether an operation keeps them or not."""
+    highest: int = 0
+    """Highest number of bytes alive so far in the forward pass, as noted by `alive`."""
+    _unassigned: list[int] = field(default_factory=list)
+    """Storages saved for the operation that is recorded next."""
     forward_operations: int = 0
     backward_operations: int = 0
     """Operations of matrix products, as `app.estimator.flops` describes them."""
@@ -76,14 +99,48 @@ class Tape:
     def save(self, value: Value) -> None:
         """Keep a value until the backward pass."""
         self.saved[value.storage] = value.kept
+        self._unassigned.append(value.storage)
+
+    def alive(self, *values: Value, workspace: int = 0) -> None:
+        """Note a moment of the forward pass at which these values exist, beside those that are kept."""
+        others = {one.storage: one.kept for one in (*self.held, *values) if one.storage not in self.saved}
+        self.highest = max(self.highest, self.total + sum(others.values()) + workspace)
 
     def cast(self, value: Value, size: int) -> Value:
         """Return a copy of the value in another type, or the value itself if it already has that type."""
-        return value if value.bytes == size else Value(value.elements, size, value.grad)
+        return value if value.bytes == size else self.made(value.elements, size, value)
 
-    def made(self, elements: int, size: int, *sources: Value, grad: bool = False) -> Value:
-        """Return a new tensor computed from others without keeping anything."""
-        return Value(elements, size, grad or any(one.grad for one in sources))
+    def made(
+        self,
+        elements: int,
+        size: int,
+        *sources: Value,
+        grad: bool = False,
+        workspace: int = 0,
+        passes: bool = False,
+        weights: int = 0,
+        keeps_output: bool = False,
+    ) -> Value:
+        """Return a new tensor computed from others; its operation keeps what was saved since the last one."""
+        output = Value(elements, size, grad or any(one.grad for one in sources))
+        if keeps_output and output.grad:
+            self.save(output)
+        self._record(output, sources, workspace, passes, weights)
+        return output
+
+    def part(self, value: Value, elements: int) -> Value:
+        """Return a view of some elements of a value."""
+        view = Value(elements, value.bytes, value.grad, value.storage, value.kept)
+        self._record(view, (value,))
+        return view
+
+    def _record(
+        self, output: Value, sources: Sequence[Value], workspace: int = 0, passes: bool = False, weights: int = 0
+    ) -> None:
+        saved, self._unassigned = tuple(self._unassigned), []
+        if output.grad:
+            inputs = tuple(one for one in sources if one.grad)
+            self.operations.append(Operation(output, inputs, saved, workspace, passes, weights))
 
     def dropout(self, value: Value) -> Value:
         """Apply dropout."""
@@ -106,7 +163,11 @@ class Tape:
         dropped = self.dropout(narrow) if layer.dropout else narrow
         if layer.dora:
             return self._dora(result, layer, dropped, rows)
-        return self.made(rows, result.bytes, result, self._adapter(dropped, layer, rows))
+        up = self._adapter(dropped, layer, rows, value, narrow, result)
+        scaled = self.made(rows, up.bytes, up)
+        total = self.plus(result, scaled)
+        self.alive(value, narrow, result, scaled, total)
+        return total
 
     def multiplied(self, operations: int, trains: bool, needed: bool) -> None:
         """Count a product of `operations`: once forward, once more each for the gradients of weights and input."""
@@ -119,13 +180,17 @@ class Tape:
         Each of the `elements` of the result is a sum of `inner` products.
         """
         self.multiplied(2 * elements * inner, trains, value.grad)
+        cast = self.autocast and size != 2
         if self.autocast:
             value = self.cast(value, 2)
-            if size != 2 and value.grad and weights:
+            if cast and value.grad and weights:
                 self.save(Value(weights, 2, False))
         if trains:
             self.save(value)
-        return Value(elements, 2 if self.autocast else value.bytes, value.grad or trains)
+        return self.made(
+            elements, 2 if self.autocast else value.bytes, value, grad=trains,
+            workspace=weights * 2 if trains and cast else 0, weights=weights * 4 if trains else 0,
+        )  # fmt: skip
 
     def _base(self, value: Value, layer: Layer, rows: int) -> Value:
         if layer.quantised is None:
@@ -134,10 +199,12 @@ class Tape:
         self.multiplied(2 * rows * layer.columns, False, value.grad)
         if layer.quantised == "8bit" and value.grad:
             self.save(value)
-        return self.made(rows, value.bytes, value)
+        dequantized = layer.rows * layer.columns * (2 if self.autocast else 4)
+        return self.made(rows, value.bytes, value, workspace=dequantized)
 
-    def _adapter(self, value: Value, layer: Layer, rows: int) -> Value:
+    def _adapter(self, value: Value, layer: Layer, rows: int, *others: Value) -> Value:
         rank, columns = layer.rank, layer.columns
+        self.alive(value, self.cast(value, 2) if self.autocast else value, *others)
         narrow = value.elements // columns * rank
         down = self.product(value, narrow, 4, inner=columns, trains=True, weights=rank * columns)
         return self.product(down, rows, 4, inner=rank, trains=True, weights=rank * layer.rows)
@@ -152,32 +219,42 @@ class Tape:
 
     def rms_norm(self, value: Value, *, trains: bool, size: int, gemma: bool, width: int) -> Value:
         """Apply RMSNorm over `width` elements in 32 bits, and scale by weights of `size` bytes per element."""
-        wide = self.cast(value, 4)
+        elements, rows = value.elements, value.elements // width
+        wide, inverse = self.cast(value, 4), Value(rows, 4, value.grad)
         if value.grad:
             self.save(wide)
-            self.save(Value(value.elements // width, 4, False))
-        normed = self.made(value.elements, 4, value)
+        squares = self.made(elements, 4, wide, workspace=2 * elements * 4)
+        if value.grad:
+            self.save(inverse)
+        mean = self.made(rows, 4, squares)
+        if value.grad:
+            self.save(wide)
+            self.save(inverse)
+        # The gradient of the inverse root mean square is summed over a row after it was computed for each element.
+        normed = self.made(elements, 4, wide, mean, workspace=elements * 4)
+        self.alive(value, wide, normed, squares)
         if gemma:
             if trains:
                 self.save(normed)
             if normed.grad:
                 self.save(Value(width, 4, False))
-            return self.cast(self.made(value.elements, 4, value, grad=trains), value.bytes)
+            scaled = self.made(elements, 4, normed, grad=trains, workspace=elements * 4 if trains else 0)
+            return self.cast(scaled, value.bytes)
         narrow = self.cast(normed, value.bytes)
         if trains:
             self.save(narrow)
-        return self.made(value.elements, max(value.bytes, size), value, grad=trains)
+        size = max(value.bytes, size)
+        return self.made(elements, size, narrow, grad=trains, workspace=elements * size if trains else 0)
 
     def layer_norm(self, value: Value, *, trains: bool, size: int, width: int) -> Value:
         """Apply LayerNorm over `width` elements."""
         if self.autocast and self.device == "cuda":
             value = self.cast(value, 4)
-        result = self.made(value.elements, value.bytes, value, grad=trains)
-        if result.grad:
+        if value.grad or trains:
             self.save(value)
             self.save(Value(value.elements // width, 4, False))
             self.save(Value(value.elements // width, 4, False))
-        return result
+        return self.made(value.elements, value.bytes, value, grad=trains)
 
     def activation(self, value: Value, name: str) -> Value:
         """Apply an activation function to each element."""
@@ -194,8 +271,86 @@ class Tape:
             self.save(one)
         if one.grad:
             self.save(other)
-        return self.made(max(one.elements, other.elements), max(one.bytes, other.bytes), one, other)
+        result = self.made(max(one.elements, other.elements), max(one.bytes, other.bytes), one, other)
+        self.alive(one, other, result)
+        return result
 
     def plus(self, *values: Value) -> Value:
         """Add the values without keeping anything."""
-        return self.made(max(one.elements for one in values), max(one.bytes for one in values), *values)
+        elements, size = max(one.elements for one in values), max(one.bytes for one in values)
+        passes = all((one.elements, one.bytes) == (elements, size) for one in values)
+        return self.made(elements, size, *values, passes=passes)
+
+
+class BackwardPass:
+    """Bytes that are alive during the backward pass of some operations, beyond those alive at its start.
+
+    The start is after the forward pass: the gradient of the result exists. Negative once tensors that the operations
+    saved have been freed.
+    """
+
+    def __init__(
+        self, operations: Sequence[Operation], saved: Mapping[int, int], result: Value, *, keeps_gradients: bool
+    ) -> None:
+        """Run the operations in reverse order.
+
+        Args:
+            operations: operations in forward order.
+            saved: bytes of the storages that only these operations keep.
+            result: output of the last operation.
+            keeps_gradients: True if gradients of weights are new tensors, not added to existing ones.
+        """
+        self.peak = self._current = result.elements * result.bytes
+        self._uses = Counter(storage for one in operations for storage in one.saved)
+        self._saved = saved
+        self._buffers: list[list[int]] = []
+        """Bytes and number of holders of each gradient."""
+        self._gradients: dict[int, int] = {id(result): self._new(self._current)}
+        self._keeps_gradients = keeps_gradients
+        for one in reversed(operations):
+            self._step(one)
+
+    def _step(self, operation: Operation) -> None:
+        gradient = self._gradients.pop(id(operation.output), None)
+        if gradient is None:
+            return
+        self._buffers[gradient][1] -= 1
+        added = []
+        for one in operation.inputs:
+            if operation.passes:
+                self._buffers[gradient][1] += 1
+                added.append(gradient)
+            else:
+                self._current += one.elements * one.bytes
+                added.append(self._new(one.elements * one.bytes))
+        workspace = operation.workspace + (0 if self._keeps_gradients else operation.weights)
+        self._current += operation.weights if self._keeps_gradients else 0
+        self.peak = max(self.peak, self._current + workspace)
+        if self._buffers[gradient][1] == 0:
+            self._current -= self._buffers[gradient][0]
+        for one, buffer in zip(operation.inputs, added, strict=True):
+            self._add(one, buffer)
+        for storage in operation.saved:
+            self._uses[storage] -= 1
+            if self._uses[storage] == 0:
+                self._current -= self._saved.get(storage, 0)
+
+    def _new(self, size: int) -> int:
+        self._buffers.append([size, 1])
+        return len(self._buffers) - 1
+
+    def _add(self, value: Value, buffer: int) -> None:
+        """Add a gradient to the one that the value already has, in place if nothing else holds that one."""
+        before = self._gradients.get(id(value))
+        if before is None:
+            self._gradients[id(value)] = buffer
+            return
+        if self._buffers[before][1] > 1:
+            size = self._buffers[before][0]
+            self._current += size
+            self.peak = max(self.peak, self._current)
+            self._buffers[before][1] -= 1
+            self._gradients[id(value)] = self._new(size)
+        self._buffers[buffer][1] -= 1
+        if self._buffers[buffer][1] == 0:
+            self._current -= self._buffers[buffer][0]
