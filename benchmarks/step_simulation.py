@@ -37,6 +37,8 @@ from app.estimator.activations import EVERY, Checkpointing
 from app.estimator.forward_pass import Attention, Batch
 from worker.training.model import loader
 
+GPU = loader.DeviceCapabilities(kind="cuda", bf16=True)
+"""The simulated device, without flash-attn."""
 aten = torch.ops.aten
 _MAX_FLASH_HEAD_WIDTH = 256
 
@@ -323,7 +325,7 @@ def build(described: Mapping[str, Any], config: TrainingConfig, attention: Atten
     warnings.simplefilter("ignore")
     fields = {name: value for name, value in described.items() if name != "model_type"}
     architecture = CONFIG_MAPPING[described["model_type"]](**fields)
-    dtype = loader.weights_dtype(config, _H100)
+    dtype = loader.weights_dtype(config, GPU)
     with torch.device("cuda"), no_init_weights():
         model = AutoModelForCausalLM.from_config(architecture, dtype=dtype, attn_implementation=attention)
     model.tie_weights()
@@ -340,7 +342,6 @@ def build(described: Mapping[str, Any], config: TrainingConfig, attention: Atten
     return model
 
 
-_H100 = loader.DeviceCapabilities(kind="cuda", bf16=True)
 
 
 def _quantize(model: Any, config: TrainingConfig, dtype: torch.dtype) -> None:

@@ -105,7 +105,7 @@ def activations(
             repeated += walk.forward
     kept, first, saved = tape.total, len(tape.operations), set(tape.saved)
     backbone = forward.norm(_last_norm(model), value)
-    loss, head, workspace = _head(model, config, loaded, batch, backbone, tape)
+    loss, head, tile, workspace = _head(model, config, loaded, batch, backbone, tape)
     head_saved = {storage: size for storage, size in tape.saved.items() if storage not in saved}
     has_mask, windowed = batch.masked or attention == "eager", len(model.windowed_layers)
     masks = (windowed > 0 and (has_mask or batch.length >= model.window)) + (has_mask and windowed < model.layers)
@@ -119,7 +119,7 @@ def activations(
         operations_again=repeated,
         head_workspace=workspace,
         peak=_peak(
-            [*layers, (kept, _Walk(loss, tape.total - kept + head, tape.operations[first:], head_saved, 0))],
+            [*layers, (kept, _Walk(loss, tape.total - kept + head, tape.operations[first:], head_saved, tile))],
             config, model, loaded, shards,
         ),
     )  # fmt: skip
@@ -131,7 +131,10 @@ def _peak(
     """Return the highest bytes within the backward pass; `parts` are the layers and the head, with what was kept before."""
     keeps_gradients = config.gradient_accumulation_steps == 1
     passes: dict[int, BackwardPass] = {}
-    peak = gradients = 0
+    peak = cached = gradients = 0
+    for before, walk in parts:
+        peak = max(peak, before + cached + walk.highest)
+        cached += walk.cached
     for before, walk in reversed(parts):
         if id(walk) not in passes:
             passes[id(walk)] = BackwardPass(
@@ -160,6 +163,8 @@ class _Walk:
     """Newly kept bytes by storage."""
     highest: int
     """Highest number of bytes alive while it ran, beyond those kept before."""
+    cached: int = 0
+    """Bytes that it adds to autocast's cache of trained weights and does not keep itself."""
     forward: int = 0
     backward: int = 0
 
@@ -167,7 +172,8 @@ class _Walk:
 def _walk(forward: Forward, at: int, value: Value, *, keeps: bool) -> _Walk:
     """Run one layer; unless `keeps` is set, remove the layer's kept tensors from the tape again."""
     tape = forward.tape
-    before, first, done, to_do = dict(tape.saved), len(tape.operations), tape.forward_operations, tape.backward_operations
+    before, first, cached = dict(tape.saved), len(tape.operations), tape.cached
+    done, to_do = tape.forward_operations, tape.backward_operations
     tape.highest = there = tape.total
     result = forward.layer(at, value)
     saved = {storage: size for storage, size in tape.saved.items() if storage not in before}
@@ -175,6 +181,7 @@ def _walk(forward: Forward, at: int, value: Value, *, keeps: bool) -> _Walk:
         tape.saved = before
     return _Walk(
         result, sum(saved.values()), tape.operations[first:], saved, tape.highest - there,
+        0 if keeps else tape.cached - cached,
         tape.forward_operations - done, tape.backward_operations - to_do,
     )  # fmt: skip
 
@@ -249,10 +256,10 @@ def _last_norm(model: Architecture) -> Weight:
 
 def _head(
     model: Architecture, config: TrainingConfig, loaded: _Loaded, batch: Batch, value: Value, tape: Tape
-) -> tuple[Value, int, int]:
-    """Return the loss of each token, the bytes that it keeps in addition to the tape, and its workspace."""
+) -> tuple[Value, int, int, int]:
+    """Return the loss of each token, the bytes kept in addition to the tape, and its workspaces forward and backward."""
     if METHODS[config.method].has_reward_head:
-        return tape.linear(value, loaded.layer(Weight("score", "linear", 1, model.hidden))), 0, 0
+        return tape.linear(value, loaded.layer(Weight("score", "linear", 1, model.hidden))), 0, 0, 0
     taught = batch.sequences * (batch.length - 1) if batch.sequence_parallel == 1 else batch.tokens
     head = loaded.layer(Weight("lm_head", "linear", model.vocabulary, model.hidden))
     operations = 2 * batch.tokens * model.hidden * model.vocabulary
@@ -271,4 +278,4 @@ def _head(
     gradient = model.vocabulary * model.hidden * 4 if trains else 0
     sums = taught * model.hidden * 4
     loss = tape.made(taught, 4, value, grad=trains, workspace=tile + cast + sums, weights=gradient)
-    return loss, small, tile + cast + sums + gradient
+    return loss, small, tile + cast, tile + cast + sums + gradient

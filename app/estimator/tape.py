@@ -83,6 +83,8 @@ class Tape:
     operations: list[Operation] = field(default_factory=list)
     held: tuple[Value, ...] = ()
     """Values that the model's code refers to until a layer is over, whether an operation keeps them or not."""
+    cached: int = 0
+    """Bytes of trained weights in 16 bits, which autocast keeps until the forward pass is over."""
     highest: int = 0
     """Highest number of bytes alive so far in the forward pass, as noted by `alive`."""
     _unassigned: list[int] = field(default_factory=list)
@@ -181,6 +183,8 @@ class Tape:
         """
         self.multiplied(2 * elements * inner, trains, value.grad)
         cast = self.autocast and size != 2
+        if cast and trains:
+            self.cached += weights * 2
         if self.autocast:
             value = self.cast(value, 2)
             if cast and value.grad and weights:
@@ -204,7 +208,7 @@ class Tape:
 
     def _adapter(self, value: Value, layer: Layer, rows: int, *others: Value) -> Value:
         rank, columns = layer.rank, layer.columns
-        self.alive(value, self.cast(value, 2) if self.autocast else value, *others)
+        self.alive(value, Value(value.elements, 2 if self.autocast else value.bytes, False), *others)
         narrow = value.elements // columns * rank
         down = self.product(value, narrow, 4, inner=columns, trains=True, weights=rank * columns)
         return self.product(down, rows, 4, inner=rank, trains=True, weights=rank * layer.rows)
