@@ -35,7 +35,7 @@ from trl.trainer.utils import add_fused_lm_head
 from app.contracts.training_config.fields import TrainingConfig
 from app.estimator.activations import EVERY, Checkpointing
 from app.estimator.forward_pass import Attention, Batch
-from worker.training.model import loader
+from worker.training.model import kernels, loader
 
 GPU = loader.DeviceCapabilities(kind="cuda", bf16=True)
 """The simulated device, without flash-attn."""
@@ -338,6 +338,7 @@ def build(described: Mapping[str, Any], config: TrainingConfig, attention: Atten
             model = get_peft_model(model, adapter)
     loader.keep_full_precision(model)
     add_fused_lm_head(network, outputs=("log_probs", "entropy", "is_top1"))
+    kernels.use_kernels(model, GPU)
     model.train()
     return model
 

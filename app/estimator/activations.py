@@ -17,6 +17,8 @@ EVERY: dict[Checkpointing, int] = {"selective": 2, "full": 1}
 
 HEAD_TOKENS, HEAD_WORDS = 4096, 32768
 """Tokens and vocabulary entries of the tile in which TRL projects hidden states, instead of full logits."""
+HEAD_ROWS = 256
+"""A tile of all vocabulary entries, for a frozen head, has a multiple of so many tokens."""
 
 
 @dataclass(frozen=True)
@@ -269,13 +271,22 @@ def _head(
     if batch.sequence_parallel == 1 and (batch.sequences > 1 or tape.device == "cuda"):
         value = tape.made(value.elements, value.bytes, value)
         value = tape.made(taught * model.hidden, value.bytes, value)
-    tape.save(value)
-    small = taught * (8 + 4 + 4 + 1)  # targets, normalizers, entropies, a mask
-    size = 2 if tape.autocast else value.bytes
+    size, states = 2 if tape.autocast else value.bytes, taught * model.hidden
     words = min(HEAD_WORDS, model.vocabulary)
-    tile = min(taught, HEAD_TOKENS) * words * size
     cast = words * model.hidden * size if head.bytes != size else 0
-    gradient = model.vocabulary * model.hidden * 4 if trains else 0
-    sums = taught * model.hidden * 4
-    loss = tape.made(taught, 4, value, grad=trains, workspace=tile + cast + sums, weights=gradient)
-    return loss, small, tile + cast, tile + cast + sums + gradient
+    if trains:
+        tile = min(taught, HEAD_TOKENS) * words * size
+        gradient = model.vocabulary * model.hidden * 4
+        tape.save(value)
+        sums = states * 4
+    else:
+        # The derivative of each token's log-probability is computed with it; a tile has the whole vocabulary.
+        rows = HEAD_TOKENS * HEAD_WORDS // model.vocabulary
+        tile = min(taught, rows // HEAD_ROWS * HEAD_ROWS or rows) * model.vocabulary * size
+        cast *= -(-model.vocabulary // words)
+        gradient, sums = 0, states * 4
+        tape.save(Value(states, size, True))
+    small = taught * (8 + 4 + 4 + 1)  # targets, normalizers, entropies, a mask
+    backward = sums + (tile + cast if trains else 0)
+    loss = tape.made(taught, 4, value, grad=trains, workspace=backward, weights=gradient)
+    return loss, small, states * size + tile + cast, max(tile + cast, backward + gradient)

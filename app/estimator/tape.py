@@ -156,20 +156,16 @@ class Tape:
     def linear(self, value: Value, layer: Layer) -> Value:
         """Apply a linear layer and its adapter."""
         rows = value.elements // layer.columns * layer.rows
-        result = self._base(value, layer, rows)
         if not layer.rank:
-            return result
+            return self._base(value, layer, rows)
+        if not layer.dora:
+            return self._fused_lora(value, layer, rows)
+        result = self._base(value, layer, rows)
         # An adapter on a 4-bit or 8-bit base relies on autocast for the cast, if autocast is on.
         cast = not (layer.quantised and self.autocast)
         narrow = self.cast(value, 4) if cast else value
         dropped = self.dropout(narrow) if layer.dropout else narrow
-        if layer.dora:
-            return self._dora(result, layer, dropped, rows)
-        up = self._adapter(dropped, layer, rows, value, narrow, result)
-        scaled = self.made(rows, up.bytes, up)
-        total = self.plus(result, scaled)
-        self.alive(value, narrow, result, scaled, total)
-        return total
+        return self._dora(result, layer, dropped, rows)
 
     def multiplied(self, operations: int, trains: bool, needed: bool) -> None:
         """Count a product of `operations`: once forward, once more each for the gradients of weights and input."""
@@ -206,9 +202,34 @@ class Tape:
         dequantized = layer.rows * layer.columns * (2 if self.autocast else 4)
         return self.made(rows, value.bytes, value, workspace=dequantized)
 
-    def _adapter(self, value: Value, layer: Layer, rows: int, *others: Value) -> Value:
+    def _fused_lora(self, value: Value, layer: Layer, rows: int) -> Value:
+        """Apply a layer and its adapter as `worker.training.model.fused_lora` does."""
+        rank, size = layer.rank, 2 if self.autocast else value.bytes
+        narrow = value.elements // layer.columns * rank
+        self.multiplied(2 * rows * layer.columns, False, value.grad)
+        self.multiplied(2 * narrow * layer.columns, True, value.grad)
+        self.multiplied(2 * rows * rank, True, True)
+        self.save(value)
+        self.save(Value(narrow, size, False))
+        weight = layer.rows * layer.columns * size if layer.quantised or layer.bytes != size else 0
+        cast, dropped = value.elements * (size if value.bytes != size else 0), value.elements * size
+        mask = value.elements if layer.dropout else 0
+        # Backward, the input is dropped out again, then the gradients through the base and through the adapter are
+        # computed one after the other.
+        if value.grad:
+            through_adapter = dropped * (2 if layer.dropout else 1) if layer.dropout or cast else 0
+            workspace = mask + max(cast + weight, through_adapter)
+        else:
+            workspace = cast
+        workspace = max(workspace, mask + dropped if layer.dropout else cast)
+        result = self.made(
+            rows, size, value, grad=True, workspace=workspace, weights=4 * rank * (layer.rows + layer.columns)
+        )
+        self.alive(value, result, workspace=max(weight, cast + (mask + dropped if layer.dropout else 0)))
+        return result
+
+    def _adapter(self, value: Value, layer: Layer, rows: int) -> Value:
         rank, columns = layer.rank, layer.columns
-        self.alive(value, Value(value.elements, 2 if self.autocast else value.bytes, False), *others)
         narrow = value.elements // columns * rank
         down = self.product(value, narrow, 4, inner=columns, trains=True, weights=rank * columns)
         return self.product(down, rows, 4, inner=rank, trains=True, weights=rank * layer.rows)
