@@ -18,11 +18,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, BitsAndBytesConfi
 from trl.trainer.utils import add_fused_lm_head
 
 from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.rules import DeviceCapabilities
 from app.estimator import architecture
 from app.estimator.activations import EVERY, Activations, Checkpointing, Precision, activations
 from app.estimator.architecture import Architecture
 from app.estimator.forward_pass import Attention, Batch
 from worker.training.data.sequence_share import WHOLE, SequenceShareCollator
+from worker.training.model import kernels
 from worker.training.model.loader import lora_config
 from worker.training.model.sequence_parallel import SequenceParallel
 
@@ -109,6 +111,7 @@ def built(cell: Cell) -> tuple[Any, Architecture]:
         if cell.mixed and not parameter.requires_grad:
             parameter.data = parameter.data.to(torch.bfloat16)
     add_fused_lm_head(network, outputs=("log_probs", "entropy", "is_top1"))
+    kernels.use_kernels(model, DeviceCapabilities(kind="cpu", bf16=True))
     if cell.checkpointing != "off":
         network.activation_checkpointing_enable(every_n_layers=EVERY[cell.checkpointing])
         model.enable_input_require_grads()

@@ -87,10 +87,11 @@ class Cell:
 
 
 def grid() -> Iterator[Cell]:
-    """Return all cells of the table: every model with every method and checkpointing, the micro-batches in turn."""
+    """Return all cells of the table: every model with every method; checkpointing and micro-batches in turn."""
     choices: tuple[Checkpointing, ...] = ("off", *EVERY)
-    for number, (model, method, checkpointing) in enumerate(product(MODELS, METHODS, choices)):
-        yield Cell(model, method, BATCHES[number % len(BATCHES)], checkpointing, accumulates=number % 2 == 1)
+    for (row, model), (column, method) in product(enumerate(MODELS), enumerate(METHODS)):
+        batch, checkpointing = BATCHES[(2 * row + column) % len(BATCHES)], choices[(row + column) % len(choices)]
+        yield Cell(model, method, batch, checkpointing, accumulates=(row + column) % 2 == 1)
 
 
 def simulated(cell: Cell) -> Step:

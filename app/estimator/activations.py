@@ -77,7 +77,7 @@ def activations(
         CannotTrain: The model cannot be trained with this configuration.
     """
     found = trained(model, config)
-    loaded = _Loaded(config, precision, found)
+    loaded = _Loaded(model, config, precision, found)
     tape = Tape(precision.device, precision.autocast)
     forward = Forward(model, batch, attention, loaded.described(), tape)
     value = _embedded(model, loaded, batch, tape, checkpointing)
@@ -191,12 +191,13 @@ def _walk(forward: Forward, at: int, value: Value, *, keeps: bool) -> _Walk:
 class _Loaded:
     """Properties of each weight, by name."""
 
-    def __init__(self, config: TrainingConfig, precision: Precision, found: Trained) -> None:
+    def __init__(self, model: Architecture, config: TrainingConfig, precision: Precision, found: Trained) -> None:
         self._config, self._precision = config, precision
         self._full = config.lora_r is None
         self._whole = {_short(one.name) for one in found.whole}
         self._adapted = {_short(one.name) for one in found.adapted}
         self._rank, self._dora = found.rank, found.dora
+        self._fuses = model.family != "gpt2"  # whose linear layers are of a class of their own
 
     def described(self) -> Loaded:
         return Loaded(
@@ -224,6 +225,7 @@ class _Loaded:
             rank=self._rank if short in self._adapted else 0,
             dropout=config.lora_dropout > 0,
             dora=self._dora,
+            fused=self._fuses,
         )
 
 

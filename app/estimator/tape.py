@@ -67,6 +67,8 @@ class Layer:
     """Rank of its adapter; 0 if it has none."""
     dropout: bool = False
     dora: bool = False
+    fused: bool = True
+    """True if the layer and its adapter are one operation, which keeps only its input."""
 
 
 @dataclass
@@ -158,14 +160,20 @@ class Tape:
         rows = value.elements // layer.columns * layer.rows
         if not layer.rank:
             return self._base(value, layer, rows)
-        if not layer.dora:
+        if layer.fused and not layer.dora:
             return self._fused_lora(value, layer, rows)
         result = self._base(value, layer, rows)
         # An adapter on a 4-bit or 8-bit base relies on autocast for the cast, if autocast is on.
         cast = not (layer.quantised and self.autocast)
         narrow = self.cast(value, 4) if cast else value
         dropped = self.dropout(narrow) if layer.dropout else narrow
-        return self._dora(result, layer, dropped, rows)
+        if layer.dora:
+            return self._dora(result, layer, dropped, rows)
+        up = self._adapter(dropped, layer, rows)
+        scaled = self.made(rows, up.bytes, up)
+        total = self.plus(result, scaled)
+        self.alive(value, narrow, result, scaled, total)
+        return total
 
     def multiplied(self, operations: int, trains: bool, needed: bool) -> None:
         """Count a product of `operations`: once forward, once more each for the gradients of weights and input."""
