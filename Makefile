@@ -80,8 +80,8 @@ methods: $(READY)  ## every method with every adapter: what it learns, and that 
 prediction: $(READY)  ## how far off predicted finishes are, over 30 runs; SCALE=0.2 for a trial
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.prediction $(if $(SCALE),--scale $(SCALE))
 
-estimates: $(READY)  ## the memory of a training step by formula beside what torch holds, over a grid of models and methods
-	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.estimates
+estimates: $(READY)  ## the memory of a training step by formula beside what torch holds, for small models; SIZE=full for models of 0.6B to 8B on a simulated GPU
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.$(if $(filter full,$(SIZE)),full_size_)estimates
 
 # A whole check on a GPU is stored in benchmarks/results and shown in docs/internals/gpu.md.
 gpu-check: $(SERVICE)  ## training on this machine's GPU beside plain TRL, in eight minutes; STAGES='facts device' for some stages

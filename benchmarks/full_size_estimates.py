@@ -113,9 +113,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     chosen = parser.parse_args().models
+    print(f"{'':66s}{'kept, GiB':>20s}{'peak, GiB':>21s}")
     print(
-        f"{'model':17s}{'method':19s}{'recomputed':12s}{'micro-batch':18s}{'kept, GiB':>20s}{'peak, GiB':>21s}{'s':>6s}\n"
-        f"{'':66s}{'simulated':>10s}{'error':>10s}{'simulated':>11s}{'error':>10s}"
+        f"{'model':17s}{'method':19s}{'recomputed':12s}{'micro-batch':18s}"
+        f"{'simulated':>10s}{'error':>10s}{'simulated':>11s}{'error':>10s}{'s':>6s}"
     )
     kept_errors, errors = [], []
     for cell in (cell for cell in grid() if cell.model in chosen):

@@ -1,8 +1,8 @@
 """A training step of a full-size model on fake CUDA tensors: the bytes that it allocates, without a GPU.
 
-The model, its adapter, its loss head and its optimizer are those of a worker. torch runs every operation on tensors that
-have a shape, a type and a device but no data, and chooses the operations as on a GPU. Only kernels that exist on a GPU
-alone are replaced; each is given the memory that its source allocates.
+The model, its adapter, its loss head and its optimizer are those of a worker. torch runs every operation on tensors
+that have a shape, a type and a device but no data, and chooses the operations as on a GPU. Only kernels that exist on a
+GPU alone are replaced; each is given the memory that its source allocates.
 """
 
 import ctypes
@@ -19,14 +19,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-import transformers
 from bitsandbytes.functional import name2qmap, quantize_4bit
 from bitsandbytes.nn import Linear4bit
 from peft import get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import masking_utils, CONFIG_MAPPING, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, BitsAndBytesConfig, masking_utils
 from transformers.initialization import no_init_weights
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from trl.kernels import chunked_logprob
@@ -76,7 +75,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Choose the kernel that `scaled_dot_product_attention` chooses on a GPU; a build without CUDA has no such choice."""
+    """Use the kernel that `scaled_dot_product_attention` uses on a GPU, between which a CPU build cannot choose."""
     if torch.is_autocast_enabled("cuda"):
         query, key, value = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (query, key, value))
     if attn_mask is None and query.shape[-1] <= _MAX_FLASH_HEAD_WIDTH:
@@ -343,8 +342,6 @@ def build(described: Mapping[str, Any], config: TrainingConfig, attention: Atten
     return model
 
 
-
-
 def _quantize(model: Any, config: TrainingConfig, dtype: torch.dtype) -> None:
     settings = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type=config.bnb_4bit_quant_type, bnb_4bit_compute_dtype=torch.bfloat16,
@@ -391,7 +388,7 @@ def run_step(model: Any, config: TrainingConfig, batch: Batch, checkpointing: Ch
         inputs["position_ids"] = torch.ones_like(ids)
     elif batch.masked:
         inputs["attention_mask"] = torch.ones_like(ids)
-    states = (one for state in optimizer.state.values() for one in state.values() if torch.is_tensor(one))
+    states = (part for state in optimizer.state.values() for part in state.values() if torch.is_tensor(part))
     gradients = (parameter.grad for parameter in trained if parameter.grad is not None)
     with AllocatedBytes(has_mask=batch.masked) as allocated:
         for tensor in (*_tensors(model), *states, *gradients):

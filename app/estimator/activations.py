@@ -57,7 +57,7 @@ class Activations:
     head_workspace: int
     """Bytes of the logits tile and of gradients accumulated in 32 bits, in the backward pass."""
     peak: int
-    """Highest bytes within the backward pass: kept tensors, temporaries, and gradients, of weights only new ones."""
+    """Highest bytes within the step: kept tensors, temporaries, and gradients, of weights only those that are new."""
 
 
 def activations(
@@ -130,7 +130,7 @@ def activations(
 def _peak(
     parts: list[tuple[int, "_Walk"]], config: TrainingConfig, model: Architecture, loaded: "_Loaded", shards: int
 ) -> int:
-    """Return the highest bytes within the backward pass; `parts` are the layers and the head, with what was kept before."""
+    """Return the highest bytes within the step; `parts` are layers and head, with the bytes kept before each."""
     keeps_gradients = config.gradient_accumulation_steps == 1
     passes: dict[int, BackwardPass] = {}
     peak = cached = gradients = 0
@@ -146,7 +146,7 @@ def _peak(
         again = walk.highest + walk.result.kept
         peak = max(peak, before + gradients + max(again, walk.kept + passes[id(walk)].peak))
         if keeps_gradients:
-            gradients += sum(one.weights for one in walk.operations) // shards
+            gradients += sum(operation.weights for operation in walk.operations) // shards
     if loaded.trains(_embeddings(model)) and shards == 1:
         # The gradient of a matrix that the head shares is added to that of the head.
         peak = max(peak, gradients + model.vocabulary * model.hidden * 4)
@@ -261,7 +261,7 @@ def _last_norm(model: Architecture) -> Weight:
 def _head(
     model: Architecture, config: TrainingConfig, loaded: _Loaded, batch: Batch, value: Value, tape: Tape
 ) -> tuple[Value, int, int, int]:
-    """Return the loss of each token, the bytes kept in addition to the tape, and its workspaces forward and backward."""
+    """Return the loss of each token, the bytes kept beside the tape, and the workspaces of both passes."""
     if METHODS[config.method].has_reward_head:
         return tape.linear(value, loaded.layer(Weight("score", "linear", 1, model.hidden))), 0, 0, 0
     taught = batch.sequences * (batch.length - 1) if batch.sequence_parallel == 1 else batch.tokens

@@ -83,7 +83,7 @@ class Tape:
     autocast: bool
     saved: dict[int, int] = field(default_factory=dict)
     operations: list[Operation] = field(default_factory=list)
-    held: tuple[Value, ...] = ()
+    referenced: tuple[Value, ...] = ()
     """Values that the model's code refers to until a layer is over, whether an operation keeps them or not."""
     cached: int = 0
     """Bytes of trained weights in 16 bits, which autocast keeps until the forward pass is over."""
@@ -107,7 +107,8 @@ class Tape:
 
     def alive(self, *values: Value, workspace: int = 0) -> None:
         """Note a moment of the forward pass at which these values exist, beside those that are kept."""
-        others = {one.storage: one.kept for one in (*self.held, *values) if one.storage not in self.saved}
+        values = tuple(value for value in (*self.referenced, *values) if value.storage not in self.saved)
+        others = {value.storage: value.kept for value in values}
         self.highest = max(self.highest, self.total + sum(others.values()) + workspace)
 
     def cast(self, value: Value, size: int) -> Value:
@@ -143,7 +144,7 @@ class Tape:
     ) -> None:
         saved, self._unassigned = tuple(self._unassigned), []
         if output.grad:
-            inputs = tuple(one for one in sources if one.grad)
+            inputs = tuple(source for source in sources if source.grad)
             self.operations.append(Operation(output, inputs, saved, workspace, passes, weights))
 
     def dropout(self, value: Value) -> Value:
@@ -334,14 +335,14 @@ class BackwardPass:
             keeps_gradients: True if gradients of weights are new tensors, not added to existing ones.
         """
         self.peak = self._current = result.elements * result.bytes
-        self._uses = Counter(storage for one in operations for storage in one.saved)
+        self._uses = Counter(storage for operation in operations for storage in operation.saved)
         self._saved = saved
         self._buffers: list[list[int]] = []
         """Bytes and number of holders of each gradient."""
         self._gradients: dict[int, int] = {id(result): self._new(self._current)}
         self._keeps_gradients = keeps_gradients
-        for one in reversed(operations):
-            self._step(one)
+        for operation in reversed(operations):
+            self._step(operation)
 
     def _step(self, operation: Operation) -> None:
         gradient = self._gradients.pop(id(operation.output), None)
@@ -349,20 +350,20 @@ class BackwardPass:
             return
         self._buffers[gradient][1] -= 1
         added = []
-        for one in operation.inputs:
+        for value in operation.inputs:
             if operation.passes:
                 self._buffers[gradient][1] += 1
                 added.append(gradient)
             else:
-                self._current += one.elements * one.bytes
-                added.append(self._new(one.elements * one.bytes))
+                self._current += value.elements * value.bytes
+                added.append(self._new(value.elements * value.bytes))
         workspace = operation.workspace + (0 if self._keeps_gradients else operation.weights)
         self._current += operation.weights if self._keeps_gradients else 0
         self.peak = max(self.peak, self._current + workspace)
         if self._buffers[gradient][1] == 0:
             self._current -= self._buffers[gradient][0]
-        for one, buffer in zip(operation.inputs, added, strict=True):
-            self._add(one, buffer)
+        for value, buffer in zip(operation.inputs, added, strict=True):
+            self._add(value, buffer)
         for storage in operation.saved:
             self._uses[storage] -= 1
             if self._uses[storage] == 0:
