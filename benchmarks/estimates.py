@@ -18,7 +18,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, BitsAndBytesConfi
 from trl.trainer.utils import add_fused_lm_head
 
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.rules import DeviceCapabilities
 from app.estimator import architecture
 from app.estimator.activations import EVERY, Activations, Checkpointing, Precision, activations
 from app.estimator.architecture import Architecture
@@ -111,7 +110,7 @@ def built(cell: Cell) -> tuple[Any, Architecture]:
         if cell.mixed and not parameter.requires_grad:
             parameter.data = parameter.data.to(torch.bfloat16)
     add_fused_lm_head(network, outputs=("log_probs", "entropy", "is_top1"))
-    kernels.use_kernels(model, DeviceCapabilities(kind="cpu", bf16=True))
+    kernels.use_kernels(model)
     if cell.checkpointing != "off":
         network.activation_checkpointing_enable(every_n_layers=EVERY[cell.checkpointing])
         model.enable_input_require_grads()

@@ -337,7 +337,7 @@ def build(described: Mapping[str, Any], config: TrainingConfig, attention: Atten
             model = get_peft_model(model, adapter)
     loader.keep_full_precision(model)
     add_fused_lm_head(network, outputs=("log_probs", "entropy", "is_top1"))
-    kernels.use_kernels(model, GPU)
+    kernels.use_kernels(model)
     model.train()
     return model
 
