@@ -111,6 +111,8 @@ def memory(
     static = base + constants + adapter + reference + optimizer
     accumulated = gradients if config.gradient_accumulation_steps > 1 else 0
     backward = held.peak + held.mask + accumulated + gathered
+    tensors, logits = held.kept + held.mask + held.again, held.head + held.head_workspace
+    temporary = max(dequantized, optimizer_workspace, backward - tensors - logits - gradients)
     context = CONTEXT[precision.device]
     # A 4-bit model is divided once it is on the device; any other comes there layer by layer.
     loading = whole + constants if shards > 1 and config.load_in_4bit else 0
@@ -122,9 +124,9 @@ def memory(
             reference=reference,
             gradients=gradients,
             optimizer=optimizer,
-            activations=held.kept + held.mask + held.again,
-            logits=held.head + held.head_workspace,
-            workspace=max(dequantized, optimizer_workspace),
+            activations=tensors,
+            logits=logits,
+            workspace=temporary,
             generation=generation,
             context=context,
         ),
