@@ -188,15 +188,10 @@ class Forward:
             shared = 2 * query.elements * query.bytes if key.elements < query.elements else 0
             workspace = query.elements * 4 + rows * 4 + shared
         result = self.tape.made(query.elements, query.bytes, query, key, states, workspace=workspace, keeps_output=True)
-<<<<<<< HEAD
         # With partial rotary embeddings the parts are concatenated in another order, so the output is a copy; on a CPU,
         # the results of the texts of a sequence are concatenated.
         by_text = self._attention == "varlen" and self._batch.positions_each and self.tape.device == "cpu"
         return self.tape.made(result.elements, result.bytes, result) if self._joins or by_text else result
-=======
-        # With partial rotary embeddings the parts are concatenated in another order, so the output is a copy.
-        return self.tape.made(result.elements, result.bytes, result) if self._joins else result
->>>>>>> c3574a7c (Test the estimated peak of full-size models)
 
     def _unfused(self, query: Value, key: Value, states: Value) -> Value:
         """Apply attention with dropout on a CPU, which has no fused kernel for it: each operation separately."""
