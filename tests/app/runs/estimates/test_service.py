@@ -91,7 +91,7 @@ def test_for_each_kind_of_device_the_estimate_says_whether_it_fits_and_what_to_c
     large, middle, small = (by_name[f"NVIDIA {name}"] for name in ("H100", "A10", "T4"))
     assert large["fits"] is True and large["advice"] == []
     # What has less room computes more again.
-    assert [fit["gradient_checkpointing"] for fit in (large, middle)] == ["off", "full"]
+    assert [fit["gradient_checkpointing"] for fit in (large, middle)] == ["off", "selective"]
     assert middle["fits"] is True and middle["total_mb"] <= 0.9 * 24_000
     assert small["fits"] is False and "smaller model" in small["advice"][0]
     full = estimated(api, make_dataset(engine), method="full", max_steps=10)
