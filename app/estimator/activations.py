@@ -197,7 +197,8 @@ class _Loaded:
         self._whole = {_short(one.name) for one in found.whole}
         self._adapted = {_short(one.name) for one in found.adapted}
         self._rank, self._dora = found.rank, found.dora
-        self._fuses = model.family != "gpt2"  # whose linear layers are of a class of their own
+        # The linear layers of GPT-2 are of a class of their own until they are quantized.
+        self._fuses = model.family != "gpt2" or config.load_in_4bit or config.load_in_8bit
 
     def described(self) -> Loaded:
         return Loaded(
