@@ -102,7 +102,8 @@ class TestWeights:
     def test_the_last_weights_are_exported_on_request(
         self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
-        config = QUICK | {"method": "full", "learning_rate": 1.0, "export": "last", "eval_split": 0.2, "eval_steps": 1}
+        rate = {"learning_rate": 1.0, "lr_scheduler_type": "constant"}
+        config = QUICK | rate | {"method": "full", "export": "last", "eval_split": 0.2, "eval_steps": 1}
         done = forks.run(make_job(tmp_path, tiny_model, chats, **config))
         assert best_of(done) < 4
         (event,) = done.of("export")
