@@ -29,12 +29,16 @@ class Precision:
     autocast: bool
     """True if products are computed in 16 bits regardless of the weight type."""
     base: int
-    """Bytes of weights that are neither quantized nor trained; trained weights and adapters have 4."""
+    """Bytes of weights that are not quantized."""
+    trained: int = 4
+    """Bytes of weights that are trained, adapters among them, and of their gradients."""
 
     @classmethod
     def of(cls, config: TrainingConfig, device: Device) -> "Precision":
         """Return the precision that a worker uses on that kind of device for an effective configuration."""
         half = config.dtype != "float32" if device == "cuda" else config.dtype == "bfloat16"
+        if config.lora_r is None and config.weights_dtype == "bfloat16":
+            return cls(device=device, autocast=half, base=2, trained=2)
         return cls(device=device, autocast=half, base=2 if half and config.lora_r is not None else 4)
 
 
@@ -149,7 +153,7 @@ def _peak(
             gradients += sum(operation.weights for operation in walk.operations) // shards
     if loaded.trains(_embeddings(model)) and shards == 1:
         # The gradient of a matrix that the head shares is added to that of the head.
-        peak = max(peak, gradients + model.vocabulary * model.hidden * 4)
+        peak = max(peak, gradients + model.vocabulary * model.hidden * loaded.layer(_embeddings(model)).bytes)
     return peak
 
 
@@ -219,7 +223,7 @@ class _Loaded:
             rows=weight.rows,
             columns=weight.columns,
             trains=trains,
-            bytes=4 if trains else precision.base,
+            bytes=precision.trained if trains else precision.base,
             quantised=("4bit" if config.load_in_4bit else "8bit" if config.load_in_8bit else None)
             if is_quantized
             else None,
@@ -279,7 +283,7 @@ def _head(
     cast = words * model.hidden * size if head.bytes != size else 0
     if trains:
         tile = min(taught, HEAD_TOKENS) * words * size
-        gradient = model.vocabulary * model.hidden * 4
+        gradient = model.vocabulary * model.hidden * head.bytes
         tape.save(value)
         sums = states * 4
     else:

@@ -17,6 +17,8 @@ _BLOCK = 64
 """Weights per 4-bit quantization constant."""
 _BLOCKS = 256
 """Constants per block of double quantization, and elements per block of an 8-bit optimizer."""
+_BLOCK_4BIT = 128
+"""Elements per block of a 4-bit optimizer."""
 _PLUGIN_OPTIMIZER = "adamw_torch"
 _SMALLEST_8BIT = 4096
 """Tensors with fewer elements have 32-bit optimizer state."""
@@ -99,7 +101,7 @@ def memory(
     held = activations(model, config, precision, batch, checkpointing, attention, shards)
     whole, constants = _base(model, config, precision)
     gathered = _gathered(model, config, whole, precision, division) if shards > 1 else 0
-    base, gradients = -(-whole // shards), -(-found.count * 4 // shards)
+    base, gradients = -(-whole // shards), -(-found.count * precision.trained // shards)
     adapter = 0 if config.lora_r is None else gradients
     optim = counted_optimizer(config)
     optimizer = -(-optimizer_state(found.tensors(), config) // shards)
@@ -193,7 +195,10 @@ def optimizer_state(tensors: Iterable[tuple[str, int, int]], config: TrainingCon
     moments, total = _moments(config, optim), 0
     for kind, rows, columns in tensors:
         count = rows * columns
-        if optim == "adafactor":
+        if OPTIMIZERS[optim].rounds_stochastically and count >= _SMALLEST_8BIT:
+            values, block = (count, _BLOCKS) if "8bit" in optim else (-(-count // 2), _BLOCK_4BIT)
+            total += moments * (values + 4 * -(-count // block))
+        elif optim == "adafactor":
             total += 4 * (rows + columns if columns > 1 else count)
         elif "8bit" in optim and count >= _SMALLEST_8BIT and kind != "embedding":
             total += moments * (count + 4 * -(-count // _BLOCKS))

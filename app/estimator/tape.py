@@ -198,7 +198,7 @@ class Tape:
             self.save(value)
         return self.made(
             elements, 2 if self.autocast else value.bytes, value, grad=trains,
-            workspace=weights * 2 if trains and cast else 0, weights=weights * 4 if trains else 0,
+            workspace=weights * 2 if trains and cast else 0, weights=weights * size if trains else 0,
         )  # fmt: skip
 
     def _base(self, value: Value, layer: Layer, rows: int) -> Value:

@@ -19,7 +19,7 @@ from app.estimator.activations import Precision, activations
 from app.estimator.architecture import Architecture, UnknownArchitecture
 from app.estimator.flops import uncounted_parts, work
 from app.estimator.forward_pass import Batch
-from app.estimator.memory import Components, Division, memory
+from app.estimator.memory import Components, Division, memory, optimizer_state
 from app.estimator.parameters import CannotTrain, total, trained
 from app.estimator.steps import Data, attention_of, plan
 from tests.properties import examples
@@ -157,6 +157,28 @@ def test_precision_follows_the_dtype_of_the_run(device: Any, dtype: Any, autocas
 
 
 class TestMemory:
+    def test_weights_in_bfloat16_halve_weights_and_gradients(self) -> None:
+        model = architecture.read(LLAMA)
+
+        def parts(**fields: Any) -> Any:
+            config = effective(method="full", optim="adamw_torch_8bit", **fields)
+            batch = plan(model, config, counted()).batch
+            precision = Precision.of(config, "cuda")
+            return memory(model, config, precision, batch, "full", attention_of(model, config))
+
+        precise, half = parts(), parts(weights_dtype="bfloat16")
+        assert half.components.weights * 2 == precise.components.weights
+        assert half.components.gradients * 2 == precise.components.gradients
+        assert half.components.optimizer == precise.components.optimizer
+        saved = precise.components.weights + precise.components.gradients
+        assert precise.peak - half.peak >= saved // 2
+
+    @pytest.mark.parametrize(("optim", "bits"), [("adamw_torch_8bit", 8), ("adamw_torch_4bit", 4)])
+    def test_state_of_optimizers_of_torchao_has_their_bits(self, optim: str, bits: int) -> None:
+        rows, columns = 1024, 4096
+        state = optimizer_state([("embedding", rows, columns)], effective(method="full", optim=optim))
+        assert 2 * rows * columns * bits / 8 < state < 2.2 * rows * columns * bits / 8
+
     @pytest.mark.parametrize(
         ("asked", "sequences", "length"),
         [
