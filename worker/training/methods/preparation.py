@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar, get_args
 
+import torch
 import transformers
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,6 +31,7 @@ from worker.training.failures import TrainingFailure
 from worker.training.loop import probe
 from worker.training.loop.evaluation import MAIN
 from worker.training.model import base_model, loader
+from worker.training.model.attention import VARLEN, kernel_failure
 from worker.training.model.base_model import BaseModelSource
 from worker.training.model.kernels import use_liger
 from worker.training.model.sharding import mark_for_sharding
@@ -419,12 +421,24 @@ def load_network(
     used = network.config._attn_implementation
     if used in get_args(Attention):  # a model of a plugin may have its own
         run.config = run.config.model_copy(update={"attn_implementation": used})
+    if used == VARLEN and run.machine.kind == "cuda":
+        _report_kernel_failure(run)
     use_liger(network, run.machine)
     if run.config.trainer_options.tiled_mlp:
         tile_mlps(network)
     loader.check_vocabulary(network, highest_id)
     run.raise_if_stopped()
     return network
+
+
+def _report_kernel_failure(run: TrainingContext) -> None:
+    why = kernel_failure(torch.device("cuda", torch.cuda.current_device()))
+    if why is not None:
+        run.report.message(
+            f"Torch's attention kernel for several texts is not used on this GPU: {why}. Each text is a call of "
+            "sdpa, which is slower. Install flash-attn or another version of torch to avoid that.",
+            level="warning",
+        )
 
 
 def highest_id(tokenizer: PreTrainedTokenizerBase, some: Iterable[Rows]) -> int:

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +22,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from worker.training.failures import TrainingFailure
+from worker.training.failures import OUT_OF_MEMORY, TrainingFailure, classify, one_line
 
 VARLEN = "varlen"
 """Name of this attention in transformers and in `attn_implementation`."""
@@ -31,6 +32,10 @@ _MIXES_TEXTS = {"afmoe"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)
 """Those of torch's kernel: torch 2.10 has no `scale` and no `window_size`, torch 2.11 no `enable_gqa`."""
+_CHECKED_TOKENS = 64
+_CHECKED_WIDTH = 64
+_CHECKED_TOLERANCE = 2e-2
+"""Largest relative difference of results and gradients that rounding to bfloat16 explains."""
 _WIDEST_HEAD = 256
 _WIDTH_STEP = 8
 _FIRST_CAPABILITY = (8, 0)
@@ -215,7 +220,52 @@ def _has_kernel(query: torch.Tensor, value: torch.Tensor, texts: Texts) -> bool:
         and value.shape[-1] <= width <= _WIDEST_HEAD
         and width % _WIDTH_STEP == 0
         and (texts.window is None or "window_size" in _PARAMETERS)
+        and kernel_failure(query.device) is None
     )
+
+
+@cache
+def kernel_failure(device: torch.device, kernel: Callable[..., Any] = varlen_attn) -> str | None:
+    """Return why the kernel cannot be used on a device: an error, or other results than those of sdpa; None if it can.
+
+    Two small texts are computed once per process. It draws no random numbers of the run.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    borders = (0, 24, _CHECKED_TOKENS)
+    texts = Texts(borders, torch.tensor(borders, dtype=torch.int32, device=device), None)
+    shapes = ((1, heads, _CHECKED_TOKENS, _CHECKED_WIDTH) for heads in (4, 2, 2))
+    states = [torch.randn(shape, generator=generator, device=device).bfloat16().requires_grad_() for shape in shapes]
+
+    def results(compute: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        out = compute()
+        return [out.detach(), *torch.autograd.grad(out.float().square().sum(), states)]
+
+    def each_alone() -> torch.Tensor:
+        query, key, value = states
+        groups = query.shape[1] // key.shape[1]
+        parts = [
+            functional.scaled_dot_product_attention(
+                query[:, :, first:end], repeat_kv(key, groups)[:, :, first:end],
+                repeat_kv(value, groups)[:, :, first:end], is_causal=True,
+            )
+            for first, end in pairwise(borders)
+        ]  # fmt: skip
+        return torch.cat(parts, dim=2).transpose(1, 2)
+
+    try:
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            found = results(lambda: _at_once(states[0], states[1], states[2], texts, None, kernel))
+            expected = results(each_alone)
+            differences = [
+                float((one.float() - other.float()).norm() / other.float().norm())
+                for one, other in zip(found, expected, strict=True)
+            ]
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        if classify(error).code == OUT_OF_MEMORY:
+            raise
+        return f"it fails: {one_line(error)}"
+    largest = max(differences)
+    return None if largest <= _CHECKED_TOLERANCE else f"its results differ by {largest:.1g} from those of sdpa"
 
 
 def _type(tensor: torch.Tensor) -> torch.dtype:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -254,6 +255,21 @@ class TestKernel:
 
         found = attention._at_once(query, key, value, texts, scaling, kernel, frozenset(parameters))
         torch.testing.assert_close(found, expected)
+
+    @pytest.mark.parametrize(
+        ("kernel", "failure"),
+        [
+            (reference_kernel, None),
+            (lambda *states, **options: 1.1 * reference_kernel(*states, **options), "its results differ by"),
+            (varlen_attn, "it fails: "),  # without a GPU
+        ],
+        ids=["right", "wrong", "failing"],
+    )
+    def test_is_used_only_where_it_computes_what_sdpa_does(self, kernel: Any, failure: str | None) -> None:
+        state = torch.get_rng_state()
+        reason = attention.kernel_failure(torch.device("cpu"), kernel)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert (reason is None) == (failure is None) and (reason or "").startswith(failure or "")
 
     def test_of_the_installed_torch_takes_what_one_of_these_versions_does(self) -> None:
         names = {"scale", "window_size", "enable_gqa", "is_causal"} & attention._PARAMETERS
