@@ -1,4 +1,4 @@
-"""Check that a worker makes of each device, and variable-length attention beside its alternatives."""
+"""Check that a worker makes of each device; fused adapters and variable-length attention beside their alternatives."""
 
 import itertools
 import json
@@ -23,15 +23,21 @@ def run(check: Check) -> None:
     limits = [line for line in stderr.splitlines() if "do not work" in line]
     text = " ".join(limits) if end.code == 0 else stderr[-300:]
     check.record("device check", "failed" if text else "ok", text, seconds=round(end.seconds, 1))
-    if not check.on_gpu:
-        check.record("variable-length attention", "skipped", "needs a GPU")
-        return
-    folder = check.folder("attention")
-    end = processes.run(Call(_compare_attention, folder, (str(folder / "result.json"),), 60))
-    if end.code == 0:
-        check.record("variable-length attention", **json.loads((folder / "result.json").read_text()))
+    _record(check, "fused adapters", _compare_adapters)
+    if check.on_gpu:
+        _record(check, "variable-length attention", _compare_attention)
     else:
-        check.record("variable-length attention", "failed", (folder / "stderr").read_text()[-300:])
+        check.record("variable-length attention", "skipped", "needs a GPU")
+
+
+def _record(check: Check, name: str, compare: Callable[[str, str], None]) -> None:
+    """Record what a function measures, which takes the kind of device and the path of its result."""
+    folder = check.folder(name)
+    end = processes.run(Call(compare, folder, (check.device.kind, str(folder / "result.json")), 60))
+    if end.code == 0:
+        check.record(name, **json.loads((folder / "result.json").read_text()))
+    else:
+        check.record(name, "failed", (folder / "stderr").read_text()[-300:])
 
 
 def _check_device(device: dict[str, Any]) -> None:
@@ -40,7 +46,44 @@ def _check_device(device: dict[str, Any]) -> None:
     check_device(AssignedDevice(**device))
 
 
-def _compare_attention(path: str) -> None:
+def _compare_adapters(kind: str, path: str) -> None:
+    """Compare the fused layer with that of peft, dropout included: relative errors of the result and of gradients."""
+    import torch
+    from bitsandbytes.nn import Linear4bit
+    from peft import LoraConfig, get_peft_model
+
+    from worker.training.model.fused_lora import fuse_lora_layers
+
+    measured = {}
+    for name, layer in (
+        ("16-bit", torch.nn.Linear(512, 768, bias=False).bfloat16()),
+        ("4-bit", Linear4bit(512, 768, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")),
+    ):
+        config = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.25, target_modules=["0"], init_lora_weights=False)
+        model = get_peft_model(torch.nn.Sequential(layer).to(kind), config).train()
+        trained = [parameter.data.float() for parameter in model.parameters() if parameter.requires_grad]
+        for parameter, value in zip((one for one in model.parameters() if one.requires_grad), trained, strict=True):
+            parameter.data = value
+        x = torch.randn(2, 300, 512, device=kind, dtype=torch.bfloat16, requires_grad=True)
+
+        def results(model: Any = model, x: Any = x) -> list[Any]:
+            torch.manual_seed(0)
+            with torch.autocast(kind, dtype=torch.bfloat16):
+                out = model(x)
+            inputs = [x, *(parameter for parameter in model.parameters() if parameter.requires_grad)]
+            return [out.detach(), *torch.autograd.grad(out.float().square().sum(), inputs)]
+
+        expected = results()
+        assert fuse_lora_layers(model) == "fused"
+        errors = [
+            float((one.float() - other.float()).norm() / other.float().norm())
+            for one, other in zip(results(), expected, strict=True)
+        ]
+        measured[f"{name}_error"], measured[f"{name}_gradient_error"] = errors[0], max(errors[1:])
+    Path(path).write_text(json.dumps(measured))
+
+
+def _compare_attention(kind: str, path: str) -> None:
     """Compare torch's kernel with one call per text and with a dense mask: errors, and forward and backward times."""
     import inspect
 
@@ -49,7 +92,7 @@ def _compare_attention(path: str) -> None:
     from torch.nn.attention.varlen import varlen_attn
 
     torch.manual_seed(0)
-    offsets = torch.tensor([0, *LENGTHS]).cumsum(0).int().cuda()
+    offsets = torch.tensor([0, *LENGTHS]).cumsum(0).int().to(kind)
     tokens, longest = sum(LENGTHS), max(LENGTHS)
     q, k, v = (
         torch.randn(tokens, heads, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
