@@ -112,7 +112,7 @@ _REMEDIES = {
     "ddp ddp_backend ddp_find_unused_parameters ddp_timeout local_rank",
     "a model is divided by `resources.sharding`, beside `config`; leave it out": "tensor_parallel_size "
     "tensor_parallel_degree",
-    "use `dtype`, or leave it out: `bfloat16` is the default where the device supports it": "bf16 fp16"
+    "use `dtype`, or leave it out: `bfloat16` is the default where the device supports it": "bf16 fp16 "
     "bf16_full_eval fp16_full_eval",
     "leave it out, or set `dtype` to `float32` for the highest precision": "tf32",
     "the service chooses where a run writes; leave it out, and download the result": "output_dir logging_dir run_dir "

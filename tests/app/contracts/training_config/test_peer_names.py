@@ -27,7 +27,7 @@ def said(**fields: object) -> str:
         ("lora_rank", "use `lora_r`"), ("lora_target", "use `target_modules`"), ("val_size", "use `eval_split`"),
         ("max_grad_norm", "use `extra.max_grad_norm`"), ("max_rewinds", "use `extra.max_rewinds`"),
         ("template", "use `chat_template`"), ("devices", "use `resources.devices`, beside `config`"),
-        ("bf16", "bfloat16"), ("warmup_steps", "`warmup_ratio`"), ("beta", "use `dpo.beta`"),
+        ("bf16", "bfloat16"), ("fp16", "use `dtype`"), ("bf16_full_eval", "use `dtype`"), ("warmup_steps", "`warmup_ratio`"), ("beta", "use `dpo.beta`"),
         ("reward_funcs", "use `rlhf.rewards`"), ("learning_rat", "perhaps `learning_rate`"),
         ("offload_optimizer", "`paged_adamw_8bit` as `optim`"),
         ("offload_param", "`resources.sharding`"), ("enable_routing_replay", "to the experts that they had"),
