@@ -223,6 +223,9 @@ class Tape:
         weight = layer.rows * layer.columns * size if layer.quantised or layer.bytes != size else 0
         cast, dropped = value.elements * (size if value.bytes != size else 0), value.elements * size
         mask = value.elements if layer.dropout else 0
+        if mask and self.device == "cpu":
+            self.save(Value(mask, 1, False))
+            mask = 0
         # Backward, the input is dropped out again, then the gradients through the base and through the adapter are
         # computed one after the other.
         if value.grad:

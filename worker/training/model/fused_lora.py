@@ -2,7 +2,7 @@
 
 peft computes `base(x) + scaling * up(down(dropout(x)))` as separate operations, which keep a mask and a masked copy of
 `x` for every projection, and on some bases a copy of `x` in 32 bits. Here it is one operation: it keeps `x` itself,
-which neighboring projections share, and draws the mask again in the backward pass.
+which neighboring projections share, and on a GPU draws the mask again in the backward pass.
 peft still owns the modules, and with them saving, loading and merging.
 """
 
@@ -23,6 +23,8 @@ from torch.distributed.tensor import DTensor
 
 _LORA_LAYERS = (lora.Linear, lora.Linear4bit, lora.Linear8bitLt)
 _BASE_LAYERS = (nn.Linear, Linear4bit, Linear8bitLt)
+_REDRAWS_ON = {"cuda"}
+"""Devices on which the mask is drawn again instead of kept. A CPU has memory, and takes long to draw."""
 
 
 def fuse_lora_layers(model: nn.Module) -> str | None:
@@ -95,10 +97,10 @@ class _LoraLinear(torch.autograd.Function):  # type: ignore[misc]
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else down.dtype
         result: torch.Tensor = base(x)
         ctx.base, ctx.scaling, ctx.rate, ctx.dtype = base, scaling, rate, dtype
-        dropped = x.to(dtype)
+        dropped, mask = x.to(dtype), None
         if rate:
-            ctx.rng_state = _generator(x).get_state()
-            dropped, _ = torch.native_dropout(dropped, rate, True)
+            ctx.rng_state = _generator(x).get_state() if device in _REDRAWS_ON else None
+            dropped, mask = _drop(dropped, rate)
         # Autocast would cast the weights too, but remember copies without a gradient until it ends.
         hidden = F.linear(_rows(dropped), down.to(dtype))
         total = _rows(result)
@@ -106,35 +108,38 @@ class _LoraLinear(torch.autograd.Function):  # type: ignore[misc]
             total.addmm_(hidden, up.to(dtype).t(), alpha=scaling)
         else:
             total += F.linear(hidden, up.to(dtype)) * scaling
-        ctx.save_for_backward(x, down, up, hidden)
+        ctx.save_for_backward(x, down, up, hidden, mask if rate and ctx.rng_state is None else None)
         return total.view(result.shape)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, down, up, hidden = ctx.saved_tensors
+        x, down, up, hidden, mask = ctx.saved_tensors
         needs_x, needs_down, needs_up, *_ = ctx.needs_input_grad
         total_grad = _rows(gradient)
         grad = total_grad.to(ctx.dtype)
-        x_grad = down_grad = up_grad = mask = None
+        x_grad = down_grad = up_grad = None
         if needs_up:
             up_grad = (grad.t() @ hidden).to(up.dtype).mul_(ctx.scaling)
         hidden_grad = (grad @ up.to(ctx.dtype)).mul_(ctx.scaling)
         dropped = x.to(ctx.dtype)
-        if ctx.rate:
+        if mask is not None:
+            dropped = _masked(dropped, mask, ctx.rate)
+        elif ctx.rate:
             with _replaying(_generator(x), ctx.rng_state):
-                dropped, mask = torch.native_dropout(dropped, ctx.rate, True)
+                dropped, mask = _drop(dropped, ctx.rate)
         if needs_down:
             down_grad = (hidden_grad.t() @ _rows(dropped)).to(down.dtype)
         del dropped  # before the next tensor of its size
         if needs_x:
-            x_grad = total_grad @ _weight(ctx.base, total_grad.dtype)
+            base_grad = total_grad.to(_dtype_of_products(ctx.base, total_grad.dtype))
+            x_grad = base_grad @ _weight(ctx.base, base_grad.dtype)
             if mask is None and x_grad.dtype == ctx.dtype:
                 x_grad.addmm_(hidden_grad, down.to(ctx.dtype))
             else:
                 adapter_grad = (hidden_grad @ down.to(ctx.dtype)).view(x.shape)
                 if mask is not None:
-                    adapter_grad = torch.ops.aten.native_dropout_backward(adapter_grad, mask, 1 / (1 - ctx.rate))
+                    adapter_grad = _masked(adapter_grad, mask, ctx.rate)
                 x_grad += _rows(adapter_grad)
             x_grad = x_grad.to(x.dtype).view(x.shape)
         return x_grad, down_grad, up_grad, None, None, None
@@ -142,6 +147,23 @@ class _LoraLinear(torch.autograd.Function):  # type: ignore[misc]
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _drop(tensor: torch.Tensor, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tensor with values dropped, and the mask of those that stay; they are drawn in the order of memory."""
+    dropped, mask = torch.native_dropout(tensor.contiguous(), rate, True)
+    return dropped, mask
+
+
+def _masked(tensor: torch.Tensor, mask: torch.Tensor, rate: float) -> torch.Tensor:
+    masked: torch.Tensor = torch.ops.aten.native_dropout_backward(tensor, mask, 1 / (1 - rate))
+    return masked
+
+
+def _dtype_of_products(base: Any, dtype: torch.dtype) -> torch.dtype:
+    """Return the data type in which a linear layer multiplies gradients of this type with its weight."""
+    computes_in = base.compute_dtype if isinstance(base, Linear4bit) else None
+    return computes_in or dtype
 
 
 def _weight(base: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """A fused LoRA layer computes what peft computes, with the same random numbers, and keeps less of the forward pass."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.resolution import resolve
 from app.contracts.training_config.rules import DeviceCapabilities
 from tests.worker.training.tiny import make_tiny_model
-from worker.training.model import loader
+from worker.training.model import fused_lora, loader
 from worker.training.model.base_model import BaseModelSource
 from worker.training.model.fused_lora import fuse_lora_layers
 
@@ -32,6 +32,20 @@ IDS = torch.arange(96).reshape(4, 24) % 90 + 5
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), hidden=64)
+
+
+@pytest.fixture
+def redraws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers draw masks again in the backward pass, as on a GPU."""
+    monkeypatch.setattr(fused_lora, "_REDRAWS_ON", {"cpu"})
+
+
+@pytest.fixture(params=["kept", "drawn again"])
+def masks(request: pytest.FixtureRequest) -> str:
+    """Both ways to have the masks of dropout in the backward pass."""
+    if request.param == "drawn again":
+        request.getfixturevalue("redraws")
+    return str(request.param)
 
 
 def adapted(folder: Path, base: str = "32 bit", rate: float = 0.0, **options: Any) -> PeftModel:
@@ -85,6 +99,7 @@ def distance(some: torch.Tensor, other: torch.Tensor) -> float:
     return float(((some.float() - other.float()).norm() / other.float().norm()).detach())
 
 
+@pytest.mark.usefixtures("masks")
 @pytest.mark.parametrize("rate", [0.0, 0.3])
 @pytest.mark.parametrize("base", [name for name in BASES if name != "16 bit"])
 @pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.down_proj"])
@@ -97,6 +112,7 @@ def test_output_and_gradients_in_32_bits_equal_those_of_peft(folder: Path, base:
         assert distance(found[part], expected[part]) < 1e-6, part
 
 
+@pytest.mark.usefixtures("masks")
 @pytest.mark.parametrize("rate", [0.0, 0.3])
 @pytest.mark.parametrize("base", list(BASES))
 def test_output_and_gradients_in_mixed_precision_are_as_close_to_32_bits_as_those_of_peft(
@@ -123,6 +139,7 @@ def step(model: PeftModel, autocast: bool = False) -> tuple[float, dict[str, tor
     return loss.item(), gradients
 
 
+@pytest.mark.usefixtures("masks")
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_loss_and_gradients_of_a_model_with_dropout_equal_those_of_peft(folder: Path, use_rslora: bool) -> None:
     model = adapted(folder, rate=0.2, use_rslora=use_rslora)
@@ -132,6 +149,7 @@ def test_loss_and_gradients_of_a_model_with_dropout_equal_those_of_peft(folder: 
     assert max(distance(own[name], gradients[name]) for name in own) < 1e-5
 
 
+@pytest.mark.usefixtures("masks")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_recomputation_in_the_backward_pass_changes_no_bit(folder: Path, autocast: bool, reentrant: bool) -> None:
@@ -144,6 +162,7 @@ def test_recomputation_in_the_backward_pass_changes_no_bit(folder: Path, autocas
     assert all(torch.equal(gradients[name], kept[1][name]) for name in kept[1])
 
 
+@pytest.mark.usefixtures("masks")
 def test_gradients_are_the_derivatives_of_the_output(folder: Path) -> None:
     layer = fused(adapted(folder, rate=0.3)).base_model.model.model.layers[0].self_attn.q_proj.double()
     x = torch.randn(3, 64, dtype=torch.float64, requires_grad=True)
@@ -171,6 +190,7 @@ def kept_bytes(model: PeftModel) -> int:
     return kept_now
 
 
+@pytest.mark.usefixtures("redraws")
 @pytest.mark.parametrize("base", ["16 bit", "4 bit"])
 def test_dropout_keeps_nothing_for_the_backward_pass(folder: Path, base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with autocast_as_on_a_gpu(monkeypatch):
@@ -179,6 +199,7 @@ def test_dropout_keeps_nothing_for_the_backward_pass(folder: Path, base: str, mo
         assert kept_bytes(fused(dropped)) < 0.75 * kept_bytes(dropped)
 
 
+@pytest.mark.usefixtures("redraws")
 def test_a_layer_keeps_its_input_once_for_all_projections_of_it(folder: Path) -> None:
     attention = fused(adapted(folder, "16 bit", 0.05)).base_model.model.model.layers[0].self_attn
     x, kept = torch.randn(4, 32, 64).bfloat16().requires_grad_(), {}
@@ -192,6 +213,46 @@ def test_a_layer_keeps_its_input_once_for_all_projections_of_it(folder: Path) ->
         outputs = [projection(x) for projection in (attention.q_proj, attention.k_proj, attention.v_proj)]
     rows, rank = 4 * 32, 4
     assert sum(kept.values()) == x.nbytes + len(outputs) * rows * rank * 2
+
+
+def test_on_a_cpu_a_layer_keeps_one_byte_of_mask_for_each_value_of_its_input(folder: Path) -> None:
+    layer, x, kept = fused(adapted(folder, rate=0.05)).base_model.model.model.layers[0].mlp.down_proj, None, []
+    x = torch.randn(3, 128).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        layer(x)
+    (mask,) = [tensor for tensor in kept if tensor.dtype == torch.bool]
+    assert mask.nbytes == x.numel()
+
+
+@pytest.mark.usefixtures("redraws")
+def test_mask_is_drawn_again_for_an_input_that_is_no_longer_in_the_same_order_of_memory(folder: Path) -> None:
+    """Activations in host memory come back contiguous."""
+    model = fused(adapted(folder, rate=0.3))
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    x = torch.randn(64, 7).t()
+
+    def gradient(returned: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        torch.manual_seed(3)
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: one, returned):
+            layer(x.detach().requires_grad_()).sum().backward()
+        found, layer.lora_A.default.weight.grad = layer.lora_A.default.weight.grad, None
+        assert found is not None
+        return found
+
+    assert torch.equal(gradient(lambda one: one), gradient(lambda one: one.contiguous()))
+
+
+def test_gradients_of_a_4_bit_layer_with_wider_input_are_computed_in_its_own_type(folder: Path) -> None:
+    model = adapted(folder, "4 bit")
+    layer = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
+    layer.base_layer.compute_dtype = torch.bfloat16
+    x = torch.randn(5, 64)
+    expected, found = results(model, "self_attn.q_proj", x), results(fused(model), "self_attn.q_proj", x)
+    exact_dtype = {part: (found[part].dtype, expected[part].dtype) for part in ("output", "x")}
+    assert exact_dtype == {part: (torch.float32, torch.float32) for part in ("output", "x")}
+    nn.init.zeros_(layer.lora_B.default.weight)  # the gradient is that of the base alone
+    base, own = results(model, "self_attn.q_proj", x)["x"], results(fused(model), "self_attn.q_proj", x)["x"]
+    assert torch.equal(own, base)
 
 
 class TestWhatStaysWithPeft:
