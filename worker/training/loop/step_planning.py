@@ -59,7 +59,8 @@ def plan_step(trainer: ServiceTrainerMixin, replaced: list[Replacement]) -> dict
         _recompute(trainer, recomputation, recomputation.layers_of(run.config.gradient_checkpointing))
         return {}
     began = time.monotonic()
-    plan = _measure(trainer, recomputation, meter, sizes)
+    with reported_compiler_errors():
+        plan = _measure(trainer, recomputation, meter, sizes)
     reason = _reason(plan)
     if memory_plan.size_that_did_not_fit(run):
         reason = f"Planned for `batch_size` {plan.rows}, which did not fit in an earlier attempt: {reason}"
@@ -197,7 +198,10 @@ def _measure(
             run.report.alive()
             recomputation.set(trial.recomputed)
             batch = batches.longest(trial.rows)
-            reading = pass_meter.measure(meter, _pass(trainer, trained, batch, accumulates=rows_per_step > trial.rows))
+            run_pass = _pass(trainer, trained, batch, accumulates=rows_per_step > trial.rows)
+            if config.torch_compile:
+                pass_meter.measure(meter, run_pass)  # other layers are recomputed, which compiles them again
+            reading = pass_meter.measure(meter, run_pass)
             # Each rank has measured by itself, and all must choose the same.
             every: list[Reading] = run.ranks.gathered(reading)
             peaks = [each.peak_bytes for each in every if each.peak_bytes is not None]
@@ -299,6 +303,7 @@ def leaving_no_trace(trainer: ServiceTrainerMixin) -> Iterator[None]:
                 setattr(module, name, value)
         trainer._metrics, trainer._total_train_tokens = metrics, tokens
         vars(trainer.throughput).update(throughput)
+        trainer.step_phases.take()
 
 
 def _plain_values(module: nn.Module) -> dict[str, Any]:

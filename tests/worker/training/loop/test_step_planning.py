@@ -20,6 +20,7 @@ from tests.worker.training.tiny import (
     make_tiny_model,
 )
 from tests.worker.training.two_ranks import TwoRanks
+from worker.training.loop.step_phases import StepPhases
 from worker.training.loop.step_planning import leaving_no_trace
 from worker.training.loop.throughput import Throughput
 
@@ -207,8 +208,9 @@ def test_measuring_restores_generators_buffers_gradients_modes_and_counts() -> N
     model.eval()
     model[0].longest = 7
     trainer: Any = SimpleNamespace(
-        model=model, throughput=Throughput(), _metrics={"train": {"entropy": [1.0]}}, _total_train_tokens=5
-    )
+        model=model, throughput=Throughput(), _metrics={"train": {"entropy": [1.0]}}, _total_train_tokens=5,
+        step_phases=StepPhases(is_enabled=True, on_gpu=False),
+    )  # fmt: skip
     state = {name: value.clone() for name, value in model.state_dict().items()}
     random, drawn = torch.random.get_rng_state(), np.random.get_state()[1].copy()
     with leaving_no_trace(trainer):
@@ -219,6 +221,9 @@ def test_measuring_restores_generators_buffers_gradients_modes_and_counts() -> N
         trainer._metrics["train"]["entropy"].append(2.0)
         trainer._total_train_tokens += 3
         trainer.throughput.saw(10.0)
+        trainer.step_phases.enter("backward")
+    trainer.step_phases.enter("forward")
+    assert trainer.step_phases.take() == {}
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.random.get_rng_state(), random) and (np.random.get_state()[1] == drawn).all()
     assert all(parameter.grad is None for parameter in model.parameters())
