@@ -52,13 +52,10 @@ class Texts:
     """Index of the first token of each text, and the number of all tokens."""
     on_device: torch.Tensor
     """The same on the device; shape (texts + 1,), int32."""
+    longest: int
+    """Number of tokens of the longest text."""
     window: int | None
     """Number of tokens, itself included, that a token attends to; None: all before it in its text."""
-
-    @property
-    def longest(self) -> int:
-        """Number of tokens of the longest text."""
-        return max(end - first for first, end in pairwise(self.borders))
 
 
 def supports_varlen(architecture: PretrainedConfig) -> bool:
@@ -122,16 +119,31 @@ def attend(
         return found[0], None
     if dropout == 0 and _has_kernel(query, value, texts):
         return _at_once(*states, texts, scaling), None
+    return _one_by_one(module, *states, texts, dropout, scaling, **options), None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it would be compiled again for every number of texts
+def _one_by_one(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    texts: Texts,
+    dropout: float,
+    scaling: float | None,
+    **options: Any,
+) -> torch.Tensor:
+    """Compute the attention of one sequence of texts with a call of sdpa for each."""
     # On a GPU, cuDNN would be chosen, and prepares a plan for each new length.
     with sdpa_kernel(_WITHOUT_PLANS) if query.is_cuda else nullcontext():
         parts = [
             sdpa_attention_forward(
-                module, *(tensor[:, :, first:end] for tensor in states),
+                module, *(tensor[:, :, first:end] for tensor in (query, key, value)),
                 _window_mask(end - first, texts.window, query.device), dropout, scaling, **options,
             )[0]
             for first, end in pairwise(texts.borders)
         ]  # fmt: skip
-    return torch.cat(parts, dim=1), None
+    return torch.cat(parts, dim=1)
 
 
 def make_mask(
@@ -177,7 +189,11 @@ def _texts(
     if not first:
         return None
     borders = (0, *first, length)
-    return Texts(borders, torch.tensor(borders, dtype=torch.int32, device=device), window)
+    return Texts(borders, torch.tensor(borders, dtype=torch.int32, device=device), _longest(borders), window)
+
+
+def _longest(borders: tuple[int, ...]) -> int:
+    return max(end - first for first, end in pairwise(borders))
 
 
 def _passed_texts(
@@ -192,7 +208,7 @@ def _passed_texts(
     is_single = len(cu_seq_lens_q) == 2
     if attention_mask is None:
         borders = (0, query.shape[2]) if is_single else tuple(cu_seq_lens_q.tolist())
-        return Texts(borders, cu_seq_lens_q, None)
+        return Texts(borders, cu_seq_lens_q, _longest(borders), None)
     if is_single:
         return None
     raise TrainingFailure(
@@ -220,8 +236,13 @@ def _has_kernel(query: torch.Tensor, value: torch.Tensor, texts: Texts) -> bool:
         and value.shape[-1] <= width <= _WIDEST_HEAD
         and width % _WIDTH_STEP == 0
         and (texts.window is None or "window_size" in _PARAMETERS)
-        and kernel_failure(query.device) is None
+        and _kernel_works(query.device)
     )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiler would look into the check
+def _kernel_works(device: torch.device) -> bool:
+    return kernel_failure(device) is None
 
 
 @cache
@@ -232,7 +253,7 @@ def kernel_failure(device: torch.device, kernel: Callable[..., Any] = varlen_att
     """
     generator = torch.Generator(device).manual_seed(0)
     borders = (0, 24, _CHECKED_TOKENS)
-    texts = Texts(borders, torch.tensor(borders, dtype=torch.int32, device=device), None)
+    texts = Texts(borders, torch.tensor(borders, dtype=torch.int32, device=device), _longest(borders), None)
     shapes = ((1, heads, _CHECKED_TOKENS, _CHECKED_WIDTH) for heads in (4, 2, 2))
     states = [torch.randn(shape, generator=generator, device=device).bfloat16().requires_grad_() for shape in shapes]
 

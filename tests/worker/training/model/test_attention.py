@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -121,6 +122,20 @@ def losses_and_gradients(model: Any, batches: list[dict[str, Any]]) -> tuple[tor
     return total.detach(), [one.grad.clone() for one in model.parameters() if one.grad is not None]
 
 
+def test_compiled_layers_are_not_compiled_again_for_other_numbers_and_lengths_of_texts() -> None:
+    model, counter = network("llama").train(), CompileCounter()
+    for layer in model.model.layers:
+        layer.compile(dynamic=True, backend=counter)
+    collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    compiled = []
+    for count in (4, 5, 2, 3):
+        loss, _ = losses_and_gradients(model, [collate(texts()[:count])])
+        expected, _ = losses_and_gradients(network("llama").train(), [collate(texts()[:count])])
+        torch.testing.assert_close(loss, expected)
+        compiled.append(counter.frame_count)
+    assert compiled[0] > 0 and compiled == [compiled[0]] * 4
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("half", [False, True], ids=["32 bits", "16 bits"])
 def test_texts_of_a_sequence_have_the_losses_and_gradients_that_they_have_alone_or_padded(
@@ -226,6 +241,24 @@ def reference_kernel(
     return torch.cat(parts)
 
 
+@torch.library.custom_op("anneal_tests::texts", mutates_args=())  # type: ignore[untyped-decorator]
+def _opaque_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: torch.Tensor, longest: int
+) -> torch.Tensor:
+    return reference_kernel(query, key, value, borders, borders, longest, longest, enable_gqa=True)
+
+
+@_opaque_kernel.register_fake  # type: ignore[untyped-decorator]
+def _(query: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(query)
+
+
+def opaque_kernel(*arguments: Any, **_: Any) -> torch.Tensor:
+    """The reference as an operation that a compiler does not look into, as torch's kernel is one."""
+    result: torch.Tensor = _opaque_kernel(*arguments[:4], arguments[5])
+    return result
+
+
 class TestKernel:
     @pytest.mark.parametrize("window", [None, 6])
     @pytest.mark.parametrize("value_width", [16, 8])
@@ -244,7 +277,7 @@ class TestKernel:
         query, key, value = (
             torch.randn(1, heads, total, width) for heads, width in ((4, 16), (2, 16), (2, value_width))
         )
-        texts = attention.Texts(borders, torch.tensor(borders, dtype=torch.int32), window)
+        texts = attention.Texts(borders, torch.tensor(borders, dtype=torch.int32), max(LENGTHS), window)
         module = torch.nn.Module()
         module.num_key_value_groups = 2
         expected, _ = attention.attend(module, query, key, value, texts, 0.0, scaling)
@@ -270,6 +303,23 @@ class TestKernel:
         reason = attention.kernel_failure(torch.device("cpu"), kernel)
         assert torch.equal(torch.get_rng_state(), state)
         assert (reason is None) == (failure is None) and (reason or "").startswith(failure or "")
+
+    def test_is_compiled_once_for_all_numbers_and_lengths_of_texts(self) -> None:
+        counter = CompileCounter()
+        call = torch.compile(attention._at_once, backend=counter, dynamic=True, fullgraph=True)
+        for count in (4, 5, 2, 3):
+            borders = (0, *accumulate(LENGTHS[:count]))
+            texts = attention.Texts(borders, torch.tensor(borders, dtype=torch.int32), max(LENGTHS[:count]), None)
+            states = [torch.randn(1, heads, borders[-1], 16) for heads in (4, 2, 2)]
+            found = call(*states, texts, None, opaque_kernel, frozenset({"scale", "window_size", "enable_gqa"}))
+            torch.testing.assert_close(found, attention._at_once(*states, texts, None, reference_kernel))
+        assert counter.frame_count == 1
+
+    def test_has_been_checked_before_a_layer_is_compiled(self) -> None:
+        call = torch.compile(
+            lambda x: x + 1 if attention._kernel_works(x.device) else x - 1, backend="eager", fullgraph=True
+        )
+        assert call(torch.zeros(())) == -1  # no GPU
 
     def test_of_the_installed_torch_takes_what_one_of_these_versions_does(self) -> None:
         names = {"scale", "window_size", "enable_gqa", "is_causal"} & attention._PARAMETERS
