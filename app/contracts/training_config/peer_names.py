@@ -131,13 +131,15 @@ _REMEDIES = {
     "use `name`, beside `config`": "run_name wandb_name experiment_name project_name",
     "store it with `anneal secrets set`": "hub_token hf_token use_auth_token token wandb_api_key api_key",
     "the service decides this itself; leave it out": "do_train do_eval do_predict remove_unused_columns disable_tqdm "
-    "dataloader_num_workers dataloader_pin_memory dataset_num_proc preprocessing_num_workers group_by_length use_cpu "
-    "no_cuda",
+    "dataloader_num_workers dataloader_pin_memory dataset_num_proc preprocessing_num_workers group_by_length "
+    "pad_to_multiple_of use_cpu no_cuda",
     OFFLOADED_OPTIMIZER: "cpu_offload optim_cpu_offload optimizer_cpu_offload offload_optimizer optimizer_offload",
     "divide the weights with `resources.sharding`, beside `config`, or use method `qlora`": "param_offload "
-    "offload_param offload_params parameter_offload cpu_offload_params",
+    "offload_param offload_params parameter_offload cpu_offload_params fsdp_offload_params layer_offloading",
     "recomputation sends tokens to the experts that they had in the forward pass; leave it out": "routing_replay "
     "enable_routing_replay router_replay",
+    "workers use Liger's kernels where their operator has installed the extra `kernels-liger`; leave it out": "liger "
+    "use_liger use_liger_kernel enable_liger_kernel liger_kernel_config",
     "use `max_seq_length`, which includes the prompt": "max_prompt_length",
     "the operator of the worker decides this; leave it out": "trust_remote_code",
 }
