@@ -1,5 +1,6 @@
 """Registration of a worker in the database."""
 
+import importlib.util
 import logging
 from importlib.metadata import entry_points, version
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 from sqlalchemy import Connection
 
 from app.contracts.plugins import PLUGINS
+from app.contracts.training_config.optimizers import OPTIMIZERS
 from app.infra.process.identity import ProcessIdentity
 from app.runs.state import machine as state_machine
 from app.runs.state import parts
@@ -25,6 +27,12 @@ def pid_scope(identity: ProcessIdentity) -> str:
 def installed() -> dict[str, list[str]]:
     """Return the names of all installed plugins, by kind."""
     return {kind: sorted({point.name for point in entry_points(group=group)}) for kind, group in PLUGINS.items()}
+
+
+def optimizer_packages() -> list[str]:
+    """Return the installed packages that single optimizers need."""
+    needed = {traits.package for traits in OPTIMIZERS.values() if traits.package is not None}
+    return sorted(package for module, package in needed if importlib.util.find_spec(module) is not None)
 
 
 def has_gguf_converter(converter: Path | None) -> bool:
@@ -78,6 +86,7 @@ def register(
                 "launch_mode": launcher.mode,
                 "launch_reason": launcher.reason,
                 "plugins": installed(),
+                "packages": optimizer_packages(),
                 "gguf": gguf,
                 "group_address": group_address,
             }

@@ -32,6 +32,7 @@ def _read(presence: service.Presence) -> WorkerRead:
         launch_mode=worker.launch_mode,
         launch_reason=worker.launch_reason,
         plugins=worker.plugins,
+        packages=worker.packages,
         joins_hosts=worker.group_address is not None,
         gguf=worker.gguf,
         started_at=worker.started_at,

@@ -53,6 +53,7 @@ class WorkerRead(BaseModel):
                 "launch_mode": "zygote",
                 "launch_reason": "",
                 "plugins": {"optimizer": ["lion-schedule-free"], "reward": ["unit_tests"]},
+                "packages": ["torchao"],
                 "joins_hosts": True,
                 "gguf": True,
                 "started_at": "2026-01-02T03:04:05.678Z",
@@ -100,6 +101,10 @@ class WorkerRead(BaseModel):
     launch_reason: str = Field(description="Reason for cold starts; empty otherwise.")
     plugins: dict[str, list[str]] | None = Field(
         description="Names of installed plugins, by kind; null if the worker's version does not report them."
+    )
+    packages: list[str] | None = Field(
+        description="Installed packages that single optimizers need, such as `torchao`; null if the worker's version "
+        "does not report them."
     )
     joins_hosts: bool = Field(
         description="True if it trains runs together with other workers (`resources.hosts`): the operator has set "

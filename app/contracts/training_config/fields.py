@@ -307,7 +307,8 @@ class TrainingConfig(Strict):
     weights_dtype: Annotated[Literal["float32", "bfloat16"], Traits(affects="step_time")] = Field(
         default="float32",
         description="Data type of the weights of a run that trains all of them. `bfloat16` halves their memory and "
-        "that of gradients; an optimizer of torchao (`adamw_torch_8bit` or `_4bit`) rounds updates stochastically.",
+        "that of gradients; an optimizer of torchao (`adamw_torch_8bit` or `_4bit`) rounds updates stochastically. The "
+        "operator installs torchao on the workers.",
     )
     load_in_4bit: Annotated[bool, Traits(affects="step_time", depends_on_method=True)] = Field(
         default=True,

@@ -27,6 +27,7 @@ from app.runs.validation.dataset import data_problems
 from app.runs.validation.destinations import destination_problems
 from app.runs.validation.expert_parallel import expert_parallel_problems
 from app.runs.validation.models import _check_base_model, _check_reward_models
+from app.runs.validation.packages import package_problems
 from app.runs.validation.plugins import plugin_problems
 from app.runs.validation.result import ValidationResult
 from app.runs.validation.sequence_parallel import sequence_parallel_problems
@@ -86,9 +87,10 @@ async def validate_request(
     reported = {problem.field for problem in wrong}
     wrong += [one for one in await destination_problems(session, settings, request.config) if one.field not in reported]
     if rules is not None and rules.options is None:
-        refused, warned = await plugin_problems(session, online(settings, request.backend), request.config)
-        wrong += [one for one in refused if one.field not in reported]
-        found.warnings += [_about_config(problem) for problem in warned]
+        for check in (plugin_problems, package_problems):
+            refused, warned = await check(session, online(settings, request.backend), request.config)
+            wrong += [one for one in refused if one.field not in reported]
+            found.warnings += [_about_config(problem) for problem in warned]
     found.errors += [_about_config(problem) for problem in wrong]
     loads_model = rules is None or rules.loads_model
     await _check_base_model(session, settings, storage, config, loads_model, found, needs_weights=needs_weights)

@@ -175,10 +175,11 @@ def _check_optimizer(config: TrainingConfig) -> None:
         return
     module, package = needed
     if importlib.util.find_spec(module) is None:
+        remedy = "use another optimizer" if config.weights_dtype == "float32" else "leave `weights_dtype` out"
         raise TrainingFailure(
             "config_error",
             f"`optim` is `{config.optim}`, whose package is not installed on this worker: run `pip install {package}` "
-            "there, or use another optimizer.",
+            f"there, or {remedy}.",
         )
 
 
