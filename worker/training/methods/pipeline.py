@@ -194,7 +194,7 @@ def report_run_info(
         "eval_rows": held_out.rows if held_out else 0,
         "extra_eval_rows": {name: one.rows for name, one in data.extra.items()},
         "total_steps": None if run.only_evaluates else trainer.args.max_steps,
-        "weights_dtype": str(loader.weights_dtype(run.config, run.machine)), "base_revision": base.revision, **more,
+        "loaded_dtype": str(loader.weights_dtype(run.config, run.machine)), "base_revision": base.revision, **more,
     }  # fmt: skip
     if run.is_probe:
         facts["whole_run_steps"] = preparation.configured_steps(run)
@@ -326,7 +326,7 @@ def _fingerprint(run: TrainingContext, base: BaseModelSource, facts: dict[str, A
         resume_fidelity.SHARDED: run.is_sharded,
         resume_fidelity.SEQUENCE_PARALLEL: run.ranks.per_sequence,
         resume_fidelity.EXPERT_PARALLEL: run.job.expert_parallel,
-        "weights": facts["weights_dtype"],
+        "weights": facts["loaded_dtype"],
         "kernels": facts["kernels"],
         **{name: facts.get(name) for name in ("device", "device_name", "cpu_instructions", "threads", "versions")},
     }

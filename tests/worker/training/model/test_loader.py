@@ -138,7 +138,7 @@ class TestPrecision:
             for dtype in ("float32", "bfloat16")
         )
         facts = half.of("config")[0]["facts"]
-        assert facts["weights_dtype"] == ("torch.float32" if method == "full" else "torch.bfloat16")
+        assert facts["loaded_dtype"] == ("torch.float32" if method == "full" else "torch.bfloat16")
         losses, in_half = ([metric["loss"] for metric in run.of("metric")] for run in (precise, half))
         assert in_half != losses and in_half == pytest.approx(losses, rel=0.01)
         again = make_job(
