@@ -8,7 +8,7 @@ from app.contracts.training_config.fields import TrainingConfig
 GROUPS: dict[str, tuple[str, ...]] = {
     "Model": (
         "base_model", "revision", "method", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type",
-        "bnb_4bit_compute_dtype", "attn_implementation",
+        "bnb_4bit_compute_dtype", "dtype", "weights_dtype", "attn_implementation",
     ),
     "Data": ("max_seq_length", "packing", "truncation_mode", "loss_on", "chat_template", "overfit_first_batch", "seed"),
     "Adapter": (
