@@ -40,13 +40,16 @@ def has_name(wanted: ColumnElement[Any], name: ColumnElement[Any]) -> ColumnElem
 
 
 async def online_machines(
-    session: AsyncSession, settings: Settings, backend: str, rules: BackendRules | None
+    session: AsyncSession, settings: Settings, backend: str, rules: BackendRules | None, *, wants_gpu: bool = False
 ) -> list[DeviceCapabilities]:
-    """Return the kinds of devices of a backend's online workers, best first; none if they do not matter."""
+    """Return the kinds of devices of a backend's online workers, best first; none if they do not matter.
+
+    A run that `wants_gpu` waits for one, whatever is online.
+    """
     if rules is None or not rules.machine_matters or rules.starts_workers:  # a cluster has others than those in use
         return []
     query = select(Device.kind).distinct().join(Worker, Worker.id == Device.worker_id)
-    kinds = (await session.scalars(query.where(*online(settings, backend)))).all()
+    kinds = ["cuda"] if wants_gpu else (await session.scalars(query.where(*online(settings, backend)))).all()
     # The features of a GPU are known only on its worker; here all are assumed to be present.
     return [
         DeviceCapabilities(kind="cuda", bf16=True, flash_attention=True, flash_attention_3=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import select
@@ -18,7 +18,7 @@ from app.contracts.schemas.runs.requests import RunCreate
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import given_fields, named_fields, normalize_numbers
 from app.contracts.training_config.resolution import resolve
-from app.contracts.training_config.rules import DeviceCapabilities, sharding_obstacles
+from app.contracts.training_config.rules import DeviceCapabilities, machine_conflicts, sharding_obstacles
 from app.infra.storage import Storage
 from app.runs.scheduler.fleet import read_fleet
 from app.runs.scheduler.placement import Needs, pending_reason
@@ -77,7 +77,8 @@ async def validate_request(
     config = normalize_numbers(request.config)
     _check_extra_eval_datasets(request, has_eval_dataset or bool(config.get("eval_split")), found)
     dataset = datasets["dataset_id"]
-    machines = await online_machines(session, settings, request.backend, rules)
+    wants_gpu = request.resources.kind == "cuda" or request.resources.gpu is not None
+    machines = await online_machines(session, settings, request.backend, rules, wants_gpu=wants_gpu)
     data_format = dataset.format if dataset else None
     # In a thread, here and below: a configuration of a megabyte takes a while, which must not block other requests.
     wrong, machine = await asyncio.to_thread(
@@ -191,17 +192,15 @@ def _kind(
 ) -> str | None:
     # A cluster has nodes of every kind, and may add some: without a request, a run would go to the CPUs of a GPU node.
     is_gpu = rules.machine_matters and rules.starts_workers
-    needs_gpu = is_gpu or resources.gpu is not None or _needs_gpu(rules, config, set(given))
+    needs_gpu = is_gpu or resources.gpu is not None or _gpu_fields(rules, config, set(given))
     return resources.kind or ("cuda" if needs_gpu else None)
 
 
-def _needs_gpu(rules: BackendRules, config: TrainingConfig, given: Set[str]) -> bool:
-    needs_gpu = (
-        ("optim" in given and config.optim.startswith("paged_"))
-        or (config.attn_implementation or "").startswith("flash_attention")
-        or ("bnb_4bit_compute_dtype" in given and config.bnb_4bit_compute_dtype == "float16")
-    )
-    return rules.machine_matters and needs_gpu
+def _gpu_fields(rules: BackendRules, config: TrainingConfig, given: set[str]) -> list[str]:
+    """Return the fields of the configuration whose values need a GPU."""
+    if not rules.machine_matters:
+        return []
+    return [problem.field for problem in machine_conflicts(config, given, DeviceCapabilities(kind="cpu"))]
 
 
 def backend_problems(
@@ -286,10 +285,11 @@ def resource_problems(
 ) -> list[FieldError]:
     """Return the requested resources that contradict the configuration."""
     found = []
-    if resources.kind == "cpu" and _needs_gpu(rules, config, set(given)):
+    if resources.kind == "cpu" and (fields := _gpu_fields(rules, config, set(given))):
+        names = ", ".join(f"`{name}`" for name in fields)
         message = (
-            "contradicts `config`, which needs a GPU: a paged optimizer, flash attention or float16 computation; leave "
-            "`resources.kind` out, or change the configuration"
+            f"contradicts the value of {names} in `config`, which needs a GPU; leave `resources.kind` out, or change "
+            "the configuration"
         )
         found.append(FieldError(field="resources.kind", code="conflict", message=message))
     if resources.devices > 1 and (why := _needs_one_device(rules, config)):

@@ -114,15 +114,21 @@ class TestCreate:
     def test_names_the_run_after_method_and_model_unless_it_has_a_name(self, api: ApiServer, dataset: str) -> None:
         assert make_run(api.client, dataset)["name"] == "qlora of any"
 
+    @pytest.mark.parametrize(
+        ("config", "requirements"),
+        [
+            ({}, {"prefers_gpu": True}),
+            ({"dtype": "bfloat16"}, {"prefers_gpu": True}),
+            ({"optim": "paged_adamw_32bit"}, {"kind": "cuda"}),
+            ({"dtype": "float16"}, {"kind": "cuda"}),
+            ({"activation_offload": True}, {"kind": "cuda"}),
+        ],
+    )
     def test_asks_for_a_gpu_only_when_the_configuration_does(
-        self, api: ApiServer, engine: Engine, dataset: str
+        self, api: ApiServer, engine: Engine, dataset: str, config: dict[str, Any], requirements: dict[str, Any]
     ) -> None:
-        plain = make_run(api.client, dataset, backend="celery", config={"base_model": "org/model"})
-        paged = make_run(
-            api.client, dataset, backend="celery", config={"base_model": "org/model", "optim": "paged_adamw_32bit"}
-        )
-        assert run_row(engine, plain["id"]).requirements == {"prefers_gpu": True}
-        assert run_row(engine, paged["id"]).requirements == {"kind": "cuda"}
+        run = make_run(api.client, dataset, backend="celery", config={"base_model": "org/model", **config})
+        assert run_row(engine, run["id"]).requirements == requirements
 
 
 class TestResources:
@@ -282,10 +288,16 @@ class TestResources:
             answer = api.client.post("/v1/runs/validate", json={**body, "resources": resources}).json()
             assert answer["valid"], answer["errors"]
 
-    def test_a_cpu_contradicts_settings_that_need_a_gpu(self, api: ApiServer, dataset: str) -> None:
-        body = {"dataset_id": dataset, "config": {"base_model": "org/m", "optim": "paged_adamw_32bit"}}
-        answer = api.client.post("/v1/runs", json={**body, "resources": {"kind": "cpu"}})
-        assert [(one["field"], one["code"]) for one in answer.json()["errors"]] == [("resources.kind", "conflict")]
+    @pytest.mark.parametrize(
+        ("field", "value"), [("optim", "paged_adamw_32bit"), ("dtype", "float16"), ("activation_offload", True)]
+    )
+    def test_a_cpu_contradicts_settings_that_need_a_gpu(
+        self, api: ApiServer, dataset: str, field: str, value: object
+    ) -> None:
+        body = {"dataset_id": dataset, "config": {"base_model": "org/m", field: value}}
+        response = api.client.post("/v1/runs", json={**body, "resources": {"kind": "cpu"}})
+        (error,) = response.json()["errors"]
+        assert (error["field"], error["code"]) == ("resources.kind", "conflict") and f"`{field}`" in error["message"]
 
 
 class TestBrokerAway:

@@ -52,6 +52,19 @@ class TestMachine:
         assert not found["valid"] and found["effective_config"] is None
         assert [(it["field"], it["code"]) for it in found["errors"]] == [("config.optim", "not_on_this_machine")]
 
+    @pytest.mark.parametrize("resources", [{"kind": "cuda"}, {"gpu": "h100"}])
+    def test_a_run_that_asks_for_a_gpu_is_checked_for_a_gpu_while_only_cpus_are_online(
+        self, api: ApiServer, engine: Engine, dataset: str, resources: dict[str, Any]
+    ) -> None:
+        add_worker(engine, backends=["celery"])
+        config = {"base_model": "org/model", "method": "full", "activation_offload": True}
+        body = {"dataset_id": dataset, "config": config, "resources": resources}
+        result = api.client.post("/v1/runs/validate", json=body).json()
+        assert result["errors"] == []
+        chosen = {name: result["effective_config"][name] for name in ("dtype", "optim", "gradient_checkpointing")}
+        assert chosen == {"dtype": "bfloat16", "optim": "paged_adamw_8bit", "gradient_checkpointing": True}
+        assert [warning["field"] for warning in result["warnings"]] == ["resources"]
+
     def test_a_default_that_the_worker_cannot_honor_is_replaced_and_reported(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
