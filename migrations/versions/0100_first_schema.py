@@ -198,7 +198,6 @@ def upgrade() -> None:
         sa.Column("launch_mode", sa.Text(), nullable=False),
         sa.Column("launch_reason", sa.Text(), server_default="", nullable=False),
         sa.Column("plugins", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
-        sa.Column("packages", postgresql.ARRAY(sa.Text()), nullable=True),
         sa.Column("gguf", sa.Boolean(), server_default="false", nullable=False),
         sa.Column("group_address", sa.Text(), nullable=True),
         sa.Column("started_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
