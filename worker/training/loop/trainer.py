@@ -75,7 +75,8 @@ class ServiceTrainerMixin(EvaluationMixin):
         self.throughput = Throughput()
         self.gpu_memory = GpuMemory()
         self.step_phases = StepPhases(
-            is_enabled=run.config.trainer_options.wall_clock_breakdown, on_gpu=run.machine.kind == "cuda"
+            is_enabled=run.config.trainer_options.wall_clock_breakdown and run.ranks.is_first,  # which reports them
+            on_gpu=run.machine.kind == "cuda",
         )
         self.guard = AnomalyGuard(run.config, run.job.auto_repairs)
         self.recomputed_part = 0.0
