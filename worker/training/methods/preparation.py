@@ -31,7 +31,7 @@ from worker.training.failures import TrainingFailure
 from worker.training.loop import probe
 from worker.training.loop.evaluation import MAIN
 from worker.training.model import base_model, loader
-from worker.training.model.attention import VARLEN, kernel_failure
+from worker.training.model.attention import VARLEN, kernel_failure, supports_kernel
 from worker.training.model.base_model import BaseModelSource
 from worker.training.model.kernels import use_liger
 from worker.training.model.sharding import mark_for_sharding
@@ -433,8 +433,8 @@ def load_network(
 
 
 def _report_kernel_failure(run: TrainingContext) -> None:
-    why = kernel_failure(torch.device("cuda", torch.cuda.current_device()))
-    if why is not None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    if supports_kernel(device) and (why := kernel_failure(device)) is not None:
         run.report.message(
             f"Torch's attention kernel for several texts is not used on this GPU: {why}. Each text is a call of "
             "sdpa, which is slower. Install flash-attn or another version of torch to avoid that.",

@@ -226,12 +226,17 @@ def _is_padded_at_end(mask: torch.Tensor | None) -> bool:
     return not bool((tokens[:, 1:] & ~tokens[:, :-1]).any())
 
 
+def supports_kernel(device: torch.device) -> bool:
+    """Return True if a GPU is of a generation that torch's kernel for texts of several lengths supports."""
+    capability: tuple[int, int] = torch.cuda.get_device_capability(device)
+    return capability >= _FIRST_CAPABILITY
+
+
 def _has_kernel(query: torch.Tensor, value: torch.Tensor, texts: Texts) -> bool:
     """Return True if torch's kernel for texts of several lengths applies."""
     width = query.shape[-1]
     return (
         query.is_cuda
-        and torch.cuda.get_device_capability(query.device) >= _FIRST_CAPABILITY
         and _type(query) in (torch.float16, torch.bfloat16)
         and value.shape[-1] <= width <= _WIDEST_HEAD
         and width % _WIDTH_STEP == 0
@@ -242,7 +247,7 @@ def _has_kernel(query: torch.Tensor, value: torch.Tensor, texts: Texts) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiler would look into the check
 def _kernel_works(device: torch.device) -> bool:
-    return kernel_failure(device) is None
+    return supports_kernel(device) and kernel_failure(device) is None
 
 
 @cache
