@@ -160,6 +160,19 @@ class TestRun:
         expect(rows.filter(has_text="rlhf")).to_have_count(0)
         trainer.complete()
 
+    def test_shows_the_values_that_data_and_device_decided_as_different(
+        self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        trainer = start(shared_api, engine, dataset)
+        resolved = {"loss_on": "completion", "extra": {"padding_free": True}, "epochs": 3.0}
+        mark_run(engine, trainer.run_id, effective_config=resolved)
+        page.goto(f"/runs/{trainer.run_id}?tab=configuration")
+        rows = page.get_by_role("region", name="Configuration").locator("tbody tr")
+        expect(rows.filter(has_text="loss_on")).to_contain_text("completion")
+        expect(rows.filter(has_text="extra")).to_contain_text("padding_free")
+        expect(rows.filter(has_text="epochs")).to_have_count(0)
+        trainer.complete()
+
     def test_that_failed_shows_code_in_its_messages(
         self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
     ) -> None:

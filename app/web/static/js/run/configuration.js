@@ -42,6 +42,6 @@ function rowsOf(run, parent, fields, replaced) {
   const reasons = new Map(replaced.map((one) => [one.field, one.reason]));
   const before = { ...parent?.config, ...parent?.effective_config };
   return Object.keys(used).sort().map((field) => ({
-    field, used: used[field], parent: before[field], fallback: fields.get(field)?.fallback, isDefault: isDefault(fields.get(field), run.config[field]), reason: reasons.get(field) ?? '',
+    field, used: used[field], parent: before[field], fallback: fields.get(field)?.fallback, isDefault: isDefault(fields.get(field), used[field]), reason: reasons.get(field) ?? '',
   }));
 }
