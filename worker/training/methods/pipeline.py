@@ -159,8 +159,8 @@ def build(make: Callable[..., Trains], run: TrainingContext, **options: Any) -> 
     trainer.kernels = kernels.use_kernels(trainer.model)
     if run.config.lora_dropout > 0 and trainer.kernels.get("lora", "fused") != "fused":
         run.report.message(
-            f"`lora_dropout` is {run.config.lora_dropout}: each adapter that peft computes (`kernels` in the run info) "
-            "keeps a mask and a copy of its input for the backward pass. Set it to 0 to save this memory."
+            f"`lora_dropout` is {run.config.lora_dropout}: each adapter that peft computes (`kernels` in the run "
+            "facts) keeps a mask and a copy of its input for the backward pass. Set it to 0 to save this memory."
         )
     if run.config.torch_compile and not run.only_evaluates:
         compile_layers(trainer.model)
