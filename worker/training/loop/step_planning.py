@@ -92,7 +92,7 @@ def compile_ahead(trainer: ServiceTrainerMixin) -> dict[str, Any]:
     run.report.message("The layers are being compiled; the first run of a model takes minutes.")
     began = time.monotonic()
     rows = min(run.config.batch_size, _rows_per_device(trainer))
-    trained = [one for one in trainer.model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     with leaving_no_trace(trainer), run.ranks.alone(), reported_compiler_errors():
         batches = _Batches(trainer)
         # Padding, lengths and gradients of the input decide which variants of a layer are needed.
@@ -169,8 +169,8 @@ def _measure(
         rows_per_step = config.batch_size * config.gradient_accumulation_steps
     with leaving_no_trace(trainer), run.ranks.alone():
         batches = _Batches(trainer)
-        trained = [one for one in trainer.model.parameters() if one.requires_grad]
-        gradients = sum(one.numel() * one.element_size() for one in trained)
+        trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+        gradients = sum(parameter.nbytes for parameter in trained)
         later = optimizer_state(trained_tensors(trainer.model), config)
         if run.ranks.size > 1:
             later += gradients  # the buckets in which they are exchanged

@@ -115,8 +115,8 @@ def attend(
     states = query, key, value
     texts = attention_mask if isinstance(attention_mask, Texts) else _passed_texts(query, attention_mask, **options)
     if texts is None:
-        found = sdpa_attention_forward(module, *states, attention_mask, dropout, scaling, **options)
-        return found[0], None
+        result, _ = sdpa_attention_forward(module, *states, attention_mask, dropout, scaling, **options)
+        return result, None
     if dropout == 0 and _has_kernel(query, value, texts):
         return _at_once(*states, texts, scaling), None
     return _one_by_one(module, *states, texts, dropout, scaling, **options), None
@@ -280,11 +280,11 @@ def kernel_failure(device: torch.device, kernel: Callable[..., Any] = varlen_att
 
     try:
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            found = results(lambda: _at_once(states[0], states[1], states[2], texts, None, kernel))
+            computed = results(lambda: _at_once(states[0], states[1], states[2], texts, None, kernel))
             expected = results(each_alone)
             differences = [
-                float((one.float() - other.float()).norm() / other.float().norm())
-                for one, other in zip(found, expected, strict=True)
+                float((tensor.float() - other.float()).norm() / other.float().norm())
+                for tensor, other in zip(computed, expected, strict=True)
             ]
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         if classify(error).code == OUT_OF_MEMORY:
@@ -328,8 +328,8 @@ def _at_once(
     value = functional.pad(value, (0, width - value_width))
     query, key, value = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
     borders, longest = texts.on_device, texts.longest
-    found: torch.Tensor = kernel(query, key, value, borders, borders, longest, longest, **options)
-    return found[None, ..., :value_width]
+    result: torch.Tensor = kernel(query, key, value, borders, borders, longest, longest, **options)
+    return result[None, ..., :value_width]
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:

@@ -181,7 +181,7 @@ class StepPlanner:
         """Return the fastest plan by prediction, unless it is measured, or hardly faster than a measured one."""
         near = _MOST_GROWTH * max((trial.rows for trial in self._model.measured_peaks), default=0)
         nearby = (rows for rows in self.choices.micro_batches if rows <= near)
-        predicted = [found for rows in nearby if (found := self._alternative(rows)) is not None]
+        predicted = [plan for rows in nearby if (plan := self._alternative(rows)) is not None]
         if not predicted or len(self.passes) >= _MOST_PASSES:
             return None
         best = min((alternative.trial for alternative in predicted), key=self._score)
