@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-from worker.training.model.pass_meter import Reading
+from worker.training.planning.pass_meter import Reading
 
 _ATEN = torch.ops.aten
 _COUNTS = flop_registry | {

@@ -28,10 +28,10 @@ from app.estimator.memory import CONTEXT, optimizer_state
 from app.estimator.memory_planner import USABLE_FRACTION
 from app.estimator.steps import micro_batch
 from benchmarks.counting_meter import OPERATIONS_PER_SECOND, CountingMeter
-from worker.training.loop.step_planning import trained_tensors
-from worker.training.model.pass_meter import Reading, measure
-from worker.training.model.recomputation import Recomputation
-from worker.training.model.step_planner import MeasuredPass, StepChoices, StepPlan, StepPlanner, Trial, micro_batches
+from worker.training.planning.pass_meter import Reading, measure
+from worker.training.planning.recomputation import Recomputation
+from worker.training.planning.step_planner import MeasuredPass, StepChoices, StepPlan, StepPlanner, Trial, micro_batches
+from worker.training.planning.step_planning import trained_tensors
 
 MODELS: dict[str, Callable[..., PretrainedConfig]] = {
     "Qwen3-4B": partial(

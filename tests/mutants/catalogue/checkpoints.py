@@ -51,12 +51,12 @@ MUTANTS = (
         about="The passes that a step is planned by move the random state that the training begins with.",
         changes=(
             Change(
-                "worker/training/loop/step_planning.py",
+                "worker/training/planning/step_planning.py",
                 "        with sampling.preserve_rng():\n            yield\n",
                 "        yield\n",
             ),
         ),
-        test="tests/worker/training/loop/test_step_planning.py::"
+        test="tests/worker/training/planning/test_step_planning.py::"
         "test_measured_run_takes_the_same_steps_as_one_that_is_not[lora]",
     ),
     Mutant(
@@ -65,12 +65,12 @@ MUTANTS = (
         about="A resumed run chooses its micro-batches again.",
         changes=(
             Change(
-                "worker/training/loop/step_planning.py",
+                "worker/training/planning/step_planning.py",
                 "    if len(sizes) > 1 and rows in sizes:\n",
                 "    if False:\n",
             ),
         ),
-        test="tests/worker/training/loop/test_step_planning.py::"
+        test="tests/worker/training/planning/test_step_planning.py::"
         "test_resumed_run_has_the_micro_batches_of_its_checkpoint",
     ),
     Mutant(

@@ -3,7 +3,7 @@
 from typing import Any
 
 from benchmarks.counting_meter import CountingMeter
-from worker.training.model import pass_meter
+from worker.training.planning import pass_meter
 
 
 def begin(device: dict[str, Any]) -> None:

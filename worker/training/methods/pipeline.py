@@ -20,16 +20,17 @@ from worker.training.failures import TrainingFailure
 from worker.training.loop.callbacks import SharingCallback, StepCallback
 from worker.training.loop.histograms import HistogramCallback
 from worker.training.loop.memory import MemoryProfiler
-from worker.training.loop.step_planning import compile_ahead, plan_step
 from worker.training.loop.trainer import EndedBeforeStep, ServiceTrainerMixin
 from worker.training.methods import preparation
 from worker.training.methods.preparation import Read, Rows, RunData, Setup
-from worker.training.model import kernels, loader, memory_plan
+from worker.training.model import kernels, loader
 from worker.training.model.base_model import BaseModelSource
 from worker.training.model.compilation import compile_layers
 from worker.training.model.peak_flops import peak_tflops
 from worker.training.output import hub_push
 from worker.training.output.export import OUTPUT, export
+from worker.training.planning import memory_plan
+from worker.training.planning.step_planning import compile_ahead, plan_step
 
 _COMPLETES = {None, "early_stopping"}
 _EXPORTS = _COMPLETES | {"time_limit", "stop_at_step"}

@@ -22,11 +22,12 @@ from worker.training.data.token_cache import TokenCache
 from worker.training.failures import TrainingFailure
 from worker.training.loop import probe
 from worker.training.loop.anomalies import Anomaly
-from worker.training.loop.step_planning import plan_step
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.methods import pipeline, preparation, rewards
-from worker.training.model import loader, memory_plan
+from worker.training.model import loader
 from worker.training.model.reward_scorer import RewardScorer
+from worker.training.planning import memory_plan
+from worker.training.planning.step_planning import plan_step
 from worker.training.plugins import hooks
 
 _NON_FINITE_ERROR = "probability tensor contains either"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from worker.training.model.step_planner import (
+from worker.training.planning.step_planner import (
     LEAST_GAIN,
     MeasuredPass,
     StepChoices,

@@ -18,8 +18,8 @@ from app.estimator.parameters import CannotTrain
 from app.estimator.steps import micro_batch
 from worker.training.context import TrainingContext
 from worker.training.data.preferences import answer_columns
-from worker.training.model import pass_meter
 from worker.training.model.base_model import BaseModelSource
+from worker.training.planning import pass_meter
 
 
 def is_measured(run: TrainingContext) -> bool:

@@ -20,11 +20,11 @@ from worker.checkpoint_files import resume_fidelity
 from worker.training.context import TrainingContext
 from worker.training.loop import probe, sampling
 from worker.training.loop.trainer import ServiceTrainerMixin
-from worker.training.model import memory_plan, pass_meter
 from worker.training.model.compilation import reported_compiler_errors
-from worker.training.model.pass_meter import PassMeter, Reading
-from worker.training.model.recomputation import Recomputation
-from worker.training.model.step_planner import (
+from worker.training.planning import memory_plan, pass_meter
+from worker.training.planning.pass_meter import PassMeter, Reading
+from worker.training.planning.recomputation import Recomputation
+from worker.training.planning.step_planner import (
     MeasuredPass,
     StepChoices,
     StepPlan,

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from trl.models.utils import disable_gradient_checkpointing
 
 from benchmarks.counting_meter import CountingMeter
-from worker.training.model.recomputation import Recomputation
+from worker.training.planning.recomputation import Recomputation
 
 LAYERS = 4
 _LLAMA = LlamaConfig(

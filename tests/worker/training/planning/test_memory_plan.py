@@ -14,7 +14,7 @@ from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.resolution import Replacement
 from app.contracts.training_config.rules import DeviceCapabilities
-from worker.training.model import memory_plan
+from worker.training.planning import memory_plan
 from worker.training.ranks import Ranks
 
 _LLAMA = LlamaConfig(
