@@ -76,7 +76,10 @@ def test_a_gpu_on_which_the_check_failed_takes_no_run_and_the_others_do(
     with engine.connect() as connection:
         broken, fine = connection.execute(text("SELECT trouble FROM devices ORDER BY index")).scalars()
         assert connection.scalar(text("SELECT sum(attempt) FROM runs")) == 1, "the broken one has cost no attempt"
-    assert broken.startswith("a training step failed on it when the worker started (RuntimeError: illegal memory")
+    assert broken == (
+        "a training step failed on it when the worker started, and is tried again when it restarts: RuntimeError: "
+        "illegal memory access"
+    )
     assert fine is None
 
 

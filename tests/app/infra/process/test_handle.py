@@ -6,7 +6,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from app.infra.process.handle import PidfdHandle, PolledHandle, ProcessHandle
 from app.infra.process.identity import start_time
 from tests.nodes import ROOT
+from tests.waiting import eventually
 
 Open = Callable[[int], ProcessHandle]
 
@@ -83,10 +83,7 @@ def test_closed_handle_leaves_no_descriptor_and_no_thread(open_handle: Open, chi
     for _ in range(3):
         with open_handle(child.pid) as handle:
             handle.fileno()
-    deadline = time.monotonic() + 30
-    while resources() != before:
-        assert time.monotonic() < deadline, (resources(), before)
-        time.sleep(0.01)
+    eventually(lambda: resources() == before, what=f"{before} descriptors and threads")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM])
