@@ -302,7 +302,8 @@ class TrainingConfig(Strict):
     dtype: Annotated[DType | None, Traits(affects="step_time")] = Field(
         default=None,
         description="Data type of the computation, and of frozen weights that are not quantized; trained weights have "
-        "32 bits. `null`: `bfloat16` on a GPU that supports it, `float16` on others, `float32` on a CPU.",
+        "32 bits. `null`: `bfloat16` on a GPU that supports it, `float16` on others, `float32` on a CPU, where "
+        "`bfloat16` takes less memory and more time.",
     )
     weights_dtype: Annotated[Literal["float32", "bfloat16"], Traits(affects="step_time")] = Field(
         default="float32",

@@ -111,6 +111,10 @@ def method_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError
             for name in FOUR_BIT_ONLY
             if name in given
         ]
+    compute = config.bnb_4bit_compute_dtype
+    if "bnb_4bit_compute_dtype" in given and config.dtype not in (None, compute):
+        message = f"is `{compute}`, but 4-bit layers compute in `dtype`, which is `{config.dtype}`; leave it out"
+        found.append(field_error("bnb_4bit_compute_dtype", "conflict", message))
     if config.dtype == "float32" and (config.attn_implementation or "").startswith("flash_attention"):
         message = f"is `{config.attn_implementation}`, which computes in 16 bits, but `dtype` is `float32`; use `sdpa`"
         found.append(field_error("attn_implementation", "conflict", message))

@@ -64,6 +64,10 @@ class TestDtype:
         (error,) = effective(machine, dtype=dtype).problems
         assert (error.field, error.code) == ("dtype", "not_on_this_machine") and "leave it out" in error.message
 
+    def test_another_data_type_for_4_bit_layers_is_refused(self) -> None:
+        config = {"dtype": "bfloat16", "bnb_4bit_compute_dtype": "float32"}
+        assert codes(config) == {("bnb_4bit_compute_dtype", "conflict")}
+
     def test_flash_attention_in_32_bits_is_refused(self) -> None:
         config = {"dtype": "float32", "attn_implementation": "flash_attention_2"}
         assert codes(config) == {("attn_implementation", "conflict")}
