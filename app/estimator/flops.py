@@ -82,15 +82,15 @@ def step_operations(
         precision = Precision("cpu", autocast=False, base=4)
         return [activations(model, config, precision, Batch(1, length), checkpointing, "sdpa") for length in (1, 2)]
 
-    one, two = passes(config)
-    training = _by_length(one.operations, two.operations)
+    of_one_token, of_two_tokens = passes(config)
+    training = _by_length(of_one_token.operations, of_two_tokens.operations)
     if reference_passes:
         base_one, base_two = passes(config.model_copy(update={"lora_r": None}))
         training += _by_length(base_one.forward, base_two.forward).times(reference_passes)
     return StepOperations(
-        forward=_by_length(one.forward, two.forward),
+        forward=_by_length(of_one_token.forward, of_two_tokens.forward),
         training=training,
-        recomputed=_by_length(one.operations_again, two.operations_again),
+        recomputed=_by_length(of_one_token.operations_again, of_two_tokens.operations_again),
     )
 
 

@@ -1,4 +1,4 @@
-"""What a stage knows: the device, its folder, its time, and where its rows go."""
+"""Context of a stage: device, folder, deadline and report."""
 
 import time
 from dataclasses import asdict, dataclass

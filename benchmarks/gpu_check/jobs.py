@@ -124,7 +124,7 @@ class Run:
 
     @property
     def in_effect(self) -> str:
-        """What the trainer chose, in a line: micro-batches, recomputation, attention, other kernels."""
+        """Choices of the trainer on one line: micro-batches, recomputation, attention, other kernels."""
         config = self.effective
         chosen = (
             f"{config.get('batch_size')} × {config.get('gradient_accumulation_steps')}",

@@ -1,4 +1,4 @@
-"""Whether the sequences of a micro-batch follow each other without padding (`extra.padding_free`)."""
+"""Rule for concatenating the sequences of a micro-batch without padding (`extra.padding_free`)."""
 
 from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig

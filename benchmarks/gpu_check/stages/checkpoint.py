@@ -1,4 +1,4 @@
-"""How long training waits for checkpoints that are written in the background."""
+"""Time that training waits for checkpoints that are written in the background."""
 
 import itertools
 import statistics

@@ -103,7 +103,7 @@ def test_losses_in_bfloat16_are_within_the_bound_of_plain_trls(
             "sft" if kind == "packed" else kind, model, data, tmp_path / "plain", adapter, steps=STEPS, batch_size=4,
             dtype=torch.bfloat16, **settings_of_trl(kind, adapter),
         )  # fmt: skip
-    # The loss of `rlhf` is near 0 in each round: what its completions earn tells more.
+    # The loss of `rlhf` is near 0 in each round, so the rewards of its completions are compared too.
     assert ours == pytest.approx([entry["loss"] for entry in theirs], rel=BOUND, abs=1e-6)
     if method == "rlhf":
         assert measured(done, "reward") == pytest.approx([entry["reward"] for entry in theirs], rel=BOUND)

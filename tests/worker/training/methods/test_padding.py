@@ -66,7 +66,7 @@ def test_run_without_padding_has_the_losses_rows_tokens_and_evaluations_of_one_w
 
 
 def resolved(**config: Any) -> bool:
-    """Whether the micro-batches of a run with this configuration in effect are free of padding."""
+    """Return the effective `extra.padding_free` of a run with this configuration."""
     run: Any = SimpleNamespace(config=TrainingConfig(base_model="any", **config))
     found = preparation.resolve_padding(run)
     assert run.config.extra.get("padding_free", False) is found

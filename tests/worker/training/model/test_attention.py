@@ -227,7 +227,7 @@ def reference_kernel(
     longest: int, same_longest: int, *, window_size: tuple[int, int] = (-1, 0), is_causal: bool = True,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """What the documentation of torch says of its kernel, which needs a GPU."""
+    """The kernel of torch, which needs a GPU, according to its documentation."""
     assert query.shape[-1] == value.shape[-1] and borders.dtype == torch.int32 and is_causal and window_size[1] == 0
     assert longest == same_longest == int(borders.diff().max()) and same is borders
     assert enable_gqa == (query.shape[1] != key.shape[1])

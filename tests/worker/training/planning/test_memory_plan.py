@@ -1,4 +1,4 @@
-"""Where passes cannot be measured, what is computed again is chosen by the estimate, and told with its reason."""
+"""Where passes cannot be measured, recomputation is chosen by the estimate and reported with its reason."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ class RanksWith(Ranks):
 def decided(
     monkeypatch: pytest.MonkeyPatch, free: int, repairs: Any = (), ranks: Ranks | None = None, **config: Any
 ) -> Replacement | None:
-    """What is decided for a sharded run of a small model on a GPU with so many bytes free."""
+    """Replacement for a sharded run of a small model on a GPU with this many free bytes."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, free))
     asked = TrainingConfig(base_model="any", load_in_4bit=False, method="lora", **config)
     run: Any = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Any number of layers can be recomputed, whoever switches recomputation; it changes no bit, and saves memory."""
+"""Any number of layers can be recomputed, by any call that enables it; results are bit-identical, with less memory."""
 
 from typing import Any
 
