@@ -74,7 +74,8 @@ def _write_shaped(shaped: Shaped, shape: dict[str, Any], on_gpu: bool) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    make_tiny_model(shaped.folder)  # its tokenizer; configuration and weights are replaced
+    make_tiny_model(shaped.folder)  # its tokenizer; the configuration is replaced
+    (shaped.folder / "model.safetensors").unlink()  # it would be loaded instead of the shards
     settings = shaped.folder / "tokenizer_config.json"
     longest = {"model_max_length": shape["max_position_embeddings"]}
     settings.write_text(json.dumps(json.loads(settings.read_text()) | longest))

@@ -20,7 +20,7 @@ from typing import Any
 
 from app.config import get_settings
 from benchmarks.gpu_check import markdown, processes
-from benchmarks.gpu_check.report import Report, Row, read_rows
+from benchmarks.gpu_check.report import Report, Row, Status, read_rows
 from worker import devices
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +28,8 @@ SECONDS = 480.0
 """Time limit of a whole check."""
 _LEAST_SECONDS = 5.0
 _END_SECONDS = 5.0
+_READY_SECONDS = 120.0
+"""Time limit of the imports, which take longest on a machine that has not read the libraries yet."""
 _POLL_SECONDS = 0.2
 _MOST_OUTPUT = 4000
 """Characters of the output of each process that are in the log."""
@@ -97,11 +99,14 @@ class Runner:
         """Run the stages in order; return the report, which is also on disk."""
         with _scratch() as (work, weights), self._serving():
             for number, stage in enumerate(stages):
+                is_ready = time.monotonic() >= self._deadline or self._start_server()
                 later = sum(other.reserved for other in stages[number + 1 :]) * self._factor
                 left = self._deadline - time.monotonic()
                 seconds = min(stage.seconds * self._factor, max(left - later, min(left, stage.reserved)))
-                if left < _LEAST_SECONDS:
-                    self._skip(stage)
+                if not is_ready:
+                    self._end_without_result(stage, "failed", f"the imports failed; see {self._log.name}")
+                elif left < _LEAST_SECONDS:
+                    self._end_without_result(stage, "skipped", "the time limit of the check is used up")
                 else:
                     self._run_stage(stage, seconds, work, weights)
                 print(markdown.stage_text(self.report, stage.name), flush=True)
@@ -116,12 +121,23 @@ class Runner:
                 self._server.kill()
                 self._server = None
 
-    def _skip(self, stage: Stage) -> None:
+    def _start_server(self) -> bool:
+        """Start the server unless it runs; return False if its imports failed."""
+        self._server = self._server or Server(self._preloaded, self._log)
+        if self._server.wait_ready(_READY_SECONDS * self._factor):
+            return True
+        self._server.kill()
+        self._server = None
+        return False
+
+    def _end_without_result(self, stage: Stage, status: Status, text: str) -> None:
         self.report.stages[stage.name] = 0.0
-        self.report.rows.append(Row(stage.name, "stage", "skipped", "the time limit of the check is used up"))
+        self.report.rows.append(Row(stage.name, "stage", status, text))
         self._save()
 
     def _run_stage(self, stage: Stage, seconds: float, work: Path, weights: Path) -> None:
+        server = self._server
+        assert server is not None
         before, began = self.report.rows, time.monotonic()
         rows = work / f"rows-{stage.name}.jsonl"
         with self._log.open("a") as file:
@@ -131,7 +147,6 @@ class Runner:
             "tiny": self.report.tiny, "deadline": began + seconds,
         }  # fmt: skip
         code: int | None = None
-        server = self._server = self._server or Server(self._preloaded, self._log)
         try:
             for answer in server.run(request, began + seconds):
                 code = answer
@@ -195,11 +210,22 @@ class Server:
             )  # fmt: skip
         self._stage: int | None = None
         self._unfinished = b""
+        self._is_ready = False
 
     @property
     def is_alive(self) -> bool:
         """True if it can fork another stage."""
         return self._process.poll() is None
+
+    def wait_ready(self, seconds: float) -> bool:
+        """Wait until it has imported the libraries; return False if it ended or the time is over."""
+        deadline = time.monotonic() + seconds
+        while not self._is_ready and time.monotonic() < deadline:
+            numbers = self._answers()
+            if numbers is None:
+                return False
+            self._is_ready = bool(numbers)
+        return self._is_ready
 
     def run(self, request: dict[str, Any], deadline: float) -> Iterator[int | None]:
         """Run a stage: yield None several times a second, and its exit code at the end; stop at the deadline."""

@@ -1,8 +1,8 @@
 """Server that the stages are forked from: it imports the training libraries once, and touches no GPU.
 
 `python -m benchmarks.gpu_check.stage [module …]` imports the modules. Each line that it reads is a stage: JSON with the
-fields of `Check` and the name of the stage's module. For each it writes the process id of a fork, which leads a session
-of its own, and later its exit code.
+fields of `Check` and the name of the stage's module. It writes 0 when it is ready. For each stage it writes the process
+id of a fork, which leads a session of its own, and later its exit code.
 """
 
 import importlib
@@ -22,6 +22,7 @@ from worker.process.child import die_with_parent
 def main() -> None:
     die_with_parent(os.getppid())
     processes.prepare(sys.argv[1:])
+    print(0, flush=True)
     for line in sys.stdin:
         server, pid = os.getpid(), os.fork()
         if pid == 0:

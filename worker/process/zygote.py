@@ -88,9 +88,13 @@ def preload(modules: Sequence[str]) -> None:
 
 
 def _threads() -> list[str]:
-    """Return the names of all Python and C threads but jemalloc's (in pyarrow), which it recreates after a fork."""
+    """Return the names of all Python and C threads that a fork would miss.
+
+    jemalloc (in pyarrow) recreates its thread after a fork. NVML of driver 580 starts a thread when it is initialized,
+    and a fork can use CUDA without it: `check_gpus` tries.
+    """
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    return [name for name in names if name != "jemalloc_bg_thd"]
+    return [name for name in names if name != "jemalloc_bg_thd" and not name.startswith("cuda")]
 
 
 @contextmanager

@@ -40,4 +40,6 @@ def run(check: Check) -> None:
 
 
 def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["no output"])[-1][:300]
+    """Return the line that says why the demo failed, else the last one."""
+    lines = text.strip().splitlines() or ["no output"]
+    return next((line for line in lines if line.startswith("The demo failed")), lines[-1])[:300]

@@ -56,6 +56,18 @@ class TestFork:
         finally:
             launcher.stop()
 
+    def test_a_thread_of_the_gpu_driver_does_not_prevent_forks(self, tmp_path: Path) -> None:
+        preload = ("tests.worker.trainers", "tests.worker.process.preloads.starts_driver_thread")
+        launcher = start_launcher(tmp_path, "zygote", preload=preload)
+        try:
+            assert launcher.mode == "zygote"
+            module = preload[1]
+            said = Said(launcher.launch("tests.worker.trainers:loaded", write_job(tmp_path, module=module), [CPU]))
+            said.to_the_end()
+            assert said.record("loaded")["loaded"] is True
+        finally:
+            launcher.stop()
+
     def test_the_zygote_has_one_thread_before_and_after_forks(self, launcher: Launcher, tmp_path: Path) -> None:
         for _ in range(2):
             said = Said(launch(launcher, tmp_path, "count_threads"))
