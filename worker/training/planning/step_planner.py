@@ -129,7 +129,7 @@ class StepPlanner:
                     return alternative.trial
             # One size does not show which bytes depend on the rows.
             return Trial(larger[0], most)
-        return self._unconfirmed_best() or self._larger_than_predicted()
+        return self._unconfirmed_best() or self._larger_than_predicted() or self._between_measured()
 
     def plan(self) -> StepPlan:
         """Return the fastest of the measured plans that fit; if none does, the smallest one."""
@@ -187,6 +187,20 @@ class StepPlanner:
         best = min((alternative.trial for alternative in predicted), key=self._score)
         return best if not self._is_tried(best) and self._would_gain(best) else None
 
+    def _between_measured(self) -> Trial | None:
+        """Return the plan of a size between two measured ones that could be faster than predicted, and than all.
+
+        A small pass waits for the host. A line from there to a large pass, which does not, is too slow for the sizes
+        between them: they may take as little time per position as the large one.
+        """
+        sizes = {trial.rows for trial in self._model.measured_peaks}
+        between = [rows for rows in self.choices.micro_batches if min(sizes) < rows < max(sizes)]
+        plans = [plan.trial for rows in between if (plan := self._alternative(rows)) is not None]
+        if not plans or sizes & {*between} or len(self.passes) >= _MOST_PASSES:
+            return None
+        best = min(plans, key=self._least_score)
+        return best if self._least_score(best) < self._best_score() else None
+
     def _larger_than_predicted(self) -> Trial | None:
         """Return the next larger micro-batch with all layers recomputed, if it would be faster, against predictions.
 
@@ -200,9 +214,12 @@ class StepPlanner:
         return trial if self._model.may_fit(trial) and self._would_gain(trial) else None
 
     def _would_gain(self, trial: Trial) -> bool:
+        return self._score(trial) * (1 + _NEGLIGIBLE) < self._best_score()
+
+    def _best_score(self) -> float:
+        """Return the lowest score of the measured plans that fit."""
         confirmed = [each.trial for each in self.passes if self._fits(each.trial)]
-        least = min(map(self._score, confirmed), default=float("inf"))
-        return self._score(trial) * (1 + _NEGLIGIBLE) < least
+        return min(map(self._score, confirmed), default=float("inf"))
 
     def _alternative(self, rows: int) -> Alternative | None:
         """Return the plan of a micro-batch that recomputes as little as is measured or predicted to fit."""
@@ -219,8 +236,17 @@ class StepPlanner:
         return micro_batches * self._model.seconds(self.choices.mean_tokens[trial.rows], trial.recomputed)
 
     def _score(self, trial: Trial) -> float:
+        return self._weighted(trial, self._step_seconds(trial))
+
+    def _least_score(self, trial: Trial) -> float:
+        """Return the score of a plan at the lowest time per position of all measured passes."""
+        micro_batches = self.choices.rows_per_step // trial.rows
+        seconds = self._model.least_seconds(self.choices.mean_tokens[trial.rows], trial.recomputed)
+        return self._weighted(trial, micro_batches * seconds)
+
+    def _weighted(self, trial: Trial, step_seconds: float) -> float:
         is_configured = trial.rows == self.choices.configured_rows
-        return self._step_seconds(trial) * (1 if is_configured else 1 / (1 - LEAST_GAIN))
+        return step_seconds * (1 if is_configured else 1 / (1 - LEAST_GAIN))
 
 
 class _PassModel:
@@ -306,16 +332,31 @@ class _PassModel:
         return pairs
 
     def seconds(self, tokens: float, recomputed: int) -> float:
-        """Return the seconds of a pass over so many positions."""
-        plain = sorted((each.tokens, each.seconds / self._factor(each.trial.recomputed)) for each in self._measured)
-        if not plain:
+        """Return the seconds of a pass over so many positions: a line between the measured ones next to it."""
+        points = self._plain_seconds()
+        if not points:
             return float("inf")
-        (fewest, least), (most, longest) = plain[0], plain[-1]
+        after = next((index for index, (positions, _) in enumerate(points) if positions >= tokens), len(points) - 1)
+        after = min(max(after, 1), len(points) - 1)
+        (fewest, least), (most, longest) = points[max(after - 1, 0)], points[after]
         slope = (longest - least) / (most - fewest) if most > fewest else longest / most
         fixed = longest - slope * most
         if fixed < 0:  # a longer batch takes more than its share, or the times vary
             slope, fixed = longest / most, 0.0
         return max(fixed + slope * tokens, 0.0) * self._factor(recomputed)
+
+    def least_seconds(self, tokens: float, recomputed: int) -> float:
+        """Return the seconds of a pass that takes as little time per position as any measured one."""
+        least = min((seconds / positions for positions, seconds in self._plain_seconds()), default=float("inf"))
+        return least * tokens * self._factor(recomputed)
+
+    def _plain_seconds(self) -> list[tuple[int, float]]:
+        """Return positions and seconds of each measured size, without recomputation, ascending."""
+        seconds: dict[int, float] = {}
+        for each in self._measured:
+            plain = each.seconds / self._factor(each.trial.recomputed)
+            seconds[each.tokens] = min(plain, seconds.get(each.tokens, plain))
+        return sorted(seconds.items())
 
     def _factor(self, recomputed: int) -> float:
         return 1 + self._again * recomputed / max(self._choices.layers, 1)
