@@ -119,8 +119,17 @@ def _measure_anneal(check: Check, shaped: Shaped, cell: Cell) -> None:
     check.record(
         name, **finished.speed(WARM_UP), peak_mb=peak, estimate_mb=estimate,
         estimate_by_peak=round(estimate / peak, 3) if peak and check.on_gpu else None, in_effect=finished.in_effect,
-        replaced=finished.replaced, seconds=round(finished.ended.seconds, 1),
+        replaced=finished.replaced, seconds=round(finished.ended.seconds, 1), plan=_plan(finished.facts),
     )  # fmt: skip
+
+
+def _plan(facts: dict[str, Any]) -> dict[str, str]:
+    """Return the seconds and the peak of each pass that the plan was chosen from, by rows and recomputed layers."""
+    passes = facts.get("step_plan", {}).get("passes", ())
+    return {
+        f"{each['rows']} × {each['recomputed']}": f"{each['seconds']:.3f} s, {(each['peak_bytes'] or 0) >> 20} MiB"
+        for each in passes
+    }
 
 
 def _measure_trl(check: Check, shaped: Shaped, cell: Cell, participant: str) -> None:

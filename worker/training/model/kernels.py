@@ -1,6 +1,7 @@
 """Implementations that replace those of transformers, TRL and peft in a model that is about to be trained."""
 
 import importlib.metadata
+import logging
 from typing import Any
 
 from transformers.integrations.liger import apply_liger_kernel
@@ -31,6 +32,8 @@ def _use_liger(network: Any) -> str:
 
         if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
             return f"transformers (liger-kernel does not have {kind})"
+        # Each run would name the kernels of other vendors' devices as missing.
+        logging.getLogger("liger_kernel.backends.registry").setLevel(logging.ERROR)
         # The head of TRL computes the loss, without logits.
         apply_liger_kernel(network, {**parts, "cross_entropy": False, "fused_linear_cross_entropy": False})
     except (ImportError, OSError, TypeError, ValueError, AttributeError) as error:
