@@ -7,7 +7,7 @@ from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from app.estimator.architecture import Architecture
 from app.estimator.forward_pass import Attention, Batch, Forward, Loaded
-from app.estimator.parameters import Trained, Weight, trained
+from app.estimator.parameters import Trained, Weight, module_name, trained
 from app.estimator.tape import BackwardPass, Device, Layer, Operation, Tape, Value
 
 Checkpointing = Literal["off", "selective", "full"]
@@ -198,8 +198,7 @@ class _Loaded:
     def __init__(self, model: Architecture, config: TrainingConfig, precision: Precision, found: Trained) -> None:
         self._config, self._precision = config, precision
         self._full = config.lora_r is None
-        self._whole = {_short(one.name) for one in found.whole}
-        self._adapted = {_short(one.name) for one in found.adapted}
+        self._whole, self._adapted = found.whole_modules, found.adapted_modules
         self._rank, self._dora = found.rank, found.dora
         # The linear layers of GPT-2 are of a class of their own until they are quantized.
         self._fuses = model.family != "gpt2" or config.load_in_4bit or config.load_in_8bit
@@ -213,10 +212,10 @@ class _Loaded:
         )
 
     def trains(self, weight: Weight) -> bool:
-        return self._full or _short(weight.name) in self._whole
+        return self._full or module_name(weight.name) in self._whole
 
     def layer(self, weight: Weight) -> Layer:
-        config, precision, short = self._config, self._precision, _short(weight.name)
+        config, precision, short = self._config, self._precision, module_name(weight.name)
         trains = self.trains(weight)
         is_quantized = weight.kind == "linear" and not trains and short not in ("lm_head", "score")
         return Layer(
@@ -232,15 +231,6 @@ class _Loaded:
             dora=self._dora,
             fused=self._fuses,
         )
-
-
-def _short(name: str) -> str:
-    """Strip the layer prefix of a weight's name: `model.layers.3.mlp.up_proj` becomes `mlp.up_proj`."""
-    parts = name.split(".")
-    numbers = [at for at, part in enumerate(parts) if part.isdigit()]
-    if numbers:
-        return ".".join(parts[numbers[0] + 1 :])
-    return ".".join(parts[1:]) if parts[0] in ("layer", "model", "transformer") else name
 
 
 def _embedded(model: Architecture, loaded: _Loaded, batch: Batch, tape: Tape, checkpointing: Checkpointing) -> Value:

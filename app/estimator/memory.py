@@ -9,7 +9,7 @@ from app.contracts.training_config.optimizers import OPTIMIZERS
 from app.estimator.activations import Activations, Checkpointing, Precision, activations
 from app.estimator.architecture import Architecture
 from app.estimator.forward_pass import Attention, Batch
-from app.estimator.parameters import SCORE, Trained, Weight, trained, weights
+from app.estimator.parameters import SCORE, Trained, Weight, distinct_weights, trained
 
 CONTEXT = {"cuda": 600 * 2**20, "cpu": 700 * 2**20}
 """Assumed bytes of a process before any tensor: the CUDA context and its libraries; a CPU process with torch."""
@@ -104,7 +104,7 @@ def memory(
     base, gradients = -(-whole // shards), -(-found.count * precision.trained // shards)
     adapter = 0 if config.lora_r is None else gradients
     optim = counted_optimizer(config)
-    optimizer = -(-optimizer_state(found.tensors(), config) // shards)
+    optimizer = -(-optimizer_state(found.tensors, config) // shards)
     dequantized = _dequantized(model, config, precision) + gathered
     optimizer_workspace = -(-_optimizer_workspace(found, optim, precision) // shards)
     generation = _generation(model, config, precision)
@@ -147,19 +147,19 @@ def _base(model: Architecture, config: TrainingConfig, precision: Precision) -> 
     reward = METHODS[config.method].has_reward_head
     doubled = config.trainer_options.double_quant
     base = constants = 0
-    for one in weights(model, reward_head=reward):
+    for one, number in distinct_weights(model, reward_head=reward):
         if not _is_quantized(one, config):
-            base += one.count * precision.base
+            base += number * one.count * precision.base
             continue
         bias = (one.count - one.weights) * precision.base
         if config.load_in_8bit:
-            base += one.weights + bias
-            constants += one.rows * 4
+            base += number * (one.weights + bias)
+            constants += number * one.rows * 4
             continue
-        base += -(-one.weights // 2) + bias
+        base += number * (-(-one.weights // 2) + bias)
         blocks = -(-one.weights // _BLOCK)
-        constants += blocks + -(-blocks // _BLOCKS) * 4 + 1024 + 4 if doubled else blocks * 4
-        constants += 16 * 4
+        constants += number * (blocks + -(-blocks // _BLOCKS) * 4 + 1024 + 4 if doubled else blocks * 4)
+        constants += number * 16 * 4
     return base, constants
 
 
@@ -169,8 +169,9 @@ def _gathered(model: Architecture, config: TrainingConfig, whole: int, precision
     These are the embeddings and the head from the forward to the end of the backward pass, and two layers: one that
     computes, and the next one. Shared experts are gathered only from other groups, those of one layer at a time.
     """
-    ends = sum(one.count for one in weights(model) if one.kind == "embedding" or one.name.startswith("lm_head"))
-    of_experts = sum(one.count for one in weights(model) if one.kind == "experts" and division.experts > 1)
+    every = distinct_weights(model)
+    ends = sum(number * one.count for one, number in every if one.kind == "embedding" or one.name.startswith("lm_head"))
+    of_experts = sum(number * one.count for one, number in every if one.kind == "experts" and division.experts > 1)
     layers = max(model.layers, 1)
     layer = max(whole - (ends + of_experts) * precision.base, 0) // layers
     experts = of_experts * precision.base // layers // division.experts if division.experts < division.shards else 0
@@ -211,7 +212,7 @@ def optimizer_state(tensors: Iterable[tuple[str, int, int]], config: TrainingCon
 
 def _optimizer_workspace(found: Trained, optim: str, precision: Precision) -> int:
     """Return the bytes of temporary tensors of an optimizer step; on a GPU, torch processes all weights at once."""
-    sizes = [rows * columns * 4 for _, rows, columns in found.tensors()]
+    sizes = [rows * columns * 4 for _, rows, columns in found.tensors]
     if optim in ("adamw_torch", "rmsprop", "adagrad"):
         return sum(sizes) if precision.device == "cuda" else max(sizes, default=0)
     return 2 * max(sizes, default=0) if optim == "adafactor" else 0
@@ -220,7 +221,7 @@ def _optimizer_workspace(found: Trained, optim: str, precision: Precision) -> in
 def _dequantized(model: Architecture, config: TrainingConfig, precision: Precision) -> int:
     """Return the bytes of the largest quantized matrix, dequantized to 16 or 32 bits for the backward pass."""
     size = 2 if precision.autocast else 4
-    found = [one.weights * size for one in weights(model) if _is_quantized(one, config)]
+    found = [one.weights * size for one, _ in distinct_weights(model) if _is_quantized(one, config)]
     return max(found, default=0)
 
 

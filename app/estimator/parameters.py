@@ -1,8 +1,9 @@
 """Exact counts of a model's total and trainable parameters by formula, without loading the model."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache
 from typing import Literal
 
 from app.contracts.methods import METHODS
@@ -62,6 +63,13 @@ def weights(model: Architecture, *, reward_head: bool = False) -> tuple[Weight, 
     return tuple(found)
 
 
+@lru_cache(maxsize=4)
+def distinct_weights(model: Architecture, *, reward_head: bool = False) -> tuple[tuple[Weight, int], ...]:
+    """Return the weights that differ in more than their layer, named as by `module_name`, with their numbers."""
+    every = weights(model, reward_head=reward_head)
+    return tuple(Counter(replace(one, name=module_name(one.name)) for one in every).items())
+
+
 def modules(model: Architecture) -> frozenset[str] | None:
     """Return the names of all modules with weights and of their parents; None if they are not certain.
 
@@ -75,26 +83,26 @@ def modules(model: Architecture) -> frozenset[str] | None:
 
 def total(model: Architecture, *, reward_head: bool = False) -> int:
     """Return the number of parameters of the model without adapters."""
-    return sum(one.count for one in weights(model, reward_head=reward_head))
+    return sum(one.count * number for one, number in distinct_weights(model, reward_head=reward_head))
 
 
 @dataclass(frozen=True)
 class Trained:
     """Trainable part of a model; counts are numbers of parameters."""
 
-    whole: list[Weight]
+    whole: tuple[Weight, ...]
     """Fully trained weights: all, or with an adapter those of `modules_to_save`, which are copies."""
-    adapted: list[Weight]
+    adapted: tuple[Weight, ...]
     """Linear layers with an adapter."""
     rank: int
     dora: bool
 
-    @property
+    @cached_property
     def adapter(self) -> int:
         """Number of adapter parameters."""
         return sum(self.adapter_of(one) for one in self.adapted)
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Total number of trainable parameters."""
         return self.adapter + sum(one.count for one in self.whole)
@@ -108,8 +116,9 @@ class Trained:
         joined = one.kind == "experts" and one.is_named("gate_up_proj")
         return self.rank * one.copies * (2 if joined else 1)
 
-    def tensors(self) -> list[tuple[str, int, int]]:
-        """Return each trained tensor as (kind of weight or `adapter`, rows, columns); a vector has one column."""
+    @cached_property
+    def tensors(self) -> tuple[tuple[str, int, int], ...]:
+        """Each trained tensor as (kind of weight or `adapter`, rows, columns); a vector has one column."""
         found: list[tuple[str, int, int]] = []
         for one in self.whole:
             found += [(one.kind, one.rows * one.copies, one.columns)] if one.kind != "norm" else []
@@ -118,7 +127,17 @@ class Trained:
         for one in self.adapted:
             found += [("adapter", self.rank_of(one), one.columns), ("adapter", one.rows, self.rank_of(one))]
             found += [("adapter", one.rows, 1)] if self.dora else []
-        return found
+        return tuple(found)
+
+    @cached_property
+    def whole_modules(self) -> frozenset[str]:
+        """Names of `whole` within a layer, as those of `module_name`."""
+        return frozenset(module_name(one.name) for one in self.whole)
+
+    @cached_property
+    def adapted_modules(self) -> frozenset[str]:
+        """Names of `adapted` within a layer, as those of `module_name`."""
+        return frozenset(module_name(one.name) for one in self.adapted)
 
 
 class CannotTrain(ValueError):
@@ -132,42 +151,90 @@ def trained(model: Architecture, config: TrainingConfig) -> Trained:
         CannotTrain: A module name matches no weight, or peft rejects the adapter.
     """
     reward = METHODS[config.method].has_reward_head
-    every = weights(model, reward_head=reward)
     if config.lora_r is None:
-        return Trained(list(every), [], 0, False)
+        return Trained(weights(model, reward_head=reward), (), 0, False)
+    targets = None if config.target_modules is None else tuple(config.target_modules)
+    saved = (*(config.modules_to_save or ()), *([SCORE] if reward else []))
+    return _adapted(
+        model, reward, config.lora_r, targets, saved, has_dropout=config.lora_dropout > 0, dora=config.use_dora
+    )
+
+
+@lru_cache(maxsize=8)  # called for each choice and each advised change, which have the same adapter
+def _adapted(
+    model: Architecture,
+    reward: bool,
+    rank: int,
+    targets: tuple[str, ...] | None,
+    saved: tuple[str, ...],
+    *,
+    has_dropout: bool,
+    dora: bool,
+) -> Trained:
+    every = weights(model, reward_head=reward)
     linear = [one for one in every if one.kind == "linear" and one.name not in ("lm_head", SCORE)]
-    for name in config.target_modules or ():
-        if not any(one.is_named(name) for one in linear):
-            raise CannotTrain(f"`target_modules`: this model has no linear layer named {name}.")
-    wanted = config.target_modules
-    if wanted is None and any(one.kind == "experts" for one in every) and model.family in ADAPTED_EXPERTS:
-        if config.lora_dropout > 0 or config.use_dora:
+    if targets is not None:
+        linear = _named_weights(linear, targets, _endings, "`target_modules`: this model has no linear layer named")
+    elif model.family in ADAPTED_EXPERTS and any(one.kind == "experts" for one in every):
+        if has_dropout or dora:
             raise CannotTrain(
                 f"On a {model.family} model adapters also target the experts, which peft supports only with "
                 "`lora_dropout` 0 and without `use_dora`. Change these options, or set `target_modules`."
             )
         linear += [one for one in every if one.kind in ("experts", "router")]
-    adapted = [one for one in linear if wanted is None or any(one.is_named(name) for name in wanted)]
-    saved = [*(config.modules_to_save or ()), *([SCORE] if reward else [])]
-    whole: dict[str, Weight] = {}
-    for name in saved:
-        found = [one for one in _saveable(model, every, reward) if _below(one.name, name)]
-        if not found:
-            raise CannotTrain(f"`modules_to_save`: this model has no module named {name}.")
-        whole |= {one.name: one for one in found}
-    adapted = [one for one in adapted if one.name not in whole]
-    return Trained(list(whole.values()), adapted, config.lora_r, config.use_dora)
+    saveable = _saveable(model, every, reward)
+    whole = _named_weights(saveable, saved, _parts, "`modules_to_save`: this model has no module named")
+    whole_names = {one.name for one in whole}
+    return Trained(tuple(whole), tuple(one for one in linear if one.name not in whole_names), rank, dora)
+
+
+def _named_weights(
+    candidates: Sequence[Weight], names: Sequence[str], names_of: Callable[[str], Iterator[str]], error: str
+) -> list[Weight]:
+    """Return the weights that one of `names` matches; `names_of` yields all names that match a weight.
+
+    The time is that of one pass over the weights, for any number of names.
+
+    Raises:
+        CannotTrain: A name matches no weight; `error` is the start of the sentence.
+    """
+    requested, matched = frozenset(names), set[str]()
+    selected = []
+    for one in candidates:
+        if matching := requested.intersection(names_of(one.name)):
+            matched |= matching
+            selected.append(one)
+    if missing := next((name for name in names if name not in matched), None):
+        raise CannotTrain(f"{error} {missing}.")
+    return selected
+
+
+def _endings(weight: str) -> Iterator[str]:
+    """Yield the names that match a weight in `target_modules`: its own, and what follows each of its dots."""
+    parts = weight.split(".")
+    return (".".join(parts[start:]) for start in range(len(parts)))
+
+
+def _parts(weight: str) -> Iterator[str]:
+    """Yield the names that match a weight in `modules_to_save`: of each module that is it or contains it."""
+    parts = weight.split(".")
+    return (".".join(parts[start:end]) for start in range(len(parts)) for end in range(start + 1, len(parts) + 1))
+
+
+@cache
+def module_name(weight: str) -> str:
+    """Strip the layer prefix of a weight's name: `model.layers.3.mlp.up_proj` becomes `mlp.up_proj`."""
+    parts = weight.split(".")
+    numbers = [at for at, part in enumerate(parts) if part.isdigit()]
+    if numbers:
+        return ".".join(parts[numbers[0] + 1 :])
+    return ".".join(parts[1:]) if parts[0] in ("layer", "model", "transformer") else weight
 
 
 def _saveable(model: Architecture, every: tuple[Weight, ...], reward: bool) -> tuple[Weight, ...]:
     # A tied head gets its own copy of the matrix when it is trained.
     tied = model.tied and not reward
     return (*every, Weight("lm_head", "linear", model.vocabulary, model.hidden)) if tied else every
-
-
-def _below(weight: str, module: str) -> bool:
-    """Return True if the module of that name is or contains the weight."""
-    return f".{module}." in f".{weight}."
 
 
 def _backbone(model: Architecture) -> Iterator[Weight]:

@@ -83,7 +83,7 @@ def test_what_trains_is_what_peft_makes_trainable(family: str, kind: str) -> Non
     theirs = sorted(one.numel() for one in model.parameters() if one.requires_grad)
     found = parameters.trained(described, config)
     assert found.count == sum(theirs)
-    assert sorted(rows * columns for _, rows, columns in found.tensors()) == theirs
+    assert sorted(rows * columns for _, rows, columns in found.tensors) == theirs
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_experts_that_peft_adapts_are_counted_as_it_does(family: str, sizes: dic
         model = get_peft_model(model, lora_config(config))
     theirs = sorted(one.numel() for one in model.parameters() if one.requires_grad)
     found = parameters.trained(described, config)
-    assert sorted(rows * columns for _, rows, columns in found.tensors()) == theirs
+    assert sorted(rows * columns for _, rows, columns in found.tensors) == theirs
     with pytest.raises(parameters.CannotTrain, match="`lora_dropout`"):
         parameters.trained(described, config.model_copy(update={"lora_dropout": 0.1}))
 
