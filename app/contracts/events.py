@@ -177,7 +177,8 @@ class ConfigEvent(TrainerEvent):
     )
     facts: JsonObject = Field(
         default_factory=dict,
-        description="Parameter counts, device, library versions, `total_steps`, FLOPs per token and further facts.",
+        description="Parameter counts, device, library versions, `attention`, `kernels`, `step_plan`, `total_steps`, "
+        "FLOPs per token and further facts.",
     )
 
     @property

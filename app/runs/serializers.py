@@ -55,8 +55,10 @@ async def _fields(session: AsyncSession, storage: Storage, run: Run) -> dict[str
     derived |= {"id": run.id, "last_seq": run.event_seq}
     reward_runs = await service.reward_run_ids(session, run)
     expected, real = await estimate_and_measurements(session, run, probe.seconds_of_step(history))
-    result = await probe.probe_result(session, run, expected, real)
+    facts = await service.run_facts(session, run)
+    result = await probe.probe_result(session, run, expected, real, facts or {})
     taken: dict[str, Any] = {
+        "facts": facts,
         "estimate": expected,
         "measured": real,
         "probe": result,

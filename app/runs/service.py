@@ -1,8 +1,9 @@
 """Operations on runs. `state/machine.py` writes statuses; resuming is in `resume.py`."""
 
 from collections.abc import Sequence
+from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import literal_column, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.errors import conflict, not_found
@@ -13,6 +14,7 @@ from app.contracts.schemas.runs.requests import RunEdit
 from app.contracts.stop import StopMode
 from app.infra.ids import is_id
 from app.runs.state import machine
+from app.tables.events import RunEvent
 from app.tables.runs import Run, RunEvalDataset, RunRewardModel
 
 
@@ -38,6 +40,16 @@ async def extra_eval_datasets(session: AsyncSession, run: Run) -> dict[str, str]
         return {}
     query = select(RunEvalDataset.name, RunEvalDataset.dataset_id).where(RunEvalDataset.run_id == run.id)
     return dict((await session.execute(query.order_by(RunEvalDataset.name))).tuples().all())
+
+
+async def run_facts(session: AsyncSession, run: Run) -> dict[str, Any] | None:
+    """Return the facts that the trainer reported last; None before it has, and once retention has deleted the event."""
+    if not run.attempt:
+        return None
+    # A literal, from which PostgreSQL concludes that the index of a run's history contains the event.
+    is_config = RunEvent.type == literal_column("'config'")
+    query = select(RunEvent.data["facts"]).where(RunEvent.run_id == run.id, is_config)
+    return await session.scalar(query.order_by(RunEvent.seq.desc()).limit(1))
 
 
 async def trains(session: AsyncSession, run_id: str) -> bool:

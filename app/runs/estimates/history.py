@@ -12,7 +12,6 @@ from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from app.estimator.flops import RunFlops
 from app.runs.scheduler.durations import similarity_key
-from app.tables.events import RunEvent
 from app.tables.runs import AttemptTimings, MetricRollup
 
 _LATEST, _LATEST_OF_ALL = 30, 100
@@ -153,14 +152,6 @@ async def measured(session: AsyncSession, run_id: str) -> tuple[float | None, fl
     """Return peak memory (MiB), peak reserved memory (MiB) and latest tokens per second over all attempts of a run."""
     rows = (await session.execute(_rollups([run_id]))).all()
     return _highest(rows, *_MEMORY), _highest(rows, _RESERVED), (_newest(rows) if rows else None)
-
-
-async def facts_of(session: AsyncSession, run_id: str) -> dict[str, Any]:
-    """Return the first facts of a run's newest attempt; empty until they are reported."""
-    query = select(RunEvent.data["facts"]).where(
-        RunEvent.run_id == run_id, RunEvent.type == "config", RunEvent.seq <= _EARLY
-    )
-    return await session.scalar(query.order_by(RunEvent.seq.desc()).limit(1)) or {}
 
 
 def _highest(rows: Sequence[Any], *names: str) -> float | None:

@@ -14,7 +14,6 @@ from app.contracts.schemas.runs.reads import TrainingMetrics
 from app.contracts.schemas.runs.requests import MOST_TAGS, RunCreate, RunToEstimate
 from app.contracts.training_config.field_traits import NOT_IN_PROBE
 from app.contracts.training_config.raw_config import PROBE_STEPS, is_probe, normalize_numbers
-from app.runs.estimates.history import facts_of
 from app.tables.runs import Attempt, Run
 
 TAG = "probe"
@@ -52,7 +51,11 @@ def seconds_of_step(points: Sequence[TrainingMetrics]) -> float | None:
 
 
 async def probe_result(
-    session: AsyncSession, run: Run, estimate: KeptEstimate | None, measured: Measured | None
+    session: AsyncSession,
+    run: Run,
+    estimate: KeptEstimate | None,
+    measured: Measured | None,
+    facts: Mapping[str, Any],
 ) -> ProbeResult | None:
     """Return a probe's projection of the whole run that `estimate` describes; None if the run is not a probe."""
     if not is_probe(run.config):
@@ -60,11 +63,11 @@ async def probe_result(
     query = select(Attempt.report).where(Attempt.run_id == run.id, Attempt.attempt == run.attempt)
     stored = await session.scalar(query) if run.status == "failed" else None
     report = FailureReport.model_validate(stored or {})
-    return _result(run, estimate, measured, await facts_of(session, run.id), report)
+    return _result(run, estimate, measured, facts, report)
 
 
 def _result(
-    run: Run, estimate: KeptEstimate | None, measured: Measured | None, facts: dict[str, Any], report: FailureReport
+    run: Run, estimate: KeptEstimate | None, measured: Measured | None, facts: Mapping[str, Any], report: FailureReport
 ) -> ProbeResult:
     device = facts.get("device_name") or facts.get("device")
     steps = _steps(run.config, estimate, facts.get("whole_run_steps"))
@@ -93,7 +96,7 @@ def _result(
     )
 
 
-def _out_of_memory(run: Run, steps: int | None, facts: dict[str, Any], report: FailureReport) -> ProbeResult:
+def _out_of_memory(run: Run, steps: int | None, facts: Mapping[str, Any], report: FailureReport) -> ProbeResult:
     """Return the result of a probe that ran out of memory; `report` is the attempt's failure report.
 
     Running out of host memory says nothing about a GPU, so `fits` is null then.

@@ -9,6 +9,7 @@ import pytest
 from sqlalchemy import Engine
 
 from app.config import Settings
+from app.contracts.schemas.runs.common import FACTS
 from app.contracts.training_config.fields import TrainingConfig
 from app.infra.db import sync_engine
 from app.infra.ids import is_id, new_id
@@ -389,6 +390,26 @@ class TestRead:
         assert read["checkpoint_path"] == str(storage.checkpoint_dir(run["id"], 1, 60)), newest
         assert read["fine_tuned_model"] == str(storage.output_dir(run["id"], 1))
         assert read["started_at"] and read["finished_at"]
+
+    def test_shows_the_run_facts_that_its_trainer_reported_last(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        run = make_run(api.client, dataset)
+        assert run["facts"] is None
+
+        def facts() -> Any:
+            return api.client.get(f"/v1/runs/{run['id']}").json()["facts"]
+
+        trainer = Trainer(engine, run["id"]).begin()
+        assert facts() is None
+        trainer.events("config", {"facts": {"fidelity": "exact"}}, {"facts": FACTS})
+        trainer.log("a line")
+        assert facts() == FACTS
+        trainer = trainer.retry()
+        assert facts() == FACTS, "those of the attempt before, until the new one has reported its own"
+        trainer.events("config", {"facts": {**FACTS, "attention": "sdpa"}})
+        trainer.begin().complete()
+        assert facts() == {**FACTS, "attention": "sdpa"}
 
     def test_shows_at_most_the_last_hundred_points(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         run = make_run(api.client, dataset)

@@ -202,7 +202,7 @@ def test_a_run_in_a_list_has_what_the_run_alone_has(
     assert shown[ended[1]]["checkpoint_path"].endswith(f"runs/{ended[1]}/a1/checkpoint-20")
     for run_id in [ended[0], ended[1], *(row["id"] for row in made[::20])]:
         alone = shared_api.client.get(f"/v1/runs/{run_id}").json()
-        for only_alone in ("metrics_history", "estimate", "measured", "probe", "evaluation"):
+        for only_alone in ("metrics_history", "facts", "estimate", "measured", "probe", "evaluation"):
             del alone[only_alone]
         assert shown[run_id] == alone
         assert lean[run_id] == {name: alone[name] for name in lean[run_id]} and "config" not in lean[run_id]

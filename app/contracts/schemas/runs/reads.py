@@ -10,7 +10,7 @@ from app.contracts.methods import TrainingMethod
 from app.contracts.run_status import EndReason, TrainingStatus
 from app.contracts.run_task import RunTask
 from app.contracts.schemas.estimates import EXAMPLE, Measured, ProbeResult, RunEstimate
-from app.contracts.schemas.runs.common import CONFIG, DATASET_ID, EXPERIMENT_ID, RUN_ID, Config
+from app.contracts.schemas.runs.common import CONFIG, DATASET_ID, EXPERIMENT_ID, FACTS, RUN_ID, Config
 from app.contracts.schemas.runs.placement import PendingReason, Requirements, Resources
 from app.contracts.stop import StopMode
 
@@ -246,6 +246,7 @@ class RunRead(RunFull):
         json_schema_extra={
             "example": {
                 **_RUN,
+                "facts": FACTS,
                 "estimate": EXAMPLE,
                 "measured": {
                     "peak_memory_mb": 15210.4, "reserved_memory_mb": 16022.0, "tokens_per_second": 7031.0,
@@ -263,6 +264,11 @@ class RunRead(RunFull):
         }
     )  # fmt: skip
 
+    facts: dict[str, Any] | None = Field(
+        description="Run facts as the trainer reported them last, in the event `config`: what computes the run "
+        "(`device`, `attention`, `kernels`), the planned step (`step_plan`) and more. Null before they are reported, "
+        "and when retention has deleted the event."
+    )
     estimate: RunEstimate | None = Field(
         description="Estimate of its memory and time, available shortly after its creation. Null for backends "
         "that load no model, and for runs that resume others."
