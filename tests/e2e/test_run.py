@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -130,6 +131,19 @@ def test_an_evaluation_equals_that_of_the_training(stack: TrainingStack, tmp_pat
     shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert shown.returncode == 0, shown.stderr
     assert "eval_loss" in shown.stdout and "evaluation of tiny" in shown.stderr
+
+
+def test_a_run_shows_what_computes_it(stack: TrainingStack, undisturbed: str) -> None:
+    environment = {**os.environ, "ANNEAL_URL": stack.api.url, "ANNEAL_API_KEY": stack.api.key}
+    command = [sys.executable, "-m", "app.cli.main", "runs", "show", undisturbed]
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert shown.returncode == 0, shown.stderr
+    lines = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in shown.stdout.splitlines())
+    assert lines["kernels"] == "attention varlen, norms transformers, adapters fused, loss head two products"
+    assert lines["precision"] == "computes in float32, base in 4 bits (nf4)"
+    assert "planned step" not in lines, "it is measured on GPUs"
+    (config,) = [event for event in stack.events(undisturbed) if event["type"] == "config"]
+    assert stack.run(undisturbed)["facts"] == config["facts"]
 
 
 def test_artifacts_metrics_and_logs_are_served(stack: TrainingStack, undisturbed: str) -> None:

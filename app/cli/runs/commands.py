@@ -182,7 +182,9 @@ def list_runs(
 
 @commands.command()
 def show(run_id: RunId, as_json: AsJson = False) -> None:
-    """Show a run and the configuration fields that differ from the defaults (all fields: --json).
+    """Show a run, what computes it, and the configuration fields that differ from the defaults.
+
+    --json shows all fields, all run facts, and the alternatives to the planned step.
 
     Example: `anneal runs show run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """
@@ -191,6 +193,7 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
         if as_json:
             document(run)
             return
+        from app.cli.runs.run_facts import fact_lines
         from app.contracts.training_config.fields import TrainingConfig
 
         config = _in_force(run)
@@ -205,10 +208,11 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
                 "loss": last.loss if last else None, "best loss": run.best_loss,
                 "best evaluation": run.best_eval, **(run.evaluation or {}), "attempt": run.attempt,
                 "model": run.fine_tuned_model, "checkpoint": run.checkpoint_path, "parent": run.parent_run_id,
-                "resume": _resume_fidelity(client, run),
+                "resume": _resume_fidelity(run),
                 "evaluates": run.base_run_id if run.task == RunTask.evaluate else None,
                 "estimated memory": _estimated_memory(run), "measured memory": _measured_memory(run),
-                "needs": _needs(run), "experiment": run.experiment_id, "tags": run.tags, "pinned": run.pinned or None,
+                **fact_lines(run), "needs": _needs(run), "experiment": run.experiment_id, "tags": run.tags,
+                "pinned": run.pinned or None,
                 "dataset": run.dataset_id, "eval dataset": run.eval_dataset_id,
                 **{f"eval dataset {name}": id for name, id in run.extra_eval_datasets.items()}, "worker": run.worker_id,
                 "created": run.created_at, "started": run.started_at, "finished": run.finished_at,
@@ -224,17 +228,12 @@ def _in_force(run: "RunRead") -> dict[str, Any]:
     return {**run.config, **changed}
 
 
-def _resume_fidelity(client: "Anneal", run: "RunRead") -> str | None:
+def _resume_fidelity(run: "RunRead") -> str | None:
     """Format whether the newest attempt continued its checkpoint exactly; None for a run without one."""
     from app.cli.runs.watch import resume_fidelity
-    from app.contracts.events import ConfigEvent
 
-    if run.task != RunTask.train or (run.resume_checkpoint_id is None and run.attempt < 2):
-        return None
-    found = None
-    for event in client.runs.events(run.id, types="config", follow=False):
-        found = resume_fidelity(event) if isinstance(event, ConfigEvent) else found
-    return found
+    is_resumed = run.resume_checkpoint_id is not None or run.attempt > 1
+    return resume_fidelity(run.facts) if run.facts and is_resumed and run.task == RunTask.train else None
 
 
 def _needs(run: "RunRead") -> str | None:

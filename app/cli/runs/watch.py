@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -188,7 +188,7 @@ class WatchState:
             return f"step {event.step}  {event.action}: {event.status}{f' ({event.message})' if event.message else ''}"
         elif isinstance(event, ConfigEvent):
             self.total = event.total_steps or self.total
-            fidelity = resume_fidelity(event)
+            fidelity = resume_fidelity(event.facts)
             return f"resume {fidelity}" if fidelity != "exact" else None
         elif isinstance(event, PendingEvent):
             return f"{'queued' if event.code == 'queued' else 'waits'}: {event.message}"
@@ -235,9 +235,9 @@ class WatchState:
         return "  ".join(filter(None, (now, _loss(self.evaluated, held_out), self.device, self.outlook)))
 
 
-def resume_fidelity(config: ConfigEvent) -> str:
-    """Format whether a resume continues exactly, with the reasons if it does not."""
-    reasons = config.facts.get("fidelity_reasons")
+def resume_fidelity(facts: Mapping[str, Any]) -> str:
+    """Format whether a resume continues exactly, with the reasons if it does not, from the run facts."""
+    reasons = facts.get("fidelity_reasons")
     return f"approximate: {' '.join(map(str, reasons))}" if isinstance(reasons, list) and reasons else "exact"
 
 

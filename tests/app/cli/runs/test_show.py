@@ -1,14 +1,16 @@
-"""`anneal runs show`: what a run needs, as its owner asked for it."""
+"""`anneal runs show`: what a run needs, as its owner asked for it, and what computes it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from app.cli.runs.commands import _estimated_memory, _measured_memory, _needs
 from app.contracts.schemas.estimates import EXAMPLE
+from app.contracts.schemas.runs.common import FACTS
 from app.contracts.schemas.runs.reads import RunRead
 from tests.app.conftest import Anneal, json_of
-from tests.factories import Trainer
+from tests.factories import Trainer, mark_run
 
 
 def test_a_run_on_several_devices_shows_them_and_what_else_it_needs(anneal: Anneal, run_file: Path) -> None:
@@ -65,3 +67,55 @@ def test_a_resumed_run_shows_whether_it_continues_exactly(
     (line,) = (line for line in anneal("runs", "show", child).stdout.splitlines() if line.startswith("resume "))
     assert line.split(maxsplit=1)[1] == shown
     resumed.complete()
+
+
+def _lines(anneal: Anneal, run_id: str) -> dict[str, str]:
+    """Return the values that `anneal runs show` prints, by name."""
+    lines = anneal("runs", "show", run_id).stdout.splitlines()
+    return {name: value for name, _, value in (line.partition("  ") for line in lines)}
+
+
+def _facts(anneal: Anneal, run_id: str) -> dict[str, str]:
+    names = ("device", "kernels", "precision", "planned step", "compilation")
+    return {name: value.strip() for name, value in _lines(anneal, run_id).items() if name in names}
+
+
+def test_a_run_shows_what_computes_it_once_its_trainer_has_reported_it(anneal: Anneal, trainer: Trainer) -> None:
+    assert _facts(anneal, trainer.run_id) == {}
+    trainer.events("config", {"facts": {**FACTS, "compile_seconds": 93.21}})
+    mark_run(trainer.engine, trainer.run_id, effective_config={"dtype": "bfloat16", "load_in_8bit": True})
+    assert _facts(anneal, trainer.run_id) == {
+        "device": "NVIDIA H100 80GB HBM3",
+        "kernels": "attention varlen, norms liger-kernel 0.8.5, adapters fused, loss head two products",
+        "precision": "computes in bfloat16, base in 8 bits",
+        "planned step": "2 rows × 2 micro-batches, 10 of 36 layers recomputed, measured peak 41.2 of 70.7 GiB, 1.46 s",
+        "compilation": "93.2 s before the first step",
+    }
+    whole = json_of(anneal("runs", "show", trainer.run_id, "--json"))
+    assert whole["facts"]["step_plan"] == FACTS["step_plan"], "with its alternatives"
+    trainer.complete()
+
+
+def test_a_planned_step_that_did_not_fit_says_so(anneal: Anneal, trainer: Trainer) -> None:
+    plan: Any = FACTS["step_plan"]
+    narrow = {"batch_size": 1, "gradient_accumulation_steps": 1, "recomputed_layers": 36, "fits": False}
+    trainer.events("config", {"facts": {"step_plan": {**plan, **narrow, "needed_bytes": None, "step_seconds": None}}})
+    step = "1 row × 1 micro-batch, 36 of 36 layers recomputed, measured peak above 70.7 GiB, may run out of memory"
+    assert _facts(anneal, trainer.run_id) == {"planned step": step}
+    trainer.complete()
+
+
+@pytest.mark.parametrize(
+    ("effective", "shown"),
+    [
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "lora_r": 8}, "base in 4 bits (nf4)"),
+        ({"lora_r": 8, "weights_dtype": "float32"}, "base in float16"),
+        ({"lora_r": None, "weights_dtype": "float32"}, "weights in float32"),
+    ],
+)
+def test_the_precision_of_a_run_is_that_of_the_computation_and_of_the_weights(
+    anneal: Anneal, trainer: Trainer, effective: dict[str, Any], shown: str
+) -> None:
+    mark_run(trainer.engine, trainer.run_id, effective_config={"dtype": "float16", **effective})
+    assert _facts(anneal, trainer.run_id) == {"precision": f"computes in float16, {shown}"}
+    trainer.complete()

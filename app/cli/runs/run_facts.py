@@ -1,0 +1,62 @@
+"""What computes a run, from the facts that its trainer reported, as text."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from app.contracts.schemas.runs.reads import RunRead
+
+_KERNEL_PARTS = {"norms": "norms", "lora": "adapters", "head": "loss head"}
+
+
+def fact_lines(run: "RunRead") -> dict[str, str | None]:
+    """Format the facts that explain memory and speed of a run; None for those that its trainer did not report."""
+    facts = run.facts or {}
+    plan, compile_seconds = facts.get("step_plan"), facts.get("compile_seconds")
+    return {
+        "device": facts.get("device_name"),
+        "kernels": _kernels(facts),
+        "precision": _precision(run.effective_config or {}),
+        "planned step": None if plan is None else _planned_step(plan),
+        "compilation": None if compile_seconds is None else f"{compile_seconds:.3g} s before the first step",
+    }
+
+
+def _kernels(facts: Mapping[str, Any]) -> str | None:
+    used = facts.get("kernels") or {}
+    parts = {"attention": facts.get("attention"), **{part: used.get(key) for key, part in _KERNEL_PARTS.items()}}
+    return ", ".join(f"{part} {kernel}" for part, kernel in parts.items() if kernel) or None
+
+
+def _precision(effective: Mapping[str, Any]) -> str | None:
+    """Format the data types of computation and weights; None for a trainer that loads no model."""
+    computation = effective.get("dtype")
+    if computation is None:
+        return None
+    if effective.get("load_in_4bit"):
+        weights = f"base in 4 bits ({effective.get('bnb_4bit_quant_type')})"
+    elif effective.get("load_in_8bit"):
+        weights = "base in 8 bits"
+    elif effective.get("lora_r") is not None:
+        weights = f"base in {computation}"
+    else:
+        weights = f"weights in {effective.get('weights_dtype')}"
+    return f"computes in {computation}, {weights}"
+
+
+def _planned_step(plan: Mapping[str, Any]) -> str:
+    """Format the fastest step that fits; `rows` are those of a micro-batch."""
+    usable = f"{plan['usable_bytes'] / 2**30:.1f} GiB"
+    needed, seconds = plan["needed_bytes"], plan["step_seconds"]
+    parts = (
+        f"{_counted(plan['batch_size'], 'row')} × {_counted(plan['gradient_accumulation_steps'], 'micro-batch', 'es')}",
+        f"{plan['recomputed_layers']} of {plan['layers']} layers recomputed",
+        f"measured peak above {usable}" if needed is None else f"measured peak {needed / 2**30:.1f} of {usable}",
+        None if seconds is None else f"{seconds:.3g} s",
+        None if plan["fits"] else "may run out of memory",
+    )
+    return ", ".join(part for part in parts if part)
+
+
+def _counted(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"
