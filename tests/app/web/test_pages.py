@@ -11,6 +11,7 @@ from playwright.sync_api import Browser, Dialog, Locator, Page, Route, TimeoutEr
 from sqlalchemy import Engine
 
 from app.config import Settings
+from app.contracts.schemas.runs.common import FACTS
 from app.infra.db import sync_engine
 from app.infra.storage import Storage
 from app.workers import registry
@@ -171,6 +172,29 @@ class TestRun:
         expect(rows.filter(has_text="loss_on")).to_contain_text("completion")
         expect(rows.filter(has_text="extra")).to_contain_text("padding_free")
         expect(rows.filter(has_text="epochs")).to_have_count(0)
+        trainer.complete()
+
+    def test_shows_what_computes_it_and_how_its_step_was_planned(
+        self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        trainer = start(shared_api, engine, dataset)
+        page.goto(f"/runs/{trainer.run_id}?tab=configuration")
+        expect(page.get_by_role("region", name="Configuration")).to_be_visible()
+        facts = page.get_by_role("region", name="Run facts")
+        expect(facts).to_have_count(0)
+        mark_run(engine, trainer.run_id, effective_config={"dtype": "bfloat16", "load_in_8bit": True})
+        trainer.events("config", {"facts": FACTS})  # without a reload
+        kernels = "attention varlen, norms liger-kernel 0.8.5, adapters fused, loss head two products"
+        expect(facts.get_by_role("row").filter(has_text="Kernels")).to_have_text(f"Kernels{kernels}")
+        expect(facts.get_by_role("row").filter(has_text="Device")).to_contain_text("NVIDIA H100 80GB HBM3")
+        expect(facts.get_by_role("row").filter(has_text="Precision")).to_contain_text("bfloat16, base in 8 bits")
+        expect(facts.get_by_role("row").filter(has_text="Planned step")).to_contain_text(
+            "2 rows × 2 micro-batches, 10 of 36 layers recomputed, measured peak 41.2 of 70.7 GiB, 1.46 s"
+        )
+        plans = page.get_by_role("region", name="Plans of a step").locator("tbody tr")
+        expect(plans).to_have_text([re.compile("2 rows × 2 .*measured"), re.compile("4 rows × 1 .*predicted")])
+        page.set_viewport_size(PHONE)
+        assert _too_wide(page) == []
         trainer.complete()
 
     def test_that_failed_shows_code_in_its_messages(

@@ -1,4 +1,5 @@
-// Configuration of a run beside the defaults and the run that it resumes, with the reason of each replacement.
+// Configuration of a run beside the defaults and the run that it resumes, with the reason of each replacement, and the
+// facts that its trainer reported.
 
 import { html, useState } from '../../vendor/preact.js';
 import { get } from '../api.js';
@@ -7,6 +8,7 @@ import { Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { fieldsFor, isDefault, same } from '../new_run_form.js';
 import { useResource } from '../resource.js';
+import { factsOf, plansOf } from './facts.js';
 
 /** @typedef {{ field: string, used: unknown, parent: unknown, fallback: unknown, isDefault: boolean, reason: string }} Row */
 
@@ -29,7 +31,21 @@ export function Configuration({ store }) {
         ${parent.data && html`<td class="mono muted">${same(row.used, row.parent) ? html`<span class="faint">same</span>` : format.configValue(row.parent)}</td>`}
         <td class="muted"><${Prose} text=${row.reason} /></td></tr>`)}</tbody></table>
     ${shown.length === 0 && html`<p class="state muted">Every field has its default.</p>`}
-  </section>`;
+  </section><${Facts} run=${run} />`;
+}
+
+/** @param {{ run: any }} props */
+function Facts({ run }) {
+  const facts = factsOf(run);
+  const plans = plansOf(run.facts?.step_plan);
+  if (facts.length === 0) return null;
+  return html`<section class="box scroll below" tabindex="0" role="region" aria-label="Run facts">
+    <header><h2>Run facts</h2><span class="grow"></span><${Copy} text=${JSON.stringify(run.facts, null, 2)} shown="Copy as JSON" label="Copy the run facts" /></header>
+    <table class="table"><tbody>${facts.map(([name, value]) => html`<tr key=${name}><th scope="row">${name}</th><td>${value}</td></tr>`)}</tbody></table>
+  </section>
+  ${plans.length > 1 && html`<section class="box scroll below" tabindex="0" role="region" aria-label="Plans of a step"><header><h2>Planned step and its alternatives</h2></header>
+    <table class="table"><thead><tr><th>Step</th><th class="right">Layers recomputed</th><th class="right">Peak, GiB</th><th class="right">Seconds</th><th></th></tr></thead>
+      <tbody>${plans.map((plan) => html`<tr key=${plan.step}><td class="nowrap">${plan.step}</td><td class="right num">${plan.recomputed}</td><td class="right num">${plan.peak}</td><td class="right num">${plan.seconds}</td><td class="muted">${plan.source}</td></tr>`)}</tbody></table></section>`}`;
 }
 
 /**
