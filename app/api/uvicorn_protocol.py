@@ -1,9 +1,12 @@
 """uvicorn's HTTP protocol with limits for clients that send slowly or without end."""
 
 import asyncio
+from http import HTTPStatus
 
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from app.api.errors import ApiError, problem_response
 
 HEAD_SECONDS = 20.0
 """Seconds from the connection, or the first byte of a further request, to the end of its headers."""
@@ -13,6 +16,10 @@ UNREAD_RESPONSE_SECONDS = 300.0
 """Seconds a client may take to read enough of a response that more can be sent."""
 MAX_HEADER_BYTES = 64 * 1024
 """Bytes without a byte of a body: a request's headers, the extensions of its chunks, its trailers."""
+_PIECE_BYTES = 32 * 1024
+MAX_HEADER_FIELDS = 100
+"""Fields of a request's headers, and of its trailers: one of four bytes takes 150 bytes of memory. Requests of one
+connection that wait for the response to an earlier one may have as many together."""
 MAX_WAITING_REQUESTS = 16
 """Requests of one connection that may wait for the response to an earlier one; each takes about 10 KiB."""
 
@@ -24,6 +31,8 @@ class Protocol(HttpToolsProtocol):
     _unread_timer: asyncio.TimerHandle | None = None
     _in_head = True
     _bytes_without_body = 0
+    _fields = 0
+    _has_too_many_fields = False
     _answered: RequestResponseCycle | None = None
     """Request that is being answered; `cycle` is the newest one, which may wait for that."""
 
@@ -41,6 +50,12 @@ class Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        # In pieces: the count starts again in the piece in which a request begins, and `data` may have 256 KiB.
+        for start in range(0, len(data), _PIECE_BYTES):
+            if not self.transport.is_closing():
+                self._receive_piece(data[start : start + _PIECE_BYTES])
+
+    def _receive_piece(self, data: bytes) -> None:
         self._bytes_without_body += len(data)
         super().data_received(data)
         if self.transport.is_closing():
@@ -53,19 +68,25 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head, self._bytes_without_body = True, 0
+        self._in_head, self._bytes_without_body, self._fields = True, 0, 0
         if self._timer is None:
             self._abort_after(HEAD_SECONDS)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._fields += 1
+        if self._fields > MAX_HEADER_FIELDS:
+            self._has_too_many_fields = True
+            raise ValueError("too many fields")  # ends the parser, which then parses no further field
         # A field after the headers is a trailer: uvicorn would add it to the headers of the request.
         if self._in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
+        self._in_head, self._fields = False, 0
         self._cancel_timer()
-        if len(self.pipeline) < MAX_WAITING_REQUESTS:
+        waiting = [self.scope, *(cycle.scope for cycle, _ in self.pipeline)]
+        fields = sum(len(list(scope["headers"])) for scope in waiting)
+        if len(self.pipeline) < MAX_WAITING_REQUESTS and fields <= MAX_HEADER_FIELDS:
             super().on_headers_complete()
         else:
             self.transport.close()  # the rest of the received bytes is parsed, and ignored
@@ -75,6 +96,7 @@ class Protocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._in_head = True
         self._cancel_timer()
         super().on_message_complete()
 
@@ -106,13 +128,31 @@ class Protocol(HttpToolsProtocol):
         self._answered = cycle
         super()._start_asgi_task(cycle, app)
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what the parser cannot read; `msg` is uvicorn's, which does not say what to do."""
+        if self._has_too_many_fields:
+            detail = f"A request may have at most {MAX_HEADER_FIELDS} headers and as many trailers; send fewer."
+            self._refuse(ApiError(431, "too_many_headers", detail))
+        else:
+            self._refuse(ApiError(400, "invalid_http", "This is not HTTP/1.1; send the request with an HTTP client."))
+
     def _refuse_endless_headers(self) -> None:
-        is_waiting = self._answered is not None and self.cycle is not self._answered
-        if is_waiting or (not self._in_head and self.cycle.response_started):
-            self.transport.close()  # a second response would be read as a part of the first
-            return
         limit = f"{MAX_HEADER_BYTES:,} bytes"
-        self.send_400_response(f"The headers and the trailers of a request may have at most {limit} each; send fewer.")
+        detail = f"The headers and the trailers of a request may have at most {limit} each; send fewer."
+        self._refuse(ApiError(431, "headers_too_large", detail))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Send an error and close the connection; only close it where this would be read as a part of a response."""
+        cycle, is_open = self.cycle, not self.transport.is_closing()
+        if cycle is not None:
+            has_begun = not cycle.response_complete if self._in_head else cycle.response_started
+            is_open = is_open and cycle is self._answered and not has_begun
+        if is_open:
+            response = problem_response({}, error)
+            lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(), b"connection: close"]
+            lines += [name + b": " + value for name, value in response.raw_headers]
+            self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
+        self.transport.close()
 
     def _abort_after(self, seconds: float) -> None:
         self._timer = self.loop.call_later(seconds, self.transport.abort)

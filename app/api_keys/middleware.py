@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.api.authorization import Caller, _scope_missing, is_public, needed_scope
 from app.api.errors import ApiError, as_api_error, problem_response
+from app.api.middleware.body_limits import MOST_PARAMETERS
 from app.api_keys import cookies
 from app.api_keys.failure_limit import _FAILURE_INTERVAL_SECONDS, FailureLimit
 from app.api_keys.verifier import KeyVerifier, TokenKind
@@ -71,7 +72,8 @@ async def _caller_of(scope: Scope) -> Caller:
     if sent:
         return await _by_key(auth, scope, sent)
     if (stream := _STREAM.fullmatch(scope["path"])) and scope["method"] == "GET":
-        tickets = parse_qs(scope["query_string"].decode("latin-1")).get("ticket")
+        is_short = scope["query_string"].count(b"&") < MOST_PARAMETERS  # what is longer is refused later
+        tickets = is_short and parse_qs(scope["query_string"].decode("latin-1")).get("ticket")
         if tickets:
             return await _by_ticket(auth, scope, tickets, stream[1])
     if (token := cookies.session_of(headers)) is not None:

@@ -1,4 +1,4 @@
-"""Checks of every request before an endpoint sees it: body size, valid text, well-formed JSON."""
+"""Checks of every request before an endpoint sees it: parameters, body size, valid text, well-formed JSON."""
 
 import asyncio
 import re
@@ -16,6 +16,8 @@ STREAMED = {("POST", "/v1/datasets")}
 """Endpoints that stream their body, up to `max_upload_bytes`; all others take JSON up to `max_json_bytes`."""
 _MOST_PUBLIC_BYTES = {("POST", "/v1/session"): 4096}
 """Most bytes of a body that is read without a key, where there is one."""
+MOST_PARAMETERS = 100
+"""Query parameters: a URL of 64 KiB could have 30,000, each of which may be an error in the response."""
 _MULTIPART_OVERHEAD = 64 * 1024
 _PARSE_IN_THREAD = 64 * 1024
 _MOST_VALUES = 10_000
@@ -46,6 +48,10 @@ class BodyLimitMiddleware:
         """Return the `receive` for the endpoint, or None if the client has disconnected."""
         if "\0" in scope["path"] or b"%00" in scope["query_string"]:
             raise _invalid_text("nul_in_text", "the URL has a NUL character (%00); remove it")
+        if scope["query_string"].count(b"&") >= MOST_PARAMETERS:
+            raise _invalid_text(
+                "too_many_parameters", f"the URL has more than {MOST_PARAMETERS} parameters; send fewer"
+            )
         headers = Headers(scope=scope)
         length = _length(headers)
         if (scope["method"], scope["path"]) in STREAMED:

@@ -1,5 +1,6 @@
 """Promises about clients that send slowly, without an end, or far too much: each costs little, and for a short time."""
 
+import json
 import socket
 import threading
 import time
@@ -157,6 +158,72 @@ def test_trailers_without_an_end_cost_no_memory(
         assert sent < 64
 
 
+class TestManyFields:
+    """Fields of a few bytes each, which take fifty times as much memory once they are parsed."""
+
+    def _answer(self, api: ApiServer, sent: bytes) -> bytes:
+        answer = b""
+        with _connect(api) as connection:
+            connection.sendall(sent)
+            with suppress(ConnectionError):
+                while piece := connection.recv(65536):
+                    answer += piece
+        return answer
+
+    @pytest.mark.parametrize(
+        ("sent", "status", "code"),
+        [
+            (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n" + b"a:\r\n" * 15_000, 431, "too_many_headers"),
+            (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nA: " + b"a" * 2**17, 431, "headers_too_large"),
+            (b"GET /healthz HTTP/1.1\r\nHost localhost\r\n\r\n", 400, "invalid_http"),
+            (b"\x16\x03\x01 a client that speaks TLS", 400, "invalid_http"),
+        ],
+        ids=["fields", "bytes", "no HTTP", "TLS"],
+    )
+    def test_are_refused_with_a_problem_before_the_headers_end(
+        self, shared_api: ApiServer, sent: bytes, status: int, code: str
+    ) -> None:
+        head, _, body = self._answer(shared_api, sent).partition(b"\r\n\r\n")
+        assert head.startswith(f"HTTP/1.1 {status} ".encode())
+        assert b"content-type: application/problem+json" in head and b"connection: close" in head
+        problem = json.loads(body)
+        assert (problem["status"], problem["code"]) == (status, code) and problem["detail"].endswith(".")
+
+    def test_of_a_usual_number_are_accepted(self, shared_api: ApiServer) -> None:
+        most = uvicorn_protocol.MAX_HEADER_FIELDS
+        request = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        assert self._answer(shared_api, request + b"a: b\r\n" * (most - 2) + b"\r\n").startswith(b"HTTP/1.1 200")
+        assert self._answer(shared_api, request + b"a: b\r\n" * (most - 1) + b"\r\n").startswith(b"HTTP/1.1 431")
+
+    def test_after_a_response_has_begun_end_the_connection_without_another(self, shared_api: ApiServer) -> None:
+        stream = f"GET /v1/events HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {shared_api.key}\r\n\r\n"
+        with _connect(shared_api) as connection:
+            connection.sendall(stream.encode())
+            answer = connection.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 200")
+            connection.sendall(b"GET /healthz HTTP/1.1\r\n" + b"a:\r\n" * 1000)
+            with suppress(ConnectionError):
+                while piece := connection.recv(65536):
+                    answer += piece
+        assert answer.count(b"HTTP/1.1 ") == 1
+
+    def test_of_trailers_are_refused(self, shared_api: ApiServer) -> None:
+        begin = _CHUNKED.replace(b"\r\n\r\n", f"\r\nAuthorization: Bearer {shared_api.key}\r\n\r\n".encode())
+        answer = self._answer(shared_api, begin + b"1\r\n{\r\n0\r\n" + b"a:\r\n" * 1000)
+        assert answer.startswith(b"HTTP/1.1 431") and b"too_many_headers" in answer
+
+    def test_of_requests_that_wait_together_are_bounded(self, shared_api: ApiServer) -> None:
+        request = _REQUEST.removesuffix(b"\r\n") + b"a:\r\n" * 60 + b"\r\n"
+        assert self._answer(shared_api, request * 16).count(b'{"status":"ok"}') < 16
+
+    def test_of_a_query_are_refused(self, shared_api: ApiServer) -> None:
+        for many in ("&".join(f"p{at}=" for at in range(9000)), "&".join(["status=pending"] * 101)):
+            response = shared_api.client.get(f"/v1/runs?{many}")
+            assert response.status_code == 422 and response.elapsed.total_seconds() < 5
+            assert [error["code"] for error in response.json()["errors"]] == ["too_many_parameters"]
+        assert shared_api.client.get("/v1/runs?" + "&".join(["status=pending"] * 100)).status_code == 200
+
+
 class TestFieldsOfTrailers:
     """Everything arrives at once, so a trailer is read before the request is answered."""
 
@@ -251,7 +318,7 @@ def _slowest_answer_beside(api: ApiServer, attack: Callable[[ApiServer], None]) 
 def test_two_hundred_megabytes_without_a_key_leave_no_byte(settings: Settings) -> None:
     """All of them are sent, over a connection that was refused with its first kilobyte; and thirty of trailers.
 
-    Then 160,000 requests whose responses are not read.
+    Then 200 connections with 15,000 headers each, and 160,000 requests whose responses are not read.
     """
     with ProcessServer(settings) as api:
         process = psutil.Process(api.process.pid)
@@ -278,6 +345,14 @@ def test_two_hundred_megabytes_without_a_key_leave_no_byte(settings: Settings) -
                     peak = max(peak, process.memory_info().rss)
             except OSError:
                 pass
+        with ExitStack() as connections:
+            for _ in range(200):
+                connection = connections.enter_context(_connect(api))
+                with suppress(OSError):  # the connection may have been refused already
+                    connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n" + b"a:\r\n" * 15_000)
+            for _ in range(20):
+                peak = max(peak, process.memory_info().rss)
+                assert api.client.get("/healthz").elapsed.total_seconds() < 5
         assert _slowest_answer_beside(api, _send_trailers) < 3
         with ExitStack() as connections:
             for _ in range(8):
