@@ -7,7 +7,7 @@ Registers itself with transformers when it is imported.
 
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -118,7 +118,7 @@ def attend(
         result, _ = sdpa_attention_forward(module, *states, attention_mask, dropout, scaling, **options)
         return result, None
     if dropout == 0 and _has_kernel(query, value, texts):
-        return _at_once(*states, texts, scaling), None
+        return _at_once(*states, texts, scaling, repeats_keys=_repeats_keys(query.device)), None
     return _one_by_one(module, *states, texts, dropout, scaling, **options), None
 
 
@@ -134,8 +134,7 @@ def _one_by_one(
     **options: Any,
 ) -> torch.Tensor:
     """Compute the attention of one sequence of texts with a call of sdpa for each."""
-    # On a GPU, cuDNN would be chosen, and prepares a plan for each new length.
-    with sdpa_kernel(_WITHOUT_PLANS) if query.is_cuda else nullcontext():
+    with _without_plans(query.device):
         parts = [
             sdpa_attention_forward(
                 module, *(tensor[:, :, first:end] for tensor in (query, key, value)),
@@ -144,6 +143,11 @@ def _one_by_one(
             for first, end in pairwise(texts.borders)
         ]  # fmt: skip
     return torch.cat(parts, dim=1)
+
+
+def _without_plans(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which sdpa does not use cuDNN on a GPU, which prepares a plan for each new length."""
+    return sdpa_kernel(_WITHOUT_PLANS) if device.type == "cuda" else nullcontext()
 
 
 def make_mask(
@@ -250,24 +254,57 @@ def _kernel_works(device: torch.device) -> bool:
     return supports_kernel(device) and kernel_failure(device) is None
 
 
-@cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _repeats_keys(device: torch.device) -> bool:
+    return _form_failure(device, False, varlen_attn) is not None
+
+
 def kernel_failure(device: torch.device, kernel: Callable[..., Any] = varlen_attn) -> str | None:
     """Return why the kernel cannot be used on a device: an error, or other results than those of sdpa; None if it can.
 
-    Two small texts are computed once per process. It draws no random numbers of the run.
+    Two small texts are computed once per process, and again with repeated keys and values if that fails with fewer
+    heads of them than of queries. It draws no random numbers of the run.
+    """
+    return _form_failure(device, False, kernel) and _form_failure(device, True, kernel)
+
+
+@cache
+def _form_failure(device: torch.device, repeats_keys: bool, kernel: Callable[..., Any]) -> str | None:
+    """Return why the kernel cannot be called in one of two ways; None if it can."""
+
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, texts: Texts) -> torch.Tensor:
+        return _at_once(query, key, value, texts, None, repeats_keys=repeats_keys, kernel=kernel)
+
+    return _failure(attention, device, (0, 24, _CHECKED_TOKENS), (4, 2), _CHECKED_WIDTH)
+
+
+def _failure(
+    attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Texts], torch.Tensor],
+    device: torch.device,
+    borders: tuple[int, ...],
+    heads: tuple[int, int],
+    width: int,
+) -> str | None:
+    """Return why an attention cannot be used on a device: an error, or other results and gradients than those of sdpa.
+
+    Args:
+        attention: takes queries, keys, values and texts.
+        device: the device.
+        borders: those of the texts that are computed.
+        heads: number of heads of queries, and of keys and values.
+        width: that of a head.
     """
     generator = torch.Generator(device).manual_seed(0)
-    borders = (0, 24, _CHECKED_TOKENS)
     texts = Texts(borders, torch.tensor(borders, dtype=torch.int32, device=device), _longest(borders), None)
-    shapes = ((1, heads, _CHECKED_TOKENS, _CHECKED_WIDTH) for heads in (4, 2, 2))
+    shapes = ((1, borders[-1], count, width) for count in (heads[0], heads[1], heads[1]))
+    # In memory, the heads of a token follow each other, as in a model.
     states = [torch.randn(shape, generator=generator, device=device).bfloat16().requires_grad_() for shape in shapes]
 
     def results(compute: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-        out = compute()
+        out = compute(*(state.transpose(1, 2) for state in states))
         return [out.detach(), *torch.autograd.grad(out.float().square().sum(), states)]
 
-    def each_alone() -> torch.Tensor:
-        query, key, value = states
+    def each_alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         groups = query.shape[1] // key.shape[1]
         parts = [
             functional.scaled_dot_product_attention(
@@ -280,8 +317,9 @@ def kernel_failure(device: torch.device, kernel: Callable[..., Any] = varlen_att
 
     try:
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            computed = results(lambda: _at_once(states[0], states[1], states[2], texts, None, kernel))
-            expected = results(each_alone)
+            computed = results(lambda query, key, value: attention(query, key, value, texts))
+            with _without_plans(device):
+                expected = results(each_alone)
             differences = [
                 float((tensor.float() - other.float()).norm() / other.float().norm())
                 for tensor, other in zip(computed, expected, strict=True)
@@ -290,8 +328,8 @@ def kernel_failure(device: torch.device, kernel: Callable[..., Any] = varlen_att
         if classify(error).code == OUT_OF_MEMORY:
             raise
         return f"it fails: {one_line(error)}"
-    largest = max(differences)
-    return None if largest <= _CHECKED_TOLERANCE else f"its results differ by {largest:.1g} from those of sdpa"
+    wrong = [difference for difference in differences if not difference <= _CHECKED_TOLERANCE]  # NaN is wrong too
+    return f"its results differ by {max(wrong):.1g} from those of sdpa" if wrong else None
 
 
 def _type(tensor: torch.Tensor) -> torch.dtype:
@@ -306,17 +344,23 @@ def _at_once(
     value: torch.Tensor,
     texts: Texts,
     scaling: float | None,
+    *,
+    repeats_keys: bool = False,
     kernel: Callable[..., Any] = varlen_attn,
     parameters: frozenset[str] = _PARAMETERS,
 ) -> torch.Tensor:
-    """Compute the attention of one sequence of texts with a kernel that has these parameters."""
+    """Compute the attention of one sequence of texts with a kernel that has these parameters.
+
+    torch 2.10 and 2.11 hand fewer heads of keys and values to flash attention, which takes them, without a parameter
+    for it.
+    """
     width, value_width, dtype = query.shape[-1], value.shape[-1], _type(query)
     groups = query.shape[1] // key.shape[1]
     options: dict[str, Any] = {}
-    if "enable_gqa" in parameters:
-        options["enable_gqa"] = groups > 1
-    else:
+    if repeats_keys:
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    elif "enable_gqa" in parameters:
+        options["enable_gqa"] = groups > 1
     if "scale" in parameters:
         options["scale"] = scaling
     elif scaling is not None:
@@ -325,11 +369,15 @@ def _at_once(
         options["window_size"] = (-1 if texts.window is None else texts.window - 1, 0)
     else:
         options["is_causal"] = True
-    value = functional.pad(value, (0, width - value_width))
-    query, key, value = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
+    if value_width < width:
+        value = functional.pad(value, (0, width - value_width))
+    # The gradient of an index or of a slice would be copied into a tensor of zeros.
+    query, key, value = (tensor.squeeze(0).transpose(0, 1).to(dtype) for tensor in (query, key, value))
     borders, longest = texts.on_device, texts.longest
     result: torch.Tensor = kernel(query, key, value, borders, borders, longest, longest, **options)
-    return result[None, ..., :value_width]
+    if value_width < width:
+        result = result[..., :value_width]
+    return result.unsqueeze(0)
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:

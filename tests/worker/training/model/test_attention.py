@@ -1,5 +1,6 @@
 """Attention: in 16 bits wherever a run computes it, and of each text of a sequence by itself, without a mask."""
 
+import math
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -225,18 +226,19 @@ def test_a_model_that_cannot_separate_texts_is_refused_rather_than_trained_wrong
 def reference_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: torch.Tensor, same: torch.Tensor,
     longest: int, same_longest: int, *, window_size: tuple[int, int] = (-1, 0), is_causal: bool = True,
-    scale: float | None = None, enable_gqa: bool = False,
+    scale: float | None = None, enable_gqa: bool | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The kernel of torch, which needs a GPU, according to its documentation."""
+    """The kernel of torch, which needs a GPU, according to its documentation; without `enable_gqa`, of torch 2.11."""
     assert query.shape[-1] == value.shape[-1] and borders.dtype == torch.int32 and is_causal and window_size[1] == 0
     assert longest == same_longest == int(borders.diff().max()) and same is borders
-    assert enable_gqa == (query.shape[1] != key.shape[1])
+    is_grouped = query.shape[1] != key.shape[1]
+    assert enable_gqa in (None, is_grouped)
     parts = []
     for first, end in pairwise(borders.tolist()):
         distance = torch.arange(end - first)[:, None] - torch.arange(end - first)
         mask = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
         states = (tensor[first:end].transpose(0, 1)[None] for tensor in (query, key, value))
-        attended = scaled_dot_product_attention(*states, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+        attended = scaled_dot_product_attention(*states, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
         parts.append(attended[0].transpose(0, 1))
     return torch.cat(parts)
 
@@ -245,7 +247,7 @@ def reference_kernel(
 def _opaque_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: torch.Tensor, longest: int
 ) -> torch.Tensor:
-    return reference_kernel(query, key, value, borders, borders, longest, longest, enable_gqa=True)
+    return reference_kernel(query, key, value, borders, borders, longest, longest)
 
 
 @_opaque_kernel.register_fake  # type: ignore[untyped-decorator]
@@ -263,13 +265,14 @@ class TestKernel:
     @pytest.mark.parametrize("window", [None, 6])
     @pytest.mark.parametrize("value_width", [16, 8])
     @pytest.mark.parametrize("scaling", [None, 0.5])
+    @pytest.mark.parametrize("repeats_keys", [False, True])
     @pytest.mark.parametrize(
         "parameters",
         [{"scale", "window_size", "enable_gqa"}, {"scale", "window_size"}, {"is_causal"}],
         ids=["torch 2.13", "torch 2.11", "torch 2.10"],
     )
     def test_is_called_with_what_each_version_of_torch_takes_and_gives_what_each_text_alone_does(
-        self, parameters: set[str], scaling: float | None, value_width: int, window: int | None
+        self, parameters: set[str], repeats_keys: bool, scaling: float | None, value_width: int, window: int | None
     ) -> None:
         if window is not None and "window_size" not in parameters:
             return  # then each text is computed by itself
@@ -283,26 +286,57 @@ class TestKernel:
         expected, _ = attention.attend(module, query, key, value, texts, 0.0, scaling)
 
         def kernel(*tensors: Any, **options: Any) -> torch.Tensor:
-            assert set(options) == parameters
+            assert set(options) == parameters - ({"enable_gqa"} if repeats_keys else set())
+            assert tensors[1].shape[1] == (4 if repeats_keys else 2)
             return reference_kernel(*tensors, **options)
 
-        found = attention._at_once(query, key, value, texts, scaling, kernel, frozenset(parameters))
-        torch.testing.assert_close(found, expected)
+        result = attention._at_once(
+            query, key, value, texts, scaling, repeats_keys=repeats_keys, kernel=kernel,
+            parameters=frozenset(parameters),
+        )  # fmt: skip
+        torch.testing.assert_close(result, expected)
 
     @pytest.mark.parametrize(
         ("kernel", "failure"),
         [
             (reference_kernel, None),
             (lambda *states, **options: 1.1 * reference_kernel(*states, **options), "its results differ by"),
+            (lambda *states, **options: math.nan * reference_kernel(*states, **options), "its results differ by"),
             (varlen_attn, "it fails: "),  # without a GPU
         ],
-        ids=["right", "wrong", "failing"],
+        ids=["right", "wrong", "not a number", "failing"],
     )
     def test_is_used_only_where_it_computes_what_sdpa_does(self, kernel: Any, failure: str | None) -> None:
         state = torch.get_rng_state()
         reason = attention.kernel_failure(torch.device("cpu"), kernel)
         assert torch.equal(torch.get_rng_state(), state)
         assert (reason is None) == (failure is None) and (reason or "").startswith(failure or "")
+
+    @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["as it is", "autocast"])
+    def test_gets_the_tensors_of_the_model_and_returns_their_gradients_without_a_copy(self, dtype: Any) -> None:
+        states = [
+            torch.randn(1, 20, 4, 16, dtype=dtype, requires_grad=True).transpose(1, 2) for _ in range(3)
+        ]  # fmt: skip
+        with Copies() as copies, torch.autocast("cpu", dtype, enabled=dtype is not None):
+            result = attention._at_once(
+                *states, texts_of(9, 11), None, kernel=lambda query, key, value, *_, **__: query * key * value
+            )
+            torch.autograd.grad(result, states, torch.ones_like(result))
+        assert copies.count == 0
+
+    @pytest.mark.parametrize("shared", ["wrong", "failing"])
+    def test_gets_repeated_keys_where_it_is_right_only_with_as_many_heads_of_them(self, shared: str) -> None:
+        def kernel(query: torch.Tensor, key: torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:
+            if query.shape[1] == key.shape[1]:
+                return reference_kernel(query, key, *more, **options)
+            if shared == "failing":
+                raise RuntimeError("heads of keys must be as many as those of queries")
+            return 1.1 * reference_kernel(query, key, *more, **options)
+
+        device = torch.device("cpu")
+        assert attention.kernel_failure(device, kernel) is None
+        assert attention._form_failure(device, False, kernel) is not None
+        assert attention._form_failure(device, True, kernel) is None
 
     def test_is_compiled_once_for_all_numbers_and_lengths_of_texts(self) -> None:
         counter = CompileCounter()
@@ -311,8 +345,9 @@ class TestKernel:
             borders = (0, *accumulate(LENGTHS[:count]))
             texts = attention.Texts(borders, torch.tensor(borders, dtype=torch.int32), max(LENGTHS[:count]), None)
             states = [torch.randn(1, heads, borders[-1], 16) for heads in (4, 2, 2)]
-            found = call(*states, texts, None, opaque_kernel, frozenset({"scale", "window_size", "enable_gqa"}))
-            torch.testing.assert_close(found, attention._at_once(*states, texts, None, reference_kernel))
+            parameters = frozenset({"scale", "window_size", "enable_gqa"})
+            result = call(*states, texts, None, kernel=opaque_kernel, parameters=parameters)
+            torch.testing.assert_close(result, attention._at_once(*states, texts, None, kernel=reference_kernel))
         assert counter.frame_count == 1
 
     def test_is_checked_outside_of_what_is_compiled(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,3 +360,22 @@ class TestKernel:
     def test_of_the_installed_torch_takes_what_one_of_these_versions_does(self) -> None:
         names = {"scale", "window_size", "enable_gqa", "is_causal"} & attention._PARAMETERS
         assert names in ({"scale", "window_size", "enable_gqa"}, {"scale", "window_size"}, {"is_causal"})
+
+
+def texts_of(*lengths: int, window: int | None = None) -> attention.Texts:
+    borders = (0, *accumulate(lengths))
+    return attention.Texts(borders, torch.tensor(borders, dtype=torch.int32), max(lengths), window)
+
+
+class Copies(TorchDispatchMode):
+    """Counts the tensors that are copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function.overloadpacket.__name__ in (
+            "clone", "copy_", "_to_copy", "constant_pad_nd", "select_backward", "slice_backward",
+        )  # fmt: skip
+        return function(*args, **(kwargs or {}))
