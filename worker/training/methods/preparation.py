@@ -31,7 +31,7 @@ from worker.training.failures import TrainingFailure
 from worker.training.loop import probe
 from worker.training.loop.evaluation import MAIN
 from worker.training.model import base_model, loader
-from worker.training.model.attention import VARLEN, kernel_failure, supports_kernel
+from worker.training.model.attention import VARLEN, batch_texts, kernel_failure, supports_kernel
 from worker.training.model.base_model import BaseModelSource
 from worker.training.model.kernels import use_liger
 from worker.training.model.sharding import mark_for_sharding
@@ -423,7 +423,7 @@ def load_network(
     if used in get_args(Attention):  # a model of a plugin may have its own
         run.config = run.config.model_copy(update={"attn_implementation": used})
     if used == VARLEN and run.machine.kind == "cuda":
-        _report_kernel_failure(run)
+        _check_attention_kernels(run, network)
     use_liger(network, run.machine)
     if run.config.trainer_options.tiled_mlp:
         tile_mlps(network)
@@ -432,12 +432,20 @@ def load_network(
     return network
 
 
-def _report_kernel_failure(run: TrainingContext) -> None:
+def _check_attention_kernels(run: TrainingContext, network: PreTrainedModel) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    if supports_kernel(device) and (why := kernel_failure(device)) is not None:
+    if not supports_kernel(device):
+        return
+    if (why := kernel_failure(device)) is not None:
         run.report.message(
             f"Torch's attention kernel for several texts is not used on this GPU: {why}. Each text is a call of "
             "sdpa, which is slower. Install flash-attn or another version of torch to avoid that.",
+            level="warning",
+        )
+    elif (why := batch_texts(device, network.config, run.config.max_seq_length or 0)) is not None:
+        run.report.message(
+            f"cuDNN's attention kernel for texts of equal length is not used on this GPU: {why}. That for texts of "
+            "several lengths is, which is slower. Install another version of torch to avoid that.",
             level="warning",
         )
 

@@ -1,7 +1,8 @@
 """Attention `varlen`, for batches in which texts follow each other without padding; other batches are those of `sdpa`.
 
-On a GPU, a kernel of torch computes all texts of a batch at once. Elsewhere, and where that kernel does not apply, each
-text is a call of sdpa. No mask has the pairs of tokens of such a batch.
+On a GPU, a kernel of torch computes all texts of a batch at once. On some GPUs, cuDNN's kernel for batches is faster
+for long texts of equal length. Elsewhere, and where these kernels do not apply, each text is a call of sdpa. No mask
+has the pairs of tokens of such a batch.
 Registers itself with transformers when it is imported.
 """
 
@@ -42,6 +43,18 @@ _FIRST_CAPABILITY = (8, 0)
 """Limits of torch's flash attention: the width of a head, what divides it, and the compute capability of the GPU."""
 _WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Kernels of sdpa that prepare nothing for each new length, unlike those of cuDNN."""
+_BATCH_KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+"""Kernels of sdpa for texts of equal length, the fastest first; torch skips one that does not apply."""
+_BATCH_GENERATION = 9
+"""Major compute capability of the GPUs (Hopper) on which that of cuDNN is about twice as fast as flash attention."""
+_FIRST_CUDNN = 91501
+"""First version of cuDNN that torch prefers for sdpa: earlier ones have errors with some lengths."""
+_SHORTEST_BATCHED = 1024
+_BATCHED_STEP = 128
+_WIDEST_BATCHED_HEAD = 128
+"""Limits of texts as a batch: where cuDNN gains, where no tile of tokens is partly empty, and of its backward pass."""
+_batched_length: int | None = None
+"""Number of tokens of the texts that are computed as a batch; set by `batch_texts`."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +131,8 @@ def attend(
         result, _ = sdpa_attention_forward(module, *states, attention_mask, dropout, scaling, **options)
         return result, None
     if dropout == 0 and _has_kernel(query, value, texts):
+        if _are_batch(query, value, texts):
+            return _as_batch(*states, texts.longest, scaling), None
         return _at_once(*states, texts, scaling, repeats_keys=_repeats_keys(query.device)), None
     return _one_by_one(module, *states, texts, dropout, scaling, **options), None
 
@@ -278,6 +293,61 @@ def _form_failure(device: torch.device, repeats_keys: bool, kernel: Callable[...
     return _failure(attention, device, (0, 24, _CHECKED_TOKENS), (4, 2), _CHECKED_WIDTH)
 
 
+def batch_texts(device: torch.device, architecture: PretrainedConfig, length: int) -> str | None:
+    """From now on, compute the texts of a sequence as a batch if all have this length, where the device gains by it.
+
+    cuDNN prepares a plan for each new shape, so this is for one length: that at which the texts of a run are truncated.
+    It draws no random numbers of the run. Call it before the first forward pass, since it computes gradients.
+
+    Returns:
+        Why that cannot be done on a device that would gain: an error, or other results than those of sdpa for two texts
+        with heads as the model's. None if it is done, or nothing is gained.
+    """
+    global _batched_length
+    _batched_length = None
+    text = architecture.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if heads is None or not _gains_by_batches(device, length):
+        return None
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    if width > _WIDEST_BATCHED_HEAD:
+        return None
+
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, texts: Texts) -> torch.Tensor:
+        return _as_batch(query, key, value, texts.longest, None)
+
+    failure = _failure(attention, device, (0, _SHORTEST_BATCHED, 2 * _SHORTEST_BATCHED), (heads, kv_heads), width)
+    if failure is None:
+        _batched_length = length
+    return failure
+
+
+def batched_length() -> int | None:
+    """Return the number of tokens of the texts that are computed as a batch if all have it; None: no texts are."""
+    return _batched_length
+
+
+def _gains_by_batches(device: torch.device, length: int) -> bool:
+    return (
+        length >= _SHORTEST_BATCHED
+        and length % _BATCHED_STEP == 0
+        and torch.cuda.get_device_capability(device)[0] == _BATCH_GENERATION
+        and (torch.backends.cudnn.version() or 0) >= _FIRST_CUDNN
+    )
+
+
+def _are_batch(query: torch.Tensor, value: torch.Tensor, texts: Texts) -> bool:
+    """Return True if all texts have the length of which batches are made, and no window within it."""
+    return (
+        _batched_length is not None
+        and texts.longest == _batched_length
+        and texts.longest * (texts.on_device.shape[0] - 1) == query.shape[2]
+        and (texts.window is None or texts.window >= texts.longest)
+        and value.shape[-1] == query.shape[-1] <= _WIDEST_BATCHED_HEAD
+    )
+
+
 def _failure(
     attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Texts], torch.Tensor],
     device: torch.device,
@@ -378,6 +448,26 @@ def _at_once(
     if value_width < width:
         result = result[..., :value_width]
     return result.unsqueeze(0)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it would be compiled again for every number of texts
+def _as_batch(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, length: int, scaling: float | None
+) -> torch.Tensor:
+    """Compute the attention of one sequence of texts that all have this length; nothing is copied."""
+    dtype, is_grouped = _type(query), query.shape[1] != key.shape[1]
+    query, key, value = (
+        tensor.squeeze(0).unflatten(1, (-1, length)).transpose(0, 1).to(dtype) for tensor in (query, key, value)
+    )
+    with sdpa_kernel(_BATCH_KERNELS, set_priority=True) if query.is_cuda else nullcontext():
+        result = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=is_grouped
+        )
+    result = result.transpose(1, 2).flatten(0, 1).unsqueeze(0)
+    if result.requires_grad:
+        # torch keeps cuDNN's plan for other gradients of the result too, whatever their layout in memory.
+        result.register_hook(torch.Tensor.contiguous)
+    return result
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:

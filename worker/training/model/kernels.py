@@ -9,6 +9,7 @@ from transformers.utils import is_liger_kernel_available
 
 from app.contracts.training_config.rules import DeviceCapabilities
 from worker.training.failures import one_line
+from worker.training.model.attention import batched_length
 from worker.training.model.experts import expert_modules
 from worker.training.model.frozen_head import use_two_products
 from worker.training.model.fused_lora import fuse_lora_layers
@@ -45,7 +46,8 @@ def _use_liger(network: Any) -> str:
 def use_kernels(model: Any) -> dict[str, str]:
     """Replace LoRA layers and a frozen head of a model with its adapter, and return what computes each part.
 
-    Keys: `lora`, `head` and `norms` (also rotary embeddings and gated layers), each if the model has the part.
+    Keys: `lora`, `head` and `norms` (also rotary embeddings and gated layers), each if the model has the part, and
+    `attention` if texts of a certain length are computed by another kernel than those of other lengths.
     """
     used = {"norms": getattr(model, "norms_kernel", "transformers")}
     if (lora := fuse_lora_layers(model)) is not None:
@@ -54,4 +56,6 @@ def use_kernels(model: Any) -> dict[str, str]:
         use_two_products()
         is_trained = any(parameter.requires_grad for parameter in head.parameters())
         used["head"] = "trl" if is_trained else "two products"
+    if (length := batched_length()) is not None:
+        used["attention"] = f"varlen, and cudnn for texts of {length} tokens"
     return used

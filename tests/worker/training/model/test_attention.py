@@ -367,6 +367,181 @@ def texts_of(*lengths: int, window: int | None = None) -> attention.Texts:
     return attention.Texts(borders, torch.tensor(borders, dtype=torch.int32), max(lengths), window)
 
 
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose as on a GPU, where texts of 8 tokens are computed as a batch; the kernel for others is the reference."""
+
+    def at_once(*states: Any, **_: Any) -> torch.Tensor:
+        return own(*states, kernel=reference_kernel)
+
+    own = attention._at_once
+    monkeypatch.setattr(attention, "_batched_length", 8)
+    monkeypatch.setattr(attention, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(attention, "_at_once", at_once)
+
+
+class TestBatch:
+    """Of texts of equal length."""
+
+    @pytest.mark.parametrize("width", [64, 128])
+    @pytest.mark.parametrize("scaling", [None, 0.3])
+    @pytest.mark.parametrize("kv_heads", [4, 2, 1])
+    @pytest.mark.parametrize("count", [1, 3])
+    @pytest.mark.parametrize("heads_first", [False, True], ids=["tokens first", "heads first"])
+    def test_has_the_results_and_gradients_of_each_text_alone_and_copies_nothing(
+        self, count: int, kv_heads: int, scaling: float | None, width: int, heads_first: bool
+    ) -> None:
+        torch.manual_seed(0)
+        states = [
+            torch.randn(1, heads, 8 * count, width) if heads_first
+            else torch.randn(1, 8 * count, heads, width).transpose(1, 2)
+            for heads in (4, kv_heads, kv_heads)
+        ]  # fmt: skip
+        module = torch.nn.Module()
+        module.num_key_value_groups = 4 // kv_heads
+        gradient = torch.randn(1, 8 * count, 4, width)
+
+        def results(compute: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+            leaves = [state.detach().requires_grad_() for state in states]
+            out = compute(*leaves)
+            return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
+
+        alone = results(lambda *leaves: attention._one_by_one(module, *leaves, texts_of(*[8] * count), 0.0, scaling))
+        with Copies() as copies:
+            batch = results(lambda *leaves: attention._as_batch(*leaves, 8, scaling))
+        for tensor, other in zip(batch, alone, strict=True):
+            assert tensor.shape == other.shape
+            assert float((tensor - other).norm()) <= 1e-6 * float(other.norm())
+        assert copies.count == 0
+
+    def test_gives_the_kernel_one_layout_of_the_gradient_whatever_the_model_returns(self) -> None:
+        """The plan that torch keeps for a shape is made for the layout of the first one."""
+        states = [torch.randn(1, 4, 16, 64, requires_grad=True) for _ in range(3)]
+        results = []
+        for layout in (torch.randn(1, 16, 4, 64), torch.randn(1, 4, 16, 64).transpose(1, 2)):
+            out = attention._as_batch(*states, 8, None)
+            strides: list[Any] = []
+            out.grad_fn.register_prehook(lambda gradients, strides=strides: strides.append(gradients[0].stride()))
+            out.backward(layout)
+            results.append(strides)
+        assert results[0] == results[1] == [(16 * 4 * 64, 4 * 64, 64, 1)]
+
+    @pytest.mark.parametrize(
+        ("texts", "width", "value_width", "is_batch"),
+        [
+            (texts_of(8, 8, 8), 16, 16, True),
+            (texts_of(8), 16, 16, True),
+            (texts_of(8, 8, window=8), 16, 16, True),
+            (texts_of(8, 8, window=7), 16, 16, False),
+            (texts_of(8, 7, 8), 16, 16, False),
+            (texts_of(16, 16), 16, 16, False),
+            (texts_of(4, 4), 16, 16, False),
+            (texts_of(8, 8), 16, 8, False),
+            (texts_of(8, 8), 136, 136, False),
+        ],
+        ids=[
+            "several", "single", "wide window", "window", "unequal", "longer", "shorter", "narrow values", "wide heads",
+        ],
+    )  # fmt: skip
+    def test_is_made_of_texts_that_all_have_its_length_and_no_window_within_it(
+        self, texts: attention.Texts, width: int, value_width: int, is_batch: bool, on_gpu: None,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        total, batches = texts.borders[-1], []
+        own = attention._as_batch
+        monkeypatch.setattr(attention, "_as_batch", lambda *states: batches.append(states[3]) or own(*states))
+        states = [
+            torch.randn(1, heads, total, size) for heads, size in ((4, width), (2, width), (2, value_width))
+        ]  # fmt: skip
+        module = torch.nn.Module()
+        module.num_key_value_groups = 2
+        result, _ = attention.attend(module, *states, texts)
+        torch.testing.assert_close(result, attention._one_by_one(module, *states, texts, 0.0, None))
+        assert batches == ([8] if is_batch else [])
+
+    def test_is_not_made_with_dropout(self, on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(attention, "_as_batch", None)
+        states = [torch.randn(1, 4, 16, 16) for _ in range(3)]
+        result, _ = attention.attend(torch.nn.Module(), *states, texts_of(8, 8), 0.5)
+        assert result.shape == (1, 16, 4, 16)
+
+    @pytest.mark.parametrize("lengths", [(8, 8, 8), (8,), (9, 3, 8)])
+    def test_gives_a_model_the_losses_and_gradients_that_it_has_without(
+        self, lengths: tuple[int, ...], on_gpu: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        rows = [{"input_ids": torch.randint(3, 128, (length,), generator=generator).tolist()} for length in lengths]
+        collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+        loss, gradients = losses_and_gradients(network("qwen3"), [collate(rows)])
+        monkeypatch.undo()
+        expected, others = losses_and_gradients(network("qwen3"), [collate(rows)])
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+        difference = total_norm([tensor - other for tensor, other in zip(gradients, others, strict=True)])
+        assert difference <= 1e-5 * total_norm(others)
+
+    def test_is_compiled_once_for_all_lengths_and_once_for_its_own(self, on_gpu: None) -> None:
+        counter = CompileCounter()
+        call = torch.compile(
+            lambda query, value, texts: query + 1 if attention._are_batch(query, value, texts) else query - 1,
+            backend=counter, dynamic=True, fullgraph=True,
+        )  # fmt: skip
+        for lengths in ((9, 3), (9, 3, 17), (5, 12, 9, 2), (8, 8), (8, 8, 8), (8, 8, 8, 8), (8, 4)):
+            states = torch.zeros(1, 4, sum(lengths), 16)
+            result = call(states, states, texts_of(*lengths))
+            assert bool((result > 0).all()) is (set(lengths) == {8})
+        assert counter.frame_count <= 4  # longest text too long or too short, of its length, and all of it
+
+    @pytest.mark.parametrize(
+        ("length", "capability", "cudnn", "is_used"),
+        [
+            (1024, (9, 0), 91900, True), (4096, (9, 0), 91501, True), (1000, (9, 0), 91900, False),
+            (896, (9, 0), 91900, False), (0, (9, 0), 91900, False), (4096, (8, 0), 91900, False),
+            (4096, (10, 0), 91900, False), (4096, (9, 0), 91002, False), (4096, (9, 0), None, False),
+        ],
+    )  # fmt: skip
+    def test_is_made_of_long_texts_on_gpus_of_a_generation_that_gains_by_it(
+        self, length: int, capability: tuple[int, int], cudnn: int | None, is_used: bool,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        monkeypatch.setattr(attention, "_batched_length", None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+        state = torch.get_rng_state()
+        assert attention.batch_texts(torch.device("cpu"), FAMILIES["qwen3"](), length) is None
+        assert torch.equal(torch.get_rng_state(), state)
+        assert attention.batched_length() == (length if is_used else None)
+
+    @pytest.mark.parametrize(
+        ("kernel", "reason"),
+        [
+            (lambda *states, **options: 1.1 * scaled_dot_product_attention(*states, **options), "its results differ"),
+            (lambda *states, **options: scaled_dot_product_attention(*states, **options | {"is_causal": False}), ""),
+            (lambda *_, **__: _fail(), "it fails: no valid execution plans"),
+        ],
+        ids=["wrong", "not causal", "failing"],
+    )
+    def test_is_not_made_where_its_kernel_computes_something_else(
+        self, kernel: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        own = attention._as_batch
+
+        def as_batch(*arguments: Any) -> torch.Tensor:
+            with monkeypatch.context() as patch:
+                patch.setattr(attention.functional, "scaled_dot_product_attention", kernel)
+                return own(*arguments)
+
+        monkeypatch.setattr(attention, "_batched_length", None)
+        monkeypatch.setattr(attention, "_gains_by_batches", lambda *_: True)
+        monkeypatch.setattr(attention, "_as_batch", as_batch)
+        failure = attention.batch_texts(torch.device("cpu"), FAMILIES["llama"](), 1024)
+        assert failure is not None and failure.startswith(reason)
+        assert attention.batched_length() is None
+
+
+def _fail() -> torch.Tensor:
+    raise RuntimeError("no valid execution plans")
+
+
 class Copies(TorchDispatchMode):
     """Counts the tensors that are copied."""
 

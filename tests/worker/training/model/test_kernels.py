@@ -24,6 +24,7 @@ from trl.trainer import utils as trl_utils
 
 from app.contracts.training_config.rules import DeviceCapabilities
 from tests.worker.training.tiny import Forks, make_job
+from worker.training.model import attention
 from worker.training.model.kernels import use_kernels, use_liger
 
 CPU, GPU = (DeviceCapabilities(kind=kind, bf16=True) for kind in ("cpu", "cuda"))
@@ -117,6 +118,11 @@ def test_a_gpu_without_liger_has_those_of_transformers() -> None:
     use_liger(model, GPU)
     is_installed = importlib.util.find_spec("liger_kernel") is not None
     assert use_kernels(model)["norms"].startswith("liger-kernel" if is_installed else "transformers")
+
+
+def test_a_length_of_texts_that_another_kernel_computes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_batched_length", 4096)
+    assert use_kernels(llama())["attention"] == "varlen, and cudnn for texts of 4096 tokens"
 
 
 def test_only_a_frozen_head_takes_two_products() -> None:
