@@ -28,8 +28,10 @@ def run(check: Check) -> None:
     _record(check, "fused adapters", _compare_adapters)
     if check.on_gpu:
         _record(check, "variable-length attention", _compare_attention)
+        _record(check, "attention of equal lengths", _compare_equal_lengths)
     else:
         check.record("variable-length attention", "skipped", "needs a GPU")
+        check.record("attention of equal lengths", "skipped", "needs a GPU")
 
 
 def _record(check: Check, name: str, compare: Callable[[str, str], None]) -> None:
@@ -167,4 +169,81 @@ def _compare_attention(kind: str, path: str) -> None:
         "per_text_ms": milliseconds(per_text),
         "dense_mask_ms": milliseconds(dense),
     }
+    Path(path).write_text(json.dumps(measured))
+
+
+def _compare_equal_lengths(kind: str, path: str) -> None:
+    """Compare what a run computes for long texts of equal length with the kernel for several lengths.
+
+    `check_ms` is the time of the check before the first use, and `equal_first_ms` that of the first pass, in which
+    cuDNN prepares its plans. `kept_mb` is what the forward pass leaves, and `peak_mb` the most that a pass allocates.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+    from transformers import LlamaConfig
+
+    from worker.training.model import attention
+
+    torch.manual_seed(0)
+    device, count, length = torch.device(kind, torch.cuda.current_device()), 4, 4096
+    architecture = LlamaConfig(num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, hidden_size=HEADS * WIDTH)
+    borders = tuple(range(0, (count + 1) * length, length))
+    texts = attention.Texts(borders, torch.tensor(borders, dtype=torch.int32, device=device), length, None)
+    states = [
+        torch.randn(1, count * length, heads, WIDTH, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    gradient = torch.randn_like(states[0])
+    module = torch.nn.Module()
+    module.num_key_value_groups = HEADS // KV_HEADS
+
+    def forward() -> Any:
+        return attention.attend(module, *(state.transpose(1, 2) for state in states), texts)[0]
+
+    def results() -> list[Any]:
+        out = forward()
+        return [out.detach(), *torch.autograd.grad(out, states, gradient)]
+
+    def milliseconds(compute: Callable[[], Any], passes: int) -> float:
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        for _ in range(passes):
+            compute()
+        torch.cuda.synchronize()
+        return round((time.monotonic() - began) * 1000 / passes, 2)
+
+    def measure(name: str) -> dict[str, float]:
+        first = milliseconds(results, 1)
+        milliseconds(results, 3)
+        before = torch.cuda.memory_allocated()
+        out = forward()
+        kept = torch.cuda.memory_allocated() - before
+        del out
+        torch.cuda.reset_peak_memory_stats()
+        pass_ms = milliseconds(results, 10)
+        peak = torch.cuda.max_memory_allocated() - before
+        return {
+            f"{name}_first_ms": first, f"{name}_ms": pass_ms, f"{name}_kept_mb": round(kept / 2**20, 1),
+            f"{name}_peak_mb": round(peak / 2**20, 1),
+        }  # fmt: skip
+
+    measured: dict[str, Any] = {"kernel_failure": attention.kernel_failure(device), **measure("varlen")}
+    expected = results()
+    began = time.monotonic()
+    failure = attention.batch_texts(device, architecture, length)
+    if failure is not None:
+        raise RuntimeError(failure)
+    measured |= {"check_ms": round((time.monotonic() - began) * 1000, 1), **measure("equal")}
+    measured["is_batch"] = attention.batched_length() == length
+    errors = [
+        float((tensor - other).float().norm() / other.float().norm())
+        for tensor, other in zip(results(), expected, strict=True)
+    ]
+    measured |= {"error": errors[0], "gradient_error": max(errors[1:])}
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        results()
+        torch.cuda.synchronize()
+    names = [str(event.key) for event in profiled.key_averages()]
+    measured["is_cudnn"] = any("cudnn" in name for name in names)
+    print("\n".join(names))
     Path(path).write_text(json.dumps(measured))
