@@ -24,7 +24,8 @@ def fact_lines(run: "RunRead") -> dict[str, str | None]:
 
 def _kernels(facts: Mapping[str, Any]) -> str | None:
     used = facts.get("kernels") or {}
-    parts = {"attention": facts.get("attention"), **{part: used.get(key) for key, part in _KERNEL_PARTS.items()}}
+    attention = used.get("attention") or facts.get("attention")
+    parts = {"attention": attention, **{part: used.get(key) for key, part in _KERNEL_PARTS.items()}}
     return ", ".join(f"{part} {kernel}" for part, kernel in parts.items() if kernel) or None
 
 

@@ -57,5 +57,5 @@ def use_kernels(model: Any) -> dict[str, str]:
         is_trained = any(parameter.requires_grad for parameter in head.parameters())
         used["head"] = "trl" if is_trained else "two products"
     if (length := batched_length()) is not None:
-        used["attention"] = f"varlen, and cudnn for texts of {length} tokens"
+        used["attention"] = f"varlen (cudnn for texts of {length} tokens)"
     return used

@@ -96,6 +96,14 @@ def test_a_run_shows_what_computes_it_once_its_trainer_has_reported_it(anneal: A
     trainer.complete()
 
 
+def test_an_attention_that_depends_on_the_texts_is_shown_with_both_kernels(anneal: Anneal, trainer: Trainer) -> None:
+    kernels = {"norms": "transformers", "attention": "varlen (cudnn for texts of 4096 tokens)"}
+    trainer.events("config", {"facts": {"attention": "varlen", "kernels": kernels}})
+    shown = "attention varlen (cudnn for texts of 4096 tokens), norms transformers"
+    assert _facts(anneal, trainer.run_id) == {"kernels": shown}
+    trainer.complete()
+
+
 def test_a_planned_step_that_did_not_fit_says_so(anneal: Anneal, trainer: Trainer) -> None:
     plan: Any = FACTS["step_plan"]
     narrow = {"batch_size": 1, "gradient_accumulation_steps": 1, "recomputed_layers": 36, "fits": False}

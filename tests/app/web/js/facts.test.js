@@ -14,6 +14,8 @@ const shown = (facts, effective = null) => Object.fromEntries(factsOf({ facts, e
 test('facts name what computes each part, and only parts that the trainer reported', () => {
   assert.deepEqual(factsOf({ facts: null, effective_config: null }), []);
   assert.deepEqual(shown({ device: 'cpu', attention: 'sdpa' }), { Device: 'cpu', Kernels: 'attention sdpa' });
+  const cudnn = 'varlen (cudnn for texts of 4096 tokens)';
+  assert.deepEqual(shown({ attention: 'varlen', kernels: { attention: cudnn } }), { Kernels: `attention ${cudnn}` });
   const kernels = { norms: 'liger-kernel 0.8.5', lora: 'fused', head: 'two products' };
   assert.deepEqual(shown({ device: 'cuda', device_name: 'NVIDIA H100', attention: 'varlen', kernels, parameters_total: 8e9, parameters_trainable: 4e7, compile_seconds: 93.21 }), {
     Device: 'NVIDIA H100',

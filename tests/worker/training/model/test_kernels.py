@@ -122,7 +122,7 @@ def test_a_gpu_without_liger_has_those_of_transformers() -> None:
 
 def test_a_length_of_texts_that_another_kernel_computes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_batched_length", 4096)
-    assert use_kernels(llama())["attention"] == "varlen, and cudnn for texts of 4096 tokens"
+    assert use_kernels(llama())["attention"] == "varlen (cudnn for texts of 4096 tokens)"
 
 
 def test_only_a_frozen_head_takes_two_products() -> None:

@@ -12,7 +12,8 @@ const KERNEL_PARTS = /** @type {const} */ ([['norms', 'norms'], ['lora', 'adapte
  */
 export function factsOf(run) {
   const facts = run.facts ?? {};
-  const kernels = [['attention', facts.attention], ...KERNEL_PARTS.map(([key, part]) => [part, facts.kernels?.[key]])];
+  const attention = facts.kernels?.attention ?? facts.attention;
+  const kernels = [['attention', attention], ...KERNEL_PARTS.map(([key, part]) => [part, facts.kernels?.[key]])];
   const total = facts.parameters_total;
   /** @type {[string, string | null | undefined | false][]} */
   const found = [
