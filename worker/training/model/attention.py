@@ -333,8 +333,15 @@ def _gains_by_batches(device: torch.device, length: int) -> bool:
         length >= _SHORTEST_BATCHED
         and length % _BATCHED_STEP == 0
         and torch.cuda.get_device_capability(device)[0] == _BATCH_GENERATION
-        and (torch.backends.cudnn.version() or 0) >= _FIRST_CUDNN
+        and _cudnn_version() >= _FIRST_CUDNN
     )
+
+
+def _cudnn_version() -> int:
+    try:
+        return torch.backends.cudnn.version() or 0
+    except RuntimeError:  # the library path of the process has an older one than torch was built with
+        return 0
 
 
 def _are_batch(query: torch.Tensor, value: torch.Tensor, texts: Texts) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -465,14 +466,19 @@ class TestBatch:
         result, _ = attention.attend(torch.nn.Module(), *states, texts_of(8, 8), 0.5)
         assert result.shape == (1, 16, 4, 16)
 
+    @pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "recomputed", "recomputed by reentry"])
     @pytest.mark.parametrize("lengths", [(8, 8, 8), (8,), (9, 3, 8)])
     def test_gives_a_model_the_losses_and_gradients_that_it_has_without(
-        self, lengths: tuple[int, ...], on_gpu: None, monkeypatch: pytest.MonkeyPatch
+        self, lengths: tuple[int, ...], reentrant: bool | None, on_gpu: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         rows = [{"input_ids": torch.randint(3, 128, (length,), generator=generator).tolist()} for length in lengths]
         collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-        loss, gradients = losses_and_gradients(network("qwen3"), [collate(rows)])
+        model = network("qwen3").train()
+        if reentrant is not None:
+            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        loss, gradients = losses_and_gradients(model, [collate(rows)])
         monkeypatch.undo()
         expected, others = losses_and_gradients(network("qwen3"), [collate(rows)])
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
@@ -497,15 +503,16 @@ class TestBatch:
             (1024, (9, 0), 91900, True), (4096, (9, 0), 91501, True), (1000, (9, 0), 91900, False),
             (896, (9, 0), 91900, False), (0, (9, 0), 91900, False), (4096, (8, 0), 91900, False),
             (4096, (10, 0), 91900, False), (4096, (9, 0), 91002, False), (4096, (9, 0), None, False),
+            (4096, (9, 0), RuntimeError("incompatible"), False),
         ],
     )  # fmt: skip
     def test_is_made_of_long_texts_on_gpus_of_a_generation_that_gains_by_it(
-        self, length: int, capability: tuple[int, int], cudnn: int | None, is_used: bool,
+        self, length: int, capability: tuple[int, int], cudnn: int | RuntimeError | None, is_used: bool,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:  # fmt: skip
         monkeypatch.setattr(attention, "_batched_length", None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+        monkeypatch.setattr(torch.backends.cudnn, "version", Mock(side_effect=[cudnn]))
         state = torch.get_rng_state()
         assert attention.batch_texts(torch.device("cpu"), FAMILIES["qwen3"](), length) is None
         assert torch.equal(torch.get_rng_state(), state)
