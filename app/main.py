@@ -42,6 +42,7 @@ from app.api.middleware.host_guard import HostGuardMiddleware
 from app.api.middleware.request_ids import RequestIdMiddleware
 from app.api.middleware.request_metrics import RequestMetrics, RequestMetricsMiddleware
 from app.api.middleware.security_headers import SecurityHeadersMiddleware
+from app.api.open_responses import DOWNLOADS_PER_KEY, OpenDownloads
 from app.api_keys.middleware import AuthenticationMiddleware
 from app.api_keys.verifier import KeyVerifier
 from app.audit.middleware import AuditMiddleware
@@ -181,6 +182,7 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
         for name, rules in BACKEND_RULES.items()
     }
     api.state.open_streams = OpenStreams(settings.streams_per_key)
+    api.state.open_downloads = OpenDownloads(DOWNLOADS_PER_KEY)
     api.state.curve_reads = asyncio.Semaphore(app.runs.metrics.curves.READS_AT_A_TIME)
     api.state.log_searches = asyncio.Semaphore(app.runs.logs.endpoints.SEARCHES_AT_A_TIME)
     api.state.eta = EtaService(settings, WORKER_BACKENDS, api.state.reading_sessions)

@@ -1,10 +1,13 @@
 """uvicorn's HTTP protocol with limits for clients that send slowly or without end."""
 
 import asyncio
+from collections import Counter
 from http import HTTPStatus
+from weakref import WeakKeyDictionary
 
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from app.api.errors import ApiError, problem_response
 
@@ -24,6 +27,43 @@ MAX_WAITING_REQUESTS = 16
 """Requests of one connection that may wait for the response to an earlier one; each takes about 10 KiB."""
 
 
+MAX_UNREAD_BYTES = 256 * 2**20
+"""Bytes of responses that clients have not read, in this process; then the oldest of the key with most are dropped."""
+
+
+class UnreadResponses:
+    """Connections whose clients read more slowly than is sent, with the bytes that wait in this process."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Protocol, tuple[str, int]] = {}
+        """Key and bytes of each, oldest first."""
+        self._bytes_by_key: Counter[str] = Counter()
+
+    def add(self, connection: "Protocol", key_id: str, size: int) -> None:
+        """Add a connection; drop the oldest ones of the key that holds most, but not this one, while it is too much."""
+        self.remove(connection)
+        self._waiting[connection] = key_id, size
+        self._bytes_by_key[key_id] += size
+        while self._bytes_by_key.total() > MAX_UNREAD_BYTES:
+            largest = max(self._bytes_by_key, key=self._bytes_by_key.__getitem__)
+            oldest = next(one for one, (owner, _) in self._waiting.items() if owner == largest)
+            if oldest is connection:
+                return
+            self.remove(oldest)
+            oldest.transport.abort()
+
+    def remove(self, connection: "Protocol") -> None:
+        """Remove a connection that has been read or closed."""
+        if connection in self._waiting:
+            key_id, size = self._waiting.pop(connection)
+            self._bytes_by_key[key_id] -= size
+            if not self._bytes_by_key[key_id]:
+                del self._bytes_by_key[key_id]
+
+
+_unread_of: WeakKeyDictionary[ServerState, UnreadResponses] = WeakKeyDictionary()
+
+
 class Protocol(HttpToolsProtocol):
     """One connection. Bodies are limited in `app.api.middleware.body_limits`, idle connections by uvicorn."""
 
@@ -38,11 +78,13 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._unread = _unread_of.setdefault(self.server_state, UnreadResponses())
         self._abort_after(HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
         self._cancel_unread_timer()
+        self._unread.remove(self)
         self.pipeline.clear()
         if self._answered is not None:
             self._answered.disconnected = True  # uvicorn informs only the newest request
@@ -119,9 +161,13 @@ class Protocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._unread_timer = self.loop.call_later(UNREAD_RESPONSE_SECONDS, self.transport.abort)
+        state = {} if self._answered is None else self._answered.scope.get("state", {})
+        key_id = state["caller"].key_id if "caller" in state else ""
+        self._unread.add(self, key_id, self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         self._cancel_unread_timer()
+        self._unread.remove(self)
         super().resume_writing()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:

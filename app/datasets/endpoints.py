@@ -9,6 +9,7 @@ from app.api.authorization import CurrentCaller
 from app.api.dependencies import CurrentSettings, CurrentStorage, Session, release
 from app.api.file_response import OpenFileResponse
 from app.api.idempotency import Idempotency
+from app.api.open_responses import DownloadLimit
 from app.api.pagination import FindQuery, PageQuery, SearchQuery
 from app.audit.log import call_of
 from app.contracts.field_types import DatasetFormat
@@ -141,6 +142,7 @@ async def list_rows(
 @router.get(
     "/{dataset_id}/content",
     response_class=FileResponse,
+    dependencies=[DownloadLimit],
     responses={
         200: {"content": {"application/x-ndjson": {"schema": {"type": "string", "format": "binary"}}}},
         206: {"description": "The ranges that `Range` asked for."},

@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from starlette.responses import FileResponse, StreamingResponse
 
 from app.api.dependencies import CurrentStorage, Session, release
+from app.api.open_responses import DownloadLimit
 from app.contracts.schemas.artifacts import Artifacts
 from app.runs.artifacts import service
 from app.runs.artifacts.archive import tar_response
@@ -32,6 +33,7 @@ async def list_artifacts(run_id: str, session: Session, storage: CurrentStorage)
 @router.get(
     "/artifacts.tar",
     response_class=StreamingResponse,
+    dependencies=[DownloadLimit],
     responses={200: {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}}, **_MANY},
 )
 async def download_artifacts(run_id: str, session: Session, storage: CurrentStorage) -> StreamingResponse:
@@ -41,7 +43,7 @@ async def download_artifacts(run_id: str, session: Session, storage: CurrentStor
     return await tar_response(storage, folder, run_id)
 
 
-@router.get("/artifacts/{path:path}", response_class=FileResponse, responses=_FILE)
+@router.get("/artifacts/{path:path}", response_class=FileResponse, dependencies=[DownloadLimit], responses=_FILE)
 async def download_artifact(run_id: str, path: str, session: Session, storage: CurrentStorage) -> FileResponse:
     """Download one file, whole or the requested ranges."""
     folder = await service.output_folder(session, storage, run_id)
@@ -57,7 +59,12 @@ async def list_attempt_artifacts(run_id: str, attempt: int, session: Session, st
     return await storage.in_thread(service.listed, folder)
 
 
-@router.get("/attempts/{attempt}/artifacts/{path:path}", response_class=FileResponse, responses=_FILE)
+@router.get(
+    "/attempts/{attempt}/artifacts/{path:path}",
+    response_class=FileResponse,
+    dependencies=[DownloadLimit],
+    responses=_FILE,
+)
 async def download_attempt_artifact(
     run_id: str, attempt: int, path: str, session: Session, storage: CurrentStorage
 ) -> FileResponse:

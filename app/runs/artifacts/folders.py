@@ -20,7 +20,8 @@ from app.infra.terminal_text import is_plain_path
 
 MAX_FILES = 2000
 """Files and folders that are listed or archived; an archive that is sent takes a kilobyte of memory for each."""
-_PIECE = 1024 * 1024
+_PIECE = 256 * 1024
+"""Bytes read at once: a download that its client does not read holds two pieces."""
 
 
 @dataclass(frozen=True, order=True)

@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from starlette.responses import StreamingResponse
 
 from app.api.dependencies import CurrentStorage, Session, release
+from app.api.open_responses import DownloadLimit
 from app.api.pagination import PageQuery
 from app.contracts.schemas.checkpoints import CheckpointEdit, CheckpointRead
 from app.contracts.schemas.page import Page
@@ -45,6 +46,7 @@ async def edit_checkpoint(run_id: str, checkpoint_id: str, body: CheckpointEdit,
 @router.get(
     "/{checkpoint_id}/download",
     response_class=StreamingResponse,
+    dependencies=[DownloadLimit],
     responses={200: {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}}},
 )
 async def download_checkpoint(

@@ -3,16 +3,16 @@
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
 from fastapi import Header, Request, Response
 from sse_starlette import EventSourceResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from app.api.errors import RETRY_SECONDS, ApiError
+from app.api.errors import ApiError
+from app.api.open_responses import OpenResponses
 from app.contracts.errors import FieldError
 from app.contracts.events import EVENTS
 from app.contracts.run_status import TERMINAL
@@ -81,31 +81,17 @@ def ended_response(status: str, event_seq: int, after: int) -> Response | None:
     return None
 
 
-class OpenStreams:
-    """Number of open streams of each key in this process, within a limit."""
+class OpenStreams(OpenResponses):
+    """Number of open streams of each key."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._open: Counter[str] = Counter()
-
-    @contextmanager
-    def counted(self, key_id: str) -> Iterator[None]:
-        """Count a stream of this key during the block; raise ApiError 429 if the key has too many."""
-        if self._open[key_id] >= self._limit:
-            raise ApiError(
-                429,
-                "too_many_streams",
-                f"This key has {self._limit:,} open streams, which is the limit (ANNEAL_STREAMS_PER_KEY); close some, "
-                "or use another key.",
-                headers={"Retry-After": str(RETRY_SECONDS)},
-            )
-        self._open[key_id] += 1
-        try:
-            yield
-        finally:
-            self._open[key_id] -= 1
-            if not self._open[key_id]:
-                del self._open[key_id]
+    def _refusal(self, limit: int, headers: dict[str, str]) -> ApiError:
+        return ApiError(
+            429,
+            "too_many_streams",
+            f"This key has {limit:,} open streams, which is the limit (ANNEAL_STREAMS_PER_KEY); close some, "
+            "or use another key.",
+            headers=headers,
+        )
 
 
 class StreamResponse(EventSourceResponse):

@@ -36,6 +36,12 @@ def _connect(api: ApiServer) -> socket.socket:
     return socket.create_connection(("127.0.0.1", api.port), timeout=10)
 
 
+def _is_open(api: ApiServer, connection: socket.socket) -> bool:
+    """Return True while the server, which is a thread of this process, has its end of a connection."""
+    own_port, connections = connection.getsockname()[1], psutil.Process().net_connections("tcp")
+    return any(one.laddr.port == api.port and one.raddr and one.raddr.port == own_port for one in connections)
+
+
 def _seconds_until_closed(connection: socket.socket, drip: bytes) -> float:
     """How long a client may send a byte now and then."""
     started = time.monotonic()
@@ -81,17 +87,11 @@ def test_a_download_that_is_not_read_is_ended(hasty: ApiServer) -> None:
     row = b'{"text": "' + _MEGABYTE + b'"}\n'
     made = hasty.client.post("/v1/datasets", files={"file": ("rows.jsonl", row * 20)}).json()
     head = f"Host: localhost\r\nAuthorization: Bearer {hasty.key}\r\n\r\n"
-
-    def is_open(own_port: int) -> bool:
-        """Return True while the server, which is a thread of this process, has its end of a connection."""
-        connections = psutil.Process().net_connections("tcp")
-        return any(one.laddr.port == hasty.port and one.raddr and one.raddr.port == own_port for one in connections)
-
     with _connect(hasty) as connection:
         connection.sendall(f"GET /v1/datasets/{made['id']}/content HTTP/1.1\r\n{head}".encode())
         eventually(lambda: connection.recv(1) == b"H")
-        assert is_open(connection.getsockname()[1])
-        eventually(lambda: not is_open(connection.getsockname()[1]), timeout=15)
+        assert _is_open(hasty, connection)
+        eventually(lambda: not _is_open(hasty, connection), timeout=15)
 
 
 @pytest.mark.parametrize("begin", [b"", b"POST /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\nbody"])
@@ -156,6 +156,47 @@ def test_trailers_without_an_end_cost_no_memory(
         except OSError:
             pass
         assert sent < 64
+
+
+class TestUnreadResponses:
+    """What was sent to clients that do not read it waits in the memory of the process."""
+
+    @pytest.fixture
+    def path(self, shared_api: ApiServer) -> str:
+        row = b'{"text": "' + _MEGABYTE + b'"}\n'
+        made = shared_api.client.post("/v1/datasets", files={"file": ("rows.jsonl", row * 20)}).json()
+        return f"/v1/datasets/{made['id']}/content"
+
+    def _open(self, api: ApiServer, path: str, key: str) -> socket.socket:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", api.port))
+        connection.settimeout(20)
+        head = f"Host: localhost\r\nAuthorization: Bearer {key}\r\n\r\n"
+        connection.sendall(f"GET {path} HTTP/1.1\r\n{head}".encode())
+        assert connection.recv(12) == b"HTTP/1.1 200"
+        return connection
+
+    def _length(self, connection: socket.socket) -> int:
+        """Read the rest of a response; return its number of bytes until the connection was closed or it was whole."""
+        length = 0
+        with suppress(ConnectionError):
+            while length < 20 * 2**20 and (piece := connection.recv(2**20)):
+                length += len(piece)
+        return length
+
+    def test_beyond_the_limit_are_dropped_oldest_first_of_the_key_with_most(
+        self, shared_api: ApiServer, path: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(uvicorn_protocol, "MAX_UNREAD_BYTES", 2**19)
+        other = shared_api.key_with(["read"])
+        with ExitStack() as connections:
+            of_another = connections.enter_context(self._open(shared_api, path, other))
+            opened = [connections.enter_context(self._open(shared_api, path, shared_api.key)) for _ in range(12)]
+            eventually(lambda: not _is_open(shared_api, opened[0]), timeout=20)
+            assert self._length(opened[0]) < 20 * 2**20
+            for connection in (of_another, opened[-1]):
+                assert self._length(connection) >= 20 * 2**20
 
 
 class TestManyFields:

@@ -7,11 +7,14 @@ import shutil
 import socket
 import subprocess
 import tarfile
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import quote
 
+import psutil
 import pytest
 
+from app.api.open_responses import DOWNLOADS_PER_KEY
 from app.client.client import Anneal
 from app.infra.db import sync_engine
 from app.infra.ids import new_id
@@ -20,7 +23,7 @@ from app.runs.artifacts import archive, folders
 from tests.app.uploads import lines, upload
 from tests.factories import Trainer, make_dataset
 from tests.rows import add_run
-from tests.server import ApiServer
+from tests.server import ApiServer, ProcessServer
 from tests.waiting import eventually
 
 
@@ -69,6 +72,52 @@ def test_every_listed_file_can_be_fetched(shared_api: ApiServer, run: str) -> No
         assert answer.headers["content-type"] == "application/octet-stream"
         assert answer.headers["content-disposition"].startswith("attachment")
         assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+class TestUnreadDownloads:
+    """Archives and files that a client requests and does not read."""
+
+    def _request(self, api: ApiServer, path: str) -> socket.socket:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", api.port))
+        connection.settimeout(20)
+        head = f"Host: localhost\r\nAuthorization: Bearer {api.key}\r\n\r\n"
+        connection.sendall(f"GET {path} HTTP/1.1\r\n{head}".encode())
+        return connection
+
+    @pytest.mark.parametrize("kind", ["artifacts.tar", "artifacts/big.bin"])
+    def test_of_one_key_are_limited_until_they_end(self, shared_api: ApiServer, run: str, kind: str) -> None:
+        path = f"/v1/runs/{run}/{kind}"
+        with (Storage(shared_api.settings).output_dir(run, 1) / "big.bin").open("wb") as file:
+            file.truncate(64 * 2**20)
+        with ExitStack() as connections:
+            for _ in range(DOWNLOADS_PER_KEY):
+                connection = connections.enter_context(self._request(shared_api, path))
+                assert connection.recv(12) == b"HTTP/1.1 200"
+            refused = shared_api.client.get(f"/v1/runs/{run}/artifacts.tar")
+            assert (refused.status_code, refused.json()["code"]) == (429, "too_many_downloads")
+            assert int(refused.headers["retry-after"]) > 0
+            with shared_api.client_with(shared_api.key_with(["read"])) as other:
+                assert other.get(f"/v1/runs/{run}/artifacts/README.md").content == b"# card\n"
+        again = f"/v1/runs/{run}/artifacts/README.md"
+        eventually(lambda: shared_api.client.get(again).status_code == 200, timeout=20, what="the downloads are over")
+
+    def test_hold_little_memory(self, shared_api: ApiServer, run: str) -> None:
+        """Most of what is read of a file waits in the connections, of which each has two pieces."""
+        with (Storage(shared_api.settings).output_dir(run, 1) / "big.bin").open("wb") as file:
+            file.truncate(64 * 2**20)
+        with ProcessServer(shared_api.settings) as api, ExitStack() as connections:
+            api.client.get(f"/v1/runs/{run}/artifacts.tar", headers={"Range": "bytes=0-0"})
+            process = psutil.Process(api.process.pid)
+            before = peak = process.memory_info().rss
+            opened = [connections.enter_context(self._request(api, f"/v1/runs/{run}/artifacts.tar")) for _ in range(60)]
+            statuses = [connection.recv(12)[9:] for connection in opened]
+            assert (statuses.count(b"200"), statuses.count(b"429")) == (DOWNLOADS_PER_KEY, 60 - DOWNLOADS_PER_KEY)
+            for _ in range(20):
+                assert api.client.get("/healthz").status_code == 200
+                peak = max(peak, process.memory_info().rss)
+            assert peak - before < 32 * 2**20
 
 
 def test_all_of_them_come_as_one_archive(shared_api: ApiServer, run: str, tmp_path: Path) -> None:
