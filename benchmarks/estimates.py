@@ -19,13 +19,15 @@ from trl.trainer.utils import add_fused_lm_head
 
 from app.contracts.training_config.fields import TrainingConfig
 from app.estimator import architecture
-from app.estimator.activations import EVERY, Activations, Checkpointing, Precision, activations
+from app.estimator.activations import Activations, Checkpointing, Precision, activations, recomputed_layers
 from app.estimator.architecture import Architecture
 from app.estimator.forward_pass import Attention, Batch
+from app.estimator.memory_planner import CHOICES
 from worker.training.data.sequence_share import WHOLE, SequenceShareCollator
 from worker.training.model import kernels
 from worker.training.model.loader import lora_config
 from worker.training.model.sequence_parallel import SequenceParallel
+from worker.training.planning.recomputation import Recomputation
 
 SIZES: dict[str, Any] = {
     "vocab_size": 517, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -78,7 +80,7 @@ def grid() -> Iterator[Cell]:
     for family, method, attention in product(FAMILIES, METHODS, ("sdpa", "eager")):
         if (family == "gemma2" and attention == "sdpa") or (method == "dora" and family not in ("llama", "qwen3")):
             continue  # the family does not support sdpa, or the cell would be a duplicate
-        for batch, checkpointing in product(BATCHES, ("off", *EVERY)):
+        for batch, checkpointing in product(BATCHES, CHOICES):
             shape = Batch(batch.sequences * 2, batch.length, masked=True) if method == "dpo" else batch
             yield Cell(family, method, attention, shape, checkpointing)  # type: ignore[arg-type]
     for family, method, batch in product(("llama", "gemma3_text"), ("full", "lora"), BATCHES):
@@ -111,9 +113,8 @@ def built(cell: Cell) -> tuple[Any, Architecture]:
             parameter.data = parameter.data.to(torch.bfloat16)
     add_fused_lm_head(network, outputs=("log_probs", "entropy", "is_top1"))
     kernels.use_kernels(model)
-    if cell.checkpointing != "off":
-        network.activation_checkpointing_enable(every_n_layers=EVERY[cell.checkpointing])
-        model.enable_input_require_grads()
+    recomputation = Recomputation(model)
+    recomputation.set(recomputed_layers(cell.checkpointing, recomputation.layers))
     model.train()
     return model, architecture.read(json.loads(described.to_json_string(use_diff=True)))
 

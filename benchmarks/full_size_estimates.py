@@ -5,6 +5,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -12,10 +13,12 @@ from typing import Any
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.resolution import resolve
 from app.estimator import architecture
-from app.estimator.activations import EVERY, Checkpointing, Precision
+from app.estimator.activations import Checkpointing, Precision
 from app.estimator.forward_pass import Attention, Batch
 from app.estimator.memory import Memory, memory
+from app.estimator.memory_planner import CHOICES
 from benchmarks import step_simulation
+from benchmarks.liger_functions import liger_functions
 from benchmarks.step_simulation import Step
 
 _QWEN3: dict[str, Any] = {
@@ -55,7 +58,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "lora, no dropout": {"method": "lora", "lora_dropout": 0.0},
     "full": {"method": "full", "optim": "adamw_torch_fused"},
 }
-BATCHES = (Batch(4, 2048), Batch(1, 8192), Batch(8, 1024, masked=True), Batch(2, 4096), Batch(4, 1536, masked=True))
+BATCHES = (
+    Batch(4, 2048), Batch(1, 8192), Batch(8, 1024, masked=True), Batch(1, 8192, texts=4, positions_each=True),
+    Batch(2, 4096), Batch(4, 1536, masked=True),
+)  # fmt: skip
 MEDIAN, WORST = 0.02, 0.05
 """Goals for the relative error of the peak."""
 
@@ -67,9 +73,11 @@ class Cell:
     model: str
     method: str
     batch: Batch
-    checkpointing: Checkpointing
+    checkpointing: Checkpointing | int
     accumulates: bool = False
     """True if gradients of earlier micro-batches of the step exist."""
+    liger: bool = False
+    """True if liger-kernel computes norms, rotary embeddings and gated layers."""
 
     @property
     def config(self) -> TrainingConfig:
@@ -82,28 +90,34 @@ class Cell:
     @property
     def attention(self) -> Attention:
         """Attention of torch, whose kernels for a GPU have fake counterparts."""
-        return "eager" if MODELS[self.model]["model_type"] == "gemma2" else "sdpa"
+        if MODELS[self.model]["model_type"] == "gemma2":
+            return "eager"
+        return "varlen" if self.batch.texts > 1 else "sdpa"
 
 
 def grid() -> Iterator[Cell]:
-    """Return all cells of the table: every model with every method; checkpointing and micro-batches in turn."""
-    choices: tuple[Checkpointing, ...] = ("off", *EVERY)
-    for (row, model), (column, method) in product(enumerate(MODELS), enumerate(METHODS)):
-        batch, checkpointing = BATCHES[(2 * row + column) % len(BATCHES)], choices[(row + column) % len(choices)]
-        yield Cell(model, method, batch, checkpointing, accumulates=(row + column) % 2 == 1)
+    """Return all cells of the table: every model with every method and both kernels; the rest in turn."""
+    for liger, (row, model), (column, method) in product((False, True), enumerate(MODELS), enumerate(METHODS)):
+        number = row + column + liger
+        batch, checkpointing = BATCHES[(row + number) % len(BATCHES)], CHOICES[number % len(CHOICES)]
+        if MODELS[model]["model_type"] == "gemma2" and batch.texts > 1:
+            batch = BATCHES[0]  # only `varlen` separates texts without a mask
+        yield Cell(model, method, batch, checkpointing, accumulates=number % 2 == 1, liger=liger)
 
 
 def simulated(cell: Cell) -> Step:
     """Run the cell's step on fake tensors."""
     with step_simulation.fake_gpu():
         model = step_simulation.build(MODELS[cell.model], cell.config, cell.attention)
-        return step_simulation.run_step(model, cell.config, cell.batch, cell.checkpointing)
+        network = model if cell.config.lora_r is None else model.get_base_model()
+        with liger_functions(network) if cell.liger else nullcontext():
+            return step_simulation.run_step(model, cell.config, cell.batch, cell.checkpointing)
 
 
 def estimated(cell: Cell) -> Memory:
     """Return the estimate of the cell's step."""
     described, config = architecture.read(MODELS[cell.model]), cell.config
-    precision = Precision.of(config, "cuda")
+    precision = Precision.of(config, "cuda", has_liger=cell.liger)
     return memory(described, config, precision, cell.batch, cell.checkpointing, cell.attention)
 
 
@@ -112,9 +126,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     chosen = parser.parse_args().models
-    print(f"{'':66s}{'kept, GiB':>20s}{'peak, GiB':>21s}")
+    print(f"{'':80s}{'kept, GiB':>20s}{'peak, GiB':>21s}")
     print(
-        f"{'model':17s}{'method':19s}{'recomputed':12s}{'micro-batch':18s}"
+        f"{'model':17s}{'method':19s}{'norms':14s}{'recomputed':12s}{'micro-batch':18s}"
         f"{'simulated':>10s}{'error':>10s}{'simulated':>11s}{'error':>10s}{'s':>6s}"
     )
     kept_errors, errors = [], []
@@ -126,9 +140,11 @@ def main() -> int:
         kept = held.kept + held.head + (held.mask if cell.checkpointing != "off" else 0)
         kept_errors.append(kept / step.kept - 1)
         errors.append(found.tensors / step.peak - 1)
-        batch = f"{cell.batch.sequences} x {cell.batch.length}{' padded' if cell.batch.masked else ''}"
+        shape = cell.batch.texts * cell.batch.sequences, cell.batch.length // cell.batch.texts
+        kind = " padded" if cell.batch.masked else " joined" if cell.batch.texts > 1 else ""
+        batch, norms = f"{shape[0]} x {shape[1]}{kind}", "liger-kernel" if cell.liger else "transformers"
         print(
-            f"{cell.model:17s}{cell.method:19s}{cell.checkpointing:12s}{batch:18s}{step.kept / 2**30:10.2f}"
+            f"{cell.model:17s}{cell.method:19s}{norms:14s}{cell.checkpointing:12s}{batch:18s}{step.kept / 2**30:10.2f}"
             f"{kept_errors[-1]:+10.1%}{step.peak / 2**30:11.2f}{errors[-1]:+10.1%}{time.monotonic() - start:6.1f}",
             flush=True,
         )

@@ -32,9 +32,10 @@ from trl.kernels import chunked_logprob
 from trl.trainer.utils import add_fused_lm_head
 
 from app.contracts.training_config.fields import TrainingConfig
-from app.estimator.activations import EVERY, Checkpointing
+from app.estimator.activations import Checkpointing, recomputed_layers
 from app.estimator.forward_pass import Attention, Batch
-from worker.training.model import kernels, loader
+from worker.training.model import attention, kernels, loader
+from worker.training.planning.recomputation import Recomputation
 
 GPU = loader.DeviceCapabilities(kind="cuda", bf16=True)
 """The simulated device, without flash-attn."""
@@ -60,6 +61,7 @@ def _dequantized(value: torch.Tensor, _: torch.Tensor, shape: list[int], *__: An
 
 WORKSPACES: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward_workspace,
+    torch.ops.torch_attn._varlen_attn_backward.default: _flash_backward_workspace,
     torch.ops.bitsandbytes.gemm_4bit.default: _dequantized,
 }
 """Bytes that a CUDA kernel allocates for its own duration, by operation."""
@@ -90,7 +92,10 @@ def _attention(
 
 
 class AllocatedBytes(TorchDispatchMode):
-    """Counts the bytes of the storages on the fake device that are alive, and their highest number."""
+    """Counts the bytes of the storages on the fake device that are alive, and their highest number.
+
+    `has_mask`: a sequence is padded, or has several texts.
+    """
 
     def __init__(self, *, has_mask: bool = False) -> None:
         super().__init__()
@@ -195,6 +200,8 @@ def fake_gpu() -> Iterator[None]:
             # Masks are made as from real tensors, which `AllocatedBytes` answers for.
             (masking_utils, "is_tracing", lambda *_: False),
             (torch.nn.functional, "scaled_dot_product_attention", _attention),
+            (attention, "_kernel_works", lambda _: True),
+            (attention, "_repeats_keys", lambda _: False),
             (chunked_logprob, "_TRITON_AVAILABLE", True),
             (chunked_logprob, "_forward_kernel", _NoKernel()),
             (chunked_logprob, "_backward_kernel", _NoKernel()),
@@ -366,15 +373,10 @@ def _quantize(model: Any, config: TrainingConfig, dtype: torch.dtype) -> None:
     model.is_loaded_in_4bit = True
 
 
-def run_step(model: Any, config: TrainingConfig, batch: Batch, checkpointing: Checkpointing) -> Step:
+def run_step(model: Any, config: TrainingConfig, batch: Batch, checkpointing: Checkpointing | int) -> Step:
     """Run a step of the optimizer that is not its first; of several micro-batches, the last."""
-    network = model.get_base_model() if config.lora_r is not None else model
-    network.disable_input_require_grads()
-    network.activation_checkpointing_disable()
-    if checkpointing != "off":
-        network.activation_checkpointing_enable(every_n_layers=EVERY[checkpointing])
-        network.disable_input_require_grads()  # enabling twice would leave the first hook behind
-        network.enable_input_require_grads()
+    recomputation = Recomputation(model)
+    recomputation.set(recomputed_layers(checkpointing, recomputation.layers))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = _optimizer(config, trained)
     for parameter in trained:
@@ -390,7 +392,12 @@ def run_step(model: Any, config: TrainingConfig, batch: Batch, checkpointing: Ch
         inputs["attention_mask"] = torch.ones_like(ids)
     states = (part for state in optimizer.state.values() for part in state.values() if torch.is_tensor(part))
     gradients = (parameter.grad for parameter in trained if parameter.grad is not None)
-    with AllocatedBytes(has_mask=batch.masked) as allocated:
+    borders = tuple(range(0, batch.length + 1, batch.length // batch.texts))
+    texts = attention.Texts(borders, torch.empty(len(borders), dtype=torch.int32, device="cuda"), borders[1], None)
+    with (
+        mock.patch.object(attention, "_texts", lambda *_: texts),
+        AllocatedBytes(has_mask=batch.masked or batch.texts > 1) as allocated,
+    ):
         for tensor in (*_tensors(model), *states, *gradients):
             allocated.add(tensor)
         before = allocated.current

@@ -11,19 +11,23 @@ from app.estimator.parameters import Trained, Weight, module_name, trained
 from app.estimator.tape import BackwardPass, Device, Layer, Operation, Tape, Value
 
 Checkpointing = Literal["off", "selective", "full"]
-"""Layers recomputed in the backward pass: none, every second, all."""
-EVERY: dict[Checkpointing, int] = {"selective": 2, "full": 1}
-"""Interval of recomputed layers."""
+"""Layers recomputed in the backward pass: none, the first half, all."""
 
 HEAD_TOKENS, HEAD_WORDS = 4096, 32768
 """Tokens and vocabulary entries of the tile in which TRL projects hidden states, instead of full logits."""
 HEAD_ROWS = 256
 """A tile of all vocabulary entries, for a frozen head, has a multiple of so many tokens."""
+LIGER_FAMILIES = frozenset({
+    "gemma", "gemma2", "gemma3_text", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe",
+})  # fmt: skip
+"""Families of `FAMILIES` that are in `MODEL_TYPE_TO_APPLY_LIGER_FN` of liger-kernel 0.8.5."""
+LIGER_PACKAGE = "liger-kernel"
+"""Name of the package, as workers report it if it is installed."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes per element of each part of the model, as a worker loads it."""
+    """Bytes per element of each part of the model as a worker loads it, and the kernels that compute it."""
 
     device: Device
     autocast: bool
@@ -32,14 +36,24 @@ class Precision:
     """Bytes of weights that are not quantized."""
     trained: int = 4
     """Bytes of weights that are trained, adapters among them, and of their gradients."""
+    has_liger: bool = False
+    """True if liger-kernel computes norms, rotary embeddings and gated layers of the families that it has."""
 
     @classmethod
-    def of(cls, config: TrainingConfig, device: Device) -> "Precision":
-        """Return the precision that a worker uses on that kind of device for an effective configuration."""
+    def of(cls, config: TrainingConfig, device: Device, *, has_liger: bool = False) -> "Precision":
+        """Return the precision that a worker uses on that kind of device for an effective configuration.
+
+        `has_liger`: liger-kernel is installed there. It is used on a GPU only.
+        """
         half = config.dtype != "float32" if device == "cuda" else config.dtype == "bfloat16"
-        if config.lora_r is None and config.weights_dtype == "bfloat16":
-            return cls(device=device, autocast=half, base=2, trained=2)
-        return cls(device=device, autocast=half, base=2 if half and config.lora_r is not None else 4)
+        is_half_trained = config.lora_r is None and config.weights_dtype == "bfloat16"
+        return cls(
+            device=device,
+            autocast=half,
+            base=2 if is_half_trained or (half and config.lora_r is not None) else 4,
+            trained=2 if is_half_trained else 4,
+            has_liger=has_liger and device == "cuda",
+        )
 
 
 @dataclass(frozen=True)
@@ -69,13 +83,14 @@ def activations(
     config: TrainingConfig,
     precision: Precision,
     batch: Batch,
-    checkpointing: Checkpointing,
+    checkpointing: Checkpointing | int,
     attention: Attention,
     shards: int = 1,
 ) -> Activations:
     """Compute the activations of a micro-batch under an effective configuration.
 
-    `batch` contains both answers of each pair; `shards` is the number of devices that share the gradients of weights.
+    `batch` contains both answers of each pair. `checkpointing` may be the number of recomputed layers. `shards` is the
+    number of devices that share the gradients of weights.
 
     Raises:
         CannotTrain: The model cannot be trained with this configuration.
@@ -83,13 +98,15 @@ def activations(
     found = trained(model, config)
     loaded = _Loaded(model, config, precision, found)
     tape = Tape(precision.device, precision.autocast)
-    forward = Forward(model, batch, attention, loaded.described(), tape)
-    value = _embedded(model, loaded, batch, tape, checkpointing)
-    every, again, repeated = EVERY.get(checkpointing, 0), 0, 0
+    has_liger = precision.has_liger and is_in_liger(model, config)
+    forward = Forward(model, batch, attention, loaded.described(), tape, has_liger=has_liger)
+    recomputed = recomputed_layers(checkpointing, model.layers)
+    value = _embedded(model, loaded, batch, tape, recomputes=recomputed > 0)
+    again = repeated = 0
     walks: dict[tuple[Any, ...], _Walk] = {}
     layers: list[tuple[int, _Walk]] = []
     for at in range(model.layers):
-        is_repeated = every > 0 and at % every == 0
+        is_repeated = at < recomputed  # a worker recomputes the layers next to the input
         if is_repeated:
             tape.save(value)
         # Most layers equal an earlier one; the key contains everything that the result depends on.
@@ -129,6 +146,20 @@ def activations(
             config, model, loaded, shards,
         ),
     )  # fmt: skip
+
+
+def recomputed_layers(checkpointing: Checkpointing | int, layers: int) -> int:
+    """Return the number of recomputed layers of a model that has `layers`."""
+    if isinstance(checkpointing, int):
+        return checkpointing
+    return {"off": 0, "selective": -(-layers // 2), "full": layers}[checkpointing]
+
+
+def is_in_liger(model: Architecture, config: TrainingConfig) -> bool:
+    """Return True if liger-kernel has the class of the model that the method of the configuration trains."""
+    # Of Gemma 3, it has the causal model alone.
+    is_known = model.family != "gemma3_text" or not METHODS[config.method].has_reward_head
+    return is_known and model.family in LIGER_FAMILIES
 
 
 def _peak(
@@ -233,12 +264,12 @@ class _Loaded:
         )
 
 
-def _embedded(model: Architecture, loaded: _Loaded, batch: Batch, tape: Tape, checkpointing: Checkpointing) -> Value:
+def _embedded(model: Architecture, loaded: _Loaded, batch: Batch, tape: Tape, *, recomputes: bool) -> Value:
     trains = loaded.trains(_embeddings(model))
     if trains:
         tape.save(Value(batch.tokens, 8, False))
     # A recomputed layer needs an input that requires a gradient, so the embedding output gets one.
-    grad = trains or checkpointing != "off"
+    grad = trains or recomputes
     value = Value(batch.tokens * model.hidden, loaded.described().hidden_bytes, grad)
     return tape.dropout(value) if model.family == "gpt2" and model.residual_dropout else value
 

@@ -58,17 +58,30 @@ class Loaded:
     """Bytes per element of the embeddings."""
 
 
+WITH_NEW_NORM_GRADIENTS = ("gemma2", "gemma3_text")
+"""Families whose norms of liger-kernel do not write the gradient of their input over that of their result."""
+
+
 class Forward:
     """One forward pass; `tape` records the tensors that it keeps."""
 
-    def __init__(self, model: Architecture, batch: Batch, attention: Attention, loaded: Loaded, tape: Tape) -> None:
+    def __init__(
+        self,
+        model: Architecture,
+        batch: Batch,
+        attention: Attention,
+        loaded: Loaded,
+        tape: Tape,
+        *,
+        has_liger: bool = False,
+    ) -> None:
         self._model, self._batch, self._attention = model, batch, attention
-        self._loaded, self.tape = loaded, tape
+        self._loaded, self.tape, self._has_liger = loaded, tape, has_liger
         tokens = batch.tokens if batch.positions_each else batch.length_each
         width = round(model.head_width * model.rotary_part)
         turn = tokens * width, loaded.hidden_bytes, False
         self._rotary = Value(*turn), Value(*turn)
-        self._joins = model.family in ("phi", "phi3")
+        self._joins = model.family in ("phi", "phi3") and not has_liger
 
     @property
     def has_turned(self) -> bool:
@@ -102,6 +115,9 @@ class Forward:
         if self._model.norm == "layer":
             return self.tape.layer_norm(value, trains=trains, size=size, width=width)
         gemma = self._model.norm == "gemma"
+        if self._has_liger:
+            is_in_place = self._model.family not in WITH_NEW_NORM_GRADIENTS
+            return self.tape.liger_rms_norm(value, trains=trains, width=width, in_place=is_in_place)
         return self.tape.rms_norm(value, trains=trains, size=size, gemma=gemma, width=width)
 
     def _has_window(self, at: int) -> bool:
@@ -153,6 +169,8 @@ class Forward:
         return self._linear(parts, out, result)
 
     def _rotate(self, value: Value) -> Value:
+        if self._has_liger:
+            return self._rotate_in_place(value)
         size = max(value.bytes, self._rotary[0].bytes)
         halves = self.tape.made(value.elements, value.bytes, value, workspace=2 * value.elements * value.bytes)
         turned = []
@@ -161,6 +179,13 @@ class Forward:
                 self.tape.save(factor)
             turned.append(self.tape.made(value.elements, size, one))
         return self.tape.plus(*turned)
+
+    def _rotate_in_place(self, value: Value) -> Value:
+        """Rotate as liger-kernel does, which copies a part of a larger tensor first."""
+        if value.grad:
+            for factor in self._rotary:
+                self.tape.save(factor)
+        return self.tape.made(value.elements, value.bytes, value) if value.storage_bytes is not None else value
 
     def _repeated(self, value: Value) -> Value:
         """Expand keys or values to all heads that share them."""
@@ -232,13 +257,22 @@ class Forward:
 
     def _mlp(self, parts: dict[str, Weight], prefix: str, value: Value) -> Value:
         tape, act = self.tape, self._model.activation
+        # A worker leaves the MLPs of models with experts to transformers.
+        has_liger = self._has_liger and self._model.experts is None
         if f"{prefix}.gate_up_proj" in parts:
             joined = self._linear(parts, f"{prefix}.gate_up_proj", value)
             gate, up = (tape.part(joined, joined.elements // 2) for _ in range(2))
-            inner = tape.times(up, tape.activation(gate, act))
+            if has_liger:
+                inner = tape.liger_gated(*(tape.made(half.elements, half.bytes, half) for half in (gate, up)))
+            else:
+                inner = tape.times(up, tape.activation(gate, act))
         elif f"{prefix}.gate_proj" in parts:
-            gate = tape.activation(self._linear(parts, f"{prefix}.gate_proj", value), act)
-            inner = tape.times(gate, self._linear(parts, f"{prefix}.up_proj", value))
+            gate = self._linear(parts, f"{prefix}.gate_proj", value)
+            if has_liger:
+                inner = tape.liger_gated(gate, self._linear(parts, f"{prefix}.up_proj", value))
+            else:
+                gate = tape.activation(gate, act)
+                inner = tape.times(gate, self._linear(parts, f"{prefix}.up_proj", value))
         else:
             first = "fc1" if f"{prefix}.fc1" in parts else "c_fc"
             inner = tape.activation(self._linear(parts, f"{prefix}.{first}", value), act)

@@ -86,13 +86,14 @@ def memory(
     config: TrainingConfig,
     precision: Precision,
     batch: Batch,
-    checkpointing: Checkpointing,
+    checkpointing: Checkpointing | int,
     attention: Attention,
     division: Division = WHOLE,
 ) -> Memory:
     """Compute the memory of a run under an effective configuration with micro-batches no larger than `batch`.
 
-    The result is the memory of each device of those that the model is divided among.
+    `checkpointing` may be the number of recomputed layers. The result is the memory of each device of those that the
+    model is divided among.
 
     Raises:
         CannotTrain: The model cannot be trained with this configuration.

@@ -141,7 +141,7 @@ class MemoryAdvice:
     def _all(self) -> Iterator[tuple[str, Needs]]:
         model, config, precision = self._model, self._config, self._precision
         for text, changed in _changes(config):
-            loaded = Precision.of(changed, precision.device)
+            loaded = Precision.of(changed, precision.device, has_liger=precision.has_liger)
             batch = replace(
                 micro_batch(model, changed, self._length, self._rows), sequence_parallel=self._sequence_parallel
             )

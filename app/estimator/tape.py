@@ -46,7 +46,8 @@ class Operation:
     saved: tuple[int, ...] = ()
     """Storages kept until its backward pass is over."""
     workspace: int = 0
-    """Bytes that its backward pass allocates for its own duration, besides the gradients of its inputs."""
+    """Bytes that its backward pass allocates for its own duration, besides the gradients of its inputs; negative if
+    it writes these over tensors that it kept, which are counted until it is over."""
     passes: bool = False
     """True if the gradients of its inputs are that of its output, and not new tensors."""
     weights: int = 0
@@ -283,6 +284,18 @@ class Tape:
         size = max(value.bytes, size)
         return self.made(elements, size, narrow, grad=trains, workspace=elements * size if trains else 0)
 
+    def liger_rms_norm(self, value: Value, *, trains: bool, width: int, in_place: bool) -> Value:
+        """Apply RMSNorm over `width` elements as liger-kernel does, in the type of its input.
+
+        `in_place`: the gradient of the input takes the place of that of the result.
+        """
+        if value.grad or trains:
+            self.save(value)
+            self.save(Value(value.elements // width, 4, False))
+        result = self.made(value.elements, value.bytes, value, grad=trains, passes=in_place)
+        self.alive(value, result)
+        return result
+
     def layer_norm(self, value: Value, *, trains: bool, size: int, width: int) -> Value:
         """Apply LayerNorm over `width` elements."""
         if self.autocast and self.device == "cuda":
@@ -310,6 +323,16 @@ class Tape:
             self.save(other)
         result = self.made(max(one.elements, other.elements), max(one.bytes, other.bytes), one, other)
         self.alive(one, other, result)
+        return result
+
+    def liger_gated(self, gate: Value, up: Value) -> Value:
+        """Multiply an activated gate with a value as liger-kernel does; the gradients take the place of both."""
+        for value in (gate, up):
+            if gate.grad or up.grad:
+                self.save(value)
+        kept = sum(value.elements * value.bytes for value in (gate, up) if value.grad)
+        result = self.made(up.elements, up.bytes, gate, up, workspace=-kept)
+        self.alive(gate, up, result)
         return result
 
     def plus(self, *values: Value) -> Value:

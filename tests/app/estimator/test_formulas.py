@@ -238,6 +238,76 @@ class TestMemory:
         assert shown["fits"][0]["total_mb"] == shown["memory_mb"]["total"]
 
 
+class TestLiger:
+    """With liger-kernel, a layer keeps fewer tensors; the shape is that of Qwen3-8B."""
+
+    QWEN = {
+        "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "head_dim": 128,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+    }  # fmt: skip
+    TEXTS = Batch(1, 4 * 4096, texts=4, positions_each=True)
+
+    def needed(self, recomputed: Any, *, has_liger: bool, **asked: Any) -> Any:
+        model, config = architecture.read(self.QWEN), effective(**{"method": "qlora", **asked})
+        precision = Precision.of(config, "cuda", has_liger=has_liger)
+        return memory(model, config, precision, self.TEXTS, recomputed, attention_of(model, config))
+
+    def test_a_layer_keeps_inputs_of_norms_and_products_and_what_attention_needs(self) -> None:
+        hidden, keys, inner, heads, kv_heads = 4096, 1024, 12_288, 32, 8
+        in_16_bits = (
+            2 * hidden  # inputs of both norms
+            + 2 * hidden  # their results: inputs of products
+            + (hidden + keys)  # inputs of the norms of queries and keys
+            + (hidden + 2 * keys)  # what attention multiplies
+            + hidden  # its result
+            + 3 * inner  # gate, up, and their product
+            + 7 * 16  # what adapters of rank 16 project to
+        )
+        in_32_bits = 2 + heads + kv_heads + heads  # reciprocals of norms, sums of attention
+        kept = self.TEXTS.tokens * (2 * in_16_bits + 4 * in_32_bits)
+        recomputed = self.TEXTS.tokens * 2 * hidden
+        less, more = (self.needed(layers, has_liger=True).activations.kept for layers in (11, 10))
+        assert more - less == kept - recomputed
+
+    @pytest.mark.parametrize("method", ["qlora", "lora", "full"])
+    def test_less_is_kept_and_the_peak_is_lower(self, method: str) -> None:
+        with_liger, without = (self.needed("off", has_liger=has, method=method) for has in (True, False))
+        assert with_liger.activations.kept < 0.8 * without.activations.kept
+        assert without.peak - with_liger.peak > 0.9 * (without.activations.kept - with_liger.activations.kept)
+
+    def test_a_cpu_does_not_use_it(self) -> None:
+        config = effective(method="lora")
+        assert Precision.of(config, "cpu", has_liger=True) == Precision.of(config, "cpu")
+
+    @pytest.mark.parametrize(("family", "method"), [("gpt2", "lora"), ("phi", "lora"), ("gemma3_text", "reward")])
+    def test_a_model_that_it_lacks_takes_as_much_as_without(self, family: str, method: str) -> None:
+        model, config = architecture.read({"model_type": family, **TINY}), effective(method=method)
+        batch = plan(model, config, counted()).batch
+        with_liger, without = (
+            memory(model, config, Precision.of(config, "cuda", has_liger=has), batch, "off", "sdpa")
+            for has in (True, False)
+        )
+        assert with_liger == without
+
+    def test_the_gated_layers_of_a_model_with_experts_keep_as_much_as_without(self) -> None:
+        config = effective(method="full")
+        batch = Batch(2, 64)
+
+        def kept(layers_without_experts: list[int], *, has_liger: bool) -> int:
+            file = {"model_type": "qwen3_moe", **TINY, "mlp_only_layers": layers_without_experts}
+            precision = Precision.of(config, "cuda", has_liger=has_liger)
+            return activations(architecture.read(file), config, precision, batch, "off", "sdpa").kept
+
+        dense, sparse = (kept(layers, has_liger=False) - kept(layers, has_liger=True) for layers in ([0], []))
+        assert dense == sparse > 0
+
+    def test_a_number_of_recomputed_layers_means_what_its_name_does(self) -> None:
+        for name, layers in (("off", 0), ("selective", 18), ("full", 36)):
+            assert self.needed(name, has_liger=True) == self.needed(layers, has_liger=True)
+        peaks = [self.needed(layers, has_liger=True).peak for layers in (0, 5, 10, 18, 36)]
+        assert peaks == sorted(peaks, reverse=True)
+
+
 class TestAdvice:
     @pytest.mark.parametrize("gigabytes", [8, 12, 24, 40])
     @pytest.mark.parametrize(

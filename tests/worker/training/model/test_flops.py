@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeque
 
 from app.contracts.training_config.fields import TrainingConfig
 from app.estimator import architecture
-from app.estimator.activations import EVERY, Checkpointing
+from app.estimator.activations import Checkpointing, recomputed_layers
 from app.estimator.flops import StepOperations, step_operations
 from worker.training.loop.throughput import token_pairs
 from worker.training.methods.dpo import PreferenceTrainer
@@ -21,6 +21,7 @@ from worker.training.methods.rlhf import GroupTrainer, LeaveOneOutTrainer
 from worker.training.methods.sft import SupervisedTrainer
 from worker.training.model.loader import lora_config
 from worker.training.model.peak_flops import peak_tflops
+from worker.training.planning.recomputation import Recomputation
 
 SEQUENCES, LENGTH = 3, 24
 TOKENS, PAIRS = SEQUENCES * LENGTH, SEQUENCES * LENGTH**2
@@ -111,10 +112,8 @@ def test_checkpointing_costs_the_hardware_another_forward_pass_of_layers_and_mfu
     kind: str, checkpointing: Checkpointing
 ) -> None:
     model, config = built("llama", kind), configured("llama", kind)
-    network = model if kind == "full" else model.get_base_model()
-    network.activation_checkpointing_enable(every_n_layers=EVERY[checkpointing])
-    if kind == "lora":
-        model.enable_input_require_grads()
+    recomputation = Recomputation(model)
+    recomputation.set(recomputed_layers(checkpointing, recomputation.layers))
     _, in_all = measured(model)
     again = counted("llama", config, checkpointing)
     # The adapters of a layer's last product are not needed again, nor is that product: less than 8 % here.

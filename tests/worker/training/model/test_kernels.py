@@ -23,6 +23,8 @@ from trl.kernels import ChunkedLogProbFunction
 from trl.trainer import utils as trl_utils
 
 from app.contracts.training_config.rules import DeviceCapabilities
+from app.estimator.activations import LIGER_FAMILIES
+from app.estimator.architecture import FAMILIES
 from tests.worker.training.tiny import Forks, make_job
 from worker.training.model import attention
 from worker.training.model.kernels import use_kernels, use_liger
@@ -123,6 +125,13 @@ def test_a_gpu_without_liger_has_those_of_transformers() -> None:
 def test_a_length_of_texts_that_another_kernel_computes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_batched_length", 4096)
     assert use_kernels(llama())["attention"] == "varlen (cudnn for texts of 4096 tokens)"
+
+
+def test_the_estimator_knows_the_families_of_liger() -> None:
+    monkey_patch = pytest.importorskip(
+        "liger_kernel.transformers.monkey_patch", reason="needs liger-kernel and triton", exc_type=ImportError
+    )
+    assert FAMILIES.keys() & monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.keys() == LIGER_FAMILIES
 
 
 def test_only_a_frozen_head_takes_two_products() -> None:
