@@ -9,6 +9,7 @@ from sqlalchemy import Connection
 
 from app.contracts.plugins import PLUGINS
 from app.contracts.training_config.optimizers import OPTIMIZERS
+from app.estimator.activations import LIGER_PACKAGE
 from app.infra.process.identity import ProcessIdentity
 from app.runs.state import machine as state_machine
 from app.runs.state import parts
@@ -29,10 +30,11 @@ def installed() -> dict[str, list[str]]:
     return {kind: sorted({point.name for point in entry_points(group=group)}) for kind, group in PLUGINS.items()}
 
 
-def optimizer_packages() -> list[str]:
-    """Return the installed packages that single optimizers need."""
-    needed = {traits.package for traits in OPTIMIZERS.values() if traits.package is not None}
-    return sorted(package for module, package in needed if importlib.util.find_spec(module) is not None)
+def installed_packages() -> list[str]:
+    """Return the installed ones of the packages that single optimizers need and that change the memory of runs."""
+    of_optimizers = {traits.package for traits in OPTIMIZERS.values() if traits.package is not None}
+    known = {*of_optimizers, ("liger_kernel", LIGER_PACKAGE)}
+    return sorted(package for module, package in known if importlib.util.find_spec(module) is not None)
 
 
 def has_gguf_converter(converter: Path | None) -> bool:
@@ -86,7 +88,7 @@ def register(
                 "launch_mode": launcher.mode,
                 "launch_reason": launcher.reason,
                 "plugins": installed(),
-                "packages": optimizer_packages(),
+                "packages": installed_packages(),
                 "gguf": gguf,
                 "group_address": group_address,
             }

@@ -37,7 +37,7 @@ class Worker(Base):
     plugins: Mapped[dict[str, Any] | None]
     """Names of installed plugins, by kind; null if the worker's version does not report them."""
     packages: Mapped[list[str] | None] = mapped_column(ARRAY(Text))
-    """Installed packages of optimizers; null if the worker's version does not report them."""
+    """Installed packages of optimizers, and liger-kernel; null if the worker's version does not report them."""
     gguf: Mapped[bool] = mapped_column(server_default="false")
     """True if it has the converter of llama.cpp."""
     group_address: Mapped[str | None]

@@ -105,6 +105,18 @@ async def known_labels(session: AsyncSession, backend: str) -> set[str] | None:
     return {label for labels in rows for label in labels} if rows else None
 
 
+async def have_package(
+    session: AsyncSession, settings: Settings, backend: str, kind: str, asked: Placement, package: str
+) -> bool:
+    """Return True if online workers of a backend have devices of a kind that a run asks for, and all have a package.
+
+    A worker whose version reports no packages counts as one that does not have it.
+    """
+    query = select(Worker.packages).distinct().join(Device, Device.worker_id == Worker.id)
+    rows = (await session.scalars(query.where(*online(settings, backend), *meets(kind, asked)))).all()
+    return bool(rows) and all(packages is not None and package in packages for packages in rows)
+
+
 async def is_any_online(session: AsyncSession, settings: Settings, backend: str) -> bool:
     """Return True if at least one worker claims runs of this backend now."""
     return await session.scalar(select(Worker.id).where(*online(settings, backend)).limit(1)) is not None

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from app.contracts.training_config.fields import TrainingConfig
-from app.estimator import architecture, memory_planner
-from app.estimator.activations import Checkpointing, Precision
-from app.estimator.steps import micro_batch
+from app.estimator import architecture
+from app.estimator.activations import LIGER_PACKAGE, Precision
+from app.estimator.memory import memory
+from app.estimator.steps import attention_of, micro_batch
 from benchmarks.gpu_check import processes
 from benchmarks.gpu_check.check import Check
 from benchmarks.gpu_check.processes import Call, Ended
@@ -174,17 +175,10 @@ def estimated_peak_mb(run: Run, length: int) -> float:
     described = json.loads((Path(run.job.spec["base_model"]["path"]) / "config.json").read_text())
     model, kind = architecture.read(described), run.job.spec["device"]["kind"]
     batch = micro_batch(model, config, length, run.facts.get("sequences"))
-
-    def estimate(recomputed: Checkpointing) -> float:
-        choice = memory_planner.choose(model, config, Precision.of(config, kind), batch, None, (recomputed,))
-        return choice.memory.tensors if kind == "cuda" else choice.memory.peak
-
-    part = run.recomputed_part
-    # Linear in the recomputed layers; half of them is a choice of the estimator.
-    size = (
-        estimate("off") if part == 0 else estimate("full") + 2 * (1 - part) * (estimate("selective") - estimate("full"))
-    )
-    return round(size / 2**20, 1)
+    has_liger = run.facts.get("kernels", {}).get("norms", "").startswith(LIGER_PACKAGE)
+    precision, recomputed = Precision.of(config, kind, has_liger=has_liger), round(run.recomputed_part * model.layers)
+    estimate = memory(model, config, precision, batch, recomputed, attention_of(model, config))
+    return round((estimate.tensors if kind == "cuda" else estimate.peak) / 2**20, 1)
 
 
 def largest_difference(losses: Sequence[float], others: Sequence[float]) -> float | None:

@@ -1,18 +1,29 @@
 """`make gpu-check`: its runner and its tables, and on a CPU the whole check with a tiny model."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from app.contracts.training_config.fields import TrainingConfig
+from app.estimator import architecture
+from app.estimator.activations import Precision
+from app.estimator.forward_pass import Batch
+from app.estimator.memory import memory
 from benchmarks.gpu_check import markdown, publish
+from benchmarks.gpu_check.jobs import Job, Run, estimated_peak_mb
+from benchmarks.gpu_check.models import QWEN3_8B
+from benchmarks.gpu_check.processes import Ended
 from benchmarks.gpu_check.report import Report, Row
 from benchmarks.gpu_check.runner import CPU_FACTOR, SECONDS, STAGES, Runner, Stage
 from benchmarks.gpu_check.stages import parity, profile
 from benchmarks.gpu_check.stages.throughput import ANNEAL, TRL, Cell, row_name
 from tests.nodes import ROOT
+from tests.worker.training.tiny import Outcome
 
 LONG, MIX = Cell("qlora", "long", 0.05), Cell("qlora", "mix", 0.05)
 
@@ -29,6 +40,24 @@ def gpu_report(**values: float) -> Report:
     ]
     stages = {"throughput": 200.0}
     return Report("2026-12-01T10:00:00+00:00", "abc", "NVIDIA H100 80GB HBM3", "cuda", False, "gpu-check", stages, rows)
+
+
+@pytest.mark.parametrize("norms", ["liger-kernel 0.8.5", "transformers (liger-kernel does not have qwen3)"])
+def test_estimate_of_a_run_counts_the_kernels_and_layers_that_the_run_reports(tmp_path: Path, norms: str) -> None:
+    described = {"model_type": "qwen3", **QWEN3_8B}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    config = TrainingConfig.model_validate({"base_model": "any", "method": "qlora", "attn_implementation": "varlen"})
+    plan = {"recomputed_layers": 10, "layers": 36}
+    records = [
+        {"type": "config", "effective": config.model_dump(mode="json"), "facts": {"kernels": {"norms": norms}}},
+        {"type": "config", "effective": config.model_dump(mode="json"), "facts": {"step_plan": plan}},
+    ]
+    spec: dict[str, Any] = {"base_model": {"path": str(tmp_path)}, "device": {"kind": "cuda"}}
+    run = Run(Job("any", spec), Ended(0, 1.0), Outcome(0, records, spec))
+    precision = Precision.of(config, "cuda", has_liger=norms == "liger-kernel 0.8.5")
+    model, batch = architecture.read(described), Batch(1, 4 * 4096, texts=4, positions_each=True)
+    expected = memory(model, config, precision, batch, 10, "varlen").tensors
+    assert estimated_peak_mb(run, 4096) == round(expected / 2**20, 1)
 
 
 class TestRunner:

@@ -103,8 +103,8 @@ class WorkerRead(BaseModel):
         description="Names of installed plugins, by kind; null if the worker's version does not report them."
     )
     packages: list[str] | None = Field(
-        description="Installed packages that single optimizers need, such as `torchao`; null if the worker's version "
-        "does not report them."
+        description="Installed packages that single optimizers need, such as `torchao`, and `liger-kernel`, which "
+        "changes estimates; null if the worker's version does not report them."
     )
     joins_hosts: bool = Field(
         description="True if it trains runs together with other workers (`resources.hosts`): the operator has set "

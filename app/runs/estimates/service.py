@@ -30,7 +30,7 @@ from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.resolution import resolve
 from app.contracts.training_config.rules import DeviceCapabilities, sharding_obstacles
 from app.estimator import memory_planner
-from app.estimator.activations import Precision
+from app.estimator.activations import LIGER_PACKAGE, Precision, is_in_liger
 from app.estimator.architecture import Architecture, UnknownArchitecture, read
 from app.estimator.flops import RunFlops, uncounted_parts, work
 from app.estimator.memory import CONTEXT, WHOLE, Division
@@ -45,7 +45,7 @@ from app.runs.estimates.model_config import NoConfig, read_config
 from app.tables.datasets import Dataset
 from app.tables.runs import Run
 from app.tables.workers import Device, Worker
-from app.workers.queries import is_any_online, meets, online
+from app.workers.queries import have_package, is_any_online, meets, online
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +103,8 @@ class EstimateInputs:
     """Sentence that names what the request asks for, if workers are online and none has it."""
     hub_config: HubConfig | None = None
     """Configuration of a hub model that is not on this machine, if it was requested."""
+    has_liger: bool = False
+    """True if every online worker with a GPU that the request allows has liger-kernel."""
 
 
 async def estimate(
@@ -177,7 +179,8 @@ async def look_up(session: AsyncSession, settings: Settings, subject: Subject) -
     is_fixed = not BACKEND_RULES[subject.backend].starts_workers  # a cluster has devices without workers
     if not devices and is_fixed and await is_any_online(session, settings, subject.backend):
         missing = f"No online worker of backend `{subject.backend}` has {_asked(subject.placement)}."
-    return EstimateInputs(devices, attempt, missing)
+    has_liger = await have_package(session, settings, subject.backend, "cuda", subject.placement, LIGER_PACKAGE)
+    return EstimateInputs(devices, attempt, missing, has_liger=has_liger)
 
 
 def _asked(placement: Placement) -> str:
@@ -236,7 +239,7 @@ def must_shard(
     try:
         model = read(read_config(settings, storage, subject.config, known.attempt, known.hub_config))
         replica = replace(subject, sharded=False)
-        on = {kind: _OnKind(model, replica, kind) for kind in {one.kind for one in devices}}
+        on = {kind: _OnKind(model, replica, kind, known) for kind in {one.kind for one in devices}}
         fits = [on[one.kind].choose(one).fits for one in devices if one.memory_mb is not None]
     except (NoConfig, UnknownArchitecture, CannotTrain):
         return None
@@ -294,7 +297,7 @@ def by_formula(
     on: dict[str, _OnKind] = {}
     for device in devices if thorough else devices[:1]:
         if device.kind not in on:
-            on[device.kind] = _OnKind(model, subject, device.kind)
+            on[device.kind] = _OnKind(model, subject, device.kind, known)
     first = on[devices[0].kind]
     fits = [on[device.kind].fit(device, thorough) for device in known.devices if device.kind in on]
     if not thorough:
@@ -317,7 +320,8 @@ def least_memory(settings: Settings, storage: Storage, subject: Subject, known: 
     try:
         model = read(read_config(settings, storage, subject.config, known.attempt, known.hub_config))
         smallest = _smallest(subject)
-        return {"cpu": _OnKind(model, smallest, "cpu").least_mb(), "cuda": _OnKind(model, smallest, "cuda").least_mb()}
+        kinds: tuple[Literal["cpu", "cuda"], ...] = ("cpu", "cuda")
+        return {kind: _OnKind(model, smallest, kind, known).least_mb() for kind in kinds}
     except (NoConfig, UnknownArchitecture, CannotTrain):
         return {}
 
@@ -363,12 +367,15 @@ class _OnKind:
     Memory use is the same on all devices of a kind, so each variant is computed once.
     """
 
-    def __init__(self, model: Architecture, subject: Subject, kind: Literal["cpu", "cuda"]) -> None:
+    def __init__(
+        self, model: Architecture, subject: Subject, kind: Literal["cpu", "cuda"], known: EstimateInputs
+    ) -> None:
         self.config = resolve(subject.config, subject.given, _machine(kind), sharded=subject.sharded).config
         self.division, self.sequence_parallel = subject.division, subject.sequence_parallel
         planned = plan(model, self.config, subject.data, subject.data_parallel)
         self.plan = replace(planned, batch=replace(planned.batch, sequence_parallel=self.sequence_parallel))
-        self.precision = Precision.of(self.config, kind)
+        self.precision = Precision.of(self.config, kind, has_liger=known.has_liger)
+        self.uses_liger = self.precision.has_liger and is_in_liger(model, self.config)
         self._needs = memory_planner.memory_of_choices(
             model, self.config, self.precision, self.plan.batch, self.division
         )
@@ -462,6 +469,10 @@ def _assumptions(on: _OnKind, device: EstimatedDevice) -> list[str]:
         *on.plan.assumptions,
         *uncounted_parts(config, on.plan),
     ]
+    if on.uses_liger:
+        sentences.append(
+            "Norms, rotary embeddings and gated layers are those of liger-kernel, as on every such worker."
+        )
     if on.division.shards > 1:
         sentences.append(f"Weights, gradients and optimizer state are divided among {on.division.shards} devices.")
     if on.division.experts > 1:

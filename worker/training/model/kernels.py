@@ -15,12 +15,17 @@ from worker.training.model.frozen_head import use_two_products
 from worker.training.model.fused_lora import fuse_lora_layers
 
 
+def has_liger(machine: DeviceCapabilities) -> bool:
+    """Return True if Liger is installed and the machine can use it."""
+    return machine.kind == "cuda" and bool(is_liger_kernel_available())
+
+
 def use_liger(network: Any, machine: DeviceCapabilities) -> None:
     """Replace norms, rotary embeddings and gated layers of a loaded model, if Liger is installed and has its family.
 
     The reference passes of a run compute with them too, so this comes before the trainer is created.
     """
-    if machine.kind == "cuda" and is_liger_kernel_available():
+    if has_liger(machine):
         network.norms_kernel = _use_liger(network)
 
 

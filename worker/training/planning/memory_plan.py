@@ -19,6 +19,7 @@ from app.estimator.steps import micro_batch
 from worker.training.context import TrainingContext
 from worker.training.data.preferences import answer_columns
 from worker.training.model.base_model import BaseModelSource
+from worker.training.model.kernels import has_liger
 from worker.training.planning import pass_meter
 
 
@@ -83,7 +84,7 @@ def _choose_by_estimate(
         choice = memory_planner.choose(
             model,
             config,
-            Precision.of(config, "cuda"),
+            Precision.of(config, "cuda", has_liger=has_liger(run.machine)),
             replace(micro_batch(model, config, length, rows), sequence_parallel=run.ranks.per_sequence),
             # Excludes memory of other processes; the context that the estimate counts is already allocated.
             free_bytes,

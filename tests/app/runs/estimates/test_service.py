@@ -46,9 +46,11 @@ def engine(api: ApiServer) -> Iterator[Engine]:
     engine.dispose()
 
 
-def gpu(engine: Engine, memory_mb: int, name: str = "NVIDIA H100", devices: int = 1) -> None:
+def gpu(
+    engine: Engine, memory_mb: int, name: str = "NVIDIA H100", devices: int = 1, packages: list[str] | None = None
+) -> None:
     """A worker with GPUs of that memory."""
-    worker = add_worker(engine, devices, backends=["celery"])
+    worker = add_worker(engine, devices, backends=["celery"], packages=packages)
     is_it = update(Device).where(Device.worker_id == worker)
     with engine.begin() as connection:
         connection.execute(is_it.values(kind="cuda", name=name, memory_mb=memory_mb))
@@ -97,6 +99,28 @@ def test_for_each_kind_of_device_the_estimate_says_whether_it_fits_and_what_to_c
     full = estimated(api, make_dataset(engine), method="full", max_steps=10)
     (advice,) = next(fit for fit in full["fits"] if fit["device"]["name"] == "NVIDIA H100")["advice"]
     assert "adapter" in advice
+
+
+def test_liger_kernel_counts_if_all_workers_with_a_gpu_for_the_run_have_it(api: ApiServer, engine: Engine) -> None:
+    dataset, said = make_dataset(engine), "are those of liger-kernel"
+
+    def activations(resources: dict[str, Any] | None = None, **config: Any) -> tuple[float, bool]:
+        found = estimated(api, dataset, resources, max_steps=10, gradient_checkpointing=False, **config)
+        return found["memory_mb"]["activations"], any(said in sentence for sentence in found["assumptions"])
+
+    add_worker(engine, backends=["celery"], packages=[])  # a CPU, on which nothing changes
+    of_a_cpu = activations({"kind": "cpu"})
+    gpu(engine, 81_559, packages=["liger-kernel", "torchao"])
+    less, is_said = activations()
+    assert is_said
+    gpu(engine, 24_000, "NVIDIA A10", packages=["torchao"])
+    more, is_said = activations()
+    assert not is_said and less < 0.8 * more
+    assert activations({"gpu": "h100"}) == (less, True)
+    assert activations({"gpu": "a10"}) == (more, False)
+    assert activations({"kind": "cpu"}) == of_a_cpu
+    gpu(engine, 81_559)  # a worker of a version that reports no packages
+    assert activations({"gpu": "h100"}) == (more, False)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from sqlalchemy import Engine
 
 from app.config import Settings
 from app.contracts.training_config.optimizers import OPTIMIZERS
+from app.estimator.activations import LIGER_PACKAGE
 from tests.factories import make_dataset, make_model
 from tests.rows import add_worker
 from tests.server import ApiServer
@@ -70,9 +71,10 @@ def test_no_optimizer_is_refused_where_no_worker_reports_packages(check: Any, en
 
 def test_a_worker_reports_the_packages_that_it_can_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     names = {traits.package[1] for traits in OPTIMIZERS.values() if traits.package is not None}
-    before = registration.optimizer_packages()
-    assert set(before) <= names
-    (tmp_path / "optimi").mkdir()
-    (tmp_path / "optimi" / "__init__.py").touch()
+    before = registration.installed_packages()
+    assert set(before) <= {*names, LIGER_PACKAGE}
+    for module in ("optimi", "liger_kernel"):
+        (tmp_path / module).mkdir()
+        (tmp_path / module / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert set(registration.optimizer_packages()) == {*before, "torch-optimi"}
+    assert set(registration.installed_packages()) == {*before, "torch-optimi", LIGER_PACKAGE}
