@@ -402,6 +402,15 @@ def postgres_environment() -> dict[str, str]:
     return environment | {"LC_ALL": "C", "TZ": "UTC"}
 
 
+def database_client_environment(password: str | None) -> dict[str, str]:
+    """Return the environment of a PostgreSQL client program such as `pg_dump`, with English messages.
+
+    A password is in it rather than in the program's arguments, which every user of the machine can read.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ANNEAL_")}
+    return environment | {"LC_ALL": "C"} | ({} if password is None else {"PGPASSWORD": password})
+
+
 def visible_gpus() -> str | None:
     """Return the GPUs that the operator makes available (CUDA_VISIBLE_DEVICES); None means all."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from app.cli.audit import audit
+from app.cli.backup import backup, restore
 from app.cli.console import use_json_errors
 from app.cli.errors import plain_errors
 from app.cli.keys import keys
@@ -92,7 +93,7 @@ def options(
     use_json_errors(False)
 
 
-for command in (up, down, status, api, worker, migrate, prune):
+for command in (up, down, status, api, worker, migrate, prune, backup, restore):
     cli.command()(command)
 cli.command("open")(open_dashboard)
 cli.add_typer(keys, name="keys")

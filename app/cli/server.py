@@ -21,10 +21,12 @@ def up() -> None:
     Example: `ANNEAL_PORT=8800 anneal up`. If ANNEAL_DATABASE_URL or ANNEAL_REDIS_URL is set, that server is used
     instead of an embedded one.
     """
+    from app.infra.unfinished_restore import refuse_unfinished_restore
     from app.standalone.supervisor import Up
 
     with plain_errors():
         settings = environment_settings()
+        refuse_unfinished_restore(settings)
         _check_stores(settings)
         raise typer.Exit(Up(settings, typer.echo, sys.stdout.isatty()).run())
 
@@ -39,10 +41,12 @@ def api(
 
     Example: `ANNEAL_DATABASE_URL=postgresql://… ANNEAL_REDIS_URL=redis://… anneal api --port 8800`
     """
+    from app.infra.unfinished_restore import refuse_unfinished_restore
     from app.server import base_url, listen, serve
 
     with plain_errors():
         settings = settings_with_urls()
+        refuse_unfinished_restore(settings)
         _check_stores(settings)
         if port is not None:
             settings = settings.model_copy(update={"port": port})
@@ -69,6 +73,8 @@ def worker(
     remaining runs and returns when the workers have exited. Ctrl-C stops the command, not the draining.
     Example: `anneal worker --drain --timeout 3600`
     """
+    from app.infra.unfinished_restore import refuse_unfinished_restore
+
     with plain_errors():
         if drain:
             from app.standalone.drain import drain as drain_workers
@@ -78,7 +84,7 @@ def worker(
             raise SetupError(
                 "--timeout requires --drain: it is the time after which the remaining runs are saved and released."
             )
-        settings_with_urls()  # reports a missing URL as a readable error
+        refuse_unfinished_restore(settings_with_urls())  # reports a missing URL as a readable error
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-P", "-m", "worker.main"])
 

