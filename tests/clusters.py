@@ -37,8 +37,8 @@ def shared(folder: Path) -> Iterator[None]:
 
 
 def copy_to(home: Path) -> None:
-    """Give an empty home the session's cluster and its passwords; do nothing outside a session."""
-    if _shared is None:
+    """Give a home without a cluster the session's one and its passwords; do nothing outside a session."""
+    if _shared is None or (home / "postgres").exists():
         return
     make_private_folder(_shared)
     original = _shared / "home"
