@@ -17,10 +17,10 @@ from app.backup.home_database import reserve_database
 from app.backup.layout import DUMP, INVENTORY, SECRET_KEY, Backup, Described, FileEntry, Problem, open_backup
 from app.backup.progress import Progress
 from app.config import Settings
-from app.infra import unfinished_restore
 from app.infra.clock import utc_now
 from app.infra.db import sync_engine
 from app.infra.errors import SetupError
+from app.infra.files import unfinished_restore
 from app.infra.private_files import make_private_folder, write_private
 from app.infra.storage import Storage
 from app.secrets.keyring import Keyring, KeyringError
@@ -79,7 +79,7 @@ class RestoreJob:
         """Restore everything and check it.
 
         Raises:
-            SetupError: Something prevents it. If the restore has begun, the next call continues it.
+            SetupError: Something prevents it. If the restore has started, the next call continues it.
         """
         self._check_backup()
         with reserve_database(self._settings, self._progress.say) as url:

@@ -8,14 +8,13 @@ import typer
 from typer.core import TyperGroup
 
 from app.cli.audit import audit
-from app.cli.backup import backup, restore
 from app.cli.console import use_json_errors
+from app.cli.data import backup, restore, storage
 from app.cli.errors import plain_errors
 from app.cli.keys import keys
 from app.cli.secrets import secrets
 from app.cli.server import api, migrate, prune, up, worker
 from app.cli.service import down, open_dashboard, status
-from app.cli.storage import storage
 
 NOUNS = {
     "actions": "app.cli.actions",

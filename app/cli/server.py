@@ -21,7 +21,7 @@ def up() -> None:
     Example: `ANNEAL_PORT=8800 anneal up`. If ANNEAL_DATABASE_URL or ANNEAL_REDIS_URL is set, that server is used
     instead of an embedded one.
     """
-    from app.infra.unfinished_restore import refuse_unfinished_restore
+    from app.infra.files.unfinished_restore import refuse_unfinished_restore
     from app.standalone.supervisor import Up
 
     with plain_errors():
@@ -41,7 +41,7 @@ def api(
 
     Example: `ANNEAL_DATABASE_URL=postgresql://… ANNEAL_REDIS_URL=redis://… anneal api --port 8800`
     """
-    from app.infra.unfinished_restore import refuse_unfinished_restore
+    from app.infra.files.unfinished_restore import refuse_unfinished_restore
     from app.server import base_url, listen, serve
 
     with plain_errors():
@@ -73,7 +73,7 @@ def worker(
     remaining runs and returns when the workers have exited. Ctrl-C stops the command, not the draining.
     Example: `anneal worker --drain --timeout 3600`
     """
-    from app.infra.unfinished_restore import refuse_unfinished_restore
+    from app.infra.files.unfinished_restore import refuse_unfinished_restore
 
     with plain_errors():
         if drain:

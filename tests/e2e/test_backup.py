@@ -1,4 +1,4 @@
-"""A service that is backed up in the middle of a run and restored elsewhere continues the run as if nothing happened."""
+"""A service that is backed up in the middle of a run and restored elsewhere continues the run as if undisturbed."""
 
 import json
 import shutil

@@ -13,9 +13,9 @@ from app.backup.restore import RestoredBackup, RestoreJob
 from app.config import Settings
 from app.infra.db import sync_engine
 from app.infra.errors import SetupError
+from app.infra.files.unfinished_restore import refuse_unfinished_restore
 from app.infra.home_lock import HomeLock
 from app.infra.storage import Storage
-from app.infra.unfinished_restore import refuse_unfinished_restore
 from app.tables.checkpoints import Checkpoint
 from tests.app.backup.conftest import ROWS, Quiet, Service
 from tests.server import ThreadServer

@@ -1,5 +1,7 @@
-"""Commands `backup` and `restore`, on the server."""
+"""Commands about the data of the service, on the server: `backup`, `restore` and `storage copy`."""
 
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from app.cli.console import AsJson, document, note, size, transfer
-from app.cli.errors import environment_settings, plain_errors
+from app.cli.errors import environment_settings, plain_errors, settings_with_urls
 
 if TYPE_CHECKING:
     from app.backup.create import CreatedBackup
@@ -46,6 +48,9 @@ def _lines(label: str, total: int | None) -> Callable[[int], None]:
     return report
 
 
+storage = typer.Typer(help="Manage the storage of this service.", no_args_is_help=True, rich_markup_mode=None)
+
+
 def backup(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of backups; created if it does not exist.")],
     keep: Annotated[
@@ -53,7 +58,7 @@ def backup(
     ] = None,
     with_secret_key: Annotated[
         bool,
-        typer.Option("--with-secret-key", help="Include the key file, so that whoever has the copy can read secrets."),
+        typer.Option("--with-secret-key", help="Include the key file: everyone who has the backup can read secrets."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -111,6 +116,28 @@ def restore(
     else:
         _show_restored(restored, str(settings.secret_key_path))
     raise typer.Exit(1 if restored.problems else 0)
+
+
+@storage.callback()
+def _group() -> None:
+    """Have `copy` as a command of its own, although it is the only one."""
+
+
+@storage.command("copy")
+def copy(
+    url: Annotated[str, typer.Argument(help="URL of the object store, such as s3://bucket/prefix.")],
+) -> None:
+    """Copy the storage from the folder ANNEAL_STORAGE to an object store, of a service that is stopped.
+
+    Everything is verified on its way, and a copy that was interrupted continues. Then set ANNEAL_STORAGE to the URL on
+    every host. Exit code 1 if a file of the folder is missing or corrupt; the others are copied.
+
+    Example: `anneal storage copy s3://bucket/prefix`
+    """
+    with plain_errors():
+        settings_with_urls()  # reports a missing URL as a readable error
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "worker.storage_copy", url])
 
 
 def _show_created(created: "CreatedBackup", secret_key: str) -> None:

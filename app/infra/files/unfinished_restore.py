@@ -1,4 +1,4 @@
-"""Mark of a restore that has begun: until it is complete, no service may start on half of the data."""
+"""Mark of a restore that has started: until it is complete, no service may start on half of the data."""
 
 from pathlib import Path
 from typing import Any
