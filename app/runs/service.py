@@ -7,6 +7,7 @@ from sqlalchemy import literal_column, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.errors import conflict, not_found
+from app.contracts.attempt.run_facts import invalid_facts
 from app.contracts.methods import method_of
 from app.contracts.run_status import TERMINAL
 from app.contracts.run_task import RunTask
@@ -49,7 +50,11 @@ async def run_facts(session: AsyncSession, run: Run) -> dict[str, Any] | None:
     # A literal, from which PostgreSQL concludes that the index of a run's history contains the event.
     is_config = RunEvent.type == literal_column("'config'")
     query = select(RunEvent.data["facts"]).where(RunEvent.run_id == run.id, is_config)
-    return await session.scalar(query.order_by(RunEvent.seq.desc()).limit(1))
+    facts = await session.scalar(query.order_by(RunEvent.seq.desc()).limit(1))
+    if not isinstance(facts, dict):
+        return None
+    invalid = invalid_facts(facts)  # earlier versions stored them unchecked
+    return {name: value for name, value in facts.items() if name not in invalid}
 
 
 async def trains(session: AsyncSession, run_id: str) -> bool:

@@ -23,6 +23,7 @@ from app.contracts.attempt.messages import (
     TrainingResult,
 )
 from app.contracts.attempt.part_end import PartEnd
+from app.contracts.attempt.run_facts import invalid_facts
 from app.contracts.events import TRAINER_RECORDS
 from app.contracts.methods import method_of
 from app.contracts.run_status import LIVE
@@ -266,7 +267,11 @@ class RecordHandler:
         self._writer.put(NewEvent.of(record.pop("type"), ts, record))
 
     def _handle_config(self, record: dict[str, Any], ts: float) -> None:
-        effective = validated(_CONFIG, record)["effective"]
+        reported = validated(_CONFIG, record)
+        effective, facts = reported["effective"], reported["facts"]
+        if ignored := invalid_facts(facts):  # estimates of other users' runs compute with them
+            self.say(f"invalid facts of the run are ignored: {', '.join(ignored)}", "warning")
+            record["facts"] = {name: value for name, value in facts.items() if name not in ignored}
         event = NewEvent.of(record.pop("type"), ts, record)
         try:
             TrainingConfig.model_validate(effective)

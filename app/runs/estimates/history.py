@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sqlalchemy import select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.contracts.attempt.run_facts import RunFacts, read_facts
 from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from app.estimator.flops import RunFlops
@@ -23,6 +25,11 @@ _MAX, _LAST = 5, 7
 _SPEED = "extra.tokens_per_second"
 _RESERVED = "extra.gpu_memory_reserved_mb"
 _MEMORY = ("gpu_memory_mb", "extra.host_memory_peak_mb")
+_PLAUSIBLE_TOKENS = 1e-3, 1e9
+"""Least and most tokens per second of a run. A trainer may report any number; other values are not measurements."""
+_PLAUSIBLE_OPERATIONS = 1e3, 1e18
+"""Least and most operations per second of a device."""
+_MOST_MB = 2**31
 ASSUMED_SPEED = {"cuda": 1e14, "cpu": 3e10}
 """Operations per second, used until a run has been measured."""
 _SCALES = (
@@ -52,7 +59,7 @@ async def speed(
     )
     newest = list((await session.scalars(same.order_by(AttemptTimings.run_id.desc()).limit(_LATEST))).unique())
     near = [
-        one for one in await _measured_on(session, newest, device) if _is_like(one.reported, config, work.length)
+        one for one in await _measured_on(session, newest, device) if _is_like(one, config, work.length)
     ]  # fmt: skip
     if near := _of_as_many(near, devices):
         rate = median(one.tokens for one in near)
@@ -80,8 +87,30 @@ class _Rate:
     tokens: float
     operations: float
     """0 if not known."""
-    reported: dict[str, Any]
-    """First facts and effective configuration of the run."""
+    length: int | None
+    """Mean number of tokens of a sequence."""
+    work: "_Work | None"
+    """None if the trainer reported no valid configuration."""
+
+
+class _Work(BaseModel):
+    """Fields of an effective configuration that change the work per token."""
+
+    model_config = ConfigDict(strict=True)
+
+    lora_r: int | None
+    load_in_4bit: bool
+    load_in_8bit: bool
+    packing: bool
+    max_seq_length: Annotated[int, Field(ge=1)] | None
+
+    @classmethod
+    def read(cls, effective: Any) -> "_Work | None":
+        """Return the fields of a configuration as the trainer reported it, if they are valid."""
+        try:
+            return cls.model_validate(effective)
+        except ValidationError:
+            return None
 
 
 def _of_as_many(rates: list[_Rate], devices: int) -> list[_Rate]:
@@ -101,20 +130,21 @@ def _likeness(method: str, base_model: str) -> str:
     return similarity_key(_BACKEND, {"method": method, "base_model": base_model})
 
 
-def _is_like(reported: dict[str, Any], config: TrainingConfig, length: int) -> bool:
+def _is_like(measured: _Rate, config: TrainingConfig, length: int) -> bool:
     """Return True if a run did the same work per token on sequences half to twice as long.
 
     The run must have the same model and method.
     """
-    then = reported["effective"]
-    if (then.get("lora_r") is None) != (config.lora_r is None):
+    then = measured.work
+    if then is None or (then.lora_r is None) != (config.lora_r is None):
         return False
-    if any(then.get(name) != getattr(config, name) for name in ("load_in_4bit", "load_in_8bit", "packing")):
+    if any(getattr(then, name) != getattr(config, name) for name in ("load_in_4bit", "load_in_8bit", "packing")):
         return False
     # Packed sequences are full regardless of the length of the texts in them.
-    texts = reported["facts"].get("flops_sequence_length"), length
-    one, other = (then.get("max_seq_length"), config.max_seq_length) if config.packing else texts
-    return bool(one and other) and 0.5 <= one / other <= 2
+    one, other = (then.max_seq_length, config.max_seq_length) if config.packing else (measured.length, length)
+    if one is None or other is None:
+        return False
+    return 0.5 <= one / other <= 2
 
 
 async def _others(session: AsyncSession, config: TrainingConfig) -> list[str]:
@@ -138,14 +168,20 @@ async def _measured_on(session: AsyncSession, ids: Sequence[str], device: tuple[
     first, speeds = await _first(session, ids), await _speeds(session, ids)
     rates = []
     for run_id, tokens in speeds.items():
-        reported = first.get(run_id, {"facts": {}, "effective": {}})
-        facts = reported["facts"]
-        if facts.get("device") != kind or (name and kind == "cuda" and facts.get("device_name") != name):
+        if run_id not in first:
             continue
-        each, devices = facts.get("flops_per_token_hardware"), reported["devices"]
-        operations = tokens * each if isinstance(each, int | float) else 0.0
-        rates.append(_Rate(devices, tokens / devices, operations / devices, reported))
+        facts, work, devices = first[run_id]
+        if facts.device != kind or (name and kind == "cuda" and facts.device_name != name):
+            continue
+        operations = tokens * (facts.flops_per_token_hardware or 0.0) / devices
+        if not _is_within(operations, _PLAUSIBLE_OPERATIONS):
+            operations = 0.0
+        rates.append(_Rate(devices, tokens / devices, operations, facts.flops_sequence_length, work))
     return rates
+
+
+def _is_within(value: float, bounds: tuple[float, float]) -> bool:
+    return bounds[0] <= value <= bounds[1]
 
 
 async def measured(session: AsyncSession, run_id: str) -> tuple[float | None, float | None, float | None]:
@@ -156,7 +192,7 @@ async def measured(session: AsyncSession, run_id: str) -> tuple[float | None, fl
 
 def _highest(rows: Sequence[Any], *names: str) -> float | None:
     peaks = [row.series[name][_MAX] for row in rows for name in names if name in row.series]
-    return max((peak for peak in peaks if peak is not None), default=None)
+    return max((peak for peak in peaks if peak is not None and _is_within(peak, (0.0, _MOST_MB))), default=None)
 
 
 def _rollups(ids: Sequence[str]) -> Any:
@@ -170,7 +206,8 @@ def _rollups(ids: Sequence[str]) -> Any:
 
 def _newest(rows: Sequence[Any]) -> float | None:
     found = [row.series[_SPEED][_LAST] for row in rows if _SPEED in row.series]
-    return found[-1] if found else None
+    newest = found[-1] if found else None
+    return newest if newest is not None and _is_within(newest, _PLAUSIBLE_TOKENS) else None
 
 
 async def _speeds(session: AsyncSession, ids: Sequence[str]) -> dict[str, float]:
@@ -178,13 +215,10 @@ async def _speeds(session: AsyncSession, ids: Sequence[str]) -> dict[str, float]
     return {run_id: value for run_id, value in found.items() if value}
 
 
-async def _first(session: AsyncSession, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+async def _first(session: AsyncSession, ids: Sequence[str]) -> dict[str, tuple[RunFacts, _Work | None, int]]:
     """Return the first reported facts and effective configuration of each run, and its number of devices."""
     rows = await session.execute(_FIRST, {"ids": list(ids), "early": _EARLY})
-    return {
-        row.run_id: {"facts": row.facts or {}, "effective": row.effective or {}, "devices": row.devices_needed}
-        for row in rows
-    }
+    return {row.run_id: (read_facts(row.facts), _Work.read(row.effective), row.devices_needed) for row in rows}
 
 
 # No index covers `config` events. The event is among the first of a run, so only those are read.

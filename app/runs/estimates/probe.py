@@ -8,6 +8,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.contracts.attempt.failure_report import FailureReport
+from app.contracts.attempt.run_facts import RunFacts, read_facts
 from app.contracts.methods import method_of
 from app.contracts.schemas.estimates import KeptEstimate, Measured, ProbeResult
 from app.contracts.schemas.runs.reads import TrainingMetrics
@@ -17,6 +18,7 @@ from app.contracts.training_config.raw_config import PROBE_STEPS, is_probe, norm
 from app.tables.runs import Attempt, Run
 
 TAG = "probe"
+_MOST_STEP_SECONDS = 1e7
 
 
 def probe_request(asked: RunToEstimate) -> RunCreate:
@@ -47,7 +49,8 @@ def seconds_of_step(points: Sequence[TrainingMetrics]) -> float | None:
     parts = [extra.get(name) for name in ("step_seconds", "data_seconds")]
     if steps < 1 or not isinstance(parts[0], int | float):
         return None
-    return round(sum(part for part in parts if isinstance(part, int | float)) / steps, 6)
+    seconds = sum(part for part in parts if isinstance(part, int | float)) / steps
+    return round(seconds, 6) if 0 <= seconds <= _MOST_STEP_SECONDS else None  # a trainer may report any number
 
 
 async def probe_result(
@@ -63,14 +66,14 @@ async def probe_result(
     query = select(Attempt.report).where(Attempt.run_id == run.id, Attempt.attempt == run.attempt)
     stored = await session.scalar(query) if run.status == "failed" else None
     report = FailureReport.model_validate(stored or {})
-    return _result(run, estimate, measured, facts, report)
+    return _result(run, estimate, measured, read_facts(facts), report)
 
 
 def _result(
-    run: Run, estimate: KeptEstimate | None, measured: Measured | None, facts: Mapping[str, Any], report: FailureReport
+    run: Run, estimate: KeptEstimate | None, measured: Measured | None, facts: RunFacts, report: FailureReport
 ) -> ProbeResult:
-    device = facts.get("device_name") or facts.get("device")
-    steps = _steps(run.config, estimate, facts.get("whole_run_steps"))
+    device = facts.device_name or facts.device
+    steps = _steps(run.config, estimate, facts.whole_run_steps)
     if run.status == "failed" and run.error_code == "out_of_memory":
         return _out_of_memory(run, steps, facts, report)
     if run.status in ("failed", "cancelled"):
@@ -96,19 +99,19 @@ def _result(
     )
 
 
-def _out_of_memory(run: Run, steps: int | None, facts: Mapping[str, Any], report: FailureReport) -> ProbeResult:
+def _out_of_memory(run: Run, steps: int | None, facts: RunFacts, report: FailureReport) -> ProbeResult:
     """Return the result of a probe that ran out of memory; `report` is the attempt's failure report.
 
     Running out of host memory says nothing about a GPU, so `fits` is null then.
     """
-    why, phase, device = run.error_message or "", report.phase, facts.get("device")
+    why, phase, device = run.error_message or "", report.phase, facts.device
     # Tokenization always uses host memory.
     on_host = report.killed_by_kernel or phase == "tokenizing"
     if on_host and device != "cpu":
         during = f" during {phase}" if phase else ""
         sentence = f"The host ran out of memory{during}, so nothing was measured about the device."
         return _unknown_result(steps, f"{sentence} {why}".strip())
-    name = facts.get("device_name") or device
+    name = facts.device_name or device
     where = f" on {name}" if name else ""
     what = "its longest rows" if phase == "training" else "it"
     during = f" during {phase}" if phase and phase != "training" else ""

@@ -431,6 +431,30 @@ def test_nothing_that_a_trainer_reports_makes_the_report_of_its_attempt_large_or
     assert handler.effective == run_row(lab.engine, lab.run.id).effective_config == config
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("flops_sequence_length", "64"),
+        ("flops_sequence_length", 0),
+        ("flops_per_token_hardware", "x"),
+        ("flops_per_token_hardware", 1e300),
+        ("device", {"kind": "cpu"}),
+        ("whole_run_steps", 2**40),
+        ("kernels", "fused"),
+        ("step_plan", {"batch_size": 0}),
+        ("fidelity_reasons", 7),
+    ],
+)
+def test_facts_of_another_type_or_range_are_left_out_with_a_line_in_the_log(lab: Lab, name: str, value: Any) -> None:
+    config = TrainingConfig.model_validate({"base_model": "tiny"}).model_dump(mode="json")
+    others = {"device_memory_mb": 80_000, "total_steps": 4, "of a plugin": [1, 2]}
+    lab.says("config", effective=config, replaced=[], facts={**others, name: value})
+    lab.writer.drain()
+    (_, line), (_, event) = lab.events()[2:]
+    assert line["level"] == "warning" and f"ignored: {name}" in line["line"]
+    assert event["facts"] == others and event["effective"] == config
+
+
 def test_an_error_that_trying_again_does_not_cure_is_raised_at_once(lab: Lab) -> None:
     def forbidden(_: Any) -> None:
         raise ProgrammingError("SELECT", {}, Exception("permission denied"))

@@ -354,6 +354,47 @@ def test_of_the_same_model_runs_that_did_something_else_are_only_comparable(
     assert found["confidence"]["seconds"] == source
 
 
+@pytest.mark.parametrize("count", [1, 7])
+@pytest.mark.parametrize(
+    ("facts", "effective", "rate"),
+    [
+        ({"flops_sequence_length": "64", "flops_per_token_hardware": "x"}, {}, 50.0),
+        ({"flops_sequence_length": [], "flops_per_token_hardware": True}, {"lora_r": [1], "packing": {}}, 50.0),
+        ({"flops_per_token_hardware": 1e300}, {}, 1e300),
+        ({"flops_per_token_hardware": 1e-300}, {}, 1e-10),
+        ({}, {"packing": True, "max_seq_length": "512"}, 50.0),
+        ({}, {}, -5.0),
+        ({}, {}, 1e-320),
+        ({}, {}, 1e308),
+        ([1], [2], 50.0),
+        ("facts", None, 50.0),
+    ],
+)
+def test_what_a_trainer_has_forged_changes_no_estimate_of_others(
+    api: ApiServer, engine: Engine, facts: Any, effective: Any, rate: float, count: int
+) -> None:
+    """Stored as by an earlier version, which did not check facts; metrics are stored as they are reported."""
+    dataset, config = make_dataset(engine), {"base_model": "qwen", "method": "sft", "max_steps": 100}
+    for _ in range(count):
+        run = make_run(api.client, dataset, backend="celery", config=config)
+        trainer = Trainer(engine, run["id"]).begin()
+        if isinstance(facts, dict):
+            facts = {"device": "cpu", "flops_per_token_hardware": 1e9, "flops_sequence_length": 25, **facts}
+        if isinstance(effective, dict):
+            effective = run["config"] | effective
+        trainer.events("config", {"facts": facts, "effective": effective})
+        trainer.metric(1, loss=1.0, extra={"tokens_per_second": rate})
+        pace = {"similarity_key": similarity_key("celery", run["config"]), "measured_at": datetime.now(UTC)}
+        with engine.begin() as connection:
+            connection.execute(insert(AttemptTimings).values(run_id=run["id"], attempt=1, timings={}, **pace))
+    for method in ("sft", "full"):
+        found = estimated(api, dataset, max_steps=100, method=method)
+        assert 0 < found["seconds"] < 1e9
+        if rate != 50.0:
+            assert found["confidence"]["seconds"] == "assumed"
+    assert api.client.get(f"/v1/runs/{run['id']}").status_code == 200
+
+
 def test_an_estimate_stays_beside_what_was_measured(api: ApiServer, engine: Engine) -> None:
     with Anneal(api.url, api.key) as client:
         made = client.runs.create(

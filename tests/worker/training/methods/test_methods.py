@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from app.contracts.attempt.run_facts import invalid_facts
 from app.contracts.methods import METHODS as TRAINING_METHODS
 from app.contracts.methods import TrainingMethod
 from app.contracts.training_config.raw_config import given_fields
@@ -114,6 +115,7 @@ def test_the_first_facts_come_before_the_first_step(
     (reported,) = done.of("config")
     assert reported["facts"]["parameters_total"] - reported["facts"]["parameters_trainable"] == 39_840
     assert reported["facts"]["versions"]["torch"].startswith("2.")
+    assert invalid_facts(reported["facts"]) == []
     assert {one["field"] for one in reported["replaced"]} == {
         "gradient_checkpointing",
         "bnb_4bit_compute_dtype",

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from app.contracts.attempt.run_facts import invalid_facts
 from tests.worker.training.tiny import (
     Forks,
     Outcome,
@@ -62,7 +63,9 @@ def effective(outcome: Outcome) -> dict[str, Any]:
 
 
 def step_plan(outcome: Outcome) -> dict[str, Any]:
-    found: dict[str, Any] = outcome.of("config")[-1]["facts"]["step_plan"]
+    facts = outcome.of("config")[-1]["facts"]
+    assert invalid_facts(facts) == []
+    found: dict[str, Any] = facts["step_plan"]
     return found
 
 
