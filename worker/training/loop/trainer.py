@@ -28,13 +28,17 @@ from worker.training.loop.evaluation import EvaluationMixin
 from worker.training.loop.memory import GpuMemory
 from worker.training.loop.step_phases import StepPhases
 from worker.training.loop.throughput import Throughput
+from worker.training.model.checked_weights import check_keys, checked_adapters, checked_sizes
 from worker.training.model.expert_parallel import obstacle as expert_obstacle
-from worker.training.model.experts import load_experts
+from worker.training.model.experts import expert_modules, load_experts
 from worker.training.model.router_loss import RouterLoss
 from worker.training.model.sharding import Sharding, full, has_parts, load_optimizer
 from worker.training.plugins import hooks, metric_functions
 from worker.training.plugins.callbacks import PluginCallbacks
 from worker.training.run_state import RunState
+
+_CHECKPOINT = "The checkpoint"
+"""Subject of messages about its weights."""
 
 
 class EndedBeforeStep(Exception):
@@ -261,14 +265,15 @@ class ServiceTrainerMixin(EvaluationMixin):
         every = self.run.ranks.gathered((own, self.step_rows))
         self._step_loss = math.fsum(loss for loss, _ in every) / len(every)
         self.step_rows = [row for _, rows in every for row in rows]
-        # With float16, the gradient scaler finds its scale by trial, so gradients may overflow.
-        known = None if norm is None or self.args.fp16 else float(norm)
+        known = None if norm is None else float(norm)
         recent = self.run.state.recent_losses
-        trouble = self.guard.judge(self._step_loss, known, recent)
+        # With float16, the gradient scaler finds its scale by trial: gradients may overflow, and it skips the step.
+        trouble = self.guard.judge(self._step_loss, None if self.args.fp16 else known, recent)
         if trouble is not None:
             raise self.anomaly_failure(trouble)
-        recent.append(self._step_loss)
-        del recent[:-REMEMBERED]
+        if known is None or math.isfinite(known):
+            recent.append(self._step_loss)
+            del recent[:-REMEMBERED]
 
     def anomaly_failure(self, anomaly: Anomaly) -> TrainingFailure:
         """Build the failure that ends the attempt, after an anomaly that every rank has found; only rank 0 returns."""
@@ -378,9 +383,15 @@ class ServiceTrainerMixin(EvaluationMixin):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self.sharding is not None:
             return  # `shard` has loaded it
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with checked_adapters(_CHECKPOINT), checked_sizes(_CHECKPOINT):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
         if not isinstance(self.model, PeftModel):
             load_experts(self.model, resume_from_checkpoint)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        # The files of a model with experts have other keys, which `load_experts` checks.
+        if not any(expert_modules(self.model)):
+            check_keys(self.model, load_result.missing_keys, load_result.unexpected_keys, _CHECKPOINT)
 
     # Checkpoints
 

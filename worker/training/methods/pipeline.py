@@ -276,6 +276,7 @@ def finish(trainer: ServiceTrainerMixin, start: BaseModelSource, facts: dict[str
     run, state = trainer.run, trainer.run.state
     exports = run.ended_by in _EXPORTS and not run.is_probe
     if exports:
+        _check_trained(trainer)
         trainer.gather_weights()
     exported = export(trainer, start, facts) if exports and run.ranks.is_first else None
     return {
@@ -294,6 +295,21 @@ def finish(trainer: ServiceTrainerMixin, start: BaseModelSource, facts: dict[str
             "tokens": state.tokens,
         },
     }
+
+
+def _check_trained(trainer: ServiceTrainerMixin) -> None:
+    """Reject weights that no step has changed.
+
+    Raises:
+        TrainingFailure: `non_finite_loss`.
+    """
+    steps = trainer.state.global_step
+    if steps and not trainer.run.state.recent_losses:
+        raise TrainingFailure(
+            "non_finite_loss",
+            f"All {steps} steps were skipped, because their loss or their gradients were not finite: nothing was "
+            "trained, so there is no output. Lower `learning_rate`, or use another base model or other data.",
+        )
 
 
 def _resume(trainer: ServiceTrainerMixin, checkpoint: Path) -> None:

@@ -33,6 +33,7 @@ from worker.training.loop.evaluation import MAIN
 from worker.training.model import base_model, loader
 from worker.training.model.attention import VARLEN, batch_texts, kernel_failure, supports_kernel
 from worker.training.model.base_model import BaseModelSource
+from worker.training.model.checked_weights import check_finite
 from worker.training.model.kernels import use_liger
 from worker.training.model.sharding import mark_for_sharding
 from worker.training.model.tiled_mlp import tile_mlps
@@ -417,6 +418,8 @@ def load_network(
         network = hooks.model(
             run, lambda: loader.load_model(start, run.config, run.machine, head, in_host_memory=run.is_sharded)
         )
+        if run.config.trainer_options.model_factory is not None:
+            check_finite(network, "The model of `extra.model_factory`")
     if run.is_sharded:
         mark_for_sharding(network)
     used = network.config._attn_implementation

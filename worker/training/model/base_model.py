@@ -20,6 +20,7 @@ from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from worker.checkpoint_files import resume_fidelity
 from worker.training.failures import TrainingFailure, one_line
+from worker.training.model.checked_weights import checked_adapters, load_pretrained
 from worker.wire.heartbeat import HeartbeatCallback, heartbeat_while_growing
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -54,6 +55,8 @@ class BaseModelSource:
     """Private folder of a merged base."""
     from_scratch: bool = False
     """True if the folder has an architecture without weights; they are initialized randomly with the seed."""
+    name: str = ""
+    """Name of the model or adapter as the user wrote it."""
 
     @property
     def folder(self) -> Path:
@@ -76,7 +79,7 @@ def find_base(job: JobSpec, config: TrainingConfig, commit: str | None = None) -
     """
     named, options = job.base_model, _options(job)
     if named.path is None:
-        return _pin(named.hub or named.name, options, commit or named.revision or config.revision)
+        return _pin(named.name, named.hub or named.name, options, commit or named.revision or config.revision)
     folder = named.path
     if config.revision is not None:
         raise TrainingFailure("config_error", "`revision` applies to hub models only, and the base model is a folder.")
@@ -85,7 +88,7 @@ def find_base(job: JobSpec, config: TrainingConfig, commit: str | None = None) -
     if (folder / ADAPTER_CONFIG).is_file():
         return _adapter_base(folder, named, options, commit)
     return replace(
-        _pin(str(folder), options, None),
+        _pin(named.name, str(folder), options, None),
         from_scratch=_has_no_weights(folder, named.name, config),
     )
 
@@ -102,13 +105,13 @@ def find_reward_model(job: JobSpec, named: ModelSource) -> BaseModelSource:
         TrainingFailure: `model_not_found` or `config_error`.
     """
     if named.path is None:
-        return _pin(named.hub or named.name, _options(job), named.revision)
+        return _pin(named.name, named.hub or named.name, _options(job), named.revision)
     folder = named.path
     if not folder.is_dir():
         raise TrainingFailure("model_not_found", f"The reward model {named.name} no longer exists.")
     if (folder / ADAPTER_CONFIG).is_file():
         return _adapter_base(folder, named, _options(job))
-    return _pin(str(folder), _options(job), None)
+    return _pin(named.name, str(folder), _options(job), None)
 
 
 @contextmanager
@@ -212,7 +215,7 @@ def _is_access_denied(error: BaseException | None) -> bool:
     return False
 
 
-def _pin(source: str, options: dict[str, Any], revision: str | None) -> BaseModelSource:
+def _pin(name: str, source: str, options: dict[str, Any], revision: str | None) -> BaseModelSource:
     """Describe a folder, or a hub model at the current commit of `revision` (None: its main branch)."""
     commit = None
     try:
@@ -225,7 +228,7 @@ def _pin(source: str, options: dict[str, Any], revision: str | None) -> BaseMode
     except Exception as error:
         raise load_failure(error, source, "configuration") from error
     identity = f"commit {commit}" if commit else resume_fidelity.model_fingerprint(Path(source))
-    return BaseModelSource(source, source, options, architecture, identity, revision=commit)
+    return BaseModelSource(source, source, options, architecture, identity, revision=commit, name=name)
 
 
 def _adapter_base(
@@ -246,7 +249,7 @@ def _adapter_base(
         raise TrainingFailure("model_not_found", f"The adapter {name} does not name its base model.")
     # The output of a run names its base as a user does, and the worker has located it.
     place = str(named.base.path or named.base.hub) if named.base else described.base_model_name_or_path
-    base = _pin(place, options, commit or described.revision)
+    base = _pin(name, place, options, commit or described.revision)
     own_tokenizer = (folder / "tokenizer_config.json").is_file()
     return replace(
         base,
@@ -258,10 +261,14 @@ def _adapter_base(
 
 def _merge(base: BaseModelSource, adapter: Path, target: Path, dtype: torch.dtype) -> BaseModelSource:
     try:
-        model = AutoModelForCausalLM.from_pretrained(base.source, dtype=dtype, use_safetensors=True, **base.options)
-        whole = PeftModel.from_pretrained(model, str(adapter), is_trainable=False).merge_and_unload()
+        model = load_pretrained(
+            AutoModelForCausalLM, base.source, f"The base of the adapter {base.name}", dtype=dtype, **base.options
+        )
+        with checked_adapters(f"The adapter {base.name}"):
+            adapted = PeftModel.from_pretrained(model, str(adapter), is_trainable=False)
+        whole = adapted.merge_and_unload()
         tokenizer = AutoTokenizer.from_pretrained(base.tokenizer_source, **base.options)
-    except (RuntimeError, MemoryError):
+    except (RuntimeError, MemoryError, TrainingFailure):
         raise
     except Exception as error:
         raise load_failure(error, base.source, "base of the adapter") from error

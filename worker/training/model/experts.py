@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from worker.training.model.checked_weights import load_pretrained
+
 _MARK = "_is_expert_parallel"
 """Attribute that transformers gives such modules."""
 
@@ -18,5 +20,5 @@ def load_experts(model: Any, checkpoint: str) -> None:
     Files have a tensor for each expert, which `from_pretrained` stacks and the trainer of transformers skips.
     """
     if any(expert_modules(model)):
-        saved = type(model).from_pretrained(checkpoint, dtype=model.dtype, use_safetensors=True)
+        saved = load_pretrained(type(model), checkpoint, "The checkpoint", dtype=model.dtype)
         model.load_state_dict(saved.state_dict())

@@ -29,6 +29,7 @@ from app.contracts.training_config.rules import DeviceCapabilities, default_dtyp
 from worker.training.failures import TrainingFailure, device_failure
 from worker.training.model.attention import VARLEN, supports_varlen
 from worker.training.model.base_model import BaseModelSource, load_failure
+from worker.training.model.checked_weights import load_pretrained
 
 # The first call compiles hundreds of patterns, which transformers keeps: here, so that forks of the zygote have them.
 get_checkpoint_conversion_mapping("llama")
@@ -116,11 +117,16 @@ def load_model(
     transformers.set_seed(config.seed)
     try:
         with suppress_seqcls_warning() if head == "reward" else nullcontext():
-            model = _AUTO[head].from_pretrained(
-                base.source, dtype=dtype or weights_dtype(config, machine), use_safetensors=True, **options
+            model: PreTrainedModel = load_pretrained(
+                _AUTO[head],
+                base.source,
+                f"The base model {base.name}",
+                has_new_head=head == "reward",
+                dtype=dtype or weights_dtype(config, machine),
+                **options,
             )
-    except (RuntimeError, MemoryError):
-        raise  # out of memory, or weights that do not match their configuration: classified as such
+    except (RuntimeError, MemoryError, TrainingFailure):
+        raise  # out of memory is classified as such
     except Exception as error:
         raise load_failure(error, base.source, "model") from error
     if machine.kind == "cpu":
@@ -141,7 +147,10 @@ def load_for_merge(
 
 def load_saved(folder: Path, head: Head, *, trust_remote_code: bool) -> PreTrainedModel:
     """Load a whole model from a folder onto the CPU, in the data type of its weights."""
-    return _AUTO[head].from_pretrained(folder, dtype="auto", use_safetensors=True, trust_remote_code=trust_remote_code)
+    model: PreTrainedModel = load_pretrained(
+        _AUTO[head], folder, "The output", dtype="auto", trust_remote_code=trust_remote_code
+    )
+    return model
 
 
 def name_base(model: Any, name: str) -> None:

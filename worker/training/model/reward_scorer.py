@@ -1,5 +1,6 @@
 """A trained reward model as a reward function: scores texts in the form in which it was trained on them."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from worker.training.data.chat_template import ensure_template
 from worker.training.failures import TrainingFailure
 from worker.training.model import base_model
 from worker.training.model.base_model import BaseModelSource, load_failure
+from worker.training.model.checked_weights import checked_adapters, load_pretrained
 from worker.wire.heartbeat import heartbeat_while_growing
 
 _TEXTS_AT_ONCE = 8
@@ -97,13 +99,22 @@ def _load(found: BaseModelSource, name: str, dtype: torch.dtype) -> Any:
             raise TrainingFailure("config_error", f"{name} is an adapter, but not one of a reward model.")
         labels = {"num_labels": 1}  # not part of an adapter's configuration
     try:
-        with suppress_seqcls_warning():
-            model = AutoModelForSequenceClassification.from_pretrained(
-                found.source, dtype=dtype, use_safetensors=True, **labels, **found.options
+        # Only the base of an adapter may lack the head; the keys that this silences are not reported at all.
+        with suppress_seqcls_warning() if found.adapter is not None else nullcontext():
+            model = load_pretrained(
+                AutoModelForSequenceClassification,
+                found.source,
+                f"The reward model {name}" if found.adapter is None else f"The base of the reward model {name}",
+                has_new_head=found.adapter is not None,
+                dtype=dtype,
+                **labels,
+                **found.options,
             )
         if found.adapter is not None:
-            model = PeftModel.from_pretrained(model, str(found.adapter), is_trainable=False).merge_and_unload()
-    except (RuntimeError, MemoryError):
+            with checked_adapters(f"The reward model {name}"):
+                adapted = PeftModel.from_pretrained(model, str(found.adapter), is_trainable=False)
+            model = adapted.merge_and_unload()
+    except (RuntimeError, MemoryError, TrainingFailure):
         raise
     except Exception as error:
         raise load_failure(error, name, "reward model") from error

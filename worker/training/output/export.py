@@ -21,6 +21,7 @@ from worker.training.loop.memory import write_profile
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.model import loader
 from worker.training.model.base_model import ADAPTER_CONFIG, BaseModelSource
+from worker.training.model.checked_weights import checked_adapters
 from worker.training.output import gguf
 from worker.training.output.model_card import model_card
 from worker.training.output.pruning import prune_smallest
@@ -199,7 +200,8 @@ def _merged_on_gpu(run: TrainingContext, base: BaseModelSource, adapter: Path) -
 def _merged(run: TrainingContext, base: BaseModelSource, adapter: Path, machine: DeviceCapabilities) -> PreTrainedModel:
     head: loader.Head = "reward" if run.method.has_reward_head else "causal"
     whole = loader.load_for_merge(base, run.config, machine, head)
-    adapted = PeftModel.from_pretrained(whole, str(adapter), is_trainable=False, torch_device=str(whole.device))
+    with checked_adapters("The adapter of this run"):
+        adapted = PeftModel.from_pretrained(whole, str(adapter), is_trainable=False, torch_device=str(whole.device))
     return adapted.merge_and_unload(safe_merge=True)
 
 

@@ -46,11 +46,11 @@ def leaping(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tainted_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that answers those signs with numbers that are none."""
+    """A model that answers those signs with gradients that are no numbers, though its weights are: they overflow."""
     folder = make_tiny_model(tmp_path_factory.mktemp("models") / "tainted")
     ids = AutoTokenizer.from_pretrained(folder)(POISON, add_special_tokens=False)["input_ids"]
     weights = load_file(folder / "model.safetensors")
-    weights["model.embed_tokens.weight"][ids] = math.nan
+    weights["model.embed_tokens.weight"][ids] = 3e38
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
