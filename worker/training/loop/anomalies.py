@@ -173,6 +173,7 @@ def _evaluate_sequence(trainer: ServiceTrainer, sequence: dict[str, Any], with_g
     trainer.take_rows(inputs)
     trains = model.training
     model.eval()
+    model.zero_grad()  # before the pass, in which a sharded model has whole copies of some parameters
     try:
         with (
             run.ranks.alone(),
@@ -181,7 +182,6 @@ def _evaluate_sequence(trainer: ServiceTrainer, sequence: dict[str, Any], with_g
         ):
             loss = trainer.compute_loss(model, inputs)
         if with_gradients:
-            model.zero_grad()
             loss.backward()
             gradients = [local(one.grad) for one in model.parameters() if one.grad is not None]
             are_finite = all(bool(torch.isfinite(one).all()) for one in gradients)

@@ -41,17 +41,16 @@ class RewardScorer:
         cuda = run.machine.kind == "cuda"
         # With float16, scores would overflow sooner than those of a model in mixed precision.
         dtype = torch.bfloat16 if run.config.dtype == "bfloat16" else torch.float32
-        with heartbeat_while_growing(self._alive, found.folder):
-            self._model = _load(found, self._named, dtype)
-        text_config = self._model.config.get_text_config()
-        text_config.pad_token_id = self._tokenizer.pad_token_id
-        longest = getattr(text_config, "max_position_embeddings", None)
+        longest = getattr(found.architecture.get_text_config(), "max_position_embeddings", None)
         if isinstance(longest, int) and longest < max_length:
             raise TrainingFailure(
                 "config_error",
                 f"The reward model {self._named} takes at most {longest} tokens, but prompt and completion may have "
                 f"{max_length}: lower `max_seq_length`.",
             )
+        with heartbeat_while_growing(self._alive, found.folder):
+            self._model = _load(found, self._named, dtype)
+        self._model.config.get_text_config().pad_token_id = self._tokenizer.pad_token_id
         self._model.to("cuda" if cuda else "cpu").eval().requires_grad_(False)
 
     def __call__(self, prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
