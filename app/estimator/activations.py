@@ -128,9 +128,11 @@ def activations(
             repeated += walk.forward
     kept, first, saved = tape.total, len(tape.operations), set(tape.saved)
     backbone = forward.norm(_last_norm(model), value)
-    loss, head, tile, workspace = _head(model, config, loaded, batch, backbone, tape)
+    kept_by_norm = tape.total - kept
+    loss, head, highest, workspace = _head(model, config, loaded, batch, backbone, tape)
     head_saved = {storage: size for storage, size in tape.saved.items() if storage not in saved}
     has_mask, windowed = batch.masked or attention == "eager", len(model.windowed_layers)
+    highest += kept_by_norm
     masks = (windowed > 0 and (has_mask or batch.length >= model.window)) + (has_mask and windowed < model.layers)
     return Activations(
         kept=kept,
@@ -142,7 +144,7 @@ def activations(
         operations_again=repeated,
         head_workspace=workspace,
         peak=_peak(
-            [*layers, (kept, _Walk(loss, tape.total - kept + head, tape.operations[first:], head_saved, tile))],
+            [*layers, (kept, _Walk(loss, tape.total - kept + head, tape.operations[first:], head_saved, highest))],
             config, model, loaded, shards,
         ),
     )  # fmt: skip
@@ -287,7 +289,10 @@ def _last_norm(model: Architecture) -> Weight:
 def _head(
     model: Architecture, config: TrainingConfig, loaded: _Loaded, batch: Batch, value: Value, tape: Tape
 ) -> tuple[Value, int, int, int]:
-    """Return the loss of each token, the bytes kept beside the tape, and the workspaces of both passes."""
+    """Return the loss of each token, the bytes kept beside the tape, and those alive in either pass.
+
+    In the forward pass these are its input too, which the model's output refers to, and the part that has targets.
+    """
     if METHODS[config.method].has_reward_head:
         return tape.linear(value, loaded.layer(Weight("score", "linear", 1, model.hidden))), 0, 0, 0
     taught = batch.sequences * (batch.length - 1) if batch.sequence_parallel == 1 else batch.tokens
@@ -295,10 +300,12 @@ def _head(
     operations = 2 * batch.tokens * model.hidden * model.vocabulary
     trains = head.trains or (model.tied and config.lora_r is None)
     tape.multiplied(operations, trains, value.grad)
+    alive = value.kept
     # The last position of each sequence has no target; slicing it off makes a copy.
     if batch.sequence_parallel == 1 and (batch.sequences > 1 or tape.device == "cuda"):
         value = tape.made(value.elements, value.bytes, value)
         value = tape.made(taught * model.hidden, value.bytes, value)
+        alive += value.kept
     size, states = 2 if tape.autocast else value.bytes, taught * model.hidden
     words = min(HEAD_WORDS, model.vocabulary)
     cast = words * model.hidden * size if head.bytes != size else 0
@@ -314,7 +321,8 @@ def _head(
         cast *= -(-model.vocabulary // words)
         gradient, sums = 0, states * 4
         tape.save(Value(states, size, True))
+        alive += states * size
     small = taught * (8 + 4 + 4 + 1)  # targets, normalizers, entropies, a mask
     backward = sums + (tile + cast if trains else 0)
     loss = tape.made(taught, 4, value, grad=trains, workspace=backward, weights=gradient)
-    return loss, small, states * size + tile + cast, max(tile + cast, backward + gradient)
+    return loss, small, alive + tile + cast, max(tile + cast, backward + gradient)

@@ -8,7 +8,7 @@ from pydantic.config import JsonDict
 MEMORY: JsonDict = {
     "weights": 5332.5, "quantization_constants": 105.9, "adapter": 160.0, "reference": 0.0, "gradients": 160.0,
     "optimizer": 320.0, "activations": 7194.7, "logits": 280.5, "workspace": 112.0, "generation": 0.0,
-    "context": 600.0, "total": 14133.5,
+    "context": 600.0, "total": 14173.5,
 }  # fmt: skip
 _DEVICE: JsonDict = {"kind": "cuda", "name": "NVIDIA H100", "memory_mb": 81559}
 EXAMPLE: JsonDict = {
@@ -17,7 +17,7 @@ EXAMPLE: JsonDict = {
     "cost": {"amount": 0.2167, "currency": "EUR"}, "confidence": {"memory": "formula", "seconds": "history"},
     "fits": [
         {
-            "device": _DEVICE, "fits": True, "total_mb": 14133.5, "gradient_checkpointing": "off",
+            "device": _DEVICE, "fits": True, "total_mb": 14173.5, "gradient_checkpointing": "off",
             "reason": "The run needs about 13.8 GiB of the 79.6 GiB that the device has.", "advice": [],
         }
     ],
