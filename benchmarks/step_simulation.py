@@ -34,7 +34,8 @@ from trl.trainer.utils import add_fused_lm_head
 from app.contracts.training_config.fields import TrainingConfig
 from app.estimator.activations import Checkpointing, recomputed_layers
 from app.estimator.forward_pass import Attention, Batch
-from worker.training.model import attention, kernels, loader
+from worker.training.model import attention, fused_lora, kernels, loader
+from worker.training.model.dropout.products import TritonProducts
 from worker.training.planning.recomputation import Recomputation
 
 GPU = loader.DeviceCapabilities(kind="cuda", bf16=True)
@@ -153,6 +154,7 @@ class _NoKernel:
         return lambda *_, **__: None
 
 
+_NO_PRODUCTS = SimpleNamespace(project=_NoKernel(), project_gradient=_NoKernel(), add_input_gradient=_NoKernel())
 _CPU, _CUDA, _DEVICE_TYPES = 0, 1, 24
 
 
@@ -208,6 +210,7 @@ def fake_gpu() -> Iterator[None]:
             (chunked_logprob, "triton", SimpleNamespace(cdiv=lambda size, block: -(-size // block))),
             # Adds to a 32-bit tensor in place.
             (chunked_logprob, "_addmm_fp32", lambda *_: None),
+            (fused_lora, "triton_products", lambda *_: TritonProducts(_NO_PRODUCTS)),
             # Recomputation is done once for each backward pass, which is not one of torch's engine.
             (torch._C, "_current_graph_task_id", lambda: 1),
             # Fake parameters cannot be moved in place; all are created on the device.

@@ -2,7 +2,8 @@
 
 peft computes `base(x) + scaling * up(down(dropout(x)))` as separate operations, which keep a mask and a masked copy of
 `x` for every projection, and on some bases a copy of `x` in 32 bits. Here it is one operation: it keeps `x` itself,
-which neighboring projections share, and on a GPU draws the mask again in the backward pass.
+which neighboring projections share, and on a GPU no mask: the kernels of `dropout` need none, and without them
+the backward pass draws it again.
 peft still owns the modules, and with them saving, loading and merging.
 """
 
@@ -20,6 +21,9 @@ from peft.tuners import lora
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
+
+from worker.training.model.dropout.mask import draw_seed
+from worker.training.model.dropout.products import kernel_failure, triton_products
 
 _LORA_LAYERS = (lora.Linear, lora.Linear4bit, lora.Linear8bitLt)
 _BASE_LAYERS = (nn.Linear, Linear4bit, Linear8bitLt)
@@ -40,6 +44,23 @@ def fuse_lora_layers(model: nn.Module) -> str | None:
     if not layers:
         return None
     return {0: "peft", len(layers): "fused"}.get(len(fusible), f"{len(fusible)} of {len(layers)} layers fused")
+
+
+def dropout_kernels(model: nn.Module) -> str | None:
+    """Return what computes the dropout of fused layers on the current GPU, if there is one; None without dropout."""
+    fused = [(layer, _fusible_adapter(layer)) for layer in model.modules() if _is_fusible(layer)]
+    ranks = {layer.r[adapter] for layer, adapter in fused if getattr(layer.lora_dropout[adapter], "p", 0.0)}
+    if not ranks:
+        return None
+    if not torch.cuda.is_initialized():
+        return "torch"
+    device = torch.device("cuda", torch.cuda.current_device())
+    dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    failures = {rank: failure for rank in ranks if (failure := kernel_failure(device, rank, dtype, dtype))}
+    reason = "; ".join(sorted(set(failures.values())))
+    if len(failures) == len(ranks):
+        return f"torch (Triton kernels cannot be used: {reason})"
+    return f"Triton, in some layers torch ({reason})" if failures else "Triton"
 
 
 def _is_fusible(layer: Any) -> bool:
@@ -97,24 +118,31 @@ class _LoraLinear(torch.autograd.Function):  # type: ignore[misc]
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else down.dtype
         result: torch.Tensor = base(x)
         ctx.base, ctx.scaling, ctx.rate, ctx.dtype = base, scaling, rate, dtype
-        dropped, mask = x.to(dtype), None
-        if rate:
-            ctx.rng_state = _generator(x).get_state() if device in _REDRAWS_ON else None
-            dropped, mask = _drop(dropped, rate)
+        mask = seed = None
+        ctx.products = triton_products(x, dtype, down.shape[0]) if rate else None
         # Autocast would cast the weights too, but remember copies without a gradient until it ends.
-        hidden = F.linear(_rows(dropped), down.to(dtype))
+        if ctx.products is not None:
+            seed = draw_seed(x.device)
+            hidden = ctx.products.project(_rows(x), down.to(dtype), seed, rate)
+        else:
+            dropped = x.to(dtype)
+            if rate:
+                ctx.rng_state = _generator(x).get_state() if device in _REDRAWS_ON else None
+                dropped, mask = _drop(dropped, rate)
+            hidden = F.linear(_rows(dropped), down.to(dtype))
         total = _rows(result)
         if total.dtype == dtype:
             total.addmm_(hidden, up.to(dtype).t(), alpha=scaling)
         else:
             total += F.linear(hidden, up.to(dtype)) * scaling
-        ctx.save_for_backward(x, down, up, hidden, mask if rate and ctx.rng_state is None else None)
+        is_mask_kept = mask is not None and ctx.rng_state is None
+        ctx.save_for_backward(x, down, up, hidden, mask if is_mask_kept else None, seed)
         return total.view(result.shape)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, down, up, hidden, mask = ctx.saved_tensors
+        x, down, up, hidden, mask, seed = ctx.saved_tensors
         needs_x, needs_down, needs_up, *_ = ctx.needs_input_grad
         total_grad = _rows(gradient)
         grad = total_grad.to(ctx.dtype)
@@ -122,19 +150,25 @@ class _LoraLinear(torch.autograd.Function):  # type: ignore[misc]
         if needs_up:
             up_grad = (grad.t() @ hidden).to(up.dtype).mul_(ctx.scaling)
         hidden_grad = (grad @ up.to(ctx.dtype)).mul_(ctx.scaling)
-        dropped = x.to(ctx.dtype)
-        if mask is not None:
-            dropped = _masked(dropped, mask, ctx.rate)
-        elif ctx.rate:
-            with _replaying(_generator(x), ctx.rng_state):
-                dropped, mask = _drop(dropped, ctx.rate)
-        if needs_down:
-            down_grad = (hidden_grad.t() @ _rows(dropped)).to(down.dtype)
-        del dropped  # before the next tensor of its size
+        if seed is not None:
+            if needs_down:
+                down_grad = ctx.products.project_gradient(_rows(x), hidden_grad, seed, ctx.rate).to(down.dtype)
+        else:
+            dropped = x.to(ctx.dtype)
+            if mask is not None:
+                dropped = _masked(dropped, mask, ctx.rate)
+            elif ctx.rate:
+                with _replaying(_generator(x), ctx.rng_state):
+                    dropped, mask = _drop(dropped, ctx.rate)
+            if needs_down:
+                down_grad = (hidden_grad.t() @ _rows(dropped)).to(down.dtype)
+            del dropped  # before the next tensor of its size
         if needs_x:
             base_grad = total_grad.to(_dtype_of_products(ctx.base, total_grad.dtype))
             x_grad = base_grad @ _weight(ctx.base, base_grad.dtype)
-            if mask is None and x_grad.dtype == ctx.dtype:
+            if seed is not None:
+                ctx.products.add_input_gradient(x_grad, hidden_grad, down.to(ctx.dtype), seed, ctx.rate)
+            elif mask is None and x_grad.dtype == ctx.dtype:
                 x_grad.addmm_(hidden_grad, down.to(ctx.dtype))
             else:
                 adapter_grad = (hidden_grad @ down.to(ctx.dtype)).view(x.shape)

@@ -12,7 +12,7 @@ from worker.training.failures import one_line
 from worker.training.model.attention import batched_length
 from worker.training.model.experts import expert_modules
 from worker.training.model.frozen_head import use_two_products
-from worker.training.model.fused_lora import fuse_lora_layers
+from worker.training.model.fused_lora import dropout_kernels, fuse_lora_layers
 
 
 def has_liger(machine: DeviceCapabilities) -> bool:
@@ -51,12 +51,15 @@ def _use_liger(network: Any) -> str:
 def use_kernels(model: Any) -> dict[str, str]:
     """Replace LoRA layers and a frozen head of a model with its adapter, and return what computes each part.
 
-    Keys: `lora`, `head` and `norms` (also rotary embeddings and gated layers), each if the model has the part, and
-    `attention` if texts of a certain length are computed by another kernel than those of other lengths.
+    Keys: `lora`, `dropout` (of fused LoRA layers), `head` and `norms` (also rotary embeddings and gated layers), each if
+    the model has the part, and `attention` if texts of a certain length are computed by another kernel than those of
+    other lengths.
     """
     used = {"norms": getattr(model, "norms_kernel", "transformers")}
     if (lora := fuse_lora_layers(model)) is not None:
         used["lora"] = lora
+    if (dropout := dropout_kernels(model)) is not None:
+        used["dropout"] = dropout
     if (head := model.get_output_embeddings()) is not None:
         use_two_products()
         is_trained = any(parameter.requires_grad for parameter in head.parameters())

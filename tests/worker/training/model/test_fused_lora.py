@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners import lora
 from torch import nn
 
 from app.contracts.training_config.fields import TrainingConfig
@@ -17,7 +18,9 @@ from app.contracts.training_config.rules import DeviceCapabilities
 from tests.worker.training.tiny import make_tiny_model
 from worker.training.model import fused_lora, loader
 from worker.training.model.base_model import BaseModelSource
-from worker.training.model.fused_lora import fuse_lora_layers
+from worker.training.model.dropout.mask import kept_values
+from worker.training.model.dropout.products import TorchProducts
+from worker.training.model.fused_lora import dropout_kernels, fuse_lora_layers
 
 CPU = DeviceCapabilities(kind="cpu", bf16=True)
 BASES: dict[str, dict[str, Any]] = {
@@ -40,11 +43,25 @@ def redraws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_lora, "_REDRAWS_ON", {"cpu"})
 
 
+@pytest.fixture
+def seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers keep seeds of masks, as on a GPU with Triton; torch computes what the kernels do."""
+    monkeypatch.setattr(fused_lora, "triton_products", lambda *_: TorchProducts())
+
+
 @pytest.fixture(params=["kept", "drawn again"])
 def masks(request: pytest.FixtureRequest) -> str:
     """Both ways to have the masks of dropout in the backward pass."""
     if request.param == "drawn again":
         request.getfixturevalue("redraws")
+    return str(request.param)
+
+
+@pytest.fixture(params=["kept", "drawn again", "of seeds"])
+def all_masks(request: pytest.FixtureRequest) -> str:
+    """All ways to have the masks of dropout in the backward pass."""
+    if request.param != "kept":
+        request.getfixturevalue({"drawn again": "redraws", "of seeds": "seeds"}[request.param])
     return str(request.param)
 
 
@@ -149,7 +166,7 @@ def test_loss_and_gradients_of_a_model_with_dropout_equal_those_of_peft(folder: 
     assert max(distance(own[name], gradients[name]) for name in own) < 1e-5
 
 
-@pytest.mark.usefixtures("masks")
+@pytest.mark.usefixtures("all_masks")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_recomputation_in_the_backward_pass_changes_no_bit(folder: Path, autocast: bool, reentrant: bool) -> None:
@@ -162,7 +179,7 @@ def test_recomputation_in_the_backward_pass_changes_no_bit(folder: Path, autocas
     assert all(torch.equal(gradients[name], kept[1][name]) for name in kept[1])
 
 
-@pytest.mark.usefixtures("masks")
+@pytest.mark.usefixtures("all_masks")
 def test_gradients_are_the_derivatives_of_the_output(folder: Path) -> None:
     layer = fused(adapted(folder, rate=0.3)).base_model.model.model.layers[0].self_attn.q_proj.double()
     x = torch.randn(3, 64, dtype=torch.float64, requires_grad=True)
@@ -172,6 +189,87 @@ def test_gradients_are_the_derivatives_of_the_output(folder: Path) -> None:
         return layer(x)
 
     assert torch.autograd.gradcheck(output, (x, layer.lora_A.default.weight, layer.lora_B.default.weight))
+
+
+@pytest.mark.usefixtures("seeds")
+@pytest.mark.parametrize("base", list(BASES))
+def test_output_and_gradients_are_those_of_the_mask_of_the_seed(
+    folder: Path, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_lora, "draw_seed", lambda _: torch.tensor([17]))
+    layer = fused(adapted(folder, base, 0.25)).base_model.model.model.layers[0].mlp.down_proj
+    x = torch.randn(2, 7, 128, dtype=torch.bfloat16 if base == "16 bit" else torch.float32, requires_grad=True)
+    inputs = [x, layer.lora_A.default.weight, layer.lora_B.default.weight]
+    kept = kept_values(torch.tensor([17]), 14, 128, 0.25).reshape(x.shape)
+    direction = torch.randn(2, 7, 64)
+
+    def explicit() -> torch.Tensor:
+        dropped = torch.where(kept, x, 0).to(inputs[1].dtype) / 0.75
+        return layer.base_layer(x) + layer.scaling["default"] * (dropped @ inputs[1].t() @ inputs[2].t())
+
+    outputs = layer(x), explicit()
+    assert distance(*outputs) < (1e-2 if base == "16 bit" else 1e-5)
+    results = [torch.autograd.grad((output * direction).sum(), inputs) for output in outputs]
+    for own, expected in zip(*results, strict=True):
+        assert own.dtype == expected.dtype
+        assert distance(own, expected) < (1e-2 if base == "16 bit" else 1e-5)
+
+
+@pytest.mark.usefixtures("seeds")
+def test_each_projection_and_each_call_has_a_mask_of_its_own(folder: Path) -> None:
+    attention = fused(adapted(folder, rate=0.5)).base_model.model.model.layers[0].self_attn
+    seeds: list[int] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype == torch.int64:
+            seeds.append(int(tensor))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        for projection in (attention.q_proj, attention.q_proj, attention.v_proj):
+            projection(torch.randn(5, 64).requires_grad_())
+    assert len(seeds) == len(set(seeds)) == 3
+
+
+@pytest.mark.usefixtures("seeds")
+@pytest.mark.parametrize("base", ["16 bit", "4 bit"])
+def test_dropout_keeps_only_a_seed_of_each_layer(folder: Path, base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with autocast_as_on_a_gpu(monkeypatch):
+        dropped, undropped = fused(adapted(folder, base, 0.05)), fused(adapted(folder, base, 0.0))
+        layers = sum(isinstance(module, lora.LoraLayer) for module in dropped.modules())
+        assert kept_bytes(dropped) == kept_bytes(undropped) + 8 * layers
+
+
+class TestReportedDropout:
+    @pytest.fixture
+    def failures(self, monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
+        """Why the kernels of a GPU cannot be used, by rank."""
+        by_rank: dict[int, str] = {}
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+        monkeypatch.setattr(fused_lora, "kernel_failure", lambda _, rank, *types: by_rank.get(rank))
+        return by_rank
+
+    def test_on_a_cpu_is_computed_by_torch(self, folder: Path) -> None:
+        assert dropout_kernels(fused(adapted(folder, rate=0.1))) == "torch"
+
+    def test_is_absent_without_dropout_or_fused_layers(self, folder: Path) -> None:
+        assert dropout_kernels(fused(adapted(folder))) is None
+        assert dropout_kernels(adapted(folder, rate=0.1, use_dora=True)) is None
+
+    def test_on_a_gpu_is_computed_by_triton_or_says_why_not(self, folder: Path, failures: dict[int, str]) -> None:
+        model = fused(adapted(folder, rate=0.1))
+        assert dropout_kernels(model) == "Triton"
+        failures[4] = "they fail: no compiler"
+        assert dropout_kernels(model) == "torch (Triton kernels cannot be used: they fail: no compiler)"
+
+    def test_on_a_gpu_may_be_torch_for_some_ranks(self, folder: Path, failures: dict[int, str]) -> None:
+        network = adapted(folder).unload()
+        config = LoraConfig(r=4, rank_pattern={"q_proj": 200}, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
+        failures[200] = "ranks above 128 are not supported"
+        model = fused(get_peft_model(network, config))
+        assert dropout_kernels(model) == "Triton, in some layers torch (ranks above 128 are not supported)"
 
 
 def kept_bytes(model: PeftModel) -> int:
