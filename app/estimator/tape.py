@@ -13,6 +13,8 @@ from typing import Literal
 
 Device = Literal["cpu", "cuda"]
 _storages = count(1)
+_LARGEST_RANK_OF_KERNELS = 128
+"""Largest rank of an adapter whose dropout the kernels of a worker compute."""
 
 
 @dataclass(frozen=True)
@@ -223,6 +225,15 @@ class Tape:
         self.save(Value(narrow, size, False))
         weight = layer.rows * layer.columns * size if layer.quantised or layer.bytes != size else 0
         cast, dropped = value.elements * (size if value.bytes != size else 0), value.elements * size
+        if layer.dropout and self.device == "cuda" and rank <= _LARGEST_RANK_OF_KERNELS:
+            # The kernels of dropout write neither a mask nor a copy of the input.
+            self.save(Value(1, 8, False))
+            result = self.made(
+                rows, size, value, grad=True, workspace=cast + weight if value.grad else 0,
+                weights=4 * rank * (layer.rows + layer.columns),
+            )  # fmt: skip
+            self.alive(value, result, workspace=weight)
+            return result
         mask = value.elements if layer.dropout else 0
         if mask and self.device == "cpu":
             self.save(Value(mask, 1, False))
