@@ -139,7 +139,8 @@ def test_a_run_shows_what_computes_it(stack: TrainingStack, undisturbed: str) ->
     shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert shown.returncode == 0, shown.stderr
     lines = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in shown.stdout.splitlines())
-    assert lines["kernels"] == "attention varlen, norms transformers, adapters fused, loss head two products"
+    kernels = "attention varlen, norms transformers, adapters fused, dropout torch, loss head two products"
+    assert lines["kernels"] == kernels
     assert lines["precision"] == "computes in float32, base in 4 bits (nf4)"
     assert "planned step" not in lines, "it is measured on GPUs"
     (config,) = [event for event in stack.events(undisturbed) if event["type"] == "config"]

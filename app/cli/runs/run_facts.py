@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from app.contracts.schemas.runs.reads import RunRead
 
-_KERNEL_PARTS = {"norms": "norms", "lora": "adapters", "head": "loss head"}
+_KERNEL_PARTS = {"norms": "norms", "lora": "adapters", "dropout": "dropout", "head": "loss head"}
 
 
 def fact_lines(run: "RunRead") -> dict[str, str | None]:

@@ -184,7 +184,7 @@ class TestRun:
         expect(facts).to_have_count(0)
         mark_run(engine, trainer.run_id, effective_config={"dtype": "bfloat16", "load_in_8bit": True})
         trainer.events("config", {"facts": FACTS})  # without a reload
-        kernels = "attention varlen, norms liger-kernel 0.8.5, adapters fused, loss head two products"
+        kernels = "attention varlen, norms liger-kernel 0.8.5, adapters fused, dropout Triton, loss head two products"
         expect(facts.get_by_role("row").filter(has_text="Kernels")).to_have_text(f"Kernels{kernels}")
         expect(facts.get_by_role("row").filter(has_text="Device")).to_contain_text("NVIDIA H100 80GB HBM3")
         expect(facts.get_by_role("row").filter(has_text="Precision")).to_contain_text("bfloat16, base in 8 bits")

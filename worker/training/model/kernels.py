@@ -51,8 +51,8 @@ def _use_liger(network: Any) -> str:
 def use_kernels(model: Any) -> dict[str, str]:
     """Replace LoRA layers and a frozen head of a model with its adapter, and return what computes each part.
 
-    Keys: `lora`, `dropout` (of fused LoRA layers), `head` and `norms` (also rotary embeddings and gated layers), each if
-    the model has the part, and `attention` if texts of a certain length are computed by another kernel than those of
+    Keys: `lora`, `dropout` (of fused LoRA layers), `head` and `norms` (also rotary embeddings and gated layers), each
+    if the model has the part, and `attention` if texts of a certain length are computed by another kernel than those of
     other lengths.
     """
     used = {"norms": getattr(model, "norms_kernel", "transformers")}

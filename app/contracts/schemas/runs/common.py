@@ -18,7 +18,7 @@ CONFIG: JsonDict = {"base_model": "my-model", "method": "qlora", "lora_r": 16, "
 FACTS: JsonDict = {
     "parameters_total": 135_000_000, "parameters_trainable": 460_800, "total_steps": 200, "device": "cuda",
     "device_name": "NVIDIA H100 80GB HBM3", "attention": "varlen",
-    "kernels": {"norms": "liger-kernel 0.8.5", "lora": "fused", "head": "two products"},
+    "kernels": {"norms": "liger-kernel 0.8.5", "lora": "fused", "dropout": "Triton", "head": "two products"},
     "step_plan": {
         "batch_size": 2, "gradient_accumulation_steps": 2, "recomputed_layers": 10, "layers": 36, "fits": True,
         "needed_bytes": 44_238_163_968, "usable_bytes": 75_913_545_318, "step_seconds": 1.46,

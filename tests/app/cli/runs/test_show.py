@@ -86,7 +86,7 @@ def test_a_run_shows_what_computes_it_once_its_trainer_has_reported_it(anneal: A
     mark_run(trainer.engine, trainer.run_id, effective_config={"dtype": "bfloat16", "load_in_8bit": True})
     assert _facts(anneal, trainer.run_id) == {
         "device": "NVIDIA H100 80GB HBM3",
-        "kernels": "attention varlen, norms liger-kernel 0.8.5, adapters fused, loss head two products",
+        "kernels": "attention varlen, norms liger-kernel 0.8.5, adapters fused, dropout Triton, loss head two products",
         "precision": "computes in bfloat16, base in 8 bits",
         "planned step": "2 rows × 2 micro-batches, 10 of 36 layers recomputed, measured peak 41.2 of 70.7 GiB, 1.46 s",
         "compilation": "93.2 s before the first step",

@@ -16,10 +16,10 @@ test('facts name what computes each part, and only parts that the trainer report
   assert.deepEqual(shown({ device: 'cpu', attention: 'sdpa' }), { Device: 'cpu', Kernels: 'attention sdpa' });
   const cudnn = 'varlen (cudnn for texts of 4096 tokens)';
   assert.deepEqual(shown({ attention: 'varlen', kernels: { attention: cudnn } }), { Kernels: `attention ${cudnn}` });
-  const kernels = { norms: 'liger-kernel 0.8.5', lora: 'fused', head: 'two products' };
+  const kernels = { norms: 'liger-kernel 0.8.5', lora: 'fused', dropout: 'Triton', head: 'two products' };
   assert.deepEqual(shown({ device: 'cuda', device_name: 'NVIDIA H100', attention: 'varlen', kernels, parameters_total: 8e9, parameters_trainable: 4e7, compile_seconds: 93.21 }), {
     Device: 'NVIDIA H100',
-    Kernels: 'attention varlen, norms liger-kernel 0.8.5, adapters fused, loss head two products',
+    Kernels: 'attention varlen, norms liger-kernel 0.8.5, adapters fused, dropout Triton, loss head two products',
     Parameters: '40,000,000 of 8,000,000,000 trained',
     Compilation: '93.21 s before the first step',
   });

@@ -3,7 +3,9 @@
 import * as format from '../format.js';
 
 const GIB = 2 ** 30;
-const KERNEL_PARTS = /** @type {const} */ ([['norms', 'norms'], ['lora', 'adapters'], ['head', 'loss head']]);
+const KERNEL_PARTS = /** @type {const} */ ([
+  ['norms', 'norms'], ['lora', 'adapters'], ['dropout', 'dropout'], ['head', 'loss head'],
+]);
 
 /**
  * Facts that explain memory and speed of a run, as pairs of name and value; empty before the trainer has reported any.
