@@ -59,6 +59,7 @@ from app.infra.storage import Storage
 from app.infra.tracing import Tracing
 from app.prometheus.collector import Metrics
 from app.prometheus.snapshot import Snapshots
+from app.runs.estimates.service import EstimateTurns
 from app.runs.events.responses import OpenStreams
 from app.runs.events.stream import Streams
 from app.runs.scheduler.dispatcher import Dispatcher
@@ -182,6 +183,7 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
         for name, rules in BACKEND_RULES.items()
     }
     api.state.open_streams = OpenStreams(settings.streams_per_key)
+    api.state.estimate_turns = EstimateTurns()
     api.state.open_downloads = OpenDownloads(DOWNLOADS_PER_KEY)
     api.state.curve_reads = asyncio.Semaphore(app.runs.metrics.curves.READS_AT_A_TIME)
     api.state.log_searches = asyncio.Semaphore(app.runs.logs.endpoints.SEARCHES_AT_A_TIME)

@@ -23,21 +23,26 @@ class ChangeRecorder(Protocol):
 
 
 async def get_session(request: Request, response: Response) -> AsyncIterator[AsyncSession]:
-    """Provide one transaction per request, committed before the response is sent and rolled back on any error.
+    """Provide the session of a request, committed before the response is sent and rolled back on any error.
 
-    The audit entry of a request that changes something is written in the same transaction.
+    What follows the last `release` is one transaction, in which the audit entry of a request that changes something is
+    written too.
     """
-    async with request.app.state.sessions() as session, session.begin():
+    async with request.app.state.sessions() as session:
         yield session
         recorder: ChangeRecorder | None = request.scope["state"].get("audited")
         if recorder is not None:
             recorder.record(request, response, session)
+        await session.commit()
     if recorder is not None:
         recorder.is_written = True
 
 
 async def release(session: AsyncSession) -> None:
-    """Return the database connection of a request that has read all it needs, before it waits for the storage."""
+    """Return the database connection of a request before it waits for the storage or for a thread.
+
+    There are few connections, and a thread may have much work to do before. Rows that were locked are so no longer.
+    """
     await session.commit()
 
 

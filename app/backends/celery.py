@@ -178,8 +178,9 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
     async def _transaction(self) -> AsyncIterator[RunTransaction]:
         """Provide a transaction of its own, followed by the tasks for after its commit."""
         after_commit = BackgroundTasks()
-        async with self._sessions() as session, session.begin():
+        async with self._sessions() as session:
             yield RunTransaction(session, after_commit)
+            await session.commit()
         await after_commit()
 
     def _dataset_id(self, path: Path) -> str:

@@ -22,7 +22,7 @@ from app.runs.scheduler.fleet import read_fleet
 from app.runs.scheduler.placement import Needs, pending_reason, quota_reason
 from app.runs.service import get
 from app.runs.state import machine
-from app.runs.validation.request import requirements, validate_request
+from app.runs.validation.request import lock_references, requirements, validate_request
 from app.runs.validation.result import ValidationResult, validation_failed
 from app.runs.validation.rewards import reward_problems
 from app.tables.api_keys import ApiKey
@@ -67,6 +67,8 @@ async def create(
     found = await validate_request(session, settings, storage, request, wrong_rewards)
     if found.errors or found.config is None:
         raise validation_failed(found.errors)
+    needed = await _requirements(session, settings, storage, request, found, found.config)
+    await lock_references(session, request, found)
     if request.experiment_id is None:
         experiment_id = (await default_experiment(session, caller_id)).id
     else:
@@ -85,7 +87,7 @@ async def create(
         "devices_needed": found.resources.devices,
         "hosts_needed": found.resources.hosts,
         "resources": found.resources.model_dump(),
-        "requirements": await _requirements(session, settings, storage, request, found, found.config),
+        "requirements": needed,
         "priority": request.priority,
         "max_restarts": request.max_restarts,
     }

@@ -54,7 +54,7 @@ router = APIRouter(prefix="/runs", tags=["runs"])
     "/estimate",
     responses={202: {"model": Estimated, "description": "With `probe`: a probe run was queued."}},
 )
-async def estimate_run(body: RunToEstimate, new: NewRun, settings: CurrentSettings) -> Estimated:
+async def estimate_run(body: RunToEstimate, new: NewRun, settings: CurrentSettings, caller: CurrentCaller) -> Estimated:
     """Estimate memory, steps, tokens, time and cost of a run, and the devices it fits on, without creating it.
 
     With `probe`, a short run also measures it: two steps on the longest rows, of which nothing is kept. The probe is
@@ -72,7 +72,9 @@ async def estimate_run(body: RunToEstimate, new: NewRun, settings: CurrentSettin
     if expected is None:
         async with sessions() as reading:
             subject = await _subject(reading, settings, storage, body)
-        computed = await estimates.estimate(sessions, settings, storage, subject)
+        turns: estimates.EstimateTurns = new.request.app.state.estimate_turns
+        async with turns.turn(caller.key_id):
+            computed = await estimates.estimate(sessions, settings, storage, subject)
         if not body.probe:
             return Estimated(**dict(computed))
         config = subject.config

@@ -8,6 +8,7 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.api.dependencies import release
 from app.api.errors import invalid
 from app.base_models import resolver
 from app.config import Settings
@@ -23,7 +24,7 @@ from app.infra.ids import is_id, new_id
 from app.infra.storage import Storage
 from app.runs.creation import RunTransaction, default_experiment, find_by_idempotency_key, insert
 from app.runs.resume import without_defaults
-from app.runs.validation.request import is_divided, requirements, validate_request
+from app.runs.validation.request import is_divided, lock_references, requirements, validate_request
 from app.runs.validation.result import validation_failed
 from app.runs.validation.rewards import reward_problems
 from app.tables.checkpoints import Checkpoint
@@ -71,9 +72,12 @@ async def evaluate(transaction: RunTransaction, settings: Settings, storage: Sto
     if found.errors or found.config is None:
         raise validation_failed([_about_request(error) for error in found.errors])
     config, given = found.config, set(found.given) - {"eval_steps"}
+    await release(session)
     if run is not None:
         given |= set(run.user_set_fields) - _UNUSED
         config = await asyncio.to_thread(_as_trained, run, request.config, given)
+    await lock_references(session, wanted, found)
+    await _lock_weights(session, request.model)
     values = {
         "id": new_id("run"),
         "task": RunTask.evaluate,
@@ -111,24 +115,8 @@ async def _experiment_id(session: AsyncSession, run: Run | None, caller_id: str 
 
 
 async def _subject(session: AsyncSession, settings: Settings, storage: Storage, request: EvaluationCreate) -> _Subject:
-    """Find the model that the request names; its run stays locked against deletion until the commit."""
-    run = checkpoint = None
-    if is_id(request.model, "ckpt"):
-        # In the order in which the deletion of a run locks both: the run first.
-        owner = await session.scalar(select(Checkpoint.run_id).where(Checkpoint.id == request.model))
-        run = await _locked(session, owner) if owner else None
-        query = select(Checkpoint).where(Checkpoint.id == request.model).with_for_update(read=True)
-        checkpoint = await session.scalar(query)
-        if checkpoint is None:
-            message = "there is no such checkpoint; GET /v1/runs/{id}/checkpoints lists them"
-            raise _refused("checkpoint_not_found", message)
-        if checkpoint.deleted_at is not None or checkpoint.bad_reason is not None:
-            why = "was deleted" if checkpoint.deleted_at else f"is corrupt ({checkpoint.bad_reason})"
-            raise _refused("checkpoint_unusable", f"this checkpoint {why}; evaluate another one")
-    elif resolver.is_run(request.model):
-        run = await _locked(session, request.model)
-        if run is None:
-            raise _refused("run_not_found", "there is no such run; GET /v1/runs?status=completed lists usable runs")
+    """Find the model that the request names; may end the transaction of the session."""
+    run, checkpoint = await _lock_weights(session, request.model)
     if run is None:
         return _Subject(_of_base_model(request))
     if not BACKEND_RULES[run.backend].loads_model:
@@ -140,6 +128,7 @@ async def _subject(session: AsyncSession, settings: Settings, storage: Storage, 
         why = f"the output of run {run.id} is merged into its base model; {_instead(run)}"
         raise _refused("merged_output", why)
     if checkpoint is None:
+        await release(session)
         await _check_output(settings, storage, run)
     refused = sorted(named_fields(request.config) - _ASKED)
     if refused:
@@ -150,6 +139,28 @@ async def _subject(session: AsyncSession, settings: Settings, storage: Storage, 
     config = without_defaults(run.config, given)
     config.pop("optim", None)  # whether its state can be divided does not matter
     return _Subject(_merged(config, request.config), run, checkpoint)
+
+
+async def _lock_weights(session: AsyncSession, model: str) -> tuple[Run | None, Checkpoint | None]:
+    """Return the run and the checkpoint that `model` names, if any, locked against deletion until the commit."""
+    run = checkpoint = None
+    if is_id(model, "ckpt"):
+        # In the order in which the deletion of a run locks both: the run first.
+        owner = await session.scalar(select(Checkpoint.run_id).where(Checkpoint.id == model))
+        run = await _locked(session, owner) if owner else None
+        query = select(Checkpoint).where(Checkpoint.id == model).with_for_update(read=True)
+        checkpoint = await session.scalar(query.execution_options(populate_existing=True))
+        if checkpoint is None:
+            message = "there is no such checkpoint; GET /v1/runs/{id}/checkpoints lists them"
+            raise _refused("checkpoint_not_found", message)
+        if checkpoint.deleted_at is not None or checkpoint.bad_reason is not None:
+            why = "was deleted" if checkpoint.deleted_at else f"is corrupt ({checkpoint.bad_reason})"
+            raise _refused("checkpoint_unusable", f"this checkpoint {why}; evaluate another one")
+    elif resolver.is_run(model):
+        run = await _locked(session, model)
+        if run is None:
+            raise _refused("run_not_found", "there is no such run; GET /v1/runs?status=completed lists usable runs")
+    return run, checkpoint
 
 
 async def _check_output(settings: Settings, storage: Storage, run: Run) -> None:

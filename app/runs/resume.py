@@ -8,6 +8,7 @@ from typing import Any
 from sqlalchemy import Select, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.api.dependencies import release
 from app.api.errors import ApiError, conflict, invalid
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES
@@ -62,6 +63,7 @@ async def resume(
     parent = await _ended(session, run_id)
     sent = await destination_problems(session, settings, {**parent.config, **request.config})
     changed = {} if request.from_ == "start" else await changes(session, parent.id)
+    await release(session)
     config, given = await asyncio.to_thread(_configuration, parent, changed, request, sent)
     if request.from_ == "start":
         if request.checkpoint_id is not None:
@@ -116,6 +118,9 @@ async def resume(
             config = config.model_copy(update={"gradient_accumulation_steps": accumulation})
     if wrong:
         raise validation_failed(wrong)
+    await _ended(session, run_id)  # locked again: no connection was held while threads worked
+    if checkpoint is not None:
+        checkpoint = await _checkpoint(session, parent, checkpoint.id)
     values = {
         "id": new_id("run"),
         "experiment_id": parent.experiment_id,

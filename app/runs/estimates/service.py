@@ -3,15 +3,18 @@
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
+from app.api.dependencies import release
 from app.base_models import resolver
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES
@@ -55,8 +58,24 @@ T = TypeVar("T")
 _MOST_MB = 2**31 - 1
 """Largest estimated memory; claims compare it as an integer of Postgres."""
 _WITH_PARAMETERS = "Unknown, because the model's parameters are unknown."
-# An estimate takes about ten milliseconds of Python; a single thread keeps the event loop responsive.
+# A requested estimate of a deep model takes up to some seconds of Python, and what the creation of a run needs of it
+# some hundredths; single threads keep the event loop responsive.
 _thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="estimates")
+_creation_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="requirements")
+
+
+class EstimateTurns:
+    """Lets requested estimates of one key follow each other, so that those of other keys wait for few of them."""
+
+    def __init__(self) -> None:
+        self._semaphores: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    @asynccontextmanager
+    async def turn(self, key_id: str) -> AsyncIterator[None]:
+        """Wait until no other estimate of this key is being computed."""
+        semaphore = self._semaphores.setdefault(key_id, asyncio.Semaphore(1))
+        async with semaphore:
+            yield
 
 
 @dataclass(frozen=True)
@@ -168,7 +187,8 @@ async def _computed(
     """Run `work` in a thread, where no other estimate waits for the object store that it may read."""
     if storage.objects is not None and resolver.is_run(config.base_model):
         return await storage.in_thread(work, *arguments, **named)
-    return await asyncio.get_running_loop().run_in_executor(_thread, partial(work, *arguments, **named))
+    thread = _thread if work is by_formula else _creation_thread
+    return await asyncio.get_running_loop().run_in_executor(thread, partial(work, *arguments, **named))
 
 
 async def look_up(session: AsyncSession, settings: Settings, subject: Subject) -> EstimateInputs:
@@ -213,13 +233,17 @@ async def _output_attempt(session: AsyncSession, base_model: str) -> int | None:
 async def with_sharding(
     session: AsyncSession, settings: Settings, storage: Storage, subject: Subject, resources: Resources
 ) -> Subject:
-    """Return the run with the decision whether its model is divided among its devices; unknown: as it was before."""
+    """Return the run with the decision whether its model is divided among its devices; unknown: as it was before.
+
+    Ends the transaction of the session, as `architecture_of` and `least_memory_of` do.
+    """
     if subject.devices == 1 or resources.sharding == "none" or not subject.loads_model:
         return replace(subject, sharded=False)
     if resources.sharding == "full" or resources.expert_parallel > 1:
         return replace(subject, sharded=True)
     known = await look_up(session, settings, subject)
     devices = await online_devices(session, settings, subject.backend, resources)
+    await release(session)
     sharded = await _computed(storage, subject.config, must_shard, settings, storage, subject, known, devices)
     return subject if sharded is None else replace(subject, sharded=sharded)
 
@@ -251,6 +275,7 @@ async def architecture_of(
 ) -> Architecture | None:
     """Return the architecture of the base model; None if it is not known on this machine."""
     known = EstimateInputs([], await _output_attempt(session, config.base_model))
+    await release(session)
     try:
         return read(
             await _computed(storage, config, read_config, settings, storage, config, known.attempt, known.hub_config)
@@ -264,6 +289,7 @@ async def least_memory_of(
 ) -> dict[str, int]:
     """Compute `least_memory` of a run that is about to be created; empty after an error, which is logged."""
     known = await look_up(session, settings, subject)
+    await release(session)
     try:
         return await _computed(storage, subject.config, least_memory, settings, storage, subject, known)
     except StoreUnavailable:

@@ -7,6 +7,7 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.api.dependencies import release
 from app.api.errors import conflict
 from app.contracts.attempt.failure_report import FailureReport
 from app.contracts.backends import BACKEND_RULES
@@ -109,6 +110,7 @@ async def _correction(session: AsyncSession, run: Run, cause: Cause) -> Correcti
     replaced = DEPENDS_ON_METHOD if "method" in changes else ()
     asked = without_defaults(run.config, set(run.user_set_fields))
     config = {name: value for name, value in asked.items() if name not in replaced} | changes
+    await release(session)
     problems, _ = await asyncio.to_thread(
         config_problems, BACKEND_RULES.get(run.backend), config, run.eval_dataset_id is not None
     )

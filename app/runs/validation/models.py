@@ -7,10 +7,12 @@ from typing import Any, Literal
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.api.dependencies import release
 from app.base_models import resolver
 from app.base_models.compatibility import is_reward_model, longest_sequence, model_conflicts
 from app.base_models.model_folder import ModelFolder
 from app.config import Settings
+from app.contracts.errors import FieldError
 from app.contracts.methods import method_of, rewards_of
 from app.contracts.training_config.raw_config import given_fields
 from app.infra.storage import Storage
@@ -35,6 +37,7 @@ async def _check_base_model(
         return
     try:
         output_attempt = await _output_attempt(session, name, "base") if resolver.is_run(name) else None
+        await release(session)
         # In a thread: a storage that hangs must not block the event loop.
         located = await storage.in_thread(resolver.locate, settings, storage, name, output_attempt)
     except resolver.BaseModelError as error:
@@ -68,6 +71,7 @@ async def _check_reward_models(
             continue
         try:
             output_attempt = await _output_attempt(session, name, "reward") if is_run else None
+            await release(session)
             located = await storage.in_thread(resolver.locate, settings, storage, name, output_attempt)
         except resolver.BaseModelError as error:
             found.refuse(place, error.code, error.message)
@@ -83,6 +87,25 @@ async def _check_reward_models(
             )
         elif is_run and name not in found.reward_run_ids:
             found.reward_run_ids.append(name)
+
+
+async def lock_models(session: AsyncSession, config: Mapping[str, Any], found: ValidationResult) -> list[FieldError]:
+    """Lock the runs whose outputs a valid configuration uses against deletion; return an error for each deleted one."""
+    errors = []
+    used: list[tuple[str, str, Literal["base", "reward"]]] = []
+    if found.base_run_id is not None:
+        used.append(("base_model", found.base_run_id, "base"))
+    used += [
+        (f"{field}.model", reward["model"], "reward")
+        for field, reward in rewards_of(config)
+        if reward.get("model") in found.reward_run_ids
+    ]
+    for field, run_id, role in used:
+        try:
+            await _output_attempt(session, run_id, role)
+        except resolver.BaseModelError as error:
+            errors.append(FieldError(field=f"config.{field}", code=error.code, message=error.message))
+    return errors
 
 
 async def _output_attempt(session: AsyncSession, run_id: str, role: Literal["base", "reward"]) -> int | None:

@@ -8,6 +8,7 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.api.dependencies import release
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES, BackendRules
 from app.contracts.errors import FieldError
@@ -26,10 +27,10 @@ from app.runs.validation.config import config_problems, default_warnings
 from app.runs.validation.dataset import data_problems
 from app.runs.validation.destinations import destination_problems
 from app.runs.validation.expert_parallel import expert_parallel_problems
-from app.runs.validation.models import _check_base_model, _check_reward_models
+from app.runs.validation.models import _check_base_model, _check_reward_models, lock_models
 from app.runs.validation.packages import package_problems
 from app.runs.validation.plugins import plugin_problems
-from app.runs.validation.result import ValidationResult
+from app.runs.validation.result import ValidationResult, validation_failed
 from app.runs.validation.sequence_parallel import sequence_parallel_problems
 from app.tables.datasets import Dataset
 from app.tables.experiments import Experiment
@@ -48,8 +49,9 @@ async def validate_request(
     needs_weights: bool = True,
     task: RunTask = RunTask.train,
 ) -> ValidationResult:
-    """Validate a whole request; the rows that it refers to stay locked against deletion until the commit.
+    """Validate a whole request, in several transactions: no connection is held while a thread works.
 
+    The rows that it refers to may be deleted meanwhile; `lock_references` locks them before they are used.
     `wrong_rewards` is the result of `reward_problems`. Without `needs_weights`, the weights of the base model may be
     missing. A run that evaluates does so on its dataset.
     """
@@ -67,11 +69,7 @@ async def validate_request(
         found.errors += await label_problems(session, rules, request.resources)
     if request.experiment_id is not None:
         await _check_experiment(session, request.experiment_id, found)
-    places = {"dataset_id": request.dataset_id}
-    if request.eval_dataset_id is not None:
-        places["eval_dataset_id"] = request.eval_dataset_id
-    places |= {f"extra_eval_datasets.{name}": id for name, id in request.extra_eval_datasets.items()}
-    datasets = {place: await _dataset(session, place, id, found) for place, id in places.items()}
+    datasets = {place: await _dataset(session, place, id, found) for place, id in _dataset_ids(request).items()}
     for place, item in datasets.items():
         found.errors += data_problems(request.config, place, item, splits=rules is None or rules.loads_model)
     config = normalize_numbers(request.config)
@@ -81,6 +79,7 @@ async def validate_request(
     machines = await online_machines(session, settings, request.backend, rules, wants_gpu=wants_gpu)
     data_format = dataset.format if dataset else None
     # In a thread, here and below: a configuration of a megabyte takes a while, which must not block other requests.
+    await release(session)
     wrong, machine = await asyncio.to_thread(
         config_problems, rules, request.config, has_eval_dataset, data_format, machines
     )
@@ -118,10 +117,34 @@ async def validate_request(
         found.errors += await sequence_parallel_problems(session, settings, storage, asked, resources)
         found.errors += await expert_parallel_problems(session, settings, storage, asked, resources)
     if not found.errors:
+        await release(session)
         ignored = await asyncio.to_thread(default_warnings, rules, request.config, has_eval_dataset, data_format)
         found.warnings += [_about_config(problem) for problem in ignored]
         await asyncio.to_thread(_resolve, request.config, machine, found, is_divided(found.resources), data_format)
     return found
+
+
+async def lock_references(session: AsyncSession, request: RunCreate, valid: ValidationResult) -> None:
+    """Lock the rows that a valid request refers to against deletion until the commit.
+
+    Raises 422 for those that were deleted since the validation.
+    """
+    found = ValidationResult()
+    if request.experiment_id is not None:
+        await _check_experiment(session, request.experiment_id, found)
+    for place, dataset_id in _dataset_ids(request).items():
+        await _dataset(session, place, dataset_id, found)
+    found.errors += await lock_models(session, request.config, valid)
+    if found.errors:
+        raise validation_failed(found.errors)
+
+
+def _dataset_ids(request: RunCreate) -> dict[str, str]:
+    """Return the ids of the datasets of a request, by the fields that name them."""
+    ids = {"dataset_id": request.dataset_id}
+    if request.eval_dataset_id is not None:
+        ids["eval_dataset_id"] = request.eval_dataset_id
+    return ids | {f"extra_eval_datasets.{name}": id for name, id in request.extra_eval_datasets.items()}
 
 
 def requirements(

@@ -1,7 +1,10 @@
 """What a run would take is told before it is made, by its model's config.json, and stays beside what it took."""
 
+import asyncio
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,6 +16,8 @@ from app.config import Settings
 from app.infra.db import sync_engine
 from app.runs.estimates import history, hub_config, service
 from app.runs.scheduler.durations import similarity_key
+from app.runs.validation import models
+from app.runs.validation import request as validation
 from app.tables.runs import AttemptTimings, StoredEstimate
 from app.tables.workers import Device
 from tests.app import hub_server
@@ -496,3 +501,96 @@ def test_of_a_backend_that_loads_no_model_there_is_nothing_to_report(api: ApiSer
     answer = api.client.post("/v1/runs/estimate", json=body)
     assert answer.status_code == 200, answer.text
     assert "loads no model" in answer.text
+
+
+class TestComputation:
+    """Estimates have one thread, and requests a few connections to the database."""
+
+    @pytest.fixture
+    def wait_in_threads(
+        self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[tuple[threading.Event, threading.Event]]:
+        """Let threads that would compute wait; return the event that one does, and the one that lets them go on."""
+        started, goes_on = threading.Event(), threading.Event()
+
+        def waiting(work: Callable[..., Any]) -> Callable[..., Any]:
+            def wait(*arguments: Any, **named: Any) -> Any:
+                started.set()
+                assert goes_on.wait(60)
+                return work(*arguments, **named)
+
+            return wait
+
+        module, name = getattr(request, "param", (service, "least_memory"))
+        monkeypatch.setattr(module, name, waiting(getattr(module, name)))
+        yield started, goes_on
+        goes_on.set()
+
+    @pytest.mark.parametrize(
+        ("path", "wait_in_threads"),
+        [
+            ("/v1/runs", (service, "least_memory")),
+            pytest.param("/v1/runs/validate", (service, "least_memory"), marks=pytest.mark.full),
+            pytest.param("/v1/runs/estimate", (service, "by_formula"), marks=pytest.mark.full),
+            ("/v1/runs", (validation, "config_problems")),
+            pytest.param("/v1/runs", (models, "model_conflicts"), marks=pytest.mark.full),
+            pytest.param("/v1/runs", (validation, "default_warnings"), marks=pytest.mark.full),
+        ],
+        indirect=["wait_in_threads"],
+    )
+    def test_is_waited_for_without_a_connection_to_the_database(
+        self, api: ApiServer, engine: Engine, path: str, wait_in_threads: tuple[threading.Event, threading.Event]
+    ) -> None:
+        started, goes_on = wait_in_threads
+        body = {"dataset_id": make_dataset(engine), "config": {"base_model": "qwen", "max_steps": 5}}
+        with ThreadPoolExecutor(25) as clients:
+            # More than the connections of the pool.
+            waiting = [clients.submit(api.client.post, path, json=body) for _ in range(25)]
+            assert started.wait(30)
+            answers = [api.client.post("/v1/experiments", json={"name": f"other {at}"}) for at in range(20)]
+            assert {answer.status_code for answer in answers} == {201}
+            assert max(answer.elapsed.total_seconds() for answer in answers) < 4
+            assert not any(request.done() for request in waiting)
+            goes_on.set()
+            assert {request.result().status_code for request in waiting} <= {200, 202}
+
+    def test_does_not_keep_what_the_run_needs_from_deletion(
+        self, api: ApiServer, engine: Engine, wait_in_threads: tuple[threading.Event, threading.Event]
+    ) -> None:
+        started, goes_on = wait_in_threads
+        dataset = make_dataset(engine)
+        experiment = api.client.post("/v1/experiments", json={"name": "short-lived"}).json()["id"]
+        body = {
+            "dataset_id": dataset,
+            "experiment_id": experiment,
+            "config": {"base_model": "qwen", "max_steps": 5},
+        }
+        with ThreadPoolExecutor(1) as clients:
+            creating = clients.submit(api.client.post, "/v1/runs", json=body)
+            assert started.wait(30)
+            for path in (f"/v1/datasets/{dataset}", f"/v1/experiments/{experiment}"):
+                assert api.client.delete(path).status_code == 204
+            goes_on.set()
+            refused = creating.result()
+        assert refused.status_code == 422
+        assert {error["code"] for error in refused.json()["errors"]} == {"dataset_not_found", "experiment_not_found"}
+
+    def test_for_a_key_follows_its_earlier_ones_and_others_do_not(self) -> None:
+        async def order() -> list[str]:
+            turns, finished, goes_on = service.EstimateTurns(), list[str](), asyncio.Event()
+
+            async def estimate(key: str, name: str, waits: bool) -> None:
+                async with turns.turn(key):
+                    if waits:
+                        await goes_on.wait()
+                    finished.append(name)
+
+            first = asyncio.create_task(estimate("a", "first", True))
+            await asyncio.sleep(0)
+            second = asyncio.create_task(estimate("a", "second", False))
+            await estimate("b", "of another", False)
+            goes_on.set()
+            await asyncio.gather(first, second)
+            return finished
+
+        assert asyncio.run(order()) == ["of another", "first", "second"]
