@@ -12,7 +12,7 @@ comma := ,
 # Where this is set, every process would compile PyTorch's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo up test test-all lint checked bench venv chaos mutants fuzz resume-matrix methods estimates planner prediction docs reference pictures vendor soak gpu-check
+.PHONY: demo up test test-all lint checked browser bench venv chaos mutants fuzz resume-matrix methods estimates planner prediction docs reference pictures vendor soak gpu-check
 
 demo: $(SERVICE)  ## fine-tune a small model through the service and watch; MODEL=<hub name> for another
 	@$(BIN)/anneal demo $(if $(MODEL),--model '$(MODEL)')
@@ -21,7 +21,7 @@ up: $(SERVICE)  ## run the service until Ctrl-C
 	@exec $(BIN)/anneal up
 
 # All of it in several processes (tests/scheduling.py); a part, often small, in one.
-test: checked  ## every promise, in minutes; ARGS='-k stream' for a part
+test: checked browser  ## every promise, in minutes; ARGS='-k stream' for a part
 ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
 else
@@ -29,9 +29,13 @@ else
 endif
 
 # Before a release: also every combination of method, adapter and place, every tracker, and all campaigns.
-test-all: checked $(INTEGRATIONS)  ## every test, then resume-matrix, chaos, fuzz and mutants
+test-all: checked browser $(INTEGRATIONS)  ## every test, then resume-matrix, chaos, fuzz and mutants
 	@$(BIN)/python -m pytest -n auto -m ''
 	@$(MAKE) --no-print-directory resume-matrix chaos fuzz mutants
+
+# A machine that cannot have one runs the other tests, and says so at the end. REQUIRED=browser demands one.
+browser: $(READY)
+	@$(BIN)/python -m tests.chromium
 
 lint: $(READY) $(WEB_TOOLS)  ## style, types, and who may import whom; of the dashboard's modules too
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
@@ -62,8 +66,8 @@ docs: .venv/.docs reference  ## build the documentation site into build/site; SE
 reference: $(READY)  ## write the reference pages of docs/reference from the code
 	@$(BIN)/python -m docs.generator
 
-pictures: $(READY)  ## take the pictures of the documentation from real runs; needs Chromium
-	@PICTURES=docs/assets $(BIN)/python -m pytest -m full tests/e2e/test_pictures.py
+pictures: browser  ## take the pictures of the documentation from real runs; needs Chromium
+	@REQUIRED=browser PICTURES=docs/assets $(BIN)/python -m pytest -m full tests/e2e/test_pictures.py
 
 vendor: $(READY)  ## build the vendored files of the dashboard from their npm packages
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m app.web.vendoring

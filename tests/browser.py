@@ -4,7 +4,6 @@ A conftest that imports the fixture `chromium` offers it to the tests of its fol
 """
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
@@ -13,13 +12,15 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Playwright, expect, sync_playwright
 
+from tests.chromium import find_chromium
+
 _PATIENCE_MS = 30_000
 """For a machine whose cores other tests use."""
 
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
-    """Chromium of the system, one process for the file.
+    """Chromium, one process for the file.
 
     Playwright keeps an event loop running in the thread until it ends. A test of another file in the same process could
     not start a loop of its own, so the fixture must not outlive its file.
@@ -32,17 +33,12 @@ def chromium() -> Iterator[Browser]:
 
 
 def launch(playwright: Playwright) -> Browser:
-    """Start Chromium of the system, without a window."""
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if found is None:
-        pytest.fail(
-            "No Chromium for the tests of the dashboard: install it (Debian: apt-get install -y chromium).", False
-        )
+    """Start Chromium without a window; tests that need it are left out where there is none (`tests/not_run.py`)."""
     # Chromium's own sandbox does not work for root.
     arguments = ["--no-sandbox"] if os.getuid() == 0 else []
     # Addresses of another machine, as a team's browsers see the service; Chromium trusts plain HTTP from loopback only.
     arguments.append("--host-resolver-rules=MAP *.example 127.0.0.1")
-    return playwright.chromium.launch(executable_path=found, args=arguments)
+    return playwright.chromium.launch(executable_path=find_chromium(), args=arguments)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from app.standalone.servers import EmbeddedServers
 from tests import clusters, programs
 from tests.databases import SpareDatabases
 from tests.nodes import ROOT
+from tests.not_run import NotRun
 from tests.scheduling import FIRST, pytest_xdist_auto_num_workers, pytest_xdist_make_scheduler
 from tests.server import ApiServer, ThreadServer
 
@@ -50,6 +51,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Tests must not depend on the settings of the shell that runs them.
 for _name in [name for name in os.environ if name.startswith("ANNEAL_")]:
     del os.environ[_name]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave out what this machine cannot run."""
+    config.pluginmanager.register(NotRun(), "not-run")
 
 
 @pytest.hookimpl(wrapper=True)

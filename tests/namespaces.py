@@ -5,10 +5,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-WHY_NOT = (
-    "network namespaces need root and the command `ip`" if os.geteuid() != 0 or shutil.which("ip") is None else None
-)
-"""Reason to skip tests that need them; None where they work."""
 INTERFACE = "group0"
 """Name of the interface in each namespace."""
 

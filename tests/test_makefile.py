@@ -64,3 +64,10 @@ def test_running_the_service_installs_neither_test_tools_nor_node(target: str, r
 def test_only_the_tests_of_a_release_install_integrations(tmp_path: Path) -> None:
     assert set(installed(commands("test", tmp_path))) == {"worker", "dev"}
     assert "integrations" in set(installed(commands(".venv/.integrations", tmp_path)))
+
+
+def test_tests_look_for_a_browser_first_and_the_command_of_the_project_demands_one(tmp_path: Path) -> None:
+    modules = [words[words.index("-m") + 1] for words in commands("test", tmp_path) if "-m" in words]
+    assert modules.index("tests.chromium") < len(modules) - 1 and modules[-1] == "pytest"
+    last = (ROOT / ".ci" / "run").read_text().splitlines()[-1]
+    assert last == "REQUIRED=browser exec make test", "a machine without a browser must not pass it"

@@ -167,4 +167,4 @@ def test_no_test_is_skipped_and_no_test_sleeps() -> None:
                 found.add((_name(path), node.attr))
             if isinstance(node, ast.Attribute) and node.attr == "sleep" and "'time'" in ast.dump(node.value):
                 found.add((_name(path), "time.sleep"))
-    assert found == {("tests/e2e/test_cut_links.py", "skipif")}, "only root may create network namespaces"
+    assert found == set(), "`tests/not_run.py` leaves out what the machine cannot run, and reports it"

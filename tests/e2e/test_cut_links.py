@@ -9,10 +9,10 @@ import pytest
 
 from tests.chaos.proxy import Proxies
 from tests.e2e.test_hosts import Hosts, is_running
-from tests.namespaces import INTERFACE, WHY_NOT, Network
+from tests.namespaces import INTERFACE, Network
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.full, pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")]
+pytestmark = [pytest.mark.full, pytest.mark.needs("network namespaces")]
 
 
 @pytest.fixture
