@@ -1,5 +1,6 @@
 """Weights that are not those that a model needs end a run before it trains, and name the tensors."""
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -177,13 +178,16 @@ def message_of(run: Callable[[], Any]) -> str:
 
 
 class TestBase:
-    @pytest.mark.parametrize("method", ["lora", "4-bit", "8-bit", "reward"])
-    @pytest.mark.parametrize("kind", GOOD)
+    @pytest.mark.parametrize(
+        ("kind", "method"),
+        # A classifier has no head of a language model: it cannot load embeddings that are stored as one.
+        sorted(
+            set(itertools.product(GOOD, ["lora", "4-bit", "8-bit", "reward"])) - {("tied, stored as head", "reward")}
+        ),
+    )
     def test_loads_where_its_files_have_every_tensor_under_any_name_that_transformers_takes(
         self, kind: str, method: str, model: Path
     ) -> None:
-        if (kind, method) == ("tied, stored as head", "reward"):
-            pytest.skip("A classifier has no head of a language model, so that these files have no embeddings for it.")
         network = load(GOOD[kind](model), method)
         assert not any(parameter.is_meta for parameter in network.parameters())
 
