@@ -142,9 +142,28 @@ def save_weights(model: Any, folder: Path, whole: Mapping[str, torch.Tensor] | N
     if isinstance(model, peft.peft_model.PeftModel):
         options["save_embedding_layers"] = False
         model.create_or_update_model_card = lambda output_dir: None
+    else:
+        keep_published_generation_config(model)
     if whole is not None:
         options["state_dict"] = dict(whole)
     model.save_pretrained(str(folder), **options)
+
+
+def save_without_weights(model: Any, folder: Path) -> int:
+    """Save what `save_weights` does except the weights themselves, and return their size in bytes."""
+    with _collected_weights() as weights:
+        save_weights(model, folder)
+    return sum(tensor.nbytes for file in weights for tensor in file.tensors.values())
+
+
+def keep_published_generation_config(model: Any) -> None:
+    """Let a generation configuration that contradicts itself be saved, as one of a published model that is unchanged.
+
+    transformers 5.23 refuses it once TRL and its own trainer have set the tokenizer's special tokens in it.
+    """
+    config = getattr(model, "generation_config", None)
+    if config is not None:
+        config._original_object_hash = hash(config)
 
 
 def expected_bytes(trainer: ServiceTrainer) -> int:

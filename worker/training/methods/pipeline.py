@@ -29,6 +29,7 @@ from worker.training.model.compilation import compile_layers
 from worker.training.model.peak_flops import peak_tflops
 from worker.training.output import hub_push
 from worker.training.output.export import OUTPUT, export
+from worker.training.output.save_check import check_saves
 from worker.training.planning import memory_plan
 from worker.training.planning.step_planning import compile_ahead, plan_step
 
@@ -165,6 +166,8 @@ def build(make: Callable[..., Trains], run: TrainingContext, **options: Any) -> 
         )
     if run.config.torch_compile and not run.only_evaluates:
         compile_layers(trainer.model)
+    if run.ranks.is_first and not run.only_evaluates and not run.is_probe:
+        check_saves(trainer)
     if not run.ranks.is_first:
         trainer.remove_callback(PrinterCallback)  # on each host, one process would print the metrics of each step
     trainer.add_callback(StepCallback(run, trainer))

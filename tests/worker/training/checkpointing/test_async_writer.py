@@ -409,16 +409,13 @@ class TestRoom:
                 room.skip(step, "full", step + 1, is_due=True)
         assert ended.value.code == "disk_full" and "step 5" in ended.value.message
 
-    @pytest.mark.parametrize(("last", "warnings"), [({"max_steps": 9, "save_steps": 1}, 2), ({"max_steps": 1}, 0)])
-    def test_before_a_byte_is_written_the_run_says_what_is_lacking(
-        self, last: dict[str, int], warnings: int, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    @pytest.mark.parametrize("last", [{"max_steps": 9, "save_steps": 1}, {"max_steps": 1}])
+    def test_before_the_first_step_the_run_says_what_is_lacking(
+        self, last: dict[str, int], forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
         job = make_job(tmp_path, tiny_model, chats, **CONFIG | last) | {"disk_reserve_bytes": 2**60}
         done = forks.run(job)
         assert done.result["error"]["code"] == "disk_full", done.result
         assert "ANNEAL_DISK_RESERVE_BYTES" in done.result["error"]["message"]
-        reported = [r["line"] for r in done.of("message") if r["line"].startswith("The checkpoint")]
-        assert [
-            f"step {n} " in line and f"the next is due at step {n + 1}." in line for n, line in enumerate(reported, 1)
-        ] == ([True] * warnings)
+        assert done.steps == {}
         assert done.of("checkpoint") == [] and not list(done.folder.glob("*checkpoint*"))
