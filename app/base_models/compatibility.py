@@ -67,9 +67,8 @@ def is_reward_model(folder: ModelFolder) -> bool | None:
 
 def _of_architecture(folder: ModelFolder, config: Mapping[str, Any]) -> list[BaseModelError]:
     """Return settings that are impossible for a model of a known family; nothing if a plugin creates the model."""
-    model_config, extra = folder.read_json("config.json"), config.get("extra")
-    is_adapter = folder.has("adapter_config.json")
-    if is_adapter or (isinstance(extra, Mapping) and (extra.get("model_factory") or extra.get("recipe"))):
+    model_config = folder.read_json("config.json")
+    if folder.has("adapter_config.json") or creates_model(config):
         return []
     if wrong := impossible_size(model_config):
         return [BaseModelError("base_model", f"The model's config.json is invalid: {wrong}; correct it there.")]
@@ -91,6 +90,12 @@ def _of_architecture(folder: ModelFolder, config: Mapping[str, Any]) -> list[Bas
         "layers."
     )
     return [BaseModelError("target_modules", message)]
+
+
+def creates_model(config: Mapping[str, Any]) -> bool:
+    """Return True if a plugin creates the model, so that the files of the base do not determine it."""
+    extra = config.get("extra")
+    return isinstance(extra, Mapping) and bool(extra.get("model_factory") or extra.get("recipe"))
 
 
 def _is_among(name: str, modules: Set[str]) -> bool:

@@ -17,6 +17,7 @@ from app.contracts.training_config.rules import (
     method_conflicts,
     wants_adapter,
 )
+from app.contracts.training_config.stored_quantization import StoredQuantization
 
 LONGEST_SEQUENCE = 1_000_000
 """Maximum sequence length of a model whose tokenizer sets none, or a larger one."""
@@ -48,15 +49,18 @@ def resolve(
     *,
     sharded: bool = False,
     dataset_format: str | None = None,
+    stored: StoredQuantization | None = None,
 ) -> Effective:
     """Resolve all defaults; a value that was *given* and is not supported is an error.
 
     Defaults that follow from the method are resolved silently, as documented with the fields. A default that machine
     or model do not support is replaced by the nearest that works, and reported; `machine` and `longest_sequence`, the
     model's limit in tokens, may be None: those defaults stay. The model of a `sharded` run is divided among its
-    devices. `dataset_format` is that of the training data; with None, the defaults that follow from it stay.
+    devices. `dataset_format` is that of the training data; with None, the defaults that follow from it stay. `stored`
+    is the quantization of the weights in the model's files, with which the configuration has no conflicts.
     """
     given = set(given)
+    config, as_stored = match_stored_quantization(config, stored)
     update: dict[str, Any] = {}
     adapter = wants_adapter(config)
     if not adapter:
@@ -70,12 +74,12 @@ def resolve(
     if dataset_format is not None and METHODS[config.method].is_supervised:
         update["loss_on"] = loss_tokens(config, dataset_format)
     found = method_conflicts(config, given)
-    replaced: list[Replacement] = []
+    replaced = as_stored
     if machine is not None:
         found += machine_conflicts(config, given, machine)
         update["dtype"] = config.dtype or _compute_dtype(config, machine)
         quantized = update.get("load_in_4bit", config.load_in_4bit)
-        replaced = _replacements(config, given, machine, quantized)
+        replaced = as_stored + _replacements(config, given, machine, quantized)
     if sharded and config.optim not in SHARDED_OPTIMIZERS and not {"optim", "weights_dtype"} & given:
         replaced = [one for one in replaced if one.field != "optim"]
         reason, used = "The state of this optimizer cannot be divided among devices.", SHARDED_OPTIMIZERS[0]
@@ -87,6 +91,26 @@ def resolve(
             replaced.append(length_replacement(config, longest_sequence))
     update |= {replacement.field: replacement.used for replacement in replaced}
     return Effective(config.model_copy(update=update), replaced, found)
+
+
+def match_stored_quantization(
+    config: TrainingConfig, stored: StoredQuantization | None
+) -> tuple[TrainingConfig, list[Replacement]]:
+    """Return a configuration with the quantization that the base's files have, and what that replaced."""
+    if stored is None or stored.bits is None or not wants_adapter(config):
+        return config, []
+    values: dict[str, Any] = {"load_in_4bit": stored.bits == 4, "load_in_8bit": stored.bits == 8}
+    if stored.bits == 4:
+        values["bnb_4bit_quant_type"] = stored.quant_type
+    reason = f"The base model is stored {stored.text}, and is loaded as it is."
+    replaced = [
+        Replacement(field=name, requested=getattr(config, name), used=value, reason=reason)
+        for name, value in values.items()
+        if getattr(config, name) != value
+    ]
+    if stored.bits == 4 and config.trainer_options.double_quant != stored.double_quant:
+        values["extra"] = {**config.extra, "double_quant": stored.double_quant}
+    return config.model_copy(update=values), replaced
 
 
 def loss_tokens(config: TrainingConfig, dataset_format: str) -> LossOn:

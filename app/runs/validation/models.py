@@ -9,13 +9,15 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.dependencies import release
 from app.base_models import resolver
-from app.base_models.compatibility import is_reward_model, longest_sequence, model_conflicts
+from app.base_models.compatibility import creates_model, is_reward_model, longest_sequence, model_conflicts
 from app.base_models.model_folder import ModelFolder
 from app.config import Settings
 from app.contracts.errors import FieldError
 from app.contracts.methods import method_of, rewards_of
 from app.contracts.training_config.raw_config import given_fields
+from app.contracts.training_config.stored_quantization import stored_quantization, stored_quantization_conflicts
 from app.infra.storage import Storage
+from app.runs.estimates.hub_config import cached_path
 from app.runs.validation.result import ValidationResult
 from app.tables.runs import Run
 
@@ -29,6 +31,7 @@ async def _check_base_model(
     found: ValidationResult,
     *,
     needs_weights: bool,
+    trains: bool,
 ) -> None:
     name = config.get("base_model")
     if not isinstance(name, str) or any(error.field == "config.base_model" for error in found.errors):
@@ -49,8 +52,23 @@ async def _check_base_model(
         for conflict in wrong:
             found.refuse(f"config.{conflict.code}", "conflict", conflict.message)
         found.longest_sequence = await storage.in_thread(longest_sequence, folder)
+    if loads_model:
+        folder_here = await storage.in_thread(_folder_here, storage, located)
+        if folder_here is not None and not creates_model(config):
+            stored = stored_quantization(await storage.in_thread(folder_here.read_json, "config.json"))
+            for problem in stored_quantization_conflicts(stored, config, trains=trains):
+                found.refuse(f"config.{problem.field}", problem.code, problem.message)
+            found.stored_quantization = stored
     if resolver.is_run(name):
         found.base_run_id = name
+
+
+def _folder_here(storage: Storage, located: resolver.ModelLocation) -> ModelFolder | None:
+    """Return the folder of a model on this machine, which for a hub model is in the hub's cache; None without one."""
+    if located["path"] is not None:
+        return ModelFolder(storage, Path(located["path"]))
+    cached = cached_path(str(located["hub"]), located["revision"])
+    return None if cached is None else ModelFolder(storage, cached.parent)
 
 
 async def _check_reward_models(

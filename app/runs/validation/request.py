@@ -93,7 +93,10 @@ async def validate_request(
             found.warnings += [_about_config(problem) for problem in warned]
     found.errors += [_about_config(problem) for problem in wrong]
     loads_model = rules is None or rules.loads_model
-    await _check_base_model(session, settings, storage, config, loads_model, found, needs_weights=needs_weights)
+    trains = task is RunTask.train
+    await _check_base_model(
+        session, settings, storage, config, loads_model, found, needs_weights=needs_weights, trains=trains
+    )
     await _check_reward_models(session, settings, storage, request.config, loads_model, found)
     if rules is not None and not rules.starts_workers and not await is_any_online(session, settings, request.backend):
         found.warnings.append(
@@ -469,8 +472,9 @@ def _resolve(
     found.given = sorted(given)
     named = named_fields(config)
     effective = resolve(
-        found.config, given, machine, found.longest_sequence, sharded=sharded, dataset_format=dataset_format
-    )
+        found.config, given, machine, found.longest_sequence, sharded=sharded, dataset_format=dataset_format,
+        stored=found.stored_quantization,
+    )  # fmt: skip
     found.effective = effective.config
     found.warnings += [
         FieldError(

@@ -6,6 +6,7 @@ from app.api.errors import ApiError, invalid
 from app.contracts.errors import FieldError
 from app.contracts.schemas.runs.placement import Resources
 from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.stored_quantization import StoredQuantization
 
 
 @dataclass
@@ -21,6 +22,8 @@ class ValidationResult:
     effective: TrainingConfig | None = None
     longest_sequence: int | None = None
     """Maximum sequence length of the base model; None if its files are not here or do not say."""
+    stored_quantization: StoredQuantization | None = None
+    """Quantization of the weights in the base model's files; None if there is none, or they are not here."""
     base_run_id: str | None = None
     reward_run_ids: list[str] = field(default_factory=list)
 

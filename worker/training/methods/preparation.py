@@ -17,7 +17,13 @@ from app.contracts.attempt.job import DataSource
 from app.contracts.training_config.fields import Attention, TrainingConfig
 from app.contracts.training_config.optimizers import OPTIMIZERS
 from app.contracts.training_config.padding import SEPARATES_TEXTS, is_padding_free
-from app.contracts.training_config.resolution import LONGEST_SEQUENCE, Replacement, length_replacement
+from app.contracts.training_config.resolution import (
+    LONGEST_SEQUENCE,
+    Replacement,
+    length_replacement,
+    match_stored_quantization,
+)
+from app.contracts.training_config.stored_quantization import stored_quantization_conflicts
 from worker.training.checkpointing import saver
 from worker.training.context import TrainingContext
 from worker.training.data import dataset as data
@@ -131,6 +137,7 @@ def prepare_start(run: TrainingContext, replaced: list[Replacement]) -> Setup:
     run.report.phase("loading")
     run.report.progress("loading", 0, 2, "tokenizer and configuration")
     base = _find_base(run)
+    _match_stored_quantization(run, base, replaced)
     tokenizer = hooks.tokenizer(run, lambda: base_model.load_tokenizer(base))
     base_model.complete_tokenizer(tokenizer)
     template = hooks.chat_template(run, tokenizer)
@@ -153,6 +160,26 @@ def _find_base(run: TrainingContext) -> BaseModelSource:
     base = base_model.find_base(run.job, run.config) if is_known else None
     commit = run.ranks.shared(None if base is None else base.revision)
     return base or base_model.find_base(run.job, run.config, commit)
+
+
+def _match_stored_quantization(run: TrainingContext, base: BaseModelSource, replaced: list[Replacement]) -> None:
+    """Set the quantization that the base's files have in the configuration in effect.
+
+    Raises:
+        TrainingFailure: `config_error`: it contradicts the configuration, or cannot be trained.
+    """
+    stored = base.stored_quantization
+    if stored is None or run.config.trainer_options.model_factory is not None:
+        return
+    problems = stored_quantization_conflicts(stored, run.job.config, trains=not run.only_evaluates)
+    if base.adapter is not None:  # merged into the dequantized weights
+        if stored.bits is None:
+            raise TrainingFailure("config_error", problems[0].message)
+        return
+    if problems:
+        raise TrainingFailure("config_error", " ".join(problem.message for problem in problems))
+    run.config, as_stored = match_stored_quantization(run.config, stored)
+    replaced += as_stored
 
 
 def _compare_models(run: TrainingContext, base: BaseModelSource, tokenizer: PreTrainedTokenizerBase) -> None:

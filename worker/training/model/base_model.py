@@ -1,5 +1,6 @@
 """Base model of a run: its location, identity and tokenizer; no weights are loaded before `merged`."""
 
+import copy
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,16 +12,18 @@ import huggingface_hub
 import torch
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.file_download import repo_folder_name
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from app.contracts.attempt.job import JobSpec, ModelSource
 from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.stored_quantization import StoredQuantization, stored_quantization
 from worker.checkpoint_files import resume_fidelity
 from worker.training.failures import TrainingFailure, one_line
-from worker.training.model.checked_weights import checked_adapters, load_pretrained
+from worker.training.model.checked_weights import load_pretrained
+from worker.training.model.merging import dequantized, merge_adapter
 from worker.wire.heartbeat import HeartbeatCallback, heartbeat_while_growing
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -57,6 +60,11 @@ class BaseModelSource:
     """True if the folder has an architecture without weights; they are initialized randomly with the seed."""
     name: str = ""
     """Name of the model or adapter as the user wrote it."""
+
+    @property
+    def stored_quantization(self) -> StoredQuantization | None:
+        """Quantization of the weights in the files; None if there is none."""
+        return stored_quantization(self.architecture.to_dict())
 
     @property
     def folder(self) -> Path:
@@ -264,9 +272,7 @@ def _merge(base: BaseModelSource, adapter: Path, target: Path, dtype: torch.dtyp
         model = load_pretrained(
             AutoModelForCausalLM, base.source, f"The base of the adapter {base.name}", dtype=dtype, **base.options
         )
-        with checked_adapters(f"The adapter {base.name}"):
-            adapted = PeftModel.from_pretrained(model, str(adapter), is_trainable=False)
-        whole = adapted.merge_and_unload()
+        whole = merge_adapter(dequantized(model, dtype), adapter, f"The adapter {base.name}")
         tokenizer = AutoTokenizer.from_pretrained(base.tokenizer_source, **base.options)
     except (RuntimeError, MemoryError, TrainingFailure):
         raise
@@ -275,7 +281,11 @@ def _merge(base: BaseModelSource, adapter: Path, target: Path, dtype: torch.dtyp
     whole.save_pretrained(target)
     tokenizer.save_pretrained(target)
     options = {name: value for name, value in base.options.items() if name != "revision"}
-    return replace(base, source=str(target), options=options, revision=None, merged=target)
+    architecture = copy.deepcopy(base.architecture)  # with the data type of the base
+    architecture.tie_word_embeddings = whole.config.tie_word_embeddings
+    for part in (architecture, architecture.get_text_config()):
+        vars(part).pop("quantization_config", None)
+    return replace(base, source=str(target), options=options, architecture=architecture, revision=None, merged=target)
 
 
 def _has_no_weights(folder: Path, name: str, config: TrainingConfig) -> bool:

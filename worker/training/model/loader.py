@@ -1,5 +1,6 @@
 """Model weights on the device, loaded as configured, with the adapter that a run trains."""
 
+import copy
 import importlib
 import platform
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ import peft
 import torch
 import transformers
 import trl
-from bitsandbytes.nn import Linear4bit
+from bitsandbytes.nn import Int8Params, Linear4bit, Params4bit
 from peft import LoraConfig
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -30,6 +31,7 @@ from worker.training.failures import TrainingFailure, device_failure
 from worker.training.model.attention import VARLEN, supports_varlen
 from worker.training.model.base_model import BaseModelSource, load_failure
 from worker.training.model.checked_weights import load_pretrained
+from worker.training.model.merging import dequantized
 
 # The first call compiles hundreds of patterns, which transformers keeps: here, so that forks of the zygote have them.
 get_checkpoint_conversion_mapping("llama")
@@ -99,7 +101,11 @@ def load_model(
         return _initialize(base, config, machine, options)
     # The new head is fully trained, so it is not quantized; transformers excludes a `causal` head by itself.
     unquantized = [SCORE] if head == "reward" else None
-    if config.load_in_4bit:
+    stored = base.stored_quantization
+    if stored is not None:
+        options["config"] = _stored_config(base, config, head)
+        options.pop("num_labels", None)  # is in it
+    elif config.load_in_4bit:
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type=config.bnb_4bit_quant_type,
@@ -109,7 +115,7 @@ def load_model(
         )
     elif config.load_in_8bit:
         options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=unquantized)
-    quantized = config.load_in_4bit or config.load_in_8bit
+    quantized = config.load_in_4bit or config.load_in_8bit or stored is not None
     if machine.kind == "cuda" and (quantized or not in_host_memory):
         options["device_map"] = {"": torch.cuda.current_device()}
     elif quantized:
@@ -117,20 +123,49 @@ def load_model(
     transformers.set_seed(config.seed)
     try:
         with suppress_seqcls_warning() if head == "reward" else nullcontext():
+            dtype = dtype or weights_dtype(config, machine)
             model: PreTrainedModel = load_pretrained(
                 _AUTO[head],
                 base.source,
                 f"The base model {base.name}",
                 has_new_head=head == "reward",
-                dtype=dtype or weights_dtype(config, machine),
+                dtype=dtype,
                 **options,
             )
     except (RuntimeError, MemoryError, TrainingFailure):
         raise  # out of memory is classified as such
     except Exception as error:
         raise load_failure(error, base.source, "model") from error
+    if stored is not None:
+        model = _as_configured(model, config, dtype)
     if machine.kind == "cpu":
         keep_evaluation_neutral(model)
+    return model
+
+
+def _stored_config(base: BaseModelSource, config: TrainingConfig, head: Head) -> Any:
+    """Return the configuration of a model whose files are quantized, with what is no property of the files changed."""
+    described = copy.deepcopy(base.architecture)
+    parts = (described, described.get_text_config(decoder=True))
+    stored = dict(next(part.quantization_config for part in parts if getattr(part, "quantization_config", None)))
+    stored["bnb_4bit_compute_dtype"] = config.bnb_4bit_compute_dtype
+    if head == "reward":
+        described.num_labels = 1
+        stored["llm_int8_skip_modules"] = [*(stored.get("llm_int8_skip_modules") or ()), SCORE]
+    described.quantization_config = stored
+    return described
+
+
+def _as_configured(model: PreTrainedModel, config: TrainingConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a model whose files are quantized with all other weights in `dtype`, which transformers leaves as stored.
+
+    Without an adapter, which is an evaluation, it is dequantized: no trainer of TRL takes it otherwise.
+    """
+    if config.lora_r is None:
+        return dequantized(model, dtype)
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and not isinstance(parameter, Params4bit | Int8Params):
+            parameter.data = parameter.data.to(dtype)
     return model
 
 
@@ -139,8 +174,8 @@ def load_for_merge(
 ) -> PreTrainedModel:
     """Load the base model onto the device in its own data type; a quantized one as the adapter saw it, dequantized."""
     dtype = base.architecture.get_text_config().dtype or torch.float32
-    if config.load_in_4bit or config.load_in_8bit:
-        return load_model(base, config, machine, head).dequantize(dtype=dtype).to(dtype)
+    if config.load_in_4bit or config.load_in_8bit or base.stored_quantization is not None:
+        return dequantized(load_model(base, config, machine, head), dtype)
     # On a GPU, directly in the data type of the base: a frozen base is trained on in 16 bits, whatever its own are.
     return load_model(base, config, machine, head, dtype=dtype if machine.kind == "cuda" else None).to(dtype)
 

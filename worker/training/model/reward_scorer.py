@@ -4,7 +4,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 from trl.trainer.reward_trainer import suppress_seqcls_warning
 
@@ -14,7 +14,8 @@ from worker.training.data.chat_template import ensure_template
 from worker.training.failures import TrainingFailure
 from worker.training.model import base_model
 from worker.training.model.base_model import BaseModelSource, load_failure
-from worker.training.model.checked_weights import checked_adapters, load_pretrained
+from worker.training.model.checked_weights import load_pretrained
+from worker.training.model.merging import dequantized, merge_adapter
 from worker.wire.heartbeat import heartbeat_while_growing
 
 _TEXTS_AT_ONCE = 8
@@ -109,10 +110,9 @@ def _load(found: BaseModelSource, name: str, dtype: torch.dtype) -> Any:
                 **labels,
                 **found.options,
             )
+        model = dequantized(model, dtype)
         if found.adapter is not None:
-            with checked_adapters(f"The reward model {name}"):
-                adapted = PeftModel.from_pretrained(model, str(found.adapter), is_trainable=False)
-            model = adapted.merge_and_unload()
+            model = merge_adapter(model, found.adapter, f"The reward model {name}")
     except (RuntimeError, MemoryError, TrainingFailure):
         raise
     except Exception as error:

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from app.contracts.attempt.job import EXPORT, MERGED_BASE
@@ -21,7 +20,7 @@ from worker.training.loop.memory import write_profile
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.model import loader
 from worker.training.model.base_model import ADAPTER_CONFIG, BaseModelSource
-from worker.training.model.checked_weights import checked_adapters
+from worker.training.model.merging import merge_adapter
 from worker.training.output import gguf
 from worker.training.output.model_card import model_card
 from worker.training.output.pruning import prune_smallest
@@ -177,6 +176,11 @@ def _merge(run: TrainingContext, base: BaseModelSource, folder: Path) -> None:
     merged = _merged_on_gpu(run, base, adapter) if run.machine.kind == "cuda" else None
     if merged is None:
         merged = _merged(run, base, adapter, DeviceCapabilities(kind="cpu", bf16=True))
+    if getattr(base.architecture, "tie_word_embeddings", False) and not merged.config.tie_word_embeddings:
+        run.report.message(
+            "The adapter changes the input or the output embeddings, which are one matrix in the base model: the "
+            "merged output has both, each as trained."
+        )
     loader.name_base(merged, run.job.base_model.portable_name)
     merged.save_pretrained(folder)
     shutil.rmtree(adapter)
@@ -200,9 +204,7 @@ def _merged_on_gpu(run: TrainingContext, base: BaseModelSource, adapter: Path) -
 def _merged(run: TrainingContext, base: BaseModelSource, adapter: Path, machine: DeviceCapabilities) -> PreTrainedModel:
     head: loader.Head = "reward" if run.method.has_reward_head else "causal"
     whole = loader.load_for_merge(base, run.config, machine, head)
-    with checked_adapters("The adapter of this run"):
-        adapted = PeftModel.from_pretrained(whole, str(adapter), is_trainable=False, torch_device=str(whole.device))
-    return adapted.merge_and_unload(safe_merge=True)
+    return merge_adapter(whole, adapter, "The adapter of this run")
 
 
 def _name_base(folder: Path, name: str) -> None:

@@ -1,5 +1,6 @@
 """Methods `dpo`, `reward` and `rlhf` over the API: their datasets, and the reward models that runs learn from."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -138,6 +139,45 @@ class TestWhichModelsScore:
             found = errors(api, make_dataset(engine, kind), {**fields, "base_model": "base"})
             assert set(found) == (set() if method in methods else {"config.base_model"}), method
             assert all("`rlhf.rewards`" in message for _, message in found.values())
+
+
+class TestQuantizedFiles:
+    """A base whose config.json has a `quantization_config`."""
+
+    def place(self, api: ApiServer, name: str, **described: Any) -> None:
+        content = {"architectures": ["LlamaForCausalLM"], "quantization_config": described}
+        (make_model(api.settings, name) / "config.json").write_text(json.dumps(content))
+
+    def test_settings_that_they_contradict_are_refused(self, api: ApiServer, engine: Engine) -> None:
+        self.place(api, "four", quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        self.place(api, "gptq", quant_method="gptq", bits=4)
+        data = make_dataset(engine, "text")
+        assert errors(api, data, {"base_model": "four", "method": "qlora", "output": "merged"}) == {}
+        for fields, place in (({"method": "lora"}, "method"), ({"load_in_8bit": True}, "load_in_8bit")):
+            found = errors(api, data, {"base_model": "four", **fields})
+            assert {field: code for field, (code, _) in found.items()} == {f"config.{place}": "conflict"}
+            assert "4 bits (`bitsandbytes`)" in found[f"config.{place}"][1]
+        code, message = errors(api, data, {"base_model": "gptq"})["config.base_model"]
+        assert code == "conflict" and "`gptq`" in message
+
+    def test_the_effective_configuration_is_theirs(self, api: ApiServer, engine: Engine) -> None:
+        self.place(api, "eight", quant_method="bitsandbytes", load_in_8bit=True)
+        wanted = {"base_model": "eight", "method": "qlora", "load_in_4bit": True}
+        body = {"dataset_id": make_dataset(engine, "text"), "config": wanted}
+        answer = api.client.post("/v1/runs/validate", json=body).json()
+        effective = answer["effective_config"]
+        assert (effective["load_in_4bit"], effective["load_in_8bit"]) == (False, True)
+        (warning,) = (one for one in answer["warnings"] if one["field"] == "config.load_in_4bit")
+        assert warning["code"] == "replaced" and "8 bits" in warning["message"]
+
+    def test_they_can_be_evaluated(self, api: ApiServer, engine: Engine) -> None:
+        self.place(api, "four", quant_method="bitsandbytes", load_in_4bit=True)
+        self.place(api, "gptq", quant_method="gptq", bits=4)
+        data = make_dataset(engine, "text")
+        answer = api.client.post("/v1/runs/evaluate", json={"model": "four", "dataset_id": data})
+        assert answer.status_code == 202, answer.text
+        answer = api.client.post("/v1/runs/evaluate", json={"model": "gptq", "dataset_id": data})
+        assert answer.status_code == 422 and "`gptq`" in answer.text
 
 
 class TestTheyAreKept:

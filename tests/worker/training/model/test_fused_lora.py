@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners import lora
 from torch import nn
+from transformers import AutoConfig
 
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.resolution import resolve
@@ -69,7 +70,8 @@ def adapted(folder: Path, base: str = "32 bit", rate: float = 0.0, **options: An
     """A model with an adapter as a run trains it, whose second matrices are not zero."""
     fields = {"base_model": "tiny", "lora_r": 4, "lora_dropout": rate, **BASES[base], **options}
     config = resolve(TrainingConfig(**fields), set(fields), CPU).config
-    source = BaseModelSource(str(folder), str(folder), {"local_files_only": True}, None, identity="")
+    architecture = AutoConfig.from_pretrained(folder)
+    source = BaseModelSource(str(folder), str(folder), {"local_files_only": True}, architecture, identity="")
     network = loader.load_model(source, config, CPU)
     if base == "16 bit":
         network.to(torch.bfloat16)

@@ -1,6 +1,7 @@
 """The output of a run: whose weights it has, in which form, and that it names no place of this machine."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from app.contracts.attempt.job import JobSpec
 from app.contracts.methods import METHODS
@@ -132,6 +133,94 @@ class TestForm:
         most = 1e-4 if method == "lora" else 0.3 * (adapted - untrained).abs().max()
         assert (merged - adapted).abs().max() < most
         assert (merged - untrained).abs().max() > 1e-2
+
+    @pytest.mark.parametrize(
+        "trained",
+        [
+            {"target_modules": ["q_proj", "embed_tokens"]},
+            {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        ],
+        ids=["adapted", "whole"],
+    )
+    def test_a_merged_output_of_tied_embeddings_computes_what_was_trained(
+        self, trained: dict[str, Any], forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        model = tmp_path / "model"
+        AutoModelForCausalLM.from_pretrained(tiny_model, tie_word_embeddings=True).save_pretrained(model)
+        AutoTokenizer.from_pretrained(tiny_model).save_pretrained(model)
+        config = QUICK | trained | {"method": "lora", "learning_rate": 2e-2, "output": "merged"}
+        done = forks.run(make_job(tmp_path / "run", model, chats, **config))
+        assert done.result["outcome"] == "completed", done.result
+        adapted = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(model), str(done.folder / "checkpoint-4")
+        )
+        merged = load_output(done.output, model)
+        assert (logits(merged) - logits(adapted)).abs().max() < 1e-4
+        assert not merged.config.tie_word_embeddings
+        assert any("each as trained" in record["line"] for record in done.of("message"))
+
+    @pytest.mark.parametrize("output", ["merged", "adapter"])
+    def test_a_base_whose_files_have_4_bits_is_trained_as_stored_and_dequantized_to_merge(
+        self, output: str, forks: Forks, four_bit_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = QUICK | {"method": "qlora", "learning_rate": 2e-2, "output": output}
+        done = forks.run(make_job(tmp_path / "run", four_bit_model, chats, **config))
+        assert done.result["outcome"] == "completed", done.result
+        (reported,) = done.of("config")
+        assert reported["effective"]["bnb_4bit_quant_type"] == "fp4"
+        stored = AutoModelForCausalLM.from_pretrained(four_bit_model, device_map={"": "cpu"}).dequantize(torch.float32)
+        untrained = logits(stored.float())
+        adapted = logits(PeftModel.from_pretrained(stored.float(), str(done.folder / "checkpoint-4")))
+        assert (adapted - untrained).abs().max() > 1e-2
+        if output == "merged":
+            assert "quantization_config" not in json.loads((done.output / "config.json").read_text())
+            assert (logits(load_output(done.output, four_bit_model)) - adapted).abs().max() < 1e-4
+
+    @pytest.mark.parametrize(
+        ("config", "field"),
+        [
+            ({"method": "full"}, "`method`"),
+            ({"method": "lora"}, "`method`"),
+            ({"load_in_8bit": True}, "`load_in_8bit`"),
+        ],
+    )
+    def test_a_configuration_that_the_files_of_the_base_contradict_fails_before_training(
+        self, config: dict[str, Any], field: str, forks: Forks, four_bit_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        done = forks.run(make_job(tmp_path / "run", four_bit_model, chats, **QUICK, **config))
+        error = done.result["error"]
+        assert (error["code"], done.steps) == ("config_error", {})
+        assert error["message"].startswith(field) and "4 bits" in error["message"]
+
+    def test_a_base_whose_files_have_4_bits_is_evaluated(
+        self, forks: Forks, four_bit_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        job = make_job(tmp_path / "run", four_bit_model, chats, method="full", max_seq_length=64, batch_size=4)
+        done = forks.run({**job, "task": "evaluate"})
+        assert done.result["outcome"] == "completed", done.result
+        assert 4.0 < done.result["metrics"]["eval_loss"] < 8.0
+
+    def test_a_base_whose_files_are_quantized_otherwise_fails_before_training(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        model = shutil.copytree(tiny_model, tmp_path / "model")
+        described = json.loads((model / "config.json").read_text())
+        described["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+        (model / "config.json").write_text(json.dumps(described))
+        done = forks.run(make_job(tmp_path / "run", model, chats, **QUICK))
+        error = done.result["error"]
+        assert (error["code"], done.steps) == ("config_error", {})
+        assert error["message"].startswith("`base_model`") and "`gptq`" in error["message"]
+
+
+@pytest.fixture
+def four_bit_model(tiny_model: Path, tmp_path: Path) -> Path:
+    """A tiny model whose files have 4 bits, of another type than the default of a run."""
+    options = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4", bnb_4bit_compute_dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, quantization_config=options, device_map={"": "cpu"})
+    model.save_pretrained(tmp_path / "four_bits")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "four_bits")
+    return tmp_path / "four_bits"
 
 
 class TestMergeOnAGpu:
