@@ -27,6 +27,7 @@ _SIZE_MISMATCH = re.compile(
     r"current model is torch\.Size\(\[([\d, ]*)\]\)"
 )
 """A line of the error of `torch.nn.Module.load_state_dict`."""
+_SHARED = "vblora_vector_bank"
 _VOCABULARY = re.compile(r"embed|wte|lm_head")
 """Names of tensors with a row for each token."""
 
@@ -103,7 +104,10 @@ def checked_adapters(name: str) -> Iterator[None]:
             if sizes := {_base_name(key, adapter): both for key, both in _sizes_in(error).items()}:
                 raise _adapter_mismatch(name, _wrong_sizes(sizes), sizes) from error
             raise
-        if problems := _problems(result.missing_keys, result.unexpected_keys):
+        # In memory each layer has the vectors that VB-LoRA shares; prompts are loaded apart from the keys of modules.
+        missing = [key for key in result.missing_keys if _SHARED not in key]
+        unexpected = [] if model.peft_config[adapter].is_prompt_learning else result.unexpected_keys
+        if problems := _problems(missing, unexpected):
             raise _adapter_mismatch(name, problems)
         own = [key for key, value in model.named_parameters() if f".{adapter}" in key and not _is_finite(value)]
         _raise_non_finite(name, own, None)

@@ -1,5 +1,6 @@
 """Weights that are not those that a model needs end a run before it trains, and name the tensors."""
 
+import copy
 import itertools
 import json
 import shutil
@@ -9,7 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    IA3Config,
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    PromptTuningConfig,
+    VBLoRAConfig,
+    VeraConfig,
+    get_peft_model,
+)  # fmt: skip
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -130,6 +140,8 @@ GOOD: dict[str, Callable[[Path], Path]] = {
     ),
     "with huge values": lambda folder: edit(folder, lambda tensors: {**tensors, TENSOR: tensors[TENSOR] * 0 + 3e38}),
 }  # fmt: skip
+FITTING = [pair for pair in itertools.product(GOOD, METHODS) if pair != ("tied, stored as head", "reward")]
+"""Bases and methods that fit: a classifier has no head of a language model, from which it could take its embeddings."""
 BAD: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "missing": (lambda folder: edit(folder, without(TENSOR)), ("1 tensor is missing", TENSOR)),
     "missing in a shard": (sharded_without_tensor, ("1 tensor is missing", TENSOR)),
@@ -179,11 +191,7 @@ def message_of(run: Callable[[], Any]) -> str:
 
 class TestBase:
     @pytest.mark.parametrize(
-        ("kind", "method"),
-        # A classifier has no head of a language model: it cannot load embeddings that are stored as one.
-        sorted(
-            set(itertools.product(GOOD, ["lora", "4-bit", "8-bit", "reward"])) - {("tied, stored as head", "reward")}
-        ),
+        ("kind", "method"), [pair for pair in FITTING if pair[1] in ("lora", "4-bit", "8-bit", "reward")]
     )
     def test_loads_where_its_files_have_every_tensor_under_any_name_that_transformers_takes(
         self, kind: str, method: str, model: Path
@@ -281,6 +289,29 @@ LORA = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
 
 class TestAdapter:
     @pytest.mark.parametrize(
+        "options",
+        [
+            LoraConfig(target_modules=["q_proj", "embed_tokens"], use_dora=True),
+            LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"], bias="all"),
+            LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1, 2]),
+            LoraConfig(target_modules=["q_proj"], layers_to_transform=[1], init_lora_weights="pissa"),
+            IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
+            VeraConfig(target_modules=["q_proj"]),
+            VBLoRAConfig(target_modules=["q_proj"], vector_length=8),
+            PromptTuningConfig(num_virtual_tokens=4),
+        ],
+        ids=["DoRA on embeddings", "modules", "tokens", "PiSSA on a layer", "IA3", "VeRA", "VB-LoRA", "prompt"],
+    )
+    @pytest.mark.parametrize("kind", ["untied", "tied"])
+    def test_that_peft_has_saved_is_taken(self, kind: str, options: PeftConfig, model: Path, tmp_path: Path) -> None:
+        GOOD[kind](model)
+        described = copy.deepcopy(options)
+        described.task_type = "CAUSAL_LM"
+        get_peft_model(AutoModelForCausalLM.from_pretrained(model), described).save_pretrained(tmp_path / "adapter")
+        with checked_adapters("The adapter mine"):
+            PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), str(tmp_path / "adapter"))
+
+    @pytest.mark.parametrize(
         ("change", "said"),
         [
             (without(LORA), ("1 tensor is missing", "layers.1.self_attn.q_proj.lora_B")),
@@ -357,8 +388,7 @@ class TestRun:
         assert said[-1] in message
 
     @pytest.mark.full
-    @pytest.mark.parametrize("method", METHODS)
-    @pytest.mark.parametrize("kind", [name for name in GOOD if name != "with huge values"])
+    @pytest.mark.parametrize(("kind", "method"), [pair for pair in FITTING if pair[0] != "with huge values"])
     def test_on_a_base_that_its_files_fit_trains(
         self, kind: str, method: str, forks: Forks, model: Path, tmp_path: Path
     ) -> None:
@@ -395,6 +425,19 @@ class TestRun:
         message = failure_of(forks.run(job))
         assert message.startswith("The checkpoint cannot be used: ")
         assert ("missing" if change == "layers" else "instead of") in message
+
+    def test_continues_from_a_checkpoint_with_tied_embeddings_which_it_holds_once(
+        self, forks: Forks, model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        tied(model, "model.embed_tokens.weight")
+        first = forks.run(make_job(tmp_path, model, chats, method="full", **QUICK))
+        assert "lm_head.weight" not in load_file(Path(first.checkpoint(2)["path"]) / "model.safetensors")
+        job = make_job(
+            tmp_path, model, chats, attempt=2, resume_from=first.checkpoint(2), method="full",
+            **{**QUICK, "max_steps": 4},
+        )  # fmt: skip
+        done = forks.run(job)
+        assert (done.result["outcome"], [*done.steps]) == ("completed", [3, 4]), done.stderr[-2000:]
 
     def test_evaluates_no_adapter_that_lacks_a_tensor(
         self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
