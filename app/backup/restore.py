@@ -25,11 +25,17 @@ from app.infra.private_files import make_private_folder, write_private
 from app.infra.storage import Storage
 from app.secrets.keyring import Keyring, KeyringError
 from app.tables import migrate
+from app.tables.api_keys import ApiKey
 from app.tables.checkpoints import Checkpoint
+from app.tables.datasets import Dataset
+from app.tables.runs import Run
 from app.tables.secrets import Secret
 
 _FOLDERS = ("datasets", "runs")
 """Folders of the storage that a backup has."""
+
+_TABLES_OF_USERS = {f"public.{model.__tablename__}" for model in (Run, Dataset, ApiKey)}
+"""Tables of which one has a row as soon as a service is used."""
 
 _TABLES = text(
     "SELECT format('%I.%I', n.nspname, c.relname) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
@@ -126,7 +132,8 @@ class RestoreJob:
             server_major = int(connection.scalar(text("SHOW server_version_num"))) // 10_000
             self._refuse_use(connection)
             tables = list(connection.scalars(_TABLES))
-            self._refuse_data(tables, "public.alembic_version" in tables)
+            has_rows = self._has_rows(connection, tables)
+            self._refuse_data(has_rows)
             drops = [f"DROP TABLE {', '.join(tables)} CASCADE"] if tables else []
             drops += [f"DROP FUNCTION {function} CASCADE" for function in connection.scalars(_FUNCTIONS)]
         client = find_client(max(server_major, self._backup.manifest.client_major))
@@ -136,7 +143,7 @@ class RestoreJob:
         self._check_space(files)
         if not self._is_place_empty:
             self._write_mark()
-            if tables and not (self._aside / DUMP).exists():
+            if has_rows and not (self._aside / DUMP).exists():
                 self._dump_aside(address, server_major)
             self._move_aside()
             self._is_place_empty = True
@@ -161,16 +168,24 @@ class RestoreJob:
                 f"The database is in use by {', '.join(sessions)}: stop every API and every worker, and restore then."
             )
 
-    def _refuse_data(self, tables: list[str], is_anneal: bool) -> None:
-        """Refuse to replace data without `replace`, and to replace another program's tables at all."""
-        if tables and not is_anneal:
+    def _has_rows(self, connection: Connection, tables: list[str]) -> bool:
+        """Return True if the database has more than the empty tables of `anneal migrate`.
+
+        Raises:
+            SetupError: It has tables of another program, which are never replaced.
+        """
+        if tables and "public.alembic_version" not in tables:
             raise SetupError(
                 f"The database has tables of another program ({', '.join(tables[:3])}): set ANNEAL_DATABASE_URL to a "
                 "database of its own."
             )
+        filled = (f"EXISTS (SELECT FROM {table})" for table in tables if table in _TABLES_OF_USERS)
+        return bool(tables) and bool(connection.scalar(text(f"SELECT {' OR '.join(filled) or 'true'}")))
+
+    def _refuse_data(self, has_rows: bool) -> None:
         if self._replace or self._continues:
             return
-        present = ["the database has data of Anneal"] if tables else []
+        present = ["the database has data of Anneal"] if has_rows else []
         present += [f"{folder} is not empty" for folder in self._folders_with_files()]
         if present:
             raise SetupError(

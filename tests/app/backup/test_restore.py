@@ -16,6 +16,7 @@ from app.infra.errors import SetupError
 from app.infra.files.unfinished_restore import refuse_unfinished_restore
 from app.infra.home_lock import HomeLock
 from app.infra.storage import Storage
+from app.tables import migrate
 from app.tables.checkpoints import Checkpoint
 from tests.app.backup.conftest import ROWS, Quiet, Service
 from tests.server import ThreadServer
@@ -96,6 +97,11 @@ class TestPlaceThatIsNotEmpty:
         assert Storage(occupied).journal(service.run_id).read_text() == '{"event": "start"}\n'
         with ThreadServer(occupied) as api:
             assert api.client.get(f"/v1/runs/{service.run_id}").status_code == 200
+
+    def test_database_that_was_only_migrated_counts_as_empty(self, backup: Backup, empty: Settings) -> None:
+        migrate.upgrade(empty)
+        restored = restore(empty, backup)
+        assert restored.problems == [] and restored.aside is None
 
     def test_tables_of_another_program_are_never_replaced(self, backup: Backup, empty: Settings) -> None:
         with psycopg.connect(empty.database_url or "", autocommit=True) as connection:
@@ -194,3 +200,63 @@ class TestDamage:
             file.write('{"path":"../../evil","bytes":1,"sha256":"","mtime_ns":0,"mode":420}\n')
         with pytest.raises(SetupError, match="is damaged"):
             list(backup.entries())
+
+
+class TestObjectStore:
+    """Its files are not part of a backup, which names it."""
+
+    @pytest.fixture
+    def store(self, service: Service, tmp_path: Path) -> Settings:
+        return Settings(**{**service.settings.model_dump(), "storage": f"file://{tmp_path / 'bucket'}"})
+
+    @pytest.fixture
+    def backup(self, store: Settings, tmp_path: Path) -> Backup:
+        return BackupJob(store, tmp_path / "backups", Quiet()).run().backup
+
+    def test_database_is_restored_and_the_store_is_named(
+        self, service: Service, store: Settings, backup: Backup, empty: Settings
+    ) -> None:
+        assert backup.manifest.object_store == store.storage_url and backup.manifest.files == 0
+        place = {"storage": store.storage_url, "home": empty.home, "database_url": empty.database_url}
+        assert restore(Settings(**{**store.model_dump(), **place}), backup).problems == []
+        with sync_engine(empty.database_url or "", pool_size=0).connect() as connection:
+            assert list(connection.scalars(select(Checkpoint.run_id).distinct())) == [service.run_id]
+
+    def test_folder_as_storage_is_refused_with_the_url(self, store: Settings, backup: Backup, empty: Settings) -> None:
+        with pytest.raises(SetupError, match=f"are in the object store {store.storage_url}: set ANNEAL_STORAGE"):
+            restore(empty, backup)
+
+    def test_backup_of_a_folder_is_refused_for_an_object_store(
+        self, service: Service, store: Settings, empty: Settings, tmp_path: Path
+    ) -> None:
+        backup = BackupJob(service.settings, tmp_path / "others", Quiet()).run().backup
+        place = {"storage": store.storage_url, "home": empty.home, "database_url": empty.database_url}
+        with pytest.raises(
+            SetupError, match="restore it with a folder as ANNEAL_STORAGE, then run `anneal storage copy`"
+        ):
+            restore(Settings(**{**store.model_dump(), **place}), backup)
+
+
+class TestSecrets:
+    @pytest.fixture
+    def key(self, service: Service, tmp_path: Path) -> Path:
+        """Store a secret; the path of the key file."""
+        with ThreadServer(service.settings) as api:
+            assert api.client.put("/v1/secrets/hf_token", json={"value": "hf_" + "a" * 30}).status_code < 300
+        return service.settings.secret_key_path
+
+    def test_key_file_is_left_out_and_its_absence_is_reported(
+        self, service: Service, key: Path, empty: Settings, tmp_path: Path
+    ) -> None:
+        created = BackupJob(service.settings, tmp_path / "backups", Quiet()).run()
+        assert created.secrets == 1 and not created.has_secret_key
+        assert not list((tmp_path / "backups").rglob("secret.key"))
+        assert restore(empty, created.backup).unreadable_secrets == 1
+
+    def test_key_file_that_was_included_is_restored_for_its_owner_only(
+        self, service: Service, key: Path, empty: Settings, tmp_path: Path
+    ) -> None:
+        created = BackupJob(service.settings, tmp_path / "backups", Quiet(), with_secret_key=True).run()
+        assert restore(empty, created.backup).unreadable_secrets == 0
+        assert empty.secret_key_path.read_bytes() == key.read_bytes()
+        assert empty.secret_key_path.stat().st_mode & 0o777 == 0o600

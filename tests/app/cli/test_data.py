@@ -1,0 +1,76 @@
+"""`anneal backup` and `anneal restore` say what they did, in a sentence what is wrong, and by their exit code."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from app.config import Settings
+from app.infra.db import sync_engine
+from tests.app.backup.conftest import Service, empty
+from tests.app.cli.test_main import anneal, refused
+
+__all__ = ["empty"]
+
+
+@pytest.fixture
+def service(settings: Settings) -> Service:
+    return Service(settings, sync_engine(settings.database_url or "", pool_size=0))
+
+
+def variables(settings: Settings) -> dict[str, str]:
+    values = {"HOME": settings.home, "STORAGE": settings.storage, "DATABASE_URL": settings.database_url}
+    return {f"ANNEAL_{name}": str(value) for name, value in values.items()}
+
+
+def test_backup_and_restore_report_their_steps_and_print_the_folder(
+    service: Service, settings: Settings, empty: Settings, tmp_path: Path
+) -> None:
+    folder = tmp_path / "backups"
+    done = anneal("backup", str(folder), **variables(settings))
+    assert done.returncode == 0, done.stderr
+    (backup,) = (it for it in folder.iterdir() if not it.name.startswith("."))
+    assert done.stdout == f"{backup}\n"
+    assert "Dumping the database …" in done.stderr and "7 files copied" in done.stderr
+    again = anneal("backup", str(folder), "--keep", "1", **variables(settings))
+    assert "0 files copied (0 bytes), 7 unchanged" in again.stderr and f"Deleted {backup}." in again.stderr
+
+    done = anneal("restore", str(folder), **variables(empty))
+    assert done.returncode == 0, done.stderr
+    assert "Every dataset, checkpoint and output is as it was stored." in done.stderr
+    sentence = anneal("restore", str(folder), "--json", **variables(empty)).stderr.splitlines()[-1]
+    assert json.loads(sentence)["code"] == "setup" and "--replace" in sentence
+    replaced = json.loads(anneal("restore", str(folder), "--replace", "--json", **variables(empty)).stdout)
+    assert Path(replaced["replaced"]).is_dir() and replaced["problems"] == []
+
+
+def test_corrupt_files_are_named_and_end_both_commands_with_code_1(
+    service: Service, settings: Settings, empty: Settings, tmp_path: Path
+) -> None:
+    service.storage.dataset_file(service.dataset, "jsonl").write_bytes(b"{}")
+    for command, place in (("backup", settings), ("restore", empty)):
+        done = anneal(command, str(tmp_path / "backups"), **variables(place))
+        assert done.returncode == 1
+        assert f"dataset {service.dataset}: its file has other contents than were stored" in done.stderr
+
+
+def test_what_is_wrong_is_one_sentence(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for arguments, part in (
+        (("restore", str(tmp_path)), "contains no complete backup"),
+        (("backup", str(settings.storage_root / "x")), "overlaps the storage"),
+        (("backup", str(tmp_path / "file")), "name a folder that you can write to"),
+        (("backup", str(tmp_path / "file" / "below")), "name a folder that you can write to"),
+    ):
+        assert part in refused(anneal(*arguments, **variables(settings)))
+    unreachable = {**variables(settings), "ANNEAL_DATABASE_URL": "postgresql://x@127.0.0.1:1/x"}
+    for command in (("backup", str(tmp_path / "backups")),):
+        assert "The database does not answer" in refused(anneal(*command, **unreachable))
+
+
+def test_service_does_not_start_on_a_restore_that_was_interrupted(settings: Settings) -> None:
+    settings.storage_root.mkdir(parents=True)
+    (settings.storage_root / ".restoring.json").write_text('{"backup": "/backups/1"}')
+    place = {**variables(settings), "ANNEAL_REDIS_URL": settings.redis_url or ""}
+    for command in ("up", "api", "worker"):
+        assert "run `anneal restore /backups/1` to complete it first" in refused(anneal(command, **place))
