@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.api.dependencies import CurrentSettings, Session
+from app.api.dependencies import CurrentSettings, Session, release
 from app.api.errors import not_found
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES, BackendRead, BackendRules
@@ -55,6 +55,7 @@ async def _read(session: AsyncSession, settings: Settings, rules: BackendRules) 
     name, largest = rules.capabilities.name, None
     devices = await online_devices(session, settings, name) if rules.loads_model else []
     if devices and (memory := devices[0].memory_mb) is not None:
+        await release(session)
         largest = await asyncio.to_thread(largest_model, devices[0].kind, memory)
     return BackendRead(
         id=name,

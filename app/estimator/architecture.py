@@ -72,8 +72,8 @@ class Architecture:
         return layer in self.windowed_layers
 
 
-_MOST_LAYERS = 256
-"""Twice those of the largest published model; the time of an estimate grows with them."""
+_MOST_LAYERS = 512
+"""Four times those of the largest published model; the time of an estimate grows with them."""
 _NULLABLE = ("attn_logit_softcapping", "sliding_window")
 """Fields in which null is a value of its own."""
 _ROTARY = {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "hidden_act": "silu"}

@@ -21,6 +21,7 @@ from app.estimator.architecture import Architecture, UnknownArchitecture
 from app.estimator.flops import uncounted_parts, work
 from app.estimator.forward_pass import Batch
 from app.estimator.memory import Components, Division, memory, optimizer_state
+from app.estimator.model_sizes import largest_model
 from app.estimator.parameters import CannotTrain, total, trained
 from app.estimator.steps import Data, attention_of, plan
 from tests.properties import examples
@@ -370,6 +371,11 @@ class TestAdvice:
         assert reason.startswith("The run needs about ")
 
 
+@pytest.mark.parametrize("memory_mb", [1, 24_000, 8 * 2**20, 2**31 - 1])
+def test_of_any_memory_the_largest_model_is_known(memory_mb: int) -> None:
+    assert (largest_model("cuda", memory_mb) > 0) == (memory_mb > 1)
+
+
 class TestTime:
     """Hundreds of names of modules once made an estimate of a deep model thirty times as slow as a plain one."""
 
@@ -382,8 +388,8 @@ class TestTime:
         assert named < 8 * plain
 
     def test_of_an_estimate_is_bounded_by_the_number_of_layers(self) -> None:
-        with pytest.raises(UnknownArchitecture, match="257 layers exceed the supported maximum"):
-            architecture.read(LLAMA | {"num_hidden_layers": 257})
+        with pytest.raises(UnknownArchitecture, match="513 layers exceed the supported maximum"):
+            architecture.read(LLAMA | {"num_hidden_layers": 513})
 
 
 def _seconds_of_advice(model: Architecture, config: TrainingConfig) -> float:
