@@ -194,6 +194,11 @@ def load_failure(error: Exception, source: str, what: str) -> TrainingFailure:
         )
     if isinstance(error, missing):
         advice = "" if Path(source).is_absolute() else _HUB_ADVICE
+        if what == "model" and any(Path(source).glob("*.bin")):
+            advice = (
+                " Pickled weights (.bin) are never loaded, because a pickle can run arbitrary code: load the model "
+                "elsewhere and save it as safetensors (`save_pretrained`)."
+            )
         return TrainingFailure("model_not_found", f"The {what} {name} cannot be loaded: {text.rstrip('.')}.{advice}")
     message = f"The {what} {name} cannot be used: {type(error).__name__}: {text.rstrip('.')}."
     is_config_problem = what in ("configuration", "architecture") or isinstance(error, _CONFIG_ERRORS)
@@ -253,6 +258,12 @@ def _adapter_base(
         described = PeftConfig.from_pretrained(str(folder))
     except Exception as error:
         raise load_failure(error, name, "adapter") from error
+    if described.is_prompt_learning:
+        raise TrainingFailure(
+            "config_error",
+            f"The adapter {name} ({described.peft_type.value}) is no change of weights and cannot be merged into its "
+            "base model: use its base, or an adapter such as LoRA.",
+        )
     if not described.base_model_name_or_path:
         raise TrainingFailure("model_not_found", f"The adapter {name} does not name its base model.")
     # The output of a run names its base as a user does, and the worker has located it.
@@ -272,7 +283,12 @@ def _merge(base: BaseModelSource, adapter: Path, target: Path, dtype: torch.dtyp
         model = load_pretrained(
             AutoModelForCausalLM, base.source, f"The base of the adapter {base.name}", dtype=dtype, **base.options
         )
-        whole = merge_adapter(dequantized(model, dtype), adapter, f"The adapter {base.name}")
+        try:
+            whole = merge_adapter(dequantized(model, dtype), adapter, f"The adapter {base.name}")
+        except ValueError as error:  # peft rejects the configuration of an adapter with it
+            raise TrainingFailure(
+                "config_error", f"The adapter {base.name} does not fit its base model: {one_line(error)}"
+            ) from error
         tokenizer = AutoTokenizer.from_pretrained(base.tokenizer_source, **base.options)
     except (RuntimeError, MemoryError, TrainingFailure):
         raise

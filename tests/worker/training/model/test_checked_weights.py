@@ -364,6 +364,29 @@ def failure_of(outcome: Outcome) -> str:
     return str(error["message"])
 
 
+@pytest.mark.parametrize(
+    ("described", "said"),
+    [
+        (LoraConfig(target_modules=["q_proj"]), "does not fit its base model: Target modules {'nope'} not found"),
+        (
+            PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+            "(PROMPT_TUNING) is no change of weights and cannot be merged",
+        ),
+    ],
+    ids=["module that the base lacks", "prompt"],
+)
+def test_an_adapter_that_cannot_be_merged_into_its_base_says_why(
+    described: PeftConfig, said: str, forks: Forks, model: Path, chats: Path, tmp_path: Path
+) -> None:
+    adapter = tmp_path / "adapter"
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model), described).save_pretrained(adapter)
+    written = json.loads((adapter / "adapter_config.json").read_text())
+    if "target_modules" in written:
+        (adapter / "adapter_config.json").write_text(json.dumps({**written, "target_modules": ["nope"]}))
+    message = failure_of(forks.run(make_job(tmp_path / "run", adapter, chats, method="lora", **QUICK)))
+    assert f"The adapter tiny {said}" in message
+
+
 class TestRun:
     @pytest.mark.parametrize(
         "method",
@@ -408,7 +431,7 @@ class TestRun:
         self, forks: Forks, model: Path, chats: Path, tmp_path: Path
     ) -> None:
         error = forks.run(make_job(tmp_path / "run", pickled(model), chats, method="lora", **QUICK)).result["error"]
-        assert error["code"] == "model_not_found" and "safetensors" in error["message"]
+        assert error["code"] == "model_not_found" and "save it as safetensors" in error["message"]
 
     @pytest.mark.parametrize("method", ["lora", "full"])
     @pytest.mark.parametrize("change", ["layers", "size"])
