@@ -1,9 +1,12 @@
-"""Polling with a deadline instead of fixed sleeps."""
+"""Polling with a deadline instead of fixed sleeps, and calls that wait for the test."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import pytest
 
 T = TypeVar("T")
 
@@ -51,3 +54,18 @@ def _pause(seconds: float) -> None:
     import threading
 
     threading.Event().wait(seconds)
+
+
+class HeldCalls:
+    """Calls of a function that wait in their threads: `started` is set by the first, and `go_on` lets all return."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
+        self.started, self.go_on = threading.Event(), threading.Event()
+        work = getattr(module, name)
+
+        def wait(*arguments: Any, **named: Any) -> Any:
+            self.started.set()
+            assert self.go_on.wait(60)
+            return work(*arguments, **named)
+
+        monkeypatch.setattr(module, name, wait)

@@ -10,12 +10,13 @@ from sqlalchemy import Engine, func, select, text, update
 from app.config import Settings
 from app.infra.ids import new_id
 from app.infra.storage import Storage
+from app.runs import evaluation
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
 from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run, mark_checkpoint, mark_run
 from tests.rows import add_worker, events_of, run_row
 from tests.server import ApiServer
-from tests.waiting import eventually
+from tests.waiting import HeldCalls, eventually
 
 LORA = {"base_model": "tiny", "method": "lora", "lora_r": 8, "max_steps": 100, "eval_split": 0.1, "eval_steps": 10}
 KEPT = {"batch_size": 2, "report_to": ["tensorboard"], "sample_steps": 5, "sample_prompts": ["why"]}
@@ -69,6 +70,23 @@ def waits_for_a_lock(engine: Engine) -> bool:
     query = "SELECT count(*) > 0 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
     with engine.connect() as connection:
         return bool(connection.scalar(text(query)))
+
+
+class TestDeletionMeanwhile:
+    """An evaluation is validated without a lock on the run, which it takes again before it is created."""
+
+    def test_of_the_run_is_said(
+        self, api: ApiServer, engine: Engine, dataset: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run_id, checkpoint = trained(api, engine, dataset)
+        held = HeldCalls(monkeypatch, evaluation, "_as_trained")
+        with ThreadPoolExecutor(2) as clients:
+            evaluations = [clients.submit(evaluate, api, model, dataset) for model in (run_id, checkpoint)]
+            assert held.started.wait(30)
+            assert api.client.delete(f"/v1/runs/{run_id}").status_code == 204
+            held.go_on.set()
+            codes = [refused(one.result())["model"] for one in evaluations]
+        assert codes == ["run_not_found", "checkpoint_not_found"]
 
 
 class TestRequest:

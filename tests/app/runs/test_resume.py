@@ -1,5 +1,6 @@
 """Resuming: a new run that goes on where the old one, or those before it, has a good checkpoint."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -10,11 +11,13 @@ from app.config import Settings
 from app.contracts.schemas.runs.placement import Resources
 from app.contracts.training_config.fields import TrainingConfig
 from app.infra.ids import new_id
+from app.runs import resume as resuming_runs
 from app.runs.resume import without_defaults
 from app.tables.runs import Run
 from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run, mark_checkpoint
 from tests.rows import add_worker, events_of, run_row
 from tests.server import ApiServer
+from tests.waiting import HeldCalls
 
 
 @pytest.fixture
@@ -55,6 +58,23 @@ def stopped(api: ApiServer, engine: Engine, dataset: str, *steps: int, **body: A
     api.client.post(f"/v1/runs/{run_id}/stop")
     trainer.cancel()
     return run_id, saved
+
+
+class TestDeletionMeanwhile:
+    """A resume computes without a lock on the run, which it takes again before it creates the child."""
+
+    def test_of_the_run_is_said(
+        self, api: ApiServer, engine: Engine, dataset: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        parent, _ = stopped(api, engine, dataset, 20)
+        held = HeldCalls(monkeypatch, resuming_runs, "_configuration")
+        with ThreadPoolExecutor(1) as clients:
+            resuming = clients.submit(resume, api, parent)
+            assert held.started.wait(30)
+            assert api.client.delete(f"/v1/runs/{parent}").status_code == 204
+            held.go_on.set()
+            assert refused(resuming.result()) in [(404, "run_not_found"), (409, "no_checkpoint")]
+        assert count_runs(engine) == 0
 
 
 class TestChild:

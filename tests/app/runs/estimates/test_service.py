@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
@@ -24,7 +23,7 @@ from tests.app import hub_server
 from tests.factories import Trainer, make_dataset, make_model, make_run
 from tests.rows import add_worker
 from tests.server import ApiServer, ThreadServer
-from tests.waiting import eventually
+from tests.waiting import HeldCalls, eventually
 
 # Qwen3-8B, as its config.json has it.
 _CONFIG = {
@@ -507,27 +506,13 @@ class TestComputation:
     """Estimates have one thread, and requests a few connections to the database."""
 
     @pytest.fixture
-    def wait_in_threads(
-        self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-    ) -> Iterator[tuple[threading.Event, threading.Event]]:
-        """Let threads that would compute wait; return the event that one does, and the one that lets them go on."""
-        started, goes_on = threading.Event(), threading.Event()
-
-        def waiting(work: Callable[..., Any]) -> Callable[..., Any]:
-            def wait(*arguments: Any, **named: Any) -> Any:
-                started.set()
-                assert goes_on.wait(60)
-                return work(*arguments, **named)
-
-            return wait
-
-        module, name = getattr(request, "param", (service, "least_memory"))
-        monkeypatch.setattr(module, name, waiting(getattr(module, name)))
-        yield started, goes_on
-        goes_on.set()
+    def held(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldCalls]:
+        calls = HeldCalls(monkeypatch, *getattr(request, "param", (service, "least_memory")))
+        yield calls
+        calls.go_on.set()
 
     @pytest.mark.parametrize(
-        ("path", "wait_in_threads"),
+        ("path", "held"),
         [
             ("/v1/runs", (service, "least_memory")),
             pytest.param("/v1/runs/validate", (service, "least_memory"), marks=pytest.mark.full),
@@ -536,28 +521,26 @@ class TestComputation:
             pytest.param("/v1/runs", (models, "model_conflicts"), marks=pytest.mark.full),
             pytest.param("/v1/runs", (validation, "default_warnings"), marks=pytest.mark.full),
         ],
-        indirect=["wait_in_threads"],
+        indirect=["held"],
     )
     def test_is_waited_for_without_a_connection_to_the_database(
-        self, api: ApiServer, engine: Engine, path: str, wait_in_threads: tuple[threading.Event, threading.Event]
+        self, api: ApiServer, engine: Engine, path: str, held: HeldCalls
     ) -> None:
-        started, goes_on = wait_in_threads
         body = {"dataset_id": make_dataset(engine), "config": {"base_model": "qwen", "max_steps": 5}}
         with ThreadPoolExecutor(25) as clients:
             # More than the connections of the pool.
             waiting = [clients.submit(api.client.post, path, json=body) for _ in range(25)]
-            assert started.wait(30)
+            assert held.started.wait(30)
             answers = [api.client.post("/v1/experiments", json={"name": f"other {at}"}) for at in range(20)]
             assert {answer.status_code for answer in answers} == {201}
             assert max(answer.elapsed.total_seconds() for answer in answers) < 4
             assert not any(request.done() for request in waiting)
-            goes_on.set()
+            held.go_on.set()
             assert {request.result().status_code for request in waiting} <= {200, 202}
 
     def test_does_not_keep_what_the_run_needs_from_deletion(
-        self, api: ApiServer, engine: Engine, wait_in_threads: tuple[threading.Event, threading.Event]
+        self, api: ApiServer, engine: Engine, held: HeldCalls
     ) -> None:
-        started, goes_on = wait_in_threads
         dataset = make_dataset(engine)
         experiment = api.client.post("/v1/experiments", json={"name": "short-lived"}).json()["id"]
         body = {
@@ -567,10 +550,10 @@ class TestComputation:
         }
         with ThreadPoolExecutor(1) as clients:
             creating = clients.submit(api.client.post, "/v1/runs", json=body)
-            assert started.wait(30)
+            assert held.started.wait(30)
             for path in (f"/v1/datasets/{dataset}", f"/v1/experiments/{experiment}"):
                 assert api.client.delete(path).status_code == 204
-            goes_on.set()
+            held.go_on.set()
             refused = creating.result()
         assert refused.status_code == 422
         assert {error["code"] for error in refused.json()["errors"]} == {"dataset_not_found", "experiment_not_found"}
