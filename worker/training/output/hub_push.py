@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 from huggingface_hub import CommitInfo, HfApi, constants, get_session, get_token
+from huggingface_hub.errors import HfHubHTTPError
 
 from app.contracts.attempt.messages import HubPush
 from worker.training.context import TrainingContext
@@ -21,6 +22,8 @@ _FIRST_PAUSE = 1.0
 _TIMEOUT_SECONDS = 120.0
 """Time without a byte from the hub after which a request fails; the client repeats some requests, up to five times."""
 _POLL_SECONDS = 0.1
+_CHECK_TIMEOUT_SECONDS = 10.0
+_MOST_OWNERS = 5
 
 
 def check(run: TrainingContext) -> None:
@@ -31,8 +34,9 @@ def check(run: TrainingContext) -> None:
     Raises:
         TrainingFailure: `config_error`.
     """
-    if run.config.push_to_hub is not None and run.resume_from is None:
-        refusal = _refusal(run)
+    name = run.config.push_to_hub
+    if name is not None and run.resume_from is None:
+        refusal = _refusal(run) or _denial(run, name)
         if refusal:
             raise TrainingFailure("config_error", refusal)
 
@@ -130,6 +134,35 @@ def _refusal(run: TrainingContext) -> str | None:
         return "`push_to_hub` needs the hub, which the operator has disabled on this worker (ANNEAL_ALLOW_HUB)."
     if get_token() is None:
         return "`push_to_hub` needs a token: an admin sets it with `anneal secrets set hf_token`."
+    return None
+
+
+def _denial(run: TrainingContext, name: str) -> str | None:
+    """Return why the token may not write to a repository; None if it may, or if the hub cannot be asked now."""
+    remedy = "an admin sets another one with `anneal secrets set hf_token`"
+    get_session().timeout = _CHECK_TIMEOUT_SECONDS
+    try:
+        account = HfApi(endpoint=constants.ENDPOINT, token=get_token()).whoami()
+        role = account["auth"]["accessToken"]["role"]
+        owners = {account["name"], *(organization["name"] for organization in account["orgs"])}
+    except HfHubHTTPError as error:
+        if error.response.status_code in (401, 403):
+            return f"`push_to_hub` needs a token that the hub accepts, and it refuses this one: {remedy}."
+        unknown: Exception = error
+    except Exception as error:  # the hub is away, or describes accounts in another way
+        unknown = error
+    else:
+        if role == "read":
+            return f"`push_to_hub` needs a token that may write, and this one may only read: {remedy}."
+        owner = name.partition("/")[0]
+        if role == "write" and owner not in owners:
+            mine = ", ".join(f"`{one}`" for one in sorted(owners)[:_MOST_OWNERS])
+            return f"`push_to_hub` is `{name}`, and the token may write only for {mine}: change the name, or {remedy}."
+        return None
+    run.report.message(
+        f"Whether the output can be pushed to {name} is not known before the end: {_root_cause(unknown)}.",
+        level="warning",
+    )
     return None
 
 

@@ -29,6 +29,8 @@ class Hub:
         """Folder that the client uses in place of a server of large files."""
         self.commits: list[dict[str, bytes | str]] = []
         """Of each the files by their path: the bytes of a small one, the SHA-256 of a large one."""
+        self.role = "write"
+        """What the token may do."""
         self.answers: deque[tuple[str, int]] = deque()
         """Failures to come: the next request with this in its path gets this status."""
         self.never_answers = ""
@@ -67,7 +69,12 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(next(make for part, make in kinds.items() if part in self.path)(body))
 
     def do_GET(self) -> None:
-        if not self._goes_wrong():
+        if self._goes_wrong():
+            return
+        if self.path == "/api/whoami-v2":
+            access = {"accessToken": {"displayName": "push", "role": self.at.role}}
+            self._answer({"name": "ada", "orgs": [{"name": "analysts"}], "auth": access})
+        else:
             assert "/xet-write-token/" in self.path, self.path
             expires = int(time.time()) + 3600
             self._answer({"accessToken": "any", "exp": expires, "casUrl": f"local://{self.at.storage}"})

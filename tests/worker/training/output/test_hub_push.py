@@ -51,7 +51,7 @@ def hub(served: Hub) -> Iterator[Hub]:
     for things in (served.tokens, served.repositories, served.commits, served.answers):
         things.clear()
     yield served
-    served.never_answers = ""
+    served.never_answers, served.role = "", "write"
     served.ends.set()
     served.asked.clear()
 
@@ -170,6 +170,46 @@ def test_without_a_token_a_run_fails_before_it_trains(
     assert done.result["error"]["code"] == "config_error"
     assert "anneal secrets set hf_token" in done.result["error"]["message"]
     assert not done.of("phase")
+
+
+class TestCheckBeforeTraining:
+    """What a push needs is tried before the first step."""
+
+    def test_token_that_may_only_read_fails_the_run(
+        self, hub: Hub, pushing_forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        hub.role = "read"
+        done = pushing_forks.run(job(tmp_path, tiny_model, chats))
+        assert (done.result["error"]["code"], done.steps) == ("config_error", {})
+        assert "may only read" in done.result["error"]["message"]
+
+    @pytest.mark.full
+    def test_token_that_the_hub_refuses_fails_the_run(
+        self, hub: Hub, pushing_forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        hub.answers.append(("/api/whoami-v2", 401))
+        done = pushing_forks.run(job(tmp_path, tiny_model, chats))
+        assert (done.result["error"]["code"], done.steps) == ("config_error", {})
+        assert "anneal secrets set hf_token" in done.result["error"]["message"]
+
+    @pytest.mark.full
+    @pytest.mark.parametrize(("name", "fails"), [("grace/tuned", True), ("analysts/tuned", False)])
+    def test_name_of_an_owner_for_whom_the_token_may_not_write_fails_the_run(
+        self, name: str, fails: bool, hub: Hub, pushing_forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        done = pushing_forks.run(job(tmp_path, tiny_model, chats, push_to_hub=name))
+        assert done.result["outcome"] == ("failed" if fails else "completed")
+        if fails:
+            assert "`ada`, `analysts`" in done.result["error"]["message"]
+
+    @pytest.mark.full
+    def test_hub_that_cannot_be_asked_costs_a_warning(
+        self, hub: Hub, pushing_forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        hub.answers.append(("/api/whoami-v2", 500))
+        done = pushing_forks.run(job(tmp_path, tiny_model, chats))
+        assert done.result["hub"]["commit"] == COMMIT, done.result
+        assert any("not known before the end" in line for line in lines(done, "warning"))
 
 
 @pytest.mark.full
