@@ -97,12 +97,14 @@ def match_stored_quantization(
     config: TrainingConfig, stored: StoredQuantization | None
 ) -> tuple[TrainingConfig, list[Replacement]]:
     """Return a configuration with the quantization that the base's files have, and what that replaced."""
-    if stored is None or stored.bits is None or not wants_adapter(config):
+    is_quantized = wants_adapter(config) and METHODS[config.method].quantization != "forbidden"
+    if stored is None or not is_quantized:
         return config, []
     values: dict[str, Any] = {"load_in_4bit": stored.bits == 4, "load_in_8bit": stored.bits == 8}
     if stored.bits == 4:
         values["bnb_4bit_quant_type"] = stored.quant_type
-    reason = f"The base model is stored {stored.text}, and is loaded as it is."
+    how = "is dequantized when it is loaded" if stored.is_dequantized else "is loaded as it is"
+    reason = f"The base model is stored {stored.text}, and {how}."
     replaced = [
         Replacement(field=name, requested=getattr(config, name), used=value, reason=reason)
         for name, value in values.items()

@@ -14,6 +14,7 @@ from app.contracts.training_config.raw_config import given_fields
 from app.contracts.training_config.rules import field_error
 
 _BITSANDBYTES = "bitsandbytes"
+_DEQUANTIZED = ("mxfp4",)
 _QUANT_TYPE = "bnb_4bit_quant_type"
 _DOUBLE_QUANT = "extra.double_quant"
 
@@ -25,11 +26,16 @@ class StoredQuantization:
     method: str
     """As transformers names it: `bitsandbytes`, `gptq`, `awq`, `fp8` …"""
     bits: int | None = None
-    """4 or 8 with `bitsandbytes`; None with any other method, none of which can be trained."""
+    """4 or 8 with `bitsandbytes`, whose weights stay quantized; None with any other method."""
     quant_type: str | None = None
     """Data type of 4-bit weights: `nf4` or `fp4`."""
     double_quant: bool = False
     """True if the constants of 4-bit weights are quantized too."""
+
+    @property
+    def is_dequantized(self) -> bool:
+        """True if the weights are dequantized when they are loaded, and then are those of any other model."""
+        return self.method in _DEQUANTIZED
 
     @property
     def text(self) -> str:
@@ -66,10 +72,18 @@ def stored_quantization_conflicts(
     if stored is None:
         return []
     otherwise = "name the model from which it was quantized"
+    method = method_of(config)
+    if stored.is_dequantized:
+        why = f"the base model is stored {stored.text}, and cannot be quantized again when it is loaded"
+        if method.quantization == "required":
+            return [field_error("method", "conflict", f"is `{method.name}`, but {why}; use `lora`")]
+        if config.get("load_in_8bit") is True:
+            return [field_error("load_in_8bit", "conflict", f"is true, but {why}; leave it out")]
+        return []
     if stored.bits is None:
         why = f"is stored {stored.text}, which cannot be trained or merged here"
         return [field_error("base_model", "conflict", f"{why}; {otherwise}")]
-    method, is_stored = method_of(config), f"the base model is stored {stored.text}"
+    is_stored = f"the base model is stored {stored.text}"
     if method.quantization == "forbidden":
         message = f"is `{method.name}`, which needs a base model that is not quantized, and {is_stored}; use `qlora`"
         return [field_error("method", "conflict", f"{message}, or {otherwise}")] if trains else []

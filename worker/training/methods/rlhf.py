@@ -25,6 +25,7 @@ from worker.training.loop.anomalies import Anomaly
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.methods import pipeline, preparation, rewards
 from worker.training.model import loader
+from worker.training.model.merging import options_of_stored
 from worker.training.model.reward_scorer import RewardScorer
 from worker.training.planning import memory_plan
 from worker.training.planning.step_planning import plan_step
@@ -218,7 +219,8 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
             arguments |= probe.probe_generation_args(wanted)
         if wanted.beta > 0 and config.lora_r is None:
             # TRL loads the reference model itself, from the same weights as the policy.
-            arguments["model_init_kwargs"] = {**start.options, "use_safetensors": True}
+            options = start.options | options_of_stored(start.stored_quantization)
+            arguments["model_init_kwargs"] = {**options, "use_safetensors": True}
         if config.trainer_options.eval_batch_size is None:  # a multiple of the group size
             groups = max(config.batch_size // wanted.num_generations, 1)
             arguments["per_device_eval_batch_size"] = groups * wanted.num_generations

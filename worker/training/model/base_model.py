@@ -23,7 +23,7 @@ from app.contracts.training_config.stored_quantization import StoredQuantization
 from worker.checkpoint_files import resume_fidelity
 from worker.training.failures import TrainingFailure, one_line
 from worker.training.model.checked_weights import load_pretrained
-from worker.training.model.merging import dequantized, merge_adapter
+from worker.training.model.merging import dequantized, merge_adapter, options_of_stored
 from worker.wire.heartbeat import HeartbeatCallback, heartbeat_while_growing
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -280,8 +280,9 @@ def _adapter_base(
 
 def _merge(base: BaseModelSource, adapter: Path, target: Path, dtype: torch.dtype) -> BaseModelSource:
     try:
+        options = base.options | options_of_stored(base.stored_quantization)
         model = load_pretrained(
-            AutoModelForCausalLM, base.source, f"The base of the adapter {base.name}", dtype=dtype, **base.options
+            AutoModelForCausalLM, base.source, f"The base of the adapter {base.name}", dtype=dtype, **options
         )
         try:
             whole = merge_adapter(dequantized(model, dtype), adapter, f"The adapter {base.name}")

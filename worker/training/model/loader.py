@@ -31,7 +31,7 @@ from worker.training.failures import TrainingFailure, device_failure
 from worker.training.model.attention import VARLEN, supports_varlen
 from worker.training.model.base_model import BaseModelSource, load_failure
 from worker.training.model.checked_weights import load_pretrained
-from worker.training.model.merging import dequantized
+from worker.training.model.merging import dequantized, options_of_stored
 
 # The first call compiles hundreds of patterns, which transformers keeps: here, so that forks of the zygote have them.
 get_checkpoint_conversion_mapping("llama")
@@ -102,7 +102,9 @@ def load_model(
     # The new head is fully trained, so it is not quantized; transformers excludes a `causal` head by itself.
     unquantized = [SCORE] if head == "reward" else None
     stored = base.stored_quantization
-    if stored is not None:
+    if stored is not None and stored.is_dequantized:
+        options |= options_of_stored(stored)
+    elif stored is not None:
         options["config"] = _stored_config(base, config, head)
         options.pop("num_labels", None)  # is in it
     elif config.load_in_4bit:
@@ -115,7 +117,7 @@ def load_model(
         )
     elif config.load_in_8bit:
         options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=unquantized)
-    quantized = config.load_in_4bit or config.load_in_8bit or stored is not None
+    quantized = (config.load_in_4bit or config.load_in_8bit) if stored is None else stored.bits is not None
     if machine.kind == "cuda" and (quantized or not in_host_memory):
         options["device_map"] = {"": torch.cuda.current_device()}
     elif quantized:
@@ -161,7 +163,7 @@ def _as_configured(model: PreTrainedModel, config: TrainingConfig, dtype: torch.
 
     Without an adapter, which is an evaluation, it is dequantized: no trainer of TRL takes it otherwise.
     """
-    if config.lora_r is None:
+    if config.lora_r is None or getattr(model, "hf_quantizer", None) is None:
         return dequantized(model, dtype)
     for parameter in model.parameters():
         if parameter.is_floating_point() and not isinstance(parameter, Params4bit | Int8Params):

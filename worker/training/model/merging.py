@@ -7,9 +7,15 @@ import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
-from transformers import PreTrainedModel
+from transformers import Mxfp4Config, PreTrainedModel
+from transformers.integrations.bitsandbytes import Bnb4bitDeserialize, Bnb8bitDeserialize
+from transformers.integrations.mxfp4 import Mxfp4Dequantize
 
+from app.contracts.training_config.stored_quantization import StoredQuantization
 from worker.training.model.checked_weights import checked_adapters
+
+_READERS = (Bnb4bitDeserialize, Bnb8bitDeserialize, Mxfp4Dequantize)
+"""Operations by which transformers reads quantized weights."""
 
 
 def merge_adapter(model: PreTrainedModel, adapter: Path, what: str) -> PreTrainedModel:
@@ -29,19 +35,22 @@ def merge_adapter(model: PreTrainedModel, adapter: Path, what: str) -> PreTraine
 
 def dequantized(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Return `model` with weights of `dtype`, whether it was quantized when it was loaded or stored so."""
-    quantizer = getattr(model, "hf_quantizer", None)
-    if quantizer is None:
-        return model.to(dtype)
-    whole = model.dequantize(dtype=dtype).to(dtype)
-    # transformers 5.23 would apply the inverse of what read the stored weights when it saves, and has none.
-    readers = tuple(quantizer.get_load_operations().values())
-    conversions = getattr(whole, "_weight_conversions", None) or []
-    whole._weight_conversions = [one for one in conversions if not _reads_with(one, readers)] or None
-    return whole
+    if getattr(model, "hf_quantizer", None) is not None:
+        model = model.dequantize(dtype=dtype)
+    # When it saves, transformers 5.23 applies the inverse of what read the stored weights. There is none for these, or
+    # one that only renames the weights.
+    conversions = getattr(model, "_weight_conversions", None) or []
+    model._weight_conversions = [one for one in conversions if not _reads_quantized(one)] or None
+    return model.to(dtype)
 
 
-def _reads_with(conversion: Any, readers: tuple[type, ...]) -> bool:
-    return any(isinstance(operation, readers) for operation in getattr(conversion, "operations", ()))
+def _reads_quantized(conversion: Any) -> bool:
+    return any(isinstance(operation, _READERS) for operation in getattr(conversion, "operations", ()))
+
+
+def options_of_stored(stored: StoredQuantization | None) -> dict[str, Any]:
+    """Return the options of `from_pretrained` with which a model is dequantized when it is loaded."""
+    return {"quantization_config": Mxfp4Config(dequantize=True)} if stored and stored.is_dequantized else {}
 
 
 def _untie_adapted(adapted: PeftModel) -> None:

@@ -15,7 +15,7 @@ from worker.training.failures import TrainingFailure
 from worker.training.model import base_model
 from worker.training.model.base_model import BaseModelSource, load_failure
 from worker.training.model.checked_weights import load_pretrained
-from worker.training.model.merging import dequantized, merge_adapter
+from worker.training.model.merging import dequantized, merge_adapter, options_of_stored
 from worker.wire.heartbeat import heartbeat_while_growing
 
 _TEXTS_AT_ONCE = 8
@@ -109,6 +109,7 @@ def _load(found: BaseModelSource, name: str, dtype: torch.dtype) -> Any:
                 dtype=dtype,
                 **labels,
                 **found.options,
+                **options_of_stored(found.stored_quantization),
             )
         model = dequantized(model, dtype)
         if found.adapter is not None:

@@ -14,7 +14,7 @@ FOUR_BIT = {
     "bnb_4bit_use_double_quant": False,
 }  # fmt: skip
 EIGHT_BIT = {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True}
-UNSUPPORTED = ("gptq", "awq", "fp8", "compressed-tensors", "mxfp4", "torchao", "hqq", "aqlm", "brand-new")
+UNSUPPORTED = ("gptq", "awq", "fp8", "compressed-tensors", "torchao", "hqq", "aqlm", "brand-new")
 
 
 def conflicts(described: Any, *, trains: bool = True, **config: Any) -> dict[str, str]:
@@ -74,6 +74,22 @@ class TestConflicts:
     ) -> None:
         assert set(conflicts(described, **config)) == {field}
 
+    @pytest.mark.parametrize(
+        ("config", "fields"),
+        [
+            ({"method": "qlora"}, {"method"}),
+            ({"method": "sft", "load_in_8bit": True}, {"load_in_8bit"}),
+            ({"method": "full"}, set()),
+            ({"method": "lora"}, set()),
+            ({"method": "sft"}, set()),
+            ({"method": "dpo", "lora_r": None}, set()),
+        ],
+    )
+    def test_weights_that_are_dequantized_when_loaded_are_not_quantized_again(
+        self, config: dict[str, Any], fields: set[str]
+    ) -> None:
+        assert set(conflicts({"quant_method": "mxfp4"}, **config)) == fields
+
     @pytest.mark.parametrize("method", ["full", "lora"])
     def test_evaluations_take_a_quantized_base(self, method: str) -> None:
         assert conflicts(FOUR_BIT, trains=False, method=method) == {}
@@ -92,6 +108,12 @@ class TestEffectiveConfiguration:
         config, replaced = effective(EIGHT_BIT, method="sft")
         assert (config.load_in_4bit, config.load_in_8bit) == (False, True)
         assert replaced == {"load_in_4bit", "load_in_8bit"}
+
+    def test_is_not_quantized_for_files_that_are_dequantized_when_loaded(self) -> None:
+        config, replaced = effective({"quant_method": "mxfp4"}, method="sft")
+        assert (config.load_in_4bit, config.load_in_8bit, replaced) == (False, False, {"load_in_4bit"})
+        config, replaced = effective({"quant_method": "mxfp4"}, method="lora")
+        assert (config.load_in_4bit, replaced) == (False, set())
 
     def test_is_not_changed_without_an_adapter_or_without_a_quantized_base(self) -> None:
         config, replaced = effective(FOUR_BIT, method="full")

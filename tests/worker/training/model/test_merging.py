@@ -1,5 +1,6 @@
 """Merged models compute what the adapted ones do, whatever the adapter changes and however the base is stored."""
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -7,13 +8,23 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.resolution import match_stored_quantization, resolve
 from app.contracts.training_config.rules import DeviceCapabilities
 from worker.training.model import base_model, loader
 from worker.training.model.base_model import BaseModelSource
+from worker.training.model.checked_weights import load_pretrained
 from worker.training.model.loader import keep_evaluation_neutral
 from worker.training.model.merging import merge_adapter
 from worker.wire.heartbeat import no_heartbeat
@@ -71,6 +82,30 @@ def make_base(folder: Path, *, tied: bool, stored_bits: int | None = None, **con
     parsed = TrainingConfig(base_model="tiny", method=method, **config)
     resolved = resolve(parsed, {"base_model", *config}, CPU).config
     return Base(source, match_stored_quantization(resolved, source.stored_quantization)[0])
+
+
+def make_mxfp4_base(folder: Path, method: str) -> Base:
+    """A tiny GPT-OSS whose experts have 4 bits with a scale for 32 of them, as those that are published."""
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, num_local_experts=4, num_experts_per_tok=2, initializer_range=0.2,
+        layer_types=["full_attention", "full_attention"], max_position_embeddings=256,
+    )  # fmt: skip
+    GptOssForCausalLM(config).save_pretrained(folder)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = tensor
+            continue
+        experts, rows, columns = tensor.shape
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, columns, rows // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.full((experts, columns, rows // 32), 124, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, "quantization_config": {"quant_method": "mxfp4"}}))
+    source = BaseModelSource(str(folder), str(folder), {}, AutoConfig.from_pretrained(folder), "tiny")
+    return Base(source, resolve(TrainingConfig(base_model="tiny", method=method), set(), CPU).config)
 
 
 def train(model: Any, folder: Path, adapter: dict[str, Any]) -> Any:
@@ -132,6 +167,15 @@ class TestMerge:
         assert (base.config.load_in_4bit, base.config.load_in_8bit) == (bits == 4, bits == 8)
         merged = check_merged(base, ADAPTERS[adapter], tmp_path)
         assert not hasattr(merged.config, "quantization_config")
+
+    def test_of_a_base_that_is_dequantized_when_loaded(self, tmp_path: Path) -> None:
+        check_merged(make_mxfp4_base(tmp_path / "base", "lora"), {"target_modules": ["q_proj", "o_proj"]}, tmp_path)
+
+    def test_weights_that_were_dequantized_when_loaded_are_saved_as_such(self, tmp_path: Path) -> None:
+        model = make_mxfp4_base(tmp_path / "base", "full").load()
+        model.save_pretrained(tmp_path / "saved")
+        saved = load_pretrained(AutoModelForCausalLM, tmp_path / "saved", "The model")
+        assert torch.equal(logits(saved), logits(model))
 
     @pytest.mark.parametrize("bits", [None, 4, 8])
     @pytest.mark.parametrize("adapter", ["embeddings", "whole_embeddings", "whole_head"])
