@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -16,6 +17,8 @@ from app.contracts.training_config.fields import TrainingConfig
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_tiny_model, write_rows
 from worker.checkpoint_files.manifest import verify
 from worker.training.loop.anomalies import Anomaly, AnomalyGuard
+from worker.training.loop.trainer import ServiceTrainerMixin
+from worker.training.run_state import RunState
 
 POISON = "§§§§"
 ROW = 21
@@ -207,6 +210,19 @@ def test_smaller_micro_batches_train_on_the_same_rows_and_say_that_sums_are_take
     facts = done.of("config")[0]["facts"]
     assert facts["fidelity"] == "approximate"
     assert "The number of rows in a micro-batch was 6 at the checkpoint and is 3 now." in facts["fidelity_reasons"]
+
+
+@pytest.mark.parametrize(("norm", "losses"), [(math.inf, []), (math.nan, []), (0.5, [2.0])])
+def test_a_step_of_float16_that_the_gradient_scaler_skips_is_not_among_those_trained_on(
+    norm: float, losses: list[float]
+) -> None:
+    run = SimpleNamespace(state=RunState(), ranks=SimpleNamespace(gathered=lambda own: [own]))
+    trainer: Any = SimpleNamespace(
+        run=run, args=SimpleNamespace(fp16=True), step_rows=[], _micro_losses=[torch.tensor(2.0)],
+        guard=AnomalyGuard(TrainingConfig(base_model="tiny", method="lora"), []),
+    )  # fmt: skip
+    ServiceTrainerMixin._close_step(trainer, torch.tensor(norm))
+    assert run.state.recent_losses == losses
 
 
 class TestJudge:
