@@ -1,8 +1,10 @@
 """Model architectures read from `config.json` alone: families, sizes, and the defaults of each family."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+from app.contracts.training_config.stored_quantization import StoredQuantization, stored_quantization
 
 Norm = Literal["rms", "gemma", "layer"]
 """Normalization of a layer: RMSNorm, RMSNorm with Gemma's order of casts, or LayerNorm (mean and bias)."""
@@ -62,6 +64,8 @@ class Architecture:
     window: int = 0
     """Latest tokens that the layers of `windowed_layers` attend to."""
     windowed_layers: frozenset[int] = frozenset()
+    stored_quantization: StoredQuantization | None = None
+    """Quantization of the weights in the model's files; None if there is none."""
 
     def experts_of(self, layer: int) -> Experts | None:
         """Return the experts of a layer (0-based), or None if the layer has a dense MLP."""
@@ -146,7 +150,8 @@ def read(config: Mapping[str, Any]) -> Architecture:
         layers = _size(whole, "n_layer" if family == "gpt2" else "num_hidden_layers")
         if layers > _MOST_LAYERS:
             raise ValueError(f"{layers} layers exceed the supported maximum")
-        return _gpt2(whole) if family == "gpt2" else _rotary(family, whole)
+        model = _gpt2(whole) if family == "gpt2" else _rotary(family, whole)
+        return replace(model, stored_quantization=stored_quantization(config))
     except UnknownArchitecture:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

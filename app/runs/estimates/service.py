@@ -396,7 +396,9 @@ class _OnKind:
     def __init__(
         self, model: Architecture, subject: Subject, kind: Literal["cpu", "cuda"], known: EstimateInputs
     ) -> None:
-        self.config = resolve(subject.config, subject.given, _machine(kind), sharded=subject.sharded).config
+        self.config = resolve(
+            subject.config, subject.given, _machine(kind), sharded=subject.sharded, stored=model.stored_quantization
+        ).config
         self.division, self.sequence_parallel = subject.division, subject.sequence_parallel
         planned = plan(model, self.config, subject.data, subject.data_parallel)
         self.plan = replace(planned, batch=replace(planned.batch, sequence_parallel=self.sequence_parallel))

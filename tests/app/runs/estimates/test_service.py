@@ -105,6 +105,18 @@ def test_for_each_kind_of_device_the_estimate_says_whether_it_fits_and_what_to_c
     assert "adapter" in advice
 
 
+def test_memory_of_base_with_quantized_files_is_that_of_these(api: ApiServer, engine: Engine) -> None:
+    gpu(engine, 81_559)
+    eight_bit = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (make_model(api.settings, "stored") / "config.json").write_text(
+        json.dumps({**_CONFIG, "quantization_config": eight_bit})
+    )
+    dataset = make_dataset(engine)
+    stored = estimated(api, dataset, base_model="stored", max_steps=10)
+    assert stored["memory_mb"] == estimated(api, dataset, load_in_8bit=True, max_steps=10)["memory_mb"]
+    assert stored["memory_mb"] != estimated(api, dataset, max_steps=10)["memory_mb"]
+
+
 def test_liger_kernel_counts_if_all_workers_with_a_gpu_for_the_run_have_it(api: ApiServer, engine: Engine) -> None:
     dataset, said = make_dataset(engine), "are those of liger-kernel"
 

@@ -82,6 +82,28 @@ class TestTokenizer:
         assert code == "config_error" and "tokenizer cannot be saved" in sentence and "'tool/use'" in sentence
 
 
+class TestCustomCode:
+    @pytest.mark.parametrize("config", [{"method": "full"}, {"method": "lora", "output": "merged"}])
+    def test_files_of_it_are_in_the_output(
+        self, config: dict[str, Any], forks: Forks, model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        (model / "own_sizes.py").write_text("WIDTH = 32\n")
+        (model / "own_configuration.py").write_text(
+            "from transformers import LlamaConfig\nclass OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        )
+        (model / "own_model.py").write_text(
+            "from transformers import LlamaForCausalLM\nfrom .own_configuration import OwnConfig\n"
+            "from .own_sizes import WIDTH\nclass OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+        )
+        classes = {"AutoConfig": "own_configuration.OwnConfig", "AutoModelForCausalLM": "own_model.OwnModel"}
+        edit_json(model / "config.json", model_type="own", architectures=["OwnModel"], auto_map=classes)
+        job = make_job(tmp_path / "run", model, chats, **QUICK, **config) | {"trust_remote_code": True}
+        outcome = forks.run(job)
+        assert outcome.result["outcome"] == "completed", outcome.result
+        copied = {path.name for path in outcome.output.glob("*.py")}
+        assert copied == {"own_sizes.py", "own_configuration.py", "own_model.py"}
+
+
 class TestDisk:
     @pytest.mark.parametrize("config", [{"method": "full"}, {"method": "lora", "output": "merged"}])
     def test_too_small_for_checkpoint_and_output_fails_before_the_first_step(
