@@ -370,7 +370,7 @@ def test_of_the_same_model_runs_that_did_something_else_are_only_comparable(
     assert found["confidence"]["seconds"] == source
 
 
-@pytest.mark.parametrize("count", [1, 7])
+@pytest.mark.parametrize("count", [1, pytest.param(7, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("facts", "effective", "rate"),
     [
