@@ -15,7 +15,7 @@ _ALWAYS = {
     "400": "The request could not be read.",
     "401": "No key, or one that is unknown, expired or revoked.",
     "403": "The key lacks the scope, or the request came from a page of another origin.",
-    "429": "Too many wrong keys from this address, or too many open streams of this key.",
+    "429": "Too many wrong keys from this address, or too many open streams or downloads of this key.",
     "500": "Internal server error; the server's log has the details under `request_id`.",
     "503": "The database does not answer; try again after the time in `Retry-After`.",
 }
