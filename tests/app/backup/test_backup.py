@@ -114,6 +114,16 @@ def test_missing_and_corrupt_files_are_named_and_the_rest_is_backed_up(service: 
     assert manifest.files == 6
 
 
+def test_checkpoint_that_only_the_replica_storage_has_is_no_problem(service: Service, folder: Path) -> None:
+    with service.engine.begin() as connection:
+        statement = update(Checkpoint).where(Checkpoint.id == service.checkpoints[5])
+        connection.execute(statement.values(replicated_at=Checkpoint.created_at))
+    for step in (5, 10):
+        shutil.rmtree(service.storage.checkpoint_dir(service.run_id, 1, step))
+    manifest = back_up(service, folder).backup.manifest
+    assert [problem.id for problem in manifest.problems] == [service.checkpoints[10]]
+
+
 class TestInterruption:
     def test_backup_that_was_interrupted_is_none_and_is_continued_with_what_it_has(
         self, service: Service, folder: Path, monkeypatch: pytest.MonkeyPatch
