@@ -6,13 +6,15 @@ The converter runs in a process group of its own within the session of the train
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
@@ -29,6 +31,9 @@ _BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
 _STALLED_SECONDS = 600.0
 """The converter is ended if it writes nothing, neither weights nor messages, for this long."""
 _POLL_SECONDS = 0.1
+_IMPORT_ERROR = re.compile(r"^(ModuleNotFound|Import)Error: ", re.MULTILINE)
+_SUPPORTED = re.compile(r"^\s*- (\w+)$", re.MULTILINE)
+"""Names of classes in the list that the converter prints."""
 _MOST_CHARACTERS = 1000
 _ENVIRONMENT = {"PATH": os.defpath, "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 """Nothing of the training process, whose environment may have secrets. The converter does not reach the hub, because it
@@ -45,6 +50,41 @@ def check(run: TrainingContext) -> None:
     """
     if run.config.gguf is not None and (run.resume_from is None or run.job.task is RunTask.export):
         _converter(run)
+
+
+def check_architecture(run: TrainingContext, model_config: Mapping[str, Any]) -> None:
+    """Check before training that the converter starts, and knows the architecture that a config.json names.
+
+    Only a converter of Python is asked; a program of the operator may not have the option.
+
+    Raises:
+        TrainingFailure: `config_error`.
+        Stopped: a stop was requested.
+    """
+    if run.config.gguf is None or run.resume_from is not None or _converter(run).suffix != ".py":
+        return
+    converter, log = _converter(run), run.folder / ".gguf.log"
+    try:
+        with _started([sys.executable, str(converter), "--print-supported-models"], log) as process:
+            _wait(run, process, log)
+        text = log.read_text(errors="replace")
+    finally:
+        log.unlink(missing_ok=True)
+    if _IMPORT_ERROR.search(text):
+        raise TrainingFailure(
+            "config_error",
+            f"`gguf` needs the converter of llama.cpp, which cannot start on this worker ({text.splitlines()[-1]}): "
+            f"{INSTALL_GGUF_CONVERTER}.",
+        )
+    known = set(_SUPPORTED.findall(text))
+    classes = (model_config.get("text_config") or {}).get("architectures") or model_config.get("architectures")
+    name = next(iter(classes or ()), None)
+    if known and name is not None and name not in known:
+        raise TrainingFailure(
+            "config_error",
+            f"`gguf` cannot be used: the converter of llama.cpp on this worker does not know the class {name}: "
+            "leave it out, or install a newer converter.",
+        )
 
 
 def add(run: TrainingContext, folder: Path) -> None:

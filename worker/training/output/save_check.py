@@ -1,5 +1,6 @@
 """Trial of what a checkpoint and the output need, before the first step: hours later, training would be lost."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from worker.checkpoint_files.disk_space import DiskSpace
 from worker.training.checkpointing.snapshot import keep_published_generation_config, save_without_weights
 from worker.training.failures import TrainingFailure, classify, one_line
+from worker.training.output import gguf
 from worker.training.trainer_protocol import ServiceTrainer
 
 _FOLDER = ".save_check"
@@ -38,6 +40,8 @@ def check_saves(trainer: ServiceTrainer) -> None:
                 size += _save_merged_without_weights(trainer.model, folder)
             else:
                 size *= 2
+        if (folder / "config.json").is_file():
+            gguf.check_architecture(run, json.loads((folder / "config.json").read_text()))
         with _refused("tokenizer"):
             trainer.save_constant_files(folder)
         if run.config.trainer_options.tokenizer is None:

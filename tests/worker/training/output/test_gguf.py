@@ -39,6 +39,8 @@ pathlib.Path(asked.outfile).write_bytes(b"GGUF" + json.dumps(seen).encode())
 FAILS = CONVERTER + 'print("INFO: loading"); sys.exit("ERROR: Model LlamaForCausalLM is not supported")\n'
 HANGS = """
 import pathlib, subprocess, sys, time
+if "--print-supported-models" in sys.argv:
+    sys.exit("TEXT models:\\n  - LlamaForCausalLM")
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 pathlib.Path(__file__).with_suffix(".child").write_text(str(child.pid))
 time.sleep(600)
@@ -110,6 +112,23 @@ class TestRuns:
         assert error["code"] == "config_error" and done.of("phase") == []
         assert "git clone https://github.com/ggml-org/llama.cpp" in error["message"]
         assert "ANNEAL_GGUF_CONVERTER" in error["message"]
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("import package_that_is_not_here", "No module named 'package_that_is_not_here'"),
+            ("print('TEXT models:\\n  - GPT2LMHeadModel\\n  - Qwen3ForCausalLM')", "the class LlamaForCausalLM"),
+        ],
+        ids=["cannot-start", "does-not-know-the-model"],
+    )
+    @pytest.mark.parametrize("config", [{"method": "full"}, {"method": "lora", "output": "merged"}])
+    def test_a_converter_that_cannot_convert_the_model_fails_the_run_before_the_first_step(
+        self, config: dict[str, Any], text: str, words: str, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        job = make_job(tmp_path, tiny_model, chats, **QUICK_GGUF, **config)
+        done = forks.run({**job, "gguf_converter": converter(tmp_path, text)})
+        assert (done.result["error"]["code"], done.steps) == ("config_error", {})
+        assert words in done.result["error"]["message"]
 
     @pytest.mark.parametrize("why", ["stop", "drain"])
     def test_a_stop_ends_the_converter_and_what_it_started(
