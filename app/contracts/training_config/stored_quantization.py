@@ -38,6 +38,11 @@ class StoredQuantization:
         return self.method in _DEQUANTIZED
 
     @property
+    def is_supported(self) -> bool:
+        """True if the model can be loaded, trained or merged."""
+        return self.bits is not None or self.is_dequantized
+
+    @property
     def text(self) -> str:
         """Description for users, which follows "stored"."""
         return f"in {self.bits} bits (`{self.method}`)" if self.bits else f"quantized with `{self.method[:40]}`"
@@ -80,7 +85,7 @@ def stored_quantization_conflicts(
         if config.get("load_in_8bit") is True:
             return [field_error("load_in_8bit", "conflict", f"is true, but {why}; leave it out")]
         return []
-    if stored.bits is None:
+    if not stored.is_supported:
         why = f"is stored {stored.text}, which cannot be trained or merged here"
         return [field_error("base_model", "conflict", f"{why}; {otherwise}")]
     is_stored = f"the base model is stored {stored.text}"

@@ -103,6 +103,15 @@ async def _check_reward_models(
                 f"{name[:100]!r} generates text and returns no score; use a run of method `reward`, or a model for "
                 "sequence classification",
             )
+            continue
+        config_here = {} if folder is None else await storage.in_thread(folder.read_json, "config.json")
+        if (stored := stored_quantization(config_here)) is not None and not stored.is_supported:
+            found.refuse(
+                place,
+                "not_supported",
+                f"{name[:100]!r} is stored {stored.text}, which cannot be loaded here; name the model from which it "
+                "was quantized",
+            )
         elif is_run and name not in found.reward_run_ids:
             found.reward_run_ids.append(name)
 

@@ -173,7 +173,7 @@ def _match_stored_quantization(run: TrainingContext, base: BaseModelSource, repl
         return
     problems = stored_quantization_conflicts(stored, run.job.config, trains=not run.only_evaluates)
     if base.adapter is not None:  # merged into the dequantized weights
-        if stored.bits is None and not stored.is_dequantized:
+        if not stored.is_supported:
             raise TrainingFailure("config_error", problems[0].message)
         return
     if problems:

@@ -93,6 +93,13 @@ def _padded(tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_to
 
 def _load(found: BaseModelSource, name: str, dtype: torch.dtype) -> Any:
     """Load the classifier and merge its adapter, if any; weights from safetensors only."""
+    stored = found.stored_quantization
+    if stored is not None and not stored.is_supported:
+        raise TrainingFailure(
+            "config_error",
+            f"The reward model {name} is stored {stored.text}, which cannot be loaded here; name the model from which "
+            "it was quantized.",
+        )
     labels: dict[str, Any] = {}
     if found.adapter is not None:
         if PeftConfig.from_pretrained(str(found.adapter)).task_type != "SEQ_CLS":
@@ -109,7 +116,7 @@ def _load(found: BaseModelSource, name: str, dtype: torch.dtype) -> Any:
                 dtype=dtype,
                 **labels,
                 **found.options,
-                **options_of_stored(found.stored_quantization),
+                **options_of_stored(stored),
             )
         model = dequantized(model, dtype)
         if found.adapter is not None:

@@ -170,6 +170,14 @@ class TestQuantizedFiles:
         (warning,) = (one for one in answer["warnings"] if one["field"] == "config.load_in_4bit")
         assert warning["code"] == "replaced" and "8 bits" in warning["message"]
 
+    def test_reward_model_that_cannot_be_loaded_is_refused(self, api: ApiServer, engine: Engine) -> None:
+        for name, method in (("eight", {"load_in_8bit": True}), ("awq", {"quant_method": "awq"})):
+            content = {"architectures": ["LlamaForSequenceClassification"], "quantization_config": method}
+            (make_model(api.settings, name) / "config.json").write_text(json.dumps(content))
+        found = errors(api, prompts(engine), config("eight", "awq"))
+        assert {field: code for field, (code, _) in found.items()} == {"config.rlhf.rewards.2.model": "not_supported"}
+        assert "`awq`" in found["config.rlhf.rewards.2.model"][1]
+
     def test_they_can_be_evaluated(self, api: ApiServer, engine: Engine) -> None:
         self.place(api, "four", quant_method="bitsandbytes", load_in_4bit=True)
         self.place(api, "gptq", quant_method="gptq", bits=4)
