@@ -102,13 +102,13 @@ def test_unknown_need_is_an_error(tmp_path: Path, machine: dict[str, str]) -> No
 
 class TestFinding:
     def test_browser_of_the_system_comes_first_then_the_newest_of_playwright(self, tmp_path: Path) -> None:
-        found = [
+        browsers = [
             add_program(tmp_path / "bin", "google-chrome", "exit 0"),
             add_program(tmp_path / "home/.cache/ms-playwright/chromium-1300/chrome-linux64", "chrome", "exit 0"),
             add_program(tmp_path / "home/.cache/ms-playwright/chromium-1200/chrome-linux", "chrome", "exit 0"),
         ]
         environment = {"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path / "home")}
-        assert list(chromium.candidates(environment)) == [str(path) for path in found]
+        assert list(chromium.candidates(environment)) == [str(path) for path in browsers]
 
     def test_folder_that_playwright_was_given_is_searched(self, tmp_path: Path) -> None:
         shell = "chromium_headless_shell-1255/chrome-headless-shell-linux64"

@@ -59,7 +59,7 @@ def stored_files(root: Path, contents: Contents) -> Iterator[SourceFile]:
     """
     for dataset in contents.datasets:
         yield from _files(root, f"datasets/{dataset.id}", lambda _: True)
-    checkpoints = {(one.run_id, one.attempt, one.name) for one in contents.checkpoints}
+    checkpoints = {(stored.run_id, stored.attempt, stored.name) for stored in contents.checkpoints}
     for run_id, newest in contents.attempts.items():
 
         def is_wanted(path: str, run_id: str = run_id, newest: int = newest) -> bool:

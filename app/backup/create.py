@@ -86,8 +86,8 @@ class BackupJob:
                 version=version("anneal"),
                 revision=dumped.contents.revision,
                 client_major=dumped.client_major,
-                database=Described.of(self._unfinished / layout.DUMP),
-                inventory=Described.of(self._unfinished / layout.INVENTORY),
+                database=Described.from_file(self._unfinished / layout.DUMP),
+                inventory=Described.from_file(self._unfinished / layout.INVENTORY),
                 files=len(files),
                 file_bytes=sum(file.bytes for file in files.values()),
                 object_store=self._settings.storage_url,
@@ -124,7 +124,7 @@ class BackupJob:
             client = find_client(server_major)
             exported = str(connection.scalar(text("SELECT pg_export_snapshot()")))
             with self._progress.step("Dumping the database", None) as report:
-                dump(DatabaseAddress.of(url), client, exported, self._unfinished / layout.DUMP, report)
+                dump(DatabaseAddress.from_url(url), client, exported, self._unfinished / layout.DUMP, report)
         return _Dumped(contents, client.major, secrets)
 
     def _copy_files(self, contents: Contents) -> tuple[dict[str, FileEntry], CopyCounts]:
@@ -171,12 +171,12 @@ class BackupJob:
         if self._settings.storage_url is not None:
             return [], []
         copies = self._unfinished / layout.FILES
-        found = list(find_problems(contents, files, self._storage, lambda path: (copies / path).read_bytes()))
-        if not found:
+        candidates = list(find_problems(contents, files, self._storage, lambda path: (copies / path).read_bytes()))
+        if not candidates:
             return [], []
         with snapshot(url) as connection:
-            problems = [problem for problem in found if is_listed(connection, problem)]
-        return [problem for problem in found if problem not in problems], problems
+            problems = [problem for problem in candidates if is_listed(connection, problem)]
+        return [problem for problem in candidates if problem not in problems], problems
 
     def _copy_secret_key(self) -> bool:
         copy = self._unfinished / layout.SECRET_KEY

@@ -97,7 +97,7 @@ class DatabaseAddress:
     password: str | None
 
     @classmethod
-    def of(cls, url: str) -> "DatabaseAddress":
+    def from_url(cls, url: str) -> "DatabaseAddress":
         """Return the address in a URL of SQLAlchemy or PostgreSQL."""
         engine = create_engine(driver_url(url))
         _, parameters = engine.dialect.create_connect_args(engine.url)

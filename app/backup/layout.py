@@ -66,7 +66,7 @@ class Described(BaseModel):
     sha256: str
 
     @classmethod
-    def of(cls, path: Path) -> "Described":
+    def from_file(cls, path: Path) -> "Described":
         """Read the file."""
         digest, size = hashlib.sha256(), 0
         with path.open("rb") as file:

@@ -118,7 +118,7 @@ class RestoreJob:
         with self._progress.step("Checking the backup", manifest.database.bytes) as report:
             for name, described in ((DUMP, manifest.database), (INVENTORY, manifest.inventory)):
                 try:
-                    is_intact = Described.of(folder / name) == described
+                    is_intact = Described.from_file(folder / name) == described
                 except OSError as error:
                     raise SetupError(
                         f"{folder / name} cannot be read ({error.strerror}): restore another backup."
@@ -132,12 +132,12 @@ class RestoreJob:
             server_major = int(connection.scalar(text("SHOW server_version_num"))) // 10_000
             self._refuse_use(connection)
             tables = list(connection.scalars(_TABLES))
-            has_rows = self._has_rows(connection, tables)
+            has_rows = _has_rows(connection, tables)
             self._refuse_data(has_rows)
             drops = [f"DROP TABLE {', '.join(tables)} CASCADE"] if tables else []
             drops += [f"DROP FUNCTION {function} CASCADE" for function in connection.scalars(_FUNCTIONS)]
         client = find_client(max(server_major, self._backup.manifest.client_major))
-        address = DatabaseAddress.of(settings.database_url or "")
+        address = DatabaseAddress.from_url(settings.database_url or "")
         files = list(self._backup.entries())
         unfinished_restore.mark_path(settings).parent.mkdir(parents=True, exist_ok=True)
         self._check_space(files)
@@ -153,10 +153,9 @@ class RestoreJob:
             restore(address, client, server_major, self._backup.dump, drops, report)
         self._mark_removed(engine)
         migrate.upgrade(settings, self._progress.say)
-        with engine.connect() as connection:
-            problems = self._find_problems(connection, restored)
-            self._restore_secret_key()
-            unreadable = self._unreadable_secrets(connection)
+        problems = self._find_problems(engine, restored)
+        self._restore_secret_key()
+        unreadable = self._unreadable_secrets(engine)
         os.sync()
         unfinished_restore.remove_mark(settings)
         return RestoredBackup(self._backup, problems, self._aside if self._aside.exists() else None, unreadable)
@@ -167,20 +166,6 @@ class RestoreJob:
             raise SetupError(
                 f"The database is in use by {', '.join(sessions)}: stop every API and every worker, and restore then."
             )
-
-    def _has_rows(self, connection: Connection, tables: list[str]) -> bool:
-        """Return True if the database has more than the empty tables of `anneal migrate`.
-
-        Raises:
-            SetupError: It has tables of another program, which are never replaced.
-        """
-        if tables and "public.alembic_version" not in tables:
-            raise SetupError(
-                f"The database has tables of another program ({', '.join(tables[:3])}): set ANNEAL_DATABASE_URL to a "
-                "database of its own."
-            )
-        filled = (f"EXISTS (SELECT FROM {table})" for table in tables if table in _TABLES_OF_USERS)
-        return bool(tables) and bool(connection.scalar(text(f"SELECT {' OR '.join(filled) or 'true'}")))
 
     def _refuse_data(self, has_rows: bool) -> None:
         if self._replace or self._continues:
@@ -284,11 +269,13 @@ class RestoreJob:
                 statement = update(Checkpoint).where(Checkpoint.id.in_(removed), Checkpoint.deleted_at.is_(None))
                 connection.execute(statement.values(deleted_at=func.now()))
 
-    def _find_problems(self, connection: Connection, restored: dict[str, FileEntry]) -> list[Problem]:
+    def _find_problems(self, engine: Engine, restored: dict[str, FileEntry]) -> list[Problem]:
         if self._settings.storage_url is not None:
             return []
         root = self._storage.root
-        contents = Contents.read(connection)
+        with engine.connect() as connection:
+            contents = Contents.read(connection)
+        # Without the connection, since many manifests take longer to read than a transaction may be idle.
         return list(find_problems(contents, restored, self._storage, lambda path: (root / path).read_bytes()))
 
     def _restore_secret_key(self) -> None:
@@ -297,8 +284,9 @@ class RestoreJob:
             make_private_folder(path.parent)
             write_private(path, copy.read_text())
 
-    def _unreadable_secrets(self, connection: Connection) -> int:
-        secrets = connection.execute(select(Secret.name, Secret.key_id, Secret.sealed)).all()
+    def _unreadable_secrets(self, engine: Engine) -> int:
+        with engine.connect() as connection:
+            secrets = connection.execute(select(Secret.name, Secret.key_id, Secret.sealed)).all()
         if not secrets:
             return 0
         try:
@@ -306,6 +294,21 @@ class RestoreJob:
         except KeyringError:
             return len(secrets)
         return sum(not _is_readable(keyring, secret.name, secret.key_id, secret.sealed) for secret in secrets)
+
+
+def _has_rows(connection: Connection, tables: list[str]) -> bool:
+    """Return True if the database has more than the empty tables of `anneal migrate`.
+
+    Raises:
+        SetupError: It has tables of another program, which are never replaced.
+    """
+    if tables and "public.alembic_version" not in tables:
+        raise SetupError(
+            f"The database has tables of another program ({', '.join(tables[:3])}): set ANNEAL_DATABASE_URL to a "
+            "database of its own."
+        )
+    filled = (f"EXISTS (SELECT FROM {table})" for table in tables if table in _TABLES_OF_USERS)
+    return bool(tables) and bool(connection.scalar(text(f"SELECT {' OR '.join(filled) or 'true'}")))
 
 
 def _is_readable(keyring: Keyring, name: str, key_id: str, sealed: bytes) -> bool:

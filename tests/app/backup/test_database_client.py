@@ -52,7 +52,7 @@ def test_without_the_wheel_and_without_a_client_the_sentence_says_so(monkeypatch
 
 def test_password_is_in_the_environment_and_not_in_the_arguments() -> None:
     url = "postgresql://me:pass%20word@db.example:6000/anneal?sslmode=require&application_name=x"
-    address = DatabaseAddress.of(url)
+    address = DatabaseAddress.from_url(url)
     assert "pass" not in address.conninfo
     assert address.environment["PGPASSWORD"] == "pass word"
     assert {"host=db.example", "port=6000", "dbname=anneal", "sslmode=require"} <= set(address.conninfo.split())
