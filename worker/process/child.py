@@ -21,7 +21,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -99,14 +99,16 @@ def forget_exit_handlers() -> None:
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]  # the next one registers again
 
 
-def run(start: LaunchSpec, fds: Sequence[int], parent: int) -> None:
+def run(start: LaunchSpec, fds: Sequence[int], parent: int, inherited: Set[int] = frozenset()) -> None:
     """Become the training process that `start` describes and exit with its exit code; never returns.
 
     `fds` are report, stdout, stderr and control; `parent` is the id of the process that must still be the parent.
+    `inherited` stay open: what the libraries of that process have opened. The driver of a GPU goes on using the numbers
+    of its own in a fork, so they must not become those of other files.
     """
     code = 1
     try:
-        _prepare(start, fds, parent)
+        _prepare(start, fds, parent, inherited)
         report, _stdout, _stderr, control = fds
         if start.has_secrets:
             os.environ.update(_receive_secrets(control))
@@ -137,7 +139,7 @@ def _receive_secrets(control: int) -> dict[str, str]:
     return ControlMessage.from_json(packet).secrets or {}
 
 
-def _prepare(start: LaunchSpec, fds: Sequence[int], parent: int) -> None:
+def _prepare(start: LaunchSpec, fds: Sequence[int], parent: int, inherited: Set[int]) -> None:
     """Set up the process before its first deadline takes effect.
 
     Nothing here writes data, and a process that is delayed here finds its deadline already passed.
@@ -149,7 +151,7 @@ def _prepare(start: LaunchSpec, fds: Sequence[int], parent: int) -> None:
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
-    _close_all_but({0, 1, 2, report, control})
+    _close_all_but({0, 1, 2, report, control} | inherited)
     _reset_signals()
     _route_output()
     with open("/proc/self/oom_score_adj", "w") as score:  # noqa: PTH123
@@ -171,13 +173,24 @@ def _become(user: str) -> None:
     os.environ.update(HOME=account.pw_dir, USER=account.pw_name, LOGNAME=account.pw_name)
 
 
-def _close_all_but(kept: set[int]) -> None:
-    for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:  # noqa: PTH208
-        if descriptor not in kept:
-            try:
-                os.close(descriptor)
-            except OSError:  # the descriptor that listed the directory
-                pass
+def open_descriptors() -> set[int]:
+    """Return the numbers of the open descriptors of this process."""
+    with os.scandir("/proc/self/fd") as entries:
+        listed = {int(entry.name) for entry in entries}
+    return {descriptor for descriptor in listed if _is_open(descriptor)}
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:  # the one that listed the directory
+        return False
+    return True
+
+
+def _close_all_but(remaining: Set[int]) -> None:
+    for descriptor in open_descriptors() - remaining:
+        os.close(descriptor)
 
 
 def _reset_signals() -> None:

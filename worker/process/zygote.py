@@ -24,7 +24,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -70,8 +70,9 @@ def main(arguments: Sequence[str]) -> None:
         raise SystemExit(1) from problem
     gc.collect()
     gc.freeze()  # the collector would write to, and so copy, every page that the children share
+    inherited = child.open_descriptors() - {worker.fileno()}
     worker.send(json.dumps({"ready": True, "broken": broken}).encode())
-    serve(worker)
+    serve(worker, inherited)
 
 
 def preload(modules: Sequence[str]) -> None:
@@ -198,8 +199,11 @@ def _start_new_check(gpu: Device) -> "subprocess.Popen[bytes]":
     )
 
 
-def serve(worker: socket.socket) -> None:
-    """Fork on request and report the exit of each child, until the worker is gone."""
+def serve(worker: socket.socket, inherited: Set[int] = frozenset()) -> None:
+    """Fork on request and report the exit of each child, until the worker is gone.
+
+    `inherited`: descriptors that children keep.
+    """
     children: dict[int, tuple[ProcessHandle, socket.socket]] = {}  # process id → process, status socket
     has_pidfds = pidfd_refusal() is None
     left = Orphans()
@@ -218,7 +222,7 @@ def serve(worker: socket.socket) -> None:
             packet, fds, _flags, _address = socket.recv_fds(worker, _LARGEST_REQUEST, _FDS_PER_REQUEST)
             if not packet:
                 return
-            started = _fork(child.LaunchSpec.from_json(packet), fds)
+            started = _fork(child.LaunchSpec.from_json(packet), fds, inherited)
             if started is not None:
                 pid, process, status = started
                 with left.starting() as own:
@@ -228,7 +232,9 @@ def serve(worker: socket.socket) -> None:
                     waiting.register(process, select.POLLIN)
 
 
-def _fork(start: child.LaunchSpec, fds: list[int]) -> tuple[int, ProcessHandle, socket.socket] | None:
+def _fork(
+    start: child.LaunchSpec, fds: list[int], inherited: Set[int] = frozenset()
+) -> tuple[int, ProcessHandle, socket.socket] | None:
     """Fork a child; return its process id, its handle and status socket, or None after reporting a lack of resources.
 
     The child does nothing before it is reported: if this process is killed until then, the launcher has another one
@@ -251,7 +257,7 @@ def _fork(start: child.LaunchSpec, fds: list[int]) -> tuple[int, ProcessHandle, 
             if os.read(gate[0], 1) == b"":
                 os._exit(1)
             child.forget_exit_handlers()
-            child.run(start, trainer_fds, parent)
+            child.run(start, trainer_fds, parent, inherited)
         process = open_process(pid)
         # Read before the child can be reaped, these identify that child and no other, permanently.
         started = {"pid": pid, "start_time": start_time(pid)}

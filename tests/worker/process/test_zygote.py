@@ -68,6 +68,17 @@ class TestFork:
         finally:
             launcher.stop()
 
+    def test_what_an_import_has_opened_stays_open_in_a_child(self, tmp_path: Path) -> None:
+        preload = ("tests.worker.trainers", "tests.worker.process.preloads.opens_device")
+        launcher = start_launcher(tmp_path, "zygote", preload=preload)
+        try:
+            said = Said(launch(launcher, tmp_path, "about"))
+            said.to_the_end()
+            # 0, 1, 2, report, control, the folder that was being listed, and the file
+            assert len(said.record("about")["descriptors"]) == 7
+        finally:
+            launcher.stop()
+
     def test_the_zygote_has_one_thread_before_and_after_forks(self, launcher: Launcher, tmp_path: Path) -> None:
         for _ in range(2):
             said = Said(launch(launcher, tmp_path, "count_threads"))
