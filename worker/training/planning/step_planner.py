@@ -346,9 +346,14 @@ class _PassModel:
         return max(fixed + slope * tokens, 0.0) * self._factor(recomputed)
 
     def least_seconds(self, tokens: float, recomputed: int) -> float:
-        """Return the seconds of a pass that takes as little time per position as any measured one."""
-        least = min((seconds / positions for positions, seconds in self._plain_seconds()), default=float("inf"))
-        return least * tokens * self._factor(recomputed)
+        """Return the seconds of a pass that takes as little time per position as any measured one.
+
+        Recomputation is assumed to cost what it does at least where passes do not wait for the host.
+        """
+        part = max(self._again, _RECOMPUTED_PART) / max(self._choices.layers, 1)
+        plain = ((each.seconds / (1 + part * each.trial.recomputed), each.tokens) for each in self._measured)
+        least = min((seconds / positions for seconds, positions in plain), default=float("inf"))
+        return least * tokens * (1 + part * recomputed)
 
     def _plain_seconds(self) -> list[tuple[int, float]]:
         """Return positions and seconds of each measured size, without recomputation, ascending."""

@@ -1,5 +1,6 @@
 """The fastest plan that fits is found with few passes, on devices of any size and speed."""
 
+import dataclasses
 import random
 from dataclasses import dataclass
 
@@ -132,6 +133,23 @@ def test_middle_micro_batch_is_chosen_where_smaller_ones_wait_for_the_host() -> 
     assert not device.fits(Trial(4, 0), choices)
     plan = device.plan(choices)
     assert (plan.rows, plan.recomputed) == (2, 0), plan
+
+
+def test_recomputation_that_seems_cheap_while_the_host_is_waited_for_hides_no_faster_plan() -> None:
+    """An 8B model on an H100, whose passes of one row waited for the host; seconds of the last one are computed."""
+    measured = {
+        Trial(1, 36): (0.526, 8074),
+        Trial(1, 0): (0.467, 25879),
+        Trial(4, 7): (1.262, 70074),
+        Trial(2, 0): (0.59, 45346),
+    }
+    choices = Device().choices(rows_per_step=4)
+    choices = dataclasses.replace(choices, usable_bytes=round(70.7 * GIB), later_bytes=333 << 20)
+    planner = StepPlanner(choices)
+    while (trial := planner.next_trial()) is not None:
+        seconds, mebibytes = measured[trial]
+        planner.add(MeasuredPass(trial, choices.longest_tokens[trial.rows], mebibytes << 20, seconds))
+    assert (planner.plan().rows, planner.plan().recomputed) == (2, 0)
 
 
 def test_configured_micro_batch_stays_unless_another_gains_clearly() -> None:
