@@ -43,7 +43,7 @@ class Precision:
     def of(cls, config: TrainingConfig, device: Device, *, has_liger: bool = False) -> "Precision":
         """Return the precision that a worker uses on that kind of device for an effective configuration.
 
-        `has_liger`: liger-kernel is installed there. It is used on a GPU only.
+        `has_liger`: liger-kernel is installed there. It is used on a GPU only, and not in compiled layers.
         """
         half = config.dtype != "float32" if device == "cuda" else config.dtype == "bfloat16"
         is_half_trained = config.lora_r is None and config.weights_dtype == "bfloat16"
@@ -52,7 +52,7 @@ class Precision:
             autocast=half,
             base=2 if is_half_trained or (half and config.lora_r is not None) else 4,
             trained=2 if is_half_trained else 4,
-            has_liger=has_liger and device == "cuda",
+            has_liger=has_liger and device == "cuda" and not config.torch_compile,
         )
 
 

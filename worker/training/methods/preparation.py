@@ -454,7 +454,8 @@ def load_network(
         run.config = run.config.model_copy(update={"attn_implementation": used})
     if used == VARLEN and run.machine.kind == "cuda":
         _check_attention_kernels(run, network)
-    use_liger(network, run.machine)
+    if not run.config.torch_compile:  # the compiler fuses the same operations, and cannot trace those of Liger
+        use_liger(network, run.machine)
     if run.config.trainer_options.tiled_mlp:
         tile_mlps(network)
     loader.check_vocabulary(network, highest_id)
