@@ -13,6 +13,8 @@ from worker.wire.journal import read_journal
 
 _READY_SECONDS = 120.0
 _RUN_SECONDS = 90.0
+_MOST_TEXT = 300
+"""Characters of the output of a run that failed."""
 
 
 def run(check: Check) -> None:
@@ -50,13 +52,17 @@ def _first_step(check: Check, launcher: Launcher, folder: Path, model: Path, dat
     path, began = write_job(job), time.clock_gettime(time.CLOCK_BOOTTIME)
     process = launcher.launch("worker.training.__main__:main", path, [check.device.for_job()])
     deadline = time.monotonic() + _RUN_SECONDS
+    output: list[tuple[str, bytes]] = []
     try:
         while process.poll() is None and time.monotonic() < deadline:
             process.wait(0.2)
-            process.channel.receive(0)
+            output += process.channel.receive(0)
+        process.kill()
+        output += process.channel.drain()
     finally:
-        process.close()
+        end = process.close()
     steps = [line["t"] for line in read_journal(job["journal"]) if line["event"] == "step"]
     if not steps:
-        raise RuntimeError(f"a {process.launched} start made no step within {_RUN_SECONDS:.0f} s")
+        text = b"".join(piece for _, piece in output).decode(errors="replace")
+        raise RuntimeError(f"a {process.launched} start made no step and ended with {end}: {text[-_MOST_TEXT:]}")
     return float(steps[0] - began)
