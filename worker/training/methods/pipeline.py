@@ -20,6 +20,7 @@ from worker.training.failures import TrainingFailure
 from worker.training.loop.callbacks import SharingCallback, StepCallback
 from worker.training.loop.histograms import HistogramCallback
 from worker.training.loop.memory import MemoryProfiler
+from worker.training.loop.module_walks import CachedModuleWalks
 from worker.training.loop.trainer import EndedBeforeStep, ServiceTrainerMixin
 from worker.training.methods import preparation
 from worker.training.methods.preparation import Read, Rows, RunData, Setup
@@ -170,6 +171,8 @@ def build(make: Callable[..., Trains], run: TrainingContext, **options: Any) -> 
         check_saves(trainer)
     if not run.ranks.is_first:
         trainer.remove_callback(PrinterCallback)  # on each host, one process would print the metrics of each step
+    if run.ranks.size == 1:
+        trainer.add_callback(CachedModuleWalks())
     trainer.add_callback(StepCallback(run, trainer))
     trainer.add_callback(trainer.plugin_callbacks)
     asked = run.config.trainer_options
