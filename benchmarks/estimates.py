@@ -26,7 +26,7 @@ from app.estimator.memory_planner import CHOICES
 from worker.training.data.sequence_share import WHOLE, SequenceShareCollator
 from worker.training.model import kernels
 from worker.training.model.loader import lora_config
-from worker.training.model.sequence_parallel import SequenceParallel
+from worker.training.model.parallel.sequence_parallel import SequenceParallel
 from worker.training.planning.recomputation import Recomputation
 
 SIZES: dict[str, Any] = {

@@ -79,7 +79,7 @@ MUTANTS = (
         about="A checkpoint of a divided model is committed although one device could not write its part.",
         changes=(
             Change(
-                "worker/training/model/sharding.py",
+                "worker/training/model/parallel/sharding.py",
                 "        except CheckpointException as error:\n",
                 "        except CheckpointException as error:\n            return\n",
             ),

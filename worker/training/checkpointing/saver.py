@@ -20,7 +20,7 @@ from worker.training.checkpointing.pinned_memory import InsufficientHostMemory, 
 from worker.training.checkpointing.snapshot import Snapshot, SnapshotBuilder, expected_bytes
 from worker.training.context import TrainingContext
 from worker.training.failures import TrainingFailure, classify
-from worker.training.model.sharding import PartNotWritten
+from worker.training.model.parallel.sharding import PartNotWritten
 from worker.training.plugins.checkpoint_engines import EngineCopier
 from worker.training.plugins.hooks import set_learning_rate
 from worker.training.trainer_protocol import ServiceTrainer

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from worker.training.checkpointing.pinned_memory import ALIGNED, PinnedMemory
-from worker.training.model.sharding import Layouts, Sharding, local
+from worker.training.model.parallel.sharding import Layouts, Sharding, local
 from worker.training.trainer_protocol import ServiceTrainer
 from worker.wire.heartbeat import HeartbeatCallback, no_heartbeat
 

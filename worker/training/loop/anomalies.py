@@ -13,7 +13,7 @@ from app.contracts.attempt.messages import AnomalyDetails, RepairProposal
 from app.contracts.attempt.repair import Repair
 from app.contracts.training_config.fields import TrainingConfig
 from worker.training.failures import TrainingFailure
-from worker.training.model.sharding import local
+from worker.training.model.parallel.sharding import local
 from worker.training.trainer_protocol import ServiceTrainer
 
 REMEMBERED = 64

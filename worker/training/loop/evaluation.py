@@ -19,7 +19,7 @@ from worker.training.failures import Stopped, TrainingFailure
 from worker.training.loop import decision, sampling
 from worker.training.loop.actions import Actions
 from worker.training.loop.evaluation_means import EvaluationMeans
-from worker.training.model.router_loss import RouterLoss
+from worker.training.model.parallel.router_loss import RouterLoss
 from worker.training.plugins import metric_functions
 
 MAIN = "eval"

@@ -29,10 +29,10 @@ from worker.training.loop.memory import GpuMemory
 from worker.training.loop.step_phases import StepPhases
 from worker.training.loop.throughput import Throughput
 from worker.training.model.checked_weights import check_keys, checked_adapters, checked_sizes
-from worker.training.model.expert_parallel import obstacle as expert_obstacle
 from worker.training.model.experts import expert_modules, load_experts
-from worker.training.model.router_loss import RouterLoss
-from worker.training.model.sharding import Sharding, full, has_parts, load_optimizer
+from worker.training.model.parallel.expert_parallel import obstacle as expert_obstacle
+from worker.training.model.parallel.router_loss import RouterLoss
+from worker.training.model.parallel.sharding import Sharding, full, has_parts, load_optimizer
 from worker.training.plugins import hooks, metric_functions
 from worker.training.plugins.callbacks import PluginCallbacks
 from worker.training.run_state import RunState

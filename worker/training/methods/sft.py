@@ -19,7 +19,7 @@ from worker.training.data.reader import RowSource
 from worker.training.data.sequence_share import WHOLE, SequenceShareCollator, WholeSequences
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.methods import pipeline, preparation
-from worker.training.model.sequence_parallel import SequenceParallel
+from worker.training.model.parallel.sequence_parallel import SequenceParallel
 
 
 class SupervisedTrainer(ServiceTrainerMixin, SFTTrainer):  # type: ignore[misc]

@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from app.estimator.forward_pass import Batch
 from benchmarks.estimates import WITHIN, Cell, built, estimated, measured
-from worker.training.model.sequence_parallel import SequenceParallel
+from worker.training.model.parallel.sequence_parallel import SequenceParallel
 from worker.training.ranks import Ranks
 
 _PADDED = Batch(2, 64, masked=True)

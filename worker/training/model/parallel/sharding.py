@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME
 
-from worker.training.model.expert_parallel import divide_experts
+from worker.training.model.parallel.expert_parallel import divide_experts
 from worker.training.ranks import NEVER
 from worker.wire.heartbeat import HeartbeatCallback
 

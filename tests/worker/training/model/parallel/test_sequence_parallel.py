@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 
-from worker.training.model.sequence_parallel import SequenceParallel
+from worker.training.model.parallel.sequence_parallel import SequenceParallel
 from worker.training.ranks import NEVER, Ranks
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers.trainer import OPTIMIZER_NAME
 
-from worker.training.model.sharding import OPTIMIZER_FOLDER, load_optimizer
+from worker.training.model.parallel.sharding import OPTIMIZER_FOLDER, load_optimizer
 
 
 @pytest.mark.parametrize("is_sharded", [True, False])
