@@ -49,8 +49,11 @@ NEEDS: Mapping[str, Callable[[], str | None]] = {
 
 
 def required_needs() -> set[str]:
-    """Return the needs that must be met, or the session fails."""
-    return set(os.environ.get("REQUIRED", "").split(",")) - {""}
+    """Return the needs that must be met, or the session fails; raises `UsageError` for one that is not known."""
+    required = set(os.environ.get("REQUIRED", "").split(",")) - {""}
+    if unknown := required - NEEDS.keys():
+        raise pytest.UsageError(f"REQUIRED={','.join(sorted(unknown))}: it may name {', '.join(NEEDS)}")
+    return required
 
 
 def needs_of(item: pytest.Item) -> set[str]:
@@ -73,6 +76,7 @@ class NotRun:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Leave out what cannot run, of the tests that `-m` and `-k` have selected."""
+        required_needs()  # a wrong name is an error before the tests
         needs = {item: needs_of(item) for item in items}
         unmet = {need for need in set().union(*needs.values()) if NEEDS[need]() is not None}
         left_out = {item: min(unmet & needs[item]) for item in items if unmet & needs[item]}

@@ -100,6 +100,13 @@ def test_unknown_need_is_an_error(tmp_path: Path, machine: dict[str, str]) -> No
     assert run(tmp_path, machine).returncode == pytest.ExitCode.USAGE_ERROR
 
 
+def test_requirement_that_is_not_known_is_an_error_and_not_met_in_silence(
+    tmp_path: Path, machine: dict[str, str]
+) -> None:
+    done = run(tmp_path, {**machine, "REQUIRED": "browsers"})
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR and "REQUIRED=browsers" in done.stderr
+
+
 class TestFinding:
     def test_browser_of_the_system_comes_first_then_the_newest_of_playwright(self, tmp_path: Path) -> None:
         browsers = [
