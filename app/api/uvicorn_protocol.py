@@ -25,8 +25,6 @@ MAX_HEADER_FIELDS = 100
 connection that wait for the response to an earlier one may have as many together."""
 MAX_WAITING_REQUESTS = 16
 """Requests of one connection that may wait for the response to an earlier one; each takes about 10 KiB."""
-
-
 MAX_UNREAD_BYTES = 256 * 2**20
 """Bytes of responses that clients have not read, in this process; then the oldest of the key with most are dropped."""
 
@@ -46,7 +44,7 @@ class UnreadResponses:
         self._bytes_by_key[key_id] += size
         while self._bytes_by_key.total() > MAX_UNREAD_BYTES:
             largest = max(self._bytes_by_key, key=self._bytes_by_key.__getitem__)
-            oldest = next(one for one, (owner, _) in self._waiting.items() if owner == largest)
+            oldest = next(waiting for waiting, (owner, _) in self._waiting.items() if owner == largest)
             if oldest is connection:
                 return
             self.remove(oldest)

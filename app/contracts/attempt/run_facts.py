@@ -67,8 +67,8 @@ def invalid_facts(reported: Mapping[str, object]) -> list[str]:
     """Return the names of the facts that do not have the type or the range that `RunFacts` declares, sorted."""
     try:
         RunFacts.model_validate(dict(reported))
-    except ValidationError as error:
-        return sorted({str(one["loc"][0]) for one in error.errors(include_url=False, include_input=False)})
+    except ValidationError as invalid:
+        return sorted({str(error["loc"][0]) for error in invalid.errors(include_url=False, include_input=False)})
     return []
 
 

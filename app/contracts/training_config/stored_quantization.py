@@ -95,20 +95,22 @@ def stored_quantization_conflicts(
     if config.get("lora_r", 1) is None:
         message = f"is null, which trains all weights, and {is_stored}; leave it out to train an adapter"
         return [field_error("lora_r", "conflict", f"{message}, or {otherwise}")] if trains else []
-    given, found = given_fields(config), []
+    named, errors = given_fields(config), []
     if stored.bits == 4 and config.get("load_in_8bit") is True:
-        found.append(field_error("load_in_8bit", "conflict", f"is true, but {is_stored}; leave it out, or {otherwise}"))
-    elif "load_in_4bit" in given and config.get("load_in_4bit") is False and config.get("load_in_8bit") is not True:
-        found.append(
+        errors.append(
+            field_error("load_in_8bit", "conflict", f"is true, but {is_stored}; leave it out, or {otherwise}")
+        )
+    elif "load_in_4bit" in named and config.get("load_in_4bit") is False and config.get("load_in_8bit") is not True:
+        errors.append(
             field_error("load_in_4bit", "conflict", f"is false, but {is_stored}; leave it out, or {otherwise}")
         )
     if stored.bits == 8:
         message = f"applies only to a 4-bit base model, and {is_stored}; leave it out"
-        return found + [field_error(name, "conflict", message) for name in FOUR_BIT_ONLY if name in given]
-    if _QUANT_TYPE in given and config.get(_QUANT_TYPE) != stored.quant_type:
+        return errors + [field_error(name, "conflict", message) for name in FOUR_BIT_ONLY if name in named]
+    if _QUANT_TYPE in named and config.get(_QUANT_TYPE) != stored.quant_type:
         message = f"must be `{stored.quant_type}`, the type of the weights in the files of the base model; leave it out"
-        found.append(field_error(_QUANT_TYPE, "conflict", message))
-    if _DOUBLE_QUANT in given and stored.double_quant:  # given, so it is false
+        errors.append(field_error(_QUANT_TYPE, "conflict", message))
+    if _DOUBLE_QUANT in named and stored.double_quant:  # named, so it is false
         message = "must be true, as in the files of the base model; leave it out"
-        found.append(field_error(_DOUBLE_QUANT, "conflict", message))
-    return found
+        errors.append(field_error(_DOUBLE_QUANT, "conflict", message))
+    return errors

@@ -18,7 +18,7 @@ export function factsOf(run) {
   const kernels = [['attention', attention], ...KERNEL_PARTS.map(([key, part]) => [part, facts.kernels?.[key]])];
   const total = facts.parameters_total;
   /** @type {[string, string | null | undefined | false][]} */
-  const found = [
+  const pairs = [
     ['Device', facts.device_name ?? facts.device],
     ['Kernels', kernels.filter(([, kernel]) => kernel).map((pair) => pair.join(' ')).join(', ')],
     ['Precision', precisionOf(run.effective_config ?? {})],
@@ -26,7 +26,7 @@ export function factsOf(run) {
     ['Planned step', facts.step_plan && plannedStep(facts.step_plan)],
     ['Compilation', facts.compile_seconds != null && `${format.significant(facts.compile_seconds)} s before the first step`],
   ];
-  return /** @type {[string, string][]} */ (found.filter(([, value]) => value));
+  return /** @type {[string, string][]} */ (pairs.filter(([, value]) => value));
 }
 
 /** @param {any} effective */
@@ -57,11 +57,11 @@ export function plansOf(plan) {
   if (!plan) return [];
   const rows = plan.batch_size * plan.gradient_accumulation_steps;
   const chosen = { rows: plan.batch_size, recomputed: plan.recomputed_layers, needed_bytes: plan.needed_bytes, step_seconds: plan.step_seconds };
-  return [chosen, ...plan.alternatives].map((one, index) => ({
-    step: stepOf(one.rows, rows / one.rows),
-    recomputed: one.recomputed,
-    peak: one.needed_bytes == null ? '–' : (one.needed_bytes / GIB).toFixed(1),
-    seconds: format.significant(one.step_seconds),
+  return [chosen, ...plan.alternatives].map((candidate, index) => ({
+    step: stepOf(candidate.rows, rows / candidate.rows),
+    recomputed: candidate.recomputed,
+    peak: candidate.needed_bytes == null ? '–' : (candidate.needed_bytes / GIB).toFixed(1),
+    seconds: format.significant(candidate.step_seconds),
     source: index === 0 ? 'chosen, measured' : 'predicted',
   }));
 }
