@@ -5,9 +5,10 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from app.backup.contents import Contents
 from app.backup.layout import FileEntry
@@ -48,24 +49,30 @@ class CopyCounts:
     copied: int = 0
     copied_bytes: int = 0
     reused: int = 0
-    vanished: list[str] = field(default_factory=list)
+    unreadable: dict[str, str] = field(default_factory=dict)
+    """Reason by path."""
 
 
-def stored_files(root: Path, contents: Contents) -> Iterator[SourceFile]:
+class UnreadableFile(Exception):
+    """The file itself cannot be read, which says nothing about the others; the text is the reason."""
+
+
+def stored_files(root: Path, contents: Contents, unreadable: dict[str, str]) -> Iterator[SourceFile]:
     """Yield the files of all datasets and runs that the database knows.
 
     Later attempts and checkpoints than those in the snapshot are left out: a restored service numbers its next attempt
-    the same, and must find no files there. So are hidden folders, which are half written.
+    the same, and must find no files there. So are hidden folders, which are half written. Folders that cannot be read,
+    for which a trainer suffices, are added to `unreadable`.
     """
     for dataset in contents.datasets:
-        yield from _files(root, f"datasets/{dataset.id}", lambda _: True)
+        yield from _files(root, f"datasets/{dataset.id}", lambda _: True, unreadable)
     checkpoints = {(stored.run_id, stored.attempt, stored.name) for stored in contents.checkpoints}
     for run_id, newest in contents.attempts.items():
 
         def is_wanted(path: str, run_id: str = run_id, newest: int = newest) -> bool:
             return _is_of_run(path.split("/"), run_id, newest, checkpoints)
 
-        yield from _files(root, f"runs/{run_id}", is_wanted)
+        yield from _files(root, f"runs/{run_id}", is_wanted, unreadable)
 
 
 def _is_of_run(parts: list[str], run_id: str, newest: int, checkpoints: set[tuple[str, int, str]]) -> bool:
@@ -81,16 +88,24 @@ def _is_of_run(parts: list[str], run_id: str, newest: int, checkpoints: set[tupl
     return not name.startswith("checkpoint-") or (run_id, attempt, name) in checkpoints
 
 
-def _files(root: Path, folder: str, is_wanted: Callable[[str], bool]) -> Iterator[SourceFile]:
-    for path, status in _entries(root / folder):
+def _files(
+    root: Path, folder: str, is_wanted: Callable[[str], bool], unreadable: dict[str, str]
+) -> Iterator[SourceFile]:
+    def on_unreadable(path: str, error: PermissionError) -> None:
+        if is_wanted(path):
+            unreadable[f"{folder}/{path}"] = _reason(error)
+
+    for path, status in _entries(root / folder, on_unreadable):
         if status is not None and is_wanted(path):
             yield SourceFile(f"{folder}/{path}", status.st_size, status.st_mtime_ns)
 
 
-def _entries(folder: Path) -> list[tuple[str, os.stat_result | None]]:
+def _entries(
+    folder: Path, on_unreadable: Callable[[str, PermissionError], None]
+) -> list[tuple[str, os.stat_result | None]]:
     for _ in range(_WALKS):
         try:
-            return list(entries_below(folder))
+            return list(entries_below(folder, on_unreadable))
         except FileNotFoundError:  # something in it was removed meanwhile
             if not folder.exists():
                 return []
@@ -113,7 +128,7 @@ class Copier:
         self._advance = advance
 
     def copy(self, file: SourceFile) -> FileEntry | None:
-        """Copy a file, or link to the same file of an earlier backup; None if it does not exist any more."""
+        """Copy a file, or link to the same file of an earlier backup; None if it does not exist or cannot be read."""
         target = self._target / file.path
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -123,9 +138,14 @@ class Copier:
                 return entry
             entry = self._read(file.path, target)
         except (FileNotFoundError, NotADirectoryError, OutsideStorage):
-            self.counts.vanished.append(file.path)
+            return None
+        except UnreadableFile as error:
+            self.counts.unreadable[file.path] = str(error)
             return None
         except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                self.counts.unreadable[file.path] = "has a path that is too long"
+                return None
             raise copy_error(file.path, target, error) from None
         self.counts.copied += 1
         self.counts.copied_bytes += entry.bytes
@@ -153,10 +173,10 @@ class Copier:
     def _read(self, path: str, target: Path) -> FileEntry:
         target.unlink(missing_ok=True)  # it may be linked to a file of another backup
         digest, size = hashlib.sha256(), 0
-        with os.fdopen(open_below(self._source, path), "rb", buffering=0) as file:
+        with os.fdopen(self._open(path), "rb", buffering=0) as file:
             before = os.fstat(file.fileno())
             with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as copy:
-                while piece := file.read(_PIECE_BYTES):
+                for piece in _pieces(file):
                     copy.write(piece)
                     digest.update(piece)
                     size += len(piece)
@@ -169,6 +189,36 @@ class Copier:
         mtime_ns = after.st_mtime_ns if is_unchanged else 0
         os.utime(target, ns=(mtime_ns, mtime_ns))
         return FileEntry(path, size, digest.hexdigest(), mtime_ns, after.st_mode & 0o777)
+
+    def _open(self, path: str) -> int:
+        # Below the folder of a dataset or run no link is followed. Above it, the operator may have placed some.
+        kind, name, below = path.split("/", 2)
+        with _reading():
+            return open_below(self._source / kind / name, below)
+
+
+def _pieces(file: BinaryIO) -> Iterator[bytes]:
+    while True:
+        with _reading():
+            piece = file.read(_PIECE_BYTES)
+        if not piece:
+            return
+        yield piece
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Raise `UnreadableFile` for errors of the file that is read, which are not those of its copy."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise UnreadableFile(_reason(error)) from None
+
+
+def _reason(error: OSError) -> str:
+    return f"cannot be read ({error.strerror})"
 
 
 def copy_error(path: str, target: Path, error: OSError) -> SetupError:

@@ -66,7 +66,7 @@ class BackupJob:
         self._storage = Storage(settings)
 
     def run(self, keep: int | None = None) -> CreatedBackup:
-        """Make the backup; then delete all but the newest `keep` complete ones.
+        """Make the backup; then delete all but the newest `keep` complete ones, and the newest without problems.
 
         Raises:
             SetupError: Something prevents it; the next call continues.
@@ -78,6 +78,7 @@ class BackupJob:
                 dumped = self._dump(url)
                 files, counts = self._copy_files(dumped.contents)
                 removed, problems = self._find_problems(url, dumped.contents, files)
+                problems += [layout.file_problem(path, reason) for path, reason in counts.unreadable.items()]
             has_secret_key = self._copy_secret_key()
             layout.write_inventory(self._unfinished / layout.INVENTORY, files.values())
             os.sync()
@@ -96,11 +97,7 @@ class BackupJob:
             )
             layout.write_manifest(self._unfinished, manifest)
             backup = Backup(self._name_finished(manifest), manifest)
-            deleted = [] if keep is None else layout.complete_backups(self._folder)[:-keep]
-            for old in deleted:
-                # Without its manifest first: one that is half deleted is none.
-                (old / layout.MANIFEST).unlink()
-                shutil.rmtree(old)
+            deleted = [] if keep is None else self._delete_old(keep, backup.folder)
             return CreatedBackup(backup, counts, dumped.secrets, has_secret_key, deleted)
 
     def _check_folder(self) -> None:
@@ -141,7 +138,7 @@ class BackupJob:
             report(done)
 
         copier = Copier(self._storage.root, copies, self._earlier_files(), advance)
-        sources = list(stored_files(self._storage.root, contents))
+        sources = list(stored_files(self._storage.root, contents, copier.counts.unreadable))
         _check_space(self._folder, sum(file.bytes for file in sources if not copier.is_reusable(file)))
         files: dict[str, FileEntry] = {}
         with (
@@ -178,6 +175,18 @@ class BackupJob:
             problems = [problem for problem in candidates if is_listed(connection, problem)]
         return [problem for problem in candidates if problem not in problems], problems
 
+    def _delete_old(self, keep: int, latest: Path) -> list[Path]:
+        backups = layout.complete_backups(self._folder)
+        # A storage that is not mounted, or fails, must not cost the last backup of what was in it.
+        without_problems = [path for path in backups if _has_no_problems(path)]
+        remaining = {latest, *backups[-keep:], *without_problems[-1:]}
+        deleted = [path for path in backups if path not in remaining]
+        for path in deleted:
+            # Without its manifest first: one that is half deleted is none.
+            (path / layout.MANIFEST).unlink()
+            shutil.rmtree(path)
+        return deleted
+
     def _copy_secret_key(self) -> bool:
         copy = self._unfinished / layout.SECRET_KEY
         copy.unlink(missing_ok=True)
@@ -193,12 +202,17 @@ class BackupJob:
         return True
 
     def _name_finished(self, manifest: Manifest) -> Path:
-        name = f"{manifest.created_at:%Y-%m-%dT%H%M%SZ}"
-        names = (name, *(f"{name}-{number}" for number in range(2, 1000)))
-        final = next(path for path in (self._folder / name for name in names) if not path.exists())
+        final = layout.next_path(self._folder, manifest.created_at)
         self._unfinished.rename(final)
         fsync(self._folder)
         return final
+
+
+def _has_no_problems(folder: Path) -> bool:
+    try:
+        return not layout.open_backup(folder).manifest.problems
+    except SetupError:
+        return False  # its manifest cannot be read
 
 
 def _check_space(folder: Path, needed: int) -> None:

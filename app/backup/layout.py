@@ -12,6 +12,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -33,6 +34,8 @@ UNFINISHED = ".unfinished"
 """Folder of the backup that is being made, below the folder of backups; renamed when it is complete."""
 
 _HASHED_BYTES = 1 << 20
+_NAME = re.compile(r"(\d{4}-\d\d-\d\dT\d{6}Z)(?:-(\d+))?")
+"""Name of a backup: its time, and a number if it is not the first of that second."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +52,20 @@ class FileEntry:
 
 
 class Problem(BaseModel):
-    """Something that the database lists and whose files are missing or have other contents."""
+    """Something that the database lists and whose files are missing or have other contents, or a file alone."""
 
-    kind: Literal["dataset", "checkpoint", "output"]
+    kind: Literal["dataset", "checkpoint", "output", "file"]
     id: str
+    """For a file, its path below the storage."""
     problem: str
 
     def __str__(self) -> str:
         return f"{self.kind} {self.id}: {self.problem}"
+
+
+def file_problem(path: str, problem: str) -> Problem:
+    """Return the problem of a file alone; bytes of its name that are not UTF-8 become escapes."""
+    return Problem(kind="file", id=path.encode(errors="backslashreplace").decode(), problem=problem)
 
 
 class Described(BaseModel):
@@ -122,9 +131,20 @@ class Backup:
 
 
 def complete_backups(folder: Path) -> list[Path]:
-    """Return the complete backups below a folder, oldest first."""
+    """Return the complete backups below a folder, oldest first; one that was renamed is not among them."""
+    return [path for *_, path in sorted(_named(folder)) if (path / MANIFEST).is_file()]
+
+
+def next_path(folder: Path, created_at: datetime) -> Path:
+    """Return the path of a new backup below `folder`, which sorts after those of the same second."""
+    name = f"{created_at:%Y-%m-%dT%H%M%SZ}"
+    numbers = [number for time, number, _ in _named(folder) if time == name]
+    return folder / (f"{name}-{max(numbers) + 1}" if numbers else name)
+
+
+def _named(folder: Path) -> list[tuple[str, int, Path]]:
     try:
-        return sorted(it for it in folder.iterdir() if not it.name.startswith(".") and (it / MANIFEST).is_file())
+        return [(match[1], int(match[2] or 1), it) for it in folder.iterdir() if (match := _NAME.fullmatch(it.name))]
     except (FileNotFoundError, NotADirectoryError):
         return []
 

@@ -54,7 +54,10 @@ storage = typer.Typer(help="Manage the storage of this service.", no_args_is_hel
 def backup(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of backups; created if it does not exist.")],
     keep: Annotated[
-        int | None, typer.Option(min=1, help="Delete older backups in DIR, except this many newest ones.")
+        int | None,
+        typer.Option(
+            min=1, help="Delete older backups in DIR, except this many newest ones and the newest without problems."
+        ),
     ] = None,
     with_secret_key: Annotated[
         bool,
@@ -66,14 +69,16 @@ def backup(
 
     Works with the servers of `anneal up`, also while it is stopped, and with your own. Files that the newest backup
     in DIR already has are linked to it instead of copied. A backup that was interrupted is continued by the next one.
-    Exit code 1 if something in the service is missing or corrupt; everything else is in the backup.
+    Exit code 1 if something in the service is missing, corrupt or unreadable; everything else is in the backup.
 
     Example: `anneal backup /mnt/backups --keep 7`
     """
     from app.backup.create import BackupJob
+    from app.infra.files.unfinished_restore import refuse_unfinished_restore
 
     with plain_errors():
         settings = environment_settings()
+        refuse_unfinished_restore(settings)
         created = BackupJob(settings, folder, _ConsoleProgress(), with_secret_key=with_secret_key).run(keep)
     manifest = created.backup.manifest
     if as_json:
@@ -134,8 +139,10 @@ def copy(
 
     Example: `anneal storage copy s3://bucket/prefix`
     """
+    from app.infra.files.unfinished_restore import refuse_unfinished_restore
+
     with plain_errors():
-        settings_with_urls()  # reports a missing URL as a readable error
+        refuse_unfinished_restore(settings_with_urls())  # reports a missing URL as a readable error
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-P", "-m", "worker.storage_copy", url])
 
@@ -158,7 +165,7 @@ def _show_created(created: "CreatedBackup", secret_key: str) -> None:
     note("Base models on this machine are not in the backup either.")
     for old in created.deleted:
         note(f"Deleted {old}.")
-    _show_problems("Missing or corrupt in the service, and so in the backup:", manifest.problems)
+    _show_problems("Missing, corrupt or unreadable in the service, and so in the backup:", manifest.problems)
     typer.echo(created.backup.folder)
 
 

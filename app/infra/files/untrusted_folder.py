@@ -7,7 +7,7 @@ a file leads elsewhere or keeps the reader waiting.
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -68,10 +68,13 @@ def create_below(root: Path, relative: str) -> int:
         os.close(folder)
 
 
-def entries_below(root: Path) -> Iterator[tuple[str, os.stat_result | None]]:
+def entries_below(
+    root: Path, on_unreadable: Callable[[str, PermissionError], None] | None = None
+) -> Iterator[tuple[str, os.stat_result | None]]:
     """Yield every path below `root` in no order: a regular file with its status, a folder with None.
 
-    Links and other special files are left out, and so is what is nested more than 32 folders deep.
+    Links and other special files are left out, and so is what is nested more than 32 folders deep. Folders below `root`
+    that this process may not read are given to `on_unreadable` and left out too; without it, they are an error.
 
     Raises:
         OSError: A folder cannot be read, or `root` is not a folder.
@@ -79,7 +82,13 @@ def entries_below(root: Path) -> Iterator[tuple[str, os.stat_result | None]]:
     pending: list[list[str]] = [[]]
     while pending:
         above = pending.pop()
-        folder = _open_folder(root, above)
+        try:
+            folder = _open_folder(root, above)
+        except PermissionError as error:
+            if on_unreadable is None or not above:
+                raise
+            on_unreadable("/".join(above), error)
+            continue
         try:
             with os.scandir(folder) as found:
                 for entry in found:

@@ -1,5 +1,6 @@
 """`anneal backup`: complete or not there at all, consistent while the service runs, and cheap the second time."""
 
+import errno
 import json
 import os
 import shutil
@@ -76,6 +77,56 @@ def test_links_that_a_trainer_made_are_not_followed(service: Service, folder: Pa
     created = back_up(service, folder)
     assert len(paths(created)) == 7
     assert not any("password" in path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("linked", ["", "runs", "datasets"])
+def test_links_that_the_operator_made_to_another_disk_are_followed(
+    service: Service, folder: Path, tmp_path: Path, linked: str
+) -> None:
+    place = service.storage.root / linked
+    place.rename(tmp_path / "disk")
+    place.symlink_to(tmp_path / "disk")
+    created = back_up(service, folder)
+    assert created.backup.manifest.problems == [] and len(paths(created)) == 7
+
+
+class TestWhatCannotBeRead:
+    """A trainer must not prevent the backup of what belongs to others."""
+
+    @pytest.mark.parametrize(("name", "code"), [("file", errno.EACCES), ("file", errno.EIO), ("folder", errno.EACCES)])
+    def test_is_named_and_the_rest_is_backed_up(
+        self, service: Service, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+    ) -> None:
+        attempt = service.storage.attempt_dir(service.run_id, 1)
+        for path in ("file", "folder/below"):
+            (attempt / path).parent.mkdir(exist_ok=True)
+            (attempt / path).write_text("x")
+        opened = os.open
+
+        def fail(path: str | Path, *arguments: int, dir_fd: int | None = None) -> int:
+            if path == name and dir_fd is not None:
+                raise OSError(code, os.strerror(code))
+            return opened(path, *arguments, dir_fd=dir_fd)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", fail)
+            manifest = back_up(service, folder).backup.manifest
+        assert [(it.kind, it.id) for it in manifest.problems] == [("file", f"runs/{service.run_id}/a1/{name}")]
+        assert manifest.problems[0].problem == f"cannot be read ({os.strerror(code)})" and manifest.files == 8
+
+    def test_is_named_with_escapes_if_its_path_is_too_long_for_a_copy(self, service: Service, folder: Path) -> None:
+        place = os.open(service.storage.attempt_dir(service.run_id, 1), os.O_RDONLY)
+        for _ in range(20):
+            os.mkdir("n" * 250, dir_fd=place)
+            below = os.open("n" * 250, os.O_RDONLY, dir_fd=place)
+            os.close(place)
+            place = below
+        os.close(os.open("not UTF-8: \udcff", os.O_WRONLY | os.O_CREAT, dir_fd=place))
+        os.close(place)
+        manifest = back_up(service, folder).backup.manifest
+        (problem,) = manifest.problems
+        assert problem.id.endswith("/not UTF-8: \\udcff")
+        assert problem.problem == "has a path that is too long" and manifest.files == 7
 
 
 class TestWhileTheServiceRuns:
@@ -178,6 +229,37 @@ def test_older_backups_are_deleted_on_request(service: Service, folder: Path) ->
     created = back_up(service, folder, keep=2)
     assert len(complete_backups(folder)) == 2 and len(created.deleted) == 2
     assert (created.backup.files / "datasets" / service.dataset / "data.jsonl").read_bytes() == ROWS
+
+
+def test_last_backup_without_problems_survives_those_of_a_storage_that_is_not_mounted(
+    service: Service, folder: Path, tmp_path: Path
+) -> None:
+    whole = back_up(service, folder).backup.folder
+    service.storage.root.rename(tmp_path / "unmounted")
+    service.storage.root.mkdir()
+    broken = [back_up(service, folder, keep=1).backup.folder for _ in range(3)]
+    assert complete_backups(folder) == [whole, broken[-1]]
+
+
+def test_backup_that_was_renamed_is_neither_the_newest_nor_deleted(service: Service, folder: Path) -> None:
+    renamed = back_up(service, folder).backup.folder.rename(folder / "before-the-upgrade")
+    older, newer = (back_up(service, folder, keep=1).backup.folder for _ in range(2))
+    assert open_backup(folder).folder == newer and not older.exists()
+    assert open_backup(renamed).folder == renamed
+
+
+def test_backup_just_made_is_not_deleted_although_the_clock_was_ahead_before(service: Service, folder: Path) -> None:
+    ahead = back_up(service, folder).backup.folder.rename(folder / "2100-01-01T000000Z")
+    created = back_up(service, folder, keep=1)
+    assert complete_backups(folder) == [created.backup.folder, ahead]
+
+
+def test_backups_of_one_second_are_in_the_order_of_their_numbers(service: Service, folder: Path) -> None:
+    original = back_up(service, folder).backup.folder
+    for name in ("2026-01-01T000000Z", "2026-01-01T000000Z-2", "2026-01-01T000000Z-10"):
+        shutil.copytree(original, folder / name)
+    shutil.rmtree(original)
+    assert open_backup(folder).folder.name == "2026-01-01T000000Z-10"
 
 
 class TestSentences:
