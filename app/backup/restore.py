@@ -5,6 +5,7 @@ Nothing is deleted: with `replace`, what was there is moved to a folder, togethe
 
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,18 @@ from app.backup.contents import Contents, find_problems
 from app.backup.copying import Copier, EarlierFile, SourceFile
 from app.backup.database_client import DatabaseAddress, dump, find_client, restore
 from app.backup.home_database import reserve_database
-from app.backup.layout import DUMP, INVENTORY, SECRET_KEY, Backup, Described, FileEntry, Problem, open_backup
+from app.backup.layout import (
+    DUMP,
+    INVENTORY,
+    MANIFEST,
+    SECRET_KEY,
+    Backup,
+    Described,
+    FileEntry,
+    Problem,
+    file_problem,
+    open_backup,
+)
 from app.backup.progress import Progress
 from app.config import Settings
 from app.infra.clock import utc_now
@@ -148,12 +160,12 @@ class RestoreJob:
             self._move_aside()
             self._is_place_empty = True
             self._write_mark()
-        restored = self._copy_files(files)
+        restored, damaged = self._copy_files(files)
         with self._progress.step("Restoring the database", None) as report:
             restore(address, client, server_major, self._backup.dump, drops, report)
         self._mark_removed(engine)
         migrate.upgrade(settings, self._progress.say)
-        problems = self._find_problems(engine, restored)
+        problems = damaged + self._find_problems(engine, restored)
         self._restore_secret_key()
         unreadable = self._unreadable_secrets(engine)
         os.sync()
@@ -216,9 +228,16 @@ class RestoreJob:
     def _move_aside(self) -> None:
         for folder in self._folders_with_files():
             make_private_folder(self._aside)
-            folder.rename(self._aside / folder.name)
+            try:
+                folder.rename(self._aside / folder.name)
+            except OSError as error:  # such as the root of a file system
+                raise SetupError(
+                    f"{folder} cannot be moved to {self._aside} ({error.strerror}): move what is in it yourself, and "
+                    "run the command again."
+                ) from None
 
-    def _copy_files(self, files: list[FileEntry]) -> dict[str, FileEntry]:
+    def _copy_files(self, files: list[FileEntry]) -> tuple[dict[str, FileEntry], list[Problem]]:
+        """Return the restored files by path, and those that the backup does not have as they were copied to it."""
         done = 0
 
         def advance(count: int) -> None:
@@ -230,14 +249,20 @@ class RestoreJob:
         present = {file.path: EarlierFile(file, root / file.path) for file in files} if self._continues else {}
         copier = Copier(self._backup.files, root, present, advance)
         restored: dict[str, FileEntry] = {}
+        damaged: list[Problem] = []
         with self._progress.step("Copying files", sum(file.bytes for file in files)) as report:
             for file in files:
                 entry = self._copy_file(copier, root / file.path, file)
-                restored[file.path] = entry
+                if entry is not None:
+                    restored[file.path] = entry
+                else:
+                    damaged.append(file_problem(file.path, "is missing or damaged in the backup"))
+        if damaged and not (self._backup.folder / MANIFEST).exists():
+            raise SetupError(f"{self._backup.folder} cannot be read any more: mount it, and run the command again.")
         self._give_to_owner_of_storage(restored)
-        return restored
+        return restored, damaged
 
-    def _copy_file(self, copier: Copier, target: Path, file: FileEntry) -> FileEntry:
+    def _copy_file(self, copier: Copier, target: Path, file: FileEntry) -> FileEntry | None:
         try:
             is_restored = self._continues and target.stat().st_mtime_ns == file.mtime_ns != 0
         except OSError:
@@ -245,9 +270,9 @@ class RestoreJob:
         source = SourceFile(file.path, file.bytes, file.mtime_ns if is_restored else -1)
         entry = copier.copy(source)
         if entry is None or (entry.bytes, entry.sha256) != (file.bytes, file.sha256):
-            target.unlink(missing_ok=True)
-            reason = "is missing" if entry is None else "is damaged"
-            raise SetupError(f"{self._backup.files / file.path} {reason}: restore another backup.")
+            with suppress(OSError):  # its path may be too long
+                target.unlink(missing_ok=True)
+            return None
         target.chmod(file.mode)
         return entry
 

@@ -168,14 +168,37 @@ class TestDamage:
             restore(empty, backup)
         assert not Path(empty.storage_root).exists()
 
-    def test_damaged_file_is_named_at_each_try(self, service: Service, backup: Backup, empty: Settings) -> None:
-        path = backup.files / "datasets" / service.dataset / "data.jsonl"
+    def test_damaged_and_missing_files_are_left_out_and_named_and_the_rest_is_restored(
+        self, service: Service, backup: Backup, empty: Settings
+    ) -> None:
+        dataset = f"datasets/{service.dataset}/data.jsonl"
+        path = backup.files / dataset
         before = path.stat()
         path.write_bytes(ROWS.replace(b"row", b"raw"))
         os.utime(path, ns=(before.st_mtime_ns, before.st_mtime_ns))
-        for _ in range(2):
-            with pytest.raises(SetupError, match=r"data.jsonl is damaged: restore another backup"):
-                restore(empty, backup)
+        weights = f"runs/{service.run_id}/a1/checkpoint-5/weights"
+        (backup.files / weights).unlink()
+        problems = {(problem.kind, problem.id) for problem in restore(empty, backup).problems}
+        affected = {("dataset", service.dataset), ("checkpoint", service.checkpoints[5])}
+        assert problems == affected | {("file", dataset), ("file", weights)}
+        assert not (empty.storage_root / dataset).exists()
+        with ThreadServer(empty) as api, api.client_with(service.key) as client:
+            checkpoint = f"/v1/runs/{service.run_id}/checkpoints/{service.checkpoints[10]}"
+            assert client.get(f"{checkpoint}/download").status_code == 200
+
+    def test_backup_that_is_unmounted_meanwhile_interrupts_the_restore(
+        self, backup: Backup, empty: Settings, tmp_path: Path
+    ) -> None:
+        def during(label: str) -> None:
+            if label == "Copying files":
+                backup.folder.rename(tmp_path / "elsewhere")
+
+        with pytest.raises(SetupError, match="cannot be read any more: mount it, and run the command again"):
+            restore(empty, backup, progress=Quiet(during))
+        with pytest.raises(SetupError, match="to complete it first"):
+            refuse_unfinished_restore(empty)
+        (tmp_path / "elsewhere").rename(backup.folder)
+        assert restore(empty, backup).problems == []
 
     def test_what_was_corrupt_in_the_service_is_reported_again(
         self, service: Service, empty: Settings, tmp_path: Path
