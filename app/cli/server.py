@@ -130,11 +130,13 @@ def prune(
 
     Example: `anneal prune --events-days 90 --checkpoints-days 30 --dry-run`
     """
+    from app.infra.files.unfinished_restore import refuse_unfinished_restore
     from app.runs.retention import Policy
     from app.runs.retention import prune as prune_now
 
     with plain_errors():
         settings = settings_with_urls()
+        refuse_unfinished_restore(settings)
         policy = Policy(events_days, checkpoints_days, runs_days).or_else(Policy.of(settings))
         if policy == Policy():
             raise SetupError(

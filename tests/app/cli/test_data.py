@@ -68,9 +68,9 @@ def test_what_is_wrong_is_one_sentence(settings: Settings, tmp_path: Path) -> No
         assert "The database does not answer" in refused(anneal(*command, **unreachable))
 
 
-def test_service_does_not_start_on_a_restore_that_was_interrupted(settings: Settings) -> None:
+def test_nothing_starts_on_a_restore_that_was_interrupted(settings: Settings) -> None:
     settings.storage_root.mkdir(parents=True)
     (settings.storage_root / ".restoring.json").write_text('{"backup": "/backups/1"}')
     place = {**variables(settings), "ANNEAL_REDIS_URL": settings.redis_url or ""}
-    for command in ("up", "api", "worker"):
-        assert "run `anneal restore /backups/1` to complete it first" in refused(anneal(command, **place))
+    for command in ("up", "api", "worker", "prune --runs-days 1", "backup /backups", "storage copy s3://bucket"):
+        assert "run `anneal restore /backups/1` to complete it first" in refused(anneal(*command.split(), **place))
