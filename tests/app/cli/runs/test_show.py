@@ -32,7 +32,7 @@ def test_each_memory_figure_says_what_it_is(anneal: Anneal, run_file: Path) -> N
         return RunRead.model_validate({**made, "requirements": needs, **values})
 
     whole = run({}, estimate=EXAMPLE, measured=measured)
-    assert _estimated_memory(whole) == "14,134 MiB at the peak of a step, including the CUDA context"
+    assert _estimated_memory(whole) == "14,174 MiB at the peak of a step, including the CUDA context"
     assert _measured_memory(whole) == "15,210 MiB at the peak, without the CUDA context"
     assert _measured_memory(run({}, measured={**measured, "reserved_memory_mb": None})) == "15,210 MiB at the peak"
     least = {"estimated_mb": {"cuda": 9000, "cpu": 8000}}
