@@ -171,8 +171,6 @@ def build(make: Callable[..., Trains], run: TrainingContext, **options: Any) -> 
         check_saves(trainer)
     if not run.ranks.is_first:
         trainer.remove_callback(PrinterCallback)  # on each host, one process would print the metrics of each step
-    if run.ranks.size == 1:
-        trainer.add_callback(CachedModuleWalks())
     trainer.add_callback(StepCallback(run, trainer))
     trainer.add_callback(trainer.plugin_callbacks)
     asked = run.config.trainer_options
@@ -182,6 +180,8 @@ def build(make: Callable[..., Trains], run: TrainingContext, **options: Any) -> 
         trainer.add_callback(HistogramCallback(run, asked.distributions_steps))
     if asked.memory_profile:
         trainer.add_callback(MemoryProfiler(run, trainer.gpu_memory))
+    if run.ranks.size == 1:
+        trainer.add_callback(CachedModuleWalks())  # last: callbacks of plugins may add modules when training begins
     return trainer
 
 
