@@ -225,8 +225,8 @@ class Tape:
         self.save(Value(narrow, size, False))
         weight = layer.rows * layer.columns * size if layer.quantised or layer.bytes != size else 0
         cast, dropped = value.elements * (size if value.bytes != size else 0), value.elements * size
-        if layer.dropout and self.device == "cuda" and rank <= _LARGEST_RANK_OF_KERNELS:
-            # The kernels of dropout write neither a mask nor a copy of the input.
+        if layer.dropout and self.device == "cuda" and rank <= _LARGEST_RANK_OF_KERNELS and size == 2:
+            # The kernels of dropout, which compute in 16 bits, write neither a mask nor a copy of the input.
             self.save(Value(1, 8, False))
             result = self.made(
                 rows, size, value, grad=True, workspace=cast + weight if value.grad else 0,

@@ -175,6 +175,16 @@ class TestMemory:
         saved = precise.components.weights + precise.components.gradients
         assert precise.peak - half.peak >= saved // 2
 
+    def test_dropout_of_adapters_in_32_bits_takes_what_torch_needs_as_no_kernel_computes_it(self) -> None:
+        model = architecture.read(LLAMA)
+
+        def peak(dtype: str, dropout: float) -> int:
+            config = effective(method="lora", dtype=dtype, lora_dropout=dropout)
+            return memory(model, config, Precision.of(config, "cuda"), Batch(1, 4096), "full", "sdpa").peak
+
+        mib = 2**20
+        assert peak("bfloat16", 0.05) - peak("bfloat16", 0.0) < mib < peak("float32", 0.05) - peak("float32", 0.0)
+
     @pytest.mark.parametrize(("optim", "bits"), [("adamw_torch_8bit", 8), ("adamw_torch_4bit", 4)])
     def test_state_of_optimizers_of_torchao_has_their_bits(self, optim: str, bits: int) -> None:
         rows, columns = 1024, 4096
