@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.core_model_loading import WeightTransform, dot_natural_key
 from transformers.utils.loading_report import LoadStateDictInfo
 
@@ -28,6 +28,8 @@ _SIZE_MISMATCH = re.compile(
 )
 """A line of the error of `torch.nn.Module.load_state_dict`."""
 _SHARED = "vblora_vector_bank"
+_CAUSAL_MASK = re.compile(r"\.attn(\.attention)?\.(bias|masked_bias|causal_mask)$")
+"""Constants of GPT-2, GPT-Neo, GPT-J and CodeGen, which earlier versions of transformers saved with the weights."""
 _VOCABULARY = re.compile(r"embed|wte|lm_head")
 """Names of tensors with a row for each token."""
 
@@ -38,8 +40,8 @@ Sizes = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
 def load_pretrained(auto: Any, source: str | Path, name: str, *, has_new_head: bool = False, **options: Any) -> Any:
     """Load a model with `auto.from_pretrained`, from safetensors only, and check what was loaded.
 
-    A classifier does not use the head of a language model. With `has_new_head` its own head may be missing, and is
-    initialized randomly.
+    A classifier does not use the head of a language model, and a language model not what the files of a model for text
+    and images have beside it. With `has_new_head` the head of a classifier may be missing, and is initialized randomly.
 
     Args:
         auto: class of transformers with `from_pretrained`.
@@ -57,7 +59,10 @@ def load_pretrained(auto: Any, source: str | Path, name: str, *, has_new_head: b
         except RuntimeError as error:
             _raise_mismatch(error, name)
             raise
-    missing, unexpected = set(report["missing_keys"]), set(report["unexpected_keys"])
+    missing = set(report["missing_keys"])
+    unexpected = {key for key in report["unexpected_keys"] if not _CAUSAL_MASK.search(key)}
+    if unexpected and _is_part_of(source, model, options):
+        unexpected = set()
     if auto is AutoModelForSequenceClassification:
         if has_new_head:
             missing = {key for key in missing if key.startswith(f"{model.base_model_prefix}.")}
@@ -219,6 +224,15 @@ def _raise_mismatch(error: RuntimeError, name: str) -> None:
     if problems:
         missing = info.missing_keys - info.conversion_errors.keys()
         raise _mismatch(name, [*_problems(missing, info.unexpected_keys), *problems]) from error
+
+
+def _is_part_of(source: str | Path, model: Any, options: Mapping[str, Any]) -> bool:
+    """Return True if the files are those of a larger model, of which transformers has loaded the one for text."""
+    stored = options.get("config")
+    if stored is None:
+        names = ("trust_remote_code", "local_files_only", "revision")
+        stored = AutoConfig.from_pretrained(source, **{name: options[name] for name in names if name in options})
+    return type(model.config) is type(stored.get_text_config()) is not type(stored)
 
 
 def _language_model_keys(model: Any, options: Mapping[str, Any]) -> set[str]:

@@ -24,6 +24,11 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    GPTJConfig,
+    GPTJForCausalLM,
+    Llama4Config,
+    Llama4ForCausalLM,
+    Llama4ForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -198,6 +203,28 @@ class TestBase:
     ) -> None:
         network = load(GOOD[kind](model), method)
         assert not any(parameter.is_meta for parameter in network.parameters())
+
+    def test_of_a_model_for_text_and_images_loads_as_its_language_model(self, tmp_path: Path) -> None:
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        text = {"vocab_size": 64, "intermediate_size_mlp": 32, "num_key_value_heads": 2, "head_dim": 16}
+        text |= {"num_local_experts": 2, "pad_token_id": 0}
+        images = {"image_size": 28, "patch_size": 14, "vision_output_dim": 32}
+        images |= {"projector_input_dim": 32, "projector_output_dim": 32}
+        described = Llama4Config(text_config=sizes | text, vision_config=sizes | images)
+        Llama4ForConditionalGeneration(described).save_pretrained(tmp_path)
+        assert type(load(tmp_path, "lora")) is Llama4ForCausalLM
+        edit(tmp_path, without("language_model.model.layers.0.self_attn.q_proj.weight"))
+        assert "1 tensor is missing" in message_of(lambda: load(tmp_path, "lora"))
+
+    def test_with_the_causal_masks_that_earlier_versions_of_transformers_saved_loads(self, tmp_path: Path) -> None:
+        GPTJForCausalLM(
+            GPTJConfig(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2, rotary_dim=8)
+        ).save_pretrained(tmp_path)
+        masks = {
+            "transformer.h.0.attn.bias": torch.ones(1, 1, 16, 16, dtype=torch.uint8),
+            "transformer.h.0.attn.masked_bias": torch.tensor(-1e9),
+        }
+        load(edit(tmp_path, lambda tensors: tensors | masks), "lora")
 
     @pytest.mark.parametrize("method", ["lora", "4-bit", "8-bit", "reward"])
     @pytest.mark.parametrize("kind", BAD)
