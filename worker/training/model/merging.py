@@ -40,7 +40,7 @@ def dequantized(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     # When it saves, transformers 5.23 applies the inverse of what read the stored weights. There is none for these, or
     # one that only renames the weights.
     conversions = getattr(model, "_weight_conversions", None) or []
-    model._weight_conversions = [one for one in conversions if not _reads_quantized(one)] or None
+    model._weight_conversions = [each for each in conversions if not _reads_quantized(each)] or None
     return model.to(dtype)
 
 

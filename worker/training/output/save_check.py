@@ -83,7 +83,7 @@ def _save_merged_without_weights(model: PeftModel, folder: Path) -> int:
         keep_published_generation_config(base)
         base.generation_config.save_pretrained(folder)
     width = 4 if base.config.get_text_config().dtype is torch.float32 else 2
-    return width * sum(_weights_in(one) for name, one in base.named_parameters() if "lora_" not in name)
+    return width * sum(_weights_in(parameter) for name, parameter in base.named_parameters() if "lora_" not in name)
 
 
 def _weights_in(parameter: torch.nn.Parameter) -> int:
