@@ -80,6 +80,12 @@ def invalid(errors: Sequence[FieldError], detail: str | None = None, code: str =
     return ApiError(422, code, detail or _summary(errors), errors)
 
 
+def dataset_not_found(field: str, dataset_id: str) -> FieldError:
+    """Create the error of a field that names a dataset which does not exist."""
+    message = f"there is no dataset with the id {dataset_id[:60]!r}; upload one with POST /v1/datasets"
+    return FieldError(field=field, code="dataset_not_found", message=message)
+
+
 def too_large(what: str, limit: int) -> ApiError:
     """Create a 413 error that names the limit."""
     return ApiError(413, "body_too_large", f"{what} may have at most {limit:,} bytes; send less, or in parts.")

@@ -15,6 +15,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from app.api.dependencies import release
+from app.api.errors import dataset_not_found, invalid
 from app.base_models import resolver
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES
@@ -366,8 +367,11 @@ def _smallest(subject: Subject) -> Subject:
 
 
 async def data_of(session: AsyncSession, dataset_id: str) -> Data:
-    """Return the known figures of an existing dataset."""
-    dataset = await session.get_one(Dataset, dataset_id)
+    """Return the known figures of a dataset; raises 422 if it was deleted since the validation of the request."""
+    dataset = await session.get(Dataset, dataset_id)
+    if dataset is None:
+        missing = dataset_not_found("dataset_id", dataset_id)
+        raise invalid([missing], code=missing.code)
     return Data(dataset.rows, dataset.bytes, dataset.token_statistics)
 
 

@@ -9,6 +9,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.dependencies import release
+from app.api.errors import dataset_not_found
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES, BackendRules
 from app.contracts.errors import FieldError
@@ -436,11 +437,7 @@ async def _dataset(session: AsyncSession, name: str, dataset_id: str, found: Val
     query = select(Dataset).where(Dataset.id == dataset_id).with_for_update(read=True, key_share=True)
     dataset = await session.scalar(query)
     if dataset is None:
-        found.refuse(
-            name,
-            "dataset_not_found",
-            f"there is no dataset with the id {dataset_id[:60]!r}; upload one with POST /v1/datasets",
-        )
+        found.errors.append(dataset_not_found(name, dataset_id))
     return dataset
 
 

@@ -555,6 +555,23 @@ class TestComputation:
             held.go_on.set()
             assert {request.result().status_code for request in waiting} <= {200, 202}
 
+    @pytest.mark.parametrize("path", ["/v1/runs", "/v1/runs/validate", "/v1/runs/estimate"])
+    @pytest.mark.parametrize("held", [(validation, "default_warnings")], indirect=True)
+    def test_dataset_that_is_deleted_meanwhile_is_refused_by_name(
+        self, api: ApiServer, engine: Engine, held: HeldCalls, path: str
+    ) -> None:
+        dataset = make_dataset(engine)
+        body = {"dataset_id": dataset, "config": {"base_model": "qwen", "max_steps": 5}}
+        with ThreadPoolExecutor(1) as clients:
+            waiting = clients.submit(api.client.post, path, json=body)
+            assert held.started.wait(30)
+            assert api.client.delete(f"/v1/datasets/{dataset}").status_code == 204
+            held.go_on.set()
+            answer = waiting.result()
+        assert answer.status_code == 422
+        (error,) = answer.json()["errors"]
+        assert (error["field"], error["code"]) == ("dataset_id", "dataset_not_found")
+
     def test_does_not_keep_what_the_run_needs_from_deletion(
         self, api: ApiServer, engine: Engine, held: HeldCalls
     ) -> None:
