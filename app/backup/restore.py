@@ -5,6 +5,7 @@ Nothing is deleted: with `replace`, what was there is moved to a folder, togethe
 
 import os
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -279,12 +280,15 @@ class RestoreJob:
     def _give_to_owner_of_storage(self, restored: dict[str, FileEntry]) -> None:
         """As root, give everything to the user that owns the storage, who runs the service."""
         root = self._storage.root
-        if os.geteuid() != 0 or not root.exists():
-            return
-        owner = root.stat()
         folders = {parent for path in restored for parent in Path(path).parents if parent != Path()}
-        for path in [*map(Path, restored), *folders]:
-            os.chown(root / path, owner.st_uid, owner.st_gid, follow_symlinks=False)
+        self._give_away(root / path for path in [*map(Path, restored), *folders])
+
+    def _give_away(self, paths: Iterable[Path]) -> None:
+        if os.geteuid() != 0 or not self._storage.root.exists():
+            return
+        owner = self._storage.root.stat()
+        for path in paths:
+            os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
 
     def _mark_removed(self, engine: Engine) -> None:
         """Mark checkpoints as deleted that were deleted while the backup was made."""
@@ -308,6 +312,7 @@ class RestoreJob:
         if copy.exists() and not path.exists():
             make_private_folder(path.parent)
             write_private(path, copy.read_text())
+            self._give_away([path])
 
     def _unreadable_secrets(self, engine: Engine) -> int:
         with engine.connect() as connection:

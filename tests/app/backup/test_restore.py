@@ -283,3 +283,14 @@ class TestSecrets:
         assert restore(empty, created.backup).unreadable_secrets == 0
         assert empty.secret_key_path.read_bytes() == key.read_bytes()
         assert empty.secret_key_path.stat().st_mode & 0o777 == 0o600
+
+    @pytest.mark.needs("root")
+    def test_root_gives_the_key_file_and_the_files_to_the_owner_of_the_storage(
+        self, service: Service, key: Path, empty: Settings, tmp_path: Path
+    ) -> None:
+        created = BackupJob(service.settings, tmp_path / "backups", Quiet(), with_secret_key=True).run()
+        empty.storage_root.mkdir()
+        os.chown(empty.storage_root, 65534, 65534)
+        restore(empty, created.backup)
+        for path in (empty.secret_key_path, Storage(empty).journal(service.run_id), empty.storage_root / "runs"):
+            assert path.stat().st_uid == 65534
