@@ -160,8 +160,8 @@ def note_lives(folder: Path) -> None:
 
     prepare = child._prepare
 
-    def prepare_and_note(start: child.LaunchSpec, fds: Any, parent: int) -> None:
-        prepare(start, fds, parent)
+    def prepare_and_note(start: child.LaunchSpec, *rest: Any) -> None:
+        prepare(start, *rest)
         attempt_dir = Path(start.folder)
         run_id, attempt = attempt_dir.parent.name, int(attempt_dir.name.removeprefix("a"))
         hold(folder / f"{run_id}.{attempt}.{os.getpid()}")
