@@ -1,4 +1,4 @@
-"""What the database knows of the files in the storage, in one snapshot, and whether the files match it."""
+"""Files of the storage that one snapshot of the database lists, and the comparison of the files with it."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -43,7 +43,7 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True)
 class Contents:
-    """What one snapshot of the database knows of the storage."""
+    """Files of the storage that one snapshot of the database lists."""
 
     revision: str
     datasets: list[StoredDataset]
@@ -100,7 +100,7 @@ def find_problems(
     """Compare what the database knows with the files.
 
     Args:
-        contents: What the database knows.
+        contents: files that the database lists.
         files: The files by path below the storage.
         storage: Layout of the storage.
         read: Returns the content of one of the files.

@@ -103,9 +103,9 @@ class Manifest(BaseModel):
     object_store: str | None
     """URL of the object store that has the files, which are then not part of the backup."""
     removed: list[Problem]
-    """What was deleted after the dump of the database and before its files were copied."""
+    """Files that were deleted between the dump of the database and their copying."""
     problems: list[Problem]
-    """What was missing or corrupt in the service itself."""
+    """Files that were missing or corrupt in the service itself."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,7 @@ def open_backup(folder: Path) -> Backup:
     try:
         manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
     except ValidationError as error:
-        wrong = error.errors()[0]
-        if wrong["loc"] == ("format",):
+        if error.errors()[0]["loc"] == ("format",):
             raise SetupError(f"{folder} was made by a later version of Anneal: restore it with that version.") from None
         raise SetupError(f"{folder / MANIFEST} is damaged: restore another backup.") from None
     except OSError as error:

@@ -1,4 +1,4 @@
-"""How long work reports its progress."""
+"""Progress reports of a backup and a restore."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

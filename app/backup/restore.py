@@ -68,11 +68,11 @@ _SESSIONS = text(
 
 @dataclass(frozen=True)
 class RestoredBackup:
-    """What was restored."""
+    """Result of a restore."""
 
     backup: Backup
     problems: list[Problem]
-    """What the database lists and whose files the backup does not have as they were stored."""
+    """Entries of the database whose files the backup does not have as they were stored."""
     aside: Path | None
     """Folder of what was there before."""
     unreadable_secrets: int

@@ -116,8 +116,8 @@ def restore(
     if as_json:
         aside = None if restored.aside is None else str(restored.aside)
         problems = [problem.model_dump() for problem in restored.problems]
-        shown = {"backup": str(restored.backup.folder), "replaced": aside, "problems": problems}
-        document({**shown, "unreadable_secrets": restored.unreadable_secrets})
+        report = {"backup": str(restored.backup.folder), "replaced": aside, "problems": problems}
+        document({**report, "unreadable_secrets": restored.unreadable_secrets})
     else:
         _show_restored(restored, str(settings.secret_key_path))
     raise typer.Exit(1 if restored.problems else 0)

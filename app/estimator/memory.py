@@ -222,8 +222,8 @@ def _optimizer_workspace(found: Trained, optim: str, precision: Precision) -> in
 def _dequantized(model: Architecture, config: TrainingConfig, precision: Precision) -> int:
     """Return the bytes of the largest quantized matrix, dequantized to 16 or 32 bits for the backward pass."""
     size = 2 if precision.autocast else 4
-    found = [one.weights * size for one, _ in distinct_weights(model) if _is_quantized(one, config)]
-    return max(found, default=0)
+    sizes = (weight.weights * size for weight, _ in distinct_weights(model) if _is_quantized(weight, config))
+    return max(sizes, default=0)
 
 
 def _generation(model: Architecture, config: TrainingConfig, precision: Precision) -> int:

@@ -200,10 +200,10 @@ def _named_weights(
     """
     requested, matched = frozenset(names), set[str]()
     selected = []
-    for one in candidates:
-        if matching := requested.intersection(names_of(one.name)):
+    for candidate in candidates:
+        if matching := requested.intersection(names_of(candidate.name)):
             matched |= matching
-            selected.append(one)
+            selected.append(candidate)
     if missing := next((name for name in names if name not in matched), None):
         raise CannotTrain(f"{error} {missing}.")
     return selected

@@ -341,8 +341,8 @@ class Tape:
         for value in (gate, up):
             if gate.grad or up.grad:
                 self.save(value)
-        kept = sum(value.elements * value.bytes for value in (gate, up) if value.grad)
-        result = self.made(up.elements, up.bytes, gate, up, workspace=-kept)
+        overwritten = sum(value.elements * value.bytes for value in (gate, up) if value.grad)
+        result = self.made(up.elements, up.bytes, gate, up, workspace=-overwritten)
         self.alive(gate, up, result)
         return result
 

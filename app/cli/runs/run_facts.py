@@ -1,4 +1,4 @@
-"""What computes a run, from the facts that its trainer reported, as text."""
+"""Run facts, which the trainer reported, as text: device, kernels, precision and the planned step."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any

@@ -141,10 +141,11 @@ def _is_like(measured: _Rate, config: TrainingConfig, length: int) -> bool:
     if any(getattr(then, name) != getattr(config, name) for name in ("load_in_4bit", "load_in_8bit", "packing")):
         return False
     # Packed sequences are full regardless of the length of the texts in them.
-    one, other = (then.max_seq_length, config.max_seq_length) if config.packing else (measured.length, length)
-    if one is None or other is None:
+    lengths = (then.max_seq_length, config.max_seq_length) if config.packing else (measured.length, length)
+    measured_length, requested_length = lengths
+    if measured_length is None or requested_length is None:
         return False
-    return 0.5 <= one / other <= 2
+    return 0.5 <= measured_length / requested_length <= 2
 
 
 async def _others(session: AsyncSession, config: TrainingConfig) -> list[str]:

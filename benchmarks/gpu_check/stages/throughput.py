@@ -62,7 +62,7 @@ CELLS = (
 )
 """All cells, the most important first."""
 _GOAL_CELLS, _COMPARED_CELLS = 4, 2
-"""How many of the first cells have a goal for their speed, and for their speed as a multiple of TRL's."""
+"""Number of cells, from the first, with a goal for the speed, and with one for the speed as a multiple of TRL's."""
 TINY_CELLS = (Cell("qlora", "long", 0.05), Cell("qlora", "mix", 0.05), Cell("lora", "short", 0.0))
 
 
