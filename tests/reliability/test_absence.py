@@ -163,12 +163,12 @@ class TestOfOneWorkerOnly:
 
     def test_a_stop_that_was_asked_for_meanwhile_wins(self, stack: Stack, way: Proxy) -> None:
         run_id = stack.create({**slow(stack), "steps": 100_000}, WITHOUT_OWN_CHECKPOINTS)
-        # The trainer dies at two thirds of the lease, and a third is left until the run could be taken back.
-        stack.add_worker(database_url=way.url, lease_seconds=9 * stack.slowness)
+        # The trainer dies at two thirds of the lease. In the third that is left, the test must notice, stop and heal.
+        stack.add_worker(database_url=way.url, lease_seconds=18 * stack.slowness)
         stack.until_step(run_id, 10)
         (trainer,) = pids_of_trainers(stack.journal(run_id))
         way.fall_silent()
-        eventually(lambda: not is_alive(trainer), timeout=8 * stack.slowness)
+        eventually(lambda: not is_alive(trainer), timeout=16 * stack.slowness)
         assert stack.stop(run_id).status_code == 202
         way.heal()
         shown = stack.until(run_id, "cancelled")
