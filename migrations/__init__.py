@@ -10,6 +10,7 @@ Rules for deploys without downtime (tests check them for each migration):
 - **Indexes on tables with rows** are built by `online.create_index`, concurrently with appends, alone in their
   migration: it commits what came before it, and a retried migration finds its index and continues. Not on `run_events`,
   which is partitioned: each partition gets its own index.
+- **Kept unchanged.** Databases have run it, so no migration is ever changed, renumbered or deleted.
 - **Four-digit numbers**: by their order a replica knows whether a database is newer than itself (it serves) or older
   (it asks for `anneal migrate`).
 """

@@ -70,11 +70,11 @@ class TrainingStack(Stack):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def forked_zygotes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def forked_zygotes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zygotes.Server]:
     """Fork the zygotes of the workers from a process that has imported the training code."""
     global _zygotes
     with zygotes.server(tmp_path_factory.getbasetemp() / "zygotes" / "server") as _zygotes:
-        yield
+        yield _zygotes
     _zygotes = None
 
 
