@@ -64,10 +64,9 @@ async def create(
         return earlier
     if run_id is not None and (known := await session.get(Run, run_id)) is not None:
         return known
-    found = await validate_request(session, settings, storage, request, wrong_rewards)
+    found, needed = await _validate(session, settings, storage, request, wrong_rewards, caller_id)
     if found.errors or found.config is None:
         raise validation_failed(found.errors)
-    needed = await _requirements(session, settings, storage, request, found, found.config)
     await lock_references(session, request, found)
     if request.experiment_id is None:
         experiment_id = (await default_experiment(session, caller_id)).id
@@ -83,6 +82,7 @@ async def create(
         "eval_dataset_id": request.eval_dataset_id,
         "config": found.config.model_dump(mode="json"),
         "user_set_fields": found.given,
+        "warnings": found.stored_warnings,
         "base_run_id": found.base_run_id,
         "devices_needed": found.resources.devices,
         "hosts_needed": found.resources.hosts,
@@ -100,14 +100,7 @@ async def check(
 ) -> RunCheck:
     """Validate a request as `create` does, without creating anything, and warn if the run could not start."""
     wrong_rewards = await reward_problems(settings, request.config)
-    found: ValidationResult = await validate_request(session, settings, storage, request, wrong_rewards)
-    if not found.errors and found.config is not None:
-        needed = await _requirements(session, settings, storage, request, found, found.config)
-        needs = Needs.of(request.backend, found.resources.devices, found.resources.hosts, needed)
-        waits = pending_reason(needs, await read_fleet(session, settings.lease_seconds))
-        if waits is not None and waits.code != "no_worker":  # a warning of the validation says that
-            found.warnings.append(FieldError(field="resources", code=waits.code, message=waits.message))
-        found.warnings += await _quota_warnings(session, caller_id, request.experiment_id, found.resources.devices)
+    found, _ = await _validate(session, settings, storage, request, wrong_rewards, caller_id)
     return RunCheck(
         valid=not found.errors,
         errors=found.errors,
@@ -116,8 +109,29 @@ async def check(
     )
 
 
+async def _validate(
+    session: AsyncSession,
+    settings: Settings,
+    storage: Storage,
+    request: RunCreate,
+    wrong_rewards: Sequence[FieldError],
+    caller_id: str | None,
+) -> tuple[ValidationResult, dict[str, Any]]:
+    """Validate a request, with a warning if its run could not start; return also what its device needs."""
+    found = await validate_request(session, settings, storage, request, wrong_rewards)
+    if found.errors or found.config is None:
+        return found, {}
+    needed = await _requirements(session, settings, storage, request, found, found.config)
+    needs = Needs.of(request.backend, found.resources.devices, found.resources.hosts, needed)
+    waits = pending_reason(needs, await read_fleet(session, settings.lease_seconds))
+    if waits is not None and waits.code != "no_worker":  # a warning of the validation says that
+        found.warnings.append(FieldError(field="resources", code=waits.code, message=waits.message))
+    found.warnings += await _quota_warnings(session, caller_id, request.experiment_id, found.resources.devices)
+    return found, needed
+
+
 async def _quota_warnings(
-    session: AsyncSession, caller_id: str, experiment_id: str | None, devices: int
+    session: AsyncSession, caller_id: str | None, experiment_id: str | None, devices: int
 ) -> list[FieldError]:
     """Return a warning for each quota that is smaller than a run on so many devices, which would wait for ever."""
     of_key = select(ApiKey.max_devices).where(ApiKey.id == caller_id)

@@ -88,6 +88,7 @@ async def evaluate(transaction: RunTransaction, settings: Settings, storage: Sto
         "dataset_id": request.dataset_id,
         "config": config.model_copy(update={"eval_steps": None}).model_dump(mode="json"),
         "user_set_fields": sorted(given),
+        "warnings": found.stored_warnings,
         "devices_needed": found.resources.devices,
         "hosts_needed": found.resources.hosts,
         "resources": found.resources.model_dump(),

@@ -29,7 +29,7 @@ from app.runs.actions.service import changes
 from app.runs.checkpoints.service import furthest_good, preferred
 from app.runs.creation import RunTransaction, find_by_idempotency_key, insert
 from app.runs.estimates import service as estimates
-from app.runs.validation.config import config_problems
+from app.runs.validation.config import about_config, config_problems, unusual_warnings
 from app.runs.validation.destinations import destination_problems
 from app.runs.validation.expert_parallel import expert_parallel_problems
 from app.runs.validation.request import (
@@ -131,6 +131,7 @@ async def resume(
         "eval_dataset_id": parent.eval_dataset_id,
         "config": config.model_dump(mode="json"),
         "user_set_fields": given,
+        "warnings": [warning.model_dump() for warning in unusual_warnings(config)],
         "base_run_id": parent.base_run_id,
         "devices_needed": resources.devices,
         "hosts_needed": resources.hosts,
@@ -223,12 +224,7 @@ def _configuration(
     reported = {problem.field for problem in refused}
     problems = refused + [problem for problem in wrong if problem.field.split(".")[0] not in reported]
     if problems:
-        raise validation_failed(
-            [
-                FieldError(field=f"config.{problem.field}", code=problem.code, message=problem.message)
-                for problem in problems
-            ]
-        )
+        raise validation_failed([about_config(problem) for problem in problems])
     return TrainingConfig.model_validate(drop_unknown_fields(merged, given)), sorted(given)
 
 

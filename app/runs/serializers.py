@@ -55,10 +55,12 @@ async def _fields(session: AsyncSession, storage: Storage, run: Run) -> dict[str
     derived |= {"id": run.id, "last_seq": run.event_seq}
     reward_runs = await service.reward_run_ids(session, run)
     expected, real = await estimate_and_measurements(session, run, probe.seconds_of_step(history))
-    facts = await service.run_facts(session, run)
+    facts, replaced = await service.run_facts(session, run)
     result = await probe.probe_result(session, run, expected, real, facts or {})
     taken: dict[str, Any] = {
         "facts": facts,
+        "replaced": replaced,
+        "warnings": _current_warnings(run),
         "estimate": expected,
         "measured": real,
         "probe": result,
@@ -69,6 +71,11 @@ async def _fields(session: AsyncSession, storage: Storage, run: Run) -> dict[str
     evaluation = await evaluated(session, run.id) if run.task == RunTask.evaluate else None
     taken |= {"best_eval": best_eval, "evaluation": evaluation, "metrics_history": history}
     return {**same, **derived, **taken}
+
+
+def _current_warnings(run: Run) -> list[dict[str, str]]:
+    """Return the warnings of the validation; those about workers and devices only until the run starts."""
+    return [warning for warning in run.warnings if not run.attempt or warning["field"].startswith("config")]
 
 
 def run_page(

@@ -43,18 +43,22 @@ async def extra_eval_datasets(session: AsyncSession, run: Run) -> dict[str, str]
     return dict((await session.execute(query.order_by(RunEvalDataset.name))).tuples().all())
 
 
-async def run_facts(session: AsyncSession, run: Run) -> dict[str, Any] | None:
-    """Return the facts that the trainer reported last; None before it has, and once retention has deleted the event."""
+async def run_facts(session: AsyncSession, run: Run) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+    """Return the facts and the replaced defaults that the trainer reported last.
+
+    None and no replaced defaults before it has reported them, and once retention has deleted the event.
+    """
     if not run.attempt:
-        return None
+        return None, []
     # A literal, from which PostgreSQL concludes that the index of a run's history contains the event.
     is_config = RunEvent.type == literal_column("'config'")
-    query = select(RunEvent.data["facts"]).where(RunEvent.run_id == run.id, is_config)
-    facts = await session.scalar(query.order_by(RunEvent.seq.desc()).limit(1))
-    if not isinstance(facts, dict):
-        return None
+    query = select(RunEvent.data["facts"], RunEvent.data["replaced"]).where(RunEvent.run_id == run.id, is_config)
+    row = (await session.execute(query.order_by(RunEvent.seq.desc()).limit(1))).one_or_none()
+    if row is None or not isinstance(row[0], dict):
+        return None, []
+    facts, replaced = row
     invalid = invalid_facts(facts)  # earlier versions stored them unchecked
-    return {name: value for name, value in facts.items() if name not in invalid}
+    return {name: value for name, value in facts.items() if name not in invalid}, replaced or []
 
 
 async def trains(session: AsyncSession, run_id: str) -> bool:

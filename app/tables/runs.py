@@ -136,6 +136,8 @@ class Run(Owned, Base):
     base_model: Mapped[str] = mapped_column(Text, Computed("config ->> 'base_model'", persisted=True))
     user_set_fields: Mapped[list[str]]
     """Names of the fields that the user set; only defaults may be replaced."""
+    warnings: Mapped[list[Any]] = mapped_column(server_default=text("'[]'"))
+    """Warnings of its validation, each with the fields of `FieldError`."""
     effective_config: Mapped[dict[str, Any] | None]
     """Configuration that the trainer used, as it reported at its start."""
     devices_needed: Mapped[int] = mapped_column(server_default=text("1"))

@@ -17,7 +17,9 @@ _INTRO = """\
 `POST /v1/runs/validate` reports every problem of a configuration, and its resolved values.
 
 A value equal to the default counts as not given. So a client may send every field for every method: `validate` warns
-(`equals_default`) about those that the method does not use, and any other value of them is an error.
+(`equals_default`) about those that the method does not use, and any other value of them is an error. Such a value is used where
+the method uses the field: a learning rate of 2e-4 for `dpo` is 40 times its default, and is warned about (`unusual_value`) like
+other values far outside the usual range of their method. Warnings are in the answer to a create and on the run, too.
 
 Counts may be written as `"10k"`, `"1.5M"`, `"8Ki"`, `"2^15"`, `"1e4"` or `"10_000"`, and durations as `"2h"`; they are stored as
 numbers. Each method is described in [Methods](../guides/methods.md), rewards in [Rewards](../guides/rewards.md), and

@@ -59,7 +59,7 @@ Watch = Annotated[bool, typer.Option("--watch", help="Watch the run to its end; 
 
 @commands.command()
 def create(file: File, sets: Set = None, watch: Watch = False, as_json: AsJson = False) -> None:
-    """Create a run and print its id; without --json also the warnings of `anneal runs validate`, on standard error.
+    """Create a run and print its id; without --json also its warnings, on standard error.
 
     Exit code with --watch: 0 completed, 3 failed, 4 cancelled.
 
@@ -69,20 +69,19 @@ def create(file: File, sets: Set = None, watch: Watch = False, as_json: AsJson =
 
     with connected() as client:
         wanted = run_file.change(run_file.read(file), sets or [])
-        check = None if as_json else client.runs.validate(wanted)
         run = client.runs.create(wanted)
-        if check is not None:
-            _note_warnings(check)
         _print_or_watch(client, run, watch, as_json)
 
 
-def _note_warnings(check: "RunCheck") -> None:
-    for warning in check.warnings:
+def _note_warnings(checked: "RunCheck | RunRead") -> None:
+    for warning in checked.warnings:
         note(f"  {warning.field}: {warning.message}")
 
 
 def _print_or_watch(client: "Anneal", run: "RunRead", watch: bool, as_json: bool) -> None:
-    """Print a new run, or watch it to its end."""
+    """Print a new run with its warnings, or watch it to its end."""
+    if not as_json:
+        _note_warnings(run)
     if watch:
         from app.cli.runs.watch import watch_run
 
@@ -193,7 +192,7 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
         if as_json:
             document(run)
             return
-        from app.cli.runs.run_facts import fact_lines
+        from app.cli.runs.run_facts import fact_lines, remark_lines
         from app.contracts.training_config.fields import TrainingConfig
 
         config = _in_force(run)
@@ -211,8 +210,8 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
                 "resume": _resume_fidelity(run),
                 "evaluates": run.base_run_id if run.task == RunTask.evaluate else None,
                 "estimated memory": _estimated_memory(run), "measured memory": _measured_memory(run),
-                **fact_lines(run), "needs": _needs(run), "experiment": run.experiment_id, "tags": run.tags,
-                "pinned": run.pinned or None,
+                **fact_lines(run), **remark_lines(run), "needs": _needs(run), "experiment": run.experiment_id,
+                "tags": run.tags, "pinned": run.pinned or None,
                 "dataset": run.dataset_id, "eval dataset": run.eval_dataset_id,
                 **{f"eval dataset {name}": id for name, id in run.extra_eval_datasets.items()}, "worker": run.worker_id,
                 "created": run.created_at, "started": run.started_at, "finished": run.finished_at,

@@ -22,6 +22,15 @@ def fact_lines(run: "RunRead") -> dict[str, str | None]:
     }
 
 
+def remark_lines(run: "RunRead") -> dict[str, str]:
+    """Format the defaults that were replaced, with the reasons, and the warnings of the validation."""
+    replaced = {
+        f"replaced {it.get('field')}": f"{it.get('requested')} by {it.get('used')}: {it.get('reason')}"
+        for it in run.replaced
+    }
+    return replaced | {f"warning {warning.field}": warning.message for warning in run.warnings}
+
+
 def _kernels(facts: Mapping[str, Any]) -> str | None:
     used = facts.get("kernels") or {}
     attention = used.get("attention") or facts.get("attention")

@@ -8,7 +8,9 @@ from pydantic import ValidationError
 from app.contracts.backends import BackendRules
 from app.contracts.errors import FieldError
 from app.contracts.methods import DEFAULT_METHOD, METHODS
+from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.rules import DeviceCapabilities
+from app.contracts.training_config.usual_ranges import unusual_values
 from app.contracts.training_config.validation import config_errors, ignored_defaults
 
 
@@ -48,6 +50,17 @@ def default_warnings(
     """Return a warning for each conflict of a valid configuration that is ignored because a value is the default."""
     plain = _without_options(rules, config)
     return ignored_defaults(plain, has_eval_dataset=has_eval_dataset, dataset_format=dataset_format)
+
+
+def unusual_warnings(config: TrainingConfig) -> list[FieldError]:
+    """Return a warning for each value that is far outside the usual range of the method."""
+    return [about_config(problem) for problem in unusual_values(config)]
+
+
+def about_config(problem: FieldError) -> FieldError:
+    """Return a problem of a configuration by its field in the request."""
+    name = "config" if problem.field == "config" else f"config.{problem.field}"
+    return FieldError(field=name, code=problem.code, message=problem.message)
 
 
 def _without_options(rules: BackendRules | None, config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -24,7 +24,7 @@ from app.contracts.training_config.rules import DeviceCapabilities, machine_conf
 from app.infra.storage import Storage
 from app.runs.scheduler.fleet import read_fleet
 from app.runs.scheduler.placement import Needs, pending_reason
-from app.runs.validation.config import config_problems, default_warnings
+from app.runs.validation.config import about_config, config_problems, default_warnings, unusual_warnings
 from app.runs.validation.dataset import data_problems
 from app.runs.validation.destinations import destination_problems
 from app.runs.validation.expert_parallel import expert_parallel_problems
@@ -91,8 +91,8 @@ async def validate_request(
         for check in (plugin_problems, package_problems):
             refused, warned = await check(session, online(settings, request.backend), request.config)
             wrong += [one for one in refused if one.field not in reported]
-            found.warnings += [_about_config(problem) for problem in warned]
-    found.errors += [_about_config(problem) for problem in wrong]
+            found.warnings += [about_config(problem) for problem in warned]
+    found.errors += [about_config(problem) for problem in wrong]
     loads_model = rules is None or rules.loads_model
     trains = task is RunTask.train
     await _check_base_model(
@@ -123,7 +123,7 @@ async def validate_request(
     if not found.errors:
         await release(session)
         ignored = await asyncio.to_thread(default_warnings, rules, request.config, has_eval_dataset, data_format)
-        found.warnings += [_about_config(problem) for problem in ignored]
+        found.warnings += [about_config(problem) for problem in ignored]
         await asyncio.to_thread(_resolve, request.config, machine, found, is_divided(found.resources), data_format)
     return found
 
@@ -468,6 +468,7 @@ def _resolve(
     found.config = TrainingConfig.model_validate(dict(config))
     found.given = sorted(given)
     named = named_fields(config)
+    found.warnings += unusual_warnings(found.config)
     effective = resolve(
         found.config, given, machine, found.longest_sequence, sharded=sharded, dataset_format=dataset_format,
         stored=found.stored_quantization,
@@ -486,8 +487,3 @@ def _resolve(
 
 def _shown(value: Any) -> str:
     return f"`{value}`" if isinstance(value, str) else str(value).lower()
-
-
-def _about_config(problem: FieldError) -> FieldError:
-    name = "config" if problem.field == "config" else f"config.{problem.field}"
-    return FieldError(field=name, code=problem.code, message=problem.message)

@@ -27,6 +27,11 @@ class ValidationResult:
     base_run_id: str | None = None
     reward_run_ids: list[str] = field(default_factory=list)
 
+    @property
+    def stored_warnings(self) -> list[dict[str, str]]:
+        """Warnings as the run's row contains them."""
+        return [warning.model_dump() for warning in self.warnings]
+
     def refuse(self, name: str, code: str, message: str) -> None:
         """Add an error."""
         self.errors.append(FieldError(field=name, code=code, message=message))

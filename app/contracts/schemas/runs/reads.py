@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
+from app.contracts.errors import FieldError
 from app.contracts.field_types import Timestamp
 from app.contracts.methods import TrainingMethod
 from app.contracts.run_status import EndReason, TrainingStatus
@@ -247,6 +248,13 @@ class RunRead(RunFull):
             "example": {
                 **_RUN,
                 "facts": FACTS,
+                "replaced": [
+                    {
+                        "field": "optim", "requested": "paged_adamw_8bit", "used": "adamw_8bit",
+                        "reason": "Paging optimizer state needs a GPU.",
+                    }
+                ],
+                "warnings": [],
                 "estimate": EXAMPLE,
                 "measured": {
                     "peak_memory_mb": 15210.4, "reserved_memory_mb": 16022.0, "tokens_per_second": 7031.0,
@@ -268,6 +276,14 @@ class RunRead(RunFull):
         description="Run facts as the trainer reported them last, in the event `config`: what computes the run "
         "(`device`, `attention`, `kernels`), the planned step (`step_plan`) and more. Null before they are reported, "
         "and when retention has deleted the event."
+    )
+    replaced: list[dict[str, Any]] = Field(
+        description="Defaults that the device, the model or the method cannot honor, as the trainer reported them with "
+        "`facts`: `field`, `requested`, `used` and `reason`."
+    )
+    warnings: list[FieldError] = Field(
+        description="Warnings of its validation, as `POST /v1/runs/validate` returns them. Those about workers and "
+        "devices are absent once it has started."
     )
     estimate: RunEstimate | None = Field(
         description="Estimate of its memory and time, available shortly after its creation. Null for backends "
@@ -312,7 +328,9 @@ _OUTLOOK: JsonDict = {
 class RunStopped(RunRead):
     """A run with a requested stop."""
 
-    model_config = ConfigDict(json_schema_extra={"example": {**_RUN, "metrics_history": [], "stop": _OUTLOOK}})
+    model_config = ConfigDict(
+        json_schema_extra={"example": {**_RUN, "replaced": [], "warnings": [], "metrics_history": [], "stop": _OUTLOOK}}
+    )
 
     stop: StopOutlook
 

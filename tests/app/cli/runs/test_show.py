@@ -96,6 +96,19 @@ def test_a_run_shows_what_computes_it_once_its_trainer_has_reported_it(anneal: A
     trainer.complete()
 
 
+def test_a_run_shows_its_warnings_and_the_defaults_that_its_trainer_replaced(anneal: Anneal, trainer: Trainer) -> None:
+    about_worker = {"field": "resources", "code": "no_device_fits", "message": "No device fits."}
+    about_config = {"field": "config.learning_rate", "code": "unusual_value", "message": "`learning_rate` is 2."}
+    mark_run(trainer.engine, trainer.run_id, warnings=[about_worker, about_config])
+    replaced = {"field": "optim", "requested": "paged_adamw_8bit", "used": "adamw_8bit", "reason": "No GPU."}
+    trainer.events("config", {"replaced": [replaced], "facts": FACTS})
+    lines = _lines(anneal, trainer.run_id)
+    assert lines["replaced optim"].strip() == "paged_adamw_8bit by adamw_8bit: No GPU."
+    assert lines["warning config.learning_rate"].strip() == "`learning_rate` is 2."
+    assert "warning resources" not in lines, "the run has started, so it was about the past"
+    trainer.complete()
+
+
 def test_an_attention_that_depends_on_the_texts_is_shown_with_both_kernels(anneal: Anneal, trainer: Trainer) -> None:
     kernels = {"norms": "transformers", "attention": "varlen (cudnn for texts of 4096 tokens)"}
     trainer.events("config", {"facts": {"attention": "varlen", "kernels": kernels}})

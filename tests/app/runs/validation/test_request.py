@@ -383,6 +383,12 @@ class TestDefaultValues:
         assert ignored == self.IGNORED.get(method, set())
         made = api.client.post("/v1/runs", json=body)
         assert made.status_code == 202, made.text
+        unusual = {it["field"] for it in found["warnings"] if it["code"] == "unusual_value"}
+        # 2e-4 is the default of supervised methods with an adapter, and 10 times that of those without one.
+        assert unusual == ({"config.learning_rate"} if method in ("dpo", "kto", "rlhf") else set())
+        assert made.json()["warnings"] == found["warnings"]
+        shown = api.client.get(f"/v1/runs/{made.json()['id']}").json()
+        assert shown["warnings"] == found["warnings"]
         effective = found["effective_config"]
         assert (effective["optim"], effective["max_seq_length"]) == ("adamw_8bit", 256)
         plain = {"base_model": "tiny", "method": method, "gradient_checkpointing": True}
