@@ -99,7 +99,7 @@ class Tracker(ABC):
 
     def __init__(self, job: JobSpec, method: str) -> None:
         self._job = job
-        self._run = {"run_id": job.run_id, "attempt": job.attempt, "method": method}
+        self._run: dict[str, Any] = {"run_id": job.run_id, "attempt": job.attempt, "method": method}
 
     @abstractmethod
     def connect(self) -> None:
