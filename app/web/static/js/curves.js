@@ -173,6 +173,23 @@ export function align(curves) {
   return { x: merged, ys };
 }
 
+/**
+ * Range of all positions of some curves, which ascend; null if they have none, or all the same.
+ * @param {(number | null)[][]} curves
+ * @returns {[number, number] | null}
+ */
+export function extentOf(curves) {
+  let [low, high] = [Infinity, -Infinity];
+  for (const at of curves) {
+    const first = at.find((position) => position != null);
+    const last = lastValue(at);
+    if (first == null || last == null) continue;
+    low = Math.min(low, first);
+    high = Math.max(high, last);
+  }
+  return low < high ? [low, high] : null;
+}
+
 /** @param {(number | null)[]} numbers */
 function isAscending(numbers) {
   let last = -Infinity;

@@ -1,6 +1,6 @@
 import assert from 'node:assert/strict';
 import test from 'node:test';
-import { align, append, emptySeries, interpolate, lastValue, lowerBound, perStep, positions, smooth, stepsWithin, truncate, withDetail } from '../../../../app/web/static/js/curves.js';
+import { align, append, emptySeries, extentOf, interpolate, lastValue, lowerBound, perStep, positions, smooth, stepsWithin, truncate, withDetail } from '../../../../app/web/static/js/curves.js';
 
 test('a step that is trained again drops the points of the earlier pass from there on', () => {
   const series = emptySeries();
@@ -60,4 +60,9 @@ test('detail takes the place of the thinned points, and later points stay', () =
   assert.equal(withDetail(thinned, { steps: [], values: [] }), thinned);
   assert.deepEqual(stepsWithin(thinned, [0.1, 0.5, null, 1.3], [0.4, 1.4]), [5, 13]);
   assert.equal(stepsWithin(thinned, [0.1, 0.5, 0.9, 1.3], [2, 3]), null);
+});
+
+test('charts of a page have the range of all curves, and none without two positions', () => {
+  assert.deepEqual(extentOf([[1, 2, 60], [10, 50], [null, 5, null]]), [1, 60]);
+  assert.equal(extentOf([[3], [null], []]), null);
 });

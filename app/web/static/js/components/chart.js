@@ -8,6 +8,8 @@ import { palette } from '../theme.js';
 
 const DRAW_EVERY_MS = 500;
 const COLORS = 8;
+/** Lines for the labels of marks, of which neighbors do not overlap. */
+const MARK_LINES = 4;
 
 /**
  * @typedef {object} Curve
@@ -39,17 +41,19 @@ function resolved(name) {
  * @param {{
  *   title: string, curves: Curve[], smoothing?: number, logScale?: boolean, shape?: '' | 'wide' | 'tall' | 'flat',
  *   marks?: Mark[], format?: (value: number | null | undefined) => string, position?: (x: number) => string,
- *   ticks?: (x: number) => string, group?: string, zoom?: [number, number] | null,
+ *   ticks?: (x: number) => string, group?: string, extent?: [number, number] | null, zoom?: [number, number] | null,
  *   onZoom?: (range: [number, number] | null) => void, actions?: any,
- * }} props
+ * }} props `extent`: horizontal range of all charts of the page, so that the same step is at the same place in each.
  */
 export function LineChart({
   title, curves, smoothing = 0, logScale = false, shape = '', marks = [], format = significant,
-  position = (x) => `step ${Math.round(x).toLocaleString('en-US')}`, ticks, group = 'page', zoom = null, onZoom, actions,
+  position = (x) => `step ${Math.round(x).toLocaleString('en-US')}`, ticks, group = 'page', extent = null, zoom = null,
+  onZoom, actions,
 }) {
   const box = useRef(/** @type {HTMLElement | null} */ (null));
   const [at, setAt] = useState(/** @type {number | null} */ (null));
   const chart = useRef(/** @type {Drawing | null} */ (null));
+  const shownZoom = useRef(String(zoom));
   const colors = palette.value;
   // Smoothed curves are drawn over their points.
   const shown = curves.flatMap((curve) =>
@@ -62,13 +66,15 @@ export function LineChart({
     const drawing = new Drawing(/** @type {HTMLElement} */ (box.current), { shown, logScale, isWide: shape === 'wide', group, ticks, onCursor: setAt });
     chart.current = drawing;
     drawing.onZoom = onZoom;
-    drawing.show([x, ...ys], marks, zoom);
+    drawing.show([x, ...ys], marks, zoom ?? extent, true);
     return () => drawing.destroy();
   }, [look]);
   useEffect(() => {
     if (!chart.current) return;
     chart.current.onZoom = onZoom;
-    chart.current.show([x, ...ys], marks, zoom);
+    const zoomText = String(zoom);
+    chart.current.show([x, ...ys], marks, zoom ?? extent, zoomText !== shownZoom.current);
+    shownZoom.current = zoomText;
   });
 
   const index = at ?? x.length - 1;
@@ -100,8 +106,8 @@ class Drawing {
     this.data = [[], ...shown.map(() => [])];
     /** @type {Mark[]} */
     this.marks = [];
-    /** @type {[number, number] | null} */
-    this.zoom = null;
+    /** Horizontal range to show; null: that of the data. @type {[number, number] | null} */
+    this.range = null;
     /** @type {((range: [number, number] | null) => void) | undefined} */
     this.onZoom = undefined;
     this.isInSight = false;
@@ -122,14 +128,15 @@ class Drawing {
         height: box.clientHeight || 150,
         padding: [6, 14, 0, 0],
         legend: { show: false },
-        cursor: { sync: { key: group }, points: { size: 7, width: 2 }, drag: { x: true, y: false, setScale: false } },
+        // The other charts follow the cursor, but not a selection: one that is not drawn yet has no scale to read it with.
+        cursor: { sync: { key: group, filters: { pub: () => true, sub: (/** @type {string} */ type) => type === 'mousemove' || type === 'mouseleave' } }, points: { size: 7, width: 2 }, drag: { x: true, y: false, setScale: false } },
         hooks: {
           draw: [() => this.drawMarks()],
           setCursor: [(/** @type {any} */ plot) => onCursor(plot.cursor.idx ?? null)],
           setSelect: [(/** @type {any} */ plot) => this.select(plot)],
         },
         scales: {
-          x: { time: false, range: (/** @type {any} */ _plot, /** @type {number} */ low, /** @type {number} */ high) => this.zoom ?? [low, high] },
+          x: { time: false, range: (/** @type {any} */ _plot, /** @type {number} */ low, /** @type {number} */ high) => this.range ?? [low, high] },
           y: logScale
             ? { distr: 3 }
             : {
@@ -176,13 +183,12 @@ class Drawing {
   /**
    * @param {any[]} data The common positions and the values of each curve, as `align` returns them.
    * @param {Mark[]} marks
-   * @param {[number, number] | null} zoom
+   * @param {[number, number] | null} range
+   * @param {boolean} isAtOnce True after a change by hand, which does not wait for its turn.
    */
-  show(data, marks, zoom) {
-    const before = this.zoom;
-    Object.assign(this, { data, marks, zoom, isStale: true });
-    // A change by hand is shown at once.
-    if (before?.[0] !== zoom?.[0] || before?.[1] !== zoom?.[1]) this.drawn = -Infinity;
+  show(data, marks, range, isAtOnce) {
+    Object.assign(this, { data, marks, range, isStale: true });
+    if (isAtOnce) this.drawn = -Infinity;
     this.schedule();
   }
 
@@ -209,7 +215,8 @@ class Drawing {
     const { left, width } = plot.select;
     plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
     if (width < 4) return;
-    this.onZoom?.([plot.posToVal(left, 'x'), plot.posToVal(left + width, 'x')]);
+    const range = /** @type {[number, number]} */ ([plot.posToVal(left, 'x'), plot.posToVal(left + width, 'x')]);
+    if (range.every(Number.isFinite)) this.onZoom?.(range);
   }
 
   drawMarks() {
@@ -220,9 +227,11 @@ class Drawing {
     context.save();
     context.font = `${10.5 * ratio}px ${this.font}`;
     context.textBaseline = 'top';
-    for (const mark of this.marks) {
+    /** Right end of the last label of each line of labels. @type {number[]} */
+    const ends = Array.from({ length: MARK_LINES }, () => -Infinity);
+    for (const mark of this.marks.toSorted((one, other) => one.at - other.at)) {
       const left = plot.valToPos(mark.at, 'x', true);
-      if (left < plot.bbox.left || left > right) continue;
+      if (!(left >= plot.bbox.left && left <= right)) continue;
       context.strokeStyle = this.marksColors[mark.kind];
       context.fillStyle = context.strokeStyle;
       context.setLineDash([3 * ratio, 3 * ratio]);
@@ -233,11 +242,15 @@ class Drawing {
       context.lineTo(left, plot.bbox.top + plot.bbox.height);
       context.stroke();
       context.globalAlpha = 1;
-      if (mark.text && this.isWide && plot.width > 560) {
-        const fits = left + context.measureText(mark.text).width + 10 * ratio < right;
-        context.textAlign = fits ? 'left' : 'right';
-        context.fillText(mark.text, left + (fits ? 5 : -5) * ratio, plot.bbox.top + 2 * ratio);
-      }
+      if (!mark.text || !this.isWide || plot.width <= 560) continue;
+      const width = context.measureText(mark.text).width + 10 * ratio;
+      const start = left + width < right ? left : left - width;
+      // A label without a free line is left out; the attempts and actions are also in the history.
+      const line = ends.findIndex((end) => start >= end);
+      if (line < 0) continue;
+      ends[line] = start + width;
+      context.textAlign = 'left';
+      context.fillText(mark.text, start + 5 * ratio, plot.bbox.top + (2 + 14 * line) * ratio);
     }
     context.restore();
   }

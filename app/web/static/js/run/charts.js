@@ -4,7 +4,7 @@ import { html, useState } from '../../vendor/preact.js';
 import { get } from '../api.js';
 import { LineChart } from '../components/chart.js';
 import { Choice } from '../components/controls.js';
-import { emptySeries, perStep, positions, stepsWithin, withDetail } from '../curves.js';
+import { emptySeries, extentOf, perStep, positions, stepsWithin, withDetail } from '../curves.js';
 import * as format from '../format.js';
 import { useResource } from '../resource.js';
 import { query, setQuery } from '../router.js';
@@ -54,8 +54,10 @@ export function Charts({ store }) {
   const rewards = [...store.series.keys()].filter((name) => name === 'eval.eval_reward' || name === 'extra.reward');
   const others = [...store.series.keys()].filter((name) => !known.has(name) && !evals.includes(name) && hasNumbers(store, name)).sort();
   const shown = KNOWN.filter(([name]) => hasNumbers(store, name) && !(name === 'samples_per_second' && hasNumbers(store, 'extra.tokens_per_second')));
+  const scales = { epoch: store.series.get('epoch'), clock: store.timesOfSteps };
+  const extent = extentOf([...store.series.values()].map(({ steps, values }) => positions({ steps: [...steps.slice(0, 1), ...steps.slice(-1)], values }, axis, scales)));
   const common = {
-    smoothing, zoom, group: store.id, marks: axis === 'step' ? marksOf(store) : [],
+    smoothing, zoom, extent, group: store.id, marks: axis === 'step' ? marksOf(store) : [],
     onZoom: (/** @type {[number, number] | null} */ range) => setQuery({ zoom: range && range.map((value) => Number(value.toPrecision(6))).join(',') }),
     ...(axis === 'epoch' ? { position: (/** @type {number} */ x) => `epoch ${x.toFixed(2)}` } : {}),
     ...(axis === 'time' ? { position: (/** @type {number} */ x) => format.duration(x), ticks: format.duration } : {}),
