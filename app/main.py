@@ -131,6 +131,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     api.include_router(docs_page.router)
     api.include_router(app.prometheus.endpoints.router)
     api.include_router(app.web.endpoints.router)
+    api.router.default = app.web.endpoints.with_page_for_people(api.router.default)
     return api
 
 

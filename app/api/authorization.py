@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import Annotated, Literal
 
 from fastapi import Depends, Request
+from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from app.api.errors import ApiError
@@ -70,6 +71,13 @@ def is_public(scope: Scope) -> bool:
 def is_public_call(method: str, path: str) -> bool:
     """Return True if requests with this method and path need no key."""
     return any(method in methods and pattern.fullmatch(path) for methods, pattern in PUBLIC)
+
+
+def is_for_people(scope: Scope) -> bool:
+    """Return True if a browser opens an address outside the API, where a page says more than a JSON error."""
+    if scope["type"] != "http" or scope["method"] not in _READ or scope["path"].startswith(("/v1/", "/assets/")):
+        return False
+    return "text/html" in Headers(scope=scope).get("accept", "")
 
 
 def needed_scope(method: str, path: str) -> str:

@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.api.authorization import Caller, _scope_missing, is_public, needed_scope
+from app.api.authorization import Caller, _scope_missing, is_for_people, is_public, needed_scope
 from app.api.errors import ApiError, as_api_error, problem_response
 from app.api.middleware.body_limits import MOST_PARAMETERS
 from app.api_keys import cookies
@@ -26,8 +26,6 @@ _TOKEN = {kind: re.compile(rf"anneal-{kind}_[A-Za-z0-9_-]{{43}}") for kind in ("
 _STREAM = re.compile(r"/v1/(?:runs/([^/]+)/)?events")
 _SAFE = ("GET", "HEAD", "OPTIONS")
 _CREATE_KEY = "Create one on the server with `anneal keys create`."
-_FOR_PEOPLE = {"/docs"}
-"""Pages that lead a browser without a session to the page for signing in."""
 
 
 class AuthenticationMiddleware:
@@ -50,8 +48,7 @@ class AuthenticationMiddleware:
 
 
 def _refusal(scope: Scope, error: ApiError) -> Response:
-    accepts = Headers(scope=scope).get("accept", "")
-    if error.status == 401 and scope["path"] in _FOR_PEOPLE and scope["method"] == "GET" and "text/html" in accepts:
+    if error.status == 401 and is_for_people(scope):
         return RedirectResponse(f"/login?next={quote(scope['path'], safe='')}", status_code=303)
     return problem_response(scope, error)
 

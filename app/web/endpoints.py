@@ -1,7 +1,9 @@
 """Pages of the dashboard: one static shell without data for every address, and its assets. All data is in `/v1`."""
 
 from fastapi import APIRouter, Request, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.api.authorization import is_for_people
 from app.api.errors import ApiError
 from app.web import assets
 
@@ -26,6 +28,19 @@ async def shell(request: Request) -> Response:
     """Serve the shell; its script shows the page of the address."""
     headers = {"Content-Security-Policy": assets.CONTENT_SECURITY_POLICY, "Cache-Control": "no-cache"}
     return _answer(request, assets.load().shell, headers)
+
+
+def with_page_for_people(not_found: ASGIApp) -> ASGIApp:
+    """Show browsers a page at addresses that do not exist; programs, and calls of the API, get the error."""
+
+    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+        if not is_for_people(scope):
+            return await not_found(scope, receive, send)
+        response = await shell(Request(scope))
+        response.status_code = 404
+        await response(scope, receive, send)
+
+    return respond
 
 
 for _path in PAGES:

@@ -27,6 +27,20 @@ def test_every_page_is_the_same_shell_without_data(shared_api: ApiServer, addres
     assert "unsafe" not in assets.CONTENT_SECURITY_POLICY and "*" not in assets.CONTENT_SECURITY_POLICY
 
 
+def test_an_address_that_does_not_exist_is_a_page_for_browsers_and_an_error_for_programs(shared_api: ApiServer) -> None:
+    page = {"Accept": "text/html,application/xhtml+xml"}
+    with shared_api.client_with(None) as stranger:
+        answer = stranger.get("/no/such-page", headers=page, follow_redirects=False)
+        assert (answer.status_code, answer.headers["location"]) == (303, "/login?next=%2Fno%2Fsuch-page")
+        assert stranger.get("/v1/none", headers=page).status_code == 401
+    answer = shared_api.client.get("/no/such-page", headers=page)
+    assert (answer.status_code, answer.content) == (404, assets.load().shell.body)
+    for address, headers in (("/no/such-page", {}), ("/v1/none", page), ("/assets/none", page)):
+        answer = shared_api.client.get(address, headers=headers)
+        assert (answer.status_code, answer.headers["content-type"]) == (404, "application/problem+json"), address
+    assert shared_api.client.post("/no/such-page", headers=page).status_code == 404
+
+
 def test_assets_are_kept_forever_under_the_digest_of_their_version(shared_api: ApiServer) -> None:
     found = assets.load()
     with shared_api.client_with(None) as browser:

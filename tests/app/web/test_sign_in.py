@@ -21,7 +21,9 @@ class TestSignIn:
         link = shared_api.client.post("/v1/session/links").json()["url"]
         with window(chromium, shared_api.url, expected=(UNAUTHORIZED,)) as context:
             page = context.new_page()
-            page.goto(link)
+            page.goto("/login")
+            expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
+            page.goto(link)  # only what follows `#` differs, so the browser loads no page
             expect(page.get_by_role("heading", name="Runs")).to_be_visible()
             assert page.url == f"{shared_api.url}/"
             other = context.browser.new_context() if context.browser else None
@@ -35,7 +37,8 @@ class TestSignIn:
     def test_with_a_key_leads_back_to_the_address_and_signing_out_ends_it(
         self, chromium: Browser, shared_api: ApiServer
     ) -> None:
-        with window(chromium, shared_api.url, expected=(UNAUTHORIZED,)) as context:
+        expected = (UNAUTHORIZED, "status of 404")
+        with window(chromium, shared_api.url, expected=expected) as context:
             page = context.new_page()
             page.goto("/workers?x=1")
             expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
@@ -47,6 +50,8 @@ class TestSignIn:
             expect(page.get_by_role("heading", name="Workers")).to_be_visible()
             assert page.url.endswith("/workers?x=1")
             assert page.evaluate("document.cookie") == ""
+            page.goto("/no-such-page")
+            expect(page.get_by_text("There is no page at this address.")).to_be_visible()
             page.get_by_role("button", name="Account and theme").click()
             page.get_by_role("button", name="Sign out").click()
             expect(page.get_by_role("heading", name="Sign in")).to_be_visible()

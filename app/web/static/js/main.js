@@ -49,13 +49,13 @@ async function loaded(name) {
 /** @param {string} path */
 async function show(path) {
   const route = match(path);
-  const module = route && (await loaded(route.name));
+  const module = await (route && loaded(route.name)); // never within the effect that calls this
   if (router.path.value !== path) return; // another page was opened meanwhile
   document.title = `${module ? module.title : 'Not found'} · Anneal`;
   const moved = shown.value !== null;
   const view = module
     ? html`<${module.default} ...${route.params} />`
-    : html`<${Empty} title="There is no page at this address."><p><a href="/">All runs</a></p><//>`;
+    : html`<h1>Not found</h1><section class="box"><${Empty} title="There is no page at this address."><p class="muted">Check the address, or start from the list of runs.</p><p><a class="btn" href="/">All runs</a></p><//></section>`;
   shown.value = { key: path, view };
   if (moved) requestAnimationFrame(() => document.getElementById('main')?.focus({ preventScroll: true }));
 }

@@ -1,6 +1,7 @@
 // Sign in: with a link that works once, which the address carries behind `#`, or with a key.
 
 import { html, useEffect, useState } from '../../vendor/preact.js';
+import { match } from '../addresses.js';
 import { Prose } from '../components/states.js';
 import { useAction } from '../resource.js';
 import { go } from '../router.js';
@@ -15,14 +16,23 @@ export default function Login() {
   const enter = (/** @type {{ key: string } | { link: string }} */ credentials) =>
     action.run(async () => {
       await signIn(credentials);
-      go(nextAddress(), { replace: true });
+      const next = nextAddress();
+      // Others than pages of the dashboard, such as the API reference, are loaded.
+      if (match(next.split('?')[0])) go(next, { replace: true });
+      else location.replace(next);
     });
   useEffect(() => {
-    const link = location.hash.slice(1);
-    if (!link) return;
-    // The link leaves the history before it is used.
-    history.replaceState(null, '', location.pathname + location.search);
-    enter({ link });
+    const useLink = () => {
+      const link = location.hash.slice(1);
+      if (!link) return;
+      // The link leaves the history before it is used.
+      history.replaceState(null, '', location.pathname + location.search);
+      enter({ link });
+    };
+    useLink();
+    // A link that is opened in a tab at this page changes only what follows `#`: no page is loaded.
+    addEventListener('hashchange', useLink);
+    return () => removeEventListener('hashchange', useLink);
   }, []);
   return html`<main class="signin" id="main" tabindex="-1">
     <div class="row signin-brand"><img src=${ICON} width="30" height="30" alt="" /><b>Anneal</b></div>
