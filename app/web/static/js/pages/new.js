@@ -163,7 +163,7 @@ function Form({ schema, start, place }) {
   const control = (/** @type {string} */ name) => html`<${Field} key=${name} field=${fields.get(name)} effective=${effective?.[name]} value=${config[name]} text=${texts[name]} error=${shownErrors.get(`config.${name}`)} onChange=${(/** @type {string} */ text) => setField(name, text)} />`;
   const main = [...(isAdapter ? ADAPTER : []), ...MAIN];
   return html`<form onSubmit=${submit}>
-    <div class="head center"><h1 class="grow">New run</h1><div class="acts">
+    <div class="head sticky"><h1 class="grow">New run</h1><div class="acts">
       <button type="button" class="btn quiet" onClick=${() => setDraft(emptyDraft())}>Clear</button>
       <button class="btn primary" disabled=${!isReady || action.busy || isRefused}>${action.busy ? 'Starting …' : 'Start the run'}</button></div></div>
     ${action.error && html`<div class="box"><${Failure} error=${action.error} /></div>`}
