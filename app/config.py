@@ -6,10 +6,12 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from app.contracts.human_numbers import BYTES
 
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/=-]{0,62}")
 """Label of a worker."""
@@ -97,7 +99,7 @@ class Settings(_HomeSettings):
     (`s3://bucket/prefix`), of which each worker keeps a working copy in `cache`."""
     cache: Path | None = None
     """Folder of the working copy if `storage` is a URL; unset: `cache` in `home`."""
-    cache_bytes: int = Field(default=100 * 1024**3, ge=0)
+    cache_bytes: Annotated[int, Field(ge=0), BYTES] = 100 * 1024**3
     """Size limit of the working copy: least recently used datasets and attempts are removed from it, except what a run
     uses or what is not in the store yet."""
     delivery_seconds: float = Field(default=3600.0, ge=1.0)
@@ -107,20 +109,20 @@ class Settings(_HomeSettings):
     """File of the keys that encrypt secrets, identical on every machine; unset: `secret.key` in `home`."""
     trainer_user: str | None = None
     """Unix user that training processes run as."""
-    token_cache_bytes: int = Field(default=10 * 1024**3, ge=0)
+    token_cache_bytes: Annotated[int, Field(ge=0), BYTES] = 10 * 1024**3
     """Size limit of the tokenized-data cache, per Unix user that trains; 0 disables the cache."""
-    disk_reserve_bytes: int = Field(default=1024**3, ge=0)
+    disk_reserve_bytes: Annotated[int, Field(ge=0), BYTES] = 1024**3
     """Bytes that checkpoints must leave free on the storage; one that would use them is skipped or fails its run."""
     checkpoint_url: str | None = None
     """URL where workers store checkpoint replicas (`s3://bucket/prefix`, `file:///share`); unset: no replicas. Not with
     a URL as `storage`, where all checkpoints are."""
     launch: Literal["auto", "zygote", "cold"] = "auto"
     """Launch of training processes: forked from a preloaded process (`zygote`) or `cold`; `auto` prefers the zygote."""
-    max_upload_bytes: int = Field(default=4 * 1024**3, ge=1)
+    max_upload_bytes: Annotated[int, Field(ge=1), BYTES] = 4 * 1024**3
     """Maximum size of an uploaded file, and of the dataset stored from it, in bytes."""
-    max_json_bytes: int = Field(default=1024**2, ge=1024)
+    max_json_bytes: Annotated[int, Field(ge=1024), BYTES] = 1024**2
     """Maximum size of a JSON request body, in bytes."""
-    max_line_bytes: int = Field(default=16 * 1024**2, ge=1024)
+    max_line_bytes: Annotated[int, Field(ge=1024), BYTES] = 16 * 1024**2
     """Maximum size of one row of a dataset, in bytes."""
     streams_per_key: int = Field(default=500, ge=1)
     """Maximum number of streams of events and logs that a key may have open at each API process."""

@@ -7,9 +7,9 @@ import json
 import re
 from collections.abc import Callable
 from decimal import Decimal
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
@@ -20,6 +20,8 @@ _POWER = r"[0-9]{1,4}(?:\*\*|\^)[0-9]{1,2}"
 _DURATION = r"(?:[0-9]{1,9}(?:\.[0-9]{1,9})?[dhms]){1,4}"
 _COUNT_PATTERN = f"^(?:{_WHOLE}|{_SCALED}|{_POWER})$"
 _SECONDS_PATTERN = f"^(?:{_WHOLE}|{_SCALED}|{_POWER}|{_DURATION})$"
+_SIZE = r"([0-9]{1,12}(?:\.[0-9]{1,9})?) ?([kKmMgGtT])([iI]?)[bB]?"
+_SIZE_PATTERN = f"^(?:{_WHOLE}|{_SIZE})$"
 _FACTORS = {
     "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40,
 }  # fmt: skip
@@ -87,5 +89,45 @@ def _unreadable(text: str, why: str) -> PydanticCustomError:
     return PydanticCustomError("bad_count", "{reason}", {"reason": reason})
 
 
+def read_bytes(text: str) -> int:
+    """Parse a number of bytes, given as such or with a unit, such as `"80Gi"`, `"80GiB"` or `"80GB"`.
+
+    Units with an `i` are powers of 1024, others of 1000; parts of a byte are dropped; raise like `read_count`.
+    """
+    sized = re.fullmatch(_SIZE, text)
+    if sized is None:
+        if not re.fullmatch(_WHOLE, text):
+            raise _unreadable(text, 'is not a size; write the number, or one with a unit, such as "80Gi" or "80GB"')
+        return int(text.replace("_", ""))
+    number, prefix, binary = sized.groups()
+    return int(Decimal(number) * (1024 if binary else 1000) ** (1 + "kmgt".index(prefix.lower())))
+
+
+def read_mebibytes(text: str) -> int:
+    """Parse a number of MiB, given as such or as bytes with a unit; parts of a MiB are dropped."""
+    return read_bytes(text) if re.fullmatch(_WHOLE, text) else read_bytes(text) // 2**20
+
+
+def human_numbers(model: type[BaseModel]) -> dict[str, HumanNumber]:
+    """Return the human number that each field of a model accepts, by its name."""
+    return {
+        name: number
+        for name, field in model.model_fields.items()
+        if (number := _human_number(*field.metadata, field.annotation)) is not None
+    }
+
+
+def _human_number(*annotations: Any) -> HumanNumber | None:
+    """Return the first human number among annotations and, for unions, those of their members."""
+    for annotation in annotations:
+        if isinstance(annotation, HumanNumber):
+            return annotation
+        if (inner := _human_number(*get_args(annotation))) is not None:
+            return inner
+    return None
+
+
 COUNT = HumanNumber(read_count, _COUNT_PATTERN, ["1k", "1.5M", "8Ki", "2^15"])
+BYTES = HumanNumber(read_bytes, _SIZE_PATTERN, ["80Gi", "80GB", "512Mi"])
+MEBIBYTES = HumanNumber(read_mebibytes, _SIZE_PATTERN, ["80Gi", "80GB", "512Mi"])
 SECONDS = HumanNumber(read_seconds, _SECONDS_PATTERN, ["2h", "30m", "1d"])

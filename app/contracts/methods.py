@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from app.contracts.field_types import DatasetFormat, Strict, Traits
+from app.contracts.human_numbers import COUNT
 from app.contracts.rewards import Rewards
 
 
@@ -83,11 +84,11 @@ class RlhfOptions(Strict):
     rewards: Annotated[Rewards, Traits()] = Field(
         default=[], description="Reward functions; the reward of a completion is their weighted sum."
     )
-    num_generations: Annotated[int, Traits()] = Field(
-        default=8, ge=2, le=1024, description="Completions per prompt, whose rewards are compared with each other."
+    num_generations: Annotated[Annotated[int, Field(ge=2, le=1024), COUNT], Traits()] = Field(
+        default=8, description="Completions per prompt, whose rewards are compared with each other."
     )
-    max_completion_length: Annotated[int, Traits()] = Field(
-        default=256, ge=1, le=1_000_000, description="Maximum number of tokens generated per completion."
+    max_completion_length: Annotated[Annotated[int, Field(ge=1, le=1_000_000), COUNT], Traits()] = Field(
+        default=256, description="Maximum number of tokens generated per completion."
     )
     temperature: Annotated[float, Traits()] = Field(default=1.0, gt=0, le=100, description="Sampling temperature.")
     beta: Annotated[float, Traits()] = Field(

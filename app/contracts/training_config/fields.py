@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
 from app.contracts.field_types import GgufType, ModelName, Strict, Traits
-from app.contracts.human_numbers import COUNT, SECONDS
+from app.contracts.human_numbers import COUNT, SECONDS, human_numbers
 from app.contracts.methods import (
     DEFAULT_METHOD,
     METHODS,
@@ -37,6 +37,16 @@ BatchSize = Annotated[int, Field(ge=1, le=4096), COUNT]
 MOST_MICRO_BATCHES = 65_536
 MicroBatches = Annotated[int, Field(ge=1, le=MOST_MICRO_BATCHES), COUNT]
 
+Rank = Annotated[int, Field(ge=1, le=4096), COUNT]
+
+LoraAlpha = Annotated[int, Field(ge=1, le=65_536), COUNT]
+
+KeptCheckpoints = Annotated[int, Field(ge=1, le=10_000), COUNT]
+
+Patience = Annotated[int, Field(ge=1, le=10_000), COUNT]
+
+SampleLength = Annotated[int, Field(ge=1, le=512), COUNT]
+
 Allocations = Annotated[int, Field(ge=1_000, le=10_000_000), COUNT]
 
 Rows = Annotated[int, Field(ge=1, le=1_000_000_000), COUNT]
@@ -44,6 +54,9 @@ Rows = Annotated[int, Field(ge=1, le=1_000_000_000), COUNT]
 Length = Annotated[int, Field(ge=2, le=10_000_000), COUNT]
 
 Seconds = Annotated[float, Field(gt=0, le=31_536_000), SECONDS]
+
+TrackerName = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^/\\#?%:\x00-\x1f]+$")]
+"""Name in an experiment tracker; the characters are those that W&B accepts in a project."""
 
 ModuleName = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.]+$")]
 
@@ -123,8 +136,8 @@ class TrainerOptions(Strict):
     eval_on_start: Annotated[bool, Traits(in_probe=False, needs_eval_data=True)] = Field(
         default=False, description="Also evaluate before the first step."
     )
-    eval_batch_size: Annotated[int | None, Traits(in_probe=False, needs_eval_data=True)] = Field(
-        default=None, ge=1, le=4096, description="Batch size per device for evaluation; `null` uses `batch_size`."
+    eval_batch_size: Annotated[BatchSize | None, Traits(in_probe=False, needs_eval_data=True)] = Field(
+        default=None, description="Batch size per device for evaluation; `null` uses `batch_size`."
     )
     double_quant: Annotated[bool, Traits(four_bit_only=True)] = Field(
         default=True, description="Nested quantization: also quantize the constants of 4-bit quantization."
@@ -149,10 +162,8 @@ class TrainerOptions(Strict):
     max_rewinds: Annotated[int, Traits(in_probe=False)] = Field(
         default=3, ge=0, le=100, description="Maximum number of automatic rewinds per run."
     )
-    distributions_steps: Annotated[int | None, Traits(in_probe=False)] = Field(
+    distributions_steps: Annotated[Steps | None, Traits(in_probe=False)] = Field(
         default=None,
-        ge=1,
-        le=100_000_000,
         description="Steps between two histograms of weights and gradients; the first 1,000 are kept.",
     )
     memory_profile: Annotated[bool | Literal["steps"], Traits(in_probe=False)] = Field(
@@ -212,6 +223,14 @@ class TrainerOptions(Strict):
     )
 
 
+_EXTRA_NUMBERS = human_numbers(TrainerOptions)
+
+
+def _with_numbers(extra: dict[str, Any]) -> dict[str, Any]:
+    """Convert numbers as text, so that `extra` contains plain ones for those that read it unvalidated."""
+    return {name: _EXTRA_NUMBERS[name].number(it) if name in _EXTRA_NUMBERS else it for name, it in extra.items()}
+
+
 class TrainingConfig(Strict):
     """Training configuration: model, method and hyperparameters. `validation.config_errors` checks it as a whole."""
 
@@ -232,11 +251,11 @@ class TrainingConfig(Strict):
         description="Training method: determines the objective, and which weights are trained.",
     )
 
-    lora_r: Annotated[int | None, Traits(affects="step_time", adapter_only=True, depends_on_method=True)] = Field(
-        default=16, ge=1, le=4096, description="LoRA rank; `null` trains all weights."
+    lora_r: Annotated[Rank | None, Traits(affects="step_time", adapter_only=True, depends_on_method=True)] = Field(
+        default=16, description="LoRA rank; `null` trains all weights."
     )
-    lora_alpha: Annotated[int, Traits(adapter_only=True)] = Field(
-        default=32, ge=1, le=65_536, description="LoRA scaling factor: adapters are scaled by `lora_alpha / lora_r`."
+    lora_alpha: Annotated[LoraAlpha, Traits(adapter_only=True)] = Field(
+        default=32, description="LoRA scaling factor: adapters are scaled by `lora_alpha / lora_r`."
     )
     lora_dropout: Annotated[float, Traits(adapter_only=True)] = Field(
         default=0.05, ge=0, lt=1, description="Dropout probability of the LoRA layers."
@@ -379,8 +398,8 @@ class TrainingConfig(Strict):
     save_steps: Annotated[Interval, Traits(changeable_on_resume=True, affects="duration")] = Field(
         default=100, description="Steps between two checkpoints, or `epoch`: after each epoch."
     )
-    save_total_limit: Annotated[int | None, Traits(changeable_on_resume=True)] = Field(
-        default=3, ge=1, le=10_000, description="Maximum number of checkpoints to keep; `null` keeps all."
+    save_total_limit: Annotated[KeptCheckpoints | None, Traits(changeable_on_resume=True)] = Field(
+        default=3, description="Maximum number of checkpoints to keep; `null` keeps all."
     )
     export: Annotated[Literal["best", "last"], Traits(changeable_on_resume=True, in_probe=False)] = Field(
         default="best",
@@ -426,9 +445,9 @@ class TrainingConfig(Strict):
             f"(`[{{role, content}}, …]`); together at most {MOST_PROMPT_CHARACTERS:,} characters.",
         )
     )
-    sample_max_new_tokens: Annotated[int, Traits(changeable_on_resume=True, in_probe=False, needs_samples=True)] = (
-        Field(default=64, ge=1, le=512, description="Maximum number of tokens of each sample.")
-    )
+    sample_max_new_tokens: Annotated[
+        SampleLength, Traits(changeable_on_resume=True, in_probe=False, needs_samples=True)
+    ] = Field(default=64, description="Maximum number of tokens of each sample.")
     sample_temperature: Annotated[float, Traits(changeable_on_resume=True, in_probe=False, needs_samples=True)] = Field(
         default=1.0, ge=0, le=10, description="Sampling temperature of the samples; 0 selects greedy decoding."
     )
@@ -440,11 +459,9 @@ class TrainingConfig(Strict):
         Field(default=None, description="Save and stop after this step of the run.")
     )
     early_stopping_patience: Annotated[
-        int | None, Traits(changeable_on_resume=True, affects="duration", in_probe=False)
+        Patience | None, Traits(changeable_on_resume=True, affects="duration", in_probe=False)
     ] = Field(
         default=None,
-        ge=1,
-        le=10_000,
         description="Stop after this many evaluations without a better loss (`rlhf`: reward).",
     )
     on_non_finite: Annotated[Literal["stop", "rewind"], Traits(changeable_on_resume=True, in_probe=False)] = Field(
@@ -468,6 +485,19 @@ class TrainingConfig(Strict):
     report_to: Annotated[
         list[Literal["wandb", "mlflow", "tensorboard"]], Traits(changeable_on_resume=True, in_probe=False)
     ] = Field(default_factory=list, max_length=3, description="Experiment trackers that also receive the metrics.")
+    wandb_project: Annotated[TrackerName | None, Traits(changeable_on_resume=True, in_probe=False)] = Field(
+        default=None, description="W&B project; `null`: `WANDB_PROJECT` of the worker, else `anneal`."
+    )
+    wandb_entity: Annotated[TrackerName | None, Traits(changeable_on_resume=True, in_probe=False)] = Field(
+        default=None,
+        description="W&B user or team that owns the project; `null`: `WANDB_ENTITY` of the worker, else the key's own.",
+    )
+    wandb_name: Annotated[TrackerName | None, Traits(changeable_on_resume=True, in_probe=False)] = Field(
+        default=None, description="Name of the run in W&B; `null`: the id of the run."
+    )
+    wandb_group: Annotated[TrackerName | None, Traits(changeable_on_resume=True, in_probe=False)] = Field(
+        default=None, description="W&B group of the run; `null`: `WANDB_RUN_GROUP` of the worker, else none."
+    )
     push_to_hub: Annotated[str | None, Traits(changeable_on_resume=True, in_probe=False)] = Field(
         default=None, max_length=193, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}$",
         description="Hub name (`owner/name`) to push the output to; a new repository is private.",
@@ -479,7 +509,7 @@ class TrainingConfig(Strict):
     rlhf: Annotated[RlhfOptions, Traits(affects="step_time")] = Field(
         default_factory=RlhfOptions, description="Options of method `rlhf`."
     )
-    extra: Annotated[dict[str, Any], Traits(affects="step_time")] = Field(
+    extra: Annotated[dict[str, Any], AfterValidator(_with_numbers), Traits(affects="step_time")] = Field(
         default_factory=dict, description="Further options of the trainer; unknown ones are an error."
     )
 

@@ -27,7 +27,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Checkpoints and output": ("save_steps", "save_total_limit", "export", "output", "gguf", "push_to_hub"),
     "Errors": ("on_non_finite", "on_spike", "on_out_of_memory"),
-    "Logging": ("logging_steps", "report_to"),
+    "Logging": ("logging_steps", "report_to", "wandb_project", "wandb_entity", "wandb_name", "wandb_group"),
     "Extra": ("extra",),
 }  # fmt: skip
 

@@ -128,7 +128,7 @@ _REMEDIES = {
     "the best checkpoint is always kept; leave it out": "load_best_model_at_end metric_for_best_model "
     "greater_is_better",
     "resume a run with POST /v1/runs/{id}/resume": "resume_from_checkpoint auto_resume_from_checkpoints",
-    "use `name`, beside `config`": "run_name wandb_name experiment_name project_name",
+    "use `name`, beside `config`": "run_name experiment_name project_name",
     "store it with `anneal secrets set`": "hub_token hf_token use_auth_token token wandb_api_key api_key",
     "the service decides this itself; leave it out": "do_train do_eval do_predict remove_unused_columns disable_tqdm "
     "dataloader_num_workers dataloader_pin_memory dataset_num_proc preprocessing_num_workers group_by_length "

@@ -1,11 +1,11 @@
 """A configuration as the user wrote it: named and given fields, numbers, unknown fields."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel
 
-from app.contracts.human_numbers import HumanNumber
+from app.contracts.human_numbers import HumanNumber, human_numbers
 from app.contracts.methods import OPTION_GROUPS, method_of
 from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
 
@@ -48,9 +48,16 @@ def drop_unknown_fields(stored: Mapping[str, Any], given: Iterable[str]) -> dict
     return kept
 
 
-def normalize_numbers(config_input: Mapping[str, Any]) -> dict[str, Any]:
+def normalize_numbers(config_input: Mapping[str, Any], group: str = "") -> dict[str, Any]:
     """Convert text such as `"10k"` to numbers where a field accepts it; what cannot be parsed stays unchanged."""
-    return {name: _FRIENDLY[name].number(value) if name in _FRIENDLY else value for name, value in config_input.items()}
+    normalized = {}
+    for name, value in config_input.items():
+        if not group and name in GROUPS and isinstance(value, Mapping):
+            normalized[name] = normalize_numbers(value, f"{name}.")
+        else:
+            number = _HUMAN_NUMBERS.get(f"{group}{name}")
+            normalized[name] = value if number is None else number.number(value)
+    return normalized
 
 
 def _flat(config_input: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -83,21 +90,14 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def _friendly(*annotations: Any) -> HumanNumber | None:
-    """Return the first human number among annotations and, for unions, those of their members."""
-    for one in annotations:
-        if isinstance(one, HumanNumber):
-            return one
-        if (found := _friendly(*get_args(one))) is not None:
-            return found
-    return None
-
-
-_FRIENDLY: dict[str, HumanNumber] = {
-    name: friendly
-    for name, field in TrainingConfig.model_fields.items()
-    for friendly in [_friendly(*field.metadata, field.annotation)]
-    if friendly is not None
+_HUMAN_NUMBERS: dict[str, HumanNumber] = {
+    **human_numbers(TrainingConfig),
+    **{f"extra.{name}": number for name, number in human_numbers(TrainerOptions).items()},
+    **{
+        f"{group}.{name}": number
+        for group, model in OPTION_GROUPS.items()
+        for name, number in human_numbers(model).items()
+    },
 }
 
 

@@ -34,6 +34,7 @@ INSTALL_GGUF_CONVERTER = (
     "run `git clone https://github.com/ggml-org/llama.cpp` and `pip install sentencepiece` on the workers, and set "
     "ANNEAL_GGUF_CONVERTER to the path of the clone's `convert_hf_to_gguf.py`"
 )
+_OF_WANDB = ("wandb_project", "wandb_entity", "wandb_name", "wandb_group")
 _SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
 """Losses of `dpo` that allow for reversed pairs."""
 
@@ -126,6 +127,9 @@ def method_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError
         found.append(field_error("torch_compile", "conflict", message))
     found += _objective_conflicts(config, given)
     found += _sample_conflicts(config, given)
+    if "wandb" not in config.report_to:
+        message = "has no effect unless `report_to` contains `wandb`; add that, or leave this out"
+        found += [field_error(name, "conflict", message) for name in _OF_WANDB if name in given]
     found += gguf_conflicts(config)
     for group in OPTION_GROUPS:
         if method.name != group and any(name.split(".")[0] == group for name in given):

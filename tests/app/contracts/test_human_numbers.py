@@ -7,16 +7,19 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from app.contracts.human_numbers import read_count
+from app.config import Settings
+from app.contracts.human_numbers import read_bytes, read_count
+from app.contracts.schemas.runs.placement import ResourceRequest
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.raw_config import normalize_numbers
+from app.contracts.training_config.raw_config import given_fields, normalize_numbers
 from app.contracts.training_config.validation import config_errors
 from app.infra.strict_json import BadJson, parse
 
 COUNTS = (
     "max_steps", "min_steps", "save_steps", "eval_steps", "logging_steps", "stop_at_step", "batch_size",
-    "gradient_accumulation_steps", "max_seq_length", "time_limit_seconds",
+    "gradient_accumulation_steps", "max_seq_length", "time_limit_seconds", "lora_r", "lora_alpha", "save_total_limit",
 )  # fmt: skip
 SCHEMA = TrainingConfig.model_json_schema()["properties"]
 
@@ -69,6 +72,44 @@ def test_a_count_is_stored_as_the_number_that_it_says(text: Any, number: int) ->
 )
 def test_a_time_limit_may_be_hours(text: str, seconds: int) -> None:
     assert TrainingConfig(base_model="tiny", time_limit_seconds=text).time_limit_seconds == seconds  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_", "mebibytes"),
+    [
+        ("80Gi", 80 * 2**30, 81_920), ("80GiB", 80 * 2**30, 81_920), ("80 GB", 80 * 10**9, 76_293),
+        ("0.5Gi", 2**29, 512), ("1Ti", 2**40, 2**20), ("512Mi", 2**29, 512), ("1.5M", 1_500_000, 1),
+    ],
+)  # fmt: skip
+def test_a_size_with_a_unit_is_bytes_also_where_a_plain_number_is_mebibytes(
+    text: str, bytes_: int, mebibytes: int
+) -> None:
+    assert read_bytes(text) == bytes_
+    assert ResourceRequest.model_validate({"memory_mb": text}).memory_mb == mebibytes
+    assert Settings(cache_bytes=text).cache_bytes == bytes_  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["81920", "81_920"])
+def test_a_size_without_a_unit_is_in_the_unit_of_its_field(text: str) -> None:
+    assert ResourceRequest.model_validate({"memory_mb": text}).memory_mb == 81_920
+    assert read_bytes(text) == 81_920
+
+
+@pytest.mark.parametrize("text", ["80G i", "Gi", "80Xi", "-1Gi", "80Gi5", "1e9Gi", ""])
+def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ValidationError, match=r"such as .*80Gi"):
+        ResourceRequest.model_validate({"memory_mb": text})
+
+
+def test_counts_in_groups_are_stored_as_numbers_too() -> None:
+    extra = {"eval_batch_size": "1k", "distributions_steps": "2^4"}
+    written = {"base_model": "tiny", "method": "rlhf", "extra": extra, "rlhf": {"max_completion_length": "1k"}}
+    config = TrainingConfig.model_validate(written)
+    assert config.extra == {"eval_batch_size": 1000, "distributions_steps": 16}
+    assert config.rlhf.max_completion_length == 1000
+    assert normalize_numbers({"extra": extra})["extra"] == config.extra
+    default = {**written, "rlhf": {"max_completion_length": "256"}, "extra": {}}
+    assert "rlhf.max_completion_length" not in given_fields(default), "it equals the default"
 
 
 @pytest.mark.parametrize("name", COUNTS)

@@ -275,6 +275,7 @@ class Wandb(Tracker):
         self._key = os.environ.pop("WANDB_API_KEY", None)
 
     def connect(self) -> None:
+        config = self._job.config
         if self._key is None and self._job.trackers.wandb_mode == "online":
             raise LookupError("no key is set; an admin sets it with `anneal secrets set wandb_api_key`")
         os.environ["WANDB_ERROR_REPORTING"] = "false"  # reports go to the vendor
@@ -282,9 +283,11 @@ class Wandb(Tracker):
         from wandb.env import get_project
 
         self._wandb_run = wandb.init(
-            project=get_project() or PROJECT,
+            project=config.get("wandb_project") or get_project() or PROJECT,
+            entity=config.get("wandb_entity"),
+            group=config.get("wandb_group"),
             id=self._job.run_id,
-            name=self._job.run_id,
+            name=config.get("wandb_name") or self._job.run_id,
             resume="allow",
             tags=[self._run["method"]],
             config=self._run,

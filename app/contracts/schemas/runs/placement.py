@@ -14,6 +14,7 @@ from pydantic import (
     model_validator,
 )
 
+from app.contracts.human_numbers import COUNT, MEBIBYTES
 from app.contracts.schemas.runs.common import Body
 
 MOST_DEVICES = 1024
@@ -58,7 +59,7 @@ def name_words(name: str) -> str:
     return f" {' '.join(re.findall('[a-z0-9]+', name.lower()))} "
 
 
-DeviceCount = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
+DeviceCount = Annotated[int, Field(ge=1, le=MOST_DEVICES), COUNT]
 # Without the validator there would be two errors: one for the number and one for the word.
 DevicesAsked = Annotated[
     DeviceCount | Literal["all"],
@@ -86,11 +87,10 @@ class Placement(Body):
         description="Name of the GPU, or some whole words of it, as in `h200`, `A100` or `rtx 4090`; case does not "
         "matter. `GET /v1/workers` has the names. null: any.",
     )
-    memory_mb: int | None = Field(
+    memory_mb: Annotated[int, Field(ge=1, le=2**24), MEBIBYTES] | None = Field(
         default=None,
-        ge=1,
-        le=2**24,
-        description="Least memory of the device in MiB; null: the estimate, where there is one.",
+        description="Least memory of the device in MiB, or as text with a unit (`80Gi`, `80GB`); null: the estimate, "
+        "where there is one.",
     )
     hosts: int = Field(
         default=1,

@@ -8,9 +8,11 @@ from pydantic_core import PydanticCustomError
 
 from app.contracts.errors import FieldError
 from app.contracts.field_types import EvaluationSetName
+from app.contracts.human_numbers import SECONDS
 from app.contracts.schemas.runs.common import CHECKPOINT_ID, CONFIG, DATASET_ID, RUN_ID, Body, Config, Label
 from app.contracts.schemas.runs.placement import ResourceChanges, ResourceRequest
 from app.contracts.stop import StopMode
+from app.contracts.training_config.fields import Steps
 
 MOST_TAGS = 50
 
@@ -129,6 +131,9 @@ class RunEdit(Body):
     )
 
 
+GraceSeconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False), SECONDS]
+
+
 class RunStop(Body):
     """Request to stop a run."""
 
@@ -141,11 +146,8 @@ class RunStop(Body):
         "checkpoint, from which the run can be resumed; otherwise like `checkpoint`. `discard`: end without saving.",
     )
     save_checkpoint: bool | None = Field(default=None, description="False: mode `discard`.")
-    deadline_seconds: float | None = Field(
+    deadline_seconds: GraceSeconds | None = Field(
         default=None,
-        gt=0,
-        le=86_400,
-        allow_inf_nan=False,
         description="Seconds that the trainer has to finish its step and to save before it is killed; null: the grace "
         "period of the service. Not with `epoch_end`. A later request may set another one.",
     )
@@ -181,10 +183,8 @@ class RunResume(Body):
     config: Annotated[dict[str, Any], AfterValidator(_limited)] = Field(
         default_factory=dict, description="Fields to change; the others stay unchanged."
     )
-    stop_after_steps: int | None = Field(
+    stop_after_steps: Steps | None = Field(
         default=None,
-        ge=1,
-        le=100_000_000,
         description="Save and stop after so many further steps; sets `stop_at_step`, counted from the checkpoint.",
     )
     resources: ResourceChanges | None = Field(

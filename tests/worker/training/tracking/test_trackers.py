@@ -199,6 +199,12 @@ class TestWandb:
         self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
         config = {**CONFIG, "report_to": ["wandb"], "extra": {"distributions_steps": 3}}
+        config |= {
+            "wandb_project": "summaries",
+            "wandb_entity": "team-a",
+            "wandb_name": "rank 8",
+            "wandb_group": "ranks",
+        }
         job = make_job(tmp_path, tiny_model, chats, run_id="run_w", max_steps=6, **config)
         variables = {"WANDB_MODE": "offline", "WANDB_API_KEY": KEY}  # offline it writes files and asks nobody
         done = completed(forks.run(job, variables=variables))
@@ -223,7 +229,8 @@ class TestWandb:
             for one in done.of("distribution") for group, parts in one["groups"].items() for of, part in parts.items()
         } != set()  # fmt: skip
         (run, *_) = (record.run for record in records if record.WhichOneof("record_type") == "run")
-        assert (run.run_id, run.project, list(run.tags)) == ("run_w", "anneal", ["lora"])
+        assert (run.run_id, run.project, run.entity) == ("run_w", "summaries", "team-a")
+        assert (run.display_name, run.run_group, list(run.tags)) == ("rank 8", "ranks", ["lora"])
         assert not [path for path in tmp_path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
 
     def test_the_key_is_in_no_environment_that_the_kernel_shows(
