@@ -423,6 +423,18 @@ def hub_endpoint() -> str | None:
     return os.environ.get("HF_ENDPOINT")
 
 
+def model_source_environment() -> dict[str, str]:
+    """Return the variables that decide where this process finds models of the hub, and whether it reaches the hub."""
+    return {name: value for name, value in sorted(os.environ.items()) if name in _MODEL_SOURCE_VARIABLES and value}
+
+
+_MODEL_SOURCE_VARIABLES = {
+    "HOME", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_ENDPOINT",
+    "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy",
+    "no_proxy",
+}  # fmt: skip
+
+
 def hub_is_offline() -> bool:
     """Return True if the operator forbids calls to the hub (HF_HUB_OFFLINE)."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")

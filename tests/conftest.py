@@ -52,6 +52,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 for _name in [name for name in os.environ if name.startswith("ANNEAL_")]:
     del os.environ[_name]
 
+# Nor on the hub, which validations of a model that is not on this machine ask.
+os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Leave out what this machine cannot run."""

@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 from sqlalchemy import Connection, Row, select
 from sqlalchemy.exc import SQLAlchemyError
 
+from app.base_models import sources
 from app.config import Settings
 from app.infra.broker import CONTROL_CHANNEL, events_channel
 from app.infra.db import is_away, sync_engine
@@ -300,6 +301,7 @@ class WorkerContext:
             self.backends,
             labels,
             self.launcher,
+            model_sources=sources.fingerprint(self.settings),
             gguf=gguf,
             group_address=self._open_address(),
         )

@@ -70,6 +70,7 @@ def register(
     *,
     gguf: bool,
     group_address: str | None,
+    model_sources: str | None,
 ) -> None:
     """Write this worker and its devices into the database."""
     me = ProcessIdentity.own()
@@ -90,6 +91,7 @@ def register(
                 "plugins": installed(),
                 "packages": installed_packages(),
                 "gguf": gguf,
+                "model_sources": model_sources,
                 "group_address": group_address,
             }
         )

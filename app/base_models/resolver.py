@@ -9,6 +9,7 @@ from typing import TypedDict
 
 from app.base_models.model_folder import ModelFolder
 from app.config import Settings
+from app.contracts.attempt.job import MERGED_BASE
 from app.infra.files.untrusted_folder import OutsideStorage, refuse_outside
 from app.infra.ids import is_id
 from app.infra.storage import Storage
@@ -127,6 +128,21 @@ def folder_of(settings: Settings, name: str) -> Path:
         + (f", or an absolute path below {extra[:300]}." if extra else " and without a leading '/'.")
         + " Symbolic links must lead to a folder below one of these (ANNEAL_EXTRA_MODEL_ROOTS).",
     )
+
+
+def base_folder(settings: Settings, storage: Storage, adapter: ModelFolder, name: str) -> Path | None:
+    """Return the folder of the base that an adapter names as users do: beside its files, or below a models root.
+
+    None for an absolute path, and for a model that is not on this machine.
+    """
+    if name == MERGED_BASE and holds_model(ModelFolder(storage, adapter.path / MERGED_BASE)):
+        return adapter.path / MERGED_BASE
+    if not name or name.startswith("/"):
+        return None
+    with suppress(BaseModelError):
+        folder = folder_of(settings, name)
+        return folder if folder.is_dir() and holds_model(ModelFolder(storage, folder)) else None
+    return None
 
 
 def _portable(settings: Settings, name: str) -> str:

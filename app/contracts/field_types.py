@@ -21,8 +21,8 @@ ModelName = Annotated[
     StringConstraints(
         min_length=1,
         max_length=300,
-        # Spaces inside a name are allowed, at its end they are not.
-        pattern=r"^/?[A-Za-z0-9_]( *[A-Za-z0-9_.@=+-])*(/[A-Za-z0-9_]( *[A-Za-z0-9_.@=+-])*)*$",
+        # Letters of all scripts are allowed. Spaces inside a name are allowed, at its end they are not.
+        pattern=r"^/?\w( *[\w.@=+-])*(/\w( *[\w.@=+-])*)*$",
     ),
 ]
 """A folder below the models root, an absolute path below an allowed root, a hub name, or the id of a run."""

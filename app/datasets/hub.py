@@ -31,6 +31,7 @@ _SUFFIXES = (".parquet", *_TEXT_SUFFIXES, *(f"{suffix}.gz" for suffix in _TEXT_S
 """Supported file types, in order of preference."""
 
 
+_CONFIG_TIMEOUT = httpx.Timeout(5.0, connect=4.0)
 _COMPRESSIONS = {"gzip", "deflate", "br", "zstd"}
 """Encodings that httpx decodes without a limit."""
 
@@ -45,6 +46,19 @@ class HubFile:
 
 class _Unusable(Exception):
     """Unusable response of the hub, with the reason."""
+
+
+class ModelNotReadable(Exception):
+    """The hub's answer that a model cannot be read, with a code and a sentence that says what to do."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = printable(message, 450)
+
+
+class HubUnreachable(Exception):
+    """No connection to the hub can be opened; the message is the reason."""
 
 
 class _GuardedTransport(httpx.AsyncBaseTransport):
@@ -190,15 +204,46 @@ async def fetch_tokenizer(client: httpx.AsyncClient, model: str, target: Path, m
 
 
 async def fetch_model_config(client: httpx.AsyncClient, model: str, revision: str | None, most_bytes: int) -> bytes:
-    """Return the config.json of a hub model."""
+    """Return the config.json of a hub model.
+
+    Raises:
+        ModelNotReadable: The hub answers that this server cannot have it.
+        HubUnreachable: No connection to the hub can be opened.
+    """
     url = f"/{model}/resolve/{quote(revision or 'main', safe='')}/config.json"
-    async with client.stream("GET", url) as response:
-        if response.status_code in (401, 403, 404):
-            message = f"the hub has no model {model!r} with a config.json that this server can read; {_TOKEN_HINT}"
-            raise _refused("config.base_model", "hub_model_not_found", message)
-        if response.status_code != 200:
-            raise _Unusable(f"it returned status {response.status_code}")
-        return await _read(response, most_bytes)
+    try:
+        async with client.stream("GET", url, timeout=_CONFIG_TIMEOUT) as response:
+            if response.status_code in (401, 403, 404):
+                raise ModelNotReadable(*_why_not_readable(response, model, revision))
+            if response.status_code != 200:
+                raise _Unusable(f"it returned status {response.status_code}")
+            return await _read(response, most_bytes)
+    except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
+        raise HubUnreachable(printable(str(error) or type(error).__name__, 200)) from error
+
+
+def _why_not_readable(response: httpx.Response, model: str, revision: str | None) -> tuple[str, str]:
+    """Return code and sentence for a refusal, of which the hub names the reason in a header."""
+    token = "let an admin set the token of an account with access (`anneal secrets set hf_token`)"
+    match response.headers.get("x-error-code"):
+        case "GatedRepo":
+            return "hub_model_gated", (
+                f"the model {model!r} of the hub is gated: accept the conditions on its page, and {token}"
+            )
+        case "RevisionNotFound":
+            return "hub_revision_not_found", (
+                f"the hub's model {model!r} has no revision {revision or 'main'!r}: correct `revision`, or leave it out"
+            )
+        case "EntryNotFound":
+            return "hub_model_not_found", (
+                f"the hub's repository {model!r} has no config.json, so it is no model in the format of transformers: "
+                "name one that is"
+            )
+        case _:
+            return "hub_model_not_found", (
+                f"the hub has no model {model!r} with a config.json that this server can read: correct the name; if it "
+                f"is private or gated, {token}"
+            )
 
 
 def _choose(paths: list[str], request: HubImport) -> list[str]:

@@ -6,17 +6,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from app.base_models import resolver
 from app.base_models.compatibility import longest_sequence
 from app.base_models.model_folder import ModelFolder
 from app.base_models.resolver import BaseModelError
 from app.config import Settings
+from app.contracts.field_types import ModelName
 from app.contracts.schemas.models import ModelRead
 from app.estimator.architecture import UnknownArchitecture, read
 from app.estimator.parameters import total
 from app.infra.storage import Storage
 
 MOST_MODELS = 1000
+_NAME: TypeAdapter[str] = TypeAdapter(ModelName)
 _MOST_FOLDERS = 20_000
 """Folders that are looked at in all; a root with more is not meant for models."""
 _DEPTH = 3
@@ -30,11 +34,22 @@ def list_models(settings: Settings, storage: Storage) -> list[ModelRead]:
     """
     found: list[ModelRead] = []
     for name, path in _model_folders(settings, storage):
+        if not _is_usable(name):
+            continue
         if len(found) == MOST_MODELS:
             break
         with suppress(OSError):
             found.append(_describe(name, ModelFolder(storage, path)))
     return sorted(found, key=lambda one: one.id)
+
+
+def _is_usable(name: str) -> bool:
+    """Return True if `base_model` takes the name."""
+    try:
+        _NAME.validate_python(name)
+    except ValidationError:
+        return False
+    return True
 
 
 def _model_folders(settings: Settings, storage: Storage) -> Iterator[tuple[str, Path]]:

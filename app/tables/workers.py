@@ -38,6 +38,8 @@ class Worker(Base):
     """Names of installed plugins, by kind; null if the worker's version does not report them."""
     packages: Mapped[list[str] | None] = mapped_column(ARRAY(Text))
     """Installed packages of optimizers, and liger-kernel; null if the worker's version does not report them."""
+    model_sources: Mapped[str | None]
+    """Digest of where it looks for models (`app.base_models.sources`); null if that is not known."""
     gguf: Mapped[bool] = mapped_column(server_default="false")
     """True if it has the converter of llama.cpp."""
     group_address: Mapped[str | None]

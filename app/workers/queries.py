@@ -117,6 +117,12 @@ async def have_package(
     return bool(rows) and all(packages is not None and package in packages for packages in rows)
 
 
+async def all_look_for_models_in(session: AsyncSession, settings: Settings, backend: str, sources: str | None) -> bool:
+    """Return True if workers of a backend are online, and all look for models where `sources` says; see `Worker`."""
+    known = (await session.scalars(select(Worker.model_sources).distinct().where(*online(settings, backend)))).all()
+    return sources is not None and list(known) == [sources]
+
+
 async def is_any_online(session: AsyncSession, settings: Settings, backend: str) -> bool:
     """Return True if at least one worker claims runs of this backend now."""
     return await session.scalar(select(Worker.id).where(*online(settings, backend)).limit(1)) is not None

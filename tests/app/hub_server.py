@@ -23,6 +23,11 @@ class Hub(ThreadingHTTPServer):
         self.files: dict[str, bytes] = {}
         self.redirects: dict[str, str] = {}
         self.headers: dict[str, str] = {}
+        self.refusals: dict[str, tuple[int, str]] = {}
+        """Status and `X-Error-Code` by path."""
+        self.is_silent = False
+        """True: requests are read and never answered."""
+        self.silence_ended = threading.Event()
         self.redirect_megabytes = 0
         """Size of the body of each redirect."""
         self.sent_megabytes = 0
@@ -55,8 +60,14 @@ class _Handler(BaseHTTPRequestHandler):
                     self.wfile.write(bytes(2**20))
                     self.server.sent_megabytes += 1
             return
+        if self.server.is_silent:
+            self.server.silence_ended.wait(60)
+            return
         content = self.server.files.get(self.path)
-        self.send_response(404 if content is None else 200)
+        status, code = self.server.refusals.get(self.path, (404 if content is None else 200, None))
+        self.send_response(status)
+        if code is not None:
+            self.send_header("X-Error-Code", code)
         self.send_header("Content-Length", str(len(content or b"")))
         for name, value in self.server.headers.items():
             self.send_header(name, value)
@@ -73,5 +84,6 @@ def running() -> Iterator[Hub]:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         yield server
+        server.silence_ended.set()
         server.shutdown()
         thread.join(timeout=10)

@@ -341,13 +341,13 @@ def _locate_model(
     *,
     follow: bool = True,
 ) -> ModelSource:
-    """Locate a model by its name; with `follow`, also the base of an adapter that is the output of a run."""
+    """Locate a model by its name; with `follow`, also the base of an adapter."""
     if run.backend == "fake":
         return ModelSource(name=name, path=None, hub=name if resolver.is_hub_name(name) else None, revision=None)
-    output_attempt, trained_on = None, ""
+    output_attempt, trained_on = None, None
     if resolver.is_run(name):
         query = select(Run.output_attempt, Run.base_model).where(Run.id == name)
-        output_attempt, trained_on = connection.execute(query).one_or_none() or (None, "")
+        output_attempt, trained_on = connection.execute(query).one_or_none() or (None, None)
     try:
         located = resolver.locate(context.settings, context.storage, name, output_attempt, revision)
     except resolver.BaseModelError as error:
@@ -355,27 +355,32 @@ def _locate_model(
         raise JobError(code, error.message) from error
     path = Path(located["path"]) if located["path"] is not None else None
     base = None
-    if path is not None and output_attempt is not None and follow:
-        base = _base_of_output(context, connection, run, path, trained_on)
+    if path is not None and follow:
+        base = _base_of_adapter(context, connection, run, path, trained_on)
     return ModelSource(name=located["name"], path=path, hub=located["hub"], revision=located["revision"], base=base)
 
 
-def _base_of_output(
-    context: WorkerContext, connection: Connection, run: ClaimedRun, output: Path, trained_on: str
+def _base_of_adapter(
+    context: WorkerContext, connection: Connection, run: ClaimedRun, adapter: Path, trained_on: str | None
 ) -> ModelSource | None:
-    """Locate the base of an adapter in the output of a run; None if the output is a whole model.
+    """Locate the base of an adapter; None if `adapter` is a whole model, or its base is on the hub or an absolute path.
 
-    `trained_on` is `base_model` of that run. The adapter names its base without a folder of this server, and several
-    models roots may have one of that name. A base that is an adapter itself is part of the output, merged.
+    `trained_on` is `base_model` of the run whose output it is: the adapter names its base without a folder of this
+    server, and several models roots may have one of that name. A downloaded output is named by its folder, not by its
+    run. A base that is an adapter itself is part of the output, merged.
     """
-    described = ModelFolder(context.storage, output).read_json("adapter_config.json")
+    folder = ModelFolder(context.storage, adapter)
+    described = folder.read_json("adapter_config.json")
     name, revision = described.get("base_model_name_or_path"), described.get("revision")
     if not isinstance(name, str):
         return None
+    if trained_on is None and not resolver.is_run(name):
+        path = resolver.base_folder(context.settings, context.storage, folder, name)
+        return None if path is None else ModelSource(name=name, path=path, hub=None, revision=None)
     if name == MERGED_BASE:
-        return ModelSource(name=name, path=output / MERGED_BASE, hub=None, revision=None)
+        return ModelSource(name=name, path=adapter / MERGED_BASE, hub=None, revision=None)
     pinned = revision if isinstance(revision, str) else None
-    return _locate_model(context, connection, run, trained_on, pinned, follow=False)
+    return _locate_model(context, connection, run, trained_on or name, pinned, follow=False)
 
 
 def secrets_of(

@@ -1,4 +1,7 @@
-"""Configuration of a hub model that is not on this machine, fetched for its estimate; a few kilobytes."""
+"""Configuration of a hub model that is not on this machine, fetched before a run: a few kilobytes.
+
+Validation learns from it whether the model can be had, and an estimate its architecture.
+"""
 
 import asyncio
 import time
@@ -7,18 +10,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.api.dependencies import release
 from app.api.errors import ApiError
 from app.base_models import resolver
-from app.config import Settings, hub_is_offline
-from app.infra.storage import Storage
+from app.config import Settings, hub_endpoint, hub_is_offline
 from app.secrets import service as secrets
 from app.secrets.store import HF_TOKEN
 
 MOST_BYTES = 2**20
-_TIMEOUT_SECONDS = 10.0
+_TIMEOUT_SECONDS = 5.0
 _KEPT_SECONDS = 600.0
+_FAILURE_KEPT_SECONDS = 15.0
 _MOST_KEPT = 64
 _MOST_KEPT_BYTES = 2**16
 
@@ -29,10 +33,20 @@ class HubConfig:
 
     content: bytes | None
     reason: str = ""
+    """Sentence that says why there is no content."""
+    code: str = ""
+    """Code of a reason that will be the same for every process that uses the hub as this one does; else empty."""
+    message: str = ""
+    """The reason without a subject, for the error of a field."""
 
 
-_kept: OrderedDict[tuple[str, str | None], tuple[float, bytes]] = OrderedDict()
-"""Newest contents with the monotonic time of their arrival, so that repeated estimates do not load the hub."""
+Key = tuple[str | None, str | None, str, str | None]
+"""Hub, token, model and revision."""
+
+_answers: OrderedDict[Key, tuple[float, HubConfig]] = OrderedDict()
+"""Newest answers with the monotonic time of their arrival, so that repeated requests do not load the hub."""
+_downloads: dict[Key, asyncio.Task[HubConfig]] = {}
+"""Downloads in progress: requests for one model at the same time share one."""
 
 
 def cached_path(name: str, revision: str | None) -> Path | None:
@@ -46,48 +60,68 @@ def cached_path(name: str, revision: str | None) -> Path | None:
     return None
 
 
-async def fetch(
-    sessions: async_sessionmaker[AsyncSession], settings: Settings, storage: Storage, name: str, revision: str | None
-) -> HubConfig | None:
-    """Fetch the config.json of a hub model; None if the model is on this machine, or the name is not one of the hub.
+async def fetch(session: AsyncSession, settings: Settings, name: str, revision: str | None) -> HubConfig | None:
+    """Fetch the config.json of a hub model; None if the hub's cache on this machine has it.
 
-    Never raises for a hub that cannot be used.
+    Takes at most some seconds, and `session` has no connection meanwhile. Never raises for a hub that cannot be used.
     """
-    if resolver.is_run(name):
+    if await asyncio.to_thread(cached_path, name, revision) is not None:
         return None
-    try:
-        located = await asyncio.to_thread(resolver.locate, settings, storage, name, None, revision)
-    except resolver.BaseModelError:
-        return None
-    hub = located["hub"]
-    if hub is None or await asyncio.to_thread(cached_path, hub, revision) is not None:
-        return None
-    arrived, content = _kept.get((hub, revision), (0.0, b""))
-    if content and time.monotonic() - arrived < _KEPT_SECONDS:
-        return HubConfig(content)
+    if not settings.allow_hub:
+        return HubConfig(
+            None,
+            f"The configuration of {name} is not on the API's machine, and this server does not load from the hub.",
+            "hub_not_allowed",
+            "this server does not load from the hub (ANNEAL_ALLOW_HUB)",
+        )
     if hub_is_offline():
-        return HubConfig(None, f"The configuration of {hub} is not on the API's machine, and HF_HUB_OFFLINE is set.")
+        return HubConfig(
+            None,
+            f"The configuration of {name} is not on the API's machine, and HF_HUB_OFFLINE is set.",
+            "hub_offline",
+            "the hub must not be used (HF_HUB_OFFLINE is set)",
+        )
     try:
-        content = await asyncio.wait_for(_download(sessions, settings, hub, revision), _TIMEOUT_SECONDS)
+        token = await secrets.find(session, settings, HF_TOKEN)
     except ApiError as error:
-        reason = error.errors[0].message if error.errors else error.detail
-        return HubConfig(None, f"The configuration of {hub} cannot be fetched: {reason}".rstrip(".") + ".")
-    except TimeoutError:
-        return HubConfig(None, f"The hub did not send the configuration of {hub} within {_TIMEOUT_SECONDS:.0f} s.")
-    if len(content) <= _MOST_KEPT_BYTES:
-        _kept[hub, revision] = time.monotonic(), content
-        _kept.move_to_end((hub, revision))
-        while len(_kept) > _MOST_KEPT:
-            _kept.popitem(last=False)
-    return HubConfig(content)
+        return HubConfig(None, f"The configuration of {name} cannot be fetched: {error.detail}")
+    finally:
+        await release(session)
+    key = (hub_endpoint(), token, name, revision)
+    arrived, answer = _answers.get(key, (0.0, None))
+    if answer is not None and time.monotonic() - arrived < (_KEPT_SECONDS if answer.content else _FAILURE_KEPT_SECONDS):
+        return answer
+    if (download := _downloads.get(key)) is None or download.get_loop() is not asyncio.get_running_loop():
+        download = _downloads[key] = asyncio.create_task(_answer(key))
+        download.add_done_callback(lambda _: _downloads.pop(key, None))
+    # A caller that goes away must not end the download for the others.
+    return await asyncio.shield(download)
 
 
-async def _download(
-    sessions: async_sessionmaker[AsyncSession], settings: Settings, name: str, revision: str | None
-) -> bytes:
+async def _answer(key: Key) -> HubConfig:
+    """Ask the hub, and keep its answer."""
+    answer = await _ask(*key[1:])
+    if len(answer.content or b"") <= _MOST_KEPT_BYTES:
+        _answers[key] = time.monotonic(), answer
+        _answers.move_to_end(key)
+        while len(_answers) > _MOST_KEPT:
+            _answers.popitem(last=False)
+    return answer
+
+
+async def _ask(token: str | None, name: str, revision: str | None) -> HubConfig:
     from app.datasets import hub  # loads an HTTP client
 
-    async with sessions() as session:
-        token = await secrets.find(session, settings, HF_TOKEN)
-    async with hub.client(token) as client:
-        return await hub.fetch_model_config(client, name, revision, MOST_BYTES)
+    failed = f"The configuration of {name} cannot be fetched:"
+    try:
+        async with asyncio.timeout(_TIMEOUT_SECONDS), hub.client(token) as client:
+            return HubConfig(await hub.fetch_model_config(client, name, revision, MOST_BYTES))
+    except hub.ModelNotReadable as error:
+        return HubConfig(None, f"{failed} {error.message}.", error.code, error.message)
+    except hub.HubUnreachable as error:
+        message = f"the hub cannot be reached ({error})"
+        return HubConfig(None, f"{failed} {message}.", "hub_unreachable", message)
+    except ApiError as error:
+        return HubConfig(None, f"{failed} {error.detail.rstrip('.')}.")
+    except TimeoutError:
+        return HubConfig(None, f"The hub did not send the configuration of {name} within {_TIMEOUT_SECONDS:.0f} s.")

@@ -9,7 +9,6 @@ from typing import Any
 from app.base_models import resolver
 from app.base_models.model_folder import ModelFolder
 from app.config import Settings
-from app.contracts.attempt.job import MERGED_BASE
 from app.contracts.training_config.fields import TrainingConfig
 from app.infra.files.object_store import StoreUnavailable
 from app.infra.files.untrusted_folder import OutsideStorage
@@ -38,7 +37,8 @@ def read_config(
     try:
         located = resolver.locate(settings, storage, config.base_model, attempt, config.revision)
         if located["path"] is not None:
-            return _of_folder(ModelFolder(storage, Path(located["path"])), settings, storage)
+            base = base_of(ModelFolder(storage, Path(located["path"])), settings, storage)
+            return _of_hub(storage, base, None) if isinstance(base, str) else _read(base, "config.json")
     except resolver.BaseModelError as error:
         raise NoConfig(error.message) from error
     except StoreUnavailable as error:
@@ -50,31 +50,31 @@ def read_config(
     return _of_hub(storage, str(located["hub"]), config.revision)
 
 
-def _of_folder(folder: ModelFolder, settings: Settings, storage: Storage, depth: int = 0) -> dict[str, Any]:
+def base_of(folder: ModelFolder, settings: Settings, storage: Storage, depth: int = 0) -> ModelFolder | str:
+    """Return the folder of the model that an adapter changes, or its name on the hub; a model's folder itself.
+
+    Raises:
+        NoConfig: The adapter cannot be read, or its base is not on this machine.
+    """
     described = "adapter_config.json"
     if not folder.has(described):
-        return _read(folder, "config.json")
+        return folder
     base = str(_read(folder, described).get("base_model_name_or_path") or "")
     if not Path(base).is_absolute():
         inside = _base_by_name(base, folder, settings, storage)
         if inside is None or depth >= 4:
-            return _of_hub(storage, base, None)
-        return _of_folder(ModelFolder(storage, inside), settings, storage, depth + 1)
+            return base
+        return base_of(ModelFolder(storage, inside), settings, storage, depth + 1)
     if depth < 4 and (path := _allowed(base, settings, storage)) is not None:
-        return _of_folder(ModelFolder(storage, path), settings, storage, depth + 1)
+        return base_of(ModelFolder(storage, path), settings, storage, depth + 1)
     raise NoConfig(f"The base model of the adapter {folder.path.name} is no longer on this machine.")
 
 
 def _base_by_name(base: str, folder: ModelFolder, settings: Settings, storage: Storage) -> Path | None:
     """Return the folder of a base that an adapter names as users do; None for the name of a hub model."""
-    if base == MERGED_BASE:
-        return folder.path / MERGED_BASE
     if resolver.is_run(base):
         return _newest_output(storage, base)
-    with suppress(resolver.BaseModelError):
-        path = resolver.folder_of(settings, base)
-        return path if path.is_dir() else None
-    return None
+    return resolver.base_folder(settings, storage, folder, base)
 
 
 def _newest_output(storage: Storage, run_id: str) -> Path | None:
@@ -111,6 +111,13 @@ def _read(folder: ModelFolder, name: str) -> dict[str, Any]:
     except OutsideStorage as error:
         raise NoConfig(f"{name} of the model cannot be read: {error}.") from error
     return _parsed(name, content)
+
+
+def parse(content: bytes) -> dict[str, Any]:
+    """Parse a config.json; empty if it is not a JSON object."""
+    with suppress(NoConfig):
+        return _parsed("config.json", content)
+    return {}
 
 
 def _parsed(name: str, content: bytes) -> dict[str, Any]:

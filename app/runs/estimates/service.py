@@ -153,9 +153,18 @@ async def estimate(
 async def _fetched(
     sessions: async_sessionmaker[AsyncSession], settings: Settings, storage: Storage, subject: Subject
 ) -> HubConfig | None:
-    if not subject.loads_model:
+    if not subject.loads_model or resolver.is_run(subject.config.base_model):
         return None
-    return await hub_config.fetch(sessions, settings, storage, subject.config.base_model, subject.config.revision)
+    try:
+        located = await asyncio.to_thread(
+            resolver.locate, settings, storage, subject.config.base_model, None, subject.config.revision
+        )
+    except resolver.BaseModelError:
+        return None
+    if located["hub"] is None:
+        return None
+    async with sessions() as session:
+        return await hub_config.fetch(session, settings, located["hub"], located["revision"])
 
 
 async def estimate_new(

@@ -1,5 +1,6 @@
 """Validation of base models and reward models."""
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -8,31 +9,40 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.dependencies import release
-from app.base_models import resolver
+from app.base_models import resolver, sources
 from app.base_models.compatibility import creates_model, is_reward_model, longest_sequence, model_conflicts
 from app.base_models.model_folder import ModelFolder
 from app.config import Settings
+from app.contracts.backends import BackendRules
 from app.contracts.errors import FieldError
 from app.contracts.methods import method_of, rewards_of
 from app.contracts.training_config.raw_config import given_fields
 from app.contracts.training_config.stored_quantization import stored_quantization, stored_quantization_conflicts
 from app.infra.storage import Storage
-from app.runs.estimates.hub_config import cached_path
+from app.runs.estimates import hub_config
+from app.runs.estimates.hub_config import HubConfig, cached_path
+from app.runs.estimates.model_config import NoConfig, base_of, parse
 from app.runs.validation.result import ValidationResult
 from app.tables.runs import Run
+from app.workers.queries import all_look_for_models_in
 
 
-async def _check_base_model(
+async def check_base_model(
     session: AsyncSession,
     settings: Settings,
     storage: Storage,
     config: Mapping[str, Any],
-    loads_model: bool,
+    rules: BackendRules | None,
     found: ValidationResult,
     *,
     needs_weights: bool,
     trains: bool,
 ) -> None:
+    """Check that the base model can be had, and that it fits the configuration.
+
+    Without `needs_weights`, a model is accepted that no worker can load yet.
+    """
+    loads_model = rules is None or rules.loads_model
     name = config.get("base_model")
     if not isinstance(name, str) or any(error.field == "config.base_model" for error in found.errors):
         return
@@ -46,6 +56,13 @@ async def _check_base_model(
     except resolver.BaseModelError as error:
         found.refuse("config.base_model", error.code, error.message)
         return
+    fetched: dict[str, Any] = {}
+    if loads_model and needs_weights and not creates_model(config):
+        revision = config.get("revision")
+        fetched = await _check_hub_model(
+            session, settings, storage, "config.base_model", located, revision if isinstance(revision, str) else None,
+            rules, found,
+        )  # fmt: skip
     if loads_model and located["path"] is not None:
         folder, given = ModelFolder(storage, Path(located["path"])), given_fields(config)
         wrong = await storage.in_thread(model_conflicts, folder, config, given, needs_weights=needs_weights)
@@ -54,13 +71,67 @@ async def _check_base_model(
         found.longest_sequence = await storage.in_thread(longest_sequence, folder)
     if loads_model:
         folder_here = await storage.in_thread(_folder_here, storage, located)
-        if folder_here is not None and not creates_model(config):
-            stored = stored_quantization(await storage.in_thread(folder_here.read_json, "config.json"))
+        if (folder_here is not None or fetched) and not creates_model(config):
+            described = await storage.in_thread(folder_here.read_json, "config.json") if folder_here else fetched
+            stored = stored_quantization(described)
             for problem in stored_quantization_conflicts(stored, config, trains=trains):
                 found.refuse(f"config.{problem.field}", problem.code, problem.message)
             found.stored_quantization = stored
     if resolver.is_run(name):
         found.base_run_id = name
+
+
+async def _check_hub_model(
+    session: AsyncSession,
+    settings: Settings,
+    storage: Storage,
+    field: str,
+    located: resolver.ModelLocation,
+    revision: str | None,
+    rules: BackendRules | None,
+    found: ValidationResult,
+) -> dict[str, Any]:
+    """Refuse a model of the hub, also as the base of an adapter, that no worker can have; warn if one may have it.
+
+    Return its config.json if it was fetched from the hub. What a worker has on its own machine is not known here,
+    unless it looks for models in the same places.
+    """
+    name = located["hub"]
+    if located["path"] is not None:
+        try:
+            folder = ModelFolder(storage, Path(located["path"]))
+            base = await storage.in_thread(base_of, folder, settings, storage)
+        except NoConfig:  # the worker says what is missing
+            return {}
+        name, revision = (base, None) if isinstance(base, str) and resolver.is_hub_name(base) else (None, None)
+    if name is None:
+        return {}
+    answer = await hub_config.fetch(session, settings, name, revision)
+    if answer is None:
+        return {}
+    if answer.content is not None:
+        # An adapter's own configuration is compared with that of its base by the trainer.
+        return parse(answer.content) if located["path"] is None else {}
+    message = _missing_hub_model(settings, located["name"], name, answer)
+    is_shared = rules is not None and not rules.starts_workers
+    own = await asyncio.to_thread(sources.fingerprint, settings)
+    if answer.code and is_shared and await all_look_for_models_in(session, settings, rules.capabilities.name, own):
+        found.refuse("config.revision" if answer.code == "hub_revision_not_found" else field, answer.code, message)
+    else:
+        text = f"{message}; a worker that has the model on its machine trains the run, and others fail it"
+        found.warnings.append(FieldError(field=field, code=answer.code or "hub_not_checked", message=text))
+    return {}
+
+
+def _missing_hub_model(settings: Settings, name: str, hub_name: str, answer: HubConfig) -> str:
+    """Return the sentence about a model that the hub does not give."""
+    if answer.code not in ("hub_not_allowed", "hub_offline", "hub_unreachable"):
+        return answer.message or answer.reason.rstrip(".")
+    what = f"the base model {hub_name!r} of the adapter" if name != hub_name else repr(hub_name)
+    return (
+        f"there is no folder {what} below {settings.models_folder}, none in the hub's cache, and {answer.message}: put "
+        "the model there, use one of `anneal models list`, or make a small one with `anneal models create tiny`"
+    )
 
 
 def _folder_here(storage: Storage, located: resolver.ModelLocation) -> ModelFolder | None:
@@ -71,14 +142,16 @@ def _folder_here(storage: Storage, located: resolver.ModelLocation) -> ModelFold
     return None if cached is None else ModelFolder(storage, cached.parent)
 
 
-async def _check_reward_models(
+async def check_reward_models(
     session: AsyncSession,
     settings: Settings,
     storage: Storage,
     config: Mapping[str, Any],
-    loads_model: bool,
+    rules: BackendRules | None,
     found: ValidationResult,
 ) -> None:
+    """Check that the models of rewards can be had, and that they return a score."""
+    loads_model = rules is None or rules.loads_model
     refused = {error.field for error in found.errors}
     for field, reward in rewards_of(config):
         name, place = reward.get("model"), f"config.{field}.model"
@@ -94,6 +167,8 @@ async def _check_reward_models(
         except resolver.BaseModelError as error:
             found.refuse(place, error.code, error.message)
             continue
+        if loads_model:
+            await _check_hub_model(session, settings, storage, place, located, None, rules, found)
         path = located["path"]
         folder = None if path is None else ModelFolder(storage, Path(path))
         if folder is not None and await storage.in_thread(is_reward_model, folder) is False:

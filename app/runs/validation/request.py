@@ -28,7 +28,7 @@ from app.runs.validation.config import about_config, config_problems, default_wa
 from app.runs.validation.dataset import data_problems
 from app.runs.validation.destinations import destination_problems
 from app.runs.validation.expert_parallel import expert_parallel_problems
-from app.runs.validation.models import _check_base_model, _check_reward_models, lock_models
+from app.runs.validation.models import check_base_model, check_reward_models, lock_models
 from app.runs.validation.packages import package_problems
 from app.runs.validation.plugins import plugin_problems
 from app.runs.validation.result import ValidationResult, validation_failed
@@ -93,12 +93,9 @@ async def validate_request(
             wrong += [one for one in refused if one.field not in reported]
             found.warnings += [about_config(problem) for problem in warned]
     found.errors += [about_config(problem) for problem in wrong]
-    loads_model = rules is None or rules.loads_model
     trains = task is RunTask.train
-    await _check_base_model(
-        session, settings, storage, config, loads_model, found, needs_weights=needs_weights, trains=trains
-    )
-    await _check_reward_models(session, settings, storage, request.config, loads_model, found)
+    await check_base_model(session, settings, storage, config, rules, found, needs_weights=needs_weights, trains=trains)
+    await check_reward_models(session, settings, storage, request.config, rules, found)
     if rules is not None and not rules.starts_workers and not await is_any_online(session, settings, request.backend):
         found.warnings.append(
             FieldError(

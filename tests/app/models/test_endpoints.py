@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import Engine
 
 from app.config import Settings
 from app.infra.storage import Storage
 from app.models.catalog import list_models
-from tests.factories import make_model
+from tests.factories import make_dataset, make_model
 from tests.server import ApiServer
 
 QWEN = {
@@ -51,6 +52,20 @@ def test_are_listed_with_what_their_files_say(api: ApiServer, anneal: Any) -> No
     assert (broken["id"], broken["architecture"], broken["has_chat_template"]) == ("broken", None, False)
     shown = anneal("models", "list")
     assert "Qwen/Qwen3-0.6B" in shown.stdout and "596 M" in shown.stdout
+
+
+def test_folders_with_letters_of_any_script_are_listed_and_accepted_by_the_same_name(
+    api: ApiServer, engine: Engine
+) -> None:
+    usable = ["modèle-é", "mode\u0300le", "модель/малая", "模型"]
+    for name in usable:
+        make_model(api.settings, name)
+    for name in ("with (brackets)", "line\u2028break", "turned\u202e", os.fsdecode(b"mod\xe8le")):
+        make_model(api.settings, name)
+    assert {model["id"] for model in api.client.get("/v1/models").json()["data"]} == set(usable)
+    for name in usable:
+        body = {"dataset_id": make_dataset(engine), "config": {"base_model": name, "method": "lora"}}
+        assert api.client.post("/v1/runs/validate", json=body).json()["errors"] == []
 
 
 def test_the_list_has_exactly_what_base_model_accepts(tmp_path: Path) -> None:

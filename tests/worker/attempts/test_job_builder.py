@@ -280,6 +280,25 @@ def test_the_base_of_an_output_is_that_of_its_training_where_two_roots_have_its_
         assert (reported["base_model"]["base"]["path"], reported["base_model"]["base"]["name"]) == (str(base), "tiny")
 
 
+@pytest.mark.parametrize("base", ["tiny", "base_model", "run", "away"])
+def test_base_of_a_downloaded_output_below_the_models_root_is_found_on_this_machine(lab: Lab, base: str) -> None:
+    settings = lab.context.settings
+    trained = lab.trainer.complete()
+    output = trained.write_output(lab.storage)
+    adapter = make_model(settings, "mine/downloaded", "adapter_config.json")
+    places = {
+        "tiny": make_model(settings),
+        "base_model": make_model(settings, "mine/downloaded/base_model"),
+        "run": output,
+        "away": None,
+    }
+    name = trained.run_id if base == "run" else base
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": name}))
+    _, reported = _prepared(lab, {"method": "lora", "base_model": "mine/downloaded"})
+    found = reported["base_model"]["base"]
+    assert (found and found["path"]) == (places[base] and str(places[base]))
+
+
 def test_of_other_methods_it_names_none(lab: Lab) -> None:
     lab.trainer.complete()
     assert _prepared(lab, {"method": "dpo", "rlhf": {"rewards": []}})[1]["reward_models"] == []

@@ -219,11 +219,11 @@ def test_what_cannot_be_known_is_null_with_its_reason(api: ApiServer, engine: En
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.Hub]:
-    hub_config._kept.clear()
+    hub_config._answers.clear()
     with hub_server.running() as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         yield server
-    hub_config._kept.clear()
+    hub_config._answers.clear()
 
 
 def test_a_hub_model_is_estimated_from_its_configuration_before_any_download(

@@ -7,7 +7,7 @@ from sqlalchemy import Engine, update
 
 from app.config import Settings
 from app.tables.workers import Worker
-from tests.factories import make_dataset, make_run
+from tests.factories import make_dataset, make_model, make_run
 from tests.rows import add_worker
 from tests.server import ApiServer
 
@@ -25,7 +25,8 @@ def api(emptied_api: ApiServer) -> ApiServer:
 
 
 @pytest.fixture
-def dataset(engine: Engine) -> str:
+def dataset(engine: Engine, settings: Settings) -> str:
+    make_model(settings, "org/model")  # a folder, so that no request asks the hub
     return make_dataset(engine)
 
 
