@@ -113,9 +113,9 @@ async def _check_hub_model(
         # An adapter's own configuration is compared with that of its base by the trainer.
         return parse(answer.content) if located["path"] is None else {}
     message = _missing_hub_model(settings, located["name"], name, answer)
-    is_shared = rules is not None and not rules.starts_workers
     own = await asyncio.to_thread(sources.fingerprint, settings)
-    if answer.code and is_shared and await all_look_for_models_in(session, settings, rules.capabilities.name, own):
+    backend = None if rules is None or rules.starts_workers or not answer.code else rules.capabilities.name
+    if backend is not None and await all_look_for_models_in(session, settings, backend, own):
         found.refuse("config.revision" if answer.code == "hub_revision_not_found" else field, answer.code, message)
     else:
         text = f"{message}; a worker that has the model on its machine trains the run, and others fail it"
