@@ -246,6 +246,30 @@ class Runs(ApiResource[M]):
                 yield event
 
     @stream
+    async def complete_log(
+        self, run_id: str, *, attempt: int | None = None, grep: str | None = None
+    ) -> AsyncGenerator[str]:
+        """Iterate over every line that the training processes printed so far, those too that the stream left out.
+
+        Each line is its time, stream, level and text. `attempt` selects one of the attempts, which otherwise follow
+        each other. `grep` selects lines that contain this text.
+        """
+        params = without_none(attempt=attempt, grep=grep)
+        request = self._session.transport.build("GET", f"/runs/{run_id}/logs/complete", params=params)
+        response = await self._session.send(request, repeatable=True)
+        try:
+            rest = b""
+            async with aclosing(self._session.transport.chunks(response)) as chunks:
+                async for chunk in chunks:
+                    *lines, rest = (rest + chunk).split(b"\n")
+                    for line in lines:
+                        yield line.decode(errors="replace")
+            if rest:
+                yield rest.decode(errors="replace")
+        finally:
+            await self._session.transport.release(response)
+
+    @stream
     async def logs(
         self,
         run_id: str,

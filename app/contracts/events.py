@@ -106,6 +106,12 @@ class LogEvent(Event):
         default="stdout", description="`stdout` or `stderr` of the training process; `anneal`: message of the service."
     )
     level: str = Field(default="info", description="`info`, `warning` or `error`.")
+    left_out: int | None = Field(
+        default=None,
+        exclude_if=lambda left_out: left_out is None,
+        description="Lines that the stream leaves out here, because there were too many; the complete log has them. "
+        "Absent for every other line.",
+    )
 
 
 class MetricEvent(TrainerEvent, TrainingMetrics):

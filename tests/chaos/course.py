@@ -24,7 +24,6 @@ COUNTED = ("lost", "retried")
 """Requeues that raise `lost_count`."""
 
 _NUMBERED_LINE = re.compile(r"step (\d+) loss")
-_DROPPED_LINES = re.compile(r"… \d+ lines dropped")
 
 
 @dataclass(frozen=True)
@@ -164,11 +163,10 @@ class Course:
         return next((line["pid"] for line in self.lines_of(attempt)), None)
 
     def printed_by(self, attempt: int) -> tuple[list[int], bool]:
-        """Return the step numbers of the stored lines of the attempt, and True if a message reports dropped lines."""
+        """Return the step numbers of the stored lines of the attempt, and True if a message counts lines left out."""
         lines = [event.data for event in self.of_trainer(attempt) if event.type == "log"]
         numbered = (_NUMBERED_LINE.match(data["line"]) for data in lines if data.get("stream") == "stdout")
-        dropped = any(_DROPPED_LINES.match(data["line"]) for data in lines)
-        return [int(found[1]) for found in numbered if found], dropped
+        return [int(found[1]) for found in numbered if found], any("left_out" in data for data in lines)
 
     def measured_by(self, attempt: int) -> list[int]:
         """Return the steps of the stored metrics of the attempt."""

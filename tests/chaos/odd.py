@@ -77,7 +77,7 @@ def killed_before_the_last_words_were_stored() -> Spoil:
 
 
 def dropped_lines(history: History) -> History:
-    note = {"line": "… 1 lines dropped: more than 200 a second", "stream": "stderr"}
+    note = {"line": "… 1 lines left out: more than 200 a second", "stream": "stderr", "left_out": 1}
     reported = event_added("plain", prints(6), "log", **note)
     return together(reported, event_removed("plain", prints(5)))(history)
 

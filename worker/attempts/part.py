@@ -20,6 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from app.contracts.attempt.job import JobSpec
 from app.contracts.attempt.part_activity import PartActivity
 from app.contracts.attempt.part_end import PartEnd
+from app.contracts.attempt.records import part_log
 from app.infra.db import is_away
 from app.infra.lean_structlog import bound_contextvars
 from app.infra.log_setup import with_current_context
@@ -155,7 +156,7 @@ class _Part:
         self._context.health.started()
         self._attempt = run.attempt
         with _PartLog(self._context, run) as sink:
-            handler = RecordHandler(self._context, run, sink)
+            handler = RecordHandler(self._context, run, sink, part_log(self._row.first_rank))
             handler.hide(secrets.values())
             self._lease.activity = lambda: _activity(processes, handler)
             try:

@@ -8,6 +8,7 @@ import codecs
 import math
 import re
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Literal
 
 from app.infra.terminal_text import plain_line
@@ -33,47 +34,60 @@ _WARNING = re.compile(r"\s*\[?WARN(ING)?\b")
 
 
 LogLine = dict[str, Any]
-"""One line of output as stored in the event log: `line`, `stream` (stdout or stderr), `level`."""
+"""One line of output as stored in the event log: `line`, `stream` (stdout or stderr), `level`, perhaps `left_out`."""
 
 
 class LogLines:
     """Assembler of log lines from printed output; each stream is assembled separately, in its own order.
 
     A progress bar that redraws itself with carriage returns appears at most once a second, in its last state. Lines
-    beyond `burst`, refilled with `rate` a second, are dropped and counted; the last ones are kept for the end, because
-    they say why a process failed.
+    beyond `burst`, refilled with `rate` a second, are left out and counted; the last ones are returned at the end,
+    because they say why a process failed.
     """
 
-    def __init__(self, burst: int = 2000, rate: float = 200.0, redact: Redactor | None = None) -> None:
+    def __init__(
+        self,
+        burst: int = 2000,
+        rate: float = 200.0,
+        redact: Redactor | None = None,
+        *,
+        label: str = "",
+        on_line: Callable[[LogLine], None] = lambda _: None,
+        place: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Call `on_line` with each line, those left out too; `place` says where they are, `label` begins each line."""
         redact = redact or Redactor()
+        self._label = label
+        self._on_line = on_line
+        self._place = place
         self._streams: dict[Stream, _Stream] = {"stdout": _Stream(redact), "stderr": _Stream(redact)}
         self._burst = burst
         self._rate = rate
         self._tokens = float(burst)
         self._refilled: float | None = None
-        self._dropped = 0
+        self._left_out = 0
         self._tail: deque[LogLine] = deque(maxlen=_TAIL)
 
     def feed(self, source: Stream, data: bytes, now: float) -> list[LogLine]:
         """Take bytes, split anywhere, and return the lines that are complete; `now` is in seconds of any clock."""
-        lines = [_log_line(text, source) for text in self._streams[source].feed(data, now)]
-        return [kept for line in lines for kept in self._admit(line, now)]
+        lines = [self._log_line(text, source) for text in self._streams[source].feed(data, now)]
+        return [admitted for line in lines for admitted in self._admit(line, now)]
 
     def flush(self) -> list[LogLine]:
-        """Return what is left when the process has ended: unfinished lines, and the last of the dropped ones."""
+        """Return what is left when the process has ended: unfinished lines, and the last of those left out."""
         rest: list[LogLine] = []
         for source, stream in self._streams.items():
-            rest += [_log_line(text, source) for text in stream.flush()]
+            rest += [self._log_line(text, source) for text in stream.flush()]
         self._tail.extend(rest)
-        if not self._dropped:
+        if not self._left_out:
             return rest
-        last = list(self._tail)[-(self._dropped + len(rest)) :]
-        self._dropped -= len(last) - len(rest)
-        return [*self._drop_note(), *last]
+        last = list(self._tail)[-(self._left_out + len(rest)) :]
+        self._left_out -= len(last) - len(rest)
+        return [*self._note_left_out(), *last]
 
     @property
     def tail(self) -> list[str]:
-        """Last lines, including dropped ones."""
+        """Last lines, including those left out."""
         return [line["line"] for line in self._tail]
 
     def _admit(self, line: LogLine, now: float) -> list[LogLine]:
@@ -82,18 +96,23 @@ class LogLines:
             self._tokens = min(self._burst, self._tokens + max(now - self._refilled, 0.0) * self._rate)
         self._refilled = now
         # After a flood, output resumes with a second's worth of lines, not one by one with a note before each.
-        if self._tokens < (min(self._burst, max(self._rate, 1.0)) if self._dropped else 1.0):
-            self._dropped += 1
+        if self._tokens < (min(self._burst, max(self._rate, 1.0)) if self._left_out else 1.0):
+            self._left_out += 1
             return []
         self._tokens -= 1
-        return [*self._drop_note(), line]
+        return [*self._note_left_out(), line]
 
-    def _drop_note(self) -> list[LogLine]:
-        dropped, self._dropped = self._dropped, 0
-        if not dropped:
+    def _note_left_out(self) -> list[LogLine]:
+        left_out, self._left_out = self._left_out, 0
+        if not left_out:
             return []
-        text = f"… {dropped} lines dropped: more than {self._rate:g} a second"
-        return [{"line": text, "stream": "stderr", "level": "warning"}]
+        text = f"{self._label}… {left_out:,} lines left out: more than {self._rate:g} a second{self._place()}"
+        return [{"line": text, "stream": "stderr", "level": "warning", "left_out": left_out}]
+
+    def _log_line(self, text: str, stream: Stream) -> LogLine:
+        line = {"line": self._label + text, "stream": stream, "level": _level(text, stream)}
+        self._on_line(line)
+        return line
 
 
 class _Stream:
@@ -164,11 +183,10 @@ def _visible(text: str, cut: int, redact: Redactor) -> str:
     return encoded[:MAX_LINE_BYTES].decode(errors="ignore") + f" … (cut; {len(text) + cut} characters in all)"
 
 
-def _log_line(text: str, stream: Stream) -> LogLine:
-    level: Level = "info"
+def _level(text: str, stream: Stream) -> Level:
     if stream == "stderr":
         if _ERROR.match(text):
-            level = "error"
-        elif _WARNING.match(text) or "Warning: " in text:
-            level = "warning"
-    return {"line": text, "stream": stream, "level": level}
+            return "error"
+        if _WARNING.match(text) or "Warning: " in text:
+            return "warning"
+    return "info"

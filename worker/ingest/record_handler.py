@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from app.contracts.attempt.messages import (
     TrainingResult,
 )
 from app.contracts.attempt.part_end import PartEnd
+from app.contracts.attempt.records import COMPLETE_LOG
 from app.contracts.attempt.run_facts import invalid_facts
 from app.contracts.events import TRAINER_RECORDS
 from app.contracts.methods import method_of
@@ -41,6 +42,7 @@ from worker.checkpoint_store.cleanup import remove_folders
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 from worker.ingest.action_results import action_result
+from worker.ingest.log_file import LogFile
 from worker.ingest.log_lines import LogLines
 from worker.ingest.pace import AttemptTimer
 from worker.ingest.record_budget import BURST_BYTES, BYTES_PER_SECOND, COSTLY_BYTES, LEAST_BYTES, RecordBudget
@@ -102,7 +104,10 @@ class EventSink(Protocol):
 class RecordHandler:
     """Handler of a trainer's output, which it passes to the writer; it stores nothing itself and never waits."""
 
-    def __init__(self, context: WorkerContext, run: ClaimedRun, writer: EventSink) -> None:
+    def __init__(
+        self, context: WorkerContext, run: ClaimedRun, writer: EventSink, log_name: str = COMPLETE_LOG
+    ) -> None:
+        """Write the complete log of this host's ranks to the files named `log_name` in the attempt's folder."""
         self.result: TrainingResult | None = None
         """Result that the trainer has reported."""
         self.failed_rank = 0
@@ -124,6 +129,7 @@ class RecordHandler:
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         """Last lines of the log."""
         self._context = context
+        self._log_name = log_name
         self._run = run
         self._writer = writer
         self._start = StartPoint(0, 0.0, None)
@@ -139,8 +145,16 @@ class RecordHandler:
         self._has_waited = False
         """True once a line of the log has said that the trainer waits because of its budget."""
         self._redact = Redactor()
-        self._lines = defaultdict[int, LogLines](lambda: LogLines(redact=self._redact))
+        self._lines: dict[int, LogLines] = {}
         """Unfinished lines of each rank."""
+        self._printed_at = 0.0
+        """Time of the output that is being handled, in seconds since 1970."""
+        self._log_file = LogFile(
+            context.storage.attempt_dir(run.id, run.attempt),
+            log_name,
+            context.settings.disk_reserve_bytes,
+            lambda problem: self.say(problem, "warning"),
+        )
         self._other_failures: dict[int, TrainingResult] = {}
         """Failures of other ranks than 0."""
         self._status = "initializing"
@@ -174,14 +188,15 @@ class RecordHandler:
 
         Of ranks other than 0, lines are stored with their rank, and of records only a failure counts.
         """
-        now = time.time()
+        now = self._printed_at = time.time()
         if pieces and (rank == 0 or not self.training_started):
             self.last_output_at = time.monotonic()
         for source, data in pieces:
             if source == "report":
                 self._handle_record(data, now, rank)
             else:
-                self._add_lines(_of_rank(rank, self._lines[rank].feed(source, data, time.monotonic())), now)
+                self._add_lines(self._lines_of(rank).feed(source, data, time.monotonic()), now)
+        self._log_file.flush()
         if self.is_over_budget and not self._has_waited:
             self._has_waited = True
             self.say(_TOO_FAST, "warning")
@@ -198,12 +213,18 @@ class RecordHandler:
 
     def say(self, line: str, level: str = "info") -> None:
         """Add a line from the service itself to the run's log."""
-        self._add_lines([{"line": plain_text(line), "stream": "anneal", "level": level}], time.time())
+        now = time.time()
+        said = {"line": plain_text(line), "stream": "anneal", "level": level}
+        self._log_file.add(said, now)
+        self._add_lines([said], now)
+        self._log_file.flush()
 
     def flush_lines(self) -> None:
-        """Handle the end of the output: what is left of a line becomes a line."""
-        for rank, lines in self._lines.items():
-            self._add_lines(_of_rank(rank, lines.flush()), time.time())
+        """Handle the end of the output: what is left of a line becomes a line, and the complete log is closed."""
+        self._printed_at = time.time()
+        for lines in self._lines.values():
+            self._add_lines(lines.flush(), self._printed_at)
+        self._log_file.close()
 
     def flush_output(self) -> None:
         """Handle the end of the output. Without a result of rank 0, the failure of another rank is the result."""
@@ -221,6 +242,23 @@ class RecordHandler:
         self.tail.extend(end.last_lines)
         if end.failure is not None:
             self._other_failures[end.rank] = self._read_result({"type": "result", **end.failure})
+
+    def _lines_of(self, rank: int) -> LogLines:
+        if rank not in self._lines:
+            self._lines[rank] = LogLines(
+                redact=self._redact,
+                label=f"[rank {rank}] " if rank else "",
+                on_line=lambda line: self._log_file.add(line, self._printed_at),
+                place=self._place_of_complete_log,
+            )
+        return self._lines[rank]
+
+    def _place_of_complete_log(self) -> str:
+        if not self._log_file.is_complete:
+            return ""  # the log has a line that says why
+        if self._log_name != COMPLETE_LOG and self._context.working_copy is not None:
+            return "; a file on the worker of this rank has them"  # only the lead sends records to the object store
+        return f"; the complete log has them: `anneal runs logs --all {self._run.id} --attempt {self._run.attempt}`"
 
     def _add_lines(self, lines: list[dict[str, Any]], now: float) -> None:
         for line in lines:
@@ -260,6 +298,7 @@ class RecordHandler:
     def _handle_message(self, record: dict[str, Any], ts: float) -> None:
         message = validated(_MESSAGE, record)
         line = {"line": plain_text(message["line"]), "stream": "anneal", "level": message.get("level", "info")}
+        self._log_file.add(line, self._printed_at)
         self._writer.put(NewEvent.of("log", ts, line))
 
     def _handle_plain(self, record: dict[str, Any], ts: float) -> None:
@@ -523,11 +562,6 @@ class RecordHandler:
             connection.execute(answered.change)
 
         self._writer.put(RunUpdate(keep, answered.event))
-
-
-def _of_rank(rank: int, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Label the lines of every rank but 0."""
-    return [{**line, "line": f"[rank {rank}] {line['line']}"} for line in lines] if rank else lines
 
 
 def _count(value: Any, name: str) -> int:

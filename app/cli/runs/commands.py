@@ -16,7 +16,6 @@ from app.cli.console import (
     details,
     document,
     fail,
-    json_line,
     listing,
     note,
     option_hint,
@@ -29,6 +28,7 @@ from app.cli.names import OfExperiment, ParentId, RunId, id_within
 from app.cli.runs.all_events import events
 from app.cli.runs.compare import compare
 from app.cli.runs.eta_text import eta_text
+from app.cli.runs.logs import logs
 from app.cli.runs.postmortem import why
 from app.contracts.run_task import RunTask
 
@@ -344,30 +344,6 @@ def unpin(run_id: RunId, checkpoint: OfCheckpoint = None, as_json: AsJson = Fals
 
 
 @commands.command()
-def logs(
-    run_id: RunId,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until the run ends.")] = False,
-    tail: Annotated[int | None, typer.Option(min=0, help="Start with the last N lines.")] = None,
-    grep: Annotated[str | None, typer.Option(help="Only lines that contain this text.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Print the logs of a run. Exit code with -f: 0 completed, 3 failed, 4 cancelled.
-
-    Example: `anneal runs logs -f --tail 20 run_01k3x9m6q2v8s4t0w7y5z1a3b6`
-    """
-    from app.cli.runs.watch import continue_on_interrupt, exit_code
-
-    with connected() as client, continue_on_interrupt(run_id):
-        for event in client.runs.logs(run_id, tail=tail, grep=grep, follow=follow):
-            if as_json:
-                json_line(event)
-            elif event.type == "log":
-                say(getattr(event, "line", ""))
-        if follow:
-            raise typer.Exit(exit_code(client.runs.get(run_id).status))
-
-
-@commands.command()
 def watch(run_id: RunId, as_json: AsJson = False) -> None:
     """Watch a run to its end. Exit code: 0 completed, 3 failed, 4 cancelled. Ctrl-C does not stop the run.
 
@@ -581,6 +557,7 @@ def delete(run_id: RunId, as_json: AsJson = False) -> None:
     deleted(run_id, as_json)
 
 
+commands.command()(logs)
 commands.command()(why)
 commands.command()(compare)
 commands.command(context_settings={"allow_extra_args": True})(events)

@@ -42,10 +42,56 @@ class LogLines(BaseModel):
     has_more: bool = Field(description="True if there are more lines in the direction of reading.")
 
 
+class CompleteLogLine(BaseModel):
+    """Line of a complete log."""
+
+    ts: Timestamp
+    line: str
+    stream: str = Field(description="`stdout` or `stderr` of the training process; `anneal`: message of the service.")
+    level: str = Field(description="`info`, `warning` or `error`.")
+
+
+class CompleteLogHits(BaseModel):
+    """Lines of an attempt's complete log that contain a text; the stream lacks some lines of this attempt."""
+
+    attempt: int
+    left_out: int = Field(description="Lines of the attempt that only its complete log has.")
+    complete_log: str = Field(description="Path of the complete log.")
+    matches: int | None = Field(
+        description="Lines that contain the text, with those that the stream has too; null if it cannot be searched."
+    )
+    data: list[CompleteLogLine] = Field(description="The newest 100 of them, in order.")
+    problem: str | None = Field(description="Why it cannot be searched, or why its end was not.")
+
+
 class LogHits(BaseModel):
     """Lines that contain a text."""
 
-    model_config = ConfigDict(json_schema_extra={"example": {"data": [41, 97], "has_more": False}})
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "data": [41, 97],
+                "has_more": False,
+                "complete": [
+                    {
+                        "attempt": 1, "left_out": 18000,
+                        "complete_log": "/v1/runs/run_01k3x9m6q2v8s4t0w7y5z1a3b6/logs/complete?attempt=1", "matches": 1,
+                        "data": [
+                            {
+                                "ts": "2026-01-02T03:04:05.678Z", "line": "loss nan", "stream": "stdout",
+                                "level": "info",
+                            }
+                        ],
+                        "problem": None,
+                    }
+                ],
+            }
+        }
+    )  # fmt: skip
 
     data: list[int] = Field(description="`seq` of the lines, in order; the newest if there are too many.")
     has_more: bool = Field(description="True if older lines contain it too.")
+    complete: list[CompleteLogHits] = Field(
+        default_factory=list,
+        description="Matches in the complete logs of attempts from which the stream left out lines.",
+    )

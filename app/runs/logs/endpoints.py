@@ -1,22 +1,29 @@
-"""Endpoint of `GET /v1/runs/{id}/logs`."""
+"""Endpoints of `/v1/runs/{id}/logs`."""
 
 import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.api.dependencies import Reading
-from app.api.errors import invalid
+from app.api.dependencies import CurrentStorage, Reading, Session, release
+from app.api.errors import ApiError, invalid
+from app.api.open_responses import DownloadLimit
 from app.contracts.errors import FieldError
 from app.contracts.run_status import TERMINAL
-from app.contracts.schemas.logs import LogHits, LogLevel, LogLines, LogStream
+from app.contracts.schemas.logs import CompleteLogHits, LogHits, LogLevel, LogLines, LogStream
+from app.infra.files.object_store import StoreUnavailable
+from app.infra.storage import Storage
 from app.runs import service
+from app.runs.artifacts.folders import FileFolder
+from app.runs.artifacts.service import attempt_folder
 from app.runs.events import responses
 from app.runs.events.sources import RunSource
 from app.runs.events.stream import Streams
-from app.runs.logs import lines, window
+from app.runs.logs import complete, lines, window
 
 router = APIRouter(prefix="/runs", tags=["runs"])
 
@@ -119,9 +126,129 @@ async def search_log(
     stream: Stream = None,
     attempt: OfAttempt = None,
 ) -> LogHits:
-    """Find the lines of the whole log that contain a text; GET …/logs/lines returns them."""
-    async with _log_searches(request), request.app.state.reading_sessions() as session:
-        run = await service.get(session, run_id)
-        where = window.conditions(level, stream, attempt)
-        found, has_more = await window.hits(session, run.id, q, before=before, limit=limit, where=where)
-    return LogHits(data=found, has_more=has_more)
+    """Find the lines of the whole log that contain a text; GET …/logs/lines returns them.
+
+    Where the stream left out lines, the complete log of the attempt is searched as well, unless `before` is given.
+    """
+    storage: Storage = request.app.state.storage
+    async with _log_searches(request):
+        async with request.app.state.reading_sessions() as session:
+            run = await service.get(session, run_id)
+            where = window.conditions(level, stream, attempt)
+            found, has_more = await window.hits(session, run.id, q, before=before, limit=limit, where=where)
+            left_out = {} if before is not None else await complete.left_out_lines(session, run.id)
+            if attempt is not None:
+                left_out = {number: count for number, count in left_out.items() if number == attempt}
+            folders = {number: await _folder(session, storage, run_id, number) for number in left_out}
+        logs = [
+            await _search_complete_log(storage, run_id, number, count, folders[number], q, level, stream)
+            for number, count in left_out.items()
+        ]
+    return LogHits(data=found, has_more=has_more, complete=logs)
+
+
+async def _folder(session: AsyncSession, storage: Storage, run_id: str, attempt: int) -> FileFolder | ApiError:
+    try:
+        return await attempt_folder(session, storage, run_id, attempt)
+    except ApiError as error:
+        return error
+
+
+async def _search_complete_log(
+    storage: Storage,
+    run_id: str,
+    attempt: int,
+    left_out: int,
+    folder: FileFolder | ApiError,
+    wanted: str,
+    level: LogLevel | None,
+    stream: LogStream | None,
+) -> CompleteLogHits:
+    path = f"/v1/runs/{run_id}/logs/complete?attempt={attempt}"
+    try:
+        if isinstance(folder, ApiError):
+            raise folder
+        found = await storage.in_transfer(complete.search, folder, wanted, window.levels(level), stream)
+    except (ApiError, StoreUnavailable) as error:
+        why = error.detail if isinstance(error, ApiError) else str(error)
+        return CompleteLogHits(
+            attempt=attempt, left_out=left_out, complete_log=path, matches=None, data=[], problem=why
+        )
+    return CompleteLogHits(
+        attempt=attempt,
+        left_out=left_out,
+        complete_log=path,
+        matches=found.matches,
+        data=found.lines,
+        problem=found.problem,
+    )
+
+
+@router.get(
+    "/{run_id}/logs/complete",
+    response_class=StreamingResponse,
+    dependencies=[DownloadLimit],
+    responses={
+        200: {
+            "description": "Lines, each with its time, stream and level.",
+            "content": {
+                "text/plain": {
+                    "schema": {"type": "string"},
+                    "example": "2026-01-02T03:04:05.678Z stdout info step 10 loss 2.31\n",
+                }
+            },
+        }
+    },
+)
+async def get_complete_log(
+    run_id: str,
+    session: Session,
+    storage: CurrentStorage,
+    attempt: Annotated[
+        int | None, Query(ge=1, le=2**31 - 1, description="Only the log of this attempt; default: of all, in order.")
+    ] = None,
+    grep: Annotated[str | None, Query(max_length=1000, description="Return only lines that contain this text.")] = None,
+) -> StreamingResponse:
+    """Download every line that the training processes printed, those too that the stream left out.
+
+    The log of an attempt is a file that its worker writes. With an object store, it is there once the attempt has
+    ended.
+    """
+    run = await service.get(session, run_id)
+    attempts = [attempt] if attempt is not None else list(range(1, run.attempt + 1))
+    folders = [(number, await _folder(session, storage, run_id, number)) for number in attempts]
+    await release(session)
+    if len(folders) == 1:  # otherwise a line says which log is missing, and why
+        await storage.in_thread(_files, folders[0][1])
+    name = run_id if attempt is None else f"{run_id}-attempt-{attempt}"
+    headers = {
+        "Content-Disposition": f'attachment; filename="{name}.log"',
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "private, no-store",
+    }
+    pieces = _logs(folders, grep)
+    return StreamingResponse(_sent(storage, pieces), media_type="text/plain; charset=utf-8", headers=headers)
+
+
+def _files(folder: FileFolder | ApiError) -> list[tuple[str, int]]:
+    if isinstance(folder, ApiError):
+        raise folder
+    return complete.files_of(folder)
+
+
+def _logs(folders: Sequence[tuple[int, FileFolder | ApiError]], grep: str | None) -> Iterator[bytes]:
+    for number, folder in folders:
+        try:
+            files = _files(folder)
+        except ApiError as error:
+            yield f"# attempt {number}: {error.detail}\n".encode()
+            continue
+        assert not isinstance(folder, ApiError)  # noqa: S101
+        pieces = complete.text(folder, files)
+        yield from complete.matching_lines(pieces, grep) if grep else pieces
+
+
+async def _sent(storage: Storage, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    while (piece := await storage.in_thread(next, pieces, None)) is not None:
+        if piece:
+            yield piece

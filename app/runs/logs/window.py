@@ -49,11 +49,17 @@ async def hits(
     return list(found[:limit][::-1]), len(found) > limit
 
 
+def levels(level: LogLevel | None) -> tuple[LogLevel, ...] | None:
+    """Return the levels that a filter selects; None: any."""
+    if level is None:
+        return None
+    return ("warning", "error") if level == "warning" else (level,)
+
+
 def conditions(level: LogLevel | None, stream: LogStream | None, attempt: int | None) -> list[ColumnElement[bool]]:
     """Return the conditions of a filter; None: any."""
     found: list[ColumnElement[bool]] = []
-    if level is not None:
-        wanted = ("warning", "error") if level == "warning" else (level,)
+    if (wanted := levels(level)) is not None:
         found.append(_DATA["level"].astext.in_(wanted))
     if stream is not None:
         found.append(func.coalesce(_DATA["stream"].astext, "stdout") == stream)

@@ -1,5 +1,6 @@
 """Every call of the API has an example, and the example works: sent as it stands, it is answered as documented."""
 
+import gzip
 import json
 import re
 from collections.abc import Iterator
@@ -48,6 +49,7 @@ class Things:
         storage = Storage(api.settings)
         storage.named_checkpoint(ended, 1, "checkpoint-40").mkdir(parents=True)
         (storage.attempt_dir(ended, 1) / "metrics.jsonl").write_text("")
+        (storage.attempt_dir(ended, 1) / "log.txt.gz").write_bytes(gzip.compress(b""))
         trainer.cancel_on_request().write_output(Storage(api.settings))
         self.ended, self.waiting = ended, self._run()
 

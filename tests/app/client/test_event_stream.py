@@ -209,7 +209,7 @@ def service(settings: Settings, tmp_path: Path) -> Iterator[ProcessServer]:
 
 async def test_every_event_comes_once_through_an_api_that_is_killed_and_started_again(service: ProcessServer) -> None:
     """By the sync client in one thread, by the async one in another, which changes nothing."""
-    options = {"steps": 40, "step_seconds": 0.05, "log_lines_per_step": 3}
+    options = {"steps": 40, "step_seconds": 0.05, "log_lines_per_step": 100}
     with Anneal(service.url, service.key) as client:
         config = {"base_model": "any", "method": "sft", "extra": options}
         dataset = client.datasets.upload(b'{"text": "row"}\n')
@@ -226,10 +226,17 @@ async def test_every_event_comes_once_through_an_api_that_is_killed_and_started_
         assert heard.acquire(timeout=60)
     async with AsyncAnneal(service.url, service.key) as asynchronous:
         also = [event async for event in asynchronous.runs.events(run.id)]
+        complete = [line async for line in asynchronous.runs.complete_log(run.id)]
     eventually(lambda: not thread.is_alive(), timeout=60)
     assert [event.seq for event in seen] == list(range(1, len(seen) + 1))
     assert isinstance(seen[-1], EndEvent) and seen[-1].status == "completed"
     assert seen == also
+    # The flood is thinned in the stream, and whole in the complete log.
+    steps = [int(line.split()[4]) for line in complete if " stdout info step " in line]
+    assert steps == [step for step in range(1, 41) for _ in range(100)]
+    streamed = [event for event in seen if isinstance(event, LogEvent)]
+    left_out = sum(event.left_out or 0 for event in streamed)
+    assert left_out > 0 and sum(event.left_out is None for event in streamed) + left_out == len(complete)
 
 
 def _follow(service: ProcessServer, run_id: str, heard: threading.Semaphore) -> Iterator[Event]:

@@ -54,6 +54,7 @@ def test_the_last_status_waits_for_the_last_line_of_the_log(
     context = WorkerContext(settings.model_copy(update={"lease_seconds": 60.0}))
 
     def attempt(context: WorkerContext, run: Any, lease: Any, writer: Any) -> Any:
+        context.storage.attempt_dir(run.id, run.attempt).mkdir(parents=True)
         record_handler = RecordHandler(context, run, writer)
         record_handler.take([("stdout", b"first\n")])
         eventually(lambda: is_storing_the_first_line(engine))
@@ -115,6 +116,7 @@ def test_readers_are_woken_when_there_is_something_to_read(
     seen: list[int] = []
     monkeypatch.setattr(context, "wake", lambda run_id: seen.append(len(events_of(engine, run_id))))
     lease: Any = SimpleNamespace(fenced=False, expired=False, run_id=run.id)
+    context.storage.attempt_dir(run.id, run.attempt).mkdir(parents=True)
     with EventWriter(context, run, lease) as writer:
         RecordHandler(context, run, writer).take([("stdout", b"a line\n")])
         eventually(lambda: seen, what="a wake-up")
@@ -271,7 +273,7 @@ def test_what_a_killed_trainer_has_written_by_half_goes_with_it(
         monkeypatch.setattr(supervisor, name, instead)
     context: Any = SimpleNamespace(
         machine=SimpleNamespace(devices=[device]), storage=storage, replicator=None, working_copy=None, remote=None,
-        health=SimpleNamespace(started=lambda: None), draining=threading.Event(), telemetry=None,
+        health=SimpleNamespace(started=lambda: None), draining=threading.Event(), telemetry=None, settings=settings,
     )  # fmt: skip
     lease: Any = SimpleNamespace(stop=StopRequest("discard"), fenced=False)
     writer: Any = SimpleNamespace(put=lambda _: None, persist=lambda work: work(), progress=None)

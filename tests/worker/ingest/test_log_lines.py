@@ -140,13 +140,13 @@ class TestFlood:
         out = lines.feed("stdout", b"".join(b"%d\n" % n for n in range(1000)), 0.0)
         assert [line["line"] for line in out] == [str(n) for n in range(10)]
         later = lines.feed("stdout", b"again\n", 100.0)
-        assert [line["line"] for line in later] == ["… 990 lines dropped: more than 5 a second", "again"]
+        assert [line["line"] for line in later] == ["… 990 lines left out: more than 5 a second", "again"]
 
     def test_the_last_lines_of_a_flood_survive_it(self) -> None:
         lines = LogLines(burst=10, rate=5)
         lines.feed("stdout", b"spam\n" * 1000 + b"why it failed\n", 0.0)
         rest = [line["line"] for line in lines.flush()]
-        assert rest[0] == "… 941 lines dropped: more than 5 a second"
+        assert rest[0] == "… 941 lines left out: more than 5 a second"
         assert rest[-1] == "why it failed"
         assert len(rest) == 51
         assert lines.tail[-1] == "why it failed"
@@ -159,15 +159,24 @@ class TestFlood:
             out += lines.feed("stdout", b"x\n" * count, float(second))
         out += lines.flush()
         shown = sum(line["line"] == "x" for line in out)
-        counted = sum(int(line["line"].split()[1]) for line in out if line["line"].startswith("…"))
+        counted = sum(line.get("left_out", 0) for line in out)
         assert shown + counted == sum(bursts)
         assert shown <= burst + rate * len(bursts) + 50
+
+    def test_every_line_is_reported_once_to_the_complete_log_and_the_note_says_where(self) -> None:
+        complete: list[LogLine] = []
+        lines = LogLines(10, 5, label="[rank 1] ", on_line=complete.append, place=lambda: "; read them there")
+        out = lines.feed("stdout", b"".join(b"%d\n" % n for n in range(1000)) + b"unfinished", 0.0) + lines.flush()
+        assert [line["line"] for line in complete] == [*(f"[rank 1] {n}" for n in range(1000)), "[rank 1] unfinished"]
+        (note,) = [line for line in out if "left_out" in line]
+        assert note["line"] == "[rank 1] … 941 lines left out: more than 5 a second; read them there"
+        assert note["left_out"] + len(out) - 1 == len(complete)
 
     def test_a_steady_flood_keeps_its_rate_with_a_note_a_second(self) -> None:
         lines = LogLines(burst=100, rate=10)
         out = [line for n in range(10_000) for line in lines.feed("stdout", b"x\n", n / 1000)]
         assert sum(line["line"] == "x" for line in out) in range(100, 201)
-        assert sum("dropped" in line["line"] for line in out) <= 11
+        assert sum("left_out" in line for line in out) <= 11
 
 
 class TestLevels:

@@ -1,5 +1,6 @@
 """Pump and writer: what a trainer says is stored once and in order, also when a commit's answer got lost."""
 
+import gzip
 import json
 import threading
 import time
@@ -50,6 +51,8 @@ class Lab:
             draining=self.draining,
             replicator=None,
         )
+        self.folder = context.storage.attempt_dir(self.run.id, self.run.attempt)
+        self.folder.mkdir(parents=True)
         self.writer = EventWriter(context, self.run, self.lease)
         self.record_handler = RecordHandler(context, self.run, self.writer)
 
@@ -80,6 +83,22 @@ def checkpoint(step: int) -> dict[str, Any]:
         "name": f"checkpoint-{step}", "step": step, "epoch": 0.5, "kind": "periodic", "bytes": 10,
         "manifest_sha256": "a" * 64, "metrics": {"loss": 1.0},
     }  # fmt: skip
+
+
+def test_every_line_of_a_flood_and_every_message_is_in_the_complete_log(lab: Lab) -> None:
+    lab.prints("".join(f"line {number}\n" for number in range(5000)))
+    lab.record_handler.take([("stderr", b"of another rank\n")], rank=3)
+    lab.says("message", line="a message")
+    lab.record_handler.flush_output()
+    lab.writer.drain()
+    complete = gzip.decompress((lab.folder / "log.txt.gz").read_bytes()).decode().splitlines()
+    texts = [line.split(" ", 3)[-1] for line in complete]
+    assert texts == [*(f"line {number}" for number in range(5000)), "[rank 3] of another rank", "a message"]
+    (note,) = [data for _, data in lab.events() if "left_out" in data]
+    assert note["left_out"] == 5000 - 2000 - 50
+    assert f"`anneal runs logs --all {lab.run.id} --attempt 1`" in note["line"]
+    stored = [data["line"] for _, data in lab.events() if "line" in data]
+    assert {*texts} - {*stored} == {f"line {number}" for number in range(2000, 4950)}
 
 
 def test_keeps_the_trainers_order_across_lines_records_and_status_changes(lab: Lab) -> None:

@@ -83,8 +83,11 @@ class Watched:
             def expired(self) -> bool:  # ends a test that would wait for ever
                 return time.monotonic() > deadline
 
-        settings = SimpleNamespace(hang_seconds=hang_seconds(), save_after_seconds=1e9, save_grace_seconds=1e9)
-        context: Any = SimpleNamespace(settings=settings, draining=threading.Event(), replicator=None)
+        settings = SimpleNamespace(
+            hang_seconds=hang_seconds(), save_after_seconds=1e9, save_grace_seconds=1e9, disk_reserve_bytes=0
+        )
+        storage = SimpleNamespace(attempt_dir=lambda *_: Path(job["attempt_dir"]))
+        context: Any = SimpleNamespace(settings=settings, storage=storage, draining=threading.Event(), replicator=None)
         writer: Any = SimpleNamespace(put=self.stored.append, check=lambda: None, is_full=False, progress=None)
         run: Any = SimpleNamespace(
             id="run_test",

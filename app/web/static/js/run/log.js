@@ -125,12 +125,14 @@ export function Log({ store, height }) {
       <input type="search" class="small" placeholder="Search all lines" aria-label="Search all lines of the log" value=${text}
         onInput=${(/** @type {any} */ event) => setText(event.target.value)} onKeyDown=${(/** @type {KeyboardEvent} */ event) => event.key === 'Enter' && show((hit + (event.shiftKey ? 1 : hits.length - 1)) % Math.max(hits.length, 1))} />
       ${wanted && html`<span class="sub num" role="status">${search.error ? html`<${Prose} text=${search.error.message} />` : search.data ? (hits.length ? `${hit + 1} of ${format.integer(hits.length)}${search.data.has_more ? '+' : ''}` : 'no match') : 'searching …'}</span>`}
+      ${wanted && (search.data?.complete ?? []).map((/** @type {any} */ log) => html`<a key=${log.attempt} class="sub num" href=${`${log.complete_log}&grep=${encodeURIComponent(wanted)}`} title=${log.problem ?? `${format.counted(log.left_out, 'line')} of attempt ${log.attempt} are only in its complete log`}>${log.matches === null ? 'complete log not searched' : `${format.integer(log.matches)} in the complete log`}</a>`)}
       <select class="small" aria-label="Level" value=${level} onChange=${(/** @type {any} */ event) => choose(event.target.value)}>
         <option value="">All levels</option><option value="warning">Warnings and errors</option><option value="error">Errors</option>
       </select>
       <label class="check"><input type="checkbox" checked=${isWrapped} onChange=${(/** @type {any} */ event) => wrap(event.target.checked)} />Wrap</label>
       <label class="check"><input type="checkbox" checked=${isFollowing} onChange=${(/** @type {any} */ event) => (event.target.checked ? toEnd() : setFollowing(false))} />Follow</label>
       <a class="btn quiet icon small" href=${`/v1/runs/${store.id}/logs`} download=${`${store.id}.log`} aria-label="Download the log"><${Icon} name="save" /></a>
+      <a class="btn quiet small" href=${`/v1/runs/${store.id}/logs/complete`} download=${`${store.id}-complete.log`} title="Every line, those too that the stream left out">Complete log</a>
     </header>
     <div class=${isWrapped ? 'lines wraps' : 'lines'} ref=${box} tabindex="0" role="log" aria-label="Lines of the log" aria-live="off" onScroll=${onScroll}>
       ${!isWrapped && html`<div style=${{ height: `${first * ROW_HEIGHT}px` }}></div>`}

@@ -1,0 +1,169 @@
+"""Complete logs of attempts: every line that the training processes printed, in files that workers write.
+
+The folder belongs to the user that trains, so nothing about the content of a file is certain.
+"""
+
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from sqlalchemy import BigInteger, func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.api.errors import ApiError
+from app.contracts.attempt.records import LOG_TEXT_BYTES, is_log_file, log_files
+from app.contracts.schemas.logs import CompleteLogLine
+from app.infra.files.object_store import StoreUnavailable
+from app.infra.files.untrusted_folder import OutsideStorage
+from app.runs.artifacts.folders import FileFolder
+from app.tables.events import RunEvent
+
+MOST_HITS = 100
+_CHUNK_BYTES = 256 * 1024
+_LONGEST_LINE = 64 * 1024
+_MOST_SEARCHED_BYTES = 2 * LOG_TEXT_BYTES + 64 * 2**20
+_HEAD_FIELDS = 3
+_DATA = RunEvent.__table__.c.data
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Matches in the complete log of an attempt."""
+
+    matches: int
+    lines: list[CompleteLogLine]
+    """The newest matches, in order."""
+    problem: str | None
+    """Why the end of the log was not searched."""
+
+
+async def left_out_lines(session: AsyncSession, run_id: str) -> dict[int, int]:
+    """Return the number of lines that the stream lacks, by attempt."""
+    left_out = _DATA["left_out"].astext
+    query = (
+        select(RunEvent.attempt, func.sum(left_out.cast(BigInteger)))
+        .where(RunEvent.run_id == run_id, RunEvent.type == "log", left_out.is_not(None))
+        .group_by(RunEvent.attempt)
+        .order_by(RunEvent.attempt)
+    )
+    return {attempt: int(count) for attempt, count in await session.execute(query)}
+
+
+def files_of(folder: FileFolder) -> list[tuple[str, int]]:
+    """Return the paths of the log's files with their sizes: those of the lead first, of each log the older one first.
+
+    Raises:
+        ApiError: 404 if the attempt has no complete log.
+    """
+    sizes = {file.path: file.bytes for file in folder.files()[0] if is_log_file(file.path)}
+    if not sizes:
+        raise ApiError(
+            404,
+            "complete_log_missing",
+            "This attempt has no complete log: it printed nothing, or its worker could not write the file; GET …/logs "
+            "has the lines of the stream.",
+        )
+    names = sorted(
+        {path.removesuffix(".txt.gz").removesuffix(".1") for path in sizes}, key=lambda name: (len(name), name)
+    )
+    return [(path, sizes[path]) for name in names for path in log_files(name) if path in sizes]
+
+
+def text(folder: FileFolder, files: Sequence[tuple[str, int]]) -> Iterator[bytes]:
+    """Yield the text of the files in pieces of at most 256 KiB.
+
+    Raises:
+        OSError, StoreUnavailable: A file cannot be read.
+    """
+    for path, size in files:
+        yield from _decompressed(folder.pieces(path, size))
+
+
+def matching_lines(pieces: Iterator[bytes], wanted: str) -> Iterator[bytes]:
+    """Yield for each piece its lines whose text contains `wanted`, with their line ends; empty if there are none.
+
+    Raises:
+        OSError, StoreUnavailable: A file cannot be read, or has more text than any complete log.
+    """
+    needle = wanted.encode(errors="replace")
+    for lines in _lines(_limited(pieces)):
+        is_possible = needle in lines
+        yield b"".join(line for line in lines.splitlines(True) if needle in _text_of(line)) if is_possible else b""
+
+
+def search(folder: FileFolder, wanted: str, levels: Sequence[str] | None, stream: str | None) -> SearchResult:
+    """Return the lines whose text contains `wanted`, filtered by level and stream (None: any)."""
+    newest: deque[CompleteLogLine] = deque(maxlen=MOST_HITS)
+    matches, problem = 0, None
+    try:
+        for found in matching_lines(text(folder, files_of(folder)), wanted):
+            for line in found.splitlines():
+                hit = _parsed(line)
+                if (levels is None or hit.level in levels) and (stream is None or hit.stream == stream):
+                    matches += 1
+                    newest.append(hit)
+    except (OSError, StoreUnavailable, OutsideStorage) as error:
+        problem = f"its end could not be read: {error}"
+    return SearchResult(matches, [*newest], problem)
+
+
+def _decompressed(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield the text of a gzip file, as far as there is one: it grows, and a killed worker has not written its end."""
+    decompressor = _decompressor()
+    for piece in pieces:
+        data = piece
+        while data:
+            try:
+                shown = decompressor.decompress(data, _CHUNK_BYTES)
+            except zlib.error as error:
+                raise OSError(f"the file is damaged ({error})") from None
+            if shown:
+                yield shown
+            data = decompressor.unconsumed_tail
+            if decompressor.eof:
+                data, decompressor = decompressor.unused_data, _decompressor()
+
+
+def _decompressor() -> "zlib._Decompress":
+    return zlib.decompressobj(16 + zlib.MAX_WBITS)
+
+
+def _limited(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    searched = 0
+    for piece in pieces:
+        searched += len(piece)
+        if searched > _MOST_SEARCHED_BYTES:
+            raise OSError(f"it has more than {_MOST_SEARCHED_BYTES / 2**20:,.0f} MiB of text; download it")
+        yield piece
+
+
+def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield the same bytes, so that each piece ends with a line end, as long as no line is longer than any of ours."""
+    rest = b""
+    for piece in pieces:
+        end = piece.rfind(b"\n") + 1
+        if end:
+            yield rest + piece[:end]
+            rest = piece[end:]
+        else:
+            rest += piece
+        if len(rest) > _LONGEST_LINE:
+            yield rest + b"\n"
+            rest = b""
+    if rest:
+        yield rest + b"\n"
+
+
+def _text_of(line: bytes) -> bytes:
+    return line.split(b" ", _HEAD_FIELDS)[-1]
+
+
+def _parsed(line: bytes) -> CompleteLogLine:
+    fields = line.decode(errors="replace").split(" ", _HEAD_FIELDS)
+    try:
+        when, stream, level, shown = fields
+        return CompleteLogLine(ts=datetime.fromisoformat(when).astimezone(UTC), line=shown, stream=stream, level=level)
+    except ValueError:  # the file was written by something else
+        return CompleteLogLine(ts=datetime.fromtimestamp(0, UTC), line=" ".join(fields), stream="stdout", level="info")

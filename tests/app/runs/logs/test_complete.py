@@ -1,0 +1,142 @@
+"""Promises about complete logs: served whole, searched where the stream left out lines, and never trusted."""
+
+import gzip
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine
+
+from app.client.client import Anneal
+from app.config import Settings
+from app.infra.ids import new_id
+from app.infra.storage import Storage
+from tests.factories import Trainer, make_dataset, make_run
+from tests.server import ApiServer
+from worker.ingest.log_file import LogFile
+
+NOTE = {"line": "… 990 lines left out", "stream": "stderr", "level": "warning", "left_out": 990}
+
+
+@pytest.fixture
+def settings(shared_api: ApiServer) -> Settings:
+    """Settings of the shared API, so that `engine` is on its database."""
+    return shared_api.settings
+
+
+@pytest.fixture
+def trainer(emptied_api: ApiServer, engine: Engine) -> Trainer:
+    return Trainer(engine, make_run(emptied_api.client, make_dataset(engine))["id"]).begin()
+
+
+@pytest.fixture
+def folder(trainer: Trainer, settings: Settings) -> Path:
+    """Folder of the attempt."""
+    folder = Storage(settings).attempt_dir(trainer.run_id, trainer.attempt)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def write_log(folder: Path, texts: list[str], name: str = "log", **values: str) -> LogFile:
+    file = LogFile(folder, name, 0, lambda problem: pytest.fail(problem))
+    for text in texts:
+        file.add({"line": text, "stream": "stdout", "level": "info", **values}, time.time())
+    file.flush()
+    return file
+
+
+def texts_of(api: ApiServer, trainer: Trainer, **query: Any) -> list[str]:
+    answer = api.client.get(f"/v1/runs/{trainer.run_id}/logs/complete", params=query)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+    return [line.split(" ", 3)[-1] for line in answer.text.splitlines()]
+
+
+def search(api: ApiServer, trainer: Trainer, **query: Any) -> dict[str, Any]:
+    answer = api.client.get(f"/v1/runs/{trainer.run_id}/logs/search", params=query)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_is_served_whole_while_the_run_trains_and_by_the_client(
+    emptied_api: ApiServer, trainer: Trainer, folder: Path
+) -> None:
+    texts = [f"line {number} ä" for number in range(30_000)]
+    file = write_log(folder, texts)
+    assert texts_of(emptied_api, trainer) == texts_of(emptied_api, trainer, attempt=1) == texts
+    assert texts_of(emptied_api, trainer, grep="line 2999") == [text for text in texts if "line 2999" in text]
+    assert texts_of(emptied_api, trainer, grep="stdout") == [], "only the text of a line is searched"
+    file.close()
+    with Anneal(emptied_api.url, emptied_api.key) as client:
+        assert [line.split(" ", 3)[-1] for line in client.runs.complete_log(trainer.run_id)] == texts
+    raw = emptied_api.client.get(f"/v1/runs/{trainer.run_id}/attempts/1/artifacts/log.txt.gz")
+    assert len(gzip.decompress(raw.content).splitlines()) == len(texts)
+
+
+def test_files_of_other_hosts_follow_and_each_older_one_comes_first(
+    emptied_api: ApiServer, trainer: Trainer, folder: Path
+) -> None:
+    write_log(folder, ["oldest"]).close()
+    (folder / "log.txt.gz").rename(folder / "log.1.txt.gz")
+    write_log(folder, ["newest"])
+    write_log(folder, ["rank 16"], "log-rank-16")
+    write_log(folder, ["rank 8"], "log-rank-8")
+    assert texts_of(emptied_api, trainer) == ["oldest", "newest", "rank 8", "rank 16"]
+
+
+def test_a_search_looks_into_it_only_where_the_stream_left_out_lines(
+    emptied_api: ApiServer, trainer: Trainer, folder: Path
+) -> None:
+    write_log(folder, [*(f"line {number}" for number in range(1000)), "loss is nan here"])
+    write_log(folder, ["loss is nan there"], "log-rank-8", stream="stderr", level="error")
+    trainer.log("line 0")
+    assert search(emptied_api, trainer, q="nan") == {"data": [], "has_more": False, "complete": []}
+    trainer.events("log", NOTE)
+    (found,) = search(emptied_api, trainer, q="nan")["complete"]
+    assert (found["attempt"], found["left_out"], found["matches"], found["problem"]) == (1, 990, 2, None)
+    assert [hit["line"] for hit in found["data"]] == ["loss is nan here", "loss is nan there"]
+    assert emptied_api.client.get(found["complete_log"], params={"grep": "nan"}).status_code == 200
+    (errors,) = search(emptied_api, trainer, q="nan", level="warning", attempt=1)["complete"]
+    assert [hit["line"] for hit in errors["data"]] == ["loss is nan there"]
+    (printed,) = search(emptied_api, trainer, q="nan", stream="stdout")["complete"]
+    assert [hit["line"] for hit in printed["data"]] == ["loss is nan here"]
+    assert search(emptied_api, trainer, q="nan", attempt=2)["complete"] == []
+    (many,) = search(emptied_api, trainer, q="line")["complete"]
+    assert many["matches"] == 1000 and [hit["line"] for hit in many["data"]] == [f"line {n}" for n in range(900, 1000)]
+
+
+def test_a_missing_one_says_so(emptied_api: ApiServer, trainer: Trainer, folder: Path) -> None:
+    trainer.events("log", NOTE)
+    path = f"/v1/runs/{trainer.run_id}/logs/complete"
+    for query in ({}, {"attempt": 1}):
+        answer = emptied_api.client.get(path, params=query)
+        assert (answer.status_code, answer.json()["code"]) == (404, "complete_log_missing")
+    assert emptied_api.client.get(path, params={"attempt": 2}).json()["code"] == "attempt_not_found"
+    assert emptied_api.client.get(f"/v1/runs/{new_id('run')}/logs/complete").json()["code"] == "run_not_found"
+    assert emptied_api.client.get(path, params={"attempt": 0}).status_code == 422
+    (found,) = search(emptied_api, trainer, q="x")["complete"]
+    assert found["matches"] is None and "no complete log" in found["problem"]
+
+
+def test_whatever_a_trainer_puts_in_its_place_neither_fails_a_search_nor_leads_elsewhere(
+    emptied_api: ApiServer, trainer: Trainer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.runs.logs.complete._MOST_SEARCHED_BYTES", 32 * 2**20)
+    trainer.events("log", NOTE)
+    path = folder / "log.txt.gz"
+    path.write_bytes(gzip.compress(b"x\n\xff\nwithout a head nan\n" + b"y" * 200_000 + b" nan\n") + b"damage")
+    (found,) = search(emptied_api, trainer, q="nan")["complete"]
+    assert found["matches"] == 2 and "damaged" in found["problem"]
+    compressor = zlib.compressobj(9, zlib.DEFLATED, 31)
+    with path.open("wb") as file:
+        for _ in range(40):
+            file.write(compressor.compress(bytes(2**20)))
+    (found,) = search(emptied_api, trainer, q="nan")["complete"]
+    assert found["matches"] == 0 and "more than 32 MiB" in found["problem"]
+    path.unlink()
+    (tmp_path / "secret.gz").write_bytes(gzip.compress(b"a secret\n"))
+    path.symlink_to(tmp_path / "secret.gz")
+    assert emptied_api.client.get(f"/v1/runs/{trainer.run_id}/logs/complete").status_code == 404
