@@ -3,22 +3,31 @@
 import os
 import re
 import threading
-import time
 from datetime import datetime
+
+from app.infra.clock import SteadyClock
 
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford: no i, l, o, u
 _PATTERN = re.compile(r"[a-z]+_[0-9a-hjkmnp-tv-z]{26}")
+_MAX_LEAD_SECONDS = 7200
+"""Seconds by which ids may be ahead of the clock after it was set back, so that they still sort by creation."""
 _lock = threading.Lock()
+_clock = SteadyClock()
 _last = 0
 
 
 def new_id(prefix: str) -> str:
-    """Return a new id such as `run_01k…`: 48 bits of milliseconds, 80 random bits, increasing within a process."""
+    """Return a new id such as `run_01k…`: 48 bits of milliseconds, 80 random bits.
+
+    Ids increase within a process, unless the clock was ahead by hours for longer than `SteadyClock` ignores.
+    """
     global _last
-    value = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10))
     with _lock:
+        value = int(_clock.now() * 1000) << 80 | int.from_bytes(os.urandom(10))
         # Ids must sort by creation even within one millisecond or after the clock is set back.
-        value = _last = value if value > _last else _last + 1
+        if value <= _last <= value + (_MAX_LEAD_SECONDS * 1000 << 80):
+            value = _last + 1
+        _last = value
     return f"{prefix}_" + _encode(value)
 
 

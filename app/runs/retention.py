@@ -7,6 +7,7 @@ model.
 import asyncio
 import logging
 import re
+import time
 from dataclasses import astuple, dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -20,6 +21,7 @@ from app.api.errors import as_api_error
 from app.audit.log import KEPT_DAYS
 from app.config import Settings
 from app.contracts.run_status import TERMINAL
+from app.infra.clock import ClockWatch
 from app.infra.db import async_engine, is_away
 from app.infra.files.object_store import StoreUnavailable
 from app.infra.ids import id_at
@@ -36,6 +38,9 @@ log = logging.getLogger(__name__)
 
 _LOCK = 0x707275  # "pru": one pass at a time, across replicas and commands
 _EVERY_SECONDS = 3600.0
+_WATCH_SECONDS = 600.0
+"""Seconds for which the clock is watched before a pass: a clock that is ahead makes everything look old."""
+_CLOCK_TOLERANCE_SECONDS = 60.0
 _RUNS_AT_ONCE = 500
 _LOOK_BACK_DAYS = 7.0
 _LOCK_TIMEOUT = "2s"
@@ -84,8 +89,16 @@ class PruneResult:
 class Pruning:
     """A retention pass in small transactions: if it is interrupted, the next one continues."""
 
-    def __init__(self, engine: AsyncEngine, storage: Storage, policy: Policy, dry_run: bool = False) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        storage: Storage,
+        policy: Policy,
+        dry_run: bool = False,
+        clock_watch: ClockWatch | None = None,
+    ) -> None:
         self._engine = engine
+        self._clock_watch = clock_watch
         self._sessions = async_sessionmaker(engine, expire_on_commit=False)
         self._storage = storage
         self._policy = policy
@@ -100,7 +113,13 @@ class Pruning:
             await turn.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
             if not await turn.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": _LOCK}):
                 return PruneResult(is_busy=True)
+            asked = time.monotonic()
             self._now = (await turn.execute(select(func.clock_timestamp()))).scalar_one()
+            if self._clock_watch is not None:
+                change = self._clock_watch.observe(self._now, asked, time.monotonic())
+                if change != 0.0:
+                    log.warning("nothing is pruned now: the clock of the database's host was set by %+.0f s", change)
+                    return PruneResult()
             if self._policy.runs_days is not None:
                 await self._runs(self._before(self._policy.runs_days))
             if self._policy.checkpoints_days is not None:
@@ -311,14 +330,20 @@ def prune(settings: Settings, policy: Policy, dry_run: bool) -> PruneResult:
 
 
 def in_background(engine: AsyncEngine, storage: Storage, settings: Settings) -> asyncio.Task[None]:
-    """Prune by the settings now and every hour, until cancelled; also finish the deletion of runs."""
+    """Prune by the settings every hour, until cancelled; also finish the deletion of runs."""
 
     async def loop() -> None:
         sessions = async_sessionmaker(engine, expire_on_commit=False)
         while True:
+            clock_watch = ClockWatch(_CLOCK_TOLERANCE_SECONDS)
             try:
                 await deletion.delete_remaining_data(sessions, storage)
-                found = await Pruning(engine, storage, Policy.of(settings)).all()
+                async with sessions() as session:
+                    asked = time.monotonic()
+                    now = (await session.execute(select(func.clock_timestamp()))).scalar_one()
+                    clock_watch.observe(now, asked, time.monotonic())
+                await asyncio.sleep(_WATCH_SECONDS)
+                found = await Pruning(engine, storage, Policy.of(settings), clock_watch=clock_watch).all()
                 if found != PruneResult() and not found.is_busy:
                     log.info("pruned: %s", found)
             except Exception as error:
@@ -326,6 +351,6 @@ def in_background(engine: AsyncEngine, storage: Storage, settings: Settings) -> 
                     log.exception("pruning failed, trying again in an hour")
                 else:
                     log.info("pruning is delayed: %s", error)
-            await asyncio.sleep(_EVERY_SECONDS)
+            await asyncio.sleep(_EVERY_SECONDS - _WATCH_SECONDS)
 
     return asyncio.create_task(loop(), name="pruning")

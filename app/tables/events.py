@@ -57,21 +57,38 @@ class FeedEvent(Base):
 
 
 def ensure_partitions(connection: Connection, now: datetime) -> list[str]:
-    """Create missing partitions for this month and the following months; return the names created."""
+    """Create missing partitions for this month and the following months; return the names created.
+
+    Events that the default partition has of such a month move to its partition: their run was created while the clock
+    was ahead, or before the partition existed.
+    """
     created = []
     for ahead in range(_MONTHS_AHEAD):
         start, end = _month(now, ahead), _month(now, ahead + 1)
         name = f"run_events_{start:%Y_%m}"
         if connection.scalar(text("SELECT to_regclass(:name)"), {"name": name}) is None:
-            # Names and bounds consist of digits and base32 only and contain no external input.
-            connection.execute(
-                text(
-                    f"CREATE TABLE {name} PARTITION OF run_events "
-                    f"FOR VALUES FROM ('{id_at('run', start)}') TO ('{id_at('run', end)}')"
-                )
-            )
+            _create_partition(connection, name, id_at("run", start), id_at("run", end))
             created.append(name)
     return created
+
+
+def _create_partition(connection: Connection, name: str, low: str, high: str) -> None:
+    # Names and bounds consist of digits and base32 only and contain no external input.
+    bounds = f"FOR VALUES FROM ('{low}') TO ('{high}')"
+    inside = f"run_id >= '{low}' AND run_id < '{high}'"
+    if not connection.scalar(text(f"SELECT EXISTS (SELECT 1 FROM run_events_default WHERE {inside})")):
+        connection.execute(text(f"CREATE TABLE {name} PARTITION OF run_events {bounds}"))
+        return
+    # Attached after the events have moved: PostgreSQL refuses a partition whose rows are in the default one, and the
+    # feed, which a trigger of the partitions fills, must not get them again.
+    connection.execute(text(f"CREATE TABLE {name} (LIKE run_events INCLUDING STORAGE)"))
+    moved = text(
+        f"WITH moved AS (DELETE FROM run_events_default WHERE {inside} RETURNING *) INSERT INTO {name} TABLE moved"
+    )
+    connection.execute(moved)
+    connection.execute(text("LOCK TABLE run_events_default IN ACCESS EXCLUSIVE MODE"))
+    connection.execute(moved)  # those that were appended before the lock
+    connection.execute(text(f"ALTER TABLE run_events ATTACH PARTITION {name} {bounds}"))
 
 
 def month_after(start: datetime) -> datetime:

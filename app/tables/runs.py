@@ -175,6 +175,8 @@ class Run(Owned, Base):
     """The pending run for which this live one is to save and return to the queue."""
     notified_at: Mapped[datetime | None]
     not_before: Mapped[datetime] = mapped_column(server_default=func.now())
+    queued_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    """Time at which `not_before` was set; one that is still to come shows that the clock was set back since."""
 
     lease_epoch: Mapped[int] = mapped_column(server_default=text("0"))
     """Fencing token (lease epoch): raised at every claim and every loss; a writer with an older one writes nothing."""

@@ -5,6 +5,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from datetime import datetime
 from typing import Any, TypeVar
 
 from prometheus_client import Counter
@@ -17,7 +18,7 @@ from app.contracts.backends import WORKER_BACKENDS
 from app.contracts.schemas.runs.placement import PendingReason
 from app.infra import async_tasks
 from app.infra.broker import ALL_RUNS, Broker
-from app.infra.clock import utc_now
+from app.infra.clock import ClockWatch, utc_now
 from app.infra.db import is_away
 from app.runs.events.feed import number_events
 from app.runs.scheduler import reserving
@@ -31,7 +32,7 @@ from app.runs.scheduler.placement import (
     reserved_reason,
 )
 from app.runs.scheduler.preemption import preempt
-from app.runs.state import machine, parts
+from app.runs.state import clock_changes, machine, parts
 from app.runs.state.queue_order import HALF_LIFE_SECONDS, JOIN_ROOM, KEPT_FOR, OWNER, WITH_ROOM
 from app.tables.events import ensure_partitions
 from app.tables.scheduling import RESERVATION_SECONDS
@@ -43,6 +44,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LOCK = 0x646973  # "dis": one replica at a time does a round, no matter which
+# The time is that of the transaction's start, with which leases are compared.
+_TURN = text("SELECT pg_try_advisory_xact_lock(:key) AS is_mine, now() AS now")
 _HINTS_A_ROUND = 100
 _REASONS_A_ROUND = 200
 # A worker that restarts is back within these seconds, and a worker usually takes a new run at once.
@@ -72,8 +75,9 @@ _ACCOUNT = text(f"""
     SELECT {OWNER} AS owner, count(*) * round.seconds, clock_timestamp()
     FROM devices JOIN runs ON runs.id = devices.run_id CROSS JOIN round GROUP BY 1, round.seconds
     ON CONFLICT (owner) DO UPDATE SET updated_at = excluded.updated_at,
-        device_seconds = excluded.device_seconds + device_usage.device_seconds * power(
-            0.5, cast(extract(epoch FROM excluded.updated_at - device_usage.updated_at) AS float) / {HALF_LIFE_SECONDS})
+        device_seconds = excluded.device_seconds + device_usage.device_seconds * power(0.5,
+            greatest(cast(extract(epoch FROM excluded.updated_at - device_usage.updated_at) AS float), 0)
+            / {HALF_LIFE_SECONDS})
 """)
 _RESERVE_PAUSES = 5
 """Minimum time between two rounds of reservations, as a multiple of the duration of the last one."""
@@ -100,6 +104,9 @@ class Dispatcher:
         self._interval = min(1.0, settings.lease_seconds / 6)
         self._task: asyncio.Task[None] | None = None
         self._no_reap_before = 0.0
+        self._clock_watch = ClockWatch(tolerance_seconds=self._lease / 6)
+        self._clock_change: float | None = 0.0
+        """Seconds by which the database's clock was set, until stored times are corrected; 0.0 at first: unknown."""
         self._account_at = 0.0
         self._reserve_at = 0.0
         self._partitions_at = 0.0
@@ -143,8 +150,11 @@ class Dispatcher:
         """
         now = time.monotonic()
         moved = None
-        if now >= self._no_reap_before:
+        if self._clock_change is not None:
+            await self._job("following the clock", self._follow_clock)
+        if self._may_reap():
             moved = await self._job("reaping lost runs", self._reap)
+        if self._may_reap():
             await self._job("reaping lost parts of runs", self._reap_parts)
         if now >= self._account_at:
             await self._job("accounting for devices", _account)
@@ -153,11 +163,12 @@ class Dispatcher:
             await self._job("reserving devices", self._reserve)
             took = time.monotonic() - now
             self._reserve_at = now + took + min(took * (_RESERVE_PAUSES - 1), _RESERVE_PAUSE_SECONDS)
-        for run_id in await self._job("preempting runs", self._preempt) or ():
+        preempted = await self._job("preempting runs", self._preempt) if self._may_reap() else None
+        for run_id in preempted or ():
             log.info("run %s is preempted", run_id, extra={"run_id": run_id})
         explained = await self._job("explaining why runs are pending", self._explain)
         hints = await self._job("notifying workers of pending runs", _hint)
-        if now >= self._partitions_at:
+        if now >= self._partitions_at and self._may_reap():
             done = await self._job("creating partitions", _partitions)
             await self._job("forgetting parts of runs", _forget_parts)
             self._partitions_at = now + (_PARTITION_AGAIN if done is None else _PARTITION_EVERY)
@@ -168,10 +179,10 @@ class Dispatcher:
         asked = time.monotonic()
         try:
             async with self._engine.begin() as connection:
-                mine = await connection.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": _LOCK})
-                if self._is_late(asked):
+                turn = (await connection.execute(_TURN, {"key": _LOCK})).one()
+                if self._is_late(asked) or self._is_clock_set(turn.now, asked):
                     return None
-                done = await job(connection) if mine else None
+                done = await job(connection) if turn.is_mine else None
             self._is_late(asked)
             return done
         except Exception as error:
@@ -187,6 +198,25 @@ class Dispatcher:
         if is_late:
             self._grant_grace("it took too long to answer")
         return is_late
+
+    def _is_clock_set(self, now: datetime, asked: float) -> bool:
+        """Return True if the clock of the database's host was set; leases, which it counts, then have one of grace."""
+        change = self._clock_watch.observe(now, asked, time.monotonic())
+        if change == 0.0:
+            return False
+        self._clock_change = (self._clock_change or 0.0) + change
+        self._no_reap_before = time.monotonic() + self._lease
+        self._reserve_at = 0.0  # those made by the other time may no longer count
+        log.warning("dispatcher: the clock of the database's host was set by %+.0f s; no run counts as lost", change)
+        return True
+
+    async def _follow_clock(self, connection: AsyncConnection) -> None:
+        for statement in clock_changes.follow_clock(self._lease, self._clock_change or 0.0):
+            await connection.execute(statement)
+        self._clock_change = None
+
+    def _may_reap(self) -> bool:
+        return self._clock_change is None and time.monotonic() >= self._no_reap_before
 
     def _grant_grace(self, why: object) -> None:
         """Reap nothing for one lease: while Postgres was unavailable or hung, no worker could renew its lease."""

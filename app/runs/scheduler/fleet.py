@@ -23,7 +23,8 @@ _WORKERS = text(f"""
 """)
 _GPU_BACKENDS = text("""
     SELECT DISTINCT unnest(workers.backends) FROM workers JOIN devices ON devices.worker_id = workers.id
-    WHERE devices.kind = 'cuda' AND workers.heartbeat_at > clock_timestamp() - make_interval(secs => :seconds)
+    WHERE devices.kind = 'cuda'
+        AND (workers.state <> 'offline' OR workers.heartbeat_at > clock_timestamp() - make_interval(secs => :seconds))
 """)
 
 

@@ -47,7 +47,10 @@ def allows_kind(kind: ColumnElement[Any]) -> ColumnElement[bool]:
         .select_from(other.join(owner, owner.c.id == other.c.worker_id))
         .where(
             other.c.kind == "cuda",
-            owner.c.heartbeat_at > func.clock_timestamp() - seconds(GPU_MEMORY_SECONDS),
+            or_(
+                owner.c.state != "offline",
+                owner.c.heartbeat_at > func.clock_timestamp() - seconds(GPU_MEMORY_SECONDS),
+            ),
             _runs.c.backend == func.any(owner.c.backends),
         )
     )

@@ -31,9 +31,9 @@ def claim_with_others(worker_id: str, backends: list[str], lease_seconds: float)
     """Claim the run for which this worker and others are reserved, with its devices on each of them, or nothing.
 
     This worker is the lead: it gets rank 0 and owns the run. The others get a part each, whose lease begins now.
-    `device_indexes` of the row are its own, `members` the ids of the others. No attempt starts while the lease on a
-    part of an earlier one runs. Execute `lock_for_claim` first, and in a transaction in which no device is locked: the
-    devices of all workers are locked in one order. The reservations of a run that has started count no more; the
+    `device_indexes` of the row are its own, `members` the ids of the others. No attempt starts before all parts of an
+    earlier one have ended. Execute `lock_for_claim` first, and in a transaction in which no device is locked: those of
+    all workers are locked in one order. The reservations of a run that has started count no more; the
     dispatcher, which alone writes several of them, deletes them.
     """
     mine, lead = reservations.alias("mine"), aliased(Worker)
@@ -41,7 +41,6 @@ def claim_with_others(worker_id: str, backends: list[str], lease_seconds: float)
     has_open_part = exists().where(
         run_parts.c.run_id == runs.c.id,
         run_parts.c.ended_at.is_(None),
-        run_parts.c.lease_expires_at > func.clock_timestamp(),
     )
     reserved = select(func.count()).where(reservations.c.run_id == runs.c.id).scalar_subquery()
     wanted = (

@@ -51,7 +51,7 @@ from app.runs.state.fitting import (
     respects_reservation,
     text_array,
 )
-from app.runs.state.parts import is_over
+from app.runs.state.parts import is_over, is_up_long_enough
 from app.runs.state.queue_order import PENDING, QUOTA_LOCK, has_room, is_owned_by, ranked_owners
 from app.runs.state.transitions import (
     EVENT_COLUMNS,
@@ -327,7 +327,7 @@ def reap(lease_seconds: float) -> Executable:
     Leases are compared with the start of this transaction: a server that froze after that moment has answered no
     renewal since.
     """
-    up_long_enough = func.pg_postmaster_start_time() < func.clock_timestamp() - seconds(lease_seconds)
+    up_long_enough = is_up_long_enough(lease_seconds)
     expired = and_(runs.c.status.in_(LIVE), runs.c.lease_expires_at < func.now(), up_long_enough)
     return _requeue(
         expired,
@@ -569,6 +569,7 @@ def _requeue(
         lost_count=runs.c.lost_count + int(counted),
         notified_at=None,
         # The delay doubles with each further loss, so that a run that kills its workers does not do so in a loop.
+        queued_at=func.clock_timestamp(),
         not_before=func.clock_timestamp()
         + (delay * func.power(2, func.least(runs.c.lost_count, _MOST_DOUBLINGS)) if grows else seconds(delay_seconds)),
         error_code=case((fails, code), else_=None),

@@ -22,8 +22,19 @@ _devices: Any = Device.__table__
 
 
 def is_over() -> ColumnElement[bool]:
-    """Return the condition that a part has ended, or that its lease has expired."""
-    return or_(_parts.c.ended_at.is_not(None), _parts.c.lease_expires_at < func.clock_timestamp())
+    """Return the condition that a part has ended, with its own worker or by `reap`."""
+    has_ended: ColumnElement[bool] = _parts.c.ended_at.is_not(None)
+    return has_ended
+
+
+def is_up_long_enough(lease_seconds: float) -> ColumnElement[bool]:
+    """Return the condition that PostgreSQL has run for a lease, so that workers have been able to renew theirs.
+
+    A start that is still to come says that the clock was set back since.
+    """
+    started = func.pg_postmaster_start_time()
+    now = func.clock_timestamp()
+    return or_(started < now - seconds(lease_seconds), started > now)
 
 
 def run_of(run_id: str, lease_epoch: int) -> Executable:
@@ -109,8 +120,7 @@ def reap(lease_seconds: float) -> Executable:
 
     As of a run, the processes are dead: their own timers end them long before.
     """
-    up_long_enough = func.pg_postmaster_start_time() < func.clock_timestamp() - seconds(lease_seconds)
-    return _lost(and_(_parts.c.lease_expires_at < func.now(), up_long_enough))
+    return _lost(and_(_parts.c.lease_expires_at < func.now(), is_up_long_enough(lease_seconds)))
 
 
 def reap_dead(worker_ids: list[str]) -> Executable:

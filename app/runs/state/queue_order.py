@@ -37,7 +37,7 @@ OWNER = "coalesce(runs.created_by, '')"
 # As of the start of the transaction: two runs of an owner have the same value, and so the order of their ids.
 _DECAYED = (
     "coalesce(device_seconds * "
-    f"power(0.5, cast(extract(epoch FROM now() - updated_at) AS float) / {HALF_LIFE_SECONDS}), 0)"
+    f"power(0.5, greatest(cast(extract(epoch FROM now() - updated_at) AS float), 0) / {HALF_LIFE_SECONDS}), 0)"
 )
 # Devices in use are counted once for all quotas, and only if there is one. As JSON objects: with a join, Postgres may
 # compare each owner with each other one, since it cannot know how many there are.

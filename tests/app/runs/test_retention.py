@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -17,6 +18,7 @@ from app.client.client import Anneal
 from app.config import Settings
 from app.contracts.events import EndEvent, TruncatedEvent
 from app.infra.broker import Broker
+from app.infra.clock import ClockWatch
 from app.infra.db import async_engine, sync_engine
 from app.infra.ids import id_at
 from app.infra.storage import Storage
@@ -325,10 +327,29 @@ class TestRuns:
         assert runs(engine) == {needed.run_id, judge.run_id, waiting, pinned.run_id, holder.run_id, young.run_id}
         assert events(engine, child.run_id) == 0
 
-    def test_the_settings_are_the_policy_of_a_running_service(self, made: Made, settings: Settings) -> None:
+    def test_the_settings_are_the_policy_of_a_running_service(
+        self, made: Made, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         trainer = made.run(JANUARY)
+        monkeypatch.setattr(retention, "_WATCH_SECONDS", 0.1)
         with ThreadServer(settings.model_copy(update={"keep_runs_days": 30})) as api:
             eventually(lambda: api.client.get(f"/v1/runs/{trainer.run_id}").status_code == 404)
+
+    async def test_nothing_is_old_by_a_clock_that_was_just_set_ahead(
+        self, made: Made, engine: Engine, settings: Settings
+    ) -> None:
+        trainer = made.run(JANUARY)
+        watch, now = ClockWatch(tolerance_seconds=60), time.monotonic()
+        watch.observe(datetime.now(UTC) - timedelta(days=200), now, now)
+        own = async_engine(settings.database_url or "", pool_size=2)
+        policy = Policy(runs_days=30, events_days=30, checkpoints_days=30)
+        try:
+            for deleted in (0, 1):
+                found = await retention.Pruning(own, Storage(settings), policy, clock_watch=watch).all()
+                assert found.runs == deleted
+        finally:
+            await own.dispose()
+        assert trainer.run_id not in runs(engine)
 
 
 class TestCommand:

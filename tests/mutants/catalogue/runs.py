@@ -356,4 +356,16 @@ MUTANTS = (
         test="tests/app/runs/scheduler/test_dispatcher.py"
         "::test_a_server_that_freezes_in_the_middle_of_a_round_gives_leases_one_of_grace_as_well",
     ),
+    Mutant(
+        name="clock-change-unnoticed",
+        promises=(20,),
+        about="A step of the database host's clock ends the leases of all runs at once.",
+        changes=(
+            Change(
+                "app/runs/scheduler/dispatcher.py", "        if change == 0.0:\n", "        if change is not None:\n"
+            ),
+        ),
+        test="tests/app/runs/scheduler/test_clock_changes.py"
+        "::TestALease::test_does_not_run_out_but_counts_again_from_the_jump[120 s]",
+    ),
 )

@@ -145,8 +145,8 @@ async def test_a_partition_that_cannot_be_created_stops_neither_hints_nor_reapin
     lost, waiting = lost_and_waiting(engine)
     with engine.begin() as connection:
         later = drop_the_last_partition(connection)
-        row = {"id": later}
-        connection.execute(text("INSERT INTO run_events VALUES (:id, 1, 'log', 1, now(), '{}')"), row)
+        overlapping = f"FOR VALUES FROM ('{later}') TO ('{later}z')"
+        connection.execute(text(f"CREATE TABLE another PARTITION OF run_events {overlapping}"))
     hints, moved = await dispatcher.round()
     assert (hints >= 1, moved) == (True, [lost])
     assert "creating partitions failed" in caplog.text

@@ -208,6 +208,7 @@ class TestPart:
         reserve(engine, claimed.id, lead, third)
         assert claim_with_others(engine, lead, LEASE) is None
         expire(engine, claimed.id)
+        execute(engine, parts.reap(0.0))
         assert claim_with_others(engine, lead, LEASE).attempt == 2
 
     def test_its_end_frees_its_devices_and_no_others(self, engine: Engine, claimed: Any) -> None:
@@ -228,6 +229,7 @@ class TestPart:
         (found,) = execute(engine, renewal)[0].parts
         assert (found["is_leaving"], found["ended"]) == (True, False)
         expire(engine, claimed.id)
+        execute(engine, parts.reap(0.0))
         (found,) = execute(engine, renewal)[0].parts
         assert (found["ended"], found["outcome"]) == (True, None)
 
