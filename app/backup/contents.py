@@ -1,7 +1,7 @@
 """Files of the storage that one snapshot of the database lists, and the comparison of the files with it."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -54,8 +54,10 @@ class Contents:
     """Runs that have an output, with its attempt."""
 
     @classmethod
-    def read(cls, connection: Connection) -> "Contents":
-        """Read everything.
+    def read(
+        cls, connection: Connection, run_ids: Collection[str] | None = None, dataset_ids: Collection[str] | None = None
+    ) -> "Contents":
+        """Read everything, or these runs and datasets.
 
         Raises:
             SetupError: The database has no tables of Anneal, or those of an earlier version.
@@ -70,9 +72,17 @@ class Contents:
             Checkpoint.id, Checkpoint.run_id, Checkpoint.attempt, Checkpoint.name, Checkpoint.manifest_sha256,
             Checkpoint.replicated_at.is_not(None),
         )  # fmt: skip
-        datasets = connection.execute(select(Dataset.id, Dataset.extension, Dataset.bytes, Dataset.sha256))
-        checkpoints = connection.execute(select(*checkpoint_columns).where(stored))
-        runs = connection.execute(select(Run.id, Run.attempt, Run.output_attempt)).all()
+        dataset_query = select(Dataset.id, Dataset.extension, Dataset.bytes, Dataset.sha256)
+        checkpoint_query = select(*checkpoint_columns).where(stored)
+        run_query = select(Run.id, Run.attempt, Run.output_attempt)
+        if run_ids is not None:
+            checkpoint_query = checkpoint_query.where(Checkpoint.run_id.in_(run_ids))
+            run_query = run_query.where(Run.id.in_(run_ids))
+        if dataset_ids is not None:
+            dataset_query = dataset_query.where(Dataset.id.in_(dataset_ids))
+        datasets = connection.execute(dataset_query)
+        checkpoints = connection.execute(checkpoint_query)
+        runs = connection.execute(run_query).all()
         return cls(
             revision,
             [StoredDataset(*row) for row in datasets],

@@ -173,10 +173,10 @@ class Copier:
     def _read(self, path: str, target: Path) -> FileEntry:
         target.unlink(missing_ok=True)  # it may be linked to a file of another backup
         digest, size = hashlib.sha256(), 0
-        with os.fdopen(self._open(path), "rb", buffering=0) as file:
+        with os.fdopen(open_source(self._source, path), "rb", buffering=0) as file:
             before = os.fstat(file.fileno())
             with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as copy:
-                for piece in _pieces(file):
+                for piece in pieces_of(file):
                     copy.write(piece)
                     digest.update(piece)
                     size += len(piece)
@@ -190,14 +190,17 @@ class Copier:
         os.utime(target, ns=(mtime_ns, mtime_ns))
         return FileEntry(path, size, digest.hexdigest(), mtime_ns, after.st_mode & 0o777)
 
-    def _open(self, path: str) -> int:
-        # Below the folder of a dataset or run no link is followed. Above it, the operator may have placed some.
-        kind, name, below = path.split("/", 2)
-        with _reading():
-            return open_below(self._source / kind / name, below)
+
+def open_source(root: Path, path: str) -> int:
+    """Open a file of the storage for reading and return its descriptor; raises `UnreadableFile`."""
+    # Below the folder of a dataset or run no link is followed. Above it, the operator may have placed some.
+    kind, name, below = path.split("/", 2)
+    with _reading():
+        return open_below(root / kind / name, below)
 
 
-def _pieces(file: BinaryIO) -> Iterator[bytes]:
+def pieces_of(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the content of a file of the storage; raises `UnreadableFile`."""
     while True:
         with _reading():
             piece = file.read(_PIECE_BYTES)

@@ -1,4 +1,4 @@
-"""Commands about the data of the service, on the server: `backup`, `restore` and `storage copy`."""
+"""Commands about the data of the service, on the server: `backup`, `restore`, `export`, `import`, `storage copy`."""
 
 import os
 import sys
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _LINE_SECONDS = 10.0
 """Seconds between two lines of progress without a terminal."""
 _MOST_SHOWN = 20
+_NAMES = {"api_keys": "keys"}
+"""Words for tables."""
 
 
 class _ConsoleProgress:
@@ -123,6 +125,97 @@ def restore(
     raise typer.Exit(1 if restored.problems else 0)
 
 
+def export(
+    archive: Annotated[Path, typer.Argument(metavar="ARCHIVE", help="New file, such as runs.tar.")],
+    run: Annotated[
+        list[str] | None, typer.Option("--run", metavar="RUN", help="Only this run, by id or name; repeatable.")
+    ] = None,
+    experiment: Annotated[
+        list[str] | None,
+        typer.Option("--experiment", metavar="EXPERIMENT", help="Only runs of this experiment; repeatable."),
+    ] = None,
+    with_keys: Annotated[
+        bool, typer.Option("--with-keys", help="Include the API keys, of which only hashes are stored.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write runs that have ended, with events, checkpoints and outputs, and their datasets to one file.
+
+    Without --run and --experiment: all runs, datasets and experiments. Runs that the chosen ones build on are included.
+    `anneal import` adds them to another service with the same ids. The service may be running. Exit code 1 if files in
+    the service are missing, corrupt or unreadable; everything else is in the archive.
+
+    Example: `anneal export llama.tar --experiment llama`
+    """
+    from app.backup.export import ExportJob
+    from app.infra.files.unfinished_restore import refuse_unfinished_restore
+
+    with plain_errors():
+        settings = environment_settings()
+        refuse_unfinished_restore(settings)
+        job = ExportJob(
+            settings, archive, _ConsoleProgress(), runs=run or (), experiments=experiment or (), with_keys=with_keys
+        )
+        created = job.run()
+    selection, problems = created.selection, created.problems
+    counts = {
+        "runs": len(selection.runs),
+        "datasets": len(selection.datasets),
+        "experiments": len(selection.experiments),
+        "keys": len(selection.keys),
+    }
+    if as_json:
+        files = {"files": created.files, "file_bytes": created.file_bytes, "left_out": selection.live}
+        document(
+            {"archive": str(created.path), **counts, **files, "problems": [item.model_dump() for item in problems]}
+        )
+    else:
+        note(f"{_counted(counts)}; {created.files:,} files ({size(created.file_bytes)}).")
+        if selection.live:
+            named = ", ".join(selection.live[:_MOST_SHOWN])
+            note(f"Left out, because they or runs that they need have not ended: {len(selection.live)} runs ({named}).")
+        _show_problems("Missing, corrupt or unreadable in the service, and so in the archive:", problems)
+        typer.echo(created.path)
+    raise typer.Exit(1 if problems else 0)
+
+
+def import_archive(
+    archive: Annotated[Path, typer.Argument(metavar="ARCHIVE", help="File of `anneal export`.")],
+    with_keys: Annotated[
+        bool, typer.Option("--with-keys", help="Add its API keys too; each then grants access to this service.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Add the runs, datasets and experiments of an archive to this service, with their ids; it may be running.
+
+    What is here already stays as it is, so that an archive can be imported again. An id that belongs to something else
+    here is an error, and nothing is imported. Exit code 1 also if the archive lacks files that its runs list.
+
+    Example: `anneal import llama.tar`
+    """
+    from app.backup.archive_import import ImportJob
+    from app.infra.files.unfinished_restore import refuse_unfinished_restore
+
+    with plain_errors():
+        settings = environment_settings()
+        refuse_unfinished_restore(settings)
+        imported = ImportJob(settings, archive, _ConsoleProgress(), with_keys=with_keys).run()
+    added = {_NAMES.get(name, name): count for name, count in imported.added.items()}
+    present = {_NAMES.get(name, name): count for name, count in imported.present.items()}
+    if as_json:
+        problems = [problem.model_dump() for problem in imported.problems]
+        counts = {"added": added, "present": present, "skipped_keys": imported.skipped_keys, "files": imported.files}
+        document({**counts, "problems": problems})
+    else:
+        note(f"Added: {_counted(added)}; {imported.files:,} files.")
+        if any(present.values()):
+            note(f"Here already: {_counted(present)}.")
+        if imported.skipped_keys:
+            note(f"{imported.skipped_keys} API keys are not imported without --with-keys.")
+        _show_problems("Not in the archive as they were stored:", imported.problems)
+    raise typer.Exit(1 if imported.problems else 0)
+
+
 @storage.callback()
 def _group() -> None:
     """Have `copy` as a command of its own, although it is the only one."""
@@ -192,3 +285,7 @@ def _show_problems(title: str, problems: "Sequence[Problem]") -> None:
             note(f"  {problem}")
         if len(problems) > _MOST_SHOWN:
             note(f"  and {len(problems) - _MOST_SHOWN} more, which `--json` prints.")
+
+
+def _counted(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count) or "nothing"

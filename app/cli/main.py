@@ -9,7 +9,7 @@ from typer.core import TyperGroup
 
 from app.cli.audit import audit
 from app.cli.console import use_json_errors
-from app.cli.data import backup, restore, storage
+from app.cli.data import backup, export, import_archive, restore, storage
 from app.cli.errors import plain_errors
 from app.cli.keys import keys
 from app.cli.secrets import secrets
@@ -92,8 +92,9 @@ def options(
     use_json_errors(False)
 
 
-for command in (up, down, status, api, worker, migrate, prune, backup, restore):
+for command in (up, down, status, api, worker, migrate, prune, backup, restore, export):
     cli.command()(command)
+cli.command("import")(import_archive)
 cli.command("open")(open_dashboard)
 cli.add_typer(keys, name="keys")
 

@@ -1,4 +1,4 @@
-"""`anneal backup` and `anneal restore` say what they did, in a sentence what is wrong, and by their exit code."""
+"""`anneal backup`, `restore`, `export` and `import` say what they did and what is wrong, also by their exit code."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 
 from app.config import Settings
 from app.infra.db import sync_engine
+from app.tables import migrate
 from tests.app.backup.conftest import Service, empty
 from tests.app.cli.test_main import anneal, refused
 
@@ -52,6 +53,24 @@ def test_corrupt_files_are_named_and_end_both_commands_with_code_1(
         done = anneal(command, str(tmp_path / "backups"), **variables(place))
         assert done.returncode == 1
         assert f"dataset {service.dataset}: its file has other contents than were stored" in done.stderr
+
+
+def test_export_and_import_report_what_they_did_and_print_the_file(
+    service: Service, settings: Settings, empty: Settings, tmp_path: Path
+) -> None:
+    service.trainer.fail()
+    archive = tmp_path / "runs.tar"
+    done = anneal("export", str(archive), "--run", service.run_id, **variables(settings))
+    assert (done.returncode, done.stdout) == (0, f"{archive}\n"), done.stderr
+    assert "1 runs, 1 datasets, 1 experiments; 7 files" in done.stderr
+    assert "exists: name a new file" in refused(anneal("export", str(archive), **variables(settings)))
+    assert "run `anneal migrate`" in refused(anneal("import", str(archive), **variables(empty)))
+    migrate.upgrade(empty)
+    empty.storage_root.mkdir()
+    done = anneal("import", str(archive), **variables(empty))
+    assert done.returncode == 0 and "Added: 1 experiments, 1 datasets, 1 runs; 7 files." in done.stderr, done.stderr
+    again = json.loads(anneal("import", str(archive), "--json", **variables(empty)).stdout)
+    assert again["added"] == {"experiments": 0, "datasets": 0, "runs": 0} and again["present"]["runs"] == 1
 
 
 def test_what_is_wrong_is_one_sentence(settings: Settings, tmp_path: Path) -> None:
