@@ -17,7 +17,7 @@ class Ready(BaseModel):
     """Readiness: everything that a run needs from this process is available."""
 
     model_config = ConfigDict(
-        json_schema_extra={"example": {"version": "0.1.0", "database": "ok", "migrations": "0103", "broker": "ok"}}
+        json_schema_extra={"example": {"version": "0.1.0", "database": "ok", "migrations": "0104", "broker": "ok"}}
     )
 
     version: str = Field(description="Version of Anneal that answers.")
