@@ -25,7 +25,7 @@ from app.contracts.schemas.runs.requests import RunCreate
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.peer_names import RESOURCES
 from app.contracts.training_config.validation import config_errors
-from app.infra.db import is_away
+from app.infra.db import is_away, is_conflict
 from app.infra.files.object_store import StoreBusy, StoreUnavailable
 from app.infra.ids import new_id
 
@@ -121,6 +121,17 @@ def statement_timeout() -> ApiError:
     )
 
 
+def transaction_conflict() -> ApiError:
+    """Create a 503 error for a transaction that PostgreSQL ended because it and another one waited for each other."""
+    return ApiError(
+        503,
+        "transaction_conflict",
+        f"Another request changed the same rows at that moment and nothing was stored; try again in {RETRY_SECONDS} "
+        "seconds.",
+        headers={"Retry-After": str(RETRY_SECONDS)},
+    )
+
+
 def storage_unavailable(clause: str) -> ApiError:
     """Create a 503 error for an object store that cannot be used now."""
     return ApiError(
@@ -152,6 +163,8 @@ def as_api_error(error: BaseException) -> ApiError | None:
         return disk_full()
     if isinstance(original, psycopg.errors.QueryCanceled):
         return statement_timeout()
+    if is_conflict(error):
+        return transaction_conflict()
     if is_away(error):
         return database_unavailable()
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

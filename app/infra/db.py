@@ -100,6 +100,12 @@ def is_away(error: BaseException) -> bool:
     )
 
 
+def is_conflict(error: BaseException) -> bool:
+    """Return True if PostgreSQL ended a transaction of two that waited for each other; the same one may be repeated."""
+    original = getattr(error, "orig", None) or error
+    return isinstance(original, psycopg.errors.DeadlockDetected | psycopg.errors.SerializationFailure)
+
+
 def column(values: Iterable[object]) -> str:
     """Join the values of a column into one text, for `string_to_table(…, chr(31))`.
 

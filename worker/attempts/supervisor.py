@@ -14,7 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from app.contracts.attempt.failure_report import KillReason
 from app.contracts.attempt.job import JobSpec
 from app.contracts.attempt.repair import Repair
-from app.infra.db import is_away
+from app.infra.db import is_away, is_conflict
 from app.infra.lean_structlog import bound_contextvars
 from app.runs.events.log import LeaseFenced
 from app.runs.state import machine, parts
@@ -57,6 +57,7 @@ log = logging.getLogger(__name__)
 _TRAINING = "worker.training.__main__:main"
 ENTRIES = {"celery": _TRAINING, "fake": "worker.fake.trainer:main", "ray": _TRAINING}
 
+_CONFLICT_TRIES = 3
 
 Ending = Callable[[], Executable]
 """Transition that ends an attempt, created when it is stored."""
@@ -115,14 +116,25 @@ def _locked(connection: Connection, *statements: Executable) -> Row[Any] | None:
     return found.one_or_none()
 
 
+def _repeated_in_conflict(work: Callable[[], Row[Any] | None]) -> Row[Any] | None:
+    """Do a transaction, again if another one and it waited for each other, which PostgreSQL ends after a second."""
+    for _ in range(_CONFLICT_TRIES - 1):
+        try:
+            return work()
+        except SQLAlchemyError as error:
+            if not is_conflict(error):
+                raise
+    return work()
+
+
 def claim(context: WorkerContext) -> ClaimedRun | None:
     """Claim a run and its devices; None if there is none or the database is unavailable."""
     settings = context.settings
     pause_unusable_devices(context)
     backends, lease = tuple(context.backends), settings.lease_seconds
     own = _claim(context.id, backends, lease, context.kind, settings.labels, context.only_run)
-    row = None
-    try:
+
+    def claim_row() -> Row[Any] | None:
         with context.engine.begin() as connection:
             row = _locked(connection, *_lock_for_claim(context.id), _lock_devices(context.id), own)
         if row is None and context.group_address is not None:
@@ -131,10 +143,17 @@ def claim(context: WorkerContext) -> ClaimedRun | None:
                 if connection.scalar(_is_reserved_with_others(context.id)):
                     taking = _claim_with_others(context.id, backends, lease)
                     row = _locked(connection, *_lock_for_claim(context.id), taking)
+        return row
+
+    try:
+        row = _repeated_in_conflict(claim_row)
     except SQLAlchemyError as error:
         if not is_away(error):
             raise
-        log.warning("no run is claimed, the database is unavailable: %s", error)
+        if is_conflict(error):
+            log.info("no run is claimed now, other transactions use the same devices: %s", error)
+        else:
+            log.warning("no run is claimed, the database is unavailable: %s", error)
         return None
     if row is None:
         return None

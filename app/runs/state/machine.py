@@ -116,7 +116,7 @@ def lock_devices(worker_id: str) -> Executable:
     """Lock the free devices of a worker; execute it between `lock_for_claim` and `claim`.
 
     A round of the dispatcher locks them while it reserves the worker. A claim that waited for it in its own statement
-    would not see the reservation.
+    would not see the reservation. Also a second thread of the worker waits here, and then sees the remaining devices.
     """
     free = select(devices.c.index).where(devices.c.worker_id == worker_id, devices.c.run_id.is_(None))
     return free.order_by(devices.c.index).with_for_update()
@@ -138,7 +138,6 @@ def claim(
     of `queue_order.py`, as far as quotas and a reservation of the worker allow. Execute `lock_for_claim` and
     `lock_devices` first, in the same transaction.
     """
-    # No SKIP LOCKED: a second thread of this worker waits and then sees the remaining devices, instead of none.
     free = (
         select(devices.c.index, devices.c.kind, devices.c.name, devices.c.memory_mb)
         .where(
@@ -147,7 +146,9 @@ def claim(
             or_(devices.c.paused_until.is_(None), devices.c.paused_until <= func.clock_timestamp()),
         )
         .order_by(devices.c.index)
-        .with_for_update()
+        # Those that `lock_devices` has locked, and others that have become free since, unless another claim has locked
+        # them: to wait for these, with a device locked, would be a deadlock.
+        .with_for_update(skip_locked=True)
         .cte("free")
     )
     free_devices = select(func.count()).select_from(free).scalar_subquery()

@@ -308,6 +308,11 @@ def test_a_mistake_of_ours_is_500_without_its_traceback(settings: Settings, capl
         (sqlalchemy.exc.OperationalError("x", {}, psycopg.errors.DiskFull()), 507, "disk_full"),
         (sqlalchemy.exc.OperationalError("x", {}, psycopg.errors.QueryCanceled()), 503, "statement_timeout"),
         (psycopg.errors.QueryCanceled("canceling statement"), 503, "statement_timeout"),
+        (
+            sqlalchemy.exc.OperationalError("x", {}, psycopg.errors.DeadlockDetected()),
+            503,
+            "transaction_conflict",
+        ),
     ],
 )
 def test_failures_of_what_we_stand_on_have_their_own_answer(error: Exception, status: int, code: str) -> None:

@@ -7,7 +7,8 @@ import pytest
 from sqlalchemy import Engine, text
 
 from app.config import Settings
-from tests.rows import add_run, add_worker, waiting_for_locks
+from app.runs.state import machine
+from tests.rows import add_run, add_worker, claim, waiting_for_locks
 from tests.waiting import eventually
 from tests.worker.test_devices import install
 from worker import devices
@@ -98,3 +99,37 @@ def test_a_gpu_that_a_round_reserves_at_this_moment_is_left_to_the_other_run(
             claimed = thread.submit(supervisor.claim, context)
             eventually(lambda: waiting_for_locks(engine))
         assert claimed.result() is None
+
+
+class TestClaimsAtOnce:
+    def test_do_not_wait_for_each_other_when_a_device_becomes_free_meanwhile(
+        self, context: WorkerContext, engine: Engine
+    ) -> None:
+        """One has locked the device that was free, and another one both: the first must not want the other device."""
+        ended, *_ = (add_run(engine) for _ in range(3))
+        assert claim(engine, context.id, kind="cuda").id == ended.id
+        own = machine.claim(context.id, ["fake"], 60.0, "cuda", [])
+        with ThreadPoolExecutor(1) as thread:
+            with engine.begin() as connection:
+                for lock in (*machine.lock_for_claim(context.id), machine.lock_devices(context.id)):
+                    connection.execute(lock)
+                with engine.begin() as ending:
+                    ending.execute(machine.complete(ended.id, 1, None, "done")).one()
+                second = thread.submit(claim, engine, context.id, kind="cuda")
+                eventually(lambda: waiting_for_locks(engine))
+                first = connection.execute(own).one()
+            assert [first.device_indexes, second.result(30).device_indexes] == [[1], [0]]
+
+    def test_that_did_wait_for_each_other_are_repeated_and_blame_no_database(
+        self, context: WorkerContext, engine: Engine, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        add_run(engine)
+        locked = text("SELECT 1 FROM devices WHERE index = :index FOR UPDATE")
+        with ThreadPoolExecutor(1) as thread:
+            with engine.begin() as connection:
+                connection.execute(locked, {"index": 1})
+                claimed = thread.submit(supervisor.claim, context)
+                eventually(lambda: waiting_for_locks(engine))
+                connection.execute(locked, {"index": 0})  # PostgreSQL ends the transaction that waits for longer
+            assert claimed.result(30) is not None
+        assert "unavailable" not in caplog.text
