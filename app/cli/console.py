@@ -151,8 +151,8 @@ def fail(sentence: str, *details: str, code: str = "refused", errors: "Sequence[
     raise typer.Exit(1)
 
 
-def confirm(consequence: str) -> None:
-    """Print the consequence and ask; exit with code 1 unless the answer is yes."""
+def confirm(consequence: str, otherwise: str = "Nothing is deleted.") -> None:
+    """Print the consequence and ask; unless the answer is yes, print `otherwise` and exit with code 1."""
     note(consequence)
     try:
         agreed = typer.confirm("Continue?", err=True)
@@ -160,7 +160,7 @@ def confirm(consequence: str) -> None:
         note("")
         agreed = False
     if not agreed:
-        fail("Nothing is deleted. In a script, use --yes.", code="not_confirmed")
+        fail(f"{otherwise} In a script, use --yes.", code="not_confirmed")
 
 
 def note(text: str) -> None:

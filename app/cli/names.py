@@ -138,6 +138,13 @@ RunIds = Annotated[
         autocompletion=_complete("run"),
     ),
 ]  # fmt: skip
+SomeRunIds = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN…]", help="Runs, by id or name; or choose some with the filters.", callback=_resolve("run"),
+        autocompletion=_complete("run"),
+    ),
+]  # fmt: skip
 ParentId = Annotated[
     str | None,
     typer.Option(
@@ -150,6 +157,13 @@ DatasetId = Annotated[
         metavar="DATASET", help=_help("dataset"), callback=_resolve("dataset"), autocompletion=_complete("dataset")
     ),
 ]
+OfDataset = Annotated[
+    str | None,
+    typer.Option(
+        "--dataset", help="Only runs on this dataset.", callback=_resolve("dataset"),
+        autocompletion=_complete("dataset"),
+    ),
+]  # fmt: skip
 Sources = Annotated[
     list[str],
     typer.Argument(

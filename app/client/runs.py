@@ -14,10 +14,12 @@ from app.client.event_stream import Follower
 from app.client.sync_async import M, call, stream
 from app.contracts.events import EvalEvent, Event, MetricEvent, StatusEvent
 from app.contracts.field_types import GgufType
+from app.contracts.run_status import RunSort
 from app.contracts.schemas.artifacts import Artifact, Artifacts
 from app.contracts.schemas.checkpoints import CheckpointRead
 from app.contracts.schemas.estimates import Estimated
 from app.contracts.schemas.postmortem import PostMortem
+from app.contracts.schemas.runs.bulk import MOST_RUNS, RunChange, RunChanges
 from app.contracts.schemas.runs.comparison import RunComparison
 from app.contracts.schemas.runs.curves import RunMetrics
 from app.contracts.schemas.runs.reads import RunFull, RunRead, RunStopped, RunSummary
@@ -103,12 +105,16 @@ class Runs(ApiResource[M]):
         dataset_id: str | None = None,
         find: str | None = None,
         search: str | None = None,
-        sort: Literal["created_at", "best"] | None = None,
+        sort: RunSort | None = None,
+        order: Literal["asc", "desc"] | None = None,
         full: bool = False,
         limit: int | None = None,
         after: str | None = None,
     ) -> AsyncGenerator[RunSummary]:
         """Iterate over runs, newest first unless `sort` is given; pages are fetched on demand.
+
+        `sort`: `live` has running runs first, `best` the best of each method; others are values, in the direction of
+        `order`.
 
         `find` selects runs whose id starts with this text, or whose name is it; `search` also those whose name or a tag
         of which contains it. With `full`, each run is a `RunFull`, which also has the configuration.
@@ -117,7 +123,7 @@ class Runs(ApiResource[M]):
             "experiment_id": experiment_id, "status": status, "tag": tag, "parent_run_id": parent_run_id,
             "base_model": base_model, "method": method, "task": task, "dataset_id": dataset_id,
             "find": find, "search": search,
-            "sort": sort, "view": "full" if full else None,
+            "sort": sort, "order": order, "view": "full" if full else None,
         }  # fmt: skip
         model = RunFull if full else RunSummary
         async with aclosing(self._items("/runs", model, filters, limit, after)) as items:
@@ -176,6 +182,38 @@ class Runs(ApiResource[M]):
         """
         body = without_none(mode=mode, save_checkpoint=save_checkpoint, deadline_seconds=deadline_seconds)
         return await self._session.post(RunStopped, f"/runs/{run_id}/stop", body, repeatable=True)
+
+    @call
+    async def stop_many(
+        self, run_ids: Sequence[str], *, mode: StopMode | None = None, deadline_seconds: float | None = None
+    ) -> RunChanges:
+        """Request several runs to stop; the outcome of one that has ended meanwhile is `unchanged`.
+
+        Mode and deadline are those of `stop`.
+        """
+        return await self._change("stop", run_ids, without_none(mode=mode, deadline_seconds=deadline_seconds))
+
+    @call
+    async def delete_many(self, run_ids: Sequence[str]) -> RunChanges:
+        """Delete several ended runs; one that is live, pinned or needed by another run is `refused`."""
+        return await self._change("delete", run_ids, {})
+
+    @call
+    async def tag_many(
+        self, run_ids: Sequence[str], *, add: Sequence[str] = (), remove: Sequence[str] = ()
+    ) -> RunChanges:
+        """Add tags to several runs, or remove some."""
+        return await self._change("tag", run_ids, {"add": [*add], "remove": [*remove]})
+
+    async def _change(self, verb: str, run_ids: Sequence[str], body: Mapping[str, Any]) -> RunChanges:
+        """Change runs, as many with a request as the service allows; newest first, as the service changes them."""
+        ids = sorted(set(run_ids), reverse=True)
+        changes: dict[str, RunChange] = {}
+        for first in range(0, len(ids), MOST_RUNS):
+            part = {"ids": ids[first : first + MOST_RUNS], **body}
+            found = await self._session.post(RunChanges, f"/runs/{verb}", part, repeatable=True)
+            changes |= {change.id: change for change in found.runs}
+        return RunChanges(runs=[changes[run_id] for run_id in dict.fromkeys(run_ids)])
 
     @call
     async def resume(

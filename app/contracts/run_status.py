@@ -1,4 +1,4 @@
-"""Statuses of a run."""
+"""Statuses of runs, and orders of their lists."""
 
 from enum import StrEnum
 from typing import Literal
@@ -24,3 +24,6 @@ EndReason = Literal["finished", "early_stopping", "time_limit", "stop_at_step"]
 """Reason for which a completed run ended: its last step, or a limit of its configuration."""
 
 STATUSES = ("pending", *LIVE, *TERMINAL)
+
+RunSort = Literal["created_at", "live", "best", "name", "best_loss", "best_eval", "step", "seconds", "learning_rate"]
+"""Orders of a list of runs."""

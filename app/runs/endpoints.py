@@ -16,11 +16,12 @@ from app.config import Settings
 from app.contracts.backends import BACKEND_RULES
 from app.contracts.errors import FieldError
 from app.contracts.methods import TrainingMethod
-from app.contracts.run_status import TrainingStatus
+from app.contracts.run_status import RunSort, TrainingStatus
 from app.contracts.run_task import RunTask
 from app.contracts.schemas.checkpoints import CheckpointExport
 from app.contracts.schemas.estimates import Estimated, KeptEstimate
 from app.contracts.schemas.page import Page
+from app.contracts.schemas.runs.bulk import RunChanges, RunsDelete, RunsStop, RunsTag
 from app.contracts.schemas.runs.common import OTHER_RUN_ID, RUN_ID
 from app.contracts.schemas.runs.comparison import RunComparison
 from app.contracts.schemas.runs.reads import RunCounts, RunFull, RunRead, RunRow, RunStopped, RunSummary
@@ -33,11 +34,12 @@ from app.contracts.schemas.runs.requests import (
     RunStop,
     RunToEstimate,
 )
+from app.contracts.stop import StopMode
 from app.infra.storage import Storage
-from app.runs import comparison, deletion, queries, serializers, service, stop_outlook
+from app.runs import bulk, comparison, deletion, queries, serializers, service, stop_outlook
 from app.runs.checkpoints.service import best_good
 from app.runs.creation import RunTransaction, check, find_by_idempotency_key
-from app.runs.dependencies import BackendOfRun, NewRun, backend
+from app.runs.dependencies import Backend, BackendOfRun, NewRun, backend
 from app.runs.estimates import probe, store
 from app.runs.estimates import service as estimates
 from app.runs.metrics.dependencies import curve_read_slot
@@ -46,6 +48,7 @@ from app.runs.scheduler.eta import EtaService
 from app.runs.validation.request import requirements, validate_request
 from app.runs.validation.result import validation_failed
 from app.runs.validation.rewards import reward_problems
+from app.tables.runs import Run
 
 router = APIRouter(prefix="/runs", tags=["runs"])
 
@@ -138,6 +141,44 @@ async def evaluate_model(body: EvaluationCreate, new: NewRun) -> RunRead:
     return await new.accepted(await backend(new.request, None).evaluate_model(transaction, body))
 
 
+@router.post("/stop")
+async def stop_runs(body: RunsStop, request: Request, session: Session, after_commit: BackgroundTasks) -> RunChanges:
+    """Stop several runs; of one that has ended meanwhile the outcome is `unchanged`."""
+    transaction = RunTransaction(session, after_commit)
+
+    async def stop(run_id: str) -> bool:
+        # Not the whole row, which the session would return again after the stop.
+        before = await service.requested_stop(session, run_id)
+        run, *_ = await _stop(backend(request, before.backend), transaction, run_id, body)
+        return (run.stop_requested_at, run.stop_mode) != (before.stop_requested_at, before.stop_mode)
+
+    return await bulk.change_each(request, session, body.ids, stop, already="run_has_ended")
+
+
+@router.post("/delete")
+async def delete_runs(
+    body: RunsDelete, request: Request, session: Session, after_commit: BackgroundTasks
+) -> RunChanges:
+    """Delete several runs that have ended, with their events, checkpoints and outputs."""
+
+    async def delete(run_id: str) -> bool:
+        await deletion.delete_run(session, run_id)
+        return True
+
+    after_commit.add_task(deletion.delete_remaining_data, request.app.state.sessions, request.app.state.storage)
+    return await bulk.change_each(request, session, body.ids, delete, already="run_not_found")
+
+
+@router.post("/tag")
+async def tag_runs(body: RunsTag, request: Request, session: Session) -> RunChanges:
+    """Add tags to several runs, or remove some."""
+
+    async def tag(run_id: str) -> bool:
+        return await bulk.tag(session, run_id, body.add, body.remove)
+
+    return await bulk.change_each(request, session, body.ids, tag, already="")
+
+
 async def _filters(
     experiment_id: Annotated[str | None, Query(max_length=100)] = None,
     tag: Annotated[str | None, Query(max_length=200)] = None,
@@ -165,13 +206,22 @@ async def list_runs(
     filters: FiltersQuery,
     status: Annotated[list[TrainingStatus] | None, Query(description="Only runs with one of these statuses.")] = None,
     sort: Annotated[
-        queries.Sort,
+        RunSort,
         Query(
-            description="`created_at`: newest first. `best`: best first within each method, by `best_eval`, then runs "
-            "without an evaluation by `best_loss`; runs without either last, no probes and evaluations. The order of "
+            description="`created_at`: newest first. `live`: running runs first, then waiting ones, then ended ones, "
+            "each newest first. `best`: best first within each method, by `best_eval`, then runs without an evaluation "
+            "by `best_loss`; runs without either last, no probes and evaluations. Others: by this value (`seconds`: "
+            "from its first start to its end); runs without it last. The order of "
             "running runs may change between pages, so one may appear twice or not at all."
         ),
     ] = "created_at",
+    order: Annotated[
+        queries.Order | None,
+        Query(
+            description="Direction of `sort`; null: names and losses ascending, all others descending. `live` and "
+            "`best` have only one."
+        ),
+    ] = None,
     view: Annotated[
         queries.View,
         Query(
@@ -181,11 +231,11 @@ async def list_runs(
         ),
     ] = "summary",
 ) -> Response:
-    """List runs, newest or best first."""
+    """List runs, newest first unless another order is requested."""
     filters = replace(filters, status=tuple(status or ()))
     async with request.app.state.reading_engine.connect() as connection:
-        rows, has_more = await queries.page(connection, filters, paging, sort, view)
-        found = await outlines(connection, [row.id for row in rows]) if view == "row" else {}
+        rows, has_more = await queries.page(connection, filters, paging, queries.Sorting.of(sort, order), view)
+        found = await outlines(connection, {row.id: row.method for row in rows}) if view == "row" else {}
     predictions = await _eta(request).of({row.id: row.status for row in rows})
     if view == "row":
         return _zipped(request, serializers.row_page(rows, has_more, predictions, found))
@@ -262,16 +312,22 @@ async def stop_run(
 
     A repeated request has an effect only if it asks for an immediate stop after `epoch_end`, or for `discard`.
     """
-    asked = body or RunStop()
-    mode = asked.how
+    run, mode, found_no_best = await _stop(backend, RunTransaction(session, after_commit), run_id, body or RunStop())
+    grace = settings.save_grace_seconds if run.stop_grace_seconds is None else run.stop_grace_seconds
+    outlook = await stop_outlook.outlook(session, run, mode, grace, found_no_best=found_no_best)
+    return await serializers.run_stopped(session, storage, run, outlook)
+
+
+async def _stop(
+    backend: Backend, transaction: RunTransaction, run_id: str, request: RunStop
+) -> tuple[Run, StopMode, bool]:
+    """Request the stop; return the run, the mode in effect, and True if there is no best checkpoint to stop with."""
+    session, mode = transaction.session, request.how
     found_no_best = mode == "best" and await best_good(session, run_id) is None
     mode = "checkpoint" if found_no_best else mode
     if not await service.trains(session, run_id):
         mode, found_no_best = "discard", False  # it has nothing to save, and no epochs
-    run = await backend.stop_run(RunTransaction(session, after_commit), run_id, mode, asked.deadline_seconds)
-    grace = settings.save_grace_seconds if run.stop_grace_seconds is None else run.stop_grace_seconds
-    outlook = await stop_outlook.outlook(session, run, mode, grace, found_no_best=found_no_best)
-    return await serializers.run_stopped(session, storage, run, outlook)
+    return await backend.stop_run(transaction, run_id, mode, request.deadline_seconds), mode, found_no_best
 
 
 @router.post(

@@ -1,7 +1,7 @@
 """Lists of runs: filtered, newest or best first; the last page is as fast as the first."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -11,6 +11,7 @@ from sqlalchemy import (
     Integer,
     Select,
     Text,
+    and_,
     bindparam,
     cast,
     func,
@@ -25,11 +26,11 @@ from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
-from app.api.errors import invalid
+from app.api.errors import ApiError, invalid
 from app.api.pagination import Paging, found_by, matching, newest_first
 from app.contracts.errors import FieldError
 from app.contracts.methods import METHODS, TrainingMethod
-from app.contracts.run_status import TERMINAL, TrainingStatus
+from app.contracts.run_status import TERMINAL, RunSort, TrainingStatus
 from app.contracts.run_task import RunTask
 from app.contracts.schemas.runs.placement import Requirements, Resources
 from app.runs.checkpoints.service import preferred_place
@@ -37,7 +38,7 @@ from app.runs.serializers import FULL, SUMMARY
 from app.tables.base import sql_list
 from app.tables.runs import EXTRA_EVAL_DATASETS, IS_COMPARABLE, Run, RunEvalDataset
 
-Sort = Literal["created_at", "best"]
+Order = Literal["asc", "desc"]
 
 _DIALECT = make_url("postgresql+psycopg://").get_dialect()()
 _NOT_FINITE = "('NaN', 'Infinity', '-Infinity')"
@@ -47,6 +48,13 @@ _REWARD_RUN_IDS = (
     "(SELECT coalesce(json_agg(reward_run_id ORDER BY reward_run_id), '[]'::json) "
     "FROM run_reward_models WHERE run_id = runs.id)"
 )
+# A trainer reports its configuration, so a value may be of any type and size.
+_SMALLEST, _LARGEST = "1e-30", "1e30"
+_RATE = "coalesce(runs.effective_config -> 'learning_rate', runs.config -> 'learning_rate')"
+_LEARNING_RATE = (
+    f"CASE WHEN jsonb_typeof({_RATE}) = 'number' THEN CASE WHEN cast({_RATE} AS numeric) = 0 OR "
+    f"cast({_RATE} AS numeric) BETWEEN {_SMALLEST} AND {_LARGEST} THEN cast({_RATE} AS float) END END"
+)
 _RFC_3339 = 'YYYY-MM-DD"T"HH24:MI:SS.MS"Z"'
 
 
@@ -54,12 +62,16 @@ _NUMBERS = ("current_epoch", "best_loss")
 _MOMENTS = ("created_at", "started_at", "finished_at", "stop_requested_at")
 
 
+def _finite(column: str) -> str:
+    return f"CASE WHEN runs.{column} NOT IN {_NOT_FINITE} THEN runs.{column} END"
+
+
 def _shown(*, full: bool) -> dict[str, str]:
     """Return the expressions for a run's own columns in a list, by name."""
     shown = {"id": "runs.id", "last_seq": "runs.event_seq"}
     shown |= {name: f"runs.{name}" for name in ((*SUMMARY, *FULL) if full else SUMMARY)}
     # JSON has no non-finite numbers.
-    shown |= {name: f"CASE WHEN runs.{name} NOT IN {_NOT_FINITE} THEN runs.{name} END" for name in _NUMBERS}
+    shown |= {name: _finite(name) for name in _NUMBERS}
     shown |= {name: f"to_char(runs.{name} AT TIME ZONE 'UTC', '{_RFC_3339}')" for name in _MOMENTS}
     shown["best_eval"] = _BEST_EVAL
     if full:
@@ -87,6 +99,7 @@ def _row() -> dict[str, str]:
         "tags": "nullif(runs.tags, '[]')",
         "step": "nullif(runs.current_step, 0)",
         "total_steps": "runs.total_steps",
+        "learning_rate": f"cast(({_LEARNING_RATE}) AS float4)",
         "best_loss": number.format("runs.best_loss"),
         "best_eval": number.format(f"({_BEST_EVAL})"),
         "reason": "coalesce(runs.error_code, runs.pending_reason ->> 'code')",
@@ -114,7 +127,7 @@ View = Literal["summary", "full", "row"]
 
 
 def _view(shown: ColumnElement[str], furthest: ColumnElement[Any]) -> Select[*tuple[Any, ...]]:
-    own = Run.__table__.c["id", "status", "output_attempt"]
+    own = Run.__table__.c["id", "status", "method", "output_attempt"]
     return select(*own, furthest.label("furthest"), shown.label("shown"))
 
 
@@ -130,6 +143,7 @@ class Listed(NamedTuple):
 
     id: str
     status: str
+    method: str
     output_attempt: int | None
     furthest: list[int] | None
     """`[step, attempt]` of the checkpoint from which it would be resumed; only with view `full`."""
@@ -200,17 +214,56 @@ class Filters:
         return [Run.status.in_([status.value for status in self.status])] if self.status else []
 
 
+_SORTED: dict[str, ColumnElement[Any]] = {
+    "created_at": Run.__table__.c.id,
+    "name": Run.__table__.c.name,
+    "step": Run.__table__.c.current_step,
+    "best_loss": literal_column(f"({_finite('best_loss')})", Double),
+    "best_eval": literal_column(f"({_BEST_EVAL})", Double),
+    "learning_rate": literal_column(f"({_LEARNING_RATE})", Double),
+    "seconds": literal_column(
+        "cast(extract(epoch FROM coalesce(runs.finished_at, now()) - runs.started_at) AS float)", Double
+    ),
+}
+_ASCENDING = {"name", "best_loss", "best_eval"}
+
+
+@dataclass(frozen=True)
+class Sorting:
+    """Order of a list of runs."""
+
+    by: RunSort = "created_at"
+    is_ascending: bool = False
+
+    @classmethod
+    def of(cls, by: RunSort, order: Order | None) -> "Sorting":
+        """Return the order that a request asks for; raise 422 for one that there is not."""
+        if order is not None and by not in _SORTED:
+            message = f"`{by}` has only one direction; leave `order` out"
+            raise invalid([FieldError(field="order", code="not_supported", message=message)])
+        return cls(by, by in _ASCENDING if order is None else order == "asc")
+
+
 async def page(
-    connection: AsyncConnection, filters: Filters, paging: Paging, sort: Sort = "created_at", view: View = "summary"
+    connection: AsyncConnection,
+    filters: Filters,
+    paging: Paging,
+    sorting: Sorting = Sorting(),
+    view: View = "summary",
 ) -> tuple[list[Listed], bool]:
-    """Return a page of runs and whether there are more: newest first, or best first.
+    """Return a page of runs and whether there are more: newest first, best first, running first, or by a value.
 
     Sorted by results, runs are grouped by method, since losses and rewards of different methods cannot be compared:
     first those that were evaluated, by their evaluation metric, then the others by their training loss. Runs without
     either come last. Probes, which measure two steps on the longest rows, and runs that do not train are excluded.
     """
-    if sort == "best":
+    if sorting.by == "best":
         return await _best_first(connection, view, filters, paging)
+    if sorting.by == "live":
+        return await _live_first(connection, view, filters, paging)
+    if sorting != Sorting():
+        runs = await _fetch(connection, await _by_value(connection, view, filters, paging, sorting))
+        return runs[: paging.limit], len(runs) > paging.limit
     values = filters.parameters()
     if values is None:
         runs = await _fetch(connection, newest_first(_chosen(_VIEWS[view], filters, paging), Run.id, paging))
@@ -218,6 +271,61 @@ async def page(
         statement = _newest(view, tuple(values), continues=paging.after is not None)
         runs = await _execute(connection, statement, values | {"after": paging.after, "most": paging.limit + 1})
     return runs[: paging.limit], len(runs) > paging.limit
+
+
+_LIVE_FIRST = (
+    (TrainingStatus.initializing, TrainingStatus.running, TrainingStatus.checkpointing),
+    (TrainingStatus.pending,),
+    tuple(TrainingStatus(status) for status in TERMINAL),
+)
+
+
+async def _live_first(
+    connection: AsyncConnection, view: View, filters: Filters, paging: Paging
+) -> tuple[list[Listed], bool]:
+    first = 0
+    if paging.after is not None:
+        status = await _value_of(connection, Run.__table__.c.status, paging.after)
+        first = next(place for place, statuses in enumerate(_LIVE_FIRST) if status in statuses)
+    runs: list[Listed] = []
+    for place, statuses in enumerate(_LIVE_FIRST[first:], first):
+        wanted = tuple(status for status in statuses if not filters.status or status in filters.status)
+        if wanted and len(runs) <= paging.limit:
+            part = Paging(paging.limit - len(runs), paging.after if place == first else None)
+            some = _chosen(_VIEWS[view], replace(filters, status=wanted), part)
+            runs += await _fetch(connection, newest_first(some, Run.id, part))
+    return runs[: paging.limit], len(runs) > paging.limit
+
+
+async def _by_value(
+    connection: AsyncConnection, view: View, filters: Filters, paging: Paging, sorting: Sorting
+) -> Select[*tuple[Any, ...]]:
+    """Return the query of runs by a value, those without one last; of equal ones, the newer first."""
+    column = _SORTED[sorting.by]
+    query = _VIEWS[view].where(*filters.conditions(), *filters.on_status())
+    if paging.after is not None:
+        value = await _value_of(connection, column, paging.after)
+        is_older = Run.id < paging.after
+        if value is None:
+            query = query.where(column.is_(None), is_older)
+        else:
+            start = literal(value, column.type)
+            is_behind = column > start if sorting.is_ascending else column < start
+            query = query.where(or_(is_behind, and_(column == start, is_older), column.is_(None)))
+    direction = column.asc() if sorting.is_ascending else column.desc()
+    return query.order_by(direction.nulls_last(), Run.id.desc()).limit(paging.limit + 1)
+
+
+async def _value_of(connection: AsyncConnection, column: ColumnElement[Any], run_id: str) -> Any:
+    row = (await connection.execute(select(column).where(Run.id == run_id))).one_or_none()
+    if row is None:
+        raise _unknown_cursor()
+    return row[0]
+
+
+def _unknown_cursor() -> ApiError:
+    message = "this run no longer exists; start again from the first page"
+    return invalid([FieldError(field="after", code="unknown_cursor", message=message)])
 
 
 class _Statement(NamedTuple):
@@ -361,8 +469,7 @@ async def _place(connection: AsyncConnection, run_id: str) -> _Place:
     query = select(Run.method, Run.best_score, Run.best_loss).where(Run.id == run_id)
     found = (await connection.execute(query)).one_or_none()
     if found is None:
-        message = "this run no longer exists; start again from the first page"
-        raise invalid([FieldError(field="after", code="unknown_cursor", message=message)])
+        raise _unknown_cursor()
     is_evaluated = found.best_score is not None
     value = found.best_score if is_evaluated else found.best_loss
     tier = None if value is None else _Tier(TrainingMethod(found.method), is_evaluated)

@@ -113,7 +113,7 @@ def row_page(
             known = {"starts_at": start, "finishes_at": prediction.finish_at}
             more |= {name: at.strftime("%Y-%m-%dT%H:%M:%SZ") for name, at in known.items() if at is not None}
         if outline is not None:
-            more |= {"losses": outline.losses}
+            more |= {"rewards" if outline.is_of_rewards else "losses": outline.values}
             if outline.tokens_per_second is not None:
                 more["tokens_per_second"] = outline.tokens_per_second
         items.append(f"{row.shown[:-1]},{to_json(more).decode()[1:]}" if more else row.shown)

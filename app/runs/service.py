@@ -1,7 +1,8 @@
 """Operations on runs. `state/machine.py` writes statuses; resuming is in `resume.py`."""
 
 from collections.abc import Sequence
-from typing import Any
+from datetime import datetime
+from typing import Any, NamedTuple
 
 from sqlalchemy import literal_column, select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -65,6 +66,23 @@ async def trains(session: AsyncSession, run_id: str) -> bool:
     """Return True if the run trains, or if there is none."""
     # Not the whole row, which the session would return again after the run has changed.
     return await session.scalar(select(Run.task).where(Run.id == run_id)) in (None, RunTask.train)
+
+
+class RequestedStop(NamedTuple):
+    """Backend of a run, and the stop that it was asked for."""
+
+    backend: str
+    stop_requested_at: datetime | None
+    stop_mode: StopMode | None
+
+
+async def requested_stop(session: AsyncSession, run_id: str) -> RequestedStop:
+    """Return what stop a run was asked for, without its row; raise `run_not_found` if there is none."""
+    query = select(Run.backend, Run.stop_requested_at, Run.stop_mode).where(Run.id == run_id)
+    row = (await session.execute(query)).one_or_none()
+    if row is None:
+        raise not_found("run", run_id)
+    return RequestedStop(*row)
 
 
 async def edit(session: AsyncSession, run_id: str, body: RunEdit) -> Run:

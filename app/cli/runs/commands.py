@@ -1,5 +1,6 @@
 """Commands of `anneal runs`."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,7 +13,6 @@ from app.cli.console import (
     attempt_path_text,
     command_group,
     connected,
-    deleted,
     details,
     document,
     fail,
@@ -24,18 +24,20 @@ from app.cli.console import (
     size,
     transfer,
 )
-from app.cli.names import OfExperiment, ParentId, RunId, id_within
+from app.cli.names import OfDataset, OfExperiment, ParentId, RunId, id_within
 from app.cli.runs.all_events import events
+from app.cli.runs.bulk import OfBaseModel, OfMethod, WithStatus, WithTag, WithText, delete, stop, tag
 from app.cli.runs.compare import compare
 from app.cli.runs.eta_text import eta_text
 from app.cli.runs.logs import logs
 from app.cli.runs.postmortem import why
+from app.contracts.run_status import RunSort
 from app.contracts.run_task import RunTask
 
 if TYPE_CHECKING:
     from app.client.client import Anneal
     from app.contracts.schemas.checkpoints import CheckpointRead
-    from app.contracts.schemas.runs.reads import RunRead
+    from app.contracts.schemas.runs.reads import RunRead, RunSummary
     from app.contracts.schemas.runs.requests import RunCheck
 
 commands = command_group("Training runs. Example: `anneal runs create -f run.yaml --watch`.")
@@ -145,38 +147,60 @@ def estimate(
 @commands.command("list")
 def list_runs(
     experiment: OfExperiment = None,
-    status: Annotated[list[str] | None, typer.Option(help="Only runs with this status; repeatable.")] = None,
-    tag: Annotated[str | None, typer.Option(help="Only runs with this tag.")] = None,
+    status: WithStatus = None,
+    tag: WithTag = None,
     parent: ParentId = None,
-    base_model: Annotated[str | None, typer.Option(help="Only runs of this base model.")] = None,
-    method: Annotated[str | None, typer.Option(help="Only runs of this method.")] = None,
+    base_model: OfBaseModel = None,
+    method: OfMethod = None,
+    dataset: OfDataset = None,
     task: Annotated[Literal["train", "evaluate", "export"] | None, typer.Option(help="Only runs of this task.")] = None,
-    search: Annotated[str | None, typer.Option(help="Only runs with this text in their name or a tag.")] = None,
+    search: WithText = None,
     sort: Annotated[
-        Literal["created_at", "best"] | None, typer.Option(help="Order: newest first, or best first in each method.")
+        RunSort | None,
+        typer.Option(help="Order: newest first, running first, best first in each method, or by a value."),
     ] = None,
+    order: Annotated[Literal["asc", "desc"] | None, typer.Option(help="Direction of an order by a value.")] = None,
     full: Annotated[bool, typer.Option("--full", help="With --json: also the configuration of each run.")] = False,
     limit: Limit = 50,
     after: After = None,
     as_json: AsJson = False,
 ) -> None:
-    """List runs, newest or best first.
+    """List runs, newest first unless --sort is given; with --sort best, the metric of each method is named.
 
     Example: `anneal runs list --status running --status pending --limit 10`
     """
     with connected() as client:
         runs = client.runs.list(
             experiment_id=experiment, status=status, tag=tag, parent_run_id=parent,
-            base_model=base_model, method=method, task=task, search=search, sort=sort, full=full, limit=limit + 1,
-            after=after,
+            base_model=base_model, method=method, task=task, dataset_id=dataset, search=search, sort=sort, order=order,
+            full=full, limit=limit + 1, after=after,
         )  # fmt: skip
         found, has_more = page(runs, limit)
+        title, shown = _measure(sort)
         rows = [
-            (it.id, it.status, f"{it.current_step}/{it.total_steps or '?'}", it.best_loss, it.name,
+            (it.id, it.status, f"{it.current_step}/{it.total_steps or '?'}", shown(it), it.name,
              eta_text(it.prediction) or None, it.created_at)
             for it in found
         ]  # fmt: skip
-        listing(found, has_more, as_json, ("id", "status", "step", "best loss", "name", "eta", "created"), rows)
+        listing(found, has_more, as_json, ("id", "status", "step", title, "name", "eta", "created"), rows)
+
+
+def _measure(sort: "RunSort | None") -> "tuple[str, Callable[[RunSummary], Any]]":
+    """Return title and value of the column with the measure of each run: that by which they are ordered, if any."""
+    if sort == "best":
+        return "best of its method", _best_of_method
+    if sort == "best_eval":
+        return "best eval", lambda run: run.best_eval
+    return "best loss", lambda run: run.best_loss
+
+
+def _best_of_method(run: "RunSummary") -> str | None:
+    """Format the value by which a run is compared with others of its method."""
+    from app.contracts.methods import METHODS
+
+    if run.best_eval is not None:
+        return f"{run.method} {METHODS[run.method].eval_metric} {attempt_path_text(run.best_eval)}"
+    return None if run.best_loss is None else f"{run.method} loss {attempt_path_text(run.best_loss)}"
 
 
 @commands.command()
@@ -359,42 +383,6 @@ def watch(run_id: RunId, as_json: AsJson = False) -> None:
 
 
 @commands.command()
-def stop(
-    run_id: RunId,
-    mode: Annotated[
-        Literal["checkpoint", "epoch_end", "best", "discard"],
-        typer.Option(help="Save a checkpoint, finish the epoch first, end with the best checkpoint, or save nothing."),
-    ] = "checkpoint",
-    no_save: Annotated[bool, typer.Option("--no-save", help="Same as --mode discard.")] = False,
-    deadline: Annotated[
-        float | None,
-        typer.Option(min=0.001, max=86_400, help="Seconds until its trainer is killed. [default: the grace period]"),
-    ] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until the run has ended.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Stop a run. Saves a checkpoint to resume from, unless --mode says otherwise.
-
-    Example: `anneal runs stop --mode epoch_end --wait run_01k3x9m6q2v8s4t0w7y5z1a3b6`
-    """
-    if no_save and mode not in ("checkpoint", "discard"):
-        raise typer.BadParameter(f"--no-save contradicts --mode {mode}; use only one of them.")
-    with connected() as client:
-        stopping = client.runs.stop(run_id, mode="discard" if no_save else mode, deadline_seconds=deadline)
-        run: RunRead = stopping
-        if wait:
-            for _ in client.runs.events(run_id, after=run.last_seq, types="end"):
-                pass
-            run = client.runs.get(run_id)
-        if as_json:
-            document(run)
-        elif run.finished_at is None:
-            say(f"{run_id} was asked to stop; it is {run.status}. {stopping.stop.message}")
-        else:
-            say(f"{run_id} is {run.status} at step {run.current_step}.")
-
-
-@commands.command()
 def resume(
     run_id: RunId,
     checkpoint: Annotated[
@@ -546,18 +534,10 @@ def download(
             say(folder)
 
 
-@commands.command()
-def delete(run_id: RunId, as_json: AsJson = False) -> None:
-    """Delete an ended run with its events, checkpoints and model.
-
-    Example: `anneal runs delete run_01k3x9m6q2v8s4t0w7y5z1a3b6`
-    """
-    with connected() as client:
-        client.runs.delete(run_id)
-    deleted(run_id, as_json)
-
-
 commands.command()(logs)
 commands.command()(why)
 commands.command()(compare)
+commands.command()(stop)
+commands.command()(delete)
+commands.command()(tag)
 commands.command(context_settings={"allow_extra_args": True})(events)

@@ -1,19 +1,23 @@
-"""Outlines of the loss curves of many runs, for tables: a few points of each, in two queries for all of them."""
+"""Outlines of the curves of many runs, for tables: a few points of each, in two queries for all of them."""
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from app.contracts.methods import METHODS
 from app.runs.metrics.curves import _counting
 from app.runs.metrics.rollups import VALUES, highest_level, points_of
 
 MOST_POINTS = 32
 _SPEED = "extra.tokens_per_second"
+_REWARD = "extra.reward"
+_REWARDED = {name for name, method in METHODS.items() if method.higher_is_better}
+"""Methods whose progress shows in the reward; of the others, in the loss."""
 _FIRST_STEP, _FIRST, _LOW_STEP, _LOW, _HIGH_STEP, _HIGH, _LAST_STEP, _LAST = range(VALUES)
 
 _PASSES = text(
@@ -24,11 +28,11 @@ _PASSES = text(
 )
 _PIECES = text(
     """
-    SELECT wanted.place, cast(row.series -> 'loss' AS text) AS extent
+    SELECT wanted.place, cast(row.series -> wanted.name AS text) AS extent
     FROM unnest(
         cast(:run_ids AS text[]), cast(:attempts AS int[]), cast(:segments AS int[]), cast(:levels AS int[]),
-        cast(:lows AS bigint[]), cast(:highs AS bigint[])
-    ) WITH ORDINALITY AS wanted(run_id, attempt, segment, level, low, high, place)
+        cast(:lows AS bigint[]), cast(:highs AS bigint[]), cast(:series AS text[])
+    ) WITH ORDINALITY AS wanted(run_id, attempt, segment, level, low, high, name, place)
     CROSS JOIN LATERAL (
         SELECT series, number FROM metric_rollups
         WHERE run_id = wanted.run_id AND attempt = wanted.attempt AND segment = wanted.segment AND kind = 'metric'
@@ -42,26 +46,36 @@ _PIECES = text(
 _SHORT = 4 * MOST_POINTS
 _EVENTS = text(
     """
-    SELECT run_id, attempt, cast(data ->> 'step' AS bigint) AS step, cast(data ->> 'loss' AS float) AS loss
-    FROM run_events WHERE run_id = ANY(:ids) AND type = 'metric' AND json_typeof(data -> 'step') = 'number'
-        AND coalesce(json_typeof(data -> 'loss'), 'null') IN ('number', 'null') ORDER BY run_id, seq
+    SELECT run_id, attempt, cast(data ->> 'step' AS bigint) AS step, cast(shown.value ->> 0 AS float) AS value
+    FROM run_events CROSS JOIN LATERAL (
+        SELECT json_build_array(
+            CASE WHEN run_id = ANY(:rewarded) THEN data #> '{extra,reward}' ELSE data -> 'loss' END
+        ) AS value
+    ) AS shown
+    WHERE run_id = ANY(:ids) AND type = 'metric' AND json_typeof(data -> 'step') = 'number'
+        AND json_typeof(shown.value -> 0) IN ('number', 'null') ORDER BY run_id, seq
     """
 )
 
 
 @dataclass(frozen=True)
 class Outline:
-    """Losses of a run from its first step to its newest, at most `MOST_POINTS`, and its speed."""
+    """Losses or rewards of a run from its first step to its newest, at most `MOST_POINTS`, and its speed."""
 
-    losses: list[float | None]
+    values: list[float | None]
     """Null for a value that was not finite; three significant digits, which a small curve shows."""
     tokens_per_second: int | None
+    is_of_rewards: bool
 
 
-async def outlines(connection: AsyncConnection, run_ids: Sequence[str]) -> dict[str, Outline]:
-    """Return the outlines of those of the runs that have metrics. Of steps trained twice, the newest pass counts."""
+async def outlines(connection: AsyncConnection, methods: Mapping[str, str]) -> dict[str, Outline]:
+    """Return the outlines of those of the runs that have metrics. Of steps trained twice, the newest pass counts.
+
+    `methods` are by run id.
+    """
+    run_ids, rewarded = list(methods), {run_id for run_id, method in methods.items() if method in _REWARDED}
     segments: dict[str, list[Any]] = {}
-    for row in (await connection.execute(_PASSES, {"ids": list(run_ids), "speed": _SPEED})).all():
+    for row in (await connection.execute(_PASSES, {"ids": run_ids, "speed": _SPEED})).all():
         segments.setdefault(row.run_id, []).append(row)
     wanted: list[tuple[str, int, int, int, int, int]] = []
     short: dict[str, list[Any]] = {}
@@ -74,24 +88,31 @@ async def outlines(connection: AsyncConnection, run_ids: Sequence[str]) -> dict[
         for stretch in stretches:
             place = (run_id, stretch.row.attempt, stretch.row.segment)
             wanted.append((*place, min(level, highest_level(stretch.row.points)), stretch.low, stretch.high))
-    points = await _of_events(connection, short)
+    points = await _of_events(connection, short, rewarded)
     names = ("run_ids", "attempts", "segments", "levels", "lows", "highs")
     columns = {name: [one[place] for one in wanted] for place, name in enumerate(names)}
-    for place, extent in (await connection.execute(_PIECES, columns)).all() if wanted else ():
+    series = [_REWARD if one[0] in rewarded else "loss" for one in wanted]
+    for place, extent in (await connection.execute(_PIECES, {**columns, "series": series})).all() if wanted else ():
         if extent is not None:
             run_id, *_, low, high = wanted[place - 1]
             points.setdefault(run_id, {}).update(_points(json.loads(extent), low, high))
     return {
-        run_id: Outline(_thinned(points.get(run_id, {})), _speed(rows[-1].speed)) for run_id, rows in segments.items()
+        run_id: Outline(_thinned(points.get(run_id, {})), _speed(rows[-1].speed), run_id in rewarded)
+        for run_id, rows in segments.items()
     }
 
 
-async def _of_events(connection: AsyncConnection, short: dict[str, list[Any]]) -> dict[str, dict[int, float | None]]:
+async def _of_events(
+    connection: AsyncConnection, short: dict[str, list[Any]], rewarded: Iterable[str]
+) -> dict[str, dict[int, float | None]]:
     """Return the points of runs with few of them, by step, from their events."""
     points: dict[str, dict[int, float | None]] = {}
-    for run_id, attempt, step, loss in (await connection.execute(_EVENTS, {"ids": list(short)})).all() if short else ():
+    if not short:
+        return points
+    rows = await connection.execute(_EVENTS, {"ids": list(short), "rewarded": list(rewarded)})
+    for run_id, attempt, step, value in rows.all():
         if any(one.row.attempt == attempt and one.low <= step <= one.high for one in short[run_id]):
-            points.setdefault(run_id, {})[step] = loss
+            points.setdefault(run_id, {})[step] = value
     return points
 
 

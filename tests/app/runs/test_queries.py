@@ -1,7 +1,7 @@
 """Lists of runs in every order and by every filter, page by page, against all runs sorted in Python."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from tests.rows import add_worker, run_row
 from tests.server import ApiServer
 
 _EXTRAS: tuple[dict[str, Any], ...] = ({}, {}, {"steps": 9}, {"probe": False}, {"probe": True})
+_RATES: tuple[Any, ...] = (1e-4, 2e-4, 0, "many", None, 10**400, 1)
 _STATUSES = ("pending", "running", "completed", "failed", "cancelled")
 
 
@@ -33,18 +34,24 @@ def made(engine: Engine) -> list[dict[str, Any]]:
     chance = random.Random(5)
     experiments = [make_experiment(engine) for _ in range(3)]
     dataset, worker = make_dataset(engine), add_worker(engine)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    minutes_of_runs: dict[int, int | None] = {}
     for _ in range(200):
         status = chance.choice(_STATUSES)
         live, ended = status == "running", status in TERMINAL
         loss = chance.choice([None, 1.0, round(chance.random(), 2)]) if status != "pending" else None
         score = chance.choice([None, None, 1.0, -round(chance.random(), 2)]) if status != "pending" else None
+        minutes = chance.randrange(3) if ended else 0
+        minutes_of_runs[len(rows)] = minutes or None
         rows.append(
             {
                 "id": new_id("run"), "experiment_id": chance.choice(experiments), "dataset_id": dataset,
-                "name": "a run", "backend": "fake",
+                "name": chance.choice(["a run", "b run", "c run"]), "backend": "fake",
                 "config": {"base_model": chance.choice(["a", "b"]), "method": chance.choice(["full", "rlhf"]),
-                           "extra": chance.choice(_EXTRAS)},
+                           "extra": chance.choice(_EXTRAS), "learning_rate": chance.choice(_RATES)},
+                "effective_config": chance.choice([None, {}, {"learning_rate": 3e-4}]),
+                "current_step": chance.randrange(4),
+                "started_at": text(f"now() - interval '{minutes} minutes'") if minutes else None,
                 "user_set_fields": [], "status": status,
                 "tags": chance.sample(["x", "y", "z"], chance.randrange(3)), "attempt": int(status != "pending"),
                 "lease_epoch": 1, "best_loss": loss, "final_loss": loss if ended else None,
@@ -59,7 +66,7 @@ def made(engine: Engine) -> list[dict[str, Any]]:
     with engine.begin() as connection:
         for row in rows:
             connection.execute(insert(Run).values(row))
-    return rows
+    return [{**row, "minutes": minutes_of_runs[place]} for place, row in enumerate(rows)]
 
 
 def listed(api: ApiServer, limit: int, **query: Any) -> list[str]:
@@ -116,9 +123,54 @@ def test_every_page_of_every_order_and_filter(shared_api: ApiServer, made: list[
     assert listed(shared_api, chance.choice([1, 3, 7, 50]), **query) == [row["id"] for row in rows]
 
 
+_LIVE_FIRST = {"running": 0, "pending": 1}
+
+
+def _rate(row: dict[str, Any]) -> float | None:
+    rate = (row["effective_config"] or {}).get("learning_rate", row["config"]["learning_rate"])
+    return rate if isinstance(rate, int | float) and rate < 1e30 else None
+
+
+def _eval(row: dict[str, Any]) -> float | None:
+    score = row["best_score"]
+    return -score if score is not None and row["config"]["method"] == "rlhf" else score
+
+
+_VALUES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "name": lambda row: row["name"], "step": lambda row: row["current_step"], "best_loss": lambda row: row["best_loss"],
+    "best_eval": _eval, "learning_rate": _rate, "seconds": lambda row: row["minutes"],
+    "created_at": lambda row: row["id"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+@pytest.mark.parametrize("sort", _VALUES)
+def test_every_page_by_a_value_has_equal_ones_newest_first_and_those_without_it_last(
+    shared_api: ApiServer, made: list[dict[str, Any]], sort: str, order: str
+) -> None:
+    newest_first = sorted((row for row in made if row["status"] != "failed"), key=lambda row: row["id"], reverse=True)
+    known = [row for row in newest_first if _VALUES[sort](row) is not None]
+    known.sort(key=_VALUES[sort], reverse=order == "desc")
+    # Reversing keeps the order of equal ones.
+    rows = known + [row for row in newest_first if _VALUES[sort](row) is None]
+    statuses = [status for status in _STATUSES if status != "failed"]
+    assert listed(shared_api, 29, sort=sort, order=order, status=statuses) == [row["id"] for row in rows]
+
+
+def test_running_runs_come_first_then_those_that_wait(shared_api: ApiServer, made: list[dict[str, Any]]) -> None:
+    for statuses in ([], ["pending", "failed", "completed"]):
+        rows = [row for row in reversed(made) if not statuses or row["status"] in statuses]
+        rows.sort(key=lambda row: _LIVE_FIRST.get(row["status"], 2))
+        assert listed(shared_api, 23, sort="live", status=statuses) == [row["id"] for row in rows]
+    for sort in ("live", "best"):
+        answer = shared_api.client.get("/v1/runs", params={"sort": sort, "order": "asc"})
+        assert (answer.status_code, answer.json()["errors"][0]["field"]) == (422, "order")
+
+
 def test_a_cursor_that_is_gone_is_refused_where_its_place_is_not_known(shared_api: ApiServer) -> None:
-    answer = shared_api.client.get("/v1/runs", params={"sort": "best", "after": new_id("run")})
-    assert (answer.status_code, answer.json()["errors"][0]["code"]) == (422, "unknown_cursor")
+    for sort in ("best", "live", "name"):
+        answer = shared_api.client.get("/v1/runs", params={"sort": sort, "after": new_id("run")})
+        assert (answer.status_code, answer.json()["errors"][0]["code"]) == (422, "unknown_cursor")
 
 
 def test_the_loss_of_a_run_that_ends_is_set_by_the_database(engine: Engine, made: list[dict[str, Any]]) -> None:
@@ -145,6 +197,9 @@ def test_the_loss_of_a_run_that_ends_is_set_by_the_database(engine: Engine, made
         {"base_model": "a"},
         {"sort": "best"},
         {"sort": "best", "experiment_id": "exp_" + "0" * 26},
+        {"sort": "live"},
+        {"sort": "live", "status": "failed"},
+        {"sort": "name"},
     ],
     ids=str,
 )
@@ -202,7 +257,16 @@ def test_a_run_in_a_list_has_what_the_run_alone_has(
     assert shown[ended[1]]["checkpoint_path"].endswith(f"runs/{ended[1]}/a1/checkpoint-20")
     for run_id in [ended[0], ended[1], *(row["id"] for row in made[::20])]:
         alone = shared_api.client.get(f"/v1/runs/{run_id}").json()
-        for only_alone in ("metrics_history", "facts", "estimate", "measured", "probe", "evaluation"):
+        for only_alone in (
+            "metrics_history",
+            "facts",
+            "estimate",
+            "measured",
+            "probe",
+            "evaluation",
+            "replaced",
+            "warnings",
+        ):
             del alone[only_alone]
         assert shown[run_id] == alone
         assert lean[run_id] == {name: alone[name] for name in lean[run_id]} and "config" not in lean[run_id]

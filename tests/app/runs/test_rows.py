@@ -53,6 +53,7 @@ class TestRows:
         assert row == {
             "id": waiting["id"], "name": "waiting", "status": "pending", "method": "qlora", "base_model": "any",
             "experiment_id": experiment, "tags": ["a"], "by": "test", "created_at": row["created_at"],
+            "learning_rate": 0.0002,
         } | {name: row[name] for name in ("reason", "starts_at", "finishes_at") if name in row}  # fmt: skip
         trainer = Trainer(engine, waiting["id"]).begin(total=100)
         losses(trainer, 3.0, 2.0, None, 1.23456)
@@ -62,6 +63,20 @@ class TestRows:
         assert row["total_steps"] == 100
         assert row["losses"] == [3.0, 2.0, None, 1.23] and row["tokens_per_second"] == 1004
         assert row["started_at"] <= row["finished_at"] and "starts_at" not in row
+
+    def test_of_reinforcement_learning_have_rewards_in_place_of_losses(
+        self, emptied_api: ApiServer, engine: Engine
+    ) -> None:
+        prompts = make_dataset(engine, "prompt", ("prompt",))
+        rewards = {"rewards": [{"type": "length", "max": 8}]}
+        for points in (3, 300):  # from events, and from rollups
+            made = make_run(emptied_api.client, prompts, config={"method": "rlhf", "rlhf": rewards})
+            trainer = Trainer(engine, made["id"]).begin(total=400)
+            found = [{"step": step, "loss": 0.0, "extra": {"reward": float(step)}} for step in range(1, points + 1)]
+            trainer.events("metric", *found)
+            row = rows(emptied_api)[0]
+            assert "losses" not in row and (row["rewards"][0], row["rewards"][-1]) == (1.0, float(points))
+            trainer.complete()
 
     def test_of_losses_are_those_of_the_newest_pass(self, emptied_api: ApiServer, engine: Engine, dataset: str) -> None:
         trainer = Trainer(engine, make_run(emptied_api.client, dataset)["id"]).begin(total=100)
@@ -91,7 +106,7 @@ class TestRows:
             sent = sum(len(part) for part in zipped.iter_raw())
         answer = emptied_api.client.get("/v1/runs", params=query)
         assert len(answer.json()["data"]) == 50 and all(len(row["losses"]) == 32 for row in answer.json()["data"])
-        assert sent <= MOST_BYTES_OF_50 and len(answer.content) <= 1.4 * MOST_BYTES_OF_50, (sent, len(answer.content))
+        assert sent <= MOST_BYTES_OF_50 and len(answer.content) <= 1.45 * MOST_BYTES_OF_50, (sent, len(answer.content))
 
     def test_are_filtered_sorted_and_paged_as_the_list_is(
         self, emptied_api: ApiServer, engine: Engine, dataset: str

@@ -192,7 +192,7 @@ class RunRow(BaseModel):
             "example": {
                 "id": RUN_ID, "name": "docstrings", "status": "running", "method": "qlora",
                 "base_model": "Qwen/Qwen3-0.6B", "experiment_id": EXPERIMENT_ID, "tags": ["demo"], "step": 40,
-                "total_steps": 200, "best_loss": 2.31, "worker": "gpu-1", "by": "laptop",
+                "total_steps": 200, "learning_rate": 0.0002, "best_loss": 2.31, "worker": "gpu-1", "by": "laptop",
                 "created_at": "2026-01-02T03:04:05Z", "started_at": "2026-01-02T03:04:06Z",
                 "finishes_at": "2026-01-02T03:19:00Z", "losses": [3.1, 2.6, 2.31], "tokens_per_second": 7031,
             }
@@ -209,6 +209,7 @@ class RunRow(BaseModel):
     tags: list[str] = []
     step: int = Field(default=0, description="Optimizer steps so far.")
     total_steps: int | None = None
+    learning_rate: float | None = Field(default=None, description="Peak learning rate in effect.")
     best_loss: float | None = Field(default=None, description="Lowest logged loss.")
     best_eval: float | None = Field(default=None, description="Best `eval_loss` (`rlhf`: `eval_reward`).")
     tokens_per_second: int | None = Field(default=None, description="Newest measured speed.")
@@ -217,6 +218,9 @@ class RunRow(BaseModel):
         max_length=32,
         description="Up to 32 losses from the first step to the newest, with three digits; null for a value "
         "that was not finite. Of steps that were trained twice, the newest pass counts.",
+    )
+    rewards: list[float | None] = Field(
+        default_factory=list, max_length=32, description="For `rlhf`, rewards in place of `losses`."
     )
     reason: str | None = Field(
         default=None, description="Error code of a failed run, or `code` of the `pending_reason` of a pending one."

@@ -170,3 +170,44 @@ def test_stop_can_wait_for_the_end(anneal: Anneal, trainer: Trainer) -> None:
     ending.start()
     assert "is cancelled" in anneal("runs", "stop", "--wait", "--no-save", trainer.run_id).stdout
     ending.join()
+
+
+def test_several_runs_are_stopped_tagged_and_deleted_by_name_or_filter(
+    anneal: Anneal, run_file: Path, trainer: Trainer
+) -> None:
+    create = ["runs", "create", "-f", str(run_file), "--set", "tags=[bulk]"]
+    first, second, third = (anneal(*create).stdout.strip() for _ in range(3))
+    trainer.complete()
+    stopped = anneal("runs", "stop", first, trainer.run_id).stdout.splitlines()
+    assert stopped[0] == f"{first} was asked to stop." and "completed: it has ended by itself" in stopped[1]
+    assert "completed already" in anneal("runs", "stop", trainer.run_id).stdout
+    assert "Nothing is stopped" in anneal("runs", "stop", "--tag", "bulk", code=1).stderr
+    rest = json_of(anneal("runs", "stop", "--tag", "bulk", "--yes", "--json"))["runs"]
+    assert {run["id"]: run["outcome"] for run in rest} == {second: "changed", third: "changed"}
+    assert "No run is selected" in anneal("runs", "stop", "--tag", "bulk", "--yes").stderr
+    anneal("runs", "tag", "--tag", "bulk", "--search", "bulk", "--add", "old", "--remove", "no")
+    listed = json_of(anneal("runs", "list", "--tag", "old", "--json"))["data"]
+    assert {run["id"] for run in listed} == {first, second, third} and listed[0]["tags"] == ["bulk", "old"]
+    anneal("runs", "pin", third)
+    refused = anneal("runs", "delete", first, second, third, code=1)
+    assert f"{first} is deleted." in refused.stdout and "1 of 3 runs" in refused.stderr and "pinned" in refused.stderr
+    anneal("runs", "unpin", third)
+    assert anneal("runs", "delete", "--tag", "old", "--yes").stdout == f"{third} is deleted.\n"
+    for verb in ("stop", "delete", "tag"):
+        more = ["--add", "x"] if verb == "tag" else []
+        assert "select some with a filter" in anneal("runs", verb, *more, code=2).stderr
+        assert "not both" in anneal("runs", verb, first, "--tag", "a", *more, code=2).stderr
+
+
+def test_an_order_shows_the_metric_by_which_it_orders(anneal: Anneal, trainer: Trainer, engine: Engine) -> None:
+    trainer.complete()
+    mark_run(engine, trainer.run_id, best_loss=1.5, best_score=2.25, final_score=2.25)
+    header, *lines = anneal("runs", "list", "--sort", "best").stdout.splitlines()
+    assert "BEST OF ITS METHOD" in header
+    assert "sft eval_loss 2.25" in next(line for line in lines if line.startswith(trainer.run_id))
+    assert " 1.5 " in next(
+        line for line in anneal("runs", "list").stdout.splitlines() if line.startswith(trainer.run_id)
+    )
+    shown = anneal("runs", "list", "--sort", "best_eval", "--order", "desc").stdout
+    assert "BEST EVAL" in shown and "2.25" in shown
+    assert "only one direction" in anneal("runs", "list", "--sort", "live", "--order", "asc", code=1).stderr
