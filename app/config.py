@@ -112,7 +112,8 @@ class Settings(_HomeSettings):
     token_cache_bytes: Annotated[int, Field(ge=0), BYTES] = 10 * 1024**3
     """Size limit of the tokenized-data cache, per Unix user that trains; 0 disables the cache."""
     disk_reserve_bytes: Annotated[int, Field(ge=0), BYTES] = 1024**3
-    """Bytes that checkpoints must leave free on the storage; one that would use them is skipped or fails its run."""
+    """Bytes that must stay free on a disk: uploads that would use them are refused, checkpoints are skipped or fail
+    their run, and printed lines are not stored while the disk of the embedded database has less."""
     checkpoint_url: str | None = None
     """URL where workers store checkpoint replicas (`s3://bucket/prefix`, `file:///share`); unset: no replicas. Not with
     a URL as `storage`, where all checkpoints are."""

@@ -38,6 +38,7 @@ import app.workers.endpoints
 from app.api import docs_page, errors, openapi
 from app.api.dependencies import refuse_unknown_parameters
 from app.api.middleware.body_limits import BodyLimitMiddleware
+from app.api.middleware.disk_guard import DiskGuardMiddleware
 from app.api.middleware.host_guard import HostGuardMiddleware
 from app.api.middleware.request_ids import RequestIdMiddleware
 from app.api.middleware.request_metrics import RequestMetrics, RequestMetricsMiddleware
@@ -53,6 +54,7 @@ from app.config import Settings, get_settings
 from app.contracts.backends import BACKEND_RULES, WORKER_BACKENDS
 from app.infra.broker import Broker
 from app.infra.db import async_engine, session_maker
+from app.infra.files.disk_space import DatabaseReserve
 from app.infra.process.memory import return_large_blocks
 from app.infra.server_urls import resolve_urls
 from app.infra.storage import Storage
@@ -99,10 +101,12 @@ def create_app(settings: Settings | None = None) -> FastAPI:
             *_foreign_origins(settings),
             Middleware(HostGuardMiddleware, settings=settings),
             Middleware(AuthenticationMiddleware),
+            Middleware(DiskGuardMiddleware),
             Middleware(AuditMiddleware),
             Middleware(BodyLimitMiddleware, settings=settings),
         ],
     )
+    api.state.database_reserve = DatabaseReserve.of(settings.home, settings.database_url)
     api.state.settings, api.state.requests, api.state.tracing = settings, requests, tracing
     errors.install(api)
     api.include_router(app.api.health.router)

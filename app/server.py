@@ -7,6 +7,7 @@ import resource
 import signal
 import socket
 import time
+from contextlib import suppress
 
 import uvicorn
 from sqlalchemy.exc import SQLAlchemyError
@@ -16,7 +17,7 @@ from app.config import Settings
 from app.infra import log_setup
 from app.infra.db import is_away, sync_engine
 from app.infra.errors import SetupError
-from app.infra.private_files import make_private_folder, read_json, write_private_json
+from app.infra.private_files import read_json, try_write_private_json
 from app.tables import migrate
 
 REQUEST_GRACE_SECONDS = 20
@@ -100,8 +101,8 @@ def serve(settings: Settings, listener: socket.socket) -> None:
 
     log_setup.set_up(settings.log_format)
     check_schema_version(settings)
-    info_file = make_private_folder(settings.home / "run") / "api.json"
-    write_private_json(info_file, {"url": base_url(listener), "pid": os.getpid()})
+    info_file = settings.home / "run" / "api.json"
+    try_write_private_json(info_file, {"url": base_url(listener), "pid": os.getpid()})
     server = Server(
         stop_signals,
         uvicorn.Config(
@@ -121,7 +122,8 @@ def serve(settings: Settings, listener: socket.socket) -> None:
     )
     server.run(sockets=[listener])
     if (read_json(info_file) or {}).get("pid") == os.getpid():
-        info_file.unlink(missing_ok=True)
+        with suppress(OSError):
+            info_file.unlink()
     if not server.started:
         raise SetupError("The API did not start; the lines above say why.")
 

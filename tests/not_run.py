@@ -10,11 +10,12 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import pytest
 
-from tests import chromium
+from tests import chromium, small_disk
 
 
 def _no_browser() -> str | None:
@@ -33,6 +34,13 @@ def _no_root() -> str | None:
     return None if os.geteuid() == 0 else "another Unix user, to which only root can change: run them as root"
 
 
+@cache
+def _no_mount() -> str | None:
+    if small_disk.can_mount():
+        return None
+    return "a small file system of their own, which root may mount: run them as root, with `mount`"
+
+
 def _no_liger() -> str | None:
     if all(importlib.util.find_spec(package) is not None for package in ("liger_kernel", "triton")):
         return None
@@ -43,6 +51,7 @@ NEEDS: Mapping[str, Callable[[], str | None]] = {
     "browser": _no_browser,
     "network namespaces": _no_network_namespaces,
     "root": _no_root,
+    "small disk": _no_mount,
     "liger-kernel": _no_liger,
 }
 """For each need, a function that returns why it is not met and how to meet it, or None if it is met."""

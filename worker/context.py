@@ -19,6 +19,7 @@ from app.config import Settings
 from app.infra.broker import CONTROL_CHANNEL, events_channel
 from app.infra.db import is_away, sync_engine
 from app.infra.errors import SetupError, TryLater
+from app.infra.files.disk_space import DatabaseReserve
 from app.infra.files.object_store import StoreUnavailable, WrongStore
 from app.infra.ids import new_id
 from app.infra.storage import Storage
@@ -80,7 +81,11 @@ class WorkerContext:
         self.id = new_id("wrk")
         self.name = socket.gethostname()
         self.storage = Storage(settings)
-        self.health = WorkerHealth(self.storage.root, is_shared=settings.storage_url is None)
+        self.database_reserve = DatabaseReserve.of(settings.home, settings.database_url)
+        """Room of the embedded database; None with an external one."""
+        self.health = WorkerHealth(
+            self.storage.root, is_shared=settings.storage_url is None, database_reserve=self.database_reserve
+        )
         self.machine = devices.find(settings)
         self.kind = self.machine.devices[0].kind
         self.group_address = None if settings.group_interface is None else address_of(settings.group_interface)

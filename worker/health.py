@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from worker.checkpoint_files.disk_space import free_bytes
+from app.infra.files.disk_space import DatabaseReserve, free_bytes
 
 ROOM_BYTES = 16 * 2**20
 _FIRST_PAUSE_SECONDS = 5.0
@@ -18,10 +18,16 @@ UNUSABLE_PAUSE_SECONDS = 15.0
 class WorkerHealth:
     """Health of a worker, as far as it can be checked before it takes a run."""
 
-    def __init__(self, storage: Path, *, is_shared: bool = True) -> None:
-        """Watch a folder in which, if `is_shared`, the API stores datasets; else it is a copy of an object store."""
+    def __init__(
+        self, storage: Path, *, is_shared: bool = True, database_reserve: DatabaseReserve | None = None
+    ) -> None:
+        """Watch a folder in which, if `is_shared`, the API stores datasets; else it is a copy of an object store.
+
+        With `database_reserve`, watch the disk of the embedded database too.
+        """
         self._storage = storage
         self._is_shared = is_shared
+        self._database_reserve = database_reserve
         self._pause = 0.0
         self._paused_until = 0.0
         self._why = ""
@@ -42,6 +48,8 @@ class WorkerHealth:
             return f"the storage {self._storage} holds no datasets: set the same ANNEAL_STORAGE for API and workers"
         if free is not None and free < ROOM_BYTES:
             return f"the storage {self._storage} is full: free some space, then pending runs are taken"
+        if self._database_reserve is not None and (shortage := self._database_reserve.shortage()):
+            return f"{shortage}: free some space, then pending runs are taken"
         if not os.access(self._storage, os.W_OK):
             return f"the storage {self._storage} cannot be written to"
         return None

@@ -2,7 +2,6 @@
 
 import asyncio
 import difflib
-import errno
 import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -26,6 +25,7 @@ from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.peer_names import RESOURCES
 from app.contracts.training_config.validation import config_errors
 from app.infra.db import is_away, is_conflict
+from app.infra.files.disk_space import FULL, DiskReserveReached
 from app.infra.files.object_store import StoreBusy, StoreUnavailable
 from app.infra.ids import new_id
 
@@ -91,13 +91,11 @@ def too_large(what: str, limit: int) -> ApiError:
     return ApiError(413, "body_too_large", f"{what} may have at most {limit:,} bytes; send less, or in parts.")
 
 
-def disk_full() -> ApiError:
+def disk_full(
+    detail: str = "The disk of the server is full and nothing was stored; free some space and try again.",
+) -> ApiError:
     """Create a 507 error: nothing of the request was stored."""
-    return ApiError(
-        507,
-        "disk_full",
-        "The disk of the server is full and nothing was stored; free some space and try again.",
-    )
+    return ApiError(507, "disk_full", detail)
 
 
 def database_unavailable() -> ApiError:
@@ -158,6 +156,8 @@ def as_api_error(error: BaseException) -> ApiError | None:
         return storage_busy(str(error))
     if isinstance(error, StoreUnavailable):
         return storage_unavailable(str(error))
+    if isinstance(error, DiskReserveReached):
+        return disk_full(str(error))
     original = getattr(error, "orig", None) or error
     if isinstance(original, psycopg.errors.DiskFull):
         return disk_full()
@@ -167,7 +167,7 @@ def as_api_error(error: BaseException) -> ApiError | None:
         return transaction_conflict()
     if is_away(error):
         return database_unavailable()
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in FULL:
         return disk_full()
     return None
 

@@ -21,6 +21,8 @@ def plain_errors() -> Iterator[None]:
     from pydantic import ValidationError
     from sqlalchemy.exc import OperationalError, ProgrammingError
 
+    from app.infra.files.disk_space import FULL
+
     try:
         yield
     except SetupError as error:
@@ -34,6 +36,11 @@ def plain_errors() -> Iterator[None]:
         if getattr(error.orig, "sqlstate", None) != "42P01":  # undefined_table
             raise
         sentence = "The database does not have Anneal's tables yet: run `anneal migrate`."
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        where = f" of {error.filename}" if error.filename else ""
+        sentence = f"The disk{where} is full ({error.strerror}); free some space, and run the command again."
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     else:

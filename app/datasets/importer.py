@@ -24,6 +24,7 @@ from app.datasets.readers.jsonl import LineReader
 from app.datasets.readers.parquet import ParquetReader
 from app.datasets.row_writer import MOST_BAD_ROWS, RowWriter, TooManyBadRows
 from app.datasets.token_counter import TokenCounter
+from app.infra.files.disk_space import DiskReserve
 from app.infra.process.sandbox import SandboxBusy
 
 _WRITE_BYTES = 256 * 1024
@@ -99,7 +100,8 @@ class DatasetImporter:
         self._folder = folder
         self._settings = settings
         self._reading = reading
-        self._stored = StoredFile(folder / "data", settings.max_upload_bytes)
+        self._disk_reserve = DiskReserve(folder, settings.disk_reserve_bytes)
+        self._stored = StoredFile(folder / "data", settings.max_upload_bytes, self._disk_reserve)
         self._rows = RowWriter(reading.format, self._stored.write, reading.columns, reading.tokens)
         self._reader: Reader | None = None
         self._name = ""
@@ -221,7 +223,7 @@ class DatasetImporter:
             message = "the file type cannot be detected: name the file .jsonl, .json, .csv, .tsv or .parquet, or send "
             raise invalid([FieldError(field="file", code="unknown_file_format", message=message + "`file_format`")])
         if kind == "parquet":
-            reader: Reader = ParquetReader(self._rows, most, self._folder / "spool", self._settings)
+            reader: Reader = ParquetReader(self._rows, most, self._folder / "spool", self._settings, self._disk_reserve)
         elif kind in ("csv", "tsv"):
             reader = TableReader(self._rows, most, "\t" if kind == "tsv" else None)
         elif kind == "json":
@@ -254,12 +256,18 @@ class DatasetImporter:
 class StoredFile:
     """Stored file: written in blocks, counted and hashed."""
 
-    def __init__(self, path: Path, most_bytes: int) -> None:
-        """Create the file, which may have at most `most_bytes`."""
+    def __init__(self, path: Path, most_bytes: int, disk_reserve: DiskReserve) -> None:
+        """Create the file, which may have at most `most_bytes`.
+
+        Raises:
+            DiskReserveReached: The disk has no room for it, also from `write` and `finish`.
+        """
+        disk_reserve.keep(0)
         self.path = path
         self.bytes = 0
         self.sha256 = hashlib.sha256()
         self._most_bytes = most_bytes
+        self._disk_reserve = disk_reserve
         self._file = path.open("wb", buffering=0)
         self._block = bytearray()
 
@@ -284,6 +292,7 @@ class StoredFile:
         self.bytes += len(block)
         if self.bytes > self._most_bytes:
             raise too_large("A dataset, converted to JSONL,", self._most_bytes)
+        self._disk_reserve.keep(len(block))
         self.sha256.update(block)
         view = memoryview(block)
         while view:  # an unbuffered file may write less than requested, for example when the disk fills up

@@ -1,9 +1,7 @@
 """Mixes: datasets made of rows of other datasets, in the order of `datasets.interleave_datasets`."""
 
-import errno
 import json
 import os
-import shutil
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
@@ -22,6 +20,7 @@ from app.contracts.schemas.datasets import DatasetMix, MixRecipe, MixSource, Use
 from app.datasets import service
 from app.datasets.importer import ImportedFile, StoredFile, run_with_slot
 from app.datasets.row_writer import MOST_BAD_ROWS, MOST_COLUMNS, PREVIEW_ROWS, shortened
+from app.infra.files.disk_space import DiskReserve
 from app.infra.process.sandbox import SandboxBusy
 from app.infra.storage import Storage
 from app.infra.strict_json import parse
@@ -54,7 +53,8 @@ async def mix(
     """Write the rows of a mix into `folder`; raises `ApiError` if its sources do not fit together."""
     async with sessions() as session:
         found = await _sources(session, asked)
-    return await run_with_slot(_write_in_slot, asked, found, storage, folder, settings.max_upload_bytes)
+    disk_reserve = DiskReserve(folder, settings.disk_reserve_bytes)
+    return await run_with_slot(_write_in_slot, asked, found, storage, folder, settings.max_upload_bytes, disk_reserve)
 
 
 async def _sources(session: AsyncSession, asked: DatasetMix) -> list[Dataset]:
@@ -90,18 +90,23 @@ async def _sources(session: AsyncSession, asked: DatasetMix) -> list[Dataset]:
 
 
 def _write_in_slot(
-    asked: DatasetMix, found: list[Dataset], storage: Storage, folder: Path, most_bytes: int
+    asked: DatasetMix,
+    found: list[Dataset],
+    storage: Storage,
+    folder: Path,
+    most_bytes: int,
+    disk_reserve: DiskReserve,
 ) -> ImportedFile:
     if not _slots.acquire(blocking=False):
         raise SandboxBusy
     try:
-        files = _local_files(found, storage, folder)
-        return _write(asked, found, files, folder / "data", most_bytes)
+        files = _local_files(found, storage, folder, disk_reserve)
+        return _write(asked, found, files, StoredFile(folder / "data", most_bytes, disk_reserve))
     finally:
         _slots.release()
 
 
-def _local_files(found: list[Dataset], storage: Storage, folder: Path) -> list[Path]:
+def _local_files(found: list[Dataset], storage: Storage, folder: Path, disk_reserve: DiskReserve) -> list[Path]:
     """Return the file of each source on this machine, each dataset fetched once from an object store.
 
     Raises:
@@ -109,15 +114,12 @@ def _local_files(found: list[Dataset], storage: Storage, folder: Path) -> list[P
     """
     distinct = {dataset.id: dataset for dataset in found}
     if storage.objects is not None:
-        needed = sum(dataset.bytes for dataset in distinct.values())
-        if shutil.disk_usage(folder).free < needed:
-            raise OSError(errno.ENOSPC, f"the sources of a mix need {needed:,} bytes below {folder}")
+        disk_reserve.keep(sum(dataset.bytes for dataset in distinct.values()))
     local = {id: service.local_content(storage, dataset, folder) for id, dataset in distinct.items()}
     return [local[dataset.id] for dataset in found]
 
 
-def _write(asked: DatasetMix, found: list[Dataset], files: list[Path], path: Path, most_bytes: int) -> ImportedFile:
-    stored = StoredFile(path, most_bytes)
+def _write(asked: DatasetMix, found: list[Dataset], files: list[Path], stored: StoredFile) -> ImportedFile:
     with ExitStack() as stack:
         stack.callback(stored.close)
         sources: list[_Source] = []
@@ -143,7 +145,7 @@ def _write(asked: DatasetMix, found: list[Dataset], files: list[Path], path: Pat
     ]
     recipe = MixRecipe(mixed_from=used, stopping_strategy=asked.stopping_strategy, seed=asked.seed)
     return ImportedFile(
-        path=path,
+        path=stored.path,
         name=asked.name,
         format=found[0].format,
         rows=sum(taken),

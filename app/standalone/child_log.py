@@ -48,11 +48,19 @@ class ChildLog:
             found = [line for line in lines if _IMPORTANT.search(line) and not _EXPECTED.search(line)]
             yield from (_readable(line)[:400] for line in found[:_MAX_LINES_PER_CALL])
         if size > _MAX_BYTES and self._offset == size:
-            # Truncate in place: the child writes with O_APPEND and continues at the new end.
-            shutil.copyfile(self.path, self._make_room())
-            with self.path.open("r+b") as file:
-                file.truncate(0)
-            self._offset = 0
+            self._rotate()
+
+    def _rotate(self) -> None:
+        """Keep the content as the first earlier file, unless the disk is full, and start the file again."""
+        copy = self._make_room()
+        try:
+            shutil.copyfile(self.path, copy)
+        except OSError:
+            copy.unlink(missing_ok=True)
+        # Truncate in place: the child writes with O_APPEND and continues at the new end.
+        with self.path.open("r+b") as file:
+            file.truncate(0)
+        self._offset = 0
 
 
 def _readable(line: str) -> str:

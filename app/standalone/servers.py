@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from app.infra.errors import SetupError
-from app.infra.private_files import make_private_folder, read_json, write_private_json
+from app.infra.private_files import make_private_folder, read_json, try_write_private_json, write_private_json
 from app.standalone.postgres import SOCKET, Postgres
 from app.standalone.valkey import Valkey
 
@@ -82,8 +82,13 @@ class EmbeddedServers:
         except BaseException:
             self.stop()
             raise
+        self.publish()
+
+    def publish(self) -> bool:
+        """Write the URLs of the servers unless the file has them; False if it cannot be written now."""
         urls = {"database_url": self.database_url, "redis_url": self.redis_url}
-        write_private_json(self.home / "embedded.json", {name: url for name, url in urls.items() if url})
+        path, known = self.home / "embedded.json", {name: url for name, url in urls.items() if url}
+        return read_json(path) == known or try_write_private_json(path, known)
 
     def stop(self) -> None:
         """Stop both servers, the database last."""

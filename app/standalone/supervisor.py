@@ -21,8 +21,9 @@ from sqlalchemy.exc import SQLAlchemyError
 from app.api_keys.service import renew_admin_key_sync
 from app.config import Settings
 from app.infra.db import sync_engine
+from app.infra.files.disk_space import DatabaseReserve
 from app.infra.home_lock import HomeLock
-from app.infra.private_files import make_private_folder, read_json, write_private_json
+from app.infra.private_files import make_private_folder, read_json, try_write_private_json
 from app.infra.process.children import start_child, stop_child
 from app.infra.server_urls import check_urls
 from app.server import REQUEST_GRACE_SECONDS, base_url, listen
@@ -36,6 +37,7 @@ _STABLE_SECONDS = 30.0  # a process that ran this long before it exited is resta
 _MAX_BACKOFF_SECONDS = 30.0
 _NOT_READY_REPORT_SECONDS = 60.0  # after which a startup that is not ready yet is reported
 _TICK_SECONDS = 0.2
+_PUBLISH_AGAIN_SECONDS = 1.0
 _API_GRACE_SECONDS = REQUEST_GRACE_SECONDS + 5.0
 _WORKER_EXTRA_GRACE_SECONDS = 10.0
 """Seconds beyond the save grace of trainers: the worker then kills those that did not save, and reports it."""
@@ -141,7 +143,7 @@ class Up:
     def __init__(self, settings: Settings, say: Say, shows_key: bool) -> None:
         """Initialize; `shows_key` is False if what is said may be stored where others read it."""
         self.settings = settings
-        self._say = say
+        self._say = _never_failing(say)
         self._shows_key = shows_key
         self._home = settings.home
         self._stopping = False
@@ -151,11 +153,17 @@ class Up:
         self._key_id = ""
         self._url = ""
         self._reported_at = time.monotonic()
+        self._publish_again_at = float("inf")
+        """Monotonic time at which `connection.json` is written again, because it could not be written before."""
+        self._reserve = DatabaseReserve(self._home) if settings.database_url is None else None
+        self._trouble = ""
+        """What the last round of supervision failed with."""
         self._supervised: list[SupervisedProcess] = []
 
     def run(self) -> int:
         """Start everything, keep it running until SIGINT, SIGTERM or SIGHUP, then stop everything."""
         check_urls(self.settings)
+        self._tend_reserve()  # a start needs some room itself
         with HomeLock(self._home), self._signals() as wake, closing(listen(self.settings)) as listener:
             self._url = base_url(listener)
             self._key_id = str((read_json(self.settings.connection_file) or {}).get("api_key_id") or "")
@@ -174,7 +182,7 @@ class Up:
                 with suppress(_StoppedEarly):
                     self._start()
                 while not self._stopping:
-                    self._poll()
+                    self._supervise()
                     _wait(wake)
                 self._stop_gracefully()
             finally:
@@ -212,9 +220,25 @@ class Up:
         if self._stopping:
             raise _StoppedEarly
 
+    def _supervise(self) -> None:
+        """Look at everything once; whatever fails is said once and tried again, and ends nothing."""
+        try:
+            self._poll()
+            self._trouble = ""
+        except Exception as error:
+            trouble = f"{type(error).__name__}: {error}"
+            if trouble != self._trouble:
+                self._say(f"The supervision continues, although a part of it failed ({trouble}).")
+            self._trouble = trouble
+
+    def _tend_reserve(self) -> None:
+        if self._reserve is not None and (change := self._reserve.tend()):
+            self._say(change)
+
     def _poll(self) -> None:
+        self._tend_reserve()
         changed = [supervised for supervised in self._supervised if supervised.tend()]
-        if changed:
+        if changed or time.monotonic() > self._publish_again_at:
             self._publish()
         for log in self._logs:
             for line in log.important_lines():
@@ -293,11 +317,16 @@ class Up:
 
     def _publish(self) -> None:
         pids = {supervised.target.name: supervised.pid for supervised in self._supervised if supervised.pid}
-        self._write_connection(self._key, {"up": os.getpid(), **pids})
+        is_written = self._write_connection(self._key, {"up": os.getpid(), **pids}) and self._servers_are_published()
+        self._publish_again_at = float("inf") if is_written else time.monotonic() + _PUBLISH_AGAIN_SECONDS
 
-    def _write_connection(self, key: str, pids: dict[str, int]) -> None:
+    def _servers_are_published(self) -> bool:
+        return not self._supervised or self._servers.publish()
+
+    def _write_connection(self, key: str, pids: dict[str, int]) -> bool:
         found = {"url": self._url, "api_key": key, "api_key_id": self._key_id, "pids": pids}
-        write_private_json(self.settings.connection_file, {name: value for name, value in found.items() if value != ""})
+        known = {name: value for name, value in found.items() if value != ""}
+        return try_write_private_json(self.settings.connection_file, known)
 
     def _resolved(self) -> Settings:
         return self.settings.model_copy(
@@ -356,6 +385,16 @@ class Up:
                 signal.signal(number, handler)
             os.close(wake)
             os.close(wake_writer)
+
+
+def _never_failing(say: Say) -> Say:
+    """Return `say` without its errors: what it writes to may be a file on a full disk, or a closed pipe."""
+
+    def say_if_possible(text: str) -> None:
+        with suppress(OSError, ValueError):  # a closed stream is a ValueError
+            say(text)
+
+    return say_if_possible
 
 
 def _wait(wake: int) -> None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from app.infra.private_files import read_json, write_private_json
+from app.infra.private_files import read_json, try_write_private_json
 from app.infra.process.handle import open_process
 from app.infra.process.identity import ProcessIdentity
 
@@ -94,9 +94,7 @@ class WorkerStatusFile:
         return self._folder / f"{self._note.id}.json"
 
     def _write(self, note: WorkerStatus) -> None:
-        with suppress(OSError):
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_private_json(self._path, asdict(note), durable=False)
+        try_write_private_json(self._path, asdict(note), durable=False)
 
 
 def read_statuses(home: Path) -> list[WorkerStatus]:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -120,7 +119,7 @@ class TestADataset:
             file.write(b'{"text": "more"}\n')
         answer = stored.client.post("/v1/datasets/mix", json=body)
         assert (answer.status_code, answer.json()["code"]) == (409, "content_corrupt")
-        monkeypatch.setattr("app.datasets.mix.shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+        monkeypatch.setattr("app.infra.files.disk_space.free_bytes", lambda _: 2**30)
         assert stored.client.post("/v1/datasets/mix", json=body).status_code == 507
         assert opened == [dataset] * 2
 

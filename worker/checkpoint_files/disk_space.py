@@ -1,18 +1,13 @@
 """Check of the free disk space for a checkpoint, before a byte of it is written."""
 
-import os
 from pathlib import Path
+
+from app.infra.files.disk_space import free_bytes, mib
 
 _OVERHEAD_BYTES = 2**20
 
 _OVERHEAD_DIVISOR = 50
 """Allowance for data around the tensors: headers, the optimizer's structure, the manifest."""
-
-
-def free_bytes(folder: Path) -> int | None:
-    """Return the free bytes of the folder's file system; None if it counts no blocks, as some network ones do."""
-    disk = os.statvfs(folder)
-    return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
 
 
 class DiskSpace:
@@ -29,10 +24,6 @@ class DiskSpace:
         if free is None or needed + self._reserve <= free:
             return None
         return (
-            f"it needs {_mib(needed)}, and {self._folder} has {_mib(free)} free, of which {_mib(self._reserve)} must "
+            f"it needs {mib(needed)}, and {self._folder} has {mib(free)} free, of which {mib(self._reserve)} must "
             "stay free (ANNEAL_DISK_RESERVE_BYTES). Free some space there, or lower `save_total_limit`"
         )
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.0f} MiB"

@@ -16,7 +16,7 @@ from app.runs.events.log import LeaseFenced, NewEvent, Progress
 from app.runs.metrics.rollups import Rollups
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
-from worker.ingest.spool import RunUpdate, Spool
+from worker.ingest.spool import Limits, RunUpdate, Spool
 from worker.lease import Lease, LeaseLost
 
 log = logging.getLogger(__name__)
@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 FLUSH_SECONDS = 0.1
 
 _PAUSE_SECONDS = 0.5
+
+_NO_ROOM_PAUSE_SECONDS = 2.0
 
 _MAX_BATCH = 2000
 
@@ -43,11 +45,14 @@ class EventWriter:
         self._context = context
         self._run = run
         self._lease = lease
-        self._waiting = Spool(run.id, context.settings.home / "spool")
+        limits = Limits(disk_reserve_bytes=context.settings.disk_reserve_bytes)
+        self._waiting = Spool(run.id, context.settings.home / "spool", limits)
         self._stored = 0
         self._tried = 0
         """Number of events in the last transaction, if it failed."""
         self._rollups = Rollups(run.id, run.attempt)
+        self._is_short = False
+        """True while the embedded database has no room."""
         self._failure: Exception | None = None
         self._changed = threading.Condition()
         self._over = False
@@ -129,7 +134,10 @@ class EventWriter:
                     return
             pause = FLUSH_SECONDS
             try:
-                self._flush()
+                if self._has_room():
+                    self._flush()
+                else:
+                    pause = _NO_ROOM_PAUSE_SECONDS
             except SQLAlchemyError as error:
                 if not is_away(error):
                     self._fail(error)
@@ -142,6 +150,15 @@ class EventWriter:
             # A short pause makes one transaction of what a step reports in many pieces.
             with self._changed:
                 self._changed.wait_for(lambda: self._over, pause)
+
+    def _has_room(self) -> bool:
+        """Return False while the embedded database has no room: it stops when its own writes find none."""
+        reserve = self._context.database_reserve
+        shortage = reserve.shortage() if reserve is not None else None
+        if shortage and not self._is_short:
+            log.warning("%s: what the run reports waits, because %s", self._run.id, shortage)
+        self._is_short = shortage is not None
+        return not self._is_short
 
     def _fail(self, error: Exception) -> None:
         with self._changed:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from app.contracts.attempt.records import LOG_TEXT_BYTES, log_files
-from worker.checkpoint_files.disk_space import free_bytes
+from app.infra.files.disk_space import free_bytes
 from worker.ingest.log_lines import LogLine
 
 _LEVEL = 3

@@ -54,12 +54,18 @@ class LogLines:
         label: str = "",
         on_line: Callable[[LogLine], None] = lambda _: None,
         place: Callable[[], str] = lambda: "",
+        shortage: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """Call `on_line` with each line, those left out too; `place` says where they are, `label` begins each line."""
+        """Call `on_line` with each line, those left out too; `place` says where they are, `label` begins each line.
+
+        While `shortage` returns a clause that says why there is no room for lines, all are left out.
+        """
         redact = redact or Redactor()
         self._label = label
         self._on_line = on_line
         self._place = place
+        self._shortage = shortage
+        self._reason = ""
         self._streams: dict[Stream, _Stream] = {"stdout": _Stream(redact), "stderr": _Stream(redact)}
         self._burst = burst
         self._rate = rate
@@ -95,18 +101,24 @@ class LogLines:
         if self._refilled is not None:
             self._tokens = min(self._burst, self._tokens + max(now - self._refilled, 0.0) * self._rate)
         self._refilled = now
+        if shortage := self._shortage():
+            return self._leave_out(shortage)
         # After a flood, output resumes with a second's worth of lines, not one by one with a note before each.
         if self._tokens < (min(self._burst, max(self._rate, 1.0)) if self._left_out else 1.0):
-            self._left_out += 1
-            return []
+            return self._leave_out(f"more than {self._rate:g} a second")
         self._tokens -= 1
         return [*self._note_left_out(), line]
+
+    def _leave_out(self, reason: str) -> list[LogLine]:
+        self._left_out += 1
+        self._reason = reason
+        return []
 
     def _note_left_out(self) -> list[LogLine]:
         left_out, self._left_out = self._left_out, 0
         if not left_out:
             return []
-        text = f"{self._label}… {left_out:,} lines left out: more than {self._rate:g} a second{self._place()}"
+        text = f"{self._label}… {left_out:,} lines left out: {self._reason}{self._place()}"
         return [{"line": text, "stream": "stderr", "level": "warning", "left_out": left_out}]
 
     def _log_line(self, text: str, stream: Stream) -> LogLine:

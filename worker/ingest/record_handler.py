@@ -155,6 +155,8 @@ class RecordHandler:
             context.settings.disk_reserve_bytes,
             lambda problem: self.say(problem, "warning"),
         )
+        self._is_log_short = False
+        """True while printed lines are not stored, because the disk of the database has little room."""
         self._other_failures: dict[int, TrainingResult] = {}
         """Failures of other ranks than 0."""
         self._status = "initializing"
@@ -250,6 +252,7 @@ class RecordHandler:
                 label=f"[rank {rank}] " if rank else "",
                 on_line=lambda line: self._log_file.add(line, self._printed_at),
                 place=self._place_of_complete_log,
+                shortage=self._log_shortage,
             )
         return self._lines[rank]
 
@@ -259,6 +262,15 @@ class RecordHandler:
         if self._log_name != COMPLETE_LOG and self._context.working_copy is not None:
             return "; a file on the worker of this rank has them"  # only the lead sends records to the object store
         return f"; the complete log has them: `anneal runs logs --all {self._run.id} --attempt {self._run.attempt}`"
+
+    def _log_shortage(self) -> str | None:
+        """Return why printed lines are not stored now: they would take the room of everything else."""
+        reserve = self._context.database_reserve
+        shortage = reserve.shortage(self._context.settings.disk_reserve_bytes) if reserve is not None else None
+        if shortage and not self._is_log_short:
+            self.say(f"printed lines are not stored from here on, because {shortage}; the last ones follow", "warning")
+        self._is_log_short = shortage is not None
+        return shortage
 
     def _add_lines(self, lines: list[dict[str, Any]], now: float) -> None:
         for line in lines:

@@ -19,6 +19,7 @@ from pathlib import Path
 from sqlalchemy import Connection
 
 from app.infra.errors import SetupError
+from app.infra.files.disk_space import DiskReserve
 from app.infra.private_files import make_private_folder
 from app.runs.events.log import NewEvent
 
@@ -48,6 +49,8 @@ class Limits:
     memory_events: int = 10_000
     memory_bytes: int = 8 * 2**20
     disk_bytes: int = 2**30
+    disk_reserve_bytes: int = 0
+    """Bytes of the disk that stay free."""
     steps: int = 10_000
     """Number of changes, which always wait in memory."""
     segment_bytes: int = 32 * 2**20
@@ -153,8 +156,10 @@ class Spool:
             self._refuse(f"{self._limits.disk_bytes / 2**20:,.0f} MiB wait on disk, which is the limit")
             return False
         try:
+            folder = make_private_folder(self._folder)
+            DiskReserve(folder, self._limits.disk_reserve_bytes).keep(len(record))
             if not self._segments or self._segments[-1].written >= self._limits.segment_bytes:
-                self._segments.append(_Segment(make_private_folder(self._folder)))
+                self._segments.append(_Segment(folder))
             self._segments[-1].append(record)
         except (OSError, SetupError) as error:
             self._refuse(f"nothing more can be written to {self._folder} ({error})")

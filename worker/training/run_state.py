@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from app.contracts.training_config.fields import TrainingConfig
+from worker.wire.waiting_bytes import WaitingBytes
 
 FILE = "anneal_state.json"
 METRICS = "metrics.jsonl"
@@ -130,6 +131,7 @@ class History:
         self._path = folder / name
         self._max_records = MOST_RECORDS.get(name)
         self._count = 0
+        self._waiting = WaitingBytes()
 
     def begin(self, checkpoint: Path | None) -> None:
         """Start with the lines of a checkpoint, or with none."""
@@ -146,9 +148,9 @@ class History:
         return self._max_records is not None and self._count >= self._max_records
 
     def append(self, record: dict[str, Any]) -> None:
-        """Append a line; floats are preserved exactly."""
-        with self._path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        """Append a line; floats are preserved exactly. While the disk is full, lines wait in memory."""
+        with self._path.open("ab", buffering=0) as file:
+            self._waiting.append(file.fileno(), (json.dumps(record) + "\n").encode())
         self._count += 1
 
     def copy_to(self, folder: Path) -> None:
@@ -162,7 +164,7 @@ class History:
         """
         self._path.touch()
         file, name = self._path.open("rb"), self._path.name
-        size = os.fstat(file.fileno()).st_size
+        size, waiting = os.fstat(file.fileno()).st_size, bytes(self._waiting)
 
         def put(folder: Path) -> None:
             left = size
@@ -170,10 +172,11 @@ class History:
                 while left and (piece := file.read(min(left, 1 << 20))):
                     copy.write(piece)
                     left -= len(piece)
+                copy.write(waiting)
 
         return put
 
     def records(self) -> list[dict[str, Any]]:
         """Return all lines so far."""
         self._path.touch()
-        return [json.loads(line) for line in self._path.read_text().splitlines()]
+        return [json.loads(line) for line in (self._path.read_bytes() + bytes(self._waiting)).splitlines()]

@@ -3,6 +3,8 @@
 Imports nothing heavy: the `fake` backend and the tests use it without torch.
 """
 
+import ctypes
+import errno
 import json
 import os
 import threading
@@ -11,8 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from app.infra.files.disk_space import FULL
 from app.infra.process.identity import boot_id
-from worker.wire.reporter import plain, write_all
+from worker.wire.reporter import plain
+from worker.wire.waiting_bytes import WaitingBytes
+
+_KEEP_SIZE = 1
+"""FALLOC_FL_KEEP_SIZE, which `os.posix_fallocate` does not have."""
+_fallocate = ctypes.CDLL(None).fallocate
+_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class Journal:
@@ -20,10 +29,11 @@ class Journal:
 
     A line is written immediately and in one piece, and none is older than the one before it, whatever thread writes it:
     checkpoints are saved beside the training. Start, save and stop are on disk before the call returns, steps within
-    0.2 s.
+    0.2 s. While the disk is full, lines take the blocks that were reserved for them, and further ones wait in memory.
     """
 
     SYNC_SECONDS = 0.2
+    ROOM_BYTES = 2**16
 
     def __init__(self, path: str | Path | None, attempt: int) -> None:
         """Open the journal of a run; None records nothing, as rank 0 does for all ranks."""
@@ -31,14 +41,19 @@ class Journal:
         self._boot_id = boot_id()
         self._synced = 0.0
         self._order = threading.Lock()
+        self._waiting = WaitingBytes()
+        self._reserved_until = 0
         self._file = None if path is None else os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = 0 if self._file is None else os.fstat(self._file).st_size
         # A power failure may have truncated the last line of an earlier attempt; ours must start on a new one.
         self._torn = self._file is not None and size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+        self._reserve(size)
 
     def start(self) -> None:
         """Record that training starts: this process now counts as the run's only trainer."""
         self._write({"event": "start"}, sync=True)
+        if self._waiting:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def step(self, n: int, loss_hex: str, samples: Sequence[Any]) -> None:
         """Record step `n`; `loss_hex` is `float.hex` of its exact loss, `samples` the row ids it saw."""
@@ -63,16 +78,27 @@ class Journal:
             now = time.clock_gettime(time.CLOCK_BOOTTIME)
             about = {"attempt": self._attempt, "pid": os.getpid(), "boot_id": self._boot_id, "t": now}
             line = json.dumps({**event, **about}, default=plain) + "\n"
-            write_all(self._file, ("\n" + line if self._torn else line).encode())
+            self._waiting.append(self._file, ("\n" + line if self._torn else line).encode())
             self._torn = False
+            self._reserve(os.fstat(self._file).st_size)
         # Not under the lock: no step waits for the disk because of a save.
-        if sync:
-            os.fsync(self._file)
-        elif now - self._synced >= self.SYNC_SECONDS:
-            os.fdatasync(self._file)
-        else:
-            return
+        try:
+            if sync:
+                os.fsync(self._file)
+            elif now - self._synced >= self.SYNC_SECONDS:
+                os.fdatasync(self._file)
+            else:
+                return
+        except OSError as error:
+            if error.errno not in FULL:  # a network file system finds out only now
+                raise
         self._synced = now
+
+    def _reserve(self, size: int) -> None:
+        """Reserve blocks behind the end of the file; without effect where the file system cannot, or is full."""
+        if self._file is not None and size + self.ROOM_BYTES // 2 > self._reserved_until:
+            self._reserved_until = size + self.ROOM_BYTES
+            _fallocate(self._file, _KEEP_SIZE, size, self.ROOM_BYTES)
 
 
 def read_journal(path: str | Path) -> list[dict[str, Any]]:

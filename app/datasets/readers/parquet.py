@@ -7,6 +7,7 @@ from typing import BinaryIO
 from app.api.errors import printable, too_large
 from app.config import Settings
 from app.datasets.row_writer import RowWriter
+from app.infra.files.disk_space import DiskReserve
 from app.infra.process.sandbox import ChildFailed, SandboxProcess
 
 _PROGRAM = "app.datasets.readers.parquet_process"
@@ -17,11 +18,14 @@ _MAX_SECONDS = 1800.0
 class ParquetReader:
     """Writes the bytes to `spool`; after the end of the file, reads rows from the process piece by piece."""
 
-    def __init__(self, rows: RowWriter, most_bytes: int, spool: Path, settings: Settings) -> None:
+    def __init__(
+        self, rows: RowWriter, most_bytes: int, spool: Path, settings: Settings, disk_reserve: DiskReserve
+    ) -> None:
         self._rows = rows
         self._most_bytes = most_bytes
         self._spool = spool
         self._settings = settings
+        self._disk_reserve = disk_reserve
         self._file: BinaryIO = spool.open("wb", buffering=0)
         self._is_complete = False
         self._child: SandboxProcess | None = None
@@ -31,6 +35,7 @@ class ParquetReader:
         self._has_header = False
 
     def feed(self, data: bytes) -> None:
+        self._disk_reserve.keep(len(data))
         view = memoryview(data)
         while view:  # an unbuffered file may write less than requested, for example when the disk fills up
             view = view[self._file.write(view) :]

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from app.standalone.child_log import ChildLog
+from tests.small_disk import small_disk
 
 
 def append(path: Path, text: str) -> None:
@@ -64,3 +65,14 @@ def test_a_file_that_grew_large_is_cut_and_a_writer_that_appends_goes_on(path: P
         assert list(log.important_lines()) == ["ERROR after the cut"]
     assert path.stat().st_size < 3 * 1024**2
     assert path.with_name("api.log.1").stat().st_size > 10 * 1024**2
+
+
+@pytest.mark.needs("small disk")
+def test_a_file_that_grew_large_on_a_full_disk_is_cut_without_a_copy(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "logs", 12 * 1024**2) as disk:
+        path = disk / "api.log"
+        log = ChildLog(path)
+        append(path, "x" * (11 * 1024**2) + "\n")
+        for _ in range(12):
+            list(log.important_lines())
+        assert path.stat().st_size == 0 and not path.with_name("api.log.1").exists()

@@ -17,6 +17,7 @@ from app.config import Settings
 from app.contracts.attempt.failure_report import MemoryPoint
 from app.contracts.training_config.fields import TrainingConfig
 from app.infra.db import sync_engine
+from app.infra.files.disk_space import DatabaseReserve
 from app.infra.storage import Storage
 from app.runs.events.log import LeaseFenced, NewEvent
 from app.runs.state import machine
@@ -36,7 +37,7 @@ from worker.wire.heartbeat import HEARTBEAT, RESUMED, WAITING
 class Lab:
     """A claimed run and its record handler, on real tables; the trainer is what the test says."""
 
-    def __init__(self, settings: Settings, engine: Engine) -> None:
+    def __init__(self, settings: Settings, engine: Engine, reserve: DatabaseReserve | None = None) -> None:
         self.engine = engine
         add_run(engine)
         self.run = claim(engine, add_worker(engine))
@@ -49,8 +50,8 @@ class Lab:
             storage=Storage(settings),
             settings=settings,
             draining=self.draining,
-            replicator=None,
-        )
+            replicator=None, database_reserve=reserve,
+        )  # fmt: skip
         self.folder = context.storage.attempt_dir(self.run.id, self.run.attempt)
         self.folder.mkdir(parents=True)
         self.writer = EventWriter(context, self.run, self.lease)

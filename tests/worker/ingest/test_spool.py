@@ -1,5 +1,6 @@
 """What waits for the database keeps its order, within a bound, whatever the disk does."""
 
+import dataclasses
 import errno
 import os
 import tempfile
@@ -154,6 +155,14 @@ def test_a_disk_that_refuses_makes_the_trainer_wait_and_loses_nothing(
         spool.put(line(str(number)))
     assert spool.is_full
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert [item.data for item in everything(spool) if isinstance(item, NewEvent)] == list("0123456789")
+
+
+def test_the_reserve_of_the_disk_is_kept(tmp_path: Path) -> None:
+    spool = Spool("run", tmp_path / "spool", dataclasses.replace(SMALL, disk_reserve_bytes=2**60))
+    for number in range(10):
+        spool.put(line(str(number)))
+    assert spool.is_full and not list((tmp_path / "spool").iterdir())
     assert [item.data for item in everything(spool) if isinstance(item, NewEvent)] == list("0123456789")
 
 

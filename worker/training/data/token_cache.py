@@ -29,6 +29,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import xxhash
 
 from app.contracts.attempt.job import JobSpec
+from app.infra.files.disk_space import DiskReserve
 from worker.wire.heartbeat import HeartbeatCallback, no_heartbeat
 
 _LAYOUT = 1
@@ -73,17 +74,19 @@ class TokenCache:
         folder: Path | None = None,
         limit_bytes: int = 0,
         *,
+        disk_reserve_bytes: int = 0,
         warn: Callable[[str], None] = lambda _: None,
         alive: HeartbeatCallback = no_heartbeat,
         wait_for_maker: Callable[[], None] | None = None,
     ) -> None:
-        """Open the cache.
+        """Open the cache, which leaves `disk_reserve_bytes` of the disk free.
 
         `warn` is called with errors of the folder, `alive` during long reads (it may raise). `wait_for_maker` waits
         until another process of the run has made the entries that are missing; None if this one is to make them.
         """
         self._folder = folder
         self._limit_bytes = limit_bytes
+        self._disk_reserve_bytes = disk_reserve_bytes
         self._warn = warn
         self._alive = alive
         self._wait_for_maker = wait_for_maker
@@ -101,7 +104,14 @@ class TokenCache:
         named = job.token_cache
         if named is None:
             return cls()
-        return cls(named.folder, named.limit_bytes, warn=warn, alive=alive, wait_for_maker=wait_for_maker)
+        return cls(
+            named.folder,
+            named.limit_bytes,
+            disk_reserve_bytes=job.disk_reserve_bytes,
+            warn=warn,
+            alive=alive,
+            wait_for_maker=wait_for_maker,
+        )
 
     def entry(self, parts: Mapping[str, Any] | None, schema: pa.Schema, build: Build) -> Entry:
         """Return the entry of an earlier run with the same `parts`, or make it with `build`.
@@ -158,7 +168,9 @@ class TokenCache:
 
     def _make(self, path: Path, made_from: str, schema: pa.Schema, build: Build) -> tuple[pa.Table, dict[str, Any]]:
         draft = path.with_name(f"{secrets.token_hex(8)}.draft")
+        reserve = DiskReserve(path.parent, self._disk_reserve_bytes)
         with _write_errors():
+            reserve.keep(0)
             descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with _write_errors():
@@ -168,6 +180,7 @@ class TokenCache:
 
             def write(batch: pa.RecordBatch) -> None:
                 with _write_errors():
+                    reserve.keep(batch.nbytes)
                     writer.write_batch(batch)
 
             facts = build(write)

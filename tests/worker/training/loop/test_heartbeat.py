@@ -87,7 +87,9 @@ class Watched:
             hang_seconds=hang_seconds(), save_after_seconds=1e9, save_grace_seconds=1e9, disk_reserve_bytes=0
         )
         storage = SimpleNamespace(attempt_dir=lambda *_: Path(job["attempt_dir"]))
-        context: Any = SimpleNamespace(settings=settings, storage=storage, draining=threading.Event(), replicator=None)
+        context: Any = SimpleNamespace(
+            settings=settings, storage=storage, draining=threading.Event(), replicator=None, database_reserve=None
+        )
         writer: Any = SimpleNamespace(put=self.stored.append, check=lambda: None, is_full=False, progress=None)
         run: Any = SimpleNamespace(
             id="run_test",

@@ -1,0 +1,58 @@
+"""Room on disks: writers keep a reserve, and the embedded database has one of its own."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from app.infra.files.disk_space import DatabaseReserve, DiskReserve, DiskReserveReached, free_bytes
+from tests.small_disk import fill, small_disk
+
+_MIB = 2**20
+
+
+@pytest.mark.needs("small disk")
+class TestDatabaseReserve:
+    def test_is_taken_while_there_is_room_given_back_when_there_is_none_and_taken_again(self, tmp_path: Path) -> None:
+        with small_disk(tmp_path / "home", 256 * _MIB) as home:
+            (home / "postgres").mkdir()
+            reserve = DatabaseReserve(home)
+            assert reserve.tend() is None
+            assert (free_bytes(home) or 0) <= (256 - 64) * _MIB and reserve.shortage() is None
+            filler = fill(home, free=50 * _MIB)
+            assert reserve.tend() is None, "it is given back only where it is needed"
+            assert "50 MiB free" in (reserve.shortage() or "")
+            filler.unlink()
+            filler = fill(home, free=_MIB)
+            assert "are given back" in (reserve.tend() or "")
+            assert (free_bytes(home) or 0) >= 64 * _MIB
+            assert reserve.shortage(), "what is given back is no room for others"
+            assert DatabaseReserve(home).shortage(), "nor for another process that looks"
+            assert reserve.tend() is None
+            filler.unlink()
+            assert "has room again" in (reserve.tend() or "")
+            assert reserve.shortage() is None and (home / "postgres" / "reserve").stat().st_size == 64 * _MIB
+
+    def test_on_a_disk_without_room_for_it_nothing_is_taken_and_what_is_free_belongs_to_the_database(
+        self, tmp_path: Path
+    ) -> None:
+        with small_disk(tmp_path / "home", 100 * _MIB) as home:
+            (home / "postgres").mkdir()
+            reserve = DatabaseReserve(home)
+            assert reserve.tend() is None
+            assert not (home / "postgres" / "reserve").exists()
+            assert reserve.shortage()
+
+
+def test_only_the_embedded_database_of_this_home_has_a_reserve(tmp_path: Path) -> None:
+    assert DatabaseReserve.of(tmp_path, "postgresql://a/b") is None
+    (tmp_path / "embedded.json").write_text('{"database_url": "postgresql://own"}')
+    assert DatabaseReserve.of(tmp_path, "postgresql://a/b") is None
+    assert DatabaseReserve.of(tmp_path, "postgresql://own") is not None
+
+
+def test_a_write_that_would_use_the_reserve_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    DiskReserve(tmp_path, 0).keep(0)
+    with pytest.raises(DiskReserveReached, match=r"ANNEAL_DISK_RESERVE_BYTES.*delete runs or datasets") as refused:
+        DiskReserve(tmp_path, 2**60).keep(0)
+    assert refused.value.errno == errno.ENOSPC

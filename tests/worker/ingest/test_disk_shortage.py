@@ -1,0 +1,77 @@
+"""While the disk of the embedded database has little room, printed lines are not stored; without room, nothing is."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app.config import Settings
+from app.infra.db import sync_engine
+from app.infra.files.disk_space import DatabaseReserve
+from tests.waiting import eventually
+from tests.worker.ingest.test_record_handler import Lab
+
+
+@pytest.fixture
+def lab(settings: Settings, tmp_path: Path) -> Iterator[Lab]:
+    (tmp_path / "postgres").mkdir()
+    engine = sync_engine(settings.database_url or "")
+    lab = Lab(settings, engine, DatabaseReserve(tmp_path))
+    with lab.writer:
+        yield lab
+    engine.dispose()
+
+
+def disk_with(free: int) -> Any:
+    return lambda _: SimpleNamespace(f_blocks=2**30, f_bavail=free // 4096, f_frsize=4096)
+
+
+def lines(lab: Lab) -> list[str]:
+    return [data["line"] for type, data in lab.events() if type == "log"]
+
+
+def metrics(lab: Lab) -> list[int]:
+    return [data["step"] for type, data in lab.events() if type == "metric"]
+
+
+def test_printed_lines_give_way_to_what_the_run_reports_and_the_last_ones_are_kept_for_its_end(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "statvfs", disk_with(free=500 * 2**20))  # of which 1 GiB is to stay free
+    lab.prints("a\nb\n")
+    lab.says("metric", step=1, loss=1.0)
+    lab.writer.drain()
+    (warning,) = (line for line in lines(lab) if "complete log" not in line)
+    assert "printed lines are not stored" in warning and "500 MiB free" in warning
+    assert [type for type, _ in lab.events()].count("metric") == 1
+    lab.record_handler.flush_output()
+    lab.writer.drain()
+    assert lines(lab)[-2:] == ["a", "b"]
+
+
+def test_lines_are_stored_again_with_a_note_of_how_many_are_missing(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "statvfs", disk_with(free=500 * 2**20))
+        lab.prints("a\nb\n")
+    monkeypatch.setattr(os, "statvfs", disk_with(free=2**40))
+    lab.prints("c\n")
+    lab.writer.drain()
+    note, line = lines(lab)[-2:]
+    assert note.startswith("… 2 lines left out: the disk of the database has only 500 MiB free") and line == "c"
+
+
+def test_without_room_events_wait_and_are_stored_in_order_once_there_is_some(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "statvfs", disk_with(free=50 * 2**20))
+        for step in range(1, 4):
+            lab.says("metric", step=step, loss=1.0)
+        eventually(lambda: "what the run reports waits" in caplog.text)
+        assert metrics(lab) == []
+    monkeypatch.setattr(os, "statvfs", disk_with(free=2**40))
+    eventually(lambda: len(metrics(lab)) == 3)
+    assert metrics(lab) == [1, 2, 3]
