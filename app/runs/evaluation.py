@@ -14,12 +14,12 @@ from app.base_models import resolver
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES
 from app.contracts.errors import FieldError
-from app.contracts.methods import METHODS, TrainingMethod, method_of
+from app.contracts.methods import METHODS, Method, RlhfOptions, TrainingMethod, method_of
 from app.contracts.run_task import RunTask
 from app.contracts.schemas.runs.requests import EvaluationCreate, RunCreate
-from app.contracts.training_config.field_traits import NOT_IN_PROBE
+from app.contracts.training_config.field_traits import ADAPTER_ONLY, FOUR_BIT_ONLY, NOT_IN_PROBE, SUPERVISED_ONLY
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.raw_config import drop_unknown_fields, given_fields, named_fields
+from app.contracts.training_config.raw_config import GROUPS, drop_unknown_fields, given_fields, named_fields
 from app.infra.ids import is_id, new_id
 from app.infra.storage import Storage
 from app.runs.creation import RunTransaction, default_experiment, find_by_idempotency_key, insert
@@ -28,13 +28,37 @@ from app.runs.validation.request import is_divided, lock_references, requirement
 from app.runs.validation.result import validation_failed
 from app.runs.validation.rewards import reward_problems
 from app.tables.checkpoints import Checkpoint
+from app.tables.datasets import Dataset
 from app.tables.runs import Run
 
 _BACKEND = "celery"
-_ASKED = frozenset({"max_eval_rows", "seed", "extra.eval_batch_size", "extra.metrics"})
-"""Fields that the request may set for weights that a run has trained; the others are those of that run."""
+_ASKED = frozenset({"loss_on", "max_eval_rows", "seed", "extra.eval_batch_size", "extra.metrics"})
+"""Fields that the request may set for weights that a run has trained, beside the options of the method."""
 _UNUSED = (NOT_IN_PROBE - _ASKED) | {"optim"}
 """Fields about training and its records, which an evaluation does not read."""
+
+
+_OF_OTHER_DATA = frozenset(
+    {*SUPERVISED_ONLY, "truncation_mode", "batch_size", "gradient_accumulation_steps", "activation_offload",
+     "torch_compile", "extra.collator"}
+)  # fmt: skip
+"""Fields that depend on the data of the method; a run keeps its own only for data of that method."""
+_OF_QUANTIZED_ADAPTER = frozenset({*ADAPTER_ONLY, *FOUR_BIT_ONLY, "load_in_4bit", "load_in_8bit"})
+
+
+@dataclass(frozen=True)
+class _Changes:
+    """How the configuration of an evaluation differs from that of the run whose weights it evaluates."""
+
+    values: dict[str, Any]
+    """Values as a user would write them."""
+    dropped: frozenset[str]
+    """Fields, or groups of them, whose values are not those of the run."""
+
+    def kept_fields(self, run: Run) -> set[str]:
+        """Return the fields that the user of the run has set and the evaluation keeps."""
+        set_fields = set(run.user_set_fields) - _UNUSED
+        return {name for name in set_fields if not {name, name.partition(".")[0]} & self.dropped}
 
 
 @dataclass(frozen=True)
@@ -45,20 +69,24 @@ class _Subject:
     """Configuration as a user would write it."""
     trained: Run | None = None
     checkpoint: Checkpoint | None = None
+    changes: _Changes | None = None
+    """Set if there is a run."""
 
 
 async def evaluate(transaction: RunTransaction, settings: Settings, storage: Storage, request: EvaluationCreate) -> Run:
     """Create a run that evaluates a model, or raise 422 with all errors; the same idempotency key returns the same run.
 
-    Weights that a run has trained are evaluated with the configuration of that run, so the result is that of an
-    evaluation during its training.
+    The data determine the loss. On data that its method trains on, a run is evaluated with its own configuration, so
+    the result is that of an evaluation during its training.
     """
     session, caller_id = transaction.session, transaction.caller_id
-    wrong_rewards = await reward_problems(settings, request.config)
     if earlier := await find_by_idempotency_key(session, caller_id, transaction.idempotency):
         return earlier
-    subject = await _subject(session, settings, storage, request)
+    dataset = await session.get(Dataset, request.dataset_id)
+    subject = await _subject(session, settings, storage, request, dataset)
     run = subject.trained
+    await release(session)
+    wrong_rewards = await reward_problems(settings, subject.config)
     # A configuration with evaluation data must say how often to evaluate. Not validated again: that of a run, with what
     # the request adds, may be longer than one that a request may send.
     wanted = RunCreate.model_construct(
@@ -73,9 +101,9 @@ async def evaluate(transaction: RunTransaction, settings: Settings, storage: Sto
         raise validation_failed([_about_request(error) for error in found.errors])
     config, given = found.config, set(found.given) - {"eval_steps"}
     await release(session)
-    if run is not None:
-        given |= set(run.user_set_fields) - _UNUSED
-        config = await asyncio.to_thread(_as_trained, run, request.config, given)
+    if run is not None and subject.changes is not None:
+        given |= subject.changes.kept_fields(run)
+        config = await asyncio.to_thread(_as_trained, run, subject.changes, request.config, given)
     await lock_references(session, wanted, found)
     await _lock_weights(session, request.model)
     values = {
@@ -115,31 +143,86 @@ async def _experiment_id(session: AsyncSession, run: Run | None, caller_id: str 
     return run.experiment_id if run else (await default_experiment(session, caller_id)).id
 
 
-async def _subject(session: AsyncSession, settings: Settings, storage: Storage, request: EvaluationCreate) -> _Subject:
-    """Find the model that the request names; may end the transaction of the session."""
+async def _subject(
+    session: AsyncSession, settings: Settings, storage: Storage, request: EvaluationCreate, dataset: Dataset | None
+) -> _Subject:
+    """Find the model that the request names; may end the transaction of the session.
+
+    Without `dataset`, which does not exist, the request is refused later.
+    """
     run, checkpoint = await _lock_weights(session, request.model)
     if run is None:
-        return _Subject(_of_base_model(request))
+        return _Subject(_of_base_model(request, dataset))
     if not BACKEND_RULES[run.backend].loads_model:
         raise _refused("not_a_model", f"run {run.id} is of backend `{run.backend}`, which trains no model")
     if (run.config.get("extra") or {}).get("recipe"):
         message = f"run {run.id} was trained by a recipe of a plugin, which only that recipe can evaluate"
         raise _refused("trained_by_a_recipe", message)
-    if checkpoint is None and run.config.get("output") == "merged":
-        why = f"the output of run {run.id} is merged into its base model; {_instead(run)}"
-        raise _refused("merged_output", why)
+    is_merged = checkpoint is None and run.config.get("output") == "merged"
+    changes = _changes(run, is_merged, dataset)
     if checkpoint is None:
         await release(session)
         await _check_output(settings, storage, run)
-    refused = sorted(named_fields(request.config) - _ASKED)
+    method = changes.values.get("method", run.config["method"])
+    refused = sorted(name for name in named_fields(request.config) - _ASKED if not name.startswith(f"{method}."))
     if refused:
         allowed = ", ".join(f"`{name}`" for name in sorted(_ASKED))
-        why = f"is that of run {run.id}, which has trained these weights; leave it out: only {allowed} can be set"
+        options = f" and `{method}`, which has the options of the loss on these data," if method in GROUPS else ""
+        why = f"is that of run {run.id}, which has trained these weights; leave it out: only {allowed}{options} can be "
+        why += "set"
         raise invalid([_of_config(name, "not_changeable", why) for name in refused])
-    given = set(run.user_set_fields) - _UNUSED
-    config = without_defaults(run.config, given)
+    config = without_defaults(run.config, changes.kept_fields(run))
     config.pop("optim", None)  # whether its state can be divided does not matter
-    return _Subject(_merged(config, request.config), run, checkpoint)
+    return _Subject(_merged(_merged(config, changes.values), request.config), run, checkpoint, changes)
+
+
+def _changes(run: Run, is_merged: bool, dataset: Dataset | None) -> _Changes:
+    """Return how the loss that the data determine, and an output that is no adapter, change the configuration."""
+    own = method_of(run.config)
+    fits = dataset is None or dataset.format in own.formats
+    if not fits and own.has_reward_head:
+        message = f"run {run.id} has trained a reward model, which writes no text: evaluate it on preference pairs"
+        raise _refused("reward_model_needs_pairs", message)
+    values: dict[str, Any] = {}
+    dropped: set[str] = set()
+    method = own
+    if dataset is not None and (not fits or (is_merged and own.adapter == "required")):
+        method = _loss_on(dataset)
+        values |= {"method": method.name.value, **_data_options(method, dataset)}
+        dropped |= set() if fits else {*_OF_OTHER_DATA, own.name.value}
+    is_adapter = own.trains_adapter(run.config["lora_r"]) and not is_merged
+    if method is not own and is_adapter:
+        is_quantized = own.quantization != "forbidden"
+        values["lora_r"] = run.config["lora_r"]
+        values["load_in_8bit"] = is_quantized and run.config["load_in_8bit"]
+        values["load_in_4bit"] = is_quantized and not values["load_in_8bit"] and run.config["load_in_4bit"]
+    elif is_merged or method is not own:
+        dropped |= _OF_QUANTIZED_ADAPTER
+        values |= {} if method.adapter == "forbidden" else {"lora_r": None}
+    if is_merged and not method.has_reference:
+        # It is a model of its own. A reference is the base model, into which the weights are loaded otherwise.
+        dropped.add("revision")
+        values["base_model"] = run.id
+    return _Changes(values, frozenset(dropped - values.keys()))
+
+
+def _loss_on(dataset: Dataset) -> Method:
+    """Return the method whose loss is computed on a dataset for the weights of any method that writes text."""
+    return next(
+        method
+        for method in METHODS.values()
+        if dataset.format in method.formats and method.adapter == "optional" and not method.has_reward_head
+    )
+
+
+def _data_options(method: Method, dataset: Dataset) -> dict[str, Any]:
+    """Return the options without which a method has no loss on a dataset."""
+    if not method.generates:
+        return {}
+    options = {"batch_size": RlhfOptions().num_generations}
+    if "answer" in dataset.columns:
+        return {**options, method.name.value: {"rewards": [{"type": "exact_match"}]}}
+    return options
 
 
 async def _lock_weights(session: AsyncSession, model: str) -> tuple[Run | None, Checkpoint | None]:
@@ -182,8 +265,11 @@ def _instead(run: Run) -> str:
     return f"its task is `{run.task}`, so it has no checkpoints: evaluate {subject}, whose weights these are"
 
 
-def _of_base_model(request: EvaluationCreate) -> dict[str, Any]:
-    """Return the configuration that loads a base model as it is: by default unquantized, without an adapter."""
+def _of_base_model(request: EvaluationCreate, dataset: Dataset | None) -> dict[str, Any]:
+    """Return the configuration that loads a base model as it is: by default unquantized, without an adapter.
+
+    Unless the request names a method, the data determine the loss.
+    """
     refused = [
         _of_config(name, "conflict", "is about training, and an evaluation does not train; leave it out")
         for name in sorted(named_fields(request.config) & _UNUSED)
@@ -192,28 +278,38 @@ def _of_base_model(request: EvaluationCreate) -> dict[str, Any]:
         refused.append(_of_config("base_model", "conflict", "is `model`, beside `config`; leave it out"))
     if refused:
         raise invalid(refused)
-    config = {"method": TrainingMethod.full.value, **request.config, "base_model": request.model}
+    config: dict[str, Any] = {"method": TrainingMethod.full.value, **request.config, "base_model": request.model}
+    if "method" not in request.config and dataset is not None and dataset.format not in method_of(config).formats:
+        method = _loss_on(dataset)
+        config = _merged({**_data_options(method, dataset), "method": method.name.value}, request.config)
+        config["base_model"] = request.model
     if METHODS[method_of(config).name].adapter == "optional":
         config.setdefault("lora_r", None)
     return config
 
 
-def _as_trained(run: Run, asked: Mapping[str, Any], given: set[str]) -> TrainingConfig:
+def _as_trained(run: Run, changes: _Changes, asked: Mapping[str, Any], given: set[str]) -> TrainingConfig:
     """Return the configuration of a run without what concerns its training, and with what the request sets."""
-    kept = {name: value for name, value in run.config.items() if name not in _UNUSED}
-    # The default depends on the data that the run was trained on, not on those to evaluate on.
-    kept["loss_on"] = kept.get("loss_on") or (run.effective_config or {}).get("loss_on")
+    unused = _UNUSED | changes.dropped
+    kept = {name: value for name, value in run.config.items() if name not in unused}
+    if "loss_on" not in changes.dropped:
+        # The default depends on the data that the run was trained on, not on those to evaluate on.
+        kept["loss_on"] = kept.get("loss_on") or (run.effective_config or {}).get("loss_on")
     kept["extra"] = {
-        name: value for name, value in (run.config.get("extra") or {}).items() if f"extra.{name}" not in _UNUSED
+        name: value for name, value in (run.config.get("extra") or {}).items() if f"extra.{name}" not in unused
     }
-    return TrainingConfig.model_validate(drop_unknown_fields(_merged(kept, asked), given | given_fields(asked)))
+    config = _merged(_merged(kept, changes.values), asked)
+    return TrainingConfig.model_validate(drop_unknown_fields(config, given | given_fields(asked)))
 
 
 def _merged(config: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    extra = asked.get("extra")
-    # Something else than an object is refused with the other errors.
-    both = {**config.get("extra", {}), **extra} if isinstance(extra, Mapping) else extra
-    return {**config, **asked, **({"extra": both} if "extra" in asked else {})}
+    """Return a configuration with further values, which replace those of the same field."""
+    merged = {**config, **asked}
+    for group in GROUPS:
+        # Something else than an object is refused with the other errors.
+        if isinstance(config.get(group), Mapping) and isinstance(asked.get(group), Mapping):
+            merged[group] = {**config[group], **asked[group]}
+    return merged
 
 
 async def _locked(session: AsyncSession, run_id: str) -> Run | None:

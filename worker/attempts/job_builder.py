@@ -500,8 +500,8 @@ def _evaluated(context: WorkerContext, run: ClaimedRun, restore_control: Restore
         JobError: They no longer exist, or are not reachable now.
     """
     if run.resume_checkpoint_id is None:
-        if run.base_run_id is None:
-            return None
+        if run.base_run_id is None or run.base_run_id == run.config["base_model"]:
+            return None  # what is evaluated is the base model itself
         fetch_output(context, run, run.base_run_id, restore_control)
         return _evaluated_output(context, run.base_run_id)
     checkpoint, place = _chosen(context, run, restore_control)

@@ -233,6 +233,7 @@ class TestRefusals:
             ({"method": "lora", "lora_r": None}, {"config.lora_r": "conflict"}),
             ({"extra": [1]}, {"config.extra": "wrong_type"}),
             ({"method": "dpo"}, {"dataset_id": "wrong_dataset_format"}),
+            ({"dpo": {"beta": 0.5}}, {"config.dpo": "conflict"}),
             ({"method": "best"}, {"config.method": "unknown_value"}),
         ],
     )
@@ -251,10 +252,9 @@ class TestRefusals:
         mark_run(engine, evaluation, output_attempt=None)
         path = f"/v1/runs/{run_id}/checkpoints/{saved}/export"
         exported = api.client.post(path, json={"output": "merged"}).json()["id"]
-        Trainer(engine, exported).complete().write_output(Storage(api.settings))
-        for model, code, subject in ((evaluation, "run_without_output", run_id), (exported, "merged_output", saved)):
+        for model, subject in ((evaluation, run_id), (exported, saved)):
             (error,) = evaluate(api, model, dataset).json()["errors"]
-            assert error["code"] == code and f"evaluate {subject}, whose" in error["message"]
+            assert error["code"] == "run_without_output" and f"evaluate {subject}, whose" in error["message"]
 
     def test_a_configuration_of_any_length(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         """The limit is that of a run; what a run may have is evaluated, whatever the request adds to it."""
@@ -281,6 +281,94 @@ class TestRefusals:
         resumed = api.client.post(f"{path}/resume", json={"from": "start"})
         assert (resumed.status_code, resumed.json()["code"]) == (409, "not_a_training")
         assert api.client.get(path).json()["estimate"] is None
+
+
+RLHF = {"rewards": [{"type": "length", "max": 9}], "num_generations": 2}
+QLORA = {"method": "qlora", "lora_r": 8}
+
+
+class TestLossOfTheData:
+    """Any model that writes text is evaluated on any data; the loss is that of the data."""
+
+    @pytest.mark.parametrize(
+        ("data_format", "columns", "trained_with", "expected"),
+        [
+            ("chat", ["messages"], {"method": "dpo", "dpo": {"beta": 0.5}}, {"method": "sft", "lora_r": 8}),
+            ("text", ["text"], {"method": "rlhf", "rlhf": RLHF, "batch_size": 2}, {"method": "sft", "lora_r": 8}),
+            ("preference", ["chosen"], {"packing": True}, {"method": "dpo", "load_in_4bit": False, "packing": False}),
+            ("preference", ["chosen"], {"method": "full", "lora_r": None}, {"method": "dpo", "lora_r": None}),
+            ("preference", ["chosen"], QLORA, {"method": "dpo", "load_in_4bit": True, "lora_r": 8}),
+            ("rated", ["completion"], {"batch_size": 1}, {"method": "kto", "batch_size": 4}),
+            ("prompt", ["prompt", "answer"], {"method": "kto"}, {"method": "rlhf", "lora_r": 8}),
+        ],
+    )  # fmt: skip
+    def test_decides_for_an_adapter_and_for_full_weights(
+        self, api: ApiServer, engine: Engine, data_format: str, columns: list[str], trained_with: dict[str, Any],
+        expected: dict[str, Any],
+    ) -> None:  # fmt: skip
+        config = {"lora_r": 8, "eval_steps": None, "eval_split": 0.0, **trained_with}
+        method = config.get("method", "lora")
+        formats = {"dpo": "preference", "kto": "rated", "rlhf": "prompt"}
+        run_id, saved = trained(api, engine, make_dataset(engine, formats.get(str(method), "chat")), **config)
+        other = make_dataset(engine, data_format, columns)
+        for model in (run_id, saved):
+            run = evaluation_of(api, model, other)
+            assert {name: run["config"][name] for name in expected} == expected
+            assert (run["base_run_id"], run["resume_checkpoint_id"]) == (
+                (run_id, None) if model == run_id else (None, saved)
+            )
+        if data_format == "prompt":
+            assert [reward["type"] for reward in run["config"]["rlhf"]["rewards"]] == ["exact_match"]
+
+    @pytest.mark.parametrize(
+        ("data_format", "columns", "expected"),
+        [
+            ("chat", ["messages"], {"method": "full"}),
+            ("preference", ["chosen"], {"method": "dpo", "lora_r": None}),
+            ("rated", ["completion"], {"method": "kto", "lora_r": None}),
+            ("prompt", ["prompt", "answer"], {"method": "rlhf", "lora_r": None}),
+        ],
+    )
+    def test_decides_for_a_base_model(
+        self, api: ApiServer, engine: Engine, data_format: str, columns: list[str], expected: dict[str, Any]
+    ) -> None:
+        config = evaluation_of(api, "tiny", make_dataset(engine, data_format, columns))["config"]
+        assert {name: config[name] for name in expected} == expected
+
+    def test_merged_output_is_a_base_model_of_its_own_unless_its_base_is_the_reference(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        run_id, _ = trained(api, engine, dataset, output="merged", target_modules=["q_proj"], max_seq_length=77)
+        run = evaluation_of(api, run_id, dataset)
+        expected = {"method": "sft", "base_model": run_id, "lora_r": None, "max_seq_length": 77}
+        assert {name: run["config"][name] for name in expected} == expected
+        assert run["config"]["target_modules"] is None and run["base_run_id"] == run_id
+        pairs = make_dataset(engine, "preference", ["chosen"])
+        run = evaluation_of(api, run_id, pairs)
+        assert (run["config"]["method"], run["config"]["base_model"], run["base_run_id"]) == ("dpo", "tiny", run_id)
+
+    def test_options_and_tokens_of_a_comparison_are_those_of_the_request(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        prompts = make_dataset(engine, "prompt", ["prompt"])
+        pairs = make_dataset(engine, "preference", ["chosen"])
+        dpo, _ = trained(api, engine, pairs, method="dpo", dpo={"beta": 0.5, "loss_type": "ipo"})
+        run_id, _ = trained(api, engine, dataset)
+        assert refused(evaluate(api, run_id, prompts)) == {"config.rlhf.rewards": "needs_rewards"}
+        run = evaluation_of(api, run_id, prompts, config={"rlhf": RLHF})
+        assert run["config"]["rlhf"]["num_generations"] == 2
+        config = evaluation_of(api, dpo, pairs, config={"dpo": {"beta": 0.2}})["config"]
+        assert (config["dpo"]["beta"], config["dpo"]["loss_type"]) == (0.2, "ipo")
+        assert evaluation_of(api, dpo, dataset, config={"loss_on": "all"})["config"]["loss_on"] == "all"
+        assert refused(evaluate(api, dpo, dataset, config={"dpo": {"beta": 1}})) == {
+            "config.dpo.beta": "not_changeable"
+        }
+
+    def test_of_text_is_none_of_a_reward_model(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        pairs = make_dataset(engine, "preference", ["chosen"])
+        run_id, _ = trained(api, engine, pairs, method="reward", output="merged", sample_steps=None, sample_prompts=[])
+        assert refused(evaluate(api, run_id, dataset)) == {"model": "reward_model_needs_pairs"}
+        assert evaluation_of(api, run_id, pairs)["config"]["method"] == "reward"
 
 
 class TestResult:

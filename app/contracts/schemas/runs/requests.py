@@ -92,8 +92,9 @@ class EvaluationCreate(Body):
     config: Annotated[dict[str, Any], AfterValidator(_limited)] = Field(
         default_factory=dict,
         description="Fields of the training configuration. For a run or checkpoint only `max_eval_rows`, `seed`, "
-        "`extra.eval_batch_size` and `extra.metrics`: the others are those of the run. For a base model also `method` "
-        "and its options, which determine the loss and the metrics; the default is `full`.",
+        "`loss_on`, `extra.eval_batch_size`, `extra.metrics` and the options of the loss (`dpo`, `kto`, `rlhf`): the "
+        "others are those of the run. For a base model also `method`. The dataset determines the loss: that of the "
+        "run if its method trains on such data, otherwise that of the method that does.",
     )
     experiment_id: str | None = Field(
         default=None,

@@ -161,6 +161,40 @@ def test_a_base_model_is_evaluated_as_it_is_on_the_first_rows(
     assert trained.of("eval")[0]["metrics"]["eval_loss"] == found(few)["eval_loss"]
 
 
+@pytest.mark.parametrize(
+    ("data_format", "method"), [("chat", "sft"), pytest.param("rated", "kto", marks=pytest.mark.full)]
+)
+def test_adapter_of_a_preference_run_has_the_loss_of_its_merged_output_on_data_of_another_method(
+    data_format: str, method: str, forks: Forks, tiny_model: Path, tmp_path: Path
+) -> None:
+    """They reach the weights by different ways: an adapter on the base, and the files of a whole model."""
+    pairs, held_out = make_pairs(tmp_path / "pairs.jsonl", 16), DATA[data_format](tmp_path / "held_out.jsonl", 6)
+    config = COMMON | {"eval_steps": None, "extra": {"eval_batch_size": 2}}
+    fields = {"method": "dpo", "lora_r": 4, "output": "merged", "export": "last"}
+    trained = forks.run(
+        make_job(tmp_path / "train", tiny_model, pairs, data_format="preference", **config | fields)
+    )  # fmt: skip
+    assert trained.result["outcome"] == "completed", (trained.result, trained.stderr[-2000:])
+    ways: dict[str, tuple[Path, Path | None, int | None]] = {
+        "adapter": (tiny_model, trained.folder / "checkpoint-4", 4),
+        "merged": (trained.output, None, None) if method == "sft" else (tiny_model, trained.output, None),
+        "base": (tiny_model, None, None),
+    }
+    metrics = {
+        name: found(
+            forks.run(
+                evaluation_job(
+                    tmp_path / name, model, held_out, weights, 4, data_format=data_format,
+                    **config | {"method": method, "lora_r": rank},
+                )
+            )
+        )
+        for name, (model, weights, rank) in ways.items()
+    }  # fmt: skip
+    assert metrics["adapter"]["eval_loss"] == pytest.approx(metrics["merged"]["eval_loss"], rel=1e-4)
+    assert abs(metrics["adapter"]["eval_loss"] - metrics["base"]["eval_loss"]) > 1e-3
+
+
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_completions_of_prompts_are_rewarded(
     devices: int, forks: Forks, two_ranks: TwoRanks, tiny_model: Path, tmp_path: Path
