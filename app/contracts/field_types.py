@@ -35,7 +35,7 @@ GgufType = Literal["f32", "f16", "bf16", "q8_0"]
 EvaluationSetName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]{1,32}$")]
 """Name of an extra evaluation set, which is part of the names of its metrics: `eval_<name>_loss`."""
 
-DatasetFormat = Literal["chat", "prompt_completion", "text", "preference", "rated", "prompt"]
+DatasetFormat = Literal["chat", "prompt_completion", "text", "preference", "rated", "prompt", "tokenized"]
 
 
 class Strict(BaseModel):

@@ -186,7 +186,7 @@ class Method:
         return -metric if self.higher_is_better else metric
 
 
-_SUPERVISED_FORMATS: tuple[DatasetFormat, ...] = ("chat", "prompt_completion", "text")
+_SUPERVISED_FORMATS: tuple[DatasetFormat, ...] = ("chat", "prompt_completion", "text", "tokenized")
 
 METHODS: Mapping[TrainingMethod, Method] = {
     method.name: method

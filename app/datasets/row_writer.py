@@ -7,9 +7,9 @@ from typing import Any
 from app.api.errors import printable
 from app.contracts.errors import FieldError
 from app.datasets import formats
-from app.datasets.formats import BadRow
+from app.datasets.messages import BadRow
 from app.datasets.token_counter import TokenCounter
-from app.infra.strict_json import BadJson, parse
+from app.infra.strict_json import BadJson, parse, parse_with_gaps
 
 MOST_BAD_ROWS = 20
 MOST_ROWS = 100_000_000
@@ -63,6 +63,8 @@ class RowWriter:
         """
         self._is_table = True
         there = list(columns)
+        # A header may have lost the spaces with which `columns` names it.
+        self._sources = {name: self._header_name(source, there) for name, source in self._sources.items()}
         if missing := [f"`{source[:40]}`" for source in self._sources.values() if source not in there]:
             known = ", ".join(f"`{name[:40]}`" for name in there[:20])
             self.refuse("", "unknown_column", f"the file has no column {', '.join(missing)}; it has {known}")
@@ -75,6 +77,10 @@ class RowWriter:
                 self.refuse("", error.code, error.message)
                 raise TooManyBadRows from None
 
+    @staticmethod
+    def _header_name(source: str, there: list[str]) -> str:
+        return source if source in there else source.strip()
+
     def take(self, place: str, row: Any, raw: bytes | None = None) -> None:
         """Add a row; `raw` is its original line, which is written unchanged if the row does not change."""
         try:
@@ -86,18 +92,20 @@ class RowWriter:
         if len(self.preview) < PREVIEW_ROWS:
             self.preview.append(shortened(kept))
         if self._tokens is not None:
+            if self.format == "tokenized":
+                self._tokens.add_length(len(kept["input_ids"]))
             for texts in formats.sequences_of(self.format or "", kept):
                 self._tokens.add(texts)
         self._write(raw if raw is not None and kept is row else line_of(kept))
 
     def take_json(self, place: str, raw: bytes, *, is_line: bool = False) -> None:
-        """Parse a row from JSON and add it."""
+        """Parse a row from JSON and add it; NaN and infinite numbers become null, which a needed column refuses."""
         try:
-            row = parse(raw)
+            row, has_gaps = parse_with_gaps(raw)
         except BadJson as error:
             self.refuse(place, error.code, error.message)
             return
-        self.take(place, row, raw if is_line else None)
+        self.take(place, row, raw if is_line and not has_gaps else None)
 
     def refuse(self, place: str, code: str, message: str) -> None:
         """Record an error; an empty `place` refers to the file as a whole."""

@@ -65,6 +65,10 @@ class TokenCounter:
         if self._characters >= _BATCH_CHARACTERS or self._rows >= 4096:
             self._count()
 
+    def add_length(self, tokens: int) -> None:
+        """Add one sequence that is given as token ids."""
+        self._length_counts[tokens] += 1
+
     def statistics(self, rows: int) -> dict[str, Any]:
         """Return the token statistics after all sequences, of `rows` rows in total, were added."""
         self._count()

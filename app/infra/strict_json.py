@@ -35,7 +35,18 @@ def parse(raw: bytes, most_values: int = MAX_VALUES) -> Any:
         return _parse(raw, most_values)
 
 
-def _parse(raw: bytes, most_values: int) -> Any:
+def parse_with_gaps(raw: bytes) -> tuple[Any, bool]:
+    """Parse UTF-8 JSON as `parse` does, with null for NaN and Infinity; return True if there are any.
+
+    Python writes them for missing and for infinite numbers, though they are not JSON.
+    """
+    try:
+        return parse(raw), False
+    except _NotJsonConstant:
+        return _parse(raw, MAX_VALUES, _GAPS_DECODER), True
+
+
+def _parse(raw: bytes, most_values: int, decoder: json.JSONDecoder | None = None) -> Any:
     if len(raw) > most_values and _has_too_many_values(raw, most_values):
         raise BadJson("too_many_values", f"more than {most_values:,} values in lists and objects; split it")
     try:
@@ -43,7 +54,7 @@ def _parse(raw: bytes, most_values: int) -> Any:
     except UnicodeDecodeError as error:
         raise BadJson("not_utf8", f"byte {error.start} is not UTF-8") from None
     try:
-        value = _DECODER.decode(text)
+        value = (decoder or _DECODER).decode(text)
     except RecursionError:
         raise _too_deep() from None
     except json.JSONDecodeError as error:
@@ -125,8 +136,13 @@ def _finite(digits: str) -> float:
     return number
 
 
+class _NotJsonConstant(BadJson):
+    """NaN, Infinity or -Infinity, which JSON does not have."""
+
+
 def _reject_constant(name: str) -> NoReturn:
-    raise BadJson("not_finite", f"{name} is not a JSON value; use null or a number")
+    raise _NotJsonConstant("not_finite", f"{name} is not a JSON value; use null or a number")
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_reject_constant)
+_GAPS_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=lambda _: None)

@@ -380,8 +380,8 @@ class TrainingConfig(Strict):
     loss_on: Annotated[LossOn | None, Traits(supervised_only=True)] = Field(
         default=None,
         description="Tokens in the loss: `all`; the `completion` (of a chat: its last answer); all `assistant` ones. "
-        "`null` depends on the format of the training data, as in TRL: the completion of `prompt_completion`, all "
-        "tokens of the others.",
+        "`null` depends on the training data: the completion of `prompt_completion` and all tokens of the others as in "
+        "TRL, but the answers of chats with a `weight` as at OpenAI.",
     )
     chat_template: Annotated[ChatTemplate | None, Traits()] = Field(
         default=None,

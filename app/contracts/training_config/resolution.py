@@ -116,7 +116,10 @@ def match_stored_quantization(
 
 
 def loss_tokens(config: TrainingConfig, dataset_format: str) -> LossOn:
-    """Return the tokens in the loss of a supervised run: as configured, or by the format of its training data."""
+    """Return the tokens in the loss of a supervised run: as configured, or by the format of its training data.
+
+    Rows of the format `tokenized` have labels, which decide instead.
+    """
     return config.loss_on or ("completion" if dataset_format == "prompt_completion" else "all")
 
 

@@ -404,7 +404,15 @@ def data_conflicts(config: TrainingConfig, given: set[str], dataset_format: str 
     if not METHODS[config.method].is_supervised:
         return []
     found = []
-    if dataset_format is not None and config.loss_on == "assistant" and dataset_format != "chat":
+    if dataset_format == "tokenized":
+        why = "has no effect on rows of token ids ({}); leave it out"
+        reasons = {"loss_on": "their `labels` decide", "chat_template": "they are rendered already"}
+        found += [
+            field_error(name, "conflict", why.format(reason))
+            for name, reason in reasons.items()
+            if name in given and getattr(config, name) is not None
+        ]
+    elif dataset_format is not None and config.loss_on == "assistant" and dataset_format != "chat":
         found.append(
             field_error(
                 "loss_on", "conflict", f"is `assistant`, which needs a dataset of format `chat`, not `{dataset_format}`"

@@ -2,6 +2,7 @@
 
 import csv
 import re
+from codecs import BOM_UTF8
 from collections import Counter
 
 from app.datasets.row_writer import MOST_COLUMNS, MOST_KEY_CHARACTERS, RowWriter, TooManyBadRows
@@ -87,11 +88,13 @@ class TableReader:
         if self._blank_since is not None:
             at, self._blank_since = self._blank_since, None
             self._rows.refuse(f"line {at}", "empty_line", "the line is empty; remove it")
-        cells = self._cells(record)
+        cells = self._cells(record.removeprefix(BOM_UTF8))  # joined files have one in the middle
         if self._columns is None:
-            self._columns = self._header(cells)
+            self._columns = self._header(None if cells is None else [name.strip() for name in cells])
         elif cells is None:
             return
+        elif [cell.strip() for cell in cells] == self._columns:
+            self._refuse("repeated_header", "the line repeats the header, as in joined files; remove it")
         elif len(cells) != len(self._columns):
             self._refuse_cells(str(len(cells)))
         elif any("\0" in cell for cell in cells):

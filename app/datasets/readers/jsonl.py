@@ -1,5 +1,7 @@
 """JSONL reader: one JSON object per line."""
 
+from codecs import BOM_UTF8
+
 from app.datasets.row_writer import RowWriter
 
 _BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
@@ -49,7 +51,7 @@ class LineReader:
     def _end_line(self) -> None:
         if not self._skipping:
             self._line += b"\n"
-            line = bytes(self._line)
+            line = bytes(self._line).removeprefix(BOM_UTF8)  # joined files have one in the middle
             self._line.clear()
             self._row(line)
         self._skipping = False

@@ -98,6 +98,8 @@ class ParquetReader:
         self._number += 1
         if len(raw) > self._most_bytes:
             self._too_long()
+        elif raw.startswith(b"!"):
+            self._rows.refuse(f"row {self._number}", "not_utf8", raw[1:].decode(errors="replace"))
         else:
             self._rows.take_json(f"row {self._number}", raw)
 

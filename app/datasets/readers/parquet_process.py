@@ -2,7 +2,7 @@
 
 The Parquet library is native code and the file is untrusted, so it runs in a separate process with limited memory
 and without credentials. The first line is the list of columns; a row may have at most BYTES bytes. Empty cells are
-omitted, except those of COLUMN….
+omitted, except those of COLUMN…. A line that starts with `!` says what is wrong with its row.
 """
 
 import base64
@@ -40,14 +40,25 @@ def _write_rows(path: str, most_row_bytes: int, always: set[str]) -> None:
                 raise ValueError(f"row {number + 1} is larger than {most_row_bytes:,} bytes")
             for row in part.to_pylist():
                 number += 1
-                # A row has all columns, mostly without a value: a small file could expand to a very large output.
-                cells = {
-                    name: _plain(cell)
-                    for name, cell in row.items()
-                    if name in always or (cell is not None and cell != "")
-                }
-                out.write(json.dumps(cells, ensure_ascii=False).encode(errors="surrogatepass") + b"\n")
+                try:
+                    out.write(_line(row, always) + b"\n")
+                except _NotText as error:
+                    out.write(f"!{error}\n".encode(errors="replace"))
     out.flush()
+
+
+class _NotText(ValueError):
+    """Bytes in a column of texts are no text."""
+
+
+def _line(row: dict[str, Any], always: set[str]) -> bytes:
+    # A row has all columns, mostly without a value: a small file could expand to a very large output.
+    cells = {
+        name: _plain(cell, name if name in always else None)
+        for name, cell in row.items()
+        if name in always or (cell is not None and cell not in ("", b""))
+    }
+    return json.dumps(cells, ensure_ascii=False).encode(errors="surrogatepass")
 
 
 def _batch_rows(metadata: Any) -> int:
@@ -58,19 +69,33 @@ def _batch_rows(metadata: Any) -> int:
     return int(max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES * max(metadata.num_rows, 1) // max(size, 1))))
 
 
-def _plain(value: Any) -> Any:
-    """Convert a value to JSON types; null members of a struct are omitted, because every row has all of them."""
+def _plain(value: Any, column: str | None) -> Any:
+    """Convert a value to JSON types; null members of a struct are omitted, because every row has all of them.
+
+    Many writers store texts as bytes. Bytes that are no text become Base64, or raise `_NotText` in a `column` that
+    training needs.
+    """
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items() if item is not None}
+        return {str(key): _plain(item, column) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain(item, column) for item in value]
     if isinstance(value, datetime.datetime | datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, decimal.Decimal | uuid.UUID | datetime.timedelta):
         return str(value)
     if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
+        return _text(value, column)
     return value
+
+
+def _text(value: bytes, column: str | None) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        if column is not None:
+            message = f"`{column[:40]}` has bytes that are not text in UTF-8; store it as text"
+            raise _NotText(message.replace("\n", " ")) from None
+        return base64.b64encode(value).decode()
 
 
 if __name__ == "__main__":

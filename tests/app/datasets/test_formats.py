@@ -151,16 +151,13 @@ def test_what_is_wrong_with_a_chat_is_named_by_row_and_field(
     assert place in error["message"]
 
 
-def test_calls_of_tools_need_no_content(shared_api: ApiServer) -> None:
+def test_calls_of_tools_need_no_content_and_are_stored_as_they_are(shared_api: ApiServer) -> None:
     result = {"role": "tool", "tool_call_id": "1", "name": "search", "content": "found"}
-    exact = {"messages": [*ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}, result], "tools": TOOLS}
-    assert kept(shared_api, lines(exact)) == [exact]
-    for content in ({}, {"content": None}):
-        call = {"role": "assistant", **content, "tool_calls": [TEXT_CALL]}
-        given = {"messages": [*ASKED, call, {**result}], "tools": json.dumps(TOOLS)}
-        assert kept(shared_api, lines(given)) == [exact]
+    for content, call in (({"content": ""}, CALL), ({}, TEXT_CALL), ({"content": None}, TEXT_CALL)):
+        row = {"messages": [*ASKED, {"role": "assistant", **content, "tool_calls": [call]}, result], "tools": TOOLS}
+        assert kept(shared_api, lines(row, {**row, "tools": json.dumps(TOOLS)})) == [row, row]
     prompts = {"prompt": USER, "chosen": [{"role": "assistant", "tool_calls": [CALL]}], "rejected": BAD}
-    assert kept(shared_api, lines(prompts))[0]["chosen"] == [{"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    assert kept(shared_api, lines(prompts)) == [prompts]
 
 
 @pytest.mark.parametrize(

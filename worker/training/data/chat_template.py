@@ -2,8 +2,9 @@
 
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from trl.chat_template_utils import (
 )
 
 from app.contracts.training_config.fields import LossOn
+from worker.training.data.chat_rendering import Chat, ChatRenderer, own_template
+from worker.training.data.remarks import Remark
 from worker.training.data.tokenization import IGNORED, BadRow, Encoded, TextTokenizer, mask_prefix
 from worker.training.failures import TrainingFailure
 
@@ -26,7 +29,7 @@ DEFAULT_TEMPLATE = (
     "{{{{ '<|' + message['role'] + '|>\\n' }}}}"
     "{{% if message['role'] == 'assistant' %}}"
     "{{% set calls = message['tool_calls'] | tojson if message['tool_calls'] else '' %}}"
-    "{{% generation %}}{{{{ message['content'] + calls + '{eos}' }}}}{{% endgeneration %}}"
+    "{{% generation %}}{{{{ (message['content'] or '') + calls + '{eos}' }}}}{{% endgeneration %}}"
     "{{% else %}}{{{{ message['content'] }}}}{{% endif %}}"
     "{{{{ '\\n' }}}}"
     "{{% endfor %}}"
@@ -111,7 +114,7 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
     None: the tokenizer's own template has them, or TRL does not know it.
     """
-    if has_generation_markers(tokenizer.chat_template):
+    if has_generation_markers(own_template(tokenizer)):
         return None
     try:
         template: str | None = get_training_chat_template(tokenizer)
@@ -123,123 +126,188 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
 def trains_end_of_turn(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return False if the marks of the template leave the token that ends an answer out of the loss."""
     template = training_template(tokenizer)
-    if template is None and not has_generation_markers(tokenizer.chat_template):
+    if template is None and not has_generation_markers(own_template(tokenizer)):
         return True  # answers are located by rendering, with all that follows them
     return bool(is_chat_template_stop_token_trained(tokenizer, template))
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A rendered chat, and the prompt before its last answer if only that answer is learned."""
+
+    text: str
+    prompt: str | None = None
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """A rendered chat with the character spans of some messages, which alone are learned, or alone are not."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    are_learned: bool
+
+
+@dataclass(frozen=True)
+class _Marked:
+    """A chat whose template marks the answers, and the numbers of messages that are not learned."""
+
+    chat: Chat
+    unlearned: frozenset[int]
 
 
 class ChatEncoder:
     """Encoder of chats to token ids and labels.
 
-    `loss_on`: `all`, `completion` (the last answer) or `assistant` (every answer). Answers are located by
-    `{% generation %}` marks, those of the tokenizer's template or of TRL's training template of the family, or else by
-    rendering the chat up to each answer.
+    `loss_on`: `all`, `completion` (the last answer) or `assistant` (every answer). A message of the weight 0 is never
+    learned, as at OpenAI. Answers are located by `{% generation %}` marks, those of the tokenizer's template or of
+    TRL's training template of the family, or else by rendering the chat up to each answer.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) -> None:
-        self.masks = loss_on != "all"
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn, has_weights: bool = False) -> None:
+        """Prepare an encoder; `has_weights`: messages may have a `weight`."""
+        self.masks = loss_on != "all" or has_weights
         self.training_template = training_template(tokenizer) if loss_on == "assistant" else None
         """Template that renders the chats instead of the tokenizer's own, which the output keeps."""
         self._tokenizer = tokenizer
         self._loss_on = loss_on
         self._ids = TextTokenizer(tokenizer, add_special_tokens=False)
         self._lock = threading.Lock()
-        self._marked = self.training_template is not None or has_generation_markers(tokenizer.chat_template)
-        if loss_on == "assistant" and not self._marked and not tokenizer.is_fast:
-            raise TrainingFailure(
-                "config_error",
-                "`loss_on` = `assistant` needs a fast tokenizer, or a chat template with {% generation %} marks.",
-            )
+        self._chats = ChatRenderer(tokenizer, self.training_template)
 
-    def prepare(self, row: dict[str, Any]) -> Any:
-        """Render a chat, with the prompt before its last answer or the character spans of all answers.
+    def prepare(self, row: dict[str, Any], number: int) -> _Text | _Spans | _Marked:
+        """Render a chat, with what is learned of it.
 
         A chat whose template marks the answers is returned unrendered: `encode` renders it with its marks.
         """
-        messages, tools = row["messages"], row.get("tools")
+        (chat,) = self._chats.fit(number, row, row["messages"])
+        messages, options = chat.messages, chat.options
+        unlearned = frozenset(at for at, message in enumerate(messages) if message.get("weight") == 0)
         if self._loss_on == "assistant":
-            if not self._marked:
-                return self._with_spans(messages, tools)
-            if not isinstance(messages, list) or not messages:
-                raise BadRow("`messages` is not a non-empty list")
-            return messages, tools
-        text = self._render(messages, tools)
+            if self._chats.is_marked(chat):
+                return _Marked(chat, unlearned)
+            answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+            if not answers:
+                raise BadRow("it has no assistant message to learn")
+            return self._with_spans(chat, [at for at in answers if at not in unlearned], are_learned=True)
         if self._loss_on == "all":
-            return text, None
+            if unlearned:
+                return self._with_spans(chat, sorted(unlearned), are_learned=False)
+            return _Text(self._chats.render(messages, options))
         if messages[-1]["role"] != "assistant":
             raise BadRow("the last message is not from the assistant, so there is no completion to learn")
-        return text, self._render(messages[:-1], tools, add_generation_prompt=True)
+        text = self._chats.render(messages, options)
+        if len(messages) - 1 in unlearned:
+            return _Spans(text, [], are_learned=True)
+        return _Text(text, self._chats.render(messages[:-1], options, add_generation_prompt=True))
 
-    def encode(self, prepared: Sequence[Any]) -> list[Encoded]:
+    def encode(self, prepared: Sequence[_Text | _Spans | _Marked]) -> list[Encoded]:
         """Tokenize the chats; raise `BadRow` for a chat without an answer to learn."""
-        if self._loss_on == "assistant":
-            return self._by_marks(prepared) if self._marked else self._by_spans(prepared)
-        wholes = self._ids([text for text, _ in prepared])
+        encoded: dict[int, Encoded] = {}
+        encoders: tuple[tuple[type, Callable[[Any], list[Encoded]]], ...] = (
+            (_Text, self._by_texts), (_Spans, self._by_spans), (_Marked, self._by_marks),
+        )  # fmt: skip
+        for kind, encode in encoders:
+            at = [number for number, item in enumerate(prepared) if isinstance(item, kind)]
+            if at:
+                encoded.update(zip(at, encode([prepared[number] for number in at]), strict=True))
+        return [encoded[number] for number in range(len(prepared))]
+
+    def remarks(self, total: int) -> list[Remark]:
+        """Return remarks about the rows that were prepared, of `total`."""
+        return self._chats.remarks(total)
+
+    def _by_texts(self, chats: Sequence[_Text]) -> list[Encoded]:
+        wholes = self._ids([chat.text for chat in chats])
         if self._loss_on == "all":
-            return [Encoded(ids, None) for ids in wholes]
-        prompts = self._ids([prompt for _, prompt in prepared])
+            return [Encoded(ids, ids if self.masks else None) for ids in wholes]
+        prompts = self._ids([str(chat.prompt) for chat in chats])
         return [Encoded(ids, mask_prefix(prompt, ids)) for prompt, ids in zip(prompts, wholes, strict=True)]
 
-    def _render(self, messages: Sequence[Any], tools: Any, **more: Any) -> str:
-        try:
-            return str(self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **more))
-        except Exception as error:  # a template can raise anything
-            raise BadRow(f"the chat template rejects it: {str(error)[:200]}") from error
-
-    def _with_spans(self, messages: Sequence[Any], tools: Any) -> tuple[str, list[tuple[int, int]]]:
-        """Return the chat as text, and the start and end character of each answer."""
-        whole = self._render(messages, tools)
+    def _with_spans(self, chat: Chat, places: Sequence[int], *, are_learned: bool) -> _Spans:
+        """Return the chat as text, and the start and end character of the messages at `places`."""
+        if not self._tokenizer.is_fast:
+            raise TrainingFailure(
+                "config_error",
+                f"`loss_on` = `{self._loss_on}` needs a fast tokenizer to locate messages, or a chat template with "
+                "{% generation %} marks.",
+            )
+        messages, options = chat.messages, chat.options
+        whole = self._chats.render(messages, options)
         spans = []
-        for place, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self._render(messages[:place], tools, add_generation_prompt=True)
-            after = self._render(messages[: place + 1], tools)
+        for place in places:
+            opens = messages[place]["role"] == "assistant"
+            before = self._chats.render(messages[:place], options, add_generation_prompt=opens) if place else ""
+            after = self._chats.render(messages[: place + 1], options)
             if not (whole.startswith(after) and after.startswith(before)):
                 raise TrainingFailure(
                     "config_error",
-                    "The chat template renders a turn differently if other turns follow, so `loss_on` = `assistant` "
-                    "cannot locate the answers. Use `completion`, or a template with {% generation %} marks.",
+                    "The chat template renders a turn differently if other turns follow, so `loss_on` = "
+                    f"`{self._loss_on}` cannot locate the messages. Use `completion`, or `assistant` with a template "
+                    "that has {% generation %} marks.",
                 )
             spans.append((len(before), len(after)))
-        if not spans:
-            raise BadRow("it has no assistant message to learn")
-        return whole, spans
+        return _Spans(whole, spans, are_learned)
 
-    def _by_spans(self, chats: Sequence[tuple[str, list[tuple[int, int]]]]) -> list[Encoded]:
-        texts = [text for text, _ in chats]
+    def _by_spans(self, chats: Sequence[_Spans]) -> list[Encoded]:
         with self._lock:
-            found = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            batch = self._tokenizer(
+                [chat.text for chat in chats], add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
         encoded = []
-        for ids, offsets, (_, spans) in zip(found["input_ids"], found["offset_mapping"], chats, strict=True):
+        for ids, offsets, chat in zip(batch["input_ids"], batch["offset_mapping"], chats, strict=True):
             firsts = np.array(offsets, np.int64).reshape(-1, 2)[:, 0]
-            learned = np.zeros(len(ids), bool)
-            for start, end in spans:
-                learned |= (start <= firsts) & (firsts < end)
-            encoded.append(_masked(ids, learned))
+            inside = np.zeros(len(ids), bool)
+            for start, end in chat.spans:
+                inside |= (start <= firsts) & (firsts < end)
+            encoded.append(_masked(ids, inside if chat.are_learned else ~inside))
         return encoded
 
-    def _by_marks(self, chats: Sequence[tuple[list[Any], Any]]) -> list[Encoded]:
-        if len(chats) > 1 and any(tools is not None for _, tools in chats):
-            return [self._by_marks([chat])[0] for chat in chats]  # one call takes one set of tools
+    def _by_marks(self, chats: Sequence[_Marked]) -> list[Encoded]:
+        if len(chats) > 1 and any(item.unlearned or item.chat.options != {"tools": None} for item in chats):
+            return [self._by_marks([item])[0] for item in chats]  # one call takes one set of options
         try:
             with self._lock:
-                found = self._tokenizer.apply_chat_template(
-                    [messages for messages, _ in chats],
-                    tools=chats[0][1],
+                batch = self._tokenizer.apply_chat_template(
+                    [item.chat.messages for item in chats],
                     chat_template=self.training_template,
                     tokenize=True,
                     return_dict=True,
                     return_assistant_tokens_mask=True,
+                    **chats[0].chat.options,
                 )
         except Exception as error:
             raise BadRow(f"the chat template rejects it: {str(error)[:200]}") from error
         encoded = []
-        for ids, mask in zip(found["input_ids"], found["assistant_masks"], strict=True):
+        for row, (ids, mask, item) in enumerate(zip(batch["input_ids"], batch["assistant_masks"], chats, strict=True)):
             if 1 not in mask:
                 raise BadRow("it has no assistant message to learn")
-            encoded.append(_masked(ids, np.array(mask, bool)))
+            learned = np.array(mask, bool)
+            for start, end in self._unlearned_marks(item):
+                last = batch.char_to_token(row, end - 1)
+                learned[batch.char_to_token(row, start) : None if last is None else last + 1] = False
+            encoded.append(_masked(ids, learned))
         return encoded
+
+    def _unlearned_marks(self, item: _Marked) -> list[tuple[int, int]]:
+        """Return the marked parts of the text that belong to messages which are not learned."""
+        messages, options = item.chat.messages, item.chat.options
+        answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+        if item.unlearned.isdisjoint(answers):
+            return []
+        blocks = self._chats.marks(messages, options)
+        if len(blocks) == len(answers):
+            counts = list(range(1, len(answers) + 1))
+        else:  # a message may have several marks: as many as there are more after it than before
+            counts = [len(self._chats.marks(messages[: at + 1], options)) for at in answers]
+        if counts != sorted(counts) or counts[-1] != len(blocks):
+            raise TrainingFailure(
+                "config_error",
+                "The chat template does not mark each answer with {% generation %}, so the answers whose `weight` is 0 "
+                "cannot be located. Use another `chat_template`, or remove the weights.",
+            )
+        ends = dict(zip(answers, zip([0, *counts], counts, strict=False), strict=True))
+        return [block for at in item.unlearned & ends.keys() for block in blocks[slice(*ends[at])]]
 
 
 def _masked(ids: Sequence[int], learned: npt.NDArray[np.bool_]) -> Encoded:

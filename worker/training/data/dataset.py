@@ -17,15 +17,17 @@ from app.contracts.training_config.fields import LossOn, TrainingConfig
 from app.contracts.training_config.resolution import loss_tokens
 from worker.training.data import reader, tokenization
 from worker.training.data.chat_template import ChatEncoder
+from worker.training.data.completions import CompletionEncoder
 from worker.training.data.packing import Sequences
+from worker.training.data.pretokenized import TokenizedEncoder
 from worker.training.data.reader import Progress
 from worker.training.data.remarks import NotedRows, Remark
 from worker.training.data.token_cache import TokenCache, Write
-from worker.training.data.tokenization import CompletionEncoder, Encoded, TextEncoder, TextsEncoder
+from worker.training.data.tokenization import Encoded, TextEncoder, TextsEncoder
 from worker.training.failures import TrainingFailure
 
-VERSION = 2
-"""Version of the code that makes tokens from rows, here and in `encoding`, `chat` and `packing`. Increase it with any
+VERSION = 3
+"""Version of the code that makes tokens from rows, here and in the encoders and `packing`. Increase it with any
 change of the output, or runs reuse tokens made by the old code."""
 _INTS = pa.list_(pa.int32())
 
@@ -67,17 +69,19 @@ def tokenize(
     purpose: str = "training",
     sha256: str | None = None,
     cache: TokenCache | None = None,
+    vocabulary: int | None = None,
 ) -> Tokens:
     """Read, tokenize, mask, truncate and pack the `chosen` rows (None: all) of a file, in file order.
 
     Columns that the format does not name are ignored. If `sha256`, the digest of the file, is given, the result is
-    kept in `cache`, and read from there if it was made before. `purpose` is the name of the data in messages.
+    kept in `cache`, and read from there if it was made before. `purpose` is the name of the data in messages, and
+    `vocabulary` the number of tokens that the model has embeddings for, by default those of the tokenizer.
 
     Raises:
         TrainingFailure: `bad_data` that names the rows.
     """
     loss_on = loss_tokens(config, data_format)
-    encoder = _encoder(data_format, tokenizer, loss_on)
+    encoder = _encoder(path, data_format, tokenizer, loss_on, vocabulary or len(tokenizer))
     strategy = config.trainer_options.packing_strategy if config.packing else None
     parts = {
         "version": VERSION,
@@ -86,6 +90,7 @@ def tokenize(
         "rows": None if chosen is None else hashlib.sha256(np.array(chosen, "<i8").tobytes()).hexdigest(),
         "tokenizer": tokenization.tokenizer_digest(tokenizer) if sha256 else None,
         "loss_on": loss_on,
+        "vocabulary": vocabulary if data_format == "tokenized" else None,
         "training_template": encoder.training_template if isinstance(encoder, ChatEncoder) else None,
         "max_length": max_length,
         "truncation_mode": config.truncation_mode,
@@ -99,7 +104,8 @@ def tokenize(
     def build(write: Write) -> dict[str, Any]:
         made = Sequences(write, schema, max_length, strategy)
         read = reader.encode_rows(path, encoder, chosen=chosen, progress=progress, purpose=purpose)
-        return _build_sequences(made, read, config.truncation_mode, purpose)
+        facts = _build_sequences(made, read, config.truncation_mode, purpose)
+        return {**facts, "remarks": [*facts["remarks"], *encoder.remarks(facts["rows"])]}
 
     entry = (cache or TokenCache()).entry(parts if sha256 else None, schema, build)
     facts, table = entry.facts, entry.table
@@ -135,13 +141,17 @@ class RowIdCollator:
         return batch
 
 
-def _encoder(data_format: str, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) -> TextsEncoder:
+def _encoder(
+    path: str, data_format: str, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn, vocabulary: int
+) -> TextsEncoder:
     if data_format == "chat":
-        return ChatEncoder(tokenizer, loss_on)
+        return ChatEncoder(tokenizer, loss_on, has_weights=loss_on == "all" and reader.has_weights(path))
     if data_format == "prompt_completion":
         return CompletionEncoder(tokenizer, loss_on)
     if data_format == "text":
         return TextEncoder(tokenizer)
+    if data_format == "tokenized":
+        return TokenizedEncoder(vocabulary)
     raise TrainingFailure("bad_data", f"Datasets of format {data_format} cannot be used for training.")
 
 

@@ -15,14 +15,15 @@ from transformers import PreTrainedTokenizerBase
 from app.contracts.rewards import Reward
 from worker.training.data import reader, tokenization
 from worker.training.data.answers import answer_problem
+from worker.training.data.completions import Texts
 from worker.training.data.reader import RowSource
 from worker.training.data.remarks import NotedRows, Remark
 from worker.training.data.token_cache import Write
-from worker.training.data.tokenization import BadRow, Encoder, Ints, TextTokenizer
+from worker.training.data.tokenization import BadRow, Encoder, Ints
 from worker.training.failures import TrainingFailure
 
-VERSION = 2
-"""Version of the code that makes tokens from pairs, here and in `encoding`. Increase it when the output changes."""
+VERSION = 3
+"""Version of the code that makes tokens from pairs, here and in the encoders. Increase it when the output changes."""
 _ROWS_AT_ONCE = 1000
 IDS = pa.list_(pa.int32())
 """Type of a column of token ids."""
@@ -64,19 +65,21 @@ class AnswerEncoder:
     merge across that border, and a chat template may render a prompt differently if an answer follows.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *answers: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *answers: str, needs_prompt: bool = True) -> None:
         """Prepare an encoder of rows with a `prompt` and these columns of answers."""
+        self._needs_prompt = needs_prompt
         self._texts = Texts(tokenizer)
         self._eos = str(tokenizer.eos_token)
         self._answers = answers
 
-    def prepare(self, row: dict[str, Any]) -> tuple[bool, list[str]]:
+    def prepare(self, row: dict[str, Any], number: int) -> tuple[bool, list[str]]:
         """Return True for a chat, and the texts: the prompt alone, and the prompt with each answer."""
-        prompt, answers, tools = row["prompt"], [row[name] for name in self._answers], row.get("tools")
+        prompt, answers = row["prompt"], [row[name] for name in self._answers]
         if isinstance(prompt, str):
             return False, [prompt, *(prompt + tokenization.with_eos(answer, self._eos) for answer in answers)]
-        before = self._texts.rendered(prompt, tools, add_generation_prompt=True)
-        return True, [before, *(self._texts.rendered(prompt + answer, tools) for answer in answers)]
+        if not prompt and self._needs_prompt:
+            raise BadRow("its answers have no message in common, so there is no prompt to compare answers to")
+        return True, self._texts.rendered(number, row, prompt, *answers)
 
     def encode(self, prepared: Sequence[tuple[bool, list[str]]]) -> list[tuple[Ints, ...]]:
         """Return for each row the token ids of the prompt, and those of each answer."""
@@ -87,6 +90,10 @@ class AnswerEncoder:
             found.append((before[:start], *(whole[start:] for whole in wholes)))
         return found
 
+    def remarks(self, total: int) -> list[Remark]:
+        """Return remarks about the rows that were prepared, of `total`."""
+        return self._texts.chats.remarks(total)
+
 
 class PromptEncoder:
     """Encoder of prompts, which adds the token ids that the model receives."""
@@ -95,46 +102,32 @@ class PromptEncoder:
         self._texts = Texts(tokenizer)
         self._rewards = compared_by
 
-    def prepare(self, row: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    def prepare(self, row: dict[str, Any], number: int) -> tuple[dict[str, Any], str]:
         """Return the row in the trainer's format, and its prompt as text."""
         prompt, answer = row["prompt"], row.get("answer")
         wrong = answer_problem(self._rewards, answer)
         if wrong is not None:
             raise BadRow(wrong)
-        if row.get("tools"):
-            raise BadRow("it has `tools`, which the trainer does not pass to the model: write them into the prompt")
-        is_text = isinstance(prompt, str)
-        text = prompt if is_text else self._texts.rendered(prompt, None, add_generation_prompt=True)
-        return {"prompt": prompt, "answer": answer}, text
+        for column in ("tools", "chat_template_kwargs"):
+            if row.get(column):
+                remedy = (
+                    "write them into the prompt" if column == "tools" else "set a `chat_template` without variables"
+                )
+                raise BadRow(f"it has `{column}`, which the trainer does not pass to the model: {remedy}")
+        if isinstance(prompt, str):
+            return {"prompt": prompt, "answer": answer}, prompt
+        # The trainer keeps all prompts in one table, whose contents must have one type.
+        chats, opens = self._texts.chats, {"add_generation_prompt": True}
+        (chat,) = chats.fit(number, row, prompt, joins_parts=True, **opens)
+        return {"prompt": chat.messages, "answer": answer}, chats.render(chat.messages, chat.options, **opens)
 
     def encode(self, prepared: Sequence[tuple[dict[str, Any], str]]) -> list[tuple[dict[str, Any], Ints]]:
         """Return each row with the token ids of its prompt."""
         return [(row, self._texts.ids([text], not isinstance(row["prompt"], str))[0]) for row, text in prepared]
 
-
-class Texts:
-    """Converter of texts and rendered chats to token ids."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._plain = TextTokenizer(tokenizer)
-        # A chat template adds the special tokens itself.
-        self._chat = TextTokenizer(tokenizer, add_special_tokens=False)
-
-    def rendered(self, messages: list[dict[str, str]], tools: Any, **more: Any) -> str:
-        """Render a chat with its template.
-
-        Raises:
-            BadRow: the template rejects it.
-        """
-        try:
-            return str(self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **more))
-        except Exception as error:  # a template can raise anything
-            raise BadRow(f"the chat template rejects it: {str(error)[:200]}") from error
-
-    def ids(self, texts: list[str], are_chats: bool) -> list[Ints]:
-        """Return the token ids of each text."""
-        return self._chat(texts) if are_chats else self._plain(texts)
+    def remarks(self, total: int) -> list[Remark]:
+        """Return remarks about the rows that were prepared, of `total`."""
+        return self._texts.chats.remarks(total)
 
 
 def is_conversational(path: str) -> bool:
@@ -228,7 +221,8 @@ def read_prompts(
             "bad_data",
             f"Some prompts of the {source.purpose} data are texts and some are messages; use one kind for all.",
         )
-    return Pairs(Dataset.from_list(taken), len(taken), tokens, highest, _left_out_remark(too_long, done, why))
+    remarks = _left_out_remark(too_long, done, why) + encoder.remarks(done)
+    return Pairs(Dataset.from_list(taken), len(taken), tokens, highest, remarks)
 
 
 def _pairs(
@@ -258,7 +252,7 @@ def _pairs(
         return [*(longer.remarks(rows, f"{{n}} {cut[1]}.") if cut else []), *equal.remarks(rows, same)]
 
     schema = pa.schema([(name, IDS) for name in (*columns, "rows")])
-    encoder = AnswerEncoder(tokenizer, "chosen", "rejected")
+    encoder = AnswerEncoder(tokenizer, "chosen", "rejected", needs_prompt=made_from["method"] != "reward")
     return tokenize(source, tokenizer, encoder, made_from, schema, noted, left_out=left_out, remarks=remarks)
 
 
@@ -298,7 +292,7 @@ def tokenize(
                 skipped.add(number)
         table.finish()
         _check_not_empty(table.rows, done, source, left_out)
-        warnings = _left_out_remark(skipped, done, left_out) + remarks(table.rows)
+        warnings = _left_out_remark(skipped, done, left_out) + remarks(table.rows) + encoder.remarks(done)
         return {"rows": table.rows, "tokens": table.tokens, "highest_id": table.highest_id, "remarks": warnings}
 
     parts = {

@@ -26,16 +26,20 @@ class RatedEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._answers = AnswerEncoder(tokenizer, "completion")
 
-    def prepare(self, row: dict[str, Any]) -> tuple[bool, tuple[bool, list[str]]]:
+    def prepare(self, row: dict[str, Any], number: int) -> tuple[bool, tuple[bool, list[str]]]:
         """Return the label, and the texts of the row."""
         if not isinstance(row["label"], bool):
             raise BadRow("its `label` is neither true nor false")
-        return row["label"], self._answers.prepare(row)
+        return row["label"], self._answers.prepare(row, number)
 
     def encode(self, prepared: Sequence[tuple[bool, tuple[bool, list[str]]]]) -> list[tuple[bool, Ints, Ints]]:
         """Return the label of each row, and the token ids of its prompt and of its completion."""
         found = self._answers.encode([texts for _, texts in prepared])
         return [(label, prompt, answer) for (label, _), (prompt, answer) in zip(prepared, found, strict=True)]
+
+    def remarks(self, total: int) -> list[Remark]:
+        """Return remarks about the rows that were prepared, of `total`."""
+        return self._answers.remarks(total)
 
 
 def rated_answers(source: RowSource, tokenizer: PreTrainedTokenizerBase, *, max_length: int, batch_size: int) -> Pairs:

@@ -50,6 +50,20 @@ def count_rows(path: str) -> int:
         return sum(1 for line in file if line.strip())
 
 
+def has_weights(path: str) -> bool:
+    """Return True if a message of a chat in a file has a `weight`."""
+    with open(path, "rb") as file:  # noqa: PTH123
+        return any(b'"weight"' in raw and _has_weights(raw) for raw in file)
+
+
+def _has_weights(raw: bytes) -> bool:
+    try:
+        messages = json.loads(raw)["messages"]
+        return any(message.get("weight") is not None for message in messages)
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return False  # reported when the rows are read
+
+
 def encode_rows(
     path: str, encoder: Encoder[Result], *, chosen: list[int] | None, progress: Progress, purpose: str
 ) -> Iterator[tuple[int, Result]]:
@@ -154,7 +168,7 @@ def _groups(rows: Iterator[_Row], encoder: Encoder[Any], bad: _BadRows) -> Itera
     size = 0
     for row in rows:
         try:
-            group.append((row, encoder.prepare(row.content)))
+            group.append((row, encoder.prepare(row.content, row.number)))
         except _UNUSABLE as error:
             bad.note(row.line, _reason(error))
             continue

@@ -20,6 +20,8 @@ import tokenizers
 import transformers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from worker.training.data.remarks import Remark
+
 IGNORED = -100
 """Label of a token that is not learned."""
 
@@ -54,8 +56,8 @@ Result = TypeVar("Result")
 class Encoder(Protocol[Result]):
     """Encoder of one data format to the examples of a training method."""
 
-    def prepare(self, row: dict[str, Any]) -> Any:
-        """Return the input of `encode` for one row.
+    def prepare(self, row: dict[str, Any], number: int) -> Any:
+        """Return the input of `encode` for the row with this number.
 
         Raises:
             BadRow: the row cannot be used.
@@ -65,6 +67,9 @@ class Encoder(Protocol[Result]):
 
     def encode(self, prepared: Sequence[Any]) -> list[Result]:
         """Encode prepared rows; raise as `prepare` does, for the first bad row. Any thread may call it."""
+
+    def remarks(self, total: int) -> list[Remark]:
+        """Return remarks about the rows that were prepared, of `total`."""
 
 
 class TextsEncoder(Encoder[Encoded], Protocol):
@@ -108,7 +113,7 @@ class TextEncoder:
         self._ids = TextTokenizer(tokenizer)
         self._eos = str(tokenizer.eos_token)
 
-    def prepare(self, row: dict[str, Any]) -> str:
+    def prepare(self, row: dict[str, Any], number: int) -> str:
         """Return the text with its end-of-sequence token."""
         return with_eos(row["text"], self._eos)
 
@@ -116,29 +121,9 @@ class TextEncoder:
         """Tokenize each text."""
         return [Encoded(ids, None) for ids in self._ids(prepared)]
 
-
-class CompletionEncoder:
-    """Encoder of the format `prompt_completion`; with `loss_on` = `completion` only the completion is learned."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: str) -> None:
-        self.masks = loss_on == "completion"
-        self._ids = TextTokenizer(tokenizer)
-        self._eos = str(tokenizer.eos_token)
-
-    def prepare(self, row: dict[str, Any]) -> tuple[str, str]:
-        """Return the prompt, and the whole text with its end-of-sequence token."""
-        prompt, completion = row["prompt"], row["completion"]
-        if not isinstance(prompt, str) or not isinstance(completion, str):
-            raise BadRow("prompt and completion must be strings")
-        return prompt, prompt + with_eos(completion, self._eos)
-
-    def encode(self, prepared: Sequence[tuple[str, str]]) -> list[Encoded]:
-        """Tokenize each row, prompt and completion as one text."""
-        wholes = self._ids([whole for _, whole in prepared])
-        if not self.masks:
-            return [Encoded(ids, None) for ids in wholes]
-        prompts = self._ids([prompt for prompt, _ in prepared])
-        return [Encoded(ids, mask_prefix(prompt, ids)) for prompt, ids in zip(prompts, wholes, strict=True)]
+    def remarks(self, total: int) -> list[Remark]:
+        """Return no remarks: a text is used as it is."""
+        return []
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase, is_dated: bool = True) -> str:

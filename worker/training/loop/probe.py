@@ -34,7 +34,8 @@ def lengths(data: Dataset, tokenizer: PreTrainedTokenizerBase | None = None) -> 
     """Return the number of tokens of each row."""
     if tokenizer is not None:
         encoder = PromptEncoder(tokenizer)
-        return np.array([len(ids) for _, ids in encoder.encode([encoder.prepare(row) for row in data])], np.int64)
+        prepared = [encoder.prepare(row, number) for number, row in enumerate(data)]
+        return np.array([len(ids) for _, ids in encoder.encode(prepared)], np.int64)
     if "input_ids" in data.column_names:
         return _column_lengths(data, "input_ids")
     answers = np.maximum.reduce([_column_lengths(data, name) for name in answer_columns(data.column_names)])

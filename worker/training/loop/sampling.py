@@ -117,15 +117,13 @@ class _HeartbeatAndStop(StoppingCriteria):  # type: ignore[misc]
 
 
 def _is_chat(run: TrainingContext) -> bool:
-    if not run.method.is_supervised:
-        return is_conversational(str(run.job.dataset.path))
-    return run.job.dataset.format == "chat"
+    return run.job.dataset.format == "chat" or is_conversational(str(run.job.dataset.path))
 
 
 def _render(tokenizer: Any, prompt: Prompt) -> str:
     """Return the prompt as the chat template renders it, with the plain one if the tokenizer has none."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    template = tokenizer.chat_template or default_template(tokenizer)
+    template = None if tokenizer.chat_template else default_template(tokenizer)
     return str(
         tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=True)
     )

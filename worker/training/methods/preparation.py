@@ -369,8 +369,8 @@ def training_rows(run: TrainingContext, training: Rows) -> Dataset:
 
 
 def chat_template_if_needed(run: TrainingContext, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Call `chat_template` if the pairs or prompts of a dataset are messages."""
-    if any(is_conversational(str(one.path)) for one in run.job.datasets):
+    """Call `chat_template` if the rows of a dataset are messages."""
+    if any(source.format == "chat" or is_conversational(str(source.path)) for source in run.job.datasets):
         chat_template(run, tokenizer)
 
 

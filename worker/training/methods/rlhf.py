@@ -125,7 +125,7 @@ class RewardTrainerMixin(ServiceTrainerMixin):
 
     def pinned_text(self) -> list[int]:
         encoder = PromptEncoder(self.processing_class)
-        ((_, ids),) = encoder.encode([encoder.prepare(self.train_dataset[0])])
+        ((_, ids),) = encoder.encode([encoder.prepare(self.train_dataset[0], 0)])
         return [int(token) for token in ids]
 
     def trained_tokens(self) -> int:

@@ -15,7 +15,7 @@ from worker.training.context import TrainingContext
 from worker.training.data import dataset
 from worker.training.data.chat_template import training_template, trains_end_of_turn
 from worker.training.data.dataset import Tokens
-from worker.training.data.reader import RowSource
+from worker.training.data.reader import RowSource, has_weights
 from worker.training.data.sequence_share import WHOLE, SequenceShareCollator, WholeSequences
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.methods import pipeline, preparation
@@ -123,16 +123,18 @@ def train(
     A recipe installed by the operator may pass another trainer class.
     """
     setup = preparation.prepare_start(run, replaced)
+    _learn_weighted_answers(run, replaced)
     max_length, config = setup.max_length, run.config
-    if "chat" in {one.format for one in run.job.datasets}:
-        preparation.chat_template(run, setup.tokenizer)
-        if config.loss_on == "assistant":
-            _report_answer_marks(run, setup.tokenizer)
+    preparation.chat_template_if_needed(run, setup.tokenizer)
+    if config.loss_on == "assistant" and "chat" in {source.format for source in run.job.datasets}:
+        _report_answer_marks(run, setup.tokenizer)
+    vocabulary = getattr(setup.base.architecture.get_text_config(), "vocab_size", None)
 
     def read(rows: RowSource) -> Tokens:
         return dataset.tokenize(
             rows.path, rows.format, setup.tokenizer, config, max_length=max_length, chosen=rows.chosen,
             purpose=rows.purpose, progress=rows.progress, sha256=rows.sha256, cache=rows.cache,
+            vocabulary=vocabulary,
         )  # fmt: skip
 
     def arguments(shared: dict[str, Any]) -> SFTConfig:
@@ -150,6 +152,18 @@ def train(
         )
 
     return pipeline.train_on_tokens(run, replaced, setup, read, trainer_class, arguments)
+
+
+def _learn_weighted_answers(run: TrainingContext, replaced: list[Replacement]) -> None:
+    """Learn the answers only, as OpenAI does, if messages have a `weight` and the user did not set `loss_on`."""
+    if "loss_on" in run.given or not any(
+        source.format == "chat" and has_weights(str(source.path)) for source in run.job.datasets
+    ):
+        return
+    reason = "Messages of the data have a `weight`, with which answers are learned and nothing else."
+    preparation.replace_default(
+        run, replaced, Replacement(field="loss_on", requested=run.config.loss_on, used="assistant", reason=reason)
+    )
 
 
 def _report_answer_marks(run: TrainingContext, tokenizer: PreTrainedTokenizerBase) -> None:

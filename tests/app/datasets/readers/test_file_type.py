@@ -154,7 +154,7 @@ def test_numbers_and_nesting_of_json_stay_as_they_are(shared_api: ApiServer) -> 
     ("row", "code"),
     [
         ('{"text": "a", "text": "b"}', "duplicate_key"),
-        ('{"text": "a", "x": NaN}', "not_finite"),
+        ('{"text": NaN}', "wrong_type"),
         ('{"text": "a", "x": 1e999}', "not_finite"),
         ('{"text": "a\\u0000"}', "nul_in_text"),
         ('{"text": "\\ud800"}', "lone_surrogate"),
@@ -204,6 +204,7 @@ def test_a_broken_array_is_refused_with_the_reason(shared_api: ApiServer, conten
         (b"\n", "line 4", "empty_line"),
         (b'5" pipe,b\n', "line 4", "unfinished_csv"),
         (b'a,"' + b"x" * 2000 + b'"\n', "line 4", "row_too_long"),
+        (b"\xef\xbb\xbfprompt, completion\n", "line 4", "repeated_header"),
     ],
 )
 def test_a_record_is_named_by_its_line(small_api: ApiServer, record: bytes, place: str, code: str) -> None:
@@ -255,8 +256,37 @@ def test_a_row_of_parquet_is_named_by_its_number(small_api: ApiServer) -> None:
     rows = [{"text": "a"}, {"text": None}, {"text": "b"}, {"text": " "}]
     assert errors(small_api, parquet(rows), "a.parquet") == [("row 2", "wrong_type"), ("row 4", "empty_text")]
     assert errors(small_api, parquet([{"text": "x" * 2000}]), "a.parquet") == [("row 1", "row_too_long")]
-    assert errors(small_api, parquet([{"text": "a", "n": float("nan")}]), "a.parquet") == [("row 1", "not_finite")]
+    assert errors(small_api, parquet([{"text": float("nan")}]), "a.parquet") == [("row 1", "wrong_type")]
+    damaged = parquet([{"text": b"a"}, {"text": b"\xff"}, {"text": b"b"}, {"text": b"\xfe"}])
+    assert errors(small_api, damaged, "a.parquet") == [("row 2", "not_utf8"), ("row 4", "not_utf8")]
     assert errors(small_api, parquet([{"other": 1}]), "a.parquet") == [("file", "unknown_format")]
+
+
+def test_texts_that_parquet_stores_as_bytes_are_texts(shared_api: ApiServer) -> None:
+    message = {"role": b"assistant", "content": "grün".encode()}
+    row = {"messages": [message], "tags": [b"a", b"\xff"], "raw": b"\xff", "note": b"x", "none": b""}
+    stored = {"messages": [{"role": "assistant", "content": "grün"}], "tags": ["a", "/w=="], "raw": "/w==", "note": "x"}
+    assert kept(shared_api, parquet([row]), "a.parquet") == [stored]
+    assert kept(shared_api, parquet([{"text": b"a"}], use_dictionary=["text"]), "a.parquet") == [{"text": "a"}]
+
+
+def test_numbers_that_are_not_finite_are_null_where_they_are_not_used(shared_api: ApiServer) -> None:
+    line = b'{"text": "NaN", "score": NaN, "more": [Infinity, 1.5]}'
+    row = {"text": "NaN", "score": None, "more": [None, 1.5]}
+    assert kept(shared_api, line) == kept(shared_api, b"[" + line + b"]", "a.json") == [row]
+    assert kept(shared_api, parquet([{"text": "a", "n": float("nan")}]), "a.parquet") == [{"text": "a"}]
+
+
+def test_joined_files_and_headers_with_spaces_are_read(shared_api: ApiServer) -> None:
+    mark = b"\xef\xbb\xbf"
+    assert kept(shared_api, (mark + b'{"text": "a"}\n') * 3) == [{"text": "a"}] * 3
+    table = mark + b"prompt, completion \na, b\n" + mark + b"c,d\n"
+    rows = [{"prompt": "a", "completion": " b"}, {"prompt": "c", "completion": "d"}]
+    assert kept(shared_api, table, "a.csv") == rows
+    renamed = table.replace(b"prompt, completion", b"question, answer")
+    mapping = json.dumps({"prompt": "question", "completion": " answer "})
+    assert kept(shared_api, renamed, "a.csv", columns=mapping) == rows
+    assert errors(shared_api, b"text, text\na,b\n", "a.csv") == [("line 1", "duplicate_column")]
 
 
 def test_columns_of_parquet_with_one_name_are_refused(shared_api: ApiServer) -> None:
