@@ -148,8 +148,8 @@ def _check_unweighted(messages: list[Any], name: str) -> None:
         if message.get("weight") == 0:
             raise BadRow(
                 "weight_without_effect",
-                f"`{name}[{at}].weight` is 0, which only the column `messages` can have; leave it out, or write the row "
-                "as `messages`",
+                f"`{name}[{at}].weight` is 0, which only `messages` may have; leave it out, or write the row as "
+                "`messages`",
             )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from app.api.errors import printable
 from app.contracts.errors import FieldError
 from app.datasets import formats
-from app.datasets.messages import BadRow
+from app.datasets.messages import BadRow, Row
 from app.datasets.token_counter import TokenCounter
 from app.infra.strict_json import BadJson, parse, parse_with_gaps
 
@@ -120,7 +120,7 @@ class RowWriter:
             self.refuse("", "empty_file", "the file has no rows; it needs at least one")
         return self.errors
 
-    def _validated(self, row: Any) -> formats.Row:
+    def _validated(self, row: Any) -> Row:
         if not isinstance(row, dict):
             raise BadRow(
                 "not_an_object",
@@ -152,7 +152,7 @@ class RowWriter:
                 error.code, f"`{name}` must contain JSON, such as a list of messages: {error.message}"
             ) from None
 
-    def _renamed(self, row: formats.Row) -> formats.Row:
+    def _renamed(self, row: Row) -> Row:
         moved = {name: row[source] for name, source in self._sources.items() if source in row}
         taken = set(self._sources.values())
         rest = {name: value for name, value in row.items() if name not in taken}
@@ -164,7 +164,7 @@ class RowWriter:
             )
         return {**moved, **rest}
 
-    def _add_columns(self, row: formats.Row) -> None:
+    def _add_columns(self, row: Row) -> None:
         for key in row:
             if len(key) > MOST_KEY_CHARACTERS:
                 raise BadRow("key_too_long", f"a column name may have at most {MOST_KEY_CHARACTERS} characters")
@@ -177,7 +177,7 @@ def _has_value(name: str, value: Any) -> bool:
     return name in formats.REQUIRED_COLUMNS or (value is not None and value != "")
 
 
-def line_of(row: formats.Row) -> bytes:
+def line_of(row: Row) -> bytes:
     """Serialize a row as one line of the stored file."""
     return json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 

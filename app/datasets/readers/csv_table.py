@@ -117,7 +117,8 @@ class TableReader:
         except UnicodeDecodeError as error:
             self._refuse("not_utf8", f"byte {error.start} of the row is not UTF-8; save the file as CSV in UTF-8")
         except (csv.Error, StopIteration) as error:
-            self._refuse("invalid_csv", f"not CSV: {error}")
+            remedy = 'quote cells that contain a " or a line break, and write the " twice'
+            self._refuse("invalid_csv", f"not CSV: {error}; {remedy}")
         return None
 
     def _header(self, names: list[str] | None) -> list[str]:

@@ -16,6 +16,7 @@ from app.config import Settings
 from app.contracts.backends import BackendRules
 from app.contracts.errors import FieldError
 from app.contracts.methods import method_of, rewards_of
+from app.contracts.training_config.masked_model import masked_model_warning
 from app.contracts.training_config.raw_config import given_fields
 from app.contracts.training_config.stored_quantization import stored_quantization, stored_quantization_conflicts
 from app.infra.storage import Storage
@@ -74,6 +75,8 @@ async def check_base_model(
         if (folder_here is not None or fetched) and not creates_model(config):
             described = await storage.in_thread(folder_here.read_json, "config.json") if folder_here else fetched
             stored = stored_quantization(described)
+            if (warning := masked_model_warning(described.get("architectures"), method_of(config))) is not None:
+                found.warnings.append(FieldError(field="config.base_model", code="masked_model", message=warning))
             for problem in stored_quantization_conflicts(stored, config, trains=trains):
                 found.refuse(f"config.{problem.field}", problem.code, problem.message)
             found.stored_quantization = stored

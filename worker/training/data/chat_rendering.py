@@ -86,7 +86,7 @@ class ChatRenderer:
 
     def is_marked(self, chat: Chat) -> bool:
         """Return True if the template of a chat has `{% generation %}` marks."""
-        return has_generation_markers(self.template_of(chat.options))
+        return bool(has_generation_markers(self.template_of(chat.options)))
 
     def render(self, messages: Sequence[Any], options: dict[str, Any], **more: Any) -> str:
         """Render messages as one text.

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from app.contracts.attempt.job import DataSource
 from app.contracts.training_config.fields import Attention, TrainingConfig
+from app.contracts.training_config.masked_model import masked_model_warning
 from app.contracts.training_config.optimizers import OPTIMIZERS
 from app.contracts.training_config.padding import SEPARATES_TEXTS, is_padding_free
 from app.contracts.training_config.resolution import (
@@ -138,6 +139,8 @@ def prepare_start(run: TrainingContext, replaced: list[Replacement]) -> Setup:
     run.report.progress("loading", 0, 2, "tokenizer and configuration")
     base = _find_base(run)
     _match_stored_quantization(run, base, replaced)
+    if (warning := masked_model_warning(base.architecture.architectures, run.method)) is not None:
+        run.report.message(warning, level="warning")
     tokenizer = hooks.tokenizer(run, lambda: base_model.load_tokenizer(base))
     base_model.complete_tokenizer(tokenizer)
     template = hooks.chat_template(run, tokenizer)
