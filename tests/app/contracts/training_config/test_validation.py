@@ -464,6 +464,9 @@ class TestConflicts:
         assert codes({"loss_on": "completion"}, dataset_format="text") == {("loss_on", "conflict")}
         assert codes({"loss_on": "completion"}, dataset_format="chat") == set()
         assert codes({"loss_on": "assistant"}, dataset_format="chat") == set()
+        for name, value in (("loss_on", "all"), ("loss_on", "assistant"), ("chat_template", "{{ messages }}")):
+            assert codes({name: value}, dataset_format="tokenized") == {(name, "conflict")}
+        assert codes({"loss_on": None, "packing": True}, dataset_format="tokenized") == set()
 
     @pytest.mark.parametrize(
         ("method", "dataset_format", "config", "used"),

@@ -56,15 +56,15 @@ class TestData:
     @pytest.mark.parametrize(
         ("method", "formats"),
         [
-            ("qlora", {"chat", "prompt_completion", "text"}), ("dpo", {"preference"}), ("kto", {"rated"}),
-            ("reward", {"preference"}), ("rlhf", {"prompt"}),
+            ("qlora", {"chat", "prompt_completion", "text", "tokenized"}), ("dpo", {"preference"}),
+            ("kto", {"rated"}), ("reward", {"preference"}), ("rlhf", {"prompt"}),
         ],
     )  # fmt: skip
     def test_each_method_takes_its_own_formats_to_train_and_to_evaluate(
         self, api: ApiServer, engine: Engine, method: str, formats: set[str]
     ) -> None:
         wanted = {**(config() if method == "rlhf" else {"base_model": "org/model", "method": method}), "eval_steps": 5}
-        for name in ("chat", "prompt_completion", "text", "preference", "rated", "prompt"):
+        for name in ("chat", "prompt_completion", "text", "preference", "rated", "prompt", "tokenized"):
             dataset = make_dataset(engine, name)
             found = errors(api, dataset, wanted, eval_dataset_id=dataset)
             assert set(found) == (set() if name in formats else {"dataset_id", "eval_dataset_id"})
@@ -139,6 +139,22 @@ class TestWhichModelsScore:
             found = errors(api, make_dataset(engine, kind), {**fields, "base_model": "base"})
             assert set(found) == (set() if method in methods else {"config.base_model"}), method
             assert all("`rlhf.rewards`" in message for _, message in found.values())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "method", "is_warned"),
+    [
+        ("BertForMaskedLM", "qlora", True), ("BertForMaskedLM", "reward", False), ("LlamaForCausalLM", "qlora", False),
+    ],
+)  # fmt: skip
+def test_masked_language_model_is_warned_of_where_texts_are_to_be_continued(
+    api: ApiServer, engine: Engine, architecture: str, method: str, is_warned: bool
+) -> None:
+    (make_model(api.settings, "base") / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    dataset = make_dataset(engine, "preference" if method == "reward" else "chat")
+    body = {"dataset_id": dataset, "config": {"base_model": "base", "method": method}}
+    warnings = api.client.post("/v1/runs/validate", json=body).json()["warnings"]
+    assert ("masked_model" in [warning["code"] for warning in warnings]) == is_warned
 
 
 class TestQuantizedFiles:

@@ -110,3 +110,36 @@ def test_losses_on_several_answers_equal_plain_trls_and_the_output_keeps_its_tem
     assert any("TRL's training template" in text for text in said)
     # The tokenizer here has no token for `<|im_end|>`, as a model of that family has.
     assert any("may not learn to stop" in text for text in said)
+
+
+def _row_of_other_tools(data_format: str, number: int) -> dict[str, Any]:
+    question = {"role": "user", "content": f"what is row {number}"}
+    answer = {"role": "assistant", "content": CORPUS[number % 40][: 20 + number % 50]}
+    ids = list(range(20, 30 + number % 9))
+    return {
+        "chat": {"messages": [question, {**answer, "weight": 1}]},
+        "prompt_completion": {"prompt": [question], "completion": [answer]},
+        "tokenized": {"input_ids": [5 + number, *ids], "labels": [-100, *ids]},
+    }[data_format]
+
+
+@pytest.mark.parametrize(
+    ("data_format", "theirs", "used"),
+    [
+        ("chat", {"assistant_only_loss": True}, "assistant"), ("prompt_completion", {}, "completion"),
+        ("tokenized", {}, "all"),
+    ],
+)  # fmt: skip
+def test_losses_on_rows_of_other_tools_equal_plain_trls(
+    data_format: str, theirs: dict[str, Any], used: str, forks: Forks, tmp_path: Path
+) -> None:
+    model = make_tiny_model(tmp_path / "model", chat_template=qwen3_chat_template)
+    path = write_rows(tmp_path / "rows.jsonl", (_row_of_other_tools(data_format, number) for number in range(40)))
+    job = make_job(tmp_path, model, path, data_format=data_format, method="full", max_seq_length=128, **SETTINGS)
+    done = forks.run(job)
+    assert done.result["outcome"] == "completed", done.result
+    (config,) = done.of("config")
+    assert config["effective"]["loss_on"] == used
+    assert ("loss_on" in [item["field"] for item in config["replaced"]]) == (data_format == "chat")
+    plain = plain_losses(model, path, tmp_path / "plain", "full", max_length=128, **theirs)
+    assert [float.fromhex(loss) for loss, _ in done.steps.values()] == pytest.approx(plain, rel=1e-6)
