@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
-from sqlalchemy import Connection, Executable, select, update
+from sqlalchemy import Connection, Executable, case, exists, select, update
 
 from app.contracts.attempt.messages import (
     MAX_RECORD_BYTES,
@@ -38,6 +38,7 @@ from app.runs.events.log import LeaseFenced, NewEvent, Progress
 from app.runs.state import machine
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
+from worker.checkpoint_files import manifest
 from worker.checkpoint_store.cleanup import remove_folders
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
@@ -514,16 +515,21 @@ class RecordHandler:
             },
         }
         retired: list[tuple[int, str]] = []
+        folder = self._context.storage.checkpoint_dir(run.id, run.attempt, step)
+        is_in_place = manifest.is_in_place(folder, record["manifest_sha256"], step)
 
         def keep(connection: Connection) -> None:
             if connection.scalar(select(Checkpoint.id).where(Checkpoint.id == checkpoint_id)):
                 return
             connection.execute(Checkpoint.__table__.insert().values(row))  # type: ignore[attr-defined]
-            # A run that makes progress between two losses may be lost any number of times.
+            # A run that makes progress between two losses may be lost any number of times. To save a step again is
+            # none: the checkpoint of the earlier attempt was lost, and that of this one may be too.
+            other = exists().where(Checkpoint.run_id == run.id, Checkpoint.step >= step, Checkpoint.id != checkpoint_id)
+            losses = case((~other, 0), else_=Run.lost_count) if is_in_place else Run.lost_count
             connection.execute(
                 update(Run)
                 .where(Run.id == run.id, Run.lease_epoch == run.lease_epoch, Run.status.in_(LIVE))
-                .values(lost_count=0, checkpoint_step=row["step"])
+                .values(lost_count=losses, checkpoint_step=step)
             )
             keep_last = run.config.get("save_total_limit")
             if keep_last:
