@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from app.contracts.gpus import find_gpu, gpu_names
 from app.contracts.human_numbers import BYTES
 
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/=-]{0,62}")
@@ -143,6 +144,8 @@ class Settings(_HomeSettings):
     """URL of the MLflow server for runs with `report_to: ["mlflow"]` (`http(s)://…`); its token is set as a secret."""
     gpu_hour_price: float | None = Field(default=None, ge=0)
     """Price of a GPU hour, for the cost in estimates; unset: estimates have no cost."""
+    gpu_hour_prices: str = ""
+    """Prices of an hour of single GPUs, comma-separated, such as `H100=2.9, A100 80GB=1.6`, before `gpu_hour_price`."""
     price_currency: str = Field(default="EUR", min_length=1, max_length=10)
     """Currency of `gpu_hour_price`."""
     gguf_converter: Path | None = None
@@ -180,6 +183,17 @@ class Settings(_HomeSettings):
                 "https://dashboards.example.com or http://localhost:3000, in lower case, without a path, and never *"
             )
         return origins
+
+    @field_validator("gpu_hour_prices")
+    @classmethod
+    def _have_prices(cls, value: str) -> str:
+        _prices(value)
+        return value
+
+    @property
+    def prices_by_gpu(self) -> dict[str, float]:
+        """Prices of an hour by name of the GPU (`app.contracts.gpus`)."""
+        return _prices(self.gpu_hour_prices)
 
     @field_validator("worker_labels")
     @classmethod
@@ -450,3 +464,15 @@ def wandb_mode() -> str:
 def get_settings() -> Settings:
     """Return the settings of this process, read from the environment once."""
     return Settings()
+
+
+def _prices(text: str) -> dict[str, float]:
+    prices: dict[str, float] = {}
+    for part in _parts(text):
+        name, _, price = part.partition("=")
+        if (gpu := find_gpu(name)) is None:
+            raise ValueError(f"{name.strip()!r} is no known GPU; use one of {gpu_names()}")
+        if not re.fullmatch(r" *[0-9]{1,6}(\.[0-9]{1,6})? *", price):
+            raise ValueError(f"{part!r} has no price; write it as {gpu.name}=2.9")
+        prices[gpu.name] = float(price)
+    return prices

@@ -26,6 +26,8 @@ class Data:
     """Size of its file; None if not known."""
     tokens: Mapping[str, Any] | None = None
     """Token statistics: mean and max of sequences; without `sequences`, of rows, with the prompt of a pair once."""
+    mean: float | None = None
+    """Mean number of tokens of a sequence as the user expects it, of a dataset that is not here."""
 
 
 @dataclass(kw_only=True)
@@ -140,6 +142,12 @@ def _lengths(config: TrainingConfig, data: Data, most: int, assumed: list[str]) 
                 f"An earlier version counted them, with the prompt once. {_EQUAL_LENGTHS} Upload the rows again to "
                 "count each answer with its prompt."
             )
+    elif data.mean is not None:
+        mean, largest = data.mean, most
+        assumed.append(
+            f"Sequences have {mean:g} tokens on average, as the request says, and the longest is assumed to have "
+            f"`max_seq_length` ({most})."
+        )
     elif data.bytes is None:
         mean = largest = most
         what = "sequence" if pairs else "row"

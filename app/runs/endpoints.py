@@ -15,6 +15,7 @@ from app.audit import log as audit
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES
 from app.contracts.errors import FieldError
+from app.contracts.gpus import find_gpu, gpu_names
 from app.contracts.methods import TrainingMethod
 from app.contracts.run_status import RunSort, TrainingStatus
 from app.contracts.run_task import RunTask
@@ -35,6 +36,7 @@ from app.contracts.schemas.runs.requests import (
     RunToEstimate,
 )
 from app.contracts.stop import StopMode
+from app.estimator.steps import Data
 from app.infra.storage import Storage
 from app.runs import bulk, comparison, deletion, queries, serializers, service, stop_outlook
 from app.runs.checkpoints.service import best_good
@@ -100,13 +102,20 @@ async def _subject(
     if body.probe and not rules.loads_model:
         message = f"backend `{body.backend}` loads no model, so there is nothing to measure; omit `probe`"
         raise invalid([FieldError(field="probe", code="not_supported", message=message)])
-    data = await estimates.data_of(session, body.dataset_id)
+    gpu = find_gpu(body.device)
+    if body.device is not None and gpu is None:
+        message = f"no GPU of this name is known; use one of {gpu_names()}, or omit it for those of online workers"
+        raise invalid([FieldError(field="device", code="unknown_device", message=message)])
+    if body.dataset_size is not None:
+        data = Data(body.dataset_size.rows, None, mean=body.dataset_size.mean_tokens)
+    else:
+        data = await estimates.data_of(session, body.dataset_id)
     asked = found.resources
     kind = requirements(rules, found.config, found.given, asked, {}).get("kind")
     subject = estimates.Subject(
         found.config, found.given, body.backend, data, rules.loads_model, asked.devices,
         sequence_parallel=asked.sequence_parallel, expert_parallel=asked.expert_parallel,
-        placement=asked.model_copy(update={"kind": kind}),
+        placement=asked.model_copy(update={"kind": kind}), gpu=gpu,
     )  # fmt: skip
     subject = await estimates.with_sharding(session, settings, storage, subject, asked)
     if body.probe and subject.sharded:

@@ -121,6 +121,15 @@ def estimate(
     probe: Annotated[
         bool, typer.Option("--probe", help="Also measure: a worker runs two steps on the longest rows.")
     ] = False,
+    rows: Annotated[
+        str | None, typer.Option(help="Number of rows, such as 10k, of a dataset that is not uploaded yet.")
+    ] = None,
+    mean_tokens: Annotated[
+        float | None, typer.Option(help="With --rows: mean number of tokens of a row; unset: max_seq_length.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="GPU to estimate for, such as H100 or 'A100 80GB', also if no worker has one.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Estimate memory, steps, time and cost of a run, and where it fits, without creating it.
@@ -128,13 +137,20 @@ def estimate(
     With --probe a worker measures it too, and the measurement is printed next to the estimate. Exit code 3 if the probe
     failed, except for lack of memory, which is a valid result; 4 if it was stopped.
 
-    Example: `anneal runs estimate -f run.yaml --set config.batch_size=8`
+    Example: `anneal runs estimate -f run.yaml --rows 10k --mean-tokens 300 --device H100`
     """
     from app.cli.runs import estimate as estimating
     from app.cli.runs import run_file
 
+    if mean_tokens is not None and rows is None:
+        raise typer.BadParameter("--mean-tokens describes a dataset that is not uploaded yet: use it with --rows.")
     with connected() as client:
         wanted = run_file.change(run_file.read(file), sets or [])
+        if rows is not None:
+            wanted.pop("dataset_id", None)
+            wanted["dataset_size"] = {"rows": rows, "mean_tokens": mean_tokens}
+        if device is not None:
+            wanted["device"] = device
         found = client.runs.estimate(wanted, probe=probe, wait=as_json)
         if as_json:
             document(found)

@@ -46,7 +46,7 @@ class EstimatedDevice(BaseModel):
 
 
 class Cost(BaseModel):
-    """Cost of the run at the operator's price per GPU hour (ANNEAL_GPU_HOUR_PRICE)."""
+    """Cost of the run at the operator's price per GPU hour (ANNEAL_GPU_HOUR_PRICES, ANNEAL_GPU_HOUR_PRICE)."""
 
     amount: float
     currency: str

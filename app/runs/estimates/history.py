@@ -10,6 +10,7 @@ from sqlalchemy import select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.contracts.attempt.run_facts import RunFacts, read_facts
+from app.contracts.gpus import REACHED_SHARE, find_gpu
 from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from app.estimator.flops import RunFlops
@@ -71,9 +72,11 @@ async def speed(
         said = f"{_earlier_runs(others)} on this kind of device reached {rate / 1e12:.3g} TFLOP/s per device (median)"
         said += "; the same speed is assumed for this run."
         return _speed(work.training / rate, devices, others, "comparable", said)
-    rate = ASSUMED_SPEED[device[0]]
-    where = "GPU" if device[0] == "cuda" else "CPU"
-    said = f"No run has trained on this kind of device yet; a {where} is assumed to reach {rate / 1e12:g} TFLOP/s."
+    gpu = find_gpu(device[1]) if device[0] == "cuda" else None
+    rate = ASSUMED_SPEED[device[0]] if gpu is None else gpu.training_speed
+    where = gpu.name if gpu is not None else "a GPU" if device[0] == "cuda" else "a CPU"
+    said = f"No run has trained on this kind of device yet; {where} is assumed to reach {rate / 1e12:.3g} TFLOP/s"
+    said += "." if gpu is None else f", {REACHED_SHARE:.0%} of its data sheet."
     if work.writing:
         said += " Completions are generated one token at a time, which is slower, so expect a longer run."
     return _speed((work.training + work.writing) / rate, devices, [], "assumed", said)

@@ -19,6 +19,7 @@ from app.api.errors import dataset_not_found, invalid
 from app.base_models import resolver
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES
+from app.contracts.gpus import Gpu, find_gpu
 from app.contracts.methods import METHODS
 from app.contracts.schemas.estimates import (
     Confidence,
@@ -99,6 +100,8 @@ class Subject:
     """Number of devices that share the experts of each layer."""
     placement: Placement = field(default_factory=Placement)
     """Devices that the request allows, of the kind that its configuration needs."""
+    gpu: Gpu | None = None
+    """GPU to estimate for, whether a worker has it or not; None: those of online workers."""
 
     @property
     def division(self) -> Division:
@@ -204,6 +207,10 @@ async def _computed(
 async def look_up(session: AsyncSession, settings: Settings, subject: Subject) -> EstimateInputs:
     """Read everything that `by_formula` needs from the database."""
     attempt = await _output_attempt(session, subject.config.base_model)
+    if subject.gpu is not None:
+        online_ones = await online_devices(session, settings, subject.backend)
+        own = [device for device in online_ones if find_gpu(device.name) is subject.gpu]
+        return EstimateInputs(own or [_known_device(subject.gpu)], attempt)
     devices = await online_devices(session, settings, subject.backend, subject.placement)
     missing = None
     is_fixed = not BACKEND_RULES[subject.backend].starts_workers  # a cluster has devices without workers
@@ -227,8 +234,14 @@ def _asked(placement: Placement) -> str:
     return f"{device} with {' and '.join(having)}" if having else device
 
 
+def _known_device(gpu: Gpu) -> EstimatedDevice:
+    return EstimatedDevice(kind="cuda", name=gpu.name, memory_mb=gpu.memory_mb)
+
+
 def _assumed(placement: Placement) -> EstimatedDevice:
     """Return the device that is assumed where none is online that the request allows."""
+    if (gpu := find_gpu(placement.gpu)) is not None and placement.memory_mb is None:
+        return _known_device(gpu)
     return EstimatedDevice(kind=placement.kind or "cuda", name=placement.gpu, memory_mb=placement.memory_mb)
 
 
@@ -539,8 +552,10 @@ def _assumptions(on: _OnKind, device: EstimatedDevice) -> list[str]:
 def _of_time(settings: Settings, found: RunEstimate, took: Speed, operations: float, devices: int) -> dict[str, Any]:
     """Return the duration, and what follows from it; the cost is that of all devices."""
     cost = None
-    if settings.gpu_hour_price is not None and found.device.kind == "cuda":
-        amount = round(took.seconds * devices / 3600 * settings.gpu_hour_price, 4)
+    gpu = find_gpu(found.device.name)
+    price = settings.gpu_hour_price if gpu is None else settings.prices_by_gpu.get(gpu.name, settings.gpu_hour_price)
+    if price is not None and found.device.kind == "cuda":
+        amount = round(took.seconds * devices / 3600 * price, 4)
         cost = Cost(amount=amount, currency=settings.price_currency)
     return {
         "flops": operations,

@@ -75,7 +75,7 @@ async def validate_request(
         found.errors += data_problems(request.config, place, item, splits=rules is None or rules.loads_model)
     config = normalize_numbers(request.config)
     _check_extra_eval_datasets(request, has_eval_dataset or bool(config.get("eval_split")), found)
-    dataset = datasets["dataset_id"]
+    dataset = datasets.get("dataset_id")
     wants_gpu = request.resources.kind == "cuda" or request.resources.gpu is not None
     machines = await online_machines(session, settings, request.backend, rules, wants_gpu=wants_gpu)
     data_format = dataset.format if dataset else None
@@ -142,7 +142,8 @@ async def lock_references(session: AsyncSession, request: RunCreate, valid: Vali
 
 def _dataset_ids(request: RunCreate) -> dict[str, str]:
     """Return the ids of the datasets of a request, by the fields that name them."""
-    ids = {"dataset_id": request.dataset_id}
+    # An estimate may have the size of a dataset instead.
+    ids = {} if request.dataset_id is None else {"dataset_id": request.dataset_id}
     if request.eval_dataset_id is not None:
         ids["eval_dataset_id"] = request.eval_dataset_id
     return ids | {f"extra_eval_datasets.{name}": id for name, id in request.extra_eval_datasets.items()}

@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from app.contracts.errors import FieldError
 from app.contracts.field_types import EvaluationSetName
-from app.contracts.human_numbers import SECONDS
+from app.contracts.human_numbers import COUNT, SECONDS
 from app.contracts.schemas.runs.common import CHECKPOINT_ID, CONFIG, DATASET_ID, RUN_ID, Body, Config, Label
 from app.contracts.schemas.runs.placement import ResourceChanges, ResourceRequest
 from app.contracts.stop import StopMode
@@ -107,10 +107,45 @@ class EvaluationCreate(Body):
     tags: list[Label] = Field(default_factory=list, max_length=MOST_TAGS)
 
 
+class DatasetSize(Body):
+    """Size of a dataset that is not uploaded yet."""
+
+    rows: Annotated[int, Field(ge=1, le=10**12), COUNT]
+    mean_tokens: float | None = Field(
+        default=None,
+        ge=1,
+        le=10**9,
+        description="Mean number of tokens of a row (of `dpo` and `reward`: of a prompt with either answer); null: "
+        "`max_seq_length`.",
+    )
+
+
 class RunToEstimate(RunCreate):
     """Request to estimate a run."""
 
+    dataset_id: str | None = Field(  # type: ignore[assignment]
+        default=None, max_length=100, description="ID of the dataset; null: `dataset_size` says how large it is."
+    )
+    dataset_size: DatasetSize | None = Field(default=None, description="Instead of `dataset_id`, without an upload.")
+    device: str | None = Field(
+        default=None,
+        max_length=100,
+        description="GPU to estimate for, such as `H100`, `A100 80GB` or `RTX 4090`, also if no worker has one; null: "
+        "the devices of online workers that `resources` allows.",
+    )
     probe: bool = Field(default=False, description="Also measure two steps on its longest rows, on a worker.")
+
+    @model_validator(mode="after")
+    def _has_one_dataset(self) -> "RunToEstimate":
+        if (self.dataset_id is None) == (self.dataset_size is None):
+            message = "set either `dataset_id` or `dataset_size` (`rows`, and `mean_tokens` if it is known)"
+            raise PydanticCustomError("one_dataset", message)
+        if self.probe and (self.dataset_id is None or self.device is not None):
+            message = (
+                "`probe` trains on the rows of `dataset_id`, on a worker: omit `dataset_size` and `device`, or `probe`"
+            )
+            raise PydanticCustomError("conflict", message)
+        return self
 
 
 class RunEdit(Body):

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from sqlalchemy import Engine, insert, text, update
 
 from app.client.client import Anneal
@@ -502,6 +503,66 @@ def test_an_hour_has_its_price(settings: Settings) -> None:
     assert two["cost"]["amount"] == pytest.approx(2 * two["seconds"] / 1000, abs=1e-3)
 
 
+def test_gpu_that_no_worker_has_is_estimated_with_its_memory_its_speed_and_its_price(settings: Settings) -> None:
+    prices = {"gpu_hour_price": 1.0, "gpu_hour_prices": "H100=3.6, RTX 4090 = 0.4"}
+    with ThreadServer(settings.model_copy(update=prices)) as api:
+        engine = sync_engine(settings.database_url or "")
+        (make_model(settings, "qwen") / "config.json").write_text(json.dumps(_CONFIG))
+        gpu(engine, 6_000, "NVIDIA T4")
+        engine.dispose()
+        base = {"dataset_size": {"rows": "10k", "mean_tokens": 300}, "config": {"base_model": "qwen", "epochs": 1}}
+
+        def on(device: str) -> dict[str, Any]:
+            answer = api.client.post("/v1/runs/estimate", json={**base, "device": device})
+            assert answer.status_code == 200, answer.text
+            found: dict[str, Any] = answer.json()
+            return found
+
+        small, large, cheap = on("RTX 4090"), on("NVIDIA H100 80GB HBM3"), on("h200")
+    assert small["device"] == {"kind": "cuda", "name": "RTX 4090", "memory_mb": 24_564}
+    assert [fit["device"]["name"] for fit in large["fits"]] == ["H100"]
+    assert (large["steps"], large["tokens"]) == (625, 3_000_000)
+    assert large["seconds"] == pytest.approx(large["flops"] / (989e12 * 0.4), rel=0.01)
+    assert any("396 TFLOP/s, 40% of its data sheet" in sentence for sentence in large["assumptions"])
+    assert any("300 tokens on average, as the request says" in sentence for sentence in large["assumptions"])
+    for found, price in ((small, 0.4), (large, 3.6), (cheap, 1.0)):
+        assert found["cost"]["amount"] == pytest.approx(found["seconds"] / 3600 * price, abs=1e-3)
+
+
+def test_known_gpu_of_a_worker_has_the_speed_of_runs_there(api: ApiServer, engine: Engine) -> None:
+    gpu(engine, 81_000, "NVIDIA H100 80GB HBM3")
+    body = {"dataset_size": {"rows": 100}, "device": "H100", "config": {"base_model": "qwen"}}
+    found = api.client.post("/v1/runs/estimate", json=body).json()
+    assert found["device"] == {"kind": "cuda", "name": "NVIDIA H100 80GB HBM3", "memory_mb": 81_000}
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "code"),
+    [
+        ({}, "", "one_dataset"),
+        ({"dataset_id": "ds_x", "dataset_size": {"rows": 5}}, "", "one_dataset"),
+        ({"dataset_size": {"rows": 0}}, "dataset_size.rows", "greater_than_equal"),
+        ({"dataset_size": {"rows": "many"}}, "dataset_size.rows", "invalid_number"),
+        ({"dataset_size": {"rows": 5, "mean_tokens": -1}}, "dataset_size.mean_tokens", "greater_than_equal"),
+        ({"dataset_size": {"rows": 5, "tokens": 1}}, "dataset_size.tokens", "extra_forbidden"),
+        ({"dataset_size": {"rows": 5}, "probe": True}, "", "conflict"),
+        ({"dataset_size": {"rows": 5}, "device": "Voodoo 2"}, "device", "unknown_device"),
+    ],
+)
+def test_dataset_size_or_device_that_cannot_be_is_refused_with_its_field(
+    api: ApiServer, engine: Engine, body: dict[str, Any], field: str, code: str
+) -> None:
+    answer = api.client.post("/v1/runs/estimate", json={"config": {"base_model": "qwen"}, **body})
+    assert answer.status_code == 422, answer.text
+    assert [(error["field"], error["code"]) for error in answer.json()["errors"]] == [(field, code)]
+
+
+@pytest.mark.parametrize("prices", ["H100", "H100=cheap", "Voodoo 2=1", "H100=-1"])
+def test_price_that_cannot_be_read_is_refused_at_the_start(prices: str) -> None:
+    with pytest.raises(ValidationError, match=r"has no price; write it as H100=2\.9|is no known GPU"):
+        Settings(gpu_hour_prices=prices)
+
+
 def test_the_command_shows_it_as_tables_and_as_json(anneal: Any, run_file: Any, api: ApiServer) -> None:
     (make_model(api.settings, "qwen") / "config.json").write_text(json.dumps(_CONFIG))
     sets = ["--set", "backend=celery", "--set", "config.base_model=qwen", "--set", "config.max_steps=5"]
@@ -509,6 +570,8 @@ def test_the_command_shows_it_as_tables_and_as_json(anneal: Any, run_file: Any, 
     assert "43,646,976 of 8,190,735,360 parameters" in shown.stdout and "quantization constants" in shown.stdout
     as_json = json.loads(anneal("runs", "estimate", "-f", str(run_file), *sets, "--json").stdout)
     assert as_json["parameters"]["total"] == 8_190_735_360
+    size = ["--rows", "10k", "--mean-tokens", "300", "--device", "L40S"]
+    assert "L40S, 46,068 MiB" in anneal("runs", "estimate", "-f", str(run_file), *sets, *size).stdout
 
 
 def test_of_a_backend_that_loads_no_model_there_is_nothing_to_report(api: ApiServer, engine: Engine) -> None:
