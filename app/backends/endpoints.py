@@ -13,7 +13,7 @@ from app.contracts.backends import BACKEND_RULES, BackendRead, BackendRules
 from app.contracts.schemas.page import Page
 from app.contracts.training_config import groups
 from app.estimator.model_sizes import largest_model
-from app.runs.estimates.service import online_devices
+from app.runs.estimates.devices import online_devices
 from app.runs.validation.request import unavailable_reason
 
 router = APIRouter(tags=["backends"])

@@ -1,6 +1,7 @@
 """Endpoints of `/v1/runs`: translate between HTTP, the backends that execute runs, and the services of this folder."""
 
 import gzip
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated
 
@@ -93,6 +94,8 @@ async def estimate_run(body: RunToEstimate, new: NewRun, settings: CurrentSettin
 async def _subject(
     session: AsyncSession, settings: Settings, storage: Storage, body: RunToEstimate
 ) -> estimates.Subject:
+    if wrong := list(_wrong_assumptions(body)):
+        raise invalid(wrong)
     # An estimate must work before the weights are downloaded; a probe loads them.
     wrong_rewards = await reward_problems(settings, body.config)
     found = await validate_request(session, settings, storage, body, wrong_rewards, needs_weights=body.probe)
@@ -103,9 +106,6 @@ async def _subject(
         message = f"backend `{body.backend}` loads no model, so there is nothing to measure; omit `probe`"
         raise invalid([FieldError(field="probe", code="not_supported", message=message)])
     gpu = find_gpu(body.device)
-    if body.device is not None and gpu is None:
-        message = f"no GPU of this name is known; use one of {gpu_names()}, or omit it for those of online workers"
-        raise invalid([FieldError(field="device", code="unknown_device", message=message)])
     if body.dataset_size is not None:
         data = Data(body.dataset_size.rows, None, mean=body.dataset_size.mean_tokens)
     else:
@@ -122,6 +122,19 @@ async def _subject(
         message = "has the whole model on one device, and the model of this run is divided among several; omit `probe`"
         raise invalid([FieldError(field="probe", code="not_supported", message=message)])
     return subject
+
+
+def _wrong_assumptions(body: RunToEstimate) -> Iterator[FieldError]:
+    """Yield errors of what an estimate may assume: a dataset that is not here, and a device that no worker has."""
+    if (body.dataset_id is None) == (body.dataset_size is None):
+        message = "set either `dataset_id` or `dataset_size` (`rows`, and `mean_tokens` if it is known)"
+        yield FieldError(field="dataset_id", code="conflict" if body.dataset_id else "missing", message=message)
+    if body.device is not None and find_gpu(body.device) is None:
+        message = f"no GPU of this name is known; use one of {gpu_names()}, or omit it for those of online workers"
+        yield FieldError(field="device", code="unknown_device", message=message)
+    if body.probe and (body.dataset_size is not None or body.device is not None):
+        message = "trains on rows of `dataset_id` on a worker: omit it, or `dataset_size` and `device`"
+        yield FieldError(field="probe", code="conflict", message=message)
 
 
 @router.post("", status_code=202)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.generator import cli, configuration, errors, events, http_api, metrics, schemas, settings
+from docs.generator import cli, configuration, errors, events, gpus, http_api, metrics, schemas, settings
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 
@@ -16,5 +16,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "errors.md": errors.page,
     "cli.md": cli.page,
     "metrics.md": metrics.page,
+    "gpus.md": gpus.page,
 }
 """File name of each generated page, with the function that returns its text."""

@@ -44,13 +44,13 @@ from app.estimator.steps import Data, make_step_plan, max_sequence_length, plan
 from app.infra.files.object_store import StoreUnavailable
 from app.infra.storage import Storage
 from app.runs.estimates import hub_config
+from app.runs.estimates.devices import assumed_device, devices_of_gpu, online_devices, requested_words
 from app.runs.estimates.history import Speed, speed
 from app.runs.estimates.hub_config import HubConfig
 from app.runs.estimates.model_config import NoConfig, read_config
 from app.tables.datasets import Dataset
 from app.tables.runs import Run
-from app.tables.workers import Device, Worker
-from app.workers.queries import have_package, is_any_online, meets, online
+from app.workers.queries import have_package, is_any_online
 
 log = logging.getLogger(__name__)
 
@@ -208,41 +208,14 @@ async def look_up(session: AsyncSession, settings: Settings, subject: Subject) -
     """Read everything that `by_formula` needs from the database."""
     attempt = await _output_attempt(session, subject.config.base_model)
     if subject.gpu is not None:
-        online_ones = await online_devices(session, settings, subject.backend)
-        own = [device for device in online_ones if find_gpu(device.name) is subject.gpu]
-        return EstimateInputs(own or [_known_device(subject.gpu)], attempt)
+        return EstimateInputs(await devices_of_gpu(session, settings, subject.backend, subject.gpu), attempt)
     devices = await online_devices(session, settings, subject.backend, subject.placement)
     missing = None
     is_fixed = not BACKEND_RULES[subject.backend].starts_workers  # a cluster has devices without workers
     if not devices and is_fixed and await is_any_online(session, settings, subject.backend):
-        missing = f"No online worker of backend `{subject.backend}` has {_asked(subject.placement)}."
+        missing = f"No online worker of backend `{subject.backend}` has {requested_words(subject.placement)}."
     has_liger = await have_package(session, settings, subject.backend, "cuda", subject.placement, LIGER_PACKAGE)
     return EstimateInputs(devices, attempt, missing, has_liger=has_liger)
-
-
-def _asked(placement: Placement) -> str:
-    """Describe the device that a request asks for."""
-    if placement.gpu is not None:
-        device = f"the GPU `{placement.gpu}` (`resources.gpu`)"
-    else:
-        device = {None: "a device", "cuda": "a GPU", "cpu": "a CPU"}[placement.kind]
-    having = []
-    if placement.memory_mb is not None:
-        having.append(f"{placement.memory_mb:,} MiB (`resources.memory_mb`)")
-    if placement.labels:
-        having.append(f"the labels {', '.join(f'`{label}`' for label in placement.labels)} (`resources.labels`)")
-    return f"{device} with {' and '.join(having)}" if having else device
-
-
-def _known_device(gpu: Gpu) -> EstimatedDevice:
-    return EstimatedDevice(kind="cuda", name=gpu.name, memory_mb=gpu.memory_mb)
-
-
-def _assumed(placement: Placement) -> EstimatedDevice:
-    """Return the device that is assumed where none is online that the request allows."""
-    if (gpu := find_gpu(placement.gpu)) is not None and placement.memory_mb is None:
-        return _known_device(gpu)
-    return EstimatedDevice(kind=placement.kind or "cuda", name=placement.gpu, memory_mb=placement.memory_mb)
 
 
 async def _output_attempt(session: AsyncSession, base_model: str) -> int | None:
@@ -342,7 +315,7 @@ def by_formula(
         trained(model, resolve(subject.config, subject.given, None).config)
     except (NoConfig, UnknownArchitecture, CannotTrain) as error:
         return _unknown(subject, known, str(error)), None
-    devices = known.devices or [_assumed(subject.placement)]
+    devices = known.devices or [assumed_device(subject.placement)]
     on: dict[str, _OnKind] = {}
     for device in devices if thorough else devices[:1]:
         if device.kind not in on:
@@ -395,18 +368,6 @@ async def data_of(session: AsyncSession, dataset_id: str) -> Data:
         missing = dataset_not_found("dataset_id", dataset_id)
         raise invalid([missing], code=missing.code)
     return Data(dataset.rows, dataset.bytes, dataset.token_statistics)
-
-
-async def online_devices(
-    session: AsyncSession, settings: Settings, backend: str, asked: Placement | None = None
-) -> list[EstimatedDevice]:
-    """Return the kinds of devices that online workers offer, GPUs and largest memory first; or those `asked` for."""
-    query = select(Device.kind, Device.name, Device.memory_mb).distinct().join(Worker, Worker.id == Device.worker_id)
-    if asked is not None:
-        query = query.where(*meets(asked.kind, asked))
-    rows = (await session.execute(query.where(*online(settings, backend)))).all()
-    found = [EstimatedDevice(kind=row.kind, name=row.name, memory_mb=row.memory_mb) for row in rows]
-    return sorted(found, key=lambda one: (one.kind == "cuda", one.memory_mb or 0), reverse=True)
 
 
 def _machine(kind: Literal["cpu", "cuda"]) -> DeviceCapabilities:
@@ -585,7 +546,7 @@ def _unknown(subject: Subject, known: EstimateInputs, reason: str, *, has_steps:
     return RunEstimate(
         parameters=None,
         memory_mb=None,
-        device=known.devices[0] if known.devices else _assumed(subject.placement),
+        device=known.devices[0] if known.devices else assumed_device(subject.placement),
         gradient_checkpointing=None,
         steps=steps,
         tokens=tokens,

@@ -135,18 +135,6 @@ class RunToEstimate(RunCreate):
     )
     probe: bool = Field(default=False, description="Also measure two steps on its longest rows, on a worker.")
 
-    @model_validator(mode="after")
-    def _has_one_dataset(self) -> "RunToEstimate":
-        if (self.dataset_id is None) == (self.dataset_size is None):
-            message = "set either `dataset_id` or `dataset_size` (`rows`, and `mean_tokens` if it is known)"
-            raise PydanticCustomError("one_dataset", message)
-        if self.probe and (self.dataset_id is None or self.device is not None):
-            message = (
-                "`probe` trains on the rows of `dataset_id`, on a worker: omit `dataset_size` and `device`, or `probe`"
-            )
-            raise PydanticCustomError("conflict", message)
-        return self
-
 
 class RunEdit(Body):
     """Changes to a run; omitted fields stay unchanged."""

@@ -539,13 +539,13 @@ def test_known_gpu_of_a_worker_has_the_speed_of_runs_there(api: ApiServer, engin
 @pytest.mark.parametrize(
     ("body", "field", "code"),
     [
-        ({}, "", "one_dataset"),
-        ({"dataset_id": "ds_x", "dataset_size": {"rows": 5}}, "", "one_dataset"),
+        ({}, "dataset_id", "missing"),
+        ({"dataset_id": "ds_x", "dataset_size": {"rows": 5}}, "dataset_id", "conflict"),
         ({"dataset_size": {"rows": 0}}, "dataset_size.rows", "greater_than_equal"),
-        ({"dataset_size": {"rows": "many"}}, "dataset_size.rows", "invalid_number"),
+        ({"dataset_size": {"rows": "many"}}, "dataset_size.rows", "bad_count"),
         ({"dataset_size": {"rows": 5, "mean_tokens": -1}}, "dataset_size.mean_tokens", "greater_than_equal"),
         ({"dataset_size": {"rows": 5, "tokens": 1}}, "dataset_size.tokens", "extra_forbidden"),
-        ({"dataset_size": {"rows": 5}, "probe": True}, "", "conflict"),
+        ({"dataset_size": {"rows": 5}, "probe": True}, "probe", "conflict"),
         ({"dataset_size": {"rows": 5}, "device": "Voodoo 2"}, "device", "unknown_device"),
     ],
 )
