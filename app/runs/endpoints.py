@@ -109,7 +109,7 @@ async def _subject(
     if body.dataset_size is not None:
         data = Data(body.dataset_size.rows, None, mean=body.dataset_size.mean_tokens)
     else:
-        data = await estimates.data_of(session, body.dataset_id)
+        data = await estimates.data_of(session, body.uploaded_dataset)
     asked = found.resources
     kind = requirements(rules, found.config, found.given, asked, {}).get("kind")
     subject = estimates.Subject(

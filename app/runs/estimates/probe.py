@@ -32,7 +32,7 @@ def probe_request(asked: RunToEstimate) -> RunCreate:
         experiment_id=asked.experiment_id,
         name=f"probe of {name}"[:200],
         backend=asked.backend,
-        dataset_id=asked.dataset_id,
+        dataset_id=asked.uploaded_dataset,
         config=normalize_numbers(config) | {"on_out_of_memory": "stop", "extra": {**extra, "probe": True}},
         priority=asked.priority,
         max_restarts=asked.max_restarts,

@@ -135,6 +135,13 @@ class RunToEstimate(RunCreate):
     )
     probe: bool = Field(default=False, description="Also measure two steps on its longest rows, on a worker.")
 
+    @property
+    def uploaded_dataset(self) -> str:
+        """ID of the dataset of a request that has one, as each with `probe`."""
+        if self.dataset_id is None:
+            raise ValueError("the request has the size of a dataset, and none that is uploaded")
+        return self.dataset_id
+
 
 class RunEdit(Body):
     """Changes to a run; omitted fields stay unchanged."""
