@@ -26,6 +26,8 @@ _ROLE_OF_KEY: Mapping[str, str] = {
     "tool_call_id": "tool",
 }
 """Keys of messages that only one role may have."""
+_TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of parts of a content that are text, in OpenAI's APIs for chats and for responses."""
 _KEYS = ("role", "content", "name", "weight", *_ROLE_OF_KEY)
 _RENDERER_ARGUMENTS = frozenset(
     {
@@ -199,7 +201,7 @@ def _check_part(part: Any, place: str) -> Row:
         raise BadRow("wrong_type", f'`{place}` must be an object such as {{"type": "text", "text": "…"}}')
     if kind == "refusal" and isinstance(part.get("refusal"), str):
         return {"type": "text", "text": part["refusal"]}
-    if kind != "text":
+    if kind not in _TEXT_PARTS:
         raise BadRow(
             "unsupported_content",
             f"`{place}` has the type `{kind[:40]}`, and models are trained on text only; describe it in a part of the "
@@ -207,7 +209,7 @@ def _check_part(part: Any, place: str) -> Row:
         )
     if not isinstance(part.get("text"), str):
         raise BadRow("wrong_type", f"`{place}.text` must be a string")
-    return part
+    return part if kind == "text" else {**part, "type": "text"}
 
 
 def _check_key(key: str, role: str, place: str) -> None:

@@ -60,6 +60,10 @@ def test_what_plain_transformers_renders_is_stored_as_it_is(row: dict[str, Any])
                 {"role": "tool", "name": "f", "content": "1"}, tools=TOOLS,
             ),
         ),
+        (
+            chat({"role": "user", "content": [{"type": "input_text", "text": "q"}]}, ANSWER),
+            chat({"role": "user", "content": [{"type": "text", "text": "q"}]}, ANSWER),
+        ),
         (chat(USER, ANSWER, chat_template_kwargs='{"a": 1}'), chat(USER, ANSWER, chat_template_kwargs={"a": 1})),
         (
             {"chosen": [USER, ANSWER], "rejected": [USER, WORSE], "score": 1},

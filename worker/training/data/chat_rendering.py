@@ -9,7 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -130,8 +130,6 @@ class ChatRenderer:
         forms = self._forms_of(options)
         if forms.text and all(_is_plain(message) for messages in chats for message in messages):
             return [Chat(messages, options) for messages in chats]
-        if joins_parts and forms.text:
-            forms = replace(forms, parts=False)
         refusals: list[BadRow] = []
         for fills_content, swaps_arguments in product((False, True), repeat=2):
             notes: set[str] = set()

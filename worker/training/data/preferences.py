@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
-from datasets import Dataset
+from datasets import Dataset, Features, Json, List, Value
 from datasets.table import InMemoryTable
 from transformers import PreTrainedTokenizerBase
 
@@ -116,9 +116,8 @@ class PromptEncoder:
                 raise BadRow(f"it has `{column}`, which the trainer does not pass to the model: {remedy}")
         if isinstance(prompt, str):
             return {"prompt": prompt, "answer": answer}, prompt
-        # The trainer keeps all prompts in one table, whose contents must have one type.
         chats, opens = self._texts.chats, {"add_generation_prompt": True}
-        (chat,) = chats.fit(number, row, prompt, joins_parts=True, **opens)
+        (chat,) = chats.fit(number, row, prompt, **opens)
         return {"prompt": chat.messages, "answer": answer}, chats.render(chat.messages, chat.options, **opens)
 
     def encode(self, prepared: Sequence[tuple[dict[str, Any], str]]) -> list[tuple[dict[str, Any], Ints]]:
@@ -216,13 +215,17 @@ def read_prompts(
         else:
             too_long.add(number)
     _check_not_empty(len(taken), done, source, why := f"the prompt is longer than {max_length} tokens")
-    if len({isinstance(row["prompt"], str) for row in taken}) > 1:
+    are_texts = {isinstance(row["prompt"], str) for row in taken}
+    if len(are_texts) > 1:
         raise TrainingFailure(
             "bad_data",
             f"Some prompts of the {source.purpose} data are texts and some are messages; use one kind for all.",
         )
     remarks = _left_out_remark(too_long, done, why) + encoder.remarks(done)
-    return Pairs(Dataset.from_list(taken), len(taken), tokens, highest, remarks)
+    # As JSON: a table of structs would give each message and tool call the keys of all others.
+    prompt = Value("string") if True in are_texts else Json()
+    features = Features({"prompt": prompt, "answer": Value("string"), "rows": List(Value("int64"))})
+    return Pairs(Dataset.from_list(taken, features=features), len(taken), tokens, highest, remarks)
 
 
 def _pairs(

@@ -334,3 +334,14 @@ def test_tokens_of_pairs_are_those_of_plain_trl(
     (plain,) = trainer.train_dataset
     columns = ("prompt_ids", "chosen_ids", "rejected_ids")
     assert [ours[name] for name in columns] == [plain[name] for name in columns]
+
+
+def test_prompts_of_rlhf_keep_the_arguments_of_each_call(model: Path, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("qwen3", model)
+    prompts = [[*calling({name: 1}, content="")[:3], *PARTS[:1]] for name in ("first", "second")]
+    path = write_rows(tmp_path / "rows.jsonl", stored([{"prompt": prompt} for prompt in prompts])[1])
+    source = RowSource(str(path), "prompt", None, None, "training", lambda done, total: None, TokenCache())
+    made = preferences.read_prompts(source, tokenizer, max_length=LENGTH, compared_by=())
+    for row, prompt in zip(made.dataset, prompts, strict=True):
+        assert row["prompt"][:3] == prompt[:3] and row["prompt"][3] == JOINED[0]
+    assert [remark["count"] for remark in made.remarks] == [2]

@@ -42,10 +42,18 @@ export function Row({ row }) {
 /** @param {{ value: any, role: string }} props A text, or a list of messages. */
 const Part = ({ value, role }) => (Array.isArray(value) ? html`<${Talk} messages=${value} />` : html`<div class=${role === 'prompt' ? 'bubble u' : 'bubble'}>${value == null ? '–' : String(value)}</div>`);
 
+/** @param {any} message @param {boolean} hasCalls @returns {string} */
+function contentText(message, hasCalls) {
+  const content = message?.content;
+  if (typeof content === 'string') return content;
+  if (Array.isArray(content)) return content.map((part) => part?.text ?? JSON.stringify(part)).join('');
+  return content == null && hasCalls ? '' : JSON.stringify(content ?? message);
+}
+
 /** @param {{ messages: any[] }} props */
 const Talk = ({ messages }) => html`${messages.map((one) => {
-  const content = typeof one?.content === 'string' ? one.content : JSON.stringify(one?.content ?? one);
   const calls = one?.tool_calls ? JSON.stringify(one.tool_calls, null, 1) : null;
+  const content = contentText(one, calls !== null);
   return html`<div class=${one?.role === 'user' ? 'bubble u' : 'bubble'}><span class="sub">${one?.role ?? ''}</span>
 ${content}${calls && html`<code class="pre">${calls}</code>`}</div>`;
 })}`;
