@@ -6,7 +6,8 @@
         dataset = client.datasets.upload("chats.jsonl")
         run = client.runs.create({"dataset_id": dataset.id, "config": {"base_model": "Qwen/Qwen3-0.6B"}})
         for event in client.runs.events(run.id):
-            print(event.type, event.seq)
+            if event.type == "metric":
+                print(event.step, event.loss)
 
 `Anneal` is for scripts and notebooks, `AsyncAnneal` for programs with an event loop; both have the same calls.
 """

@@ -5,14 +5,14 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, cast
 
 import httpx
 from httpx_sse import ServerSentEvent
 
 from app.client.errors import AnnealError
 from app.client.transport import Backoff, Session
-from app.contracts.events import EVENTS, Event
+from app.contracts.events import EVENTS, AnyEvent, Event
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Follower:
         self._opened_at: float | None = None
         """Monotonic time at which the current connection was opened; None if it was refused."""
 
-    async def follow(self, patience: float, until: int | None = None) -> AsyncGenerator[Event]:
+    async def follow(self, patience: float, until: int | None = None) -> AsyncGenerator[AnyEvent]:
         """Yield events until the stream ends; with `until`, yield the stored events, at least up to that id.
 
         Raises:
@@ -95,7 +95,7 @@ class Follower:
         opened_at = self._opened_at
         return self._progressed or (opened_at is not None and time.monotonic() - opened_at > _KEEP_ALIVE_SECONDS)
 
-    async def _connection(self) -> AsyncGenerator[Event | None]:
+    async def _connection(self) -> AsyncGenerator[AnyEvent | None]:
         """Yield the events of one connection; yield None if no further event will come (status 204)."""
         transport = self._session.transport
         headers = {"Accept": "text/event-stream", "Cache-Control": "no-store"}
@@ -122,7 +122,7 @@ class Follower:
         finally:
             await transport.release(response)
 
-    def _take(self, sent: ServerSentEvent) -> Event:
+    def _take(self, sent: ServerSentEvent) -> AnyEvent:
         try:
             event, position = parse(sent), int(sent.id)
         except ValueError as error:
@@ -143,7 +143,12 @@ class Follower:
         return event
 
 
-def parse(sent: ServerSentEvent) -> Event:
-    """Parse the event in a frame; raises `ValueError` if it is invalid."""
+def parse(sent: ServerSentEvent) -> AnyEvent:
+    """Parse the event in a frame; raises `ValueError` if it is invalid.
+
+    A type that this version does not know is parsed as `Event`. It is no member of the union: with a `type` of any
+    text, no other member could be told from it.
+    """
     data = json.loads(sent.data)
-    return EVENTS.get(sent.event, Event).model_validate({"seq": int(sent.id), **data, "type": sent.event})
+    model = EVENTS.get(sent.event, Event)
+    return cast(AnyEvent, model.model_validate({"seq": int(sent.id), **data, "type": sent.event}))

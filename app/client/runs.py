@@ -12,7 +12,7 @@ from app.client.curve_plot import CurvePlot
 from app.client.download import download, download_file
 from app.client.event_stream import Follower
 from app.client.sync_async import M, call, stream
-from app.contracts.events import EvalEvent, Event, MetricEvent, StatusEvent
+from app.contracts.events import AnyEvent, EvalEvent, MetricEvent, StatusEvent
 from app.contracts.field_types import GgufType
 from app.contracts.run_status import RunSort
 from app.contracts.schemas.artifacts import Artifact, Artifacts
@@ -247,7 +247,7 @@ class Runs(ApiResource[M]):
         types: str | Sequence[str] | None = None,
         follow: bool = True,
         patience: float = STREAM_PATIENCE,
-    ) -> AsyncGenerator[Event]:
+    ) -> AsyncGenerator[AnyEvent]:
         """Iterate over the events of a run after `after` until it ends: each once and in order, across reconnects.
 
         After a lost connection, the stream continues after the last event; it fails after `patience` seconds without
@@ -269,7 +269,7 @@ class Runs(ApiResource[M]):
         types: str | Sequence[str] | None = None,
         follow: bool = True,
         patience: float = STREAM_PATIENCE,
-    ) -> AsyncGenerator[Event]:
+    ) -> AsyncGenerator[AnyEvent]:
         """Iterate over the `status`, `progress` and `end` events of all runs, each once and in one order; never ends.
 
         Starts now, or after the `cursor` of an earlier event (0: with the oldest one). After a lost connection, the
@@ -316,7 +316,7 @@ class Runs(ApiResource[M]):
         grep: str | None = None,
         follow: bool = True,
         patience: float = STREAM_PATIENCE,
-    ) -> AsyncGenerator[Event]:
+    ) -> AsyncGenerator[AnyEvent]:
         """Iterate over the log of a run: `LogEvent`s and a final `EndEvent`.
 
         `tail` starts with the last lines. `grep` selects lines that contain this text. With `follow=False`, yield the

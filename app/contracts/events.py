@@ -413,16 +413,16 @@ class CursorEvent(Event):
     type: Literal["cursor"]
 
 
-EVENTS: Mapping[str, type[Event]] = MappingProxyType(
-    {
-        get_args(model.model_fields["type"].annotation)[0]: model
-        for model in (
-            StatusEvent, PendingEvent, LogEvent, MetricEvent, EvalEvent, CheckpointEvent, ConfigEvent, ProgressEvent,
-            SampleEvent, SkippedRowsEvent, DistributionEvent, ExportEvent, ActionEvent, RepairEvent, DeviceEvent,
-            ErrorEvent, EndEvent, TruncatedEvent, CursorEvent,
-        )
-    }
+AnyEvent = (
+    StatusEvent | PendingEvent | LogEvent | MetricEvent | EvalEvent | CheckpointEvent | ConfigEvent | ProgressEvent
+    | SampleEvent | SkippedRowsEvent | DistributionEvent | ExportEvent | ActionEvent | RepairEvent | DeviceEvent
+    | ErrorEvent | EndEvent | TruncatedEvent | CursorEvent
 )  # fmt: skip
+"""Event of a known type; type checkers tell the members apart by `type`."""
+
+EVENTS: Mapping[str, type[Event]] = MappingProxyType(
+    {get_args(model.model_fields["type"].annotation)[0]: model for model in get_args(AnyEvent)}
+)
 """Model of each event type."""
 
 EVENT_TYPES = tuple(kind for kind, model in EVENTS.items() if model not in (TruncatedEvent, CursorEvent))
