@@ -17,10 +17,13 @@ _WIDTH, _HEIGHT = 8.0, 3.0
 
 
 class CurvePlot:
-    """Output of a cell with the curves of a run."""
+    """Output of a cell with the curves of a run, or of several."""
 
-    def __init__(self, name: str, names: Sequence[str]) -> None:
-        """Prepare for these series, named as in `client.runs.metrics`; raises `ImportError` without matplotlib."""
+    def __init__(self, title: str, names: Sequence[str], runs: Sequence[str] = ("",)) -> None:
+        """Prepare for these series, named as in `client.runs.metrics`; raises `ImportError` without matplotlib.
+
+        `runs` are labels that distinguish the curves of several runs.
+        """
         try:
             import IPython.display  # noqa: F401
             import matplotlib.figure  # noqa: F401
@@ -28,16 +31,19 @@ class CurvePlot:
             raise ImportError(
                 "`client.runs.plot` needs matplotlib and IPython; install them with `pip install matplotlib ipython`."
             ) from error
-        self._name = name
-        self._points: dict[str, tuple[list[int], list[float | None]]] = {one: ([], []) for one in names}
+        self._title = title
+        self._points: dict[tuple[str, str], tuple[list[int], list[float | None]]] = {
+            (run, name): ([], []) for name in names for run in runs
+        }
         self._output: Any = None
         self._drawn_at = float("-inf")
 
-    def load(self, metrics: RunMetrics) -> None:
-        """Replace all points by those of a response."""
-        for name in self._points:
-            series = metrics.series[name]
-            self._points[name] = (list(series.steps), list(series.values))
+    def load(self, metrics: RunMetrics, run: str = "") -> None:
+        """Replace all points of a run by those of a response."""
+        for label, name in self._points:
+            if label == run:
+                series = metrics.series[name]
+                self._points[label, name] = (list(series.steps), list(series.values))
 
     def add(self, event: MetricEvent | EvalEvent) -> None:
         """Add the points of a `metric` or `eval` event.
@@ -46,17 +52,17 @@ class CurvePlot:
         """
         if isinstance(event, MetricEvent):
             self._drop_later_pass(event.step)
-        for name, (steps, values) in self._points.items():
+        for (_, name), (steps, values) in self._points.items():
             is_known, value = _value(event, name)
             if is_known:
                 at = bisect_left(steps, event.step)
                 steps[at:], values[at:] = [event.step], [value]
 
     def _drop_later_pass(self, step: int) -> None:
-        measured = [steps for name, (steps, _) in self._points.items() if not name.startswith("eval.")]
+        measured = [steps for (_, name), (steps, _) in self._points.items() if not name.startswith("eval.")]
         if not any(steps and step <= steps[-1] for steps in measured):
             return
-        for name, (steps, values) in self._points.items():
+        for (_, name), (steps, values) in self._points.items():
             at = bisect_left(steps, step + 1 if name.startswith("eval.") else step)
             del steps[at:], values[at:]
 
@@ -77,19 +83,19 @@ class CurvePlot:
         # Without pyplot, nothing depends on the backend of the notebook, and no figure is kept.
         from matplotlib.figure import Figure
 
-        units = list(dict.fromkeys(_unit(name) for name in self._points))
+        units = list(dict.fromkeys(_unit(name) for _, name in self._points))
         figure = Figure(figsize=(_WIDTH, _HEIGHT * len(units)), dpi=144, layout="constrained")
         axes = dict(zip(units, figure.subplots(len(units), squeeze=False)[:, 0], strict=True))
-        for name, (steps, values) in self._points.items():
+        for (run, name), (steps, values) in self._points.items():
             numbers = [float("nan") if value is None else value for value in values]
             few = ".-" if name.startswith("eval") else "-"
-            axes[_unit(name)].plot(steps, numbers, few, label=name, linewidth=1.5)
+            axes[_unit(name)].plot(steps, numbers, few, label=f"{run} · {name}" if run else name, linewidth=1.5)
         for unit, one in axes.items():
             one.set_ylabel(unit)
             one.grid(visible=True, alpha=0.3)
             one.legend(loc="upper right")
         one.set_xlabel("step")
-        figure.suptitle(f"{self._name} · {status}", fontsize=11)
+        figure.suptitle(f"{self._title} · {status}", fontsize=11)
         written = io.BytesIO()
         figure.savefig(written, format="png")
         return written.getvalue()

@@ -146,8 +146,8 @@ class Follower:
 def parse(sent: ServerSentEvent) -> AnyEvent:
     """Parse the event in a frame; raises `ValueError` if it is invalid.
 
-    A type that this version does not know is parsed as `Event`. It is no member of the union: with a `type` of any
-    text, no other member could be told from it.
+    A type that this version does not know is parsed as `Event`. It is no member of the union: type checkers
+    could distinguish no other member from one with a `type` of any text.
     """
     data = json.loads(sent.data)
     model = EVENTS.get(sent.event, Event)

@@ -11,6 +11,7 @@ from app.client.api_resource import ApiResource, request_body, without_none
 from app.client.curve_plot import CurvePlot
 from app.client.download import download, download_file
 from app.client.event_stream import Follower
+from app.client.metrics_frame import metrics_frame
 from app.client.sync_async import M, call, stream
 from app.contracts.events import AnyEvent, EvalEvent, MetricEvent, StatusEvent
 from app.contracts.field_types import GgufType
@@ -32,6 +33,8 @@ STREAM_PATIENCE = 600.0
 """Default number of seconds during which a stream tries to reconnect."""
 _LARGEST_ID = 2**62
 _MOST_PLOTTED = 4000
+_SECONDS_BETWEEN_READS = 5.0
+"""Time between two drawings of several runs."""
 
 
 class Runs(ApiResource[M]):
@@ -58,8 +61,12 @@ class Runs(ApiResource[M]):
         run = await self._session.post(RunRead, "/runs/evaluate", request_body(evaluation), key=key)
         return await self._ended(run.id) if wait else run
 
+    @call
+    async def wait(self, run_id: str) -> RunRead:
+        """Wait until a run has ended, across lost connections, and return it; `status` says how it ended."""
+        return await self._ended(run_id)
+
     async def _ended(self, run_id: str) -> RunRead:
-        """Wait for the end of a run and return it."""
         path = f"/runs/{run_id}"
         follower = Follower(self._session, f"{path}/events", {"types": "end"}, after=None, whole=False)
         async with aclosing(follower.follow(STREAM_PATIENCE)) as events:
@@ -347,19 +354,33 @@ class Runs(ApiResource[M]):
         )  # fmt: skip
 
     @call
+    async def data_frame(self, run_id: str | Sequence[str], *, names: Sequence[str] | None = None) -> Any:
+        """Return metric series as a pandas data frame: a row for each step, a column for each series.
+
+        `names` are those of `metrics`; by default all. Of several runs, the index has the run's id and the step. Values
+        that were not finite, and those of steps without the metric, are NaN. Needs pandas.
+        """
+        wanted = None if names is None else ",".join(names)
+        ids = [run_id] if isinstance(run_id, str) else list(run_id)
+        found = {id: await self._session.get(RunMetrics, f"/runs/{id}/metrics", names=wanted) for id in ids}
+        return metrics_frame(found[run_id] if isinstance(run_id, str) else found)
+
+    @call
     async def plot(
         self,
-        run_id: str,
+        run_id: str | Sequence[str],
         *,
         names: Sequence[str] = ("loss", "eval_loss"),
         follow: bool = True,
         patience: float = STREAM_PATIENCE,
     ) -> None:
-        """Draw curves of a run below the cell of a notebook, and again while it trains, until it ends.
+        """Draw curves of a run, or of several, below the cell of a notebook, and again while they train.
 
         `names` are those of `metrics`; losses share their axes. With `follow=False`, draw once. Needs matplotlib and
-        IPython. To stop watching, interrupt the cell; the run goes on.
+        IPython. To stop watching, interrupt the cell; the runs go on.
         """
+        if not isinstance(run_id, str):
+            return await self._plot_several(run_id, names, follow)
         run = await self._session.get(RunRead, f"/runs/{run_id}")
         plot = CurvePlot(run.name, names)
         path, wanted = f"/runs/{run.id}/metrics", ",".join(names)
@@ -367,7 +388,7 @@ class Runs(ApiResource[M]):
         plot.load(metrics)
         plot.draw(run.status.value, now=True)
         if not follow or run.finished_at is not None:
-            return
+            return None
         params = {"types": "metric,eval,status", "after": metrics.last_seq}
         follower = Follower(self._session, f"/runs/{run.id}/events", params, after=metrics.last_seq)
         status = run.status.value
@@ -380,6 +401,28 @@ class Runs(ApiResource[M]):
                 plot.draw(status)
         plot.load(await self._session.get(RunMetrics, path, names=wanted, max_points=_MOST_PLOTTED))
         plot.draw((await self._session.get(RunRead, f"/runs/{run.id}")).status.value, now=True)
+        return None
+
+    async def _plot_several(self, run_ids: Sequence[str], names: Sequence[str], follow: bool) -> None:
+        """Draw the curves of several runs; those that have not ended are read again every few seconds."""
+        runs = {id: await self._session.get(RunRead, f"/runs/{id}") for id in dict.fromkeys(run_ids)}
+        labels = {id: f"{run.name} ({id[-6:]})" for id, run in runs.items()}
+        plot = CurvePlot(f"{len(runs)} runs", names, tuple(labels.values()))
+        unread = list(runs)
+        while True:
+            for id in unread:
+                path = f"/runs/{id}/metrics"
+                metrics = await self._session.get(
+                    RunMetrics, path, names=",".join(names), max_points=_MOST_PLOTTED // len(runs)
+                )
+                plot.load(metrics, labels[id])
+            live = [id for id, run in runs.items() if run.finished_at is None]
+            plot.draw(f"{len(live)} running or waiting" if live else "ended", now=True)
+            if not follow or not live:
+                return
+            await self._session.transport.pause(_SECONDS_BETWEEN_READS)
+            unread = live
+            runs |= {id: await self._session.get(RunRead, f"/runs/{id}") for id in live}
 
     @stream
     async def checkpoints(

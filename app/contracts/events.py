@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from pydantic.config import JsonDict
 
 from app.contracts.device_telemetry import DeviceTelemetry
@@ -16,6 +16,7 @@ from app.contracts.field_types import JsonObject, Timestamp
 from app.contracts.run_status import TrainingStatus
 from app.contracts.schemas.runs.common import RUN_ID
 from app.contracts.schemas.runs.reads import TrainingMetrics
+from app.contracts.schemas.short_repr import ShortRepr
 
 CHECKPOINT_ID = "ckpt_01k3x9m6q2v8s4t0w7y5z1a3b8"
 
@@ -25,7 +26,7 @@ def _example(type: str, **payload: Any) -> JsonDict:
     return {"example": {**event, **payload}}
 
 
-class Event(BaseModel):
+class Event(ShortRepr):
     """Fields of every event. Events of unknown types are parsed as `Event`, with their data as extra fields."""
 
     model_config = ConfigDict(extra="allow", populate_by_name=True)
@@ -418,7 +419,7 @@ AnyEvent = (
     | SampleEvent | SkippedRowsEvent | DistributionEvent | ExportEvent | ActionEvent | RepairEvent | DeviceEvent
     | ErrorEvent | EndEvent | TruncatedEvent | CursorEvent
 )  # fmt: skip
-"""Event of a known type; type checkers tell the members apart by `type`."""
+"""Event of a known type; type checkers distinguish the members by `type`."""
 
 EVENTS: Mapping[str, type[Event]] = MappingProxyType(
     {get_args(model.model_fields["type"].annotation)[0]: model for model in get_args(AnyEvent)}

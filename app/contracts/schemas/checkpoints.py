@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from app.contracts.field_types import GgufType, Timestamp
 from app.contracts.schemas.runs.common import Label
+from app.contracts.schemas.short_repr import ShortRepr
 
 
 class CheckpointEdit(BaseModel):
@@ -32,7 +33,7 @@ class CheckpointExport(BaseModel):
     name: Label | None = Field(default=None, description="Name of the new run.")
 
 
-class CheckpointRead(BaseModel):
+class CheckpointRead(ShortRepr):
     """Saved training state of a run."""
 
     model_config = ConfigDict(

@@ -7,6 +7,7 @@ from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from app.contracts.field_types import DatasetFormat, Timestamp
+from app.contracts.schemas.short_repr import ShortRepr
 
 _SUMMARY: JsonDict = {
     "id": "ds_01k3x9m6q2v8s4t0w7y5z1a3b7",
@@ -148,7 +149,7 @@ class MixRecipe(BaseModel):
     seed: int
 
 
-class DatasetSummary(BaseModel):
+class DatasetSummary(ShortRepr):
     """Dataset in a list."""
 
     model_config = ConfigDict(from_attributes=True, json_schema_extra={"example": _SUMMARY})

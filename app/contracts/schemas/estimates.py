@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.config import JsonDict
 
+from app.contracts.schemas.short_repr import ShortRepr
+
 MEMORY: JsonDict = {
     "weights": 5332.5, "quantization_constants": 105.9, "adapter": 160.0, "reference": 0.0, "gradients": 160.0,
     "optimizer": 320.0, "activations": 7194.7, "logits": 280.5, "workspace": 112.0, "generation": 0.0,
@@ -84,7 +86,7 @@ class Unknown(BaseModel):
     reason: str
 
 
-class RunEstimate(BaseModel):
+class RunEstimate(ShortRepr):
     """Estimated resources of a run; a value that cannot be estimated is null, with its reason under `unknown`."""
 
     model_config = ConfigDict(json_schema_extra={"example": EXAMPLE})

@@ -8,6 +8,7 @@ from app.contracts.field_types import DeviceQuota, Timestamp
 from app.contracts.methods import TrainingMethod
 from app.contracts.run_status import TrainingStatus
 from app.contracts.schemas.runs.common import Label
+from app.contracts.schemas.short_repr import ShortRepr
 
 
 class ExperimentCreate(BaseModel):
@@ -55,7 +56,7 @@ class ExperimentEdit(BaseModel):
     )
 
 
-class ExperimentSummary(BaseModel):
+class ExperimentSummary(ShortRepr):
     """Experiment as shown in lists."""
 
     model_config = ConfigDict(

@@ -8,6 +8,7 @@ from app.contracts.attempt.failure_report import MemoryPoint
 from app.contracts.field_types import Timestamp
 from app.contracts.run_status import TrainingStatus
 from app.contracts.schemas.runs.common import RUN_ID
+from app.contracts.schemas.short_repr import ShortRepr
 
 
 class AttemptEnd(BaseModel):
@@ -43,7 +44,7 @@ class Correction(BaseModel):
     )
 
 
-class PostMortem(BaseModel):
+class PostMortem(ShortRepr):
     """Known reasons for the end of a run or of one of its attempts."""
 
     model_config = ConfigDict(

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from app.contracts.device_telemetry import DeviceTelemetry
 from app.contracts.field_types import Timestamp
 from app.contracts.schemas.runs.common import RUN_ID
+from app.contracts.schemas.short_repr import ShortRepr
 
 
 class DeviceState(DeviceTelemetry):
@@ -35,7 +36,7 @@ class DeviceRead(BaseModel):
     )
 
 
-class WorkerRead(BaseModel):
+class WorkerRead(ShortRepr):
     """Worker process, from its start to its end."""
 
     model_config = ConfigDict(

@@ -86,6 +86,30 @@ def test_an_ended_run_is_drawn_once_with_axes_for_each_unit(
     assert heights[1] == 2 * heights[0], "losses share their axes"
 
 
+def test_several_runs_are_drawn_in_one_picture_until_all_have_ended(
+    shared_api: ApiServer, engine: Engine, shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.client.runs._SECONDS_BETWEEN_READS", 0.05)
+    ended, live = (
+        Trainer(engine, make_run(shared_api.client, make_dataset(engine), name=name)["id"]).begin()
+        for name in ("ended", "live")
+    )
+    ended.metric(1, loss=3.0)
+    ended.complete()
+    live.metric(1, loss=2.0)
+    with Anneal(shared_api.url, shared_api.key) as client:
+        client.runs.plot([ended.run_id, live.run_id], follow=False)
+        assert len(images(shell)) == 1
+        shell.display_pub.outputs.clear()
+        shell.user_ns |= {"client": client, "ids": [ended.run_id, live.run_id]}
+        cell = threading.Thread(target=shell.run_cell, args=["client.runs.plot(ids)"])
+        cell.start()
+        eventually(lambda: len(images(shell)) > 1, what="another picture")
+        live.complete()
+        cell.join(timeout=30)
+    assert not cell.is_alive(), "the cell ends with the runs"
+
+
 def test_a_step_that_is_trained_again_replaces_what_came_after_it() -> None:
     plot = CurvePlot("a run", ["loss", "eval_loss", "extra.speed"])
     base = {"run_id": "run_x", "seq": 1, "attempt": 1, "ts": "2026-01-02T03:04:05Z"}
@@ -93,5 +117,5 @@ def test_a_step_that_is_trained_again_replaces_what_came_after_it() -> None:
         plot.add(MetricEvent(type="metric", step=step, loss=loss, extra={"speed": step}, **base))
     plot.add(EvalEvent(type="eval", step=2, metrics={"eval_loss": 1.7}, **base))
     assert plot._points == {
-        "loss": ([1, 2], [3.0, 1.5]), "eval_loss": ([2], [1.7]), "extra.speed": ([1, 2], [1.0, 2.0]),
+        ("", "loss"): ([1, 2], [3.0, 1.5]), ("", "eval_loss"): ([2], [1.7]), ("", "extra.speed"): ([1, 2], [1.0, 2.0]),
     }  # fmt: skip

@@ -7,6 +7,7 @@ from pydantic.config import JsonDict
 
 from app.contracts.run_status import TrainingStatus
 from app.contracts.schemas.runs.common import EXPERIMENT_ID, OTHER_RUN_ID, RUN_ID
+from app.contracts.schemas.short_repr import ShortRepr
 
 _COMPARED: JsonDict = {
     "run_id": RUN_ID, "name": "rank 8", "experiment_id": EXPERIMENT_ID, "status": "completed",
@@ -38,7 +39,7 @@ class ComparedRun(BaseModel):
     metrics: dict[str, Reached]
 
 
-class RunComparison(BaseModel):
+class RunComparison(ShortRepr):
     """Comparison of runs."""
 
     model_config = ConfigDict(

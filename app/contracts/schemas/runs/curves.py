@@ -4,6 +4,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
 from app.contracts.schemas.runs.common import RUN_ID
+from app.contracts.schemas.short_repr import ShortRepr
 
 
 class Series(BaseModel):
@@ -28,7 +29,7 @@ _SERIES: JsonDict = {"steps": [10, 20], "values": [3.1, 2.31], "min": 2.31, "max
 _CLOCK: JsonDict = {"steps": [1, 20], "seconds": [4.2, 61.5]}
 
 
-class RunMetrics(BaseModel):
+class RunMetrics(ShortRepr):
     """Curves of a run."""
 
     model_config = ConfigDict(

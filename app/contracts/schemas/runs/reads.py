@@ -13,6 +13,7 @@ from app.contracts.run_task import RunTask
 from app.contracts.schemas.estimates import EXAMPLE, Measured, ProbeResult, RunEstimate
 from app.contracts.schemas.runs.common import CONFIG, DATASET_ID, EXPERIMENT_ID, FACTS, RUN_ID, Config
 from app.contracts.schemas.runs.placement import PendingReason, Requirements, Resources
+from app.contracts.schemas.short_repr import ShortRepr
 from app.contracts.stop import StopMode
 
 Confidence = Literal["low", "medium", "high"]
@@ -106,7 +107,7 @@ _ONLY_FULL = (
 _SUMMARY: JsonDict = {name: value for name, value in _RUN.items() if name not in _ONLY_FULL}
 
 
-class RunSummary(BaseModel):
+class RunSummary(ShortRepr):
     """A run in a list."""
 
     model_config = ConfigDict(json_schema_extra={"example": _SUMMARY})

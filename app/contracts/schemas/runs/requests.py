@@ -3,7 +3,7 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
 from app.contracts.errors import FieldError
@@ -11,6 +11,7 @@ from app.contracts.field_types import EvaluationSetName
 from app.contracts.human_numbers import COUNT, SECONDS
 from app.contracts.schemas.runs.common import CHECKPOINT_ID, CONFIG, DATASET_ID, RUN_ID, Body, Config, Label
 from app.contracts.schemas.runs.placement import ResourceChanges, ResourceRequest
+from app.contracts.schemas.short_repr import ShortRepr
 from app.contracts.stop import StopMode
 from app.contracts.training_config.fields import Steps
 
@@ -231,7 +232,7 @@ class RunResume(Body):
         return self
 
 
-class RunCheck(BaseModel):
+class RunCheck(ShortRepr):
     """Result of validating a run: errors, warnings and the effective configuration."""
 
     model_config = ConfigDict(
