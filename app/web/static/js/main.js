@@ -53,7 +53,7 @@ async function show(path) {
   if (router.path.value !== path) return; // another page was opened meanwhile
   document.title = `${module ? module.title : 'Not found'} · Anneal`;
   const moved = shown.value !== null;
-  const view = module
+  const view = module && route
     ? html`<${module.default} ...${route.params} />`
     : html`<h1>Not found</h1><section class="box"><${Empty} title="There is no page at this address."><p class="muted">Check the address, or start from the list of runs.</p><p><a class="btn" href="/">All runs</a></p><//></section>`;
   shown.value = { key: path, view };

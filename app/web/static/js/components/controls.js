@@ -115,9 +115,9 @@ export function Dialog({ title, onClose, children, wide }) {
 
 /**
  * Small curve of a table's row.
- * @param {{ values: (number | null)[], status?: string, width?: number, height?: number }} props
+ * @param {{ values: (number | null)[], status?: string, what?: string, width?: number, height?: number }} props
  */
-export function Spark({ values, status, width = 112, height = 26 }) {
+export function Spark({ values, status, what = 'Loss', width = 112, height = 26 }) {
   const known = /** @type {number[]} */ (values.filter((value) => value != null));
   if (known.length < 2) return html`<span class="faint">–</span>`;
   const low = Math.min(...known);
@@ -129,7 +129,7 @@ export function Spark({ values, status, width = 112, height = 26 }) {
     if (value != null) line += `${line ? 'L' : 'M'}${x(index).toFixed(1)} ${y(value).toFixed(1)}`;
   });
   const color = status === 'failed' ? 'var(--bad)' : status === 'running' || status === 'checkpointing' ? 'var(--accent)' : 'var(--faint)';
-  return html`<svg class="spark" width=${width} height=${height} role="img" aria-label=${`Loss from ${format.loss(known[0])} to ${format.loss(known.at(-1))}`}>
+  return html`<svg class="spark" width=${width} height=${height} role="img" aria-label=${`${what} from ${format.loss(known[0])} to ${format.loss(known.at(-1))}`}>
     <path d=${line} fill="none" stroke=${color} stroke-width="1.5" stroke-linejoin="round" />
     <circle cx=${x(values.lastIndexOf(/** @type {number} */ (known.at(-1))))} cy=${y(/** @type {number} */ (known.at(-1)))} r="2.2" fill=${color} />
   </svg>`;

@@ -72,7 +72,7 @@ function Dataset({ id }) {
 function RunsOn({ id }) {
   const runs = useResource((signal) => get('/v1/runs', { dataset_id: id, view: 'row', limit: MOST_RUNS }, signal), id);
   const found = runs.data?.data ?? [];
-  return html`<section class="box" aria-label="Runs on this dataset"><header><h2>Runs</h2><span class="grow"></span>${runs.data?.has_more && html`<a class="sub" href=${`/?dataset=${id}`}>All runs on it</a>`}</header>
+  return html`<section class="box" aria-label="Runs on this dataset"><header><h2>Runs</h2><span class="grow"></span>${runs.data?.has_more && html`<a class="sub" href=${`/?dataset=${id}&task=all`}>All runs on it</a>`}</header>
     <ul class="list">${found.map((/** @type {any} */ run) => html`<li key=${run.id}><a class="name grow" href=${`/runs/${run.id}`}>${run.name}</a><${Chip} status=${run.status} /></li>`)}
       ${runs.data && found.length === 0 && html`<li class="muted">No run has used it.</li>`}</ul></section>`;
 }

@@ -50,7 +50,7 @@ function Row({ experiment, now }) {
 }
 
 /** @param {{ experiment: string, counts: Record<string, number> }} props */
-const Counts = ({ experiment, counts }) => html`<span class="row wrap">${STATUSES.filter((status) => counts[status]).map((status) => html`<a class="row count" href=${`/?experiment=${experiment}&status=${status}`}><${Chip} status=${status} /><span class="num sub">${format.integer(counts[status])}</span></a>`)}
+const Counts = ({ experiment, counts }) => html`<span class="row wrap">${STATUSES.filter((status) => counts[status]).map((status) => html`<a class="row count" href=${`/?experiment=${experiment}&status=${status}&task=all`}><${Chip} status=${status} /><span class="num sub">${format.integer(counts[status])}</span></a>`)}
   ${!STATUSES.some((status) => counts[status]) && html`<span class="faint">none</span>`}</span>`;
 
 /** @param {{ id: string }} props */
@@ -72,7 +72,7 @@ function Experiment({ id }) {
     ${asked === 'delete' && html`<${Delete} experiment=${experiment} onClose=${() => setAsked(null)} />`}
     <${Loaded} resource=${runs} what="runs">${() => shown.length === 0
       ? html`<section class="box"><${Empty} title="This experiment has no run yet.">${may('write') && html`<p><a class="btn primary" href=${`/new?experiment=${id}`}>New run</a></p>`}<//></section>`
-      : html`<section class="box scroll" tabindex="0" role="region" aria-label="Runs, best first"><header><h2>Runs, best first</h2><span class="grow"></span><a class="sub" href=${`/?experiment=${id}`}>All</a></header>
+      : html`<section class="box scroll" tabindex="0" role="region" aria-label="Runs, best first"><header><h2>Runs, best first</h2><span class="grow"></span><a class="sub" href=${`/?experiment=${id}&task=all`}>All</a></header>
           <table class="table"><thead><tr><th>Run</th><th>Status</th><th class="right">Steps</th><th class="right">Lowest train loss</th><th class="right">Best eval</th></tr></thead>
           <tbody>${shown.map((/** @type {any} */ run) => html`<tr key=${run.id}><td><a class="name" href=${`/runs/${run.id}`}>${run.name}</a><div class="sub">${run.method} · ${run.base_model}</div></td><td><${Chip} status=${run.status} /></td>
             <td class="right num">${format.integer(run.step ?? 0)}</td><td class="right num">${format.loss(run.best_loss)}</td><td class="right num">${format.loss(run.best_eval)}</td></tr>`)}</tbody></table></section>`}<//>`}<//>`;

@@ -1,32 +1,45 @@
-// All runs: a live table with filters, and a selection to compare.
+// All runs: a live table with filters, and a selection to compare, stop, tag or delete.
 
 import { html, useEffect, useState } from '../../vendor/preact.js';
 import { get } from '../api.js';
-import { Bar, Chip, Spark, STATUSES } from '../components/controls.js';
+import { Chip, Choice, Copy, STATUSES } from '../components/controls.js';
 import { Icon } from '../components/icon.js';
 import { Empty, Loaded } from '../components/states.js';
 import * as format from '../format.js';
-import { useNow, useResource, useSettled } from '../resource.js';
+import { useResource, useSettled } from '../resource.js';
 import { query, setQuery } from '../router.js';
+import { Bulk } from '../runs/bulk.js';
+import { Columns, Table } from '../runs/table.js';
 import { may } from '../session.js';
 import { follow } from '../stream.js';
 
 export const title = 'Runs';
 
 const PAGE_SIZE = 50;
-const MOST_COMPARED = 20;
 /** Steps and predictions of live runs change without an event in the stream of all runs. */
 const LIVE_EVERY_MS = 5000;
 const LIVE = new Set(['pending', 'initializing', 'running', 'checkpointing']);
+const DEFAULT_SORT = 'live';
 const SORTS = [
+  ['live', 'Running first'],
   ['created_at', 'Newest first'],
-  ['best', 'Best first'],
+  ['best', 'Best of each method'],
+  ['best_eval', 'By best eval'],
+  ['best_loss', 'By lowest loss'],
+  ['learning_rate', 'By learning rate'],
+  ['seconds', 'By time'],
+  ['step', 'By steps'],
+  ['name', 'By name'],
 ];
+/** What runs do: value of the address, text. Trainings are shown unless others are asked for. */
+const TASKS = /** @type {[string, string][]} */ ([['train', 'Training'], ['evaluate', 'Evaluations'], ['export', 'Exports'], ['all', 'All']]);
 
 /** Filters of the address, as the API takes them. */
 function filters() {
   const asked = query.value;
+  const task = asked.get('task') ?? 'train';
   return {
+    task: task === 'all' ? null : task,
     search: asked.get('search'),
     status: asked.getAll('status'),
     experiment_id: asked.get('experiment'),
@@ -40,9 +53,10 @@ function filters() {
 export default function Runs() {
   const asked = query.value;
   const picked = asked.getAll('pick');
-  const sort = asked.get('sort') ?? 'created_at';
+  const sort = asked.get('sort') ?? DEFAULT_SORT;
+  const order = asked.get('order');
   const after = asked.get('after');
-  const wanted = { ...filters(), sort, after, limit: PAGE_SIZE, view: 'row' };
+  const wanted = { ...filters(), sort, order, after, limit: PAGE_SIZE, view: 'row' };
   const { status: _status, ...others } = filters();
   const [isLive, setLive] = useState(true);
   const list = useResource((signal) => get('/v1/runs', wanted, signal), JSON.stringify(wanted), { everyMs: isLive ? LIVE_EVERY_MS : undefined });
@@ -50,6 +64,11 @@ export default function Runs() {
   const experiments = useResource((signal) => get('/v1/experiments', { limit: 200 }, signal), 'experiments');
   const isAnyLive = (list.data?.data ?? []).some((/** @type {any} */ run) => LIVE.has(run.status));
   useEffect(() => setLive(isAnyLive), [isAnyLive]);
+
+  const reload = () => {
+    list.reload();
+    counts.reload();
+  };
 
   useEffect(() => {
     /** @type {ReturnType<typeof setTimeout> | undefined} */
@@ -62,8 +81,7 @@ export default function Runs() {
         if (type === 'cursor' || timer !== undefined) return;
         timer = setTimeout(() => {
           timer = undefined;
-          list.reload();
-          counts.reload();
+          reload();
         }, 400);
       },
     });
@@ -73,22 +91,19 @@ export default function Runs() {
     };
   }, []);
 
-  const pick = (/** @type {string} */ id) => setQuery({ pick: picked.includes(id) ? picked.filter((one) => one !== id) : [...picked, id] });
-  const isFiltered = Object.values(filters()).some((value) => (Array.isArray(value) ? value.length : value));
+  const pick = (/** @type {string[]} */ ids) => setQuery({ pick: ids });
+  const names = new Map((experiments.data?.data ?? []).map((/** @type {any} */ one) => [one.id, one.name]));
+  const { task, ...chosen } = filters();
+  const isFiltered = Object.values(chosen).some((value) => (Array.isArray(value) ? value.length : value));
   return html`<div class="head center">
       <h1 class="grow">Runs</h1>
-      <div class="acts">
-        ${picked.length > 0 && html`<button type="button" class="btn quiet" onClick=${() => setQuery({ pick: null })}>Clear selection</button>`}
-        ${picked.length >= 2 && picked.length <= MOST_COMPARED
-          ? html`<a class="btn" href=${`/compare?ids=${picked.join(',')}`}>Compare ${picked.length} runs</a>`
-          : html`<button type="button" class="btn" disabled title=${`Select 2 to ${MOST_COMPARED} runs`}>Compare</button>`}
-      </div>
+      <${Bulk} picked=${picked} onClear=${() => setQuery({ pick: null })} onChanged=${reload} />
     </div>
     <${Filters} counts=${counts.data?.counts ?? {}} experiments=${experiments.data?.data ?? []} />
     <${Loaded} resource=${list} what="runs">
       ${(/** @type {any} */ page) => page.data.length === 0
-        ? html`<section class="box"><${NoRuns} isFiltered=${isFiltered || after} /></section>`
-        : html`<${Table} runs=${page.data} picked=${picked} onPick=${pick} />`}
+        ? html`<section class="box"><${NoRuns} task=${task} isFiltered=${isFiltered || after} /></section>`
+        : html`<${Table} runs=${page.data} picked=${picked} onPick=${pick} sort=${sort} order=${order} experiments=${names} />`}
     <//>
     <div class="row foot">
       <span class="sub num">${list.data && `${format.integer(list.data.data.length)} of ${format.integer(counts.data?.total ?? list.data.data.length)}`}</span>
@@ -98,14 +113,29 @@ export default function Runs() {
     </div>`;
 }
 
-/** @param {{ isFiltered: boolean }} props */
-const NoRuns = ({ isFiltered }) =>
-  isFiltered
-    ? html`<${Empty} title="No run matches the filters."><button type="button" class="btn small" onClick=${() => setQuery({ search: null, status: null, experiment: null, model: null, method: null, tag: null, dataset: null, after: null })}>Remove the filters</button><//>`
-    : html`<${Empty} title="There are no runs yet.">
-        <p class="muted">Upload a dataset, then start a run on it.</p>
-        ${may('write') && html`<p class="row"><a class="btn" href="/datasets">Upload a dataset</a><a class="btn primary" href="/new">New run</a></p>`}
-      <//>`;
+/** @param {{ task: string | null, isFiltered: boolean }} props */
+function NoRuns({ task, isFiltered }) {
+  if (isFiltered) return html`<${Empty} title="No run matches the filters."><button type="button" class="btn small" onClick=${() => setQuery({ search: null, status: null, experiment: null, model: null, method: null, tag: null, dataset: null, after: null })}>Remove the filters</button><//>`;
+  if (task === 'evaluate') return html`<${Empty} title="There are no evaluations yet."><p class="muted"><code>anneal eval MODEL DATASET</code> measures a model on held-out data, without training.</p><//>`;
+  if (task === 'export') return html`<${Empty} title="There are no exports yet."><p class="muted">“Export …” among the checkpoints of a run writes a model from one of them.</p><//>`;
+  return html`<${FirstSteps} />`;
+}
+
+/** Lines of a dataset that can be saved as they are, for a first run. */
+const SAMPLE = [
+  ['What does annealing do?', 'It heats a material and lets it cool slowly, so that it becomes less brittle.'],
+  ['Why fine-tune a model?', 'To make it good at one task, in one style, with far less data than it was trained on.'],
+].map(([question, answer]) => JSON.stringify({ messages: [{ role: 'user', content: question }, { role: 'assistant', content: answer }] })).join('\n');
+
+/** What an installation without runs shows: the way to the first one, with data to try it. */
+const FirstSteps = () => html`<div class="state first"><h2>There are no runs yet.</h2>
+  <ol class="steps">
+    <li><b>A dataset.</b> One JSON object a line; this sample, saved as <code>chats.jsonl</code>, is enough to try it.
+      <pre class="code" tabindex="0" aria-label="Sample of a dataset">${SAMPLE}</pre>
+      ${may('write') && html`<p class="row wrap"><a class="btn small" href="/datasets">Upload a dataset</a><${Copy} text=${SAMPLE} shown="Copy the sample" label="Copy the sample" /></p>`}</li>
+    <li><b>A model.</b> A folder below the models root, or a model of the Hugging Face Hub. Without either, <code>anneal demo</code> trains a small model on this machine.</li>
+    <li><b>A run.</b> ${may('write') ? html`<a class="btn primary small" href="/new">New run</a>` : 'A key with the scope “write” can start one.'}</li>
+  </ol></div>`;
 
 /** @param {{ counts: Record<string, number>, experiments: { id: string, name: string }[] }} props */
 function Filters({ counts, experiments }) {
@@ -122,16 +152,20 @@ function Filters({ counts, experiments }) {
   const statuses = asked.getAll('status');
   const flip = (/** @type {string} */ status) =>
     setQuery({ status: statuses.includes(status) ? statuses.filter((one) => one !== status) : [...statuses, status], after: null });
+  const sort = asked.get('sort') ?? DEFAULT_SORT;
   return html`<div class="row wrap filters">
+    <${Choice} label="Kind of runs" value=${asked.get('task') ?? 'train'} options=${TASKS} onChange=${(/** @type {string} */ value) => setQuery({ task: value === 'train' ? null : value, after: null })} />
     <input type="search" placeholder="Name, tag or ID" aria-label="Search runs by name, tag or ID" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)} />
     <select aria-label="Experiment" value=${asked.get('experiment') ?? ''} onChange=${(/** @type {any} */ event) => setQuery({ experiment: event.target.value, after: null })}>
       <option value="">All experiments</option>
       ${experiments.map((one) => html`<option value=${one.id}>${one.name}</option>`)}
     </select>
-    <select aria-label="Order" value=${asked.get('sort') ?? 'created_at'} onChange=${(/** @type {any} */ event) => setQuery({ sort: event.target.value === 'created_at' ? null : event.target.value, after: null })}>
+    <select aria-label="Order" value=${sort} onChange=${(/** @type {any} */ event) => setQuery({ sort: event.target.value === DEFAULT_SORT ? null : event.target.value, order: null, after: null })}>
       ${SORTS.map(([value, name]) => html`<option value=${value}>${name}</option>`)}
     </select>
     ${['model', 'method', 'tag', 'dataset'].map((name) => asked.get(name) && html`<button type="button" class="btn small" title="Remove this filter" onClick=${() => setQuery({ [name]: null, after: null })}><span class="clip">${name}: ${name === 'dataset' ? format.shortId(asked.get(name) ?? '') : asked.get(name)}</span><${Icon} name="cross" /></button>`)}
+    <${Columns} />
+    ${sort === 'best' && html`<span class="sub">Losses and rewards of different methods are not compared: each method has a list of its own.</span>`}
     <span class="grow"></span>
     <span class="row wrap" role="group" aria-label="Only runs with these statuses">
       ${STATUSES.filter((status) => counts[status] || statuses.includes(status)).map((status) => html`<button type="button" class="btn quiet small count" aria-pressed=${String(statuses.includes(status))} onClick=${() => flip(status)}>
@@ -140,56 +174,3 @@ function Filters({ counts, experiments }) {
     </span>
   </div>`;
 }
-
-/** @param {{ runs: any[], picked: string[], onPick: (id: string) => void }} props */
-function Table({ runs, picked, onPick }) {
-  const now = useNow(10_000);
-  return html`<section class="box scroll" tabindex="0" role="region" aria-label="Runs"><table class="table cards">
-    <thead><tr>
-      <th class="pick"><span class="sr">Select</span></th><th>Run</th><th>Status</th><th>Progress</th><th>Train loss</th><th class="right">Lowest</th>
-      <th class="right">Best eval</th><th class="right">Tokens/s</th><th>Time</th><th>Worker</th><th>By</th><th class="right">Created</th>
-    </tr></thead>
-    <tbody>${runs.map((run) => html`<tr key=${run.id} aria-selected=${String(picked.includes(run.id))}>
-      <td class="hide-s"><input type="checkbox" aria-label=${`Select ${run.name}`} checked=${picked.includes(run.id)} onChange=${() => onPick(run.id)} /></td>
-      <td class="what"><a class="name" href=${`/runs/${run.id}`}>${run.name}</a><div class="sub clip">${[run.task && run.task !== 'train' ? run.task : run.method, run.base_model].filter(Boolean).join(' · ')}</div></td>
-      <td><${Chip} status=${run.status} /></td>
-      <td class="hide-s progress"><${Progress} run=${run} /></td>
-      <td><${Spark} values=${run.losses ?? []} status=${run.status} /></td>
-      <td class="right num hide-s">${format.loss(run.best_loss)}</td>
-      <td class="right num hide-s">${format.significant(run.best_eval)}</td>
-      <td class="right num hide-s">${format.integer(run.tokens_per_second)}</td>
-      <td class="nowrap num"><${Time} run=${run} now=${now} /></td>
-      <td class="muted hide-s">${run.worker ?? '–'}</td>
-      <td class="muted hide-s">${run.by ?? '–'}</td>
-      <td class="right muted num nowrap hide-s" title=${run.created_at}>${format.ago(run.created_at, now)}</td>
-    </tr>`)}</tbody>
-  </table></section>`;
-}
-
-/** @param {{ run: any }} props */
-const Progress = ({ run }) => {
-  const step = run.step ?? 0;
-  if (!run.total_steps) return html`<span class="sub num">${step ? `step ${format.integer(step)}` : '–'}</span>`;
-  return html`<div class="row sub num between"><span>${step ? `${format.integer(step)} of ${format.integer(run.total_steps)}` : `${format.integer(run.total_steps)} steps`}</span><span>${format.percent(step, run.total_steps)}</span></div>
-    <${Bar} value=${step / run.total_steps} status=${run.status} label=${`Progress of ${run.name}`} />`;
-};
-
-/** @param {{ run: any, now: number }} props */
-const Time = ({ run, now }) => {
-  if (run.status === 'failed') return html`<span class="error-text">${sentence(run.reason ?? 'failed')}</span>`;
-  if (run.status === 'pending') {
-    if (run.reason && run.reason !== 'queued') return html`<span class="muted">${sentence(run.reason)}</span>`;
-    return html`<span class="muted">${run.starts_at ? `starts ${inTime(run.starts_at, now)}` : 'in the queue'}</span>`;
-  }
-  if (run.finished_at) return html`<span class="muted">${run.started_at ? `took ${format.duration((Date.parse(run.finished_at) - Date.parse(run.started_at)) / 1000)}` : 'never started'}</span>`;
-  return run.finishes_at ? html`<b>${format.duration((Date.parse(run.finishes_at) - now) / 1000)}</b> left` : html`<span class="muted">–</span>`;
-};
-
-/** @param {string} time @param {number} now */
-const inTime = (time, now) => (Date.parse(time) > now ? `in ${format.duration((Date.parse(time) - now) / 1000)}` : 'soon');
-
-/** @param {string} code A code in snake_case, as words. */
-const sentence = (code) => {
-  const words = code.replaceAll('_', ' ');
-  return words.charAt(0).toUpperCase() + words.slice(1);
-};

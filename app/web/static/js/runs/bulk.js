@@ -1,0 +1,99 @@
+// What can be done with the selected runs: compare, stop, tag and delete them.
+
+import { html, useState } from '../../vendor/preact.js';
+import { post } from '../api.js';
+import { Dialog } from '../components/controls.js';
+import { ErrorText, Prose } from '../components/states.js';
+import * as format from '../format.js';
+import { useAction } from '../resource.js';
+import { may } from '../session.js';
+
+const MOST_COMPARED = 20;
+/** Runs that one request may change. */
+const MOST_CHANGED = 100;
+
+/** @type {[string, string, string][]} Modes of a stop: name, title, explanation. */
+const MODES = [
+  ['checkpoint', 'Save a checkpoint and stop', 'They can be resumed from there.'],
+  ['epoch_end', 'Stop at the end of the epoch', 'They save a checkpoint there.'],
+  ['best', 'Stop and keep the best checkpoint', 'The steps after it are not kept.'],
+  ['discard', 'Stop without saving', 'The steps since the last checkpoint are lost.'],
+];
+
+/** @param {{ picked: string[], onClear: () => void, onChanged: () => void }} props */
+export function Bulk({ picked, onClear, onChanged }) {
+  const [asked, setAsked] = useState(/** @type {'stop' | 'tag' | 'delete' | null} */ (null));
+  const isComparable = picked.length >= 2 && picked.length <= MOST_COMPARED;
+  const canChange = may('write') && picked.length > 0;
+  const tooMany = picked.length > MOST_CHANGED ? `At most ${MOST_CHANGED} at once` : undefined;
+  const change = (/** @type {'stop' | 'tag' | 'delete'} */ what, /** @type {string} */ text, kind = '') =>
+    html`<button type="button" class=${`btn ${kind}`} disabled=${tooMany !== undefined} title=${tooMany} onClick=${() => setAsked(what)}>${text} …</button>`;
+  const close = () => setAsked(null);
+  return html`<div class="acts wrap">
+    ${picked.length > 0 && html`<span class="sub num selected" role="status">${format.counted(picked.length, 'run')} selected</span><button type="button" class="btn quiet" onClick=${onClear}>Clear</button>`}
+    ${canChange && html`${change('stop', 'Stop')}${change('tag', 'Tag')}${change('delete', 'Delete', 'danger')}`}
+    ${isComparable
+      ? html`<a class="btn" href=${`/compare?ids=${picked.join(',')}`}>Compare</a>`
+      : html`<button type="button" class="btn" disabled title=${`Select 2 to ${MOST_COMPARED} runs`}>Compare</button>`}
+  </div>
+  ${asked && html`<${Change} what=${asked} ids=${picked} onClose=${close} onChanged=${onChanged} onDeleted=${onClear} />`}`;
+}
+
+/** @type {Record<string, { title: string, verb: string, done: string }>} */
+const WORDS = {
+  stop: { title: 'Stop', verb: 'Stop', done: 'asked to stop' },
+  tag: { title: 'Tag', verb: 'Save', done: 'changed' },
+  delete: { title: 'Delete', verb: 'Delete', done: 'deleted' },
+};
+
+/** @param {{ what: 'stop' | 'tag' | 'delete', ids: string[], onClose: () => void, onChanged: () => void, onDeleted: () => void }} props */
+function Change({ what, ids, onClose, onChanged, onDeleted }) {
+  const [mode, setMode] = useState('checkpoint');
+  const [add, setAdd] = useState('');
+  const [remove, setRemove] = useState('');
+  const [result, setResult] = useState(/** @type {any[] | null} */ (null));
+  const action = useAction();
+  const words = WORDS[what];
+  const send = (/** @type {Event} */ event) => {
+    event.preventDefault();
+    action.run(async () => {
+      const more = what === 'stop' ? { mode } : what === 'tag' ? { add: tagsOf(add), remove: tagsOf(remove) } : {};
+      const { runs } = await post(`/v1/runs/${what}`, { ids, ...more });
+      setResult(runs);
+      onChanged();
+    });
+  };
+  const close = () => {
+    if (result && what === 'delete') onDeleted();
+    onClose();
+  };
+  const body = result
+    ? html`<${Result} runs=${result} done=${words.done} /><footer><button type="button" class="btn primary" onClick=${close}>Close</button></footer>`
+    : html`<form class="stackform" onSubmit=${send}>
+      ${what === 'stop' && MODES.map(([name, title, about]) => html`<label class="choice"><input type="radio" name="mode" checked=${mode === name} onChange=${() => setMode(name)} /><b>${title}</b><small>${about}</small></label>`)}
+      ${what === 'tag' && html`
+        <div class="f"><label for="tags-add">Add tags</label><input id="tags-add" type="text" value=${add} onInput=${(/** @type {any} */ event) => setAdd(event.target.value)} /><p class="hint">Separated by commas.</p></div>
+        <div class="f"><label for="tags-remove">Remove tags</label><input id="tags-remove" type="text" value=${remove} onInput=${(/** @type {any} */ event) => setRemove(event.target.value)} /></div>`}
+      ${what === 'delete' && html`<p>They are deleted with their events, checkpoints and outputs. This cannot be undone.</p>`}
+      <${ErrorText} error=${action.error} />
+      <footer><button type="button" class="btn" onClick=${onClose}>Cancel</button><button class=${`btn ${what === 'delete' ? 'danger' : 'primary'}`} disabled=${action.busy}>${words.verb}</button></footer>
+    </form>`;
+  return html`<${Dialog} title=${`${words.title} ${format.counted(ids.length, 'run')}`} onClose=${close}>${body}<//>`;
+}
+
+/** @param {string} text */
+const tagsOf = (text) => text.split(',').map((tag) => tag.trim()).filter(Boolean);
+
+/**
+ * What became of each run. One that is already as requested, such as one that ended before the stop, is no failure.
+ * @param {{ runs: { id: string, outcome: string, detail: string | null }[], done: string }} props
+ */
+function Result({ runs, done }) {
+  const count = (/** @type {string} */ outcome) => runs.filter((run) => run.outcome === outcome).length;
+  const unchanged = count('unchanged');
+  const refused = runs.filter((run) => run.outcome === 'refused');
+  return html`<div role="status" class="checks">
+    <p>${format.counted(count('changed'), 'run')} ${done}${unchanged > 0 ? `, ${format.integer(unchanged)} already so or ended` : ''}.</p>
+    ${refused.length > 0 && html`<p class="error-text">${format.counted(refused.length, 'run')} could not be changed:</p><ul class="checks">${refused.map((run) => html`<li class="sub"><${Prose} text=${run.detail ?? run.id} /></li>`)}</ul>`}
+  </div>`;
+}
