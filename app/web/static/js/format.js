@@ -85,6 +85,12 @@ export function gib(mib) {
   return mib == null ? '–' : (mib / 1024).toFixed(1);
 }
 
+/** @param {number | null | undefined} mib Memory, in the unit in which it has digits to read. */
+export function mebibytes(mib) {
+  if (mib == null) return '–';
+  return mib >= 1024 ? `${gib(mib)} GiB` : mib >= 10 ? `${Math.round(mib)} MiB` : `${Number(mib.toPrecision(2))} MiB`;
+}
+
 /** @param {number} part @param {number} whole */
 export function percent(part, whole) {
   return whole > 0 ? `${Math.floor((100 * part) / whole)} %` : '0 %';

@@ -5,6 +5,7 @@ import { get, newKey, post } from '../api.js';
 import { Choice, Copy } from '../components/controls.js';
 import { ErrorText, Failure, Loading, Prose } from '../components/states.js';
 import * as format from '../format.js';
+import { ADAPTERS, choiceOf, OBJECTIVES, withChoice } from '../methods.js';
 import { curlOf, fieldsFor, groupsOf, isDefault, NONE, requestOf, textOf, valueOf, yamlOf } from '../new_run_form.js';
 import { useAction, useResource, useSettled } from '../resource.js';
 import { go, query } from '../router.js';
@@ -23,18 +24,6 @@ const MAIN = ['learning_rate', 'epochs', 'max_steps', 'batch_size', 'gradient_ac
 const ADAPTER = ['lora_r', 'lora_alpha'];
 /** Fields with controls of their own. */
 const OWN = new Set(['base_model', 'method']);
-/** @type {Record<string, [string, string]>} Name and explanation of each method. */
-const METHODS = {
-  qlora: ['QLoRA', 'Adapter on 4-bit weights'],
-  lora: ['LoRA', 'Adapter on full weights'],
-  full: ['Full', 'All weights'],
-  sft: ['SFT', 'Chats and completions'],
-  dpo: ['DPO', 'Preference pairs'],
-  kto: ['KTO', 'Rated answers'],
-  reward: ['Reward', 'Model that scores answers'],
-  rlhf: ['RLHF', 'Rewards on own completions'],
-};
-
 /**
  * @typedef {object} Draft
  * @property {Record<string, any>} values Fields of the request beside the configuration.
@@ -157,8 +146,13 @@ function Form({ schema, start, place }) {
   }
   const method = String(config.method ?? schema.properties.method.default);
   const known = /** @type {import('../new_run_form.js').FormField} */ (fields.get('method')).choices;
-  const methods = [...Object.keys(METHODS).filter((name) => known.includes(name)), ...known.filter((name) => !(name in METHODS))];
-  const isAdapter = config.lora_r !== null && method !== 'full';
+  const chosen = choiceOf(config, method);
+  const objectives = OBJECTIVES.filter(([name]) => known.includes(name));
+  const isAdapter = config.lora_r !== null && chosen.adapter !== 'full';
+  const choose = (/** @type {string} */ objective, /** @type {string} */ adapter) => {
+    const { lora_r: _rank, ...otherTexts } = texts;
+    setDraft({ ...draft, texts: otherTexts, config: withChoice(config, objective, adapter) });
+  };
   const effective = settled && checked.data?.valid ? checked.data.effective_config : null;
   const control = (/** @type {string} */ name) => html`<${Field} key=${name} field=${fields.get(name)} effective=${effective?.[name]} value=${config[name]} text=${texts[name]} error=${shownErrors.get(`config.${name}`)} onChange=${(/** @type {string} */ text) => setField(name, text)} />`;
   const main = [...(isAdapter ? ADAPTER : []), ...MAIN];
@@ -173,7 +167,9 @@ function Form({ schema, start, place }) {
           <${Basics} values=${values} config=${config} errors=${shownErrors} onValue=${setValue} onModel=${(/** @type {string} */ text) => setField('base_model', text)} />
         </div></section>
         <section class="box" aria-label="Method"><header><h2>Method</h2></header><div class="inside">
-          <div class="choices" role="radiogroup" aria-label="Method">${methods.map((name) => html`<label class="choice"><input type="radio" name="method" checked=${name === method} onChange=${() => setField('method', name)} /><b>${METHODS[name]?.[0] ?? name}</b><small>${METHODS[name]?.[1] ?? ''}</small></label>`)}</div>
+          <${Choices} label="Objective" hint="What the model learns from." options=${objectives} value=${chosen.objective} onChange=${(/** @type {string} */ name) => choose(name, chosen.adapter)} />
+          <${Choices} label="Trained weights" hint="Adapters need less memory." options=${ADAPTERS} value=${chosen.adapter} onChange=${(/** @type {string} */ name) => choose(chosen.objective, name)} />
+          ${shownErrors.has('config.method') && html`<p class="err" id="error-method"><${Prose} text=${shownErrors.get('config.method')} /></p>`}
         </div><div class="form">${main.map(control)}</div></section>
         <${Placement} values=${values} errors=${shownErrors} onValue=${setValue} />
         <${OtherFields} groups=${groups} main=${main} method=${method} config=${config} errors=${shownErrors} control=${control} />
@@ -187,6 +183,13 @@ function Form({ schema, start, place }) {
   </form>`;
 }
 
+/**
+ * A row of tiles, of which one is chosen.
+ * @param {{ label: string, hint: string, options: [string, string, string][], value: string, onChange: (name: string) => void }} props
+ */
+const Choices = ({ label, hint, options, value, onChange }) => html`<div class="f"><p class="legend-text"><b>${label}</b> <span class="hint">${hint}</span></p>
+  <div class="choices" role="radiogroup" aria-label=${label}>${options.map(([name, text, about]) => html`<label class="choice"><input type="radio" name=${label} checked=${name === value} onChange=${() => onChange(name)} /><b>${text}</b><small>${about}</small></label>`)}</div></div>`;
+
 /** @param {{ values: Record<string, any>, config: Record<string, any>, errors: Map<string, string>, onValue: (name: string, value: unknown) => void, onModel: (text: string) => void }} props */
 function Basics({ values, config, errors, onValue, onModel }) {
   const models = useResource((signal) => get('/v1/models', {}, signal), 'models');
@@ -199,20 +202,23 @@ function Basics({ values, config, errors, onValue, onModel }) {
   const missing = [values.dataset_id, values.eval_dataset_id].filter((id) => id && datasets.data && !found.some((/** @type {any} */ one) => one.id === id));
   const experiments = useResource((signal) => get('/v1/experiments', { limit: 200 }, signal), 'experiments');
   const change = (/** @type {string} */ name) => (/** @type {any} */ event) => onValue(name, event.target.value);
+  const names = found.map((/** @type {any} */ one) => one.name);
+  // Datasets of one name are told apart by their age and the end of their ID.
+  const namesakes = new Set(names.filter((/** @type {string} */ name, /** @type {number} */ index) => names.indexOf(name) !== index));
   const options = [
     ...missing.map((id) => html`<option value=${id}>${format.shortId(id)}</option>`),
-    ...found.map((/** @type {any} */ one) => html`<option value=${one.id}>${one.name} (${one.format}, ${format.counted(one.rows, 'row')})</option>`),
+    ...found.map((/** @type {any} */ one) => html`<option value=${one.id}>${one.name} (${one.format}, ${format.counted(one.rows, 'row')}${namesakes.has(one.name) ? `, ${format.ago(one.created_at, Date.now())}, ${format.shortId(one.id)}` : ''})</option>`),
   ];
   const error = (/** @type {string} */ name) => errors.get(name) && html`<p class="err" id=${`error-${name}`}><${Prose} text=${errors.get(name)} /></p>`;
   return html`
-    <div class="f w6"><label for="field-base_model">Base model<code>base_model</code></label><input id="field-base_model" type="text" list="models" required placeholder="folder, owner/model or run_…" value=${config.base_model ?? ''} aria-invalid=${errors.has('config.base_model') ? 'true' : undefined} onInput=${(/** @type {any} */ event) => onModel(event.target.value)} />
+    <div class="f w6"><label for="field-base_model" title="base_model">Base model</label><input id="field-base_model" type="text" list="models" required placeholder="folder, owner/model or run_…" value=${config.base_model ?? ''} aria-invalid=${errors.has('config.base_model') ? 'true' : undefined} onInput=${(/** @type {any} */ event) => onModel(event.target.value)} />
       <datalist id="models">${(models.data?.data ?? []).map((/** @type {any} */ one) => html`<option value=${one.id}></option>`)}${(trained.data?.data ?? []).map((/** @type {any} */ one) => html`<option value=${one.id}>${`output of ${one.name}`}</option>`)}</datalist>${error('config.base_model') || html`<p class="hint">A folder below the models root, a model of the hub, or the ID of a finished run.</p>`}</div>
-    <div class="f w6"><label for="field-name">Name<code>name</code></label><input id="field-name" type="text" maxlength="200" placeholder="method and model" value=${values.name ?? ''} onInput=${change('name')} />${error('name')}</div>
-    <div class="f w6"><label for="field-dataset_id">Dataset<code>dataset_id</code></label><select id="field-dataset_id" required value=${values.dataset_id ?? ''} onChange=${change('dataset_id')}><option value="">Choose …</option>${options}</select>${error('dataset_id') || html`<p class="hint"><a href="/datasets">Upload another one</a></p>`}
+    <div class="f w6"><label for="field-name" title="name">Name</label><input id="field-name" type="text" maxlength="200" placeholder="method and model" value=${values.name ?? ''} onInput=${change('name')} />${error('name')}</div>
+    <div class="f w6"><label for="field-dataset_id" title="dataset_id">Dataset</label><select id="field-dataset_id" required value=${values.dataset_id ?? ''} onChange=${change('dataset_id')}><option value="">Choose …</option>${options}</select>${error('dataset_id') || html`<p class="hint"><a href="/datasets">Upload another one</a></p>`}
       ${(datasets.data?.has_more || wanted) && html`<input type="search" class="small" placeholder="Search datasets" aria-label="Search datasets by name or ID" value=${wanted} onInput=${(/** @type {any} */ event) => setWanted(event.target.value)} />`}</div>
-    <div class="f w6"><label for="field-eval_dataset_id">Eval dataset<code>eval_dataset_id</code></label><select id="field-eval_dataset_id" value=${values.eval_dataset_id ?? ''} onChange=${change('eval_dataset_id')}><option value="">none</option>${options}</select>${error('eval_dataset_id')}</div>
-    <div class="f w6"><label for="field-experiment_id">Experiment<code>experiment_id</code></label><select id="field-experiment_id" value=${values.experiment_id ?? ''} onChange=${change('experiment_id')}><option value="">default</option>${(experiments.data?.data ?? []).filter((/** @type {any} */ one) => one.id !== DEFAULT_EXPERIMENT).map((/** @type {any} */ one) => html`<option value=${one.id}>${one.name}</option>`)}</select>${error('experiment_id')}</div>
-    <div class="f w6"><label for="field-tags">Tags<code>tags</code></label><input id="field-tags" type="text" value=${(values.tags ?? []).join(', ')} onChange=${(/** @type {any} */ event) => onValue('tags', event.target.value.split(',').map((/** @type {string} */ tag) => tag.trim()).filter(Boolean))} /><p class="hint">Separated by commas.</p>${error('tags')}</div>`;
+    <div class="f w6"><label for="field-eval_dataset_id" title="eval_dataset_id">Eval dataset</label><select id="field-eval_dataset_id" value=${values.eval_dataset_id ?? ''} onChange=${change('eval_dataset_id')}><option value="">none</option>${options}</select>${error('eval_dataset_id')}</div>
+    <div class="f w6"><label for="field-experiment_id" title="experiment_id">Experiment</label><select id="field-experiment_id" value=${values.experiment_id ?? ''} onChange=${change('experiment_id')}><option value="">default</option>${(experiments.data?.data ?? []).filter((/** @type {any} */ one) => one.id !== DEFAULT_EXPERIMENT).map((/** @type {any} */ one) => html`<option value=${one.id}>${one.name}</option>`)}</select>${error('experiment_id')}</div>
+    <div class="f w6"><label for="field-tags" title="tags">Tags</label><input id="field-tags" type="text" value=${(values.tags ?? []).join(', ')} onChange=${(/** @type {any} */ event) => onValue('tags', event.target.value.split(',').map((/** @type {string} */ tag) => tag.trim()).filter(Boolean))} /><p class="hint">Separated by commas.</p>${error('tags')}</div>`;
 }
 
 /**
@@ -233,18 +239,18 @@ function Placement({ values, errors, onValue }) {
   const error = (/** @type {string} */ name) => errors.get(name) && html`<p class="err" id=${`error-${name}`}><${Prose} text=${errors.get(name)} /></p>`;
   const set = ['resources', 'priority', 'max_restarts', 'backend'].filter((name) => values[name] != null).length;
   return html`<section class="box" aria-label="Placement"><details class="group"><summary>Placement and restarts<span class="muted num">${set > 0 ? `${set} set` : ''}</span></summary><div class="form">
-    <div class="f"><label for="field-kind">Device<code>resources.kind</code></label><select id="field-kind" value=${resources.kind ?? ''} onChange=${(/** @type {any} */ event) => setResource('kind', event.target.value || null)}><option value="">as the run needs</option><option value="cuda">GPU</option><option value="cpu">CPU</option></select>${error('resources.kind')}</div>
-    <div class="f"><label for="field-devices">Devices<code>resources.devices</code></label><input id="field-devices" type="text" placeholder="1" value=${resources.devices ?? ''} onInput=${(/** @type {any} */ event) => setResource('devices', countOf(event))} />${error('resources.devices') || html`<p class="hint">Devices in all, of one worker unless there are several hosts: a number, or <code>all</code>.</p>`}</div>
-    <div class="f"><label for="field-hosts">Hosts<code>resources.hosts</code></label><input id="field-hosts" type="number" min="1" max="1024" placeholder="1" value=${resources.hosts ?? ''} onInput=${(/** @type {any} */ event) => setResource('hosts', numberOf(event))} />${error('resources.hosts') || html`<p class="hint">Workers that train it together, each with its share of the devices.</p>`}</div>
-    <div class="f"><label for="field-sharding">Model on several devices<code>resources.sharding</code></label><select id="field-sharding" value=${resources.sharding ?? ''} onChange=${(/** @type {any} */ event) => setResource('sharding', event.target.value || null)}><option value="">divided only if none holds it</option><option value="none">a replica on each</option><option value="full">divided among them</option></select>${error('resources.sharding')}</div>
-    <div class="f"><label for="field-gpu">GPU<code>resources.gpu</code></label><input id="field-gpu" type="text" placeholder="any" value=${resources.gpu ?? ''} onInput=${(/** @type {any} */ event) => setResource('gpu', event.target.value.trim() || null)} />${error('resources.gpu') || html`<p class="hint">Whole words of its name, such as <code>h200</code>.</p>`}</div>
-    <div class="f"><label for="field-sequence_parallel">Devices that share a sequence<code>resources.sequence_parallel</code></label><input id="field-sequence_parallel" type="number" min="1" max="1024" placeholder="1" value=${resources.sequence_parallel ?? ''} onInput=${(/** @type {any} */ event) => setResource('sequence_parallel', numberOf(event))} />${error('resources.sequence_parallel') || html`<p class="hint">For long sequences: each device has a part of every sequence.</p>`}</div>
-    <div class="f"><label for="field-expert_parallel">Devices that share the experts<code>resources.expert_parallel</code></label><input id="field-expert_parallel" type="number" min="1" max="1024" placeholder="1" value=${resources.expert_parallel ?? ''} onInput=${(/** @type {any} */ event) => setResource('expert_parallel', numberOf(event))} />${error('resources.expert_parallel') || html`<p class="hint">Of a mixture-of-experts model: each device has a part of the experts of every layer.</p>`}</div>
-    <div class="f"><label for="field-memory_mb">Least memory, MiB<code>resources.memory_mb</code></label><input id="field-memory_mb" type="number" min="1" placeholder="from the estimate" value=${resources.memory_mb ?? ''} onInput=${(/** @type {any} */ event) => setResource('memory_mb', numberOf(event))} />${error('resources.memory_mb')}</div>
-    <div class="f"><label for="field-labels">Labels<code>resources.labels</code></label><input id="field-labels" type="text" placeholder="any worker" value=${(resources.labels ?? []).join(', ')} onChange=${(/** @type {any} */ event) => { const labels = event.target.value.split(',').map((/** @type {string} */ one) => one.trim()).filter(Boolean); setResource('labels', labels.length ? labels : null); }} />${error('resources.labels') || html`<p class="hint">Labels that the worker must have, separated by commas.</p>`}</div>
-    <div class="f"><label for="field-priority">Priority<code>priority</code></label><input id="field-priority" type="number" min="-1000" max="1000" placeholder="0" value=${values.priority ?? ''} onInput=${(/** @type {any} */ event) => onValue('priority', numberOf(event))} />${error('priority') || html`<p class="hint">Runs with higher priority start first.</p>`}</div>
-    <div class="f"><label for="field-max_restarts">Restarts<code>max_restarts</code></label><input id="field-max_restarts" type="number" min="0" max="100" placeholder=${DEFAULT_RESTARTS} value=${values.max_restarts ?? ''} onInput=${(/** @type {any} */ event) => onValue('max_restarts', numberOf(event))} />${error('max_restarts') || html`<p class="hint">Most restarts after losses since the last new checkpoint.</p>`}</div>
-    <div class="f"><label for="field-backend">Backend<code>backend</code></label><select id="field-backend" value=${values.backend ?? ''} onChange=${(/** @type {any} */ event) => onValue('backend', event.target.value || null)}><option value="">default (celery)</option>${(backends.data?.data ?? []).filter((/** @type {any} */ one) => one.name !== 'celery' && !one.unavailable_reason).map((/** @type {any} */ one) => html`<option value=${one.name}>${one.name}</option>`)}</select>${error('backend')}</div>
+    <div class="f"><label for="field-kind" title="resources.kind">Device</label><select id="field-kind" value=${resources.kind ?? ''} onChange=${(/** @type {any} */ event) => setResource('kind', event.target.value || null)}><option value="">as the run needs</option><option value="cuda">GPU</option><option value="cpu">CPU</option></select>${error('resources.kind')}</div>
+    <div class="f"><label for="field-devices" title="resources.devices">Devices</label><input id="field-devices" type="text" placeholder="1" value=${resources.devices ?? ''} onInput=${(/** @type {any} */ event) => setResource('devices', countOf(event))} />${error('resources.devices') || html`<p class="hint">Devices in all, of one worker unless there are several hosts: a number, or <code>all</code>.</p>`}</div>
+    <div class="f"><label for="field-hosts" title="resources.hosts">Hosts</label><input id="field-hosts" type="number" min="1" max="1024" placeholder="1" value=${resources.hosts ?? ''} onInput=${(/** @type {any} */ event) => setResource('hosts', numberOf(event))} />${error('resources.hosts') || html`<p class="hint">Workers that train it together, each with its share of the devices.</p>`}</div>
+    <div class="f"><label for="field-sharding" title="resources.sharding">Model on several devices</label><select id="field-sharding" value=${resources.sharding ?? ''} onChange=${(/** @type {any} */ event) => setResource('sharding', event.target.value || null)}><option value="">divided only if none holds it</option><option value="none">a replica on each</option><option value="full">divided among them</option></select>${error('resources.sharding')}</div>
+    <div class="f"><label for="field-gpu" title="resources.gpu">GPU</label><input id="field-gpu" type="text" placeholder="any" value=${resources.gpu ?? ''} onInput=${(/** @type {any} */ event) => setResource('gpu', event.target.value.trim() || null)} />${error('resources.gpu') || html`<p class="hint">Whole words of its name, such as <code>h200</code>.</p>`}</div>
+    <div class="f"><label for="field-sequence_parallel" title="resources.sequence_parallel">Devices that share a sequence</label><input id="field-sequence_parallel" type="number" min="1" max="1024" placeholder="1" value=${resources.sequence_parallel ?? ''} onInput=${(/** @type {any} */ event) => setResource('sequence_parallel', numberOf(event))} />${error('resources.sequence_parallel') || html`<p class="hint">For long sequences: each device has a part of every sequence.</p>`}</div>
+    <div class="f"><label for="field-expert_parallel" title="resources.expert_parallel">Devices that share the experts</label><input id="field-expert_parallel" type="number" min="1" max="1024" placeholder="1" value=${resources.expert_parallel ?? ''} onInput=${(/** @type {any} */ event) => setResource('expert_parallel', numberOf(event))} />${error('resources.expert_parallel') || html`<p class="hint">Of a mixture-of-experts model: each device has a part of the experts of every layer.</p>`}</div>
+    <div class="f"><label for="field-memory_mb" title="resources.memory_mb">Least memory, MiB</label><input id="field-memory_mb" type="number" min="1" placeholder="from the estimate" value=${resources.memory_mb ?? ''} onInput=${(/** @type {any} */ event) => setResource('memory_mb', numberOf(event))} />${error('resources.memory_mb')}</div>
+    <div class="f"><label for="field-labels" title="resources.labels">Labels</label><input id="field-labels" type="text" placeholder="any worker" value=${(resources.labels ?? []).join(', ')} onChange=${(/** @type {any} */ event) => { const labels = event.target.value.split(',').map((/** @type {string} */ one) => one.trim()).filter(Boolean); setResource('labels', labels.length ? labels : null); }} />${error('resources.labels') || html`<p class="hint">Labels that the worker must have, separated by commas.</p>`}</div>
+    <div class="f"><label for="field-priority" title="priority">Priority</label><input id="field-priority" type="number" min="-1000" max="1000" placeholder="0" value=${values.priority ?? ''} onInput=${(/** @type {any} */ event) => onValue('priority', numberOf(event))} />${error('priority') || html`<p class="hint">Runs with higher priority start first.</p>`}</div>
+    <div class="f"><label for="field-max_restarts" title="max_restarts">Restarts</label><input id="field-max_restarts" type="number" min="0" max="100" placeholder=${DEFAULT_RESTARTS} value=${values.max_restarts ?? ''} onInput=${(/** @type {any} */ event) => onValue('max_restarts', numberOf(event))} />${error('max_restarts') || html`<p class="hint">Most restarts after losses since the last new checkpoint.</p>`}</div>
+    <div class="f"><label for="field-backend" title="backend">Backend</label><select id="field-backend" value=${values.backend ?? ''} onChange=${(/** @type {any} */ event) => onValue('backend', event.target.value || null)}><option value="">default (celery)</option>${(backends.data?.data ?? []).filter((/** @type {any} */ one) => one.name !== 'celery' && !one.unavailable_reason).map((/** @type {any} */ one) => html`<option value=${one.name}>${one.name}</option>`)}</select>${error('backend')}</div>
   </div></details></section>`;
 }
 
@@ -268,7 +274,7 @@ function Field({ field, effective, value, text, error, onChange }) {
   } else {
     control = html`<input ...${about} type="text" inputmode=${field.kind === 'number' || field.kind === 'integer' ? 'decimal' : undefined} placeholder=${fallback} value=${shown} onInput=${onInput} />`;
   }
-  return html`<div class=${field.kind === 'json' ? 'f w12' : 'f'}><label for=${id}>${labelOf(field.name)}<code>${field.name}</code></label>${control}
+  return html`<div class=${field.kind === 'json' ? 'f w12' : 'f'}><label for=${id} title=${field.name}>${labelOf(field.name)}</label>${control}
     ${error ? html`<p class="err" id=${`${id}-about`}><${Prose} text=${error} /></p>` : html`<p class="hint" id=${`${id}-about`}><${Prose} text=${field.isNullable && field.fallback != null ? `${field.description} \`${NONE}\`: no value.` : field.description} /></p>`}</div>`;
 }
 
@@ -283,7 +289,7 @@ function OtherFields({ groups, main, method, config, errors, control }) {
   const [text, setText] = useState('');
   const wanted = text.trim().toLowerCase().replaceAll(' ', '_');
   const isShown = (/** @type {import('../new_run_form.js').FormField} */ field) =>
-    !OWN.has(field.name) && (wanted ? field.name.includes(wanted) || field.description.toLowerCase().includes(text.trim().toLowerCase()) : !main.includes(field.name) && (!(field.name in METHODS) || field.name === method));
+    !OWN.has(field.name) && (wanted ? field.name.includes(wanted) || field.description.toLowerCase().includes(text.trim().toLowerCase()) : !main.includes(field.name) && (!OBJECTIVES.some(([name]) => name === field.name) || field.name === method));
   return html`<section class="box" aria-label="More fields"><header><h2>More fields</h2><span class="grow"></span><input type="search" class="small" placeholder="Search fields" aria-label="Search fields of the configuration" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)} /></header>
     ${groups.map(({ group, fields }) => {
       const shown = fields.filter(isShown);
@@ -335,9 +341,9 @@ function Estimate({ estimate }) {
   const whole = Math.max(device.memory_mb ?? 0, memory?.total ?? 0, parts.reduce((sum, [, size]) => sum + /** @type {number} */ (size), 0));
   const fit = estimate.fits[0];
   return html`<section class="box" aria-label="Estimate"><header><h2>Estimate</h2><span class="sub">${device.name}</span></header><div class="inside">
-    ${memory && html`<div class="row between"><span>Memory</span><b class="num">${format.gib(memory.total)} of ${format.gib(device.memory_mb)} GiB</b></div>
-      <div class="stack" role="img" aria-label=${`Memory: ${parts.map(([name, size]) => `${name.replaceAll('_', ' ')} ${format.gib(/** @type {number} */ (size))} GiB`).join(', ')}`}>${parts.map(([, size], index) => html`<i style=${{ width: `${(100 * /** @type {number} */ (size)) / whole}%`, background: `var(--c${(index % 8) + 1})` }}></i>`)}</div>
-      <div class="legend">${parts.map(([name, size], index) => html`<span><i class="swatch" style=${{ background: `var(--c${(index % 8) + 1})` }}></i>${name.replaceAll('_', ' ')} ${format.gib(/** @type {number} */ (size))}</span>`)}</div>`}
+    ${memory && html`<div class="row between"><span>Memory</span><b class="num">${format.mebibytes(memory.total)} of ${format.mebibytes(device.memory_mb)}</b></div>
+      <div class="stack" role="img" aria-label=${`Memory: ${parts.map(([name, size]) => `${name.replaceAll('_', ' ')} ${format.mebibytes(/** @type {number} */ (size))}`).join(', ')}`}>${parts.map(([, size], index) => html`<i style=${{ width: `${(100 * /** @type {number} */ (size)) / whole}%`, background: `var(--c${(index % 8) + 1})` }}></i>`)}</div>
+      <div class="legend">${parts.map(([name, size], index) => html`<span><i class="swatch" style=${{ background: `var(--c${(index % 8) + 1})` }}></i>${name.replaceAll('_', ' ')} ${format.mebibytes(/** @type {number} */ (size))}</span>`)}</div>`}
     ${fit && fit.fits === false && html`<p class="error-text"><${Prose} text=${fit.reason} /></p>${fit.advice.length > 0 && html`<ul class="checks">${fit.advice.map((/** @type {string} */ one) => html`<li class="sub"><${Prose} text=${one} /></li>`)}</ul>`}`}
     ${others.length > 0 && html`<details><summary class="sub">${format.counted(others.length, 'other device')}</summary><ul class="checks">${others.map((/** @type {any} */ one) => html`<li class=${one.fits === false ? 'warning-text' : 'sub'}>${one.device.name}: <${Prose} text=${one.reason} /></li>`)}</ul></details>`}
     <dl class="kv left"><dt>Steps</dt><dd class="num">${format.integer(estimate.steps)}</dd><dt>Tokens</dt><dd class="num">${format.integer(estimate.tokens)}</dd><dt>Time</dt><dd class="num">${format.duration(estimate.seconds)}</dd>
