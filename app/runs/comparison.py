@@ -1,6 +1,6 @@
 """Comparison of runs."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from sqlalchemy import select
@@ -8,7 +8,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.errors import invalid, not_found
 from app.contracts.errors import FieldError
+from app.contracts.methods import METHODS, TrainingMethod
 from app.contracts.run_status import TrainingStatus
+from app.contracts.schemas.actions import CHANGED_BY_ACTIONS
 from app.contracts.schemas.runs.comparison import ComparedRun, Reached, RunComparison
 from app.contracts.schemas.runs.placement import Resources
 from app.runs import service
@@ -32,7 +34,11 @@ async def compare(session: AsyncSession, ids: Sequence[str]) -> RunComparison:
         if id not in found:
             raise not_found("run", id)
     runs = [found[id] for id in wanted]
-    fields = {run.id: _fields(run) | {_EXTRA: await service.extra_eval_datasets(session, run)} for run in runs}
+    are_effective = all(run.effective_config for run in runs)
+    fields = {
+        run.id: _fields(run, are_effective=are_effective) | {_EXTRA: await service.extra_eval_datasets(session, run)}
+        for run in runs
+    }
     differences, common = {}, {}
     for name in dict.fromkeys(name for of_run in fields.values() for name in of_run):
         values = {id: of_run.get(name) for id, of_run in fields.items()}
@@ -42,11 +48,28 @@ async def compare(session: AsyncSession, ids: Sequence[str]) -> RunComparison:
         else:
             differences[name] = values
     described = [await _reached(session, run) for run in runs]
-    return RunComparison(runs=described, differences=differences, common=common)
+    caution = _caution({TrainingMethod(run.method) for run in runs})
+    return RunComparison(runs=described, caution=caution, differences=differences, common=common)
 
 
-def _fields(run: Run) -> dict[str, Any]:
-    asked = {f"config.{name}": value for name, value in run.config.items()}
+def _caution(methods: Set[TrainingMethod]) -> str | None:
+    """Return why losses of runs of these methods cannot be compared; None if they can."""
+    # All supervised methods have the same loss.
+    kinds = {"supervised" if METHODS[method].is_supervised else method for method in methods}
+    if len(kinds) < 2:
+        return None
+    named = sorted(methods)
+    return (
+        f"The losses of {', '.join(f'`{name}`' for name in named[:-1])} and `{named[-1]}` measure different things and "
+        "cannot be compared, nor can rewards and losses: compare a run with others of its method."
+    )
+
+
+def _fields(run: Run, *, are_effective: bool) -> dict[str, Any]:
+    effective = run.effective_config or {}
+    changed = effective.keys() if are_effective else CHANGED_BY_ACTIONS
+    config = run.config | {name: effective[name] for name in changed if name in effective}
+    asked = {f"config.{name}": value for name, value in config.items()}
     # A run of an earlier version has no value of fields that came later.
     resources = Resources.model_validate(run.resources).model_dump()
     asked |= {f"resources.{name}": value for name, value in resources.items()}
@@ -60,6 +83,7 @@ async def _reached(session: AsyncSession, run: Run) -> ComparedRun:
         run_id=run.id,
         name=run.name,
         experiment_id=run.experiment_id,
+        method=TrainingMethod(run.method),
         status=TrainingStatus(run.status),
         current_step=run.current_step,
         total_steps=run.total_steps,

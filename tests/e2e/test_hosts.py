@@ -113,7 +113,7 @@ def test_two_hosts_train_as_one_process_with_twice_the_batch(hosts: Hosts) -> No
     assert shown["status"] == "completed", shown["error_message"]
     assert (shown["resources"]["hosts"], shown["attempt"]) == (2, 1)
     lines = stack.client.get(f"/v1/runs/{run_id}/logs").text.splitlines()
-    printed = [line for line in lines if "'loss':" in line]
+    printed = [line for line in lines if "  loss " in line]
     assert len(printed) == 6 and not any(line.startswith("[rank") for line in printed), "one process prints the metrics"
     alone = hosts.start({"devices": 1}, batch_size=4, **same)
     shown = stack.until(alone, "completed", "failed", timeout=120)

@@ -54,7 +54,6 @@ OfCheckpoint = Annotated[
         help="Apply to this checkpoint instead of the run: its id or the beginning of it, or `last` for the newest.",
     ),
 ]
-_CHANGED_BY_ACTIONS = ("learning_rate", "max_steps", "epochs")
 
 Watch = Annotated[bool, typer.Option("--watch", help="Watch the run to its end; the exit code gives the result.")]
 
@@ -262,8 +261,10 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
 
 def _in_force(run: "RunRead") -> dict[str, Any]:
     """Return the requested configuration with the values in force of the fields that live actions change."""
+    from app.contracts.schemas.actions import CHANGED_BY_ACTIONS
+
     effective = run.effective_config or {}
-    changed = {name: effective[name] for name in _CHANGED_BY_ACTIONS if name in effective}
+    changed = {name: effective[name] for name in CHANGED_BY_ACTIONS if name in effective}
     return {**run.config, **changed}
 
 

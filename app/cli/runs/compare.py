@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from app.cli.console import AsJson, attempt_path_text, connected, document, table
+from app.cli.console import AsJson, attempt_path_text, connected, document, note, table
 from app.cli.names import RunIds
 
 
@@ -22,6 +22,7 @@ def compare(
         ids = [run.run_id for run in found.runs]
         facts: dict[str, list[Any]] = {
             "name": [run.name for run in found.runs],
+            "method": [run.method for run in found.runs],
             "status": [run.status for run in found.runs],
             "step": [f"{run.current_step}/{run.total_steps or '?'}" for run in found.runs],
             "seconds": [run.seconds for run in found.runs],
@@ -32,3 +33,5 @@ def compare(
         for name, values in found.differences.items():
             facts[name] = [values[id] for id in ids]
         table(["", *ids], [[name, *map(attempt_path_text, values)] for name, values in facts.items()])
+        if found.caution is not None:
+            note(found.caution)

@@ -74,6 +74,8 @@ class ExtendAction(_Action):
 AnyAction = CheckpointAction | EvaluateAction | SampleAction | SetLearningRateAction | ExtendAction
 
 
+CHANGED_BY_ACTIONS = ("learning_rate", "max_steps", "epochs")
+"""Fields of the configuration that actions change: their values in effect are in `effective_config`."""
 Name = Literal["checkpoint", "evaluate", "sample", "set_learning_rate", "extend"]
 
 

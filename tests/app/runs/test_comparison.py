@@ -53,6 +53,32 @@ def test_reports_which_resources_differ(api: ApiServer, engine: Engine) -> None:
     assert (found["common"]["resources.hosts"], found["common"]["resources.labels"]) == (1, [])
 
 
+def test_has_the_values_in_effect_and_those_that_actions_changed(api: ApiServer, engine: Engine) -> None:
+    dataset = make_dataset(engine)
+    one, two = (make_run(api.client, dataset)["id"] for _ in range(2))
+    ids = {"ids": f"{one},{two}"}
+    mark_run(engine, one, effective_config={"learning_rate": 1e-5, "max_steps": 70, "dtype": "bfloat16"})
+    found = api.client.get("/v1/runs/compare", params=ids).json()
+    assert found["differences"] == {
+        "config.learning_rate": {one: 1e-5, two: 2e-4},
+        "config.max_steps": {one: 70, two: None},
+    }, "not the device's choice of a run that has started, beside one that has not"
+    mark_run(engine, two, effective_config={"learning_rate": 1e-5, "max_steps": 70, "dtype": "float32"})
+    found = api.client.get("/v1/runs/compare", params=ids).json()
+    assert found["differences"] == {"config.dtype": {one: "bfloat16", two: "float32"}}
+
+
+def test_says_where_losses_cannot_be_compared(api: ApiServer, engine: Engine) -> None:
+    chats, pairs = make_dataset(engine), make_dataset(engine, "preference", ("prompt", "chosen", "rejected"))
+    qlora, lora = (make_run(api.client, chats, config={"method": method})["id"] for method in ("qlora", "lora"))
+    dpo = make_run(api.client, pairs, config={"method": "dpo"})["id"]
+    same, mixed = (
+        api.client.get("/v1/runs/compare", params={"ids": f"{qlora},{other}"}).json() for other in (lora, dpo)
+    )
+    assert same["caution"] is None and [run["method"] for run in same["runs"]] == ["qlora", "lora"]
+    assert "losses of `dpo` and `qlora` measure different things" in mixed["caution"]
+
+
 def test_two_to_twenty_runs_that_there_are(api: ApiServer, engine: Engine) -> None:
     run = make_run(api.client, make_dataset(engine))["id"]
     for ids in ("", run, f"{run},{run}", ",".join(new_id("run") for _ in range(21))):

@@ -1,7 +1,9 @@
 """Callback between two optimizer steps: the journal, metrics, limits and stop requests."""
 
 import math
+import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -178,6 +180,30 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         run.metric({**point, "extra": extra}, state.max_steps)
         run.state.last_metric = {name: point[name] for name in ("step", "epoch", "loss")}
         self.trainer.report_samples()
+
+
+class MetricLines(TrainerCallback):  # type: ignore[misc]
+    """Prints the metrics of each step and evaluation as a line of the log."""
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        if logs and state.is_local_process_zero:
+            sys.stdout.write(f"{metric_line(state.global_step, state.max_steps, logs)}\n")
+            sys.stdout.flush()
+
+
+def metric_line(step: int, total: int, logs: Mapping[str, Any]) -> str:
+    """Return a line such as `step 40/200  loss 2.31  learning_rate 0.0002`."""
+    place = f"step {step}/{total}" if total > 0 else f"step {step}"
+    shown = {name: value for name, value in logs.items() if name not in ("step", "total_flos")}
+    numbers = (f"{name} {f'{value:.4g}' if isinstance(value, float) else value}" for name, value in shown.items())
+    return "  ".join([place, *numbers])
 
 
 class SharingCallback(TrainerCallback):  # type: ignore[misc]

@@ -17,7 +17,7 @@ from worker.checkpoint_files import resume_fidelity
 from worker.training.context import TrainingContext
 from worker.training.data import dataset
 from worker.training.failures import TrainingFailure
-from worker.training.loop.callbacks import SharingCallback, StepCallback
+from worker.training.loop.callbacks import MetricLines, SharingCallback, StepCallback
 from worker.training.loop.histograms import HistogramCallback
 from worker.training.loop.memory import MemoryProfiler
 from worker.training.loop.module_walks import CachedModuleWalks
@@ -169,8 +169,9 @@ def build(make: Callable[..., Trains], run: TrainingContext, **options: Any) -> 
         compile_layers(trainer.model)
     if run.ranks.is_first and not run.only_evaluates and not run.is_probe:
         check_saves(trainer)
-    if not run.ranks.is_first:
-        trainer.remove_callback(PrinterCallback)  # on each host, one process would print the metrics of each step
+    trainer.remove_callback(PrinterCallback)  # it prints dictionaries, in one process of each host
+    if run.ranks.is_first:
+        trainer.add_callback(MetricLines())
     trainer.add_callback(StepCallback(run, trainer))
     trainer.add_callback(trainer.plugin_callbacks)
     asked = run.config.trainer_options

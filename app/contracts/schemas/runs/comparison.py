@@ -5,12 +5,13 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
+from app.contracts.methods import TrainingMethod
 from app.contracts.run_status import TrainingStatus
 from app.contracts.schemas.runs.common import EXPERIMENT_ID, OTHER_RUN_ID, RUN_ID
 from app.contracts.schemas.short_repr import ShortRepr
 
 _COMPARED: JsonDict = {
-    "run_id": RUN_ID, "name": "rank 8", "experiment_id": EXPERIMENT_ID, "status": "completed",
+    "run_id": RUN_ID, "name": "rank 8", "experiment_id": EXPERIMENT_ID, "method": "qlora", "status": "completed",
     "current_step": 200, "total_steps": 200, "best_loss": 1.93, "seconds": 81.5,
     "metrics": {"loss": {"last_step": 200, "last": 1.95, "min": 1.93, "max": 4.1}},
 }  # fmt: skip
@@ -31,6 +32,7 @@ class ComparedRun(BaseModel):
     run_id: str
     name: str
     experiment_id: str
+    method: TrainingMethod
     status: TrainingStatus
     current_step: int
     total_steps: int | None
@@ -46,6 +48,7 @@ class RunComparison(ShortRepr):
         json_schema_extra={
             "example": {
                 "runs": [_COMPARED, {**_COMPARED, "run_id": OTHER_RUN_ID, "name": "rank 16", "best_loss": 1.9}],
+                "caution": None,
                 "differences": {"config.lora_r": {RUN_ID: 8, OTHER_RUN_ID: 16}},
                 "common": {"config.method": "qlora", "backend": "celery"},
             }
@@ -53,5 +56,11 @@ class RunComparison(ShortRepr):
     )
 
     runs: list[ComparedRun] = Field(description="In the requested order.")
-    differences: dict[str, dict[str, Any]] = Field(description="Fields whose values differ, by run.")
+    caution: str | None = Field(
+        description="Sentence that says why losses of these runs cannot be compared; null if they can."
+    )
+    differences: dict[str, dict[str, Any]] = Field(
+        description="Fields whose values differ, by run. Of the configuration, the values in effect if every run has "
+        "reported them; otherwise those requested, with the changes by live actions."
+    )
     common: dict[str, Any] = Field(description="Fields whose values are the same in all runs.")

@@ -11,6 +11,7 @@ from app.contracts.attempt.messages import ControlMessage
 from app.contracts.stop import StopRequest
 from tests.waiting import eventually
 from tests.worker.training.tiny import Forks, make_job
+from worker.training.loop.callbacks import metric_line
 
 QUICK: dict[str, Any] = {"method": "lora", "max_seq_length": 64, "batch_size": 2, "gradient_accumulation_steps": 1}
 
@@ -65,3 +66,10 @@ def test_without_logging_steps_only_the_last_step_is_logged(
     (logged,) = done.of("metric")
     losses = [float.fromhex(loss) for loss, _ in done.steps.values()]
     assert logged["step"] == 3 and logged["loss"] == pytest.approx(sum(losses) / 3)
+
+
+def test_the_log_has_metrics_as_words_and_numbers() -> None:
+    logs = {"loss": 2.3120001, "learning_rate": 2e-4, "num_tokens": 1200.0, "epoch": 1, "total_flos": 1e18}
+    numbers = "loss 2.312  learning_rate 0.0002  num_tokens 1200  epoch 1"
+    assert metric_line(3, 200, logs) == f"step 3/200  {numbers}"
+    assert metric_line(0, 0, logs) == f"step 0  {numbers}", "an evaluation without training"

@@ -5,9 +5,10 @@ import { get } from '../api.js';
 import { colorOf, LineChart } from '../components/chart.js';
 import { Chip, Choice, Copy, Dialog } from '../components/controls.js';
 import { Icon } from '../components/icon.js';
-import { Empty, ErrorText, Failure, Loading } from '../components/states.js';
-import { positions } from '../curves.js';
+import { Empty, ErrorText, Failure, Loading, Prose } from '../components/states.js';
+import { extentOf, positions } from '../curves.js';
 import * as format from '../format.js';
+import { isRewarded } from '../methods.js';
 import { useResource, useSettled } from '../resource.js';
 import { query, setQuery } from '../router.js';
 
@@ -18,10 +19,12 @@ const MOST_POINTS = 1000;
 const LIVE_EVERY_MS = 5000;
 const LIVE = new Set(['pending', 'initializing', 'running', 'checkpointing']);
 const AXES = /** @type {[string, string][]} */ ([['step', 'Step'], ['epoch', 'Epoch'], ['time', 'Time']]);
-/** Curves that can be shown: series, title, format. The first two are shown unless others are chosen. */
+/** Curves that can be shown: series, title, format. */
 const CURVES = /** @type {[string, string, (value: number | null | undefined) => string][]} */ ([
   ['loss', 'Train loss', format.loss],
   ['eval_loss', 'Eval loss', format.loss],
+  ['extra.reward', 'Train reward', format.loss],
+  ['eval_reward', 'Eval reward', format.loss],
   ['learning_rate', 'Learning rate', format.significant],
   ['grad_norm', 'Gradient norm', format.significant],
   ['extra.tokens_per_second', 'Tokens/s', format.integer],
@@ -59,8 +62,9 @@ export default function Compare() {
   return html`${head}
     <div class="row wrap filters">${shown.map((/** @type {any} */ run) => html`<button type="button" class="btn small" key=${run.run_id} aria-pressed=${String(!hidden.has(run.run_id))} style=${hidden.has(run.run_id) ? { opacity: 0.55 } : {}} onClick=${() => flip(run.run_id)}>
       <i class="swatch" style=${{ background: `var(${run.color})` }}></i><span class="clip">${run.name}</span></button>`)}</div>
+    ${found.data.caution && html`<p class="box inside warning-text" role="note"><${Prose} text=${found.data.caution} /></p>`}
     <${Curves} runs=${shown.filter((/** @type {any} */ run) => !hidden.has(run.run_id))} everyMs=${everyMs} />
-    <${Results} runs=${shown} differences=${found.data.differences} common=${found.data.common} ids=${ids} />`;
+    <${Results} runs=${shown} areComparable=${!found.data.caution} differences=${found.data.differences} common=${found.data.common} ids=${ids} />`;
 }
 
 /** @param {{ runs: any[], everyMs: number | undefined }} props */
@@ -70,34 +74,40 @@ function Curves({ runs, everyMs }) {
   const smoothing = Number(asked.get('smoothing') ?? 0.6);
   const logScale = asked.get('log') === '1';
   const chosen = asked.getAll('curve');
-  const names = chosen.length ? chosen : [CURVES[0][0], CURVES[1][0]];
+  const rewarded = runs.filter((run) => isRewarded(run.method)).length;
+  const usual = [...(rewarded < runs.length ? ['loss', 'eval_loss'] : []), ...(rewarded > 0 ? ['extra.reward', 'eval_reward'] : [])];
+  const names = chosen.length ? chosen : usual;
+  const offered = CURVES.filter(([name]) => rewarded > 0 || !name.endsWith('reward'));
   const flip = (/** @type {string} */ name) => {
     const next = names.includes(name) ? names.filter((one) => one !== name) : [...names, name];
     setQuery({ curve: next.length ? next : null });
   };
+  const ids = runs.map((run) => run.run_id).join(',');
+  const read = (/** @type {string} */ name, /** @type {AbortSignal} */ signal) => get('/v1/runs/curves', { ids, name, max_points: MOST_POINTS }, signal);
+  const found = useResource((signal) => Promise.all(names.map((name) => read(name, signal))), ids ? `${names} ${ids}` : null, { everyMs });
+  const answers = new Map(found.data?.map((/** @type {any} */ answer) => [answer.name, answer.data]));
+  const shown = CURVES.filter(([name]) => names.includes(name)).map(([name, text, numbers]) => {
+    const byRun = new Map((answers.get(name) ?? []).map((/** @type {any} */ one) => [one.run_id, one]));
+    const curves = runs.flatMap((run) => {
+      const one = byRun.get(run.run_id);
+      if (!one || one.series.steps.length === 0) return [];
+      return [{ name: run.name, color: run.color, x: positions(one.series, axis, one), y: one.series.values, dots: name.startsWith('eval') }];
+    });
+    return { name, text, numbers, curves };
+  });
+  const extent = extentOf(shown.flatMap(({ curves }) => curves.map((curve) => curve.x)));
+  const along = axis === 'epoch' ? { position: (/** @type {number} */ x) => `epoch ${x.toFixed(2)}` } : axis === 'time' ? { position: format.duration, ticks: format.duration } : {};
   return html`<div class="chartbar">
       <span class="row">Along <${Choice} label="Horizontal axis" value=${axis} options=${AXES} onChange=${(/** @type {string} */ value) => setQuery({ axis: value === 'step' ? null : value })} /></span>
       <label>Smoothing <input type="range" min="0" max="0.99" step="0.01" value=${smoothing} onInput=${(/** @type {any} */ event) => setQuery({ smoothing: event.target.value })} /><span class="num">${smoothing.toFixed(2)}</span></label>
       <label class="check"><input type="checkbox" checked=${logScale} onChange=${(/** @type {any} */ event) => setQuery({ log: event.target.checked ? 1 : null })} />Log scale</label>
       <span class="grow"></span>
-      <span class="row wrap" role="group" aria-label="Curves">${CURVES.map(([name, text]) => html`<label class="check"><input type="checkbox" checked=${names.includes(name)} onChange=${() => flip(name)} />${text}</label>`)}</span>
+      <span class="row wrap" role="group" aria-label="Curves">${offered.map(([name, text]) => html`<label class="check"><input type="checkbox" checked=${names.includes(name)} onChange=${() => flip(name)} />${text}</label>`)}</span>
     </div>
-    <div class="charts">${CURVES.filter(([name]) => names.includes(name)).map(([name, text, numbers]) => html`<${Curve} key=${name} name=${name} title=${text} format=${numbers} runs=${runs} axis=${axis} smoothing=${name.startsWith('eval') || name === 'learning_rate' ? 0 : smoothing} logScale=${logScale && name !== 'learning_rate'} everyMs=${everyMs} />`)}</div>`;
-}
-
-/** @param {{ name: string, title: string, format: (value: number | null | undefined) => string, runs: any[], axis: import('../curves.js').Axis, smoothing: number, logScale: boolean, everyMs: number | undefined }} props */
-function Curve({ name, title: text, format: numbers, runs, axis, smoothing, logScale, everyMs }) {
-  const ids = runs.map((run) => run.run_id).join(',');
-  const found = useResource((signal) => get('/v1/runs/curves', { ids, name, max_points: MOST_POINTS }, signal), ids ? `${name} ${ids}` : null, { everyMs });
-  const byRun = new Map((found.data?.data ?? []).map((/** @type {any} */ one) => [one.run_id, one]));
-  const curves = runs.flatMap((run) => {
-    const one = byRun.get(run.run_id);
-    if (!one || one.series.steps.length === 0) return [];
-    return [{ name: run.name, color: run.color, x: positions(one.series, axis, one), y: one.series.values, dots: name.startsWith('eval') }];
-  });
-  if (found.data && curves.length === 0) return html`<p class="chart tall state muted">No run has the curve “${text}”.</p>`;
-  const along = axis === 'epoch' ? { position: (/** @type {number} */ x) => `epoch ${x.toFixed(2)}` } : axis === 'time' ? { position: format.duration, ticks: format.duration } : {};
-  return html`<${LineChart} title=${text} shape="half tall" group="compare" format=${numbers} smoothing=${smoothing} logScale=${logScale} curves=${curves} ...${along} />`;
+    <div class="charts">${shown.map(({ name, text, numbers, curves }) => curves.length === 0
+      ? found.data && html`<p class="chart half tall state muted" key=${name}>No run has the curve “${text}”.</p>`
+      : html`<${LineChart} key=${name} title=${text} shape="half tall" group="compare" format=${numbers} extent=${extent} curves=${curves}
+          smoothing=${name.startsWith('eval') || name === 'learning_rate' ? 0 : smoothing} logScale=${logScale && name !== 'learning_rate'} ...${along} />`)}</div>`;
 }
 
 /**
@@ -105,7 +115,7 @@ function Curve({ name, title: text, format: numbers, runs, axis, smoothing, logS
  * @type {[string, (run: any) => number | null | undefined, (value: any) => string, ('min' | 'max')?][]}
  */
 const RESULTS = [
-  ['Lowest train loss', (run) => run.best_loss, format.loss, 'min'],
+  ['Lowest train loss', (run) => (isRewarded(run.method) ? null : run.best_loss), format.loss, 'min'],
   ['Best eval loss', (run) => run.metrics['eval.eval_loss']?.min, format.loss, 'min'],
   ['Best eval reward', (run) => run.metrics['eval.eval_reward']?.max, format.loss, 'max'],
   ['Steps', (run) => run.current_step, format.integer],
@@ -114,19 +124,20 @@ const RESULTS = [
   ['Peak GPU memory, GiB', (run) => run.metrics.gpu_memory_mb?.max, format.gib, 'min'],
 ];
 
-/** @param {{ runs: any[], differences: Record<string, Record<string, unknown>>, common: Record<string, unknown>, ids: string[] }} props */
-function Results({ runs, differences, common, ids }) {
+/** @param {{ runs: any[], areComparable: boolean, differences: Record<string, Record<string, unknown>>, common: Record<string, unknown>, ids: string[] }} props */
+function Results({ runs, areComparable, differences, common, ids }) {
   const [isAll, setAll] = useState(false);
   const remove = (/** @type {string} */ id) => setQuery({ ids: ids.filter((one) => one !== id).join(',') });
   const rows = RESULTS.filter(([, value]) => runs.some((run) => value(run) != null));
   return html`<section class="box scroll below" tabindex="0" role="region" aria-label="Results and differences"><table class="table">
-    <thead><tr><th class="fields"><span class="sr">Field</span></th>${runs.map((run) => html`<th key=${run.run_id}><span class="row"><i class="swatch" style=${{ background: `var(${run.color})` }}></i><a class="name" href=${`/runs/${run.run_id}`}>${run.name}</a><${Chip} status=${run.status} plain />
+    <thead><tr><th class="fields"><span class="sr">Field</span></th>${runs.map((run) => html`<th key=${run.run_id}><span class="row"><i class="swatch" style=${{ background: `var(${run.color})` }}></i><a class="name" href=${`/runs/${run.run_id}`}>${run.name}</a><${Chip} status=${run.status} plain /><span class="tag">${run.method}</span>
       ${runs.length > 2 && html`<button type="button" class="btn quiet icon small" aria-label=${`Remove ${run.name} from the comparison`} onClick=${() => remove(run.run_id)}><${Icon} name="cross" /></button>`}</span></th>`)}</tr></thead>
     <tbody>
       ${rows.map(([text, value, numbers, best]) => {
         const known = /** @type {number[]} */ (runs.map(value).filter((one) => one != null));
         // Values that read the same are equally good, whatever their further digits.
-        const winner = best && new Set(known.map(numbers)).size > 1 ? numbers(Math[best](...known)) : null;
+        const isCompared = best && (areComparable || !text.match(/loss|reward/));
+        const winner = isCompared && new Set(known.map(numbers)).size > 1 ? numbers(Math[best](...known)) : null;
         return html`<tr key=${text}><td class="muted">${text}</td>${runs.map((run) => html`<td class="num nowrap">${numbers(value(run))} ${numbers(value(run)) === winner && html`<span class="tag best">best</span>`}</td>`)}</tr>`;
       })}
       <tr><td colspan=${runs.length + 1} class="sub band">${Object.keys(differences).length ? 'Differences' : 'The configurations are the same.'}</td></tr>

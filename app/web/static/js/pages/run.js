@@ -4,6 +4,7 @@ import { html, useEffect, useState } from '../../vendor/preact.js';
 import { Icon } from '../components/icon.js';
 import { Failure as RequestFailure, Loading, Prose } from '../components/states.js';
 import * as format from '../format.js';
+import { isRewarded } from '../methods.js';
 import { path, query } from '../router.js';
 import { RunStore } from '../run_store.js';
 import { Charts } from '../run/charts.js';
@@ -78,7 +79,7 @@ function Overview({ store }) {
   const run = store.run.value;
   const checkpoints = store.checkpoints.value ?? [];
   const newest = byPrompt(store.samples)[0];
-  const evalName = run.config.method === 'rlhf' ? 'eval_reward' : 'eval_loss';
+  const evalName = isRewarded(run.config.method) ? 'eval_reward' : 'eval_loss';
   return html`${run.status === 'failed' && html`<${Failure} store=${store} />`}
     <div class="two">
       <${Charts} store=${store} />

@@ -6,6 +6,7 @@ import { LineChart } from '../components/chart.js';
 import { Choice } from '../components/controls.js';
 import { emptySeries, extentOf, perStep, positions, stepsWithin, withDetail } from '../curves.js';
 import * as format from '../format.js';
+import { isRewarded } from '../methods.js';
 import { useResource } from '../resource.js';
 import { query, setQuery } from '../router.js';
 import { READ_POINTS } from '../run_store.js';
@@ -51,8 +52,8 @@ export function Charts({ store }) {
   };
   const known = new Set(['loss', 'epoch', ...KNOWN.map(([name]) => name)]);
   const evals = [...store.series.keys()].filter((name) => /^eval\.eval_(.*_)?loss$/.test(name));
-  const rewards = [...store.series.keys()].filter((name) => name === 'eval.eval_reward' || name === 'extra.reward');
-  const others = [...store.series.keys()].filter((name) => !known.has(name) && !evals.includes(name) && hasNumbers(store, name)).sort();
+  const rewards = /** @type {string[]} */ ([...store.series.keys()].filter((name) => name === 'eval.eval_reward' || name === 'extra.reward'));
+  const others = [...store.series.keys()].filter((name) => !known.has(name) && !evals.includes(name) && !rewards.includes(name) && hasNumbers(store, name)).sort();
   const shown = KNOWN.filter(([name]) => hasNumbers(store, name) && !(name === 'samples_per_second' && hasNumbers(store, 'extra.tokens_per_second')));
   const scales = { epoch: store.series.get('epoch'), clock: store.timesOfSteps };
   const extent = extentOf([...store.series.values()].map(({ steps, values }) => positions({ steps: [...steps.slice(0, 1), ...steps.slice(-1)], values }, axis, scales)));
@@ -62,6 +63,11 @@ export function Charts({ store }) {
     ...(axis === 'epoch' ? { position: (/** @type {number} */ x) => `epoch ${x.toFixed(2)}` } : {}),
     ...(axis === 'time' ? { position: (/** @type {number} */ x) => format.duration(x), ticks: format.duration } : {}),
   };
+  const byReward = isRewarded(store.run.value.config.method) && rewards.length > 0;
+  const lossChart = html`<${LineChart} key="loss" title="Loss" shape=${byReward ? '' : 'wide'} logScale=${logScale} format=${format.loss} ...${common}
+    curves=${[curve('loss', 'train', '--c1'), ...evals.map((name, index) => curve(name, evalLabel(name), `--c${(index % 7) + 2}`, { dots: true }))]} />`;
+  const rewardChart = rewards.length > 0 && html`<${LineChart} key="reward" title="Reward" shape=${byReward ? 'wide' : ''} ...${common}
+    curves=${rewards.map((name, index) => curve(name, name.startsWith('eval') ? 'eval' : 'train', `--c${index + 1}`, { dots: name.startsWith('eval') }))} />`;
   if (store.series.size === 0) return html`<p class="box state muted">Curves appear with the first logged step.</p>`;
   return html`<div>
     <div class="chartbar">
@@ -72,9 +78,7 @@ export function Charts({ store }) {
       ${zoom ? html`<button type="button" class="btn small" onClick=${() => setQuery({ zoom: null })}>Show all</button>` : html`<span class="faint hide-s">Drag to zoom, double-click to show all</span>`}
     </div>
     <div class="charts">
-      <${LineChart} title="Loss" shape="wide" logScale=${logScale} format=${format.loss} ...${common}
-        curves=${[curve('loss', 'train', '--c1'), ...evals.map((name, index) => curve(name, evalLabel(name), `--c${(index % 7) + 2}`, { dots: true }))]} />
-      ${rewards.length > 0 && html`<${LineChart} title="Reward" ...${common} curves=${rewards.map((name, index) => curve(name, name.startsWith('eval') ? 'eval' : 'train', `--c${index + 1}`, { dots: name.startsWith('eval') }))} />`}
+      ${byReward ? [rewardChart, lossChart] : [lossChart, rewardChart]}
       ${shown.map(([name, title, color, text]) => html`<${LineChart} key=${name} title=${title} ...${common} smoothing=${name === 'learning_rate' || name === 'gpu_memory_mb' ? 0 : smoothing}
         logScale=${logScale && name === 'grad_norm'} format=${text} curves=${[curve(name, title, color)]} />`)}
       ${(isAll ? others : others.slice(0, 4)).map((name, index) => html`<${LineChart} key=${name} title=${otherTitle(name)} ...${common} curves=${[curve(name, otherTitle(name), `--c${(index % 8) + 1}`, { dots: name.startsWith('eval.') })]} />`)}

@@ -6,6 +6,7 @@ import { Dialog } from '../components/controls.js';
 import { Icon } from '../components/icon.js';
 import { Empty, ErrorText, Loading } from '../components/states.js';
 import * as format from '../format.js';
+import { isRewarded } from '../methods.js';
 import { useAction } from '../resource.js';
 import { go } from '../router.js';
 import { may } from '../session.js';
@@ -27,7 +28,7 @@ export function Checkpoints({ store }) {
     return html`<section class="box"><${Empty} title="No checkpoint yet."><p class="muted">The run saves one every <code>save_steps</code> steps, at a stop, and at its end.</p><//></section>`;
   }
   const isOver = !LIVE.has(run.status);
-  const evalName = run.config.method === 'rlhf' ? 'eval_reward' : 'eval_loss';
+  const evalName = isRewarded(run.config.method) ? 'eval_reward' : 'eval_loss';
   const pin = (/** @type {any} */ one) => action.run(async () => {
     await call('PATCH', `/v1/runs/${run.id}/checkpoints/${one.id}`, { body: { pinned: !one.pinned } });
     await store.readLists();

@@ -5,8 +5,9 @@ import { Bar, statusName } from '../components/controls.js';
 import { Prose } from '../components/states.js';
 import { lastValue } from '../curves.js';
 import * as format from '../format.js';
+import { isRewarded } from '../methods.js';
 import { useNow } from '../resource.js';
-import { segmentsOf } from './timeline.js';
+import { apart, segmentsOf } from './timeline.js';
 
 /** @typedef {import('../run_store.js').RunStore} RunStore */
 
@@ -21,7 +22,7 @@ export function Summary({ store }) {
   void store.curvesVersion.value; // draw again with new points
   const series = (/** @type {string} */ name) => store.series.get(name);
   const latest = (/** @type {string} */ name) => lastValue(series(name)?.values ?? []);
-  const evalName = run.config.method === 'rlhf' ? 'eval_reward' : 'eval_loss';
+  const evalName = isRewarded(run.config.method) ? 'eval_reward' : 'eval_loss';
   const facts = configFacts(run);
   const tokens = latest('extra.tokens_per_second');
   const memory = store.device.value?.memory_mb ?? latest('gpu_memory_mb');
@@ -30,8 +31,10 @@ export function Summary({ store }) {
       ${run.total_steps > 0 && html`<${Bar} value=${run.current_step / run.total_steps} status=${run.status} label="Progress" />`}
     <//>
     <${When} store=${store} now=${now} />
-    <${Tile} label="Train loss" value=${format.loss(latest('loss'))} note=${run.best_loss != null && `lowest ${format.loss(best(Math.min, run.best_loss, latest('loss')))}`} />
-    <${Tile} label=${run.config.method === 'rlhf' ? 'Eval reward' : 'Eval loss'} value=${format.loss(latest(`eval.${evalName}`))} note=${run.best_eval != null && `best ${format.loss(best(evalName === 'eval_loss' ? Math.min : Math.max, run.best_eval, latest(`eval.${evalName}`)))}`} />
+    ${isRewarded(run.config.method)
+      ? html`<${Tile} label="Train reward" value=${format.loss(latest('extra.reward'))} note=${latest('loss') != null && `loss ${format.loss(latest('loss'))}`} />`
+      : html`<${Tile} label="Train loss" value=${format.loss(latest('loss'))} note=${run.best_loss != null && `lowest ${format.loss(best(Math.min, run.best_loss, latest('loss')))}`} />`}
+    <${Tile} label=${isRewarded(run.config.method) ? 'Eval reward' : 'Eval loss'} value=${format.loss(latest(`eval.${evalName}`))} note=${run.best_eval != null && `best ${format.loss(best(evalName === 'eval_loss' ? Math.min : Math.max, run.best_eval, latest(`eval.${evalName}`)))}`} />
     <${Tile} label="Throughput" value=${tokens != null ? format.integer(tokens) : format.significant(latest('samples_per_second'))} unit=${tokens != null ? 'tokens/s' : 'rows/s'}
       note=${latest('extra.mfu') != null && `MFU ${format.percent(/** @type {number} */ (latest('extra.mfu')), 1)}`} />
     ${memory != null && html`<${Tile} label="GPU memory" value=${format.gib(memory)} unit="GiB" note=${run.estimate?.memory_mb?.total && `estimated ${format.gib(run.estimate.memory_mb.total)} GiB`} />`}
@@ -76,6 +79,8 @@ function phaseText(progress) {
   return `${progress.phase}${part}${progress.message ? `: ${progress.message}` : ''}`;
 }
 
+/** Width of a mark as a part of the line of a laptop's screen. */
+const MARK_WIDTH = 0.014;
 /** Part of the line below which a segment has no label. */
 const NARROW = 0.06;
 const GLYPHS = {
@@ -99,7 +104,7 @@ function Timeline({ store, now }) {
     <div class="track" role="img" aria-label=${timeline.segments.map((one) => one.about).join('; ')}>
       ${timeline.segments.map((one) => html`<div class="seg-t" data-s=${one.kind} title=${one.about} style=${{ left: at(one.from), width: size(one.from, one.to) }}>${one.to - one.from > NARROW * (timeline.to - timeline.from) && one.label}</div>`)}
     </div>
-    <div class="marks" aria-hidden="true">${timeline.marks.map((mark) => html`<span class="mark" data-k=${mark.kind} title=${mark.about} style=${{ left: at(mark.at) }}><svg viewBox="0 0 13 13"><path d=${GLYPHS[mark.kind]} /></svg></span>`)}</div>
+    <div class="marks" aria-hidden="true">${apart(timeline.marks, (timeline.to - timeline.from) * MARK_WIDTH).map((mark) => html`<span class="mark" data-k=${mark.kind} title=${mark.about} style=${{ left: at(mark.at) }}><svg viewBox="0 0 13 13"><path d=${GLYPHS[mark.kind]} /></svg></span>`)}</div>
     <div class="row wrap ends"><span>${format.clock(timeline.from, now)}</span><span class="grow"></span>
       <span class="legend" aria-hidden="true">${Object.entries(WORDS).filter(([kind]) => shown.has(/** @type {any} */ (kind))).map(([kind, word]) => html`<span><i class="mark" data-k=${kind}><svg viewBox="0 0 13 13"><path d=${GLYPHS[/** @type {keyof typeof GLYPHS} */ (kind)]} /></svg></i>${word}</span>`)}</span>
       <span class="grow"></span><span>${timeline.isPredicted ? `about ${format.clock(timeline.to, now)}` : run.finished_at ? format.clock(timeline.to, now) : 'now'}</span></div>

@@ -7,6 +7,26 @@ import * as format from '../format.js';
 
 const LOST = new Set(['lost', 'retried']);
 
+/** Marks that say more come first. */
+const WEIGHT = { best: 0, lost: 1, action: 2, checkpoint: 3 };
+
+/**
+ * Marks that do not lie over each other: of those that are closer than a part of the line, the weightiest is shown, with
+ * what the others are about.
+ * @param {Mark[]} marks @param {number} distance Least distance between two marks, in milliseconds.
+ * @returns {Mark[]}
+ */
+export function apart(marks, distance) {
+  /** @type {(Mark & { others: Mark[] })[]} */
+  const shown = [];
+  for (const mark of marks.toSorted((one, other) => WEIGHT[one.kind] - WEIGHT[other.kind] || other.at - one.at)) {
+    const near = shown.find((one) => Math.abs(one.at - mark.at) < distance);
+    if (near) near.others.push(mark);
+    else shown.push({ ...mark, others: [] });
+  }
+  return shown.map(({ others, ...mark }) => (others.length === 0 ? mark : { ...mark, about: `${mark.about}, and ${others.length} more beside it` }));
+}
+
 /**
  * @param {any} run
  * @param {any[]} attempts Oldest first, with `attempt`, `started_at`, `ended_at`, `outcome`, `worker`.
