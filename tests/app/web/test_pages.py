@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Dialog, Page, Route, expect
+from playwright.sync_api import Browser, Dialog, Locator, Page, Route, expect
 from sqlalchemy import Engine
 
 from app.config import Settings
@@ -52,6 +52,61 @@ class TestRuns:
         expect(row).to_be_visible()
         expect(page.get_by_label("Search runs by name, tag or ID")).to_have_value("")
 
+    def test_are_sorted_by_their_headers_and_several_are_tagged_stopped_and_deleted(
+        self, chromium: Browser, shared_api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        trains = start(shared_api, engine, dataset, name="b, in training", tags=["table"])
+        done = [start(shared_api, engine, dataset, name=f"{letter}, done", tags=["table"]) for letter in "ac"]
+        for number, trainer in enumerate(done):
+            trainer.complete()
+            mark_run(engine, trainer.run_id, best_loss=2.0 + number, final_loss=2.0 + number)
+        with window(chromium, shared_api.url) as context:
+            page = sign_in(context, shared_api.client)
+            page.goto("/?tag=table")
+            names = page.locator("tbody .name")
+            expect(names).to_have_text(["b, in training", "c, done", "a, done"])
+            page.get_by_role("button", name="Run", exact=True).click()
+            expect(names).to_have_text(["a, done", "b, in training", "c, done"])
+            page.get_by_role("button", name="Lowest loss").click()
+            expect(names).to_have_text(["a, done", "c, done", "b, in training"])
+            page.get_by_role("button", name="Lowest loss").click()
+            expect(page.get_by_role("columnheader", name="Lowest loss")).to_have_attribute("aria-sort", "descending")
+            expect(names).to_have_text(["c, done", "a, done", "b, in training"])
+            page.get_by_label("Order").select_option("best")
+            expect(page.get_by_role("rowheader", name="qlora, by train loss, lowest first")).to_be_visible()
+            page.get_by_role("button", name="Columns of the table").click()
+            for column in ("Learning rate", "Tags"):
+                page.get_by_role("button", name=column).click()
+            page.keyboard.press("Escape")
+            page.reload()
+            row = page.get_by_role("row").filter(has_text="a, done")
+            expect(row).to_contain_text("2.00e-4")
+            expect(row.get_by_role("link", name="table")).to_be_visible()
+            page.get_by_label("Select all runs of this page").check()
+            dialog = self._change(page, "Tag …")
+            dialog.get_by_label("Add tags").fill("kept")
+            dialog.get_by_role("button", name="Save").click()
+            expect(dialog).to_contain_text("3 runs changed.")
+            dialog.get_by_role("button", name="Close").last.click()
+            expect(row.get_by_role("link", name="kept")).to_be_visible()
+            dialog = self._change(page, "Stop …")
+            dialog.get_by_role("radio", name="Stop without saving").check()
+            dialog.get_by_role("button", name="Stop").click()
+            expect(dialog).to_contain_text("1 run asked to stop, 2 already so or ended.")
+            dialog.get_by_role("button", name="Close").last.click()
+            dialog = self._change(page, "Delete …")
+            dialog.get_by_role("button", name="Delete").click()
+            expect(dialog).to_contain_text("2 runs deleted.")
+            expect(dialog.get_by_role("listitem")).to_contain_text("stop it first")
+            dialog.get_by_role("button", name="Close").last.click()
+            expect(names).to_have_text(["b, in training"])
+        trains.cancel()
+
+    @staticmethod
+    def _change(page: Page, button: str) -> Locator:
+        page.get_by_role("button", name=button).click()
+        return page.get_by_role("dialog")
+
 
 class TestCompare:
     def test_follows_runs_that_train(self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str) -> None:
@@ -81,7 +136,16 @@ class TestCompare:
             expect(row).to_be_visible()
             return ["best" if "best" in text else "" for text in row.get_by_role("cell").all_inner_texts()[1:]]
 
+        pairs = make_dataset(engine, "preference", ("prompt", "chosen", "rejected"))
+        other = start(shared_api, engine, pairs, name="other", config={"method": "dpo"})
+        other.metric(1, loss=0.1)
+        other.complete()
+        mark_run(engine, other.run_id, best_loss=0.1)
+        page.goto(f"/compare?ids={','.join([*made, other.run_id])}")
+        expect(page.get_by_role("note")).to_contain_text("measure different things and cannot be compared")
+        assert marks("Lowest train loss") == ["", "", "", ""]
         page.goto(f"/compare?ids={','.join(made)}")
+        assert page.get_by_role("note").count() == 0
         assert marks("Lowest train loss") == ["best", "best", ""]
         assert marks("Best eval loss") == ["", "best", "best"]
         expect(page.get_by_role("row").filter(has_text="resources.devices")).to_contain_text("121")

@@ -8,7 +8,7 @@ from sqlalchemy import Engine
 from app.contracts.schemas.runs.common import FACTS
 from tests.app.web.pages import PHONE, resume, start, steps, too_wide
 from tests.browser import sign_in, window
-from tests.factories import make_run, mark_run
+from tests.factories import make_dataset, make_run, mark_run
 from tests.rows import add_worker
 from tests.server import ApiServer
 from tests.waiting import eventually
@@ -117,6 +117,21 @@ class TestRun:
         expect(plans).to_have_text([re.compile("2 rows × 2 .*measured"), re.compile("4 rows × 1 .*predicted")])
         page.set_viewport_size(PHONE)
         assert too_wide(page) == []
+        trainer.complete()
+
+    def test_of_reinforcement_learning_shows_rewards_first(
+        self, page: Page, shared_api: ApiServer, engine: Engine
+    ) -> None:
+        prompts = make_dataset(engine, "prompt", ("prompt",))
+        options = {"method": "rlhf", "rlhf": {"rewards": [{"type": "length", "max": 8}]}}
+        trainer = start(shared_api, engine, prompts, config=options, name="rewarded")
+        for step in (1, 2):
+            trainer.metric(step, loss=0.001, extra={"reward": step / 4})
+        page.goto(f"/runs/{trainer.run_id}?smoothing=0")
+        expect(page.locator(".tile").filter(has_text="Train reward")).to_contain_text("0.500")
+        expect(page.locator("figure.chart").first).to_have_attribute("aria-label", re.compile("^Reward: train 0.5"))
+        page.goto("/?search=rewarded")
+        expect(page.get_by_role("img", name="Reward from 0.250 to 0.500")).to_be_visible()
         trainer.complete()
 
     def test_zooms_into_a_dragged_part_in_all_charts_whether_they_were_in_sight_or_not(

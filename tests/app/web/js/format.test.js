@@ -31,3 +31,8 @@ test('an upload says how much is left, and what the service does at its end', ()
   assert.equal(format.transfer(1e6, 4e6, 2), '1.0 MB of 4.0 MB · 500 KB/s · 6 s left');
   assert.equal(format.transfer(4e6, 4e6, 8), '4.0 MB sent; the service checks the rows …');
 });
+
+test('memory has the unit in which it has digits to read', () => {
+  assert.deepEqual([0.0312, 3.25, 700.4, 23_552].map(format.mebibytes), ['0.031 MiB', '3.3 MiB', '700 MiB', '23.0 GiB']);
+  assert.equal(format.mebibytes(null), '–');
+});
