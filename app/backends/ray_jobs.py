@@ -211,6 +211,11 @@ class RayJobs:
                     except RayError as error:  # the next job may have more luck: only some calls need the head's agent
                         trouble = error
                         settled[current] = ray_reasons.unreachable(error) if _is_waiting(job) else None
+                    except Exception as error:
+                        if is_away(error):
+                            raise
+                        log.exception("ray: job %s cannot be settled, trying again", _job_id(job))
+                        settled[current] = None
                 placing = [job for job in jobs if (why := settled[_key(job)]) and why.code in _PLACING]
                 if placing and trouble is None:
                     await self._look_at_nodes(self._api)

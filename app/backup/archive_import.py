@@ -25,6 +25,7 @@ from app.datasets.service import EXTENSION
 from app.infra.clock import utc_now
 from app.infra.db import sync_engine
 from app.infra.errors import SetupError
+from app.infra.files.tree import remove_tree
 from app.infra.files.untrusted_folder import create_below
 from app.infra.ids import id_at, is_id
 from app.infra.storage import Storage
@@ -137,13 +138,13 @@ class ImportJob:
                     contents, files, self._storage, lambda path: (folder / "files" / path).read_bytes()
                 )
                 for source, target in self._folders(folder / "files"):
-                    shutil.rmtree(target, ignore_errors=True)  # of an import that was killed: the database has none
+                    remove_tree(target, ignore_errors=True)  # of an import that was killed: the database has none
                     promoted.append(target)
                     self._storage.promote(source, target)
             connection.commit()
         except BaseException:
             for target in promoted:
-                shutil.rmtree(target, ignore_errors=True)
+                remove_tree(target, ignore_errors=True)
             raise
 
     def _find_new(self, connection: Connection) -> None:

@@ -25,6 +25,7 @@ from app.backup.progress import Progress
 from app.config import Settings
 from app.infra.clock import utc_now
 from app.infra.errors import SetupError
+from app.infra.files.tree import remove_tree
 from app.infra.private_files import make_private_folder, write_private
 from app.infra.storage import Storage, fsync
 from app.tables.secrets import Secret
@@ -184,7 +185,7 @@ class BackupJob:
         for path in deleted:
             # Without its manifest first: one that is half deleted is none.
             (path / layout.MANIFEST).unlink()
-            shutil.rmtree(path)
+            remove_tree(path)
         return deleted
 
     def _copy_secret_key(self) -> bool:

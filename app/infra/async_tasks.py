@@ -1,7 +1,15 @@
-"""Cancellation of background tasks."""
+"""Background tasks: their cancellation, and passes over many items, of which a bad one does not end the pass."""
 
 import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from sqlalchemy.exc import DBAPIError
+
+from app.infra.db import is_away
+from app.infra.files.object_store import StoreUnavailable
 
 
 async def cancel_and_wait(task: asyncio.Task[Any]) -> None:
@@ -13,3 +21,25 @@ async def cancel_and_wait(task: asyncio.Task[Any]) -> None:
     while not task.done():
         task.cancel()
         await asyncio.wait([task], timeout=0.2)
+
+
+@contextmanager
+def skipping_errors(log: logging.Logger, what: str, *arguments: object) -> Iterator[None]:
+    """Log an error of the block, which handles one of many items, and go on behind it; the next pass tries again.
+
+    Raises an error that the next item would have too: the database is away, or nothing of the object store answers.
+    """
+    try:
+        yield
+    except (OSError, StoreUnavailable) as error:
+        if isinstance(error, StoreUnavailable) and error.is_silent:
+            raise
+        log.warning(f"{what}, trying again later: %s", *arguments, error)
+    except DBAPIError as error:
+        if is_away(error):
+            raise
+        log.warning(f"{what}, trying again later: %s", *arguments, error.orig)
+    except Exception as error:
+        if is_away(error):
+            raise
+        log.exception(f"{what}, trying again later", *arguments)

@@ -5,9 +5,9 @@ some of it: what a worker fetches and writes, and what the API stages.
 """
 
 import asyncio
+import logging
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +16,7 @@ from typing import BinaryIO, ParamSpec, TypeVar
 from uuid import uuid4
 
 from app.config import Settings
+from app.infra.async_tasks import skipping_errors
 from app.infra.files.object_store import (
     PIECE_BYTES,
     SMALL_PART_BYTES,
@@ -25,8 +26,11 @@ from app.infra.files.object_store import (
     StoreUnavailable,
 )
 from app.infra.files.store_calls import StoreCalls
+from app.infra.files.tree import remove_tree
 from app.infra.files.untrusted_folder import OutsideStorage
 from app.infra.ids import is_id
+
+log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -88,15 +92,16 @@ class Storage:
         try:
             yield folder
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_tree(folder, ignore_errors=True)
 
     def sweep_staging(self, older_than_seconds: float) -> int:
         """Remove staging folders left by killed processes; return their number."""
         removed = 0
         for folder in self._folders("staging"):
-            if _age(folder) > older_than_seconds:
-                shutil.rmtree(folder, ignore_errors=True)
-                removed += 1
+            with skipping_errors(log, "cannot remove the unfinished upload %s", folder):
+                if _age(folder) > older_than_seconds:
+                    remove_tree(folder)
+                    removed += 1
         return removed
 
     def promote(self, source: Path, target: Path) -> None:
@@ -150,7 +155,7 @@ class Storage:
         if self.objects is not None:
             with suppress(StoreUnavailable):  # the sweep finds it
                 self.objects.remove(self.key_of(folder))
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(folder, ignore_errors=True)
 
     def put_dataset_aside(self, dataset_id: str) -> str:
         """Move the files of a dataset to the `aside` folder, where they are kept for some time; return the new path."""
@@ -168,11 +173,13 @@ class Storage:
         """Remove folders that were put aside longer ago than this."""
         if self.objects is not None:
             for name in self._old_objects(self.objects, "aside", older_than_seconds):
-                self.objects.remove(f"aside/{name}")
+                with skipping_errors(log, "cannot remove the dataset %s that was put aside", name):
+                    self.objects.remove(f"aside/{name}")
             return
         for folder in self._folders("aside"):
-            if _age(folder) > older_than_seconds:
-                shutil.rmtree(folder, ignore_errors=True)
+            with skipping_errors(log, "cannot remove the dataset %s that was put aside", folder):
+                if _age(folder) > older_than_seconds:
+                    remove_tree(folder)
 
     def dataset_ids(self, older_than_seconds: float) -> list[str]:
         """Return the ids of datasets whose files were last changed longer ago than this."""
@@ -259,7 +266,7 @@ class Storage:
         if self.objects is not None:
             self.objects.remove(self.key_of(folder))
         with suppress(FileNotFoundError):
-            shutil.rmtree(folder)
+            remove_tree(folder)
 
     def _old_objects(self, objects: ObjectStore, name: str, older_than_seconds: float) -> list[str]:
         """Return the folders below a key of which every file was last changed longer ago than this."""

@@ -9,6 +9,7 @@ from sqlalchemy.orm import aliased
 
 from app.api.errors import conflict, not_found
 from app.contracts.run_status import TERMINAL
+from app.infra.async_tasks import skipping_errors
 from app.infra.files.object_store import StoreUnavailable
 from app.infra.storage import Storage
 from app.runs.checkpoints import replicas
@@ -92,24 +93,27 @@ async def delete_remaining_data(sessions: async_sessionmaker[AsyncSession], stor
         while run_id := await holding.scalar(select(func.min(RunDeletion.run_id)).where(RunDeletion.run_id > last)):
             last = run_id
             try:
-                await storage.in_transfer(storage.remove_run, run_id)
-            except (OSError, StoreUnavailable) as error:
-                log.warning("cannot remove the files of deleted run %s, trying again later: %s", run_id, error)
-                if isinstance(error, StoreUnavailable) and error.is_silent:
-                    break  # each further run would block a thread until the store's time limit
-                continue
-            while await _some_events(sessions, run_id):
-                pass
-            async with sessions() as session, session.begin():
-                # In this order: what is being numbered meanwhile is then in the feed, and found there.
-                for table in (QueuedFeedEvent, FeedEvent, MetricRollup):
-                    await session.execute(delete(table).where(table.run_id == run_id))
-                await session.execute(delete(RunDeletion).where(RunDeletion.run_id == run_id))
-                if storage.objects is not None:
-                    await session.execute(replicas.schedule_second_removal(run_id))
-            log.info("removed the remaining data of deleted run %s", run_id)
-            done += 1
+                with skipping_errors(log, "cannot remove the data of deleted run %s", run_id):
+                    await _delete_data_of(sessions, storage, run_id)
+                    done += 1
+            except StoreUnavailable as error:  # each further run would block a thread until the store's time limit
+                log.warning("cannot remove the files of deleted runs, trying again later: %s", error)
+                break
     return done
+
+
+async def _delete_data_of(sessions: async_sessionmaker[AsyncSession], storage: Storage, run_id: str) -> None:
+    await storage.in_transfer(storage.remove_run, run_id)
+    while await _some_events(sessions, run_id):
+        pass
+    async with sessions() as session, session.begin():
+        # In this order: what is being numbered meanwhile is then in the feed, and found there.
+        for table in (QueuedFeedEvent, FeedEvent, MetricRollup):
+            await session.execute(delete(table).where(table.run_id == run_id))
+        await session.execute(delete(RunDeletion).where(RunDeletion.run_id == run_id))
+        if storage.objects is not None:
+            await session.execute(replicas.schedule_second_removal(run_id))
+    log.info("removed the remaining data of deleted run %s", run_id)
 
 
 async def _some_events(sessions: async_sessionmaker[AsyncSession], run_id: str) -> bool:

@@ -8,12 +8,13 @@ import asyncio
 import logging
 import re
 import time
+from collections.abc import Coroutine, Iterator
 from dataclasses import astuple, dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from sqlalchemy import ARRAY, ColumnElement, Text, all_, delete, func, literal, select, text, update
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import aliased
 
@@ -21,8 +22,9 @@ from app.api.errors import as_api_error
 from app.audit.log import KEPT_DAYS
 from app.config import Settings
 from app.contracts.run_status import TERMINAL
+from app.infra.async_tasks import skipping_errors
 from app.infra.clock import ClockWatch
-from app.infra.db import async_engine, is_away
+from app.infra.db import async_engine
 from app.infra.files.object_store import StoreUnavailable
 from app.infra.ids import id_at
 from app.infra.storage import Storage
@@ -120,17 +122,26 @@ class Pruning:
                 if change != 0.0:
                     log.warning("nothing is pruned now: the clock of the database's host was set by %+.0f s", change)
                     return PruneResult()
-            if self._policy.runs_days is not None:
-                await self._runs(self._before(self._policy.runs_days))
-            if self._policy.checkpoints_days is not None:
-                await self._checkpoints(self._before(self._policy.checkpoints_days))
-            if self._policy.checkpoints_days is not None and not self._dry_run:
-                await self._left_over()
-            if self._policy.events_days is not None:
-                await self._events(self._before(self._policy.events_days))
-            if not self._dry_run:
-                await self._audit(id_at("aud", self._before(KEPT_DAYS)))
+            for step in self._steps():
+                try:
+                    with skipping_errors(log, "a part of the retention failed"):
+                        await step
+                except StoreUnavailable as error:  # what is in the database does not wait for it
+                    log.warning("files of checkpoints cannot be deleted, trying again later: %s", error)
         return self._found
+
+    def _steps(self) -> Iterator[Coroutine[Any, Any, None]]:
+        policy = self._policy
+        if policy.runs_days is not None:
+            yield self._runs(self._before(policy.runs_days))
+        if policy.checkpoints_days is not None:
+            yield self._checkpoints(self._before(policy.checkpoints_days))
+        if policy.checkpoints_days is not None and not self._dry_run:
+            yield self._left_over()
+        if policy.events_days is not None:
+            yield self._events(self._before(policy.events_days))
+        if not self._dry_run:
+            yield self._audit(id_at("aud", self._before(KEPT_DAYS)))
 
     async def _audit(self, before: str) -> None:
         """Delete audit entries that are more than a year old."""
@@ -185,12 +196,8 @@ class Pruning:
             async with self._sessions() as session:
                 runs = (await session.scalars(query.order_by(Run.id).limit(_RUNS_AT_ONCE))).all()
             for run_id in runs:
-                try:
+                with skipping_errors(log, "cannot delete the checkpoints of %s", run_id):
                     await self._checkpoints_of(run_id, before)
-                except DBAPIError as error:
-                    if is_away(error):
-                        raise
-                    log.warning("cannot delete the checkpoints of %s: %s", run_id, error.orig)
             if not runs:
                 break
             last = runs[-1]
@@ -223,10 +230,8 @@ class Pruning:
             await self._remove(row.run_id, row.attempt, row.name)
 
     async def _remove(self, run_id: str, attempt: int, name: str) -> None:
-        try:
+        with skipping_errors(log, "cannot delete checkpoint %s of %s", name, run_id):
             await self._storage.in_transfer(self._storage.remove_checkpoint, run_id, attempt, name)
-        except (OSError, StoreUnavailable) as error:
-            log.warning("cannot delete checkpoint %s of %s, trying again later: %s", name, run_id, error)
 
     async def _events(self, before: datetime) -> None:
         async with self._sessions() as session:
@@ -250,6 +255,8 @@ class Pruning:
             except OperationalError as error:
                 # For example, its table is in use: the other months do not wait for that.
                 log.warning("cannot delete the events of %s, trying again later: %s", f"{start:%Y-%m}", error.orig)
+            except Exception:
+                log.exception("cannot delete the events of %s, trying again later", f"{start:%Y-%m}")
 
     async def _month(self, name: str, start: datetime, before: datetime) -> bool:
         """Drop a month's partition, or replace it by one with the events of pinned runs only; no row is deleted."""

@@ -2,12 +2,12 @@
 
 import os
 import pwd
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from app.infra.files.tree import remove_tree
 from worker.context import WorkerContext
 from worker.devices import Device
 from worker.lease import Lease
@@ -89,7 +89,7 @@ def launch(
 def _group(started: Sequence[TrainingProcess], folder: Path | None, first_rank: int) -> TrainingGroup:
     group = TrainingGroup(started, first_rank)
     if folder is not None:
-        group.at_end(lambda: shutil.rmtree(folder, ignore_errors=True))
+        group.at_end(lambda: remove_tree(folder, ignore_errors=True))
     return group
 
 

@@ -7,13 +7,13 @@ Imports nothing heavy: the supervisor verifies checkpoints with it before it off
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Container, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from app.infra.files.file_manifest import MANIFEST, MAX_BYTES, listed
+from app.infra.files.tree import files_below, remove_tree
 from app.infra.files.untrusted_folder import OutsideStorage, entries_below, open_below, read_below
 from worker.wire.heartbeat import HeartbeatCallback, no_heartbeat
 
@@ -59,11 +59,11 @@ def commit(staging: Path, final: Path, alive: HeartbeatCallback = no_heartbeat, 
     for folder in {staging, *(path.parent for path in _files(staging))}:
         _sync(folder)
     aside = aside or final.with_name(f".{final.name}.old")
-    shutil.rmtree(aside, ignore_errors=True)
+    remove_tree(aside, ignore_errors=True)
     if os.path.lexists(final):
         final.rename(aside)
     staging.rename(final)
-    shutil.rmtree(aside, ignore_errors=True)
+    remove_tree(aside, ignore_errors=True)
     _sync(final.parent)
 
 
@@ -164,7 +164,7 @@ def size_of(folder: Path) -> int:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
+    return iter(sorted(Path(entry.path) for entry in files_below(folder) if entry.is_file(follow_symlinks=False)))
 
 
 def _digest(file: FileIO, alive: HeartbeatCallback) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from app.infra.files.file_manifest import MANIFEST
+from app.infra.files.tree import files_below
 
 FINGERPRINT = "fingerprint"
 """Key of the fingerprint in the manifest of a checkpoint."""
@@ -129,5 +130,5 @@ def _flat(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
 
 def _files(folder: Path) -> list[Path]:
     """Return the files that make up a model: its description and hidden files may change without changing it."""
-    found = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".md")
+    found = (Path(entry.path) for entry in files_below(folder) if entry.is_file() and not entry.name.endswith(".md"))
     return [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]

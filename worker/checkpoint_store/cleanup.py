@@ -1,11 +1,13 @@
 """Removes unused checkpoint data from a worker's storage: leftovers of killed processes, and retired checkpoints."""
 
 import logging
-import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from sqlalchemy import Connection, select
 
+from app.infra.async_tasks import skipping_errors
+from app.infra.files.tree import remove_tree
 from app.runs.checkpoints import retention
 from app.tables.runs import Run
 from app.tables.workers import Worker
@@ -30,14 +32,14 @@ def before_attempt(context: StoreContext, run: ClaimedRun) -> None:
         half_fetched = _half_fetched(context, connection, run)
     remove_folders(context, run.id, [(attempt, name) for attempt, name in retired])
     for folder in half_fetched:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(folder, ignore_errors=True)
 
 
 def after_attempt(context: StoreContext, run_id: str, attempt: int) -> None:
     """Remove what an ended trainer left half written: a cancelled run has no later attempt that would do it."""
     for pattern in _LEFTOVERS:
         for leftover in context.storage.attempt_dir(run_id, attempt).glob(pattern):
-            shutil.rmtree(leftover, ignore_errors=True)
+            remove_tree(leftover, ignore_errors=True)
 
 
 def _half_fetched(context: StoreContext, connection: Connection, run: ClaimedRun) -> list[Path]:
@@ -56,14 +58,9 @@ def _half_fetched(context: StoreContext, connection: Connection, run: ClaimedRun
 def remove_folders(context: StoreContext, run_id: str, retired: list[tuple[int, str]]) -> None:
     """Remove the folders of checkpoints whose rows are marked as deleted."""
     for attempt, name in retired:
-        folder = context.storage.named_checkpoint(run_id, attempt, name)
-        # Renamed first: a kill during the removal must not leave half a checkpoint under its name.
-        going = folder.with_name(f".deleted-{name}")
-        try:
+        with skipping_errors(log, "%s: %s cannot be removed", run_id, name), suppress(FileNotFoundError):
+            folder = context.storage.named_checkpoint(run_id, attempt, name)
+            # Renamed first: a kill during the removal must not leave half a checkpoint under its name.
+            going = folder.with_name(f".deleted-{name}")
             folder.rename(going)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            log.warning("%s: %s could not be removed: %s", run_id, name, error)
-            continue
-        shutil.rmtree(going, ignore_errors=True)
+            remove_tree(going)

@@ -8,7 +8,6 @@ written while they are sent.
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import BinaryIO
 
 from app.infra.files import file_manifest
 from app.infra.files.object_store import PIECE_BYTES, ObjectMissing, ObjectStore
+from app.infra.files.tree import remove_tree
 from app.infra.files.untrusted_folder import create_below, entries_below, open_below
 from app.infra.storage import Storage
 from app.infra.terminal_text import is_plain_path
@@ -167,7 +167,7 @@ class RemoteStore:
             ReplicaMissing, ReplicaCorrupt, StoreUnavailable: See these.
             OSError: This worker's own storage cannot take it.
         """
-        shutil.rmtree(staging, ignore_errors=True)
+        remove_tree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         try:
             digest = _Digest()
@@ -178,7 +178,7 @@ class RemoteStore:
                 raise ReplicaCorrupt(f"{path.name} in the store has other contents than were written")
             manifest.commit(staging, path.parent, on_piece, aside=staging.with_name(f"{staging.name}.replaced"))
         finally:
-            shutil.rmtree(staging, ignore_errors=True)
+            remove_tree(staging, ignore_errors=True)
 
     def remove(self, folder: Path) -> None:
         """Remove the replica of a checkpoint, or of everything of a run; no error if there is none.
@@ -206,7 +206,7 @@ class RemoteStore:
         on_piece: Callable[[], None],
     ) -> None:
         staging = own / folder.name
-        shutil.rmtree(own, ignore_errors=True)
+        remove_tree(own, ignore_errors=True)
         own.mkdir(parents=True, mode=0o700)
         try:
             staging.mkdir()
@@ -225,7 +225,7 @@ class RemoteStore:
         except ValueError as error:
             raise ReplicaCorrupt(f"the replica is corrupt: {error}") from error
         finally:
-            shutil.rmtree(own, ignore_errors=True)
+            remove_tree(own, ignore_errors=True)
 
 
 class _Digest:

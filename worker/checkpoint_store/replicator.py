@@ -193,9 +193,11 @@ class Replicator:
         """Return True if it was removed; raise `StoreUnavailable` if there is no point in trying others."""
         try:
             self.remote.remove(folder())
-        except (StoreUnavailable, ValueError) as error:  # `OutsideStorage` is a ValueError
+        except Exception as error:  # the others do not wait for what is wrong with one
             if isinstance(error, StoreUnavailable) and error.is_silent:
                 raise
+            if not isinstance(error, StoreUnavailable | ValueError):  # `OutsideStorage` is a ValueError
+                log.exception("a replica of %s cannot be removed", run_id)
             kept.append(f"{run_id} ({error})")
             return False
         return True

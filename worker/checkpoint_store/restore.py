@@ -16,6 +16,7 @@ from sqlalchemy import Engine
 
 from app.config import Settings
 from app.infra.files.object_store import StoreUnavailable
+from app.infra.files.tree import files_below
 from app.infra.storage import Storage
 from app.runs.checkpoints import replicas
 from app.runs.events.log import NewEvent
@@ -183,7 +184,7 @@ def _fetch(
 
 def _bytes_below(folder: Path) -> int:
     size = 0
-    for path in folder.rglob("*"):
+    for entry in files_below(folder):
         with suppress(FileNotFoundError):  # it is renamed once it is complete
-            size += path.stat().st_size if path.is_file() else 0
+            size += entry.stat(follow_symlinks=False).st_size
     return size

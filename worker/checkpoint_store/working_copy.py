@@ -9,7 +9,6 @@ import errno
 import fcntl
 import logging
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,9 @@ from sqlalchemy import Engine, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.contracts.run_status import TERMINAL
+from app.infra.async_tasks import skipping_errors
 from app.infra.files.object_store import StoreUnavailable
+from app.infra.files.tree import files_below, remove_tree
 from app.infra.storage import Storage
 from app.runs.checkpoints import replicas
 from app.tables.checkpoints import Checkpoint
@@ -64,8 +65,12 @@ class WorkingCopy:
         self._disk_space = DiskSpace(storage.root, reserve_bytes)
         self._users: dict[str, ExitStack] = {}
         self._trimming = threading.Lock()
+        self._make_folders()
+
+    def _make_folders(self) -> None:
+        """Make the folders of entries: an operator may remove the working copy while this worker runs."""
         for folder in ("datasets", "runs", "locks"):
-            (storage.root / folder).mkdir(parents=True, exist_ok=True)
+            (self._storage.root / folder).mkdir(parents=True, exist_ok=True)
 
     def check_store(self) -> None:
         """Check that the object store answers, and is the one that the API uses with this database.
@@ -94,6 +99,7 @@ class WorkingCopy:
 
     def use(self, run_id: str, folder: Path, check: Callable[[], None]) -> None:
         """Keep an entry for a run; it need not exist yet. `check` raises to end the wait for another process."""
+        self._make_folders()
         self._users[run_id].enter_context(_locked(self._lock_file(folder), fcntl.LOCK_SH, check))
 
     @contextmanager
@@ -145,6 +151,7 @@ class WorkingCopy:
         to be sent is kept.
         """
         with self._trimming:
+            self._make_folders()
             self._remove_leftovers()
             entries = sorted(self._entries(), key=lambda one: one.used_at)
             total = sum(one.bytes for one in entries)
@@ -152,7 +159,8 @@ class WorkingCopy:
             for one in sorted(entries, key=lambda one: (one.folder not in deleted, one.used_at)):
                 is_over = total + incoming_bytes > self._limit or self._disk_space.lacking(incoming_bytes)
                 if one.folder in deleted or (is_over and one.folder not in unsent):
-                    total -= one.bytes if self._remove(one.folder) else 0
+                    with skipping_errors(log, "cannot remove %s from the working copy", one.folder):
+                        total -= one.bytes if self._remove(one.folder) else 0
             self._remove_run_folders()
             self._remove_locks()
 
@@ -162,16 +170,16 @@ class WorkingCopy:
         with self._engine.connect() as connection:
             live = set(connection.scalars(select(Run.id).where(Run.id.in_(empty), Run.status.not_in(TERMINAL))))
         for folder in (empty[id] for id in empty.keys() - live):
-            for name in (self._storage.journal(folder.name).name, "trainer.lock"):
-                (folder / name).unlink(missing_ok=True)
-            with suppress(OSError):  # something is fetched into it meanwhile
+            with suppress(OSError):  # something is fetched into it meanwhile, or it is no folder of a run
+                for name in (self._storage.journal(folder.name).name, "trainer.lock"):
+                    (folder / name).unlink(missing_ok=True)
                 folder.rmdir()
 
     def _remove_locks(self) -> None:
         """Remove the lock files of entries that are no longer here."""
         for path in (self._storage.root / "locks").iterdir():
             entry = self._storage.root / path.name.removesuffix(".fetch").replace(".", "/")
-            with suppress(FileNotFoundError, BlockingIOError):
+            with suppress(OSError):  # in use, or gone
                 if not entry.exists() and time.time() - path.stat().st_mtime > _LEFT_SECONDS:
                     with _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB, lambda: None):
                         path.unlink()
@@ -226,9 +234,9 @@ class WorkingCopy:
         """Remove what killed processes left half fetched or half removed."""
         self._storage.sweep_staging(_LEFT_SECONDS)
         for folder in self._storage.runs.glob("*/.fetch-*"):
-            with suppress(FileNotFoundError):
+            with skipping_errors(log, "cannot remove %s", folder), suppress(FileNotFoundError):
                 if time.time() - folder.stat().st_mtime > _LEFT_SECONDS:
-                    shutil.rmtree(folder, ignore_errors=True)
+                    remove_tree(folder, ignore_errors=True)
 
     def _remove(self, folder: Path) -> bool:
         """Remove an entry unless it is in use; return True if it is gone."""
@@ -241,7 +249,7 @@ class WorkingCopy:
                 path.unlink()
         except (BlockingIOError, FileNotFoundError):
             return False
-        shutil.rmtree(going, ignore_errors=True)
+        remove_tree(going, ignore_errors=True)
         log.info("removed %s from the working copy", folder)
         return True
 
@@ -286,8 +294,7 @@ def _owner(folder: Path) -> str:
 
 def _bytes_below(folder: Path) -> int:
     size = 0
-    for root, _, names in os.walk(folder):
-        for name in names:
-            with suppress(FileNotFoundError):
-                size += os.lstat(os.path.join(root, name)).st_size  # noqa: PTH118 - a Path for each takes longer
+    for entry in files_below(folder):
+        with suppress(FileNotFoundError):
+            size += entry.stat(follow_symlinks=False).st_size
     return size

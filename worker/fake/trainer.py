@@ -10,7 +10,6 @@ import json
 import math
 import os
 import random
-import shutil
 import signal
 import sys
 import threading
@@ -25,6 +24,7 @@ from app.contracts.attempt.messages import ErrorInfo, RepairProposal, TrainingRe
 from app.contracts.fake_options import FakeOptions
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import drop_unknown_fields
+from app.infra.files.tree import remove_tree
 from worker.checkpoint_files import manifest, resume_fidelity
 from worker.fake.actions import Actions
 from worker.fake.faults import Failure, classify, crash
@@ -390,12 +390,12 @@ class FakeTrainer:
 
 @contextlib.contextmanager
 def _staging(folder: Path) -> Any:
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_tree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(folder, ignore_errors=True)
 
 
 def _fill(descriptor: int, size: int, seed: str) -> None:

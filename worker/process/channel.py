@@ -11,13 +11,13 @@ send buffer (208 KiB or more), beyond which a program that does not split its wr
 
 import mmap
 import select
-import shutil
 import socket
 import tempfile
 from pathlib import Path
 from typing import Literal
 
 from app.contracts.attempt.messages import ControlMessage
+from app.infra.files.tree import remove_tree
 
 Source = Literal["report", "stdout", "stderr"]
 SOURCES: tuple[Source, ...] = ("report", "stdout", "stderr")
@@ -48,7 +48,7 @@ class Channel:
                 self._source_of[str(folder / source)] = source
                 largest = max(largest, sender.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
         finally:
-            shutil.rmtree(folder)
+            remove_tree(folder)
         # Not a `bytearray`, which writes zeros to all of its pages; these take memory as far as a datagram reaches.
         self._buffer = mmap.mmap(-1, largest, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._control, self._trainer_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

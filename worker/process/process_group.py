@@ -3,13 +3,13 @@
 import json
 import logging
 import os
-import shutil
 import signal
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from app.infra.files.tree import remove_tree
 from app.infra.private_files import write_private_json
 from app.infra.process.handle import ProcessHandle, open_process
 from app.infra.process.identity import ProcessIdentity, ProcessStat, boot_id, pid_namespace, process_stat
@@ -92,7 +92,7 @@ def sweep(folder: Path) -> list[int]:
                 log.error("processes left running by a dead worker's trainer do not die: %s", error)
                 continue
         if meeting := noted.get("meeting"):
-            shutil.rmtree(meeting, ignore_errors=True)
+            remove_tree(meeting, ignore_errors=True)
         path.unlink(missing_ok=True)
     return hit
 

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from app.infra.files.tree import files_below
+
 HEARTBEAT = b'{"type": "heartbeat"}'
 """Heartbeat record, which is recognized by its bytes."""
 WAITING = b'{"type": "waiting"}'
@@ -103,11 +105,10 @@ def _held(folders: Iterable[Path]) -> int:
     """
     held = 0
     for folder in folders:
-        for place, _, names in os.walk(folder):
-            for name in names:
-                try:
-                    status = os.lstat(os.path.join(place, name))  # noqa: PTH118 - may be many, every second
-                except FileNotFoundError:
-                    continue  # renamed or gone meanwhile
-                held += status.st_size + 512 * status.st_blocks
+        for entry in files_below(folder):
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue  # renamed or gone meanwhile
+            held += status.st_size + 512 * status.st_blocks
     return held

@@ -19,6 +19,7 @@ from typing import Any
 from uuid import uuid4
 
 from app.infra.errors import SetupError
+from app.infra.files.tree import files_below
 from app.infra.files.untrusted_folder import OutsideStorage, refuse_outside
 
 log = logging.getLogger(__name__)
@@ -270,8 +271,9 @@ class ObjectStore:
         """Remove what a killed process left half written below a key of a local folder."""
         if self.is_local:
             with self.store_errors():
-                for left in Path(self.place(key)).rglob(f".*{_PART}"):
-                    left.unlink()
+                for entry in files_below(Path(self.place(key))):
+                    if entry.name.startswith(".") and entry.name.endswith(_PART):
+                        Path(entry.path).unlink()
 
     def open(self, key: str) -> "StoredFile":
         """Open a file for reading.
@@ -327,8 +329,9 @@ class ObjectStore:
         with self.store_errors():
             Path(goal).parent.mkdir(parents=True, exist_ok=True)
             shutil.move(source, goal)
-            for path in [Path(goal), *Path(goal).rglob("*")]:
-                os.utime(path)
+            os.utime(goal)
+            for entry in files_below(Path(goal)):
+                os.utime(entry.path)
 
     def list(self, key: str) -> list[ObjectFacts]:
         """Return all files below a key."""

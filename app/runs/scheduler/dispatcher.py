@@ -262,20 +262,21 @@ def _changed_reasons(waiting: Sequence[Any], fleet: Fleet) -> list[tuple[str, Pe
     known: dict[tuple[str, int, int, str], PendingReason | None] = {}
     changed = []
     for run in waiting:
-        needs = Needs.of(run.backend, run.devices_needed, run.hosts_needed, run.requirements)
-        reason = reason_of_quota(run)
-        if reason is None:
-            # Many runs of a long queue need the same.
-            alike = (run.backend, run.devices_needed, run.hosts_needed, json.dumps(run.requirements))
-            if alike not in known:
-                known[alike] = pending_reason(needs, fleet)
-            reason = known[alike]
-        if reason is None and run.kept_for is not None:
-            reason = kept_quota_reason(run.kept_for)
-        if reason is None and run.reserved_on is not None:
-            reason = reserved_reason(needs, run.reserved_on)
-        if (reason and reason.model_dump()) != run.pending_reason:
-            changed.append((run.id, reason))
+        with async_tasks.skipping_errors(log, "cannot say why run %s is pending", run.id):
+            needs = Needs.of(run.backend, run.devices_needed, run.hosts_needed, run.requirements)
+            reason = reason_of_quota(run)
+            if reason is None:
+                # Many runs of a long queue need the same.
+                alike = (run.backend, run.devices_needed, run.hosts_needed, json.dumps(run.requirements))
+                if alike not in known:
+                    known[alike] = pending_reason(needs, fleet)
+                reason = known[alike]
+            if reason is None and run.kept_for is not None:
+                reason = kept_quota_reason(run.kept_for)
+            if reason is None and run.reserved_on is not None:
+                reason = reserved_reason(needs, run.reserved_on)
+            if (reason and reason.model_dump()) != run.pending_reason:
+                changed.append((run.id, reason))
     return changed
 
 

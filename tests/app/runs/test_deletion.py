@@ -206,22 +206,27 @@ class TestAtOnce:
             connection.commit()
             assert [answer.result().status_code for answer in answers] == [404] * len(calls)
 
-    def test_files_that_cannot_be_removed_are_tried_again(
-        self, shared_api: ApiServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("error", [OSError("they are somebody else's"), RecursionError("a bug of ours")])
+    def test_files_that_cannot_be_removed_are_tried_again_and_those_of_other_runs_go(
+        self, shared_api: ApiServer, engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception
     ) -> None:
-        run_id = trained(shared_api, engine)
-        tried = []
+        run_id, other_id = trained(shared_api, engine), trained(shared_api, engine)
+        tried, remove_run = [], Storage.remove_run
 
-        def refuse(_: Storage, id: str) -> None:
+        def refuse(storage: Storage, id: str) -> None:
             tried.append(id)
-            raise OSError("they are somebody else's")
+            if id == run_id:
+                raise error
+            remove_run(storage, id)
 
         with monkeypatch.context() as patched:
             patched.setattr(Storage, "remove_run", refuse)
             assert shared_api.client.delete(f"/v1/runs/{run_id}").status_code == 204
             eventually(lambda: run_id in tried)  # perhaps with what another deletion has left
             assert left_of(engine, run_id)["run_deletions"] == 1
-        other = trained(shared_api, engine)
-        shared_api.client.delete(f"/v1/runs/{other}")
+            shared_api.client.delete(f"/v1/runs/{other_id}")
+            eventually(lambda: not any(left_of(engine, other_id).values()))
+            assert left_of(engine, run_id)["run_deletions"] == 1
+        shared_api.client.delete(f"/v1/runs/{trained(shared_api, engine)}")
         eventually(lambda: not any(left_of(engine, run_id).values()))
         assert not Storage(shared_api.settings).run_dir(run_id).exists()

@@ -293,6 +293,24 @@ class TestCheckpoints:
         assert [folder.is_dir() for folder in folders] == [True, True, False, True]
         assert len(reported) == 1 and odd.run_id in reported[0]
 
+    @pytest.mark.parametrize("error", [OSError("not ours"), RecursionError("a bug of ours")])
+    def test_one_whose_files_stay_keeps_neither_others_nor_events_from_going(
+        self, made: Made, settings: Settings, monkeypatch: pytest.MonkeyPatch, error: Exception
+    ) -> None:
+        odd, usual = made.run(JANUARY), made.run(FEBRUARY)
+        folders = [made.checkpoint(trainer, step) for trainer in (odd, usual) for step in (1, 2)]
+        remove_checkpoint = Storage.remove_checkpoint
+
+        def refuse(storage: Storage, run_id: str, attempt: int, name: str) -> None:
+            if run_id == odd.run_id:
+                raise error
+            remove_checkpoint(storage, run_id, attempt, name)
+
+        monkeypatch.setattr(Storage, "remove_checkpoint", refuse)
+        done = prune(settings, Policy(checkpoints_days=30, events_days=30), dry_run=False)
+        assert [folder.is_dir() for folder in folders] == [True, True, False, True]
+        assert done.months == ["2025-01", "2025-02"]
+
 
 class TestRuns:
     def test_many_go_in_several_transactions_and_a_dry_run_counts_the_same(

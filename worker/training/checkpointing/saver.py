@@ -1,6 +1,5 @@
 """Checkpoints of a trainer: written completely or not at all, and restored so that training continues exactly."""
 
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,6 +11,7 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit as BnbOptimizer
 
 from app.contracts.attempt.job import EvaluatedCheckpoint
+from app.infra.files.tree import remove_tree
 from worker.checkpoint_files import manifest, resume_fidelity
 from worker.training.checkpointing import fidelity_check
 from worker.training.checkpointing.async_writer import AsyncWriter
@@ -104,7 +104,7 @@ def _write(trainer: ServiceTrainer, during_training: bool) -> bool:
             saving.in_flight.begin(lambda alive: _complete(saving, run, copy, staging, about, alive), step)
     except Exception:
         if run.ranks.is_first:
-            shutil.rmtree(staging, ignore_errors=True)
+            remove_tree(staging, ignore_errors=True)
         raise
     trainer.saved_step = step
     return waits
@@ -125,7 +125,7 @@ def _gather(trainer: ServiceTrainer, staging: Path, during_training: bool) -> tu
     error: Exception | None = None
     try:
         if ranks.is_first:
-            shutil.rmtree(staging, ignore_errors=True)
+            remove_tree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
         snapshot = saving.gatherer.gather(trainer, staging, whole)
         copy = saving.copied(snapshot) if during_training else None
@@ -332,7 +332,7 @@ def _complete(
         size = manifest.size_of(staging)
         manifest.commit(staging, run.folder / name, alive)
     except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
+        remove_tree(staging, ignore_errors=True)
         raise
     run.journal.save(about.step)
     seconds = time.monotonic() - began

@@ -1,7 +1,6 @@
 """Base model of a run: its location, identity and tokenizer; no weights are loaded before `merged`."""
 
 import copy
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from app.contracts.attempt.job import JobSpec, ModelSource
 from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.stored_quantization import StoredQuantization, stored_quantization
+from app.infra.files.tree import remove_tree
 from worker.checkpoint_files import resume_fidelity
 from worker.training.failures import TrainingFailure, one_line
 from worker.training.model.checked_weights import load_pretrained
@@ -141,7 +141,7 @@ def merged(
             whole = _merge(base, base.adapter, target, dtype)
         yield whole
     finally:
-        shutil.rmtree(target, ignore_errors=True)
+        remove_tree(target, ignore_errors=True)
 
 
 def load_tokenizer(base: BaseModelSource) -> PreTrainedTokenizerBase:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from app.contracts.attempt.job import EXPORT, MERGED_BASE
 from app.contracts.training_config.rules import DeviceCapabilities
+from app.infra.files.tree import remove_tree
 from worker.checkpoint_files import manifest
 from worker.training.checkpointing.snapshot import save_weights
 from worker.training.context import TrainingContext
@@ -90,7 +91,7 @@ def write_output(
     weights = chosen.text
     final = run.folder / OUTPUT
     staging = run.folder / f".{OUTPUT}.tmp"
-    shutil.rmtree(staging, ignore_errors=True)
+    remove_tree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
         with heartbeat_while_growing(run.report.alive, staging):
@@ -118,10 +119,10 @@ def write_output(
         (staging / EXPORT).write_text(json.dumps(about, indent=1))
         manifest.commit(staging, final, run.report.alive)
     except Stopped:
-        shutil.rmtree(staging, ignore_errors=True)
+        remove_tree(staging, ignore_errors=True)
         raise
     except Exception as error:
-        shutil.rmtree(staging, ignore_errors=True)
+        remove_tree(staging, ignore_errors=True)
         raise classify(error) from error
     run.report.export(chosen.which, step=chosen.step, reason=chosen.reason, output=run.config.output)
     return weights
@@ -183,7 +184,7 @@ def _merge(run: TrainingContext, base: BaseModelSource, folder: Path) -> None:
         )
     loader.name_base(merged, run.job.base_model.portable_name)
     merged.save_pretrained(folder)
-    shutil.rmtree(adapter)
+    remove_tree(adapter)
 
 
 def _merged_on_gpu(run: TrainingContext, base: BaseModelSource, adapter: Path) -> PreTrainedModel | None:

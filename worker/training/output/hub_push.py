@@ -14,6 +14,7 @@ from huggingface_hub import CommitInfo, HfApi, constants, get_session, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
 from app.contracts.attempt.messages import HubPush
+from app.infra.files.tree import files_below
 from worker.training.context import TrainingContext
 from worker.training.failures import Stopped, TrainingFailure
 
@@ -83,7 +84,7 @@ def _upload(run: TrainingContext, output: Path, name: str) -> CommitInfo:
         except Exception as error:
             outcome.set_exception(error)
 
-    total = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+    total = sum(entry.stat().st_size for entry in files_below(output))
     # The client reports no progress to its caller. Nearly all bytes that this process reads meanwhile are the output's.
     read_before = _read_bytes()
     threading.Thread(target=work, name="push", daemon=True).start()

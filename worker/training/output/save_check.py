@@ -1,7 +1,6 @@
 """Trial of what a checkpoint and the output need, before the first step: hours later, training would be lost."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from peft import PeftModel
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
+from app.infra.files.tree import remove_tree
 from worker.checkpoint_files.disk_space import DiskSpace
 from worker.training.checkpointing.snapshot import keep_published_generation_config, save_without_weights
 from worker.training.failures import TrainingFailure, classify, one_line
@@ -31,7 +31,7 @@ def check_saves(trainer: ServiceTrainer) -> None:
     """
     run = trainer.run
     folder = run.folder / _FOLDER
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_tree(folder, ignore_errors=True)
     try:
         with _refused("model"):
             folder.mkdir(parents=True)
@@ -47,7 +47,7 @@ def check_saves(trainer: ServiceTrainer) -> None:
         if run.config.trainer_options.tokenizer is None:
             _check_saved_tokenizer(trainer, folder)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(folder, ignore_errors=True)
     _report_generation_config(trainer)
     # The state of the optimizer comes on top. A resumed run has checkpoints that it replaces.
     lacking = DiskSpace(run.folder, run.job.disk_reserve_bytes).lacking(size)

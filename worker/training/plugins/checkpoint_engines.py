@@ -6,13 +6,13 @@ configuration names a checkpoint engine, and code that it names must never run i
 in the trainer process.
 """
 
-import shutil
 import threading
 import time
 from pathlib import Path
 from typing import Protocol
 
 from app.contracts.plugins import Plugin
+from app.infra.files.tree import remove_tree
 from worker.training.context import TrainingContext
 from worker.training.failures import TrainingFailure
 from worker.training.plugins import registry
@@ -128,7 +128,7 @@ def restore_replica(run: TrainingContext) -> None:
         return
     place = resume.path
     target = run.folder / f".{place.name}.fetched"
-    shutil.rmtree(target, ignore_errors=True)
+    remove_tree(target, ignore_errors=True)
     target.mkdir(parents=True)
     try:
         found = _engine(plugin).fetch(_replica_name(place), target)

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal
 import psutil
 
 from app.contracts.attempt.job import JobSpec
+from app.infra.files.tree import remove_tree
 from worker.training.run_state import DISTRIBUTIONS, METRICS
 
 Status = Literal["completed", "failed", "cancelled", "pending"]
@@ -130,7 +131,7 @@ class TensorBoard(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         folder = self._job.attempt_dir / self.FOLDER
-        shutil.rmtree(folder, ignore_errors=True)  # of a failed try: a reader would merge both
+        remove_tree(folder, ignore_errors=True)  # of a failed try: a reader would merge both
         self._writer = SummaryWriter(log_dir=str(folder))
         # Each attempt has its own folder, so it includes the points before the checkpoint, as `metrics.jsonl` does.
         if resume := self._job.resume_from:
