@@ -1,5 +1,6 @@
 """Response that sends an open file, whole or the requested ranges: a local file or one of an object store."""
 
+import hashlib
 import os
 import stat
 import weakref
@@ -28,8 +29,12 @@ class OpenFileResponse(FileResponse):
         media_type: str = "application/octet-stream",
         modified: float = 0.0,
         headers: Mapping[str, str] | None = None,
+        sha256: str | None = None,
     ) -> None:
-        """Take over the open file; `calls` and `modified`, in seconds since 1970, are for one of an object store."""
+        """Take over the open file; `calls`, `modified` and `sha256` are for one of an object store.
+
+        `modified` is in seconds since 1970. The connection is cut before the end of a whole file with another digest.
+        """
         if isinstance(file, StoredFile):
             about = os.stat_result((stat.S_IFREG | 0o644, 0, 0, 1, 0, 0, file.size, modified, modified, modified))
             path = filename
@@ -42,7 +47,7 @@ class OpenFileResponse(FileResponse):
         )
         self._stored = None
         if isinstance(file, StoredFile) and calls is not None:
-            self._stored = _StoredContent(file, calls)
+            self._stored = _StoredContent(file, calls, sha256)
             self.chunk_size = _STORED_CHUNK_BYTES
         # A thread may read the stored file when the reader has gone: closing it would wait for that.
         self._close = None if self._stored is not None else weakref.finalize(self, file.close)
@@ -63,14 +68,29 @@ class OpenFileResponse(FileResponse):
             yield self._stored
 
 
+class CorruptContent(Exception):
+    """Content that is not what was stored."""
+
+
 class _StoredContent:
     """Content of a file of an object store, with the methods that a response uses."""
 
-    def __init__(self, file: StoredFile, calls: StoreCalls) -> None:
-        self._file, self._calls = file, calls
+    def __init__(self, file: StoredFile, calls: StoreCalls, sha256: str | None) -> None:
+        self._file, self._calls, self._sha256 = file, calls, sha256
+        self._digest = hashlib.sha256()
+        self._position = self._digested = 0
 
     async def read(self, size: int) -> bytes:
-        return await self._calls.run(self._file.read, size)
+        content = await self._calls.run(self._file.read, size)
+        if self._position == self._digested:
+            self._digest.update(content)
+            self._digested += len(content)
+        self._position += len(content)
+        is_whole = self._digested == self._position == self._file.size
+        if is_whole and self._sha256 is not None and self._digest.hexdigest() != self._sha256:
+            raise CorruptContent("the object store has returned other bytes than were stored there")
+        return content
 
     async def seek(self, offset: int) -> int:
-        return self._file.seek(offset)
+        self._position = self._file.seek(offset)
+        return self._position

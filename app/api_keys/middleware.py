@@ -13,8 +13,9 @@ from app.api.authorization import Caller, _scope_missing, is_for_people, is_publ
 from app.api.errors import ApiError, as_api_error, problem_response
 from app.api.middleware.body_limits import MOST_PARAMETERS
 from app.api_keys import cookies
-from app.api_keys.failure_limit import _FAILURE_INTERVAL_SECONDS, FailureLimit
+from app.api_keys.failure_limit import FAILURE_INTERVAL_SECONDS, FailureLimit
 from app.api_keys.verifier import KeyVerifier, TokenKind
+from app.tables.api_keys import ApiKey, Token
 
 WITHOUT_DATABASE = {"/metrics"}
 """Paths that a recently verified key can still access while the database is unavailable, to report the outage."""
@@ -85,14 +86,16 @@ async def _by_key(auth: KeyVerifier, scope: Scope, sent: list[str]) -> Caller:
     caller = None
     # A malformed key never reaches the database. A valid key is accepted even if its address has no attempts left.
     if len(sent) == 1 and kind.lower() == "bearer" and KEY.fullmatch(key):
-        caller = auth.remembered(key) or await _verified(auth, key, scope["path"])
+        caller = auth.remembered(key)
+        if caller is None and not await is_surely_wrong(auth, scope, ApiKey, key):
+            caller = await _verified(auth, key, scope["path"])
     if caller is None:
         raise wrong_credentials(auth.failures, scope)
     return caller
 
 
 async def _by_ticket(auth: KeyVerifier, scope: Scope, tickets: list[str], run_id: str | None) -> Caller:
-    caller = await _of_token(auth, "ticket", tickets[0]) if len(tickets) == 1 else None
+    caller = await _of_token(auth, scope, "ticket", tickets[0]) if len(tickets) == 1 else None
     if caller is None:
         detail = (
             "This ticket is unknown or expired, or its key is not valid any more; create another one with "
@@ -109,7 +112,7 @@ async def _by_ticket(auth: KeyVerifier, scope: Scope, tickets: list[str], run_id
 
 
 async def _by_session(auth: KeyVerifier, scope: Scope, headers: Headers, token: str) -> Caller:
-    caller = await _of_token(auth, "session", token)
+    caller = await _of_token(auth, scope, "session", token)
     if caller is None:
         detail = "This session has ended; sign in again at /login."
         raise wrong_credentials(auth.failures, scope, "session_ended", detail)
@@ -124,10 +127,25 @@ async def _by_session(auth: KeyVerifier, scope: Scope, headers: Headers, token: 
     return caller
 
 
-async def _of_token(auth: KeyVerifier, kind: TokenKind, token: str) -> Caller | None:
+async def _of_token(auth: KeyVerifier, scope: Scope, kind: TokenKind, token: str) -> Caller | None:
     if not _TOKEN[kind].fullmatch(token):
         return None
-    return auth.remembered(token) or await auth.verify_token(kind, token)
+    caller = auth.remembered(token)
+    if caller is None and not await is_surely_wrong(auth, scope, Token, token):
+        caller = await auth.verify_token(kind, token)
+    return caller
+
+
+async def is_surely_wrong(auth: KeyVerifier, scope: Scope, table: type[ApiKey | Token], token: str) -> bool:
+    """Return True for a wrong value from an address that has no attempts left, without a query for each."""
+    if not auth.failures.exhausted(_address(scope)):
+        return False
+    try:
+        return not await auth.exists(table, token)
+    except Exception as error:
+        if as_api_error(error) is None:
+            raise
+        return False  # the query that follows says what is wrong with the database
 
 
 async def _verified(auth: KeyVerifier, key: str, path: str) -> Caller | None:
@@ -158,7 +176,7 @@ def wrong_credentials(
             429,
             "too_many_failures",
             "Too many wrong keys or sessions were sent from your address; wait a few seconds and use a valid one.",
-            headers={"Retry-After": str(int(_FAILURE_INTERVAL_SECONDS))},
+            headers={"Retry-After": str(int(FAILURE_INTERVAL_SECONDS))},
         )
     failures.count(address)
     return _unauthorized(code, detail)

@@ -1,19 +1,41 @@
 """Endpoints `/v1/session` and `/v1/stream-tickets`: what browsers use in the place of an API key."""
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from sqlalchemy import select
 
 from app.api.authorization import Caller, CurrentCaller
 from app.api.dependencies import Session
-from app.api.errors import not_found
+from app.api.errors import ApiError, not_found
+from app.api.rate_limit import RateLimit
 from app.api_keys import cookies, tokens
-from app.api_keys.middleware import KEY, wrong_credentials
+from app.api_keys.middleware import KEY, is_surely_wrong, wrong_credentials
 from app.api_keys.verifier import KeyVerifier
 from app.audit.log import AuditedCall
 from app.contracts.schemas.api_keys import LinkRead, SessionCreate, SessionRead, TicketCreate, TicketRead
+from app.tables.api_keys import ApiKey
 from app.tables.runs import Run
 
 router = APIRouter(tags=["session"])
+
+_BURST = 200
+_SECONDS_EACH = 0.5
+own_calls = RateLimit(_BURST, _SECONDS_EACH)
+
+
+async def _limit_own_calls(caller: CurrentCaller) -> None:
+    """Limit calls that store rows although the key may change nothing."""
+    if own_calls.exhausted(caller.key_id):
+        raise ApiError(
+            429,
+            "too_many_calls",
+            "This key creates links and tickets, or ends sessions, too often; wait a second, and reuse a ticket: it is "
+            "valid for ten minutes.",
+            headers={"Retry-After": "1"},
+        )
+    own_calls.count(caller.key_id)
+
+
+_OwnCallLimit = Depends(_limit_own_calls)
 
 
 @router.post(
@@ -62,7 +84,8 @@ async def _signing_in(auth: KeyVerifier, body: SessionCreate, request: Request, 
             raise wrong_credentials(auth.failures, request.scope, "invalid_link", detail)
         return caller
     key = body.key or ""
-    found = await auth.verify(key) if KEY.fullmatch(key) else None
+    is_wrong = KEY.fullmatch(key) is None or await is_surely_wrong(auth, request.scope, ApiKey, key)
+    found = None if is_wrong else await auth.verify(key)
     if found is None:
         raise wrong_credentials(auth.failures, request.scope)
     return found
@@ -80,7 +103,7 @@ async def get_session(caller: CurrentCaller) -> SessionRead:
     )
 
 
-@router.delete("/session", status_code=204)
+@router.delete("/session", status_code=204, dependencies=[_OwnCallLimit])
 async def delete_session(request: Request, response: Response, session: Session) -> None:
     """Sign out: end the session and delete its cookie. With a key in the place of a session it does nothing."""
     token = cookies.session_of(request.headers)
@@ -93,7 +116,7 @@ async def delete_session(request: Request, response: Response, session: Session)
         response.delete_cookie(name, secure=is_secure, httponly=True, samesite="strict")
 
 
-@router.post("/session/links", status_code=201)
+@router.post("/session/links", status_code=201, dependencies=[_OwnCallLimit])
 async def create_link(request: Request, response: Response, caller: CurrentCaller, session: Session) -> LinkRead:
     """Create a link that signs a browser in as this caller. It works once, within ten minutes."""
     token, ends = await tokens.create(session, "link", caller.key_id)
@@ -101,7 +124,12 @@ async def create_link(request: Request, response: Response, caller: CurrentCalle
     return LinkRead(url=f"{request.url.scheme}://{request.headers['host']}/login#{token}", expires_at=ends)
 
 
-@router.post("/stream-tickets", status_code=201, responses={404: {"description": "The run does not exist."}})
+@router.post(
+    "/stream-tickets",
+    status_code=201,
+    responses={404: {"description": "The run does not exist."}},
+    dependencies=[_OwnCallLimit],
+)
 async def create_ticket(caller: CurrentCaller, session: Session, body: TicketCreate | None = None) -> TicketRead:
     """Create a ticket that opens event streams for ten minutes, as `?ticket=…`.
 

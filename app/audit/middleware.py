@@ -7,10 +7,14 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.errors import as_api_error
+from app.api.rate_limit import RateLimit
 from app.audit.log import AuditedCall, created_resource_id
 from app.tables.audit import AuditEntry
 
 log = logging.getLogger(__name__)
+
+_BURST = 100
+_SECONDS_EACH = 1.0
 
 _SAFE = {"GET", "HEAD", "OPTIONS"}
 CHANGES_NOTHING = {("POST", "/v1/runs/validate")}
@@ -21,6 +25,8 @@ class AuditMiddleware:
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
+        self._changed_nothing = RateLimit(_BURST, _SECONDS_EACH)
+        self._left_out: dict[str, int] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (
@@ -45,7 +51,21 @@ class AuditMiddleware:
             await self.app(scope, receive, observed)
         finally:
             if not call.is_written:
-                await self._write(scope, call.row(status, resource))
+                await self._write_if_few(scope, call.row(status, resource))
+
+    async def _write_if_few(self, scope: Scope, row: dict[str, object]) -> None:
+        """Write the entry of a call that changed nothing: of each key a burst, then one a second.
+
+        Otherwise a key that may change nothing could fill the database with refused calls.
+        """
+        key_id = str(row["key_id"])
+        if self._changed_nothing.exhausted(key_id):
+            self._left_out[key_id] = self._left_out.get(key_id, 0) + 1
+            return
+        self._changed_nothing.count(key_id)
+        if left_out := self._left_out.pop(key_id, 0):
+            log.warning("key %s: %d calls that changed nothing are not in the audit log: too many", key_id, left_out)
+        await self._write(scope, row)
 
     async def _write(self, scope: Scope, row: dict[str, object]) -> None:
         """Write the entry, or log it if the database fails; the response is sent already and nothing was changed."""

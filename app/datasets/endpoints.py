@@ -161,4 +161,5 @@ async def download_dataset(dataset_id: str, session: Session, storage: CurrentSt
         filename=service.file_name(dataset),
         modified=dataset.created_at.timestamp(),
         headers={"ETag": f'"{dataset.sha256}"'},
+        sha256=dataset.sha256,
     )

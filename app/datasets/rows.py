@@ -4,7 +4,7 @@ import json
 import os
 from typing import Any, BinaryIO
 
-from app.api.errors import invalid
+from app.api.errors import conflict, invalid
 from app.contracts.errors import FieldError
 from app.contracts.schemas.datasets import DatasetRow, DatasetRows
 from app.infra.files.object_store import StoredFile
@@ -21,7 +21,7 @@ _CUT = "… (cut)"
 def read(file: BinaryIO | StoredFile, cursor: str | None, limit: int) -> DatasetRows:
     """Return at most `limit` rows after a cursor, fewer if they are large; long texts and lists are cut. Closes `file`.
 
-    Raises 422 `invalid` for a cursor that is not from the same dataset.
+    Raises 422 `invalid` for a cursor that is not from the same dataset, 409 for content that is not what was stored.
     """
     line, position = _parsed(cursor)
     rows: list[DatasetRow] = []
@@ -35,12 +35,26 @@ def read(file: BinaryIO | StoredFile, cursor: str | None, limit: int) -> Dataset
             raise _unknown_cursor()
         while len(rows) < limit and size < _MOST_BYTES and (raw := stream.readline()):
             line += 1
-            shown = _Cut().cut(json.loads(raw))
+            shown = _Cut().cut(_parsed_row(raw, line))
             size += len(json.dumps(shown))
             rows.append(DatasetRow(line=line, row=shown))
         end = stream.tell()
     has_more = end < total
     return DatasetRows(data=rows, has_more=has_more, next=f"{line}.{end}" if has_more else None)
+
+
+def _parsed_row(raw: bytes, line: int) -> dict[str, Any]:
+    try:
+        row = json.loads(raw)
+    except (ValueError, RecursionError):  # what was stored was valid
+        row = None
+    if not isinstance(row, dict):
+        raise conflict(
+            "content_corrupt",
+            f"Row {line} of the dataset in the storage is not what was stored; upload it again, or restore the "
+            "storage.",
+        )
+    return row
 
 
 def _parsed(cursor: str | None) -> tuple[int, int]:

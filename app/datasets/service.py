@@ -17,6 +17,7 @@ from app.api.idempotency import Idempotency
 from app.api.pagination import Paging, fetch, found_by, matching
 from app.audit.log import AuditedCall
 from app.datasets.importer import ImportedFile
+from app.infra.async_tasks import skipping_errors
 from app.infra.db import is_away
 from app.infra.files.object_store import PIECE_BYTES, ObjectStore, StoredFile, StoreUnavailable
 from app.infra.ids import new_id
@@ -228,15 +229,27 @@ async def remove_content(storage: Storage, dataset_id: str) -> None:
 
 
 def content(storage: Storage, dataset: Dataset) -> BinaryIO | StoredFile:
-    """Open the file of a dataset; raises a 404 error if it is missing from the storage."""
+    """Open the file of a dataset; raises 404 if it is missing from the storage, 409 if that has another one."""
     try:
-        return storage.open_dataset(dataset.id, dataset.extension)
+        file = storage.open_dataset(dataset.id, dataset.extension)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise ApiError(
             404,
             "content_missing",
             f"The file of dataset {dataset.id} is missing from the storage; upload it again, or restore the storage.",
         ) from None
+    if isinstance(file, StoredFile) and file.size != dataset.bytes:
+        file.close()
+        raise _corrupt(dataset)
+    return file
+
+
+def _corrupt(dataset: Dataset) -> ApiError:
+    return conflict(
+        "content_corrupt",
+        f"The file of dataset {dataset.id} in the storage is not what was stored; upload it again, or restore the "
+        "storage.",
+    )
 
 
 def local_content(storage: Storage, dataset: Dataset, folder: Path) -> Path:
@@ -256,11 +269,7 @@ def local_content(storage: Storage, dataset: Dataset, folder: Path) -> Path:
                 digest.update(piece)
                 taken += target.write(piece)
     if digest.hexdigest() != dataset.sha256:
-        raise conflict(
-            "content_corrupt",
-            f"The file of dataset {dataset.id} in the storage is not what was stored; upload it again, or restore the "
-            "storage.",
-        )
+        raise _corrupt(dataset)
     return copy
 
 
@@ -288,14 +297,15 @@ async def sweep(
         async with sessions() as session:
             known = set((await session.scalars(select(Dataset.id).where(listed))).all())
         for id in set(stored) - known:
-            folder = await storage.in_transfer(storage.put_dataset_aside, id)
-            log.warning(
-                "dataset %s is not in the database; its files were moved to %s and are kept for %d days",
-                id,
-                folder,
-                ASIDE_SECONDS // 86_400,
-            )
-            removed += 1
+            with skipping_errors(log, "cannot put the files of dataset %s aside", id):
+                folder = await storage.in_transfer(storage.put_dataset_aside, id)
+                log.warning(
+                    "dataset %s is not in the database; its files were moved to %s and are kept for %d days",
+                    id,
+                    folder,
+                    ASIDE_SECONDS // 86_400,
+                )
+                removed += 1
     return removed
 
 

@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import pwd
-import shutil
 import signal
 import subprocess
 import time
@@ -17,6 +16,7 @@ from psycopg import sql
 
 from app.config import postgres_environment
 from app.infra.errors import SetupError
+from app.infra.files.tree import remove_tree
 from app.infra.private_files import make_private_folder, write_private
 from app.infra.process.children import kill_leftovers, last_lines, start_child, stop_child
 
@@ -46,8 +46,17 @@ class Postgres:
     """Connections that the server accepts; a benchmark with many workers raises it."""
 
     def __init__(
-        self, folder: Path, sockets: Path, log: Path, *, admin_password: str, password: str, durable: bool = True
+        self,
+        folder: Path,
+        sockets: Path,
+        log: Path,
+        *,
+        admin_password: str,
+        password: str,
+        durable: bool = True,
+        trainer_user: str | None = None,
     ) -> None:
+        """Create the cluster's handle; `trainer_user` is an account that must not own the data."""
         self.folder = folder
         self.log = log
         self.process: subprocess.Popen[bytes] | None = None
@@ -56,6 +65,7 @@ class Postgres:
         self._admin_password = admin_password
         self._password = password
         self._durable = durable
+        self._trainer_user = trainer_user
         self._account: _Account | None = None
 
     @property
@@ -73,7 +83,7 @@ class Postgres:
         for left in (self._data / "postmaster.pid", self._sockets / SOCKET, self._sockets / f"{SOCKET}.lock"):
             left.unlink(missing_ok=True)
         if self._account is None:
-            self._account = _account(self.folder)
+            self._account = _account(self.folder, self._trainer_user)
         if not (self._data / "PG_VERSION").exists():
             self._create_cluster()
         self._check_version()
@@ -136,7 +146,7 @@ class Postgres:
     def _create_cluster(self) -> None:
         assert self._account is not None  # noqa: S101
         unfinished = self.folder / "data.new"
-        shutil.rmtree(unfinished, ignore_errors=True)
+        remove_tree(unfinished, ignore_errors=True)
         password_file = self.folder / "initdb.password"
         write_private(password_file, self._admin_password + "\n")
         _change_owner(self.folder, self._account.owner)
@@ -208,9 +218,18 @@ def server_binaries() -> Path:
     return Path(package.origin).parent / "pginstall18" / "bin"
 
 
-def _account(folder: Path) -> _Account:
-    """Return the first way to run as a non-root user that works here and can access the binaries and `folder`."""
+def _account(folder: Path, trainer_user: str | None) -> _Account:
+    """Return the first way to run as a non-root user that works here and can access the binaries and `folder`.
+
+    Raises:
+        SetupError: There is none besides the account of training processes, whose code could change the database.
+    """
     if os.geteuid() != 0:
+        if trainer_user is not None and _uid_of(trainer_user) == os.geteuid():
+            raise SetupError(
+                f"ANNEAL_TRAINER_USER={trainer_user} is the account that runs the service and owns the database, which "
+                "training processes could then change: set it to another account, or unset it."
+            )
         return _Account((), (os.geteuid(), os.getegid()))
     mapped = _Account(("unshare", "--user", "--map-user=1000", "--map-group=1000", "--"), (0, 0))
     if _is_usable(mapped, folder):
@@ -221,6 +240,8 @@ def _account(folder: Path) -> _Account:
             entry = pwd.getpwnam(user)
         except KeyError:
             continue
+        if trainer_user is not None and entry.pw_uid == _uid_of(trainer_user):
+            continue
         switch = ("setpriv", f"--reuid={entry.pw_uid}", f"--regid={entry.pw_gid}", "--clear-groups")
         rights = ("--inh-caps=+dac_override", "--ambient-caps=+dac_override", "--pdeathsig=QUIT", "--")
         account = _Account(switch + rights, (entry.pw_uid, entry.pw_gid))
@@ -228,8 +249,16 @@ def _account(folder: Path) -> _Account:
             return account
     raise SetupError(
         "PostgreSQL does not run as root, and this machine allows root neither user namespaces (`unshare --user`) "
-        "nor switching to another user (`setpriv`): run as a regular user, or set ANNEAL_DATABASE_URL."
+        "nor switching to another user (`setpriv`) than that of training processes (ANNEAL_TRAINER_USER): create the "
+        "user `anneal`, run as a regular user, or set ANNEAL_DATABASE_URL."
     )
+
+
+def _uid_of(user: str) -> int | None:
+    try:
+        return pwd.getpwnam(user).pw_uid
+    except KeyError:
+        return None
 
 
 def _is_usable(account: _Account, folder: Path) -> bool:

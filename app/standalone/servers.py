@@ -29,6 +29,7 @@ class EmbeddedServers:
         valkey: bool = True,
         durable: bool = True,
         redis_databases: int = 16,
+        trainer_user: str | None = None,
     ) -> None:
         self.home = make_private_folder(home)
         logs = make_private_folder(home / "logs")
@@ -42,6 +43,7 @@ class EmbeddedServers:
                 admin_password=passwords["postgres_admin"],
                 password=passwords["postgres"],
                 durable=durable,
+                trainer_user=trainer_user,
             )
             if postgres
             else None

@@ -171,7 +171,10 @@ class Up:
             logs = make_private_folder(self._home / "logs")
             self._logs = [ChildLog(logs / f"{name}.log") for name in ("postgres", "valkey", "api", "worker")]
             self._servers = EmbeddedServers(
-                self._home, postgres=self.settings.database_url is None, valkey=self.settings.redis_url is None
+                self._home,
+                postgres=self.settings.database_url is None,
+                valkey=self.settings.redis_url is None,
+                trainer_user=self.settings.trainer_user,
             )
             self._api = Program(
                 "api", ["app.cli.main", "api", "--fd", str(listener.fileno())], logs / "api.log", self._env

@@ -123,6 +123,19 @@ class TestADataset:
         assert stored.client.post("/v1/datasets/mix", json=body).status_code == 507
         assert opened == [dataset] * 2
 
+    def test_other_bytes_than_were_stored_are_never_sent_as_if_they_were(self, stored: ApiServer, share: Path) -> None:
+        dataset = upload(stored)["id"]
+        path, file = f"/v1/datasets/{dataset}", share / "datasets" / dataset / "data.jsonl"
+        right = file.read_bytes()
+        assert stored.client.get(f"{path}/content").content == right
+        file.write_bytes(right[:-2] + bytes([right[-2] ^ 1]) + right[-1:])
+        with pytest.raises(httpx.RemoteProtocolError):
+            stored.client.get(f"{path}/content")
+        for call, content in (("content", b"<html>"), ("rows", b"[" * (len(right) - 1) + b"\n")):
+            file.write_bytes(content)
+            answer = stored.client.get(f"{path}/{call}")
+            assert (answer.status_code, answer.json()["code"]) == (409, "content_corrupt"), call
+
     def test_goes_with_its_row(self, stored: ApiServer, share: Path) -> None:
         dataset = upload(stored)
         assert stored.client.delete(f"/v1/datasets/{dataset['id']}").status_code == 204

@@ -303,7 +303,7 @@ class RecordHandler:
             if record["type"] in _COSTLY_RECORDS:
                 self._budget.spend(COSTLY_BYTES, time.monotonic())
             handle(record, ts)
-        except (ValueError, KeyError, TypeError, OverflowError, OSError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, OSError) as error:
             self._budget.spend(COSTLY_BYTES, time.monotonic())
             shown = repr(self._redact.cut(data.decode(errors="replace"), 200))
             self.say(f"the training process sent an invalid record ({error!r}): {shown}", "error")

@@ -22,7 +22,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -242,7 +242,10 @@ def _route_output() -> None:
 def _take_locks(paths: Sequence[str]) -> None:
     """Hold these locks for the life of the process, so that no other trainer uses the run or the device."""
     for path in sorted(paths):
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Who can open the file, even for reading, can hold its lock. Earlier versions let everybody read it.
+        with suppress(PermissionError):
+            os.fchmod(lock, 0o600)
         logged_at = -math.inf
         while not _is_taken(lock):
             if time.monotonic() - logged_at >= _LOG_SECONDS:

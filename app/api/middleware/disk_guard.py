@@ -10,7 +10,7 @@ from app.infra.files.disk_space import DatabaseReserve
 _STORES_NOTHING = {"GET", "HEAD", "OPTIONS", "DELETE"}
 """Methods that are answered without room: a deletion makes some."""
 _NEEDED_WITHOUT_ROOM = re.compile(
-    r"/v1/(?:session(?:/links)?|stream-tickets|runs/(?:validate|estimate)|runs/[^/]+/stop)"
+    r"/v1/(?:session(?:/links)?|stream-tickets|runs/(?:validate|estimate|stop|delete)|runs/[^/]+/stop)"
 )
 """Calls that an operator needs to look at the service, and to stop what fills the disk."""
 

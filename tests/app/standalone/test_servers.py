@@ -1,6 +1,7 @@
 """The embedded servers: real ones, private, and back after whatever happened to them."""
 
 import os
+import pwd
 import shutil
 import socket
 import stat
@@ -27,6 +28,7 @@ from app.infra.errors import SetupError
 from app.infra.home_lock import HomeLock
 from app.infra.private_files import make_private_folder, write_private_json
 from app.infra.server_urls import resolve_urls
+from app.standalone import postgres
 from app.standalone.servers import EmbeddedServers
 from tests import clusters
 from tests.waiting import eventually
@@ -279,6 +281,23 @@ class TestAccounts:
                 servers.start()
         else:
             servers.start()
+
+    def test_the_account_of_training_processes_never_owns_the_data(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        without_unshare(tmp_path / "bin", monkeypatch, ["setpriv", "sh", "id"])
+        if os.geteuid() != 0:
+            with pytest.raises(SetupError, match=r"ANNEAL_TRAINER_USER=.* owns the database"):
+                postgres._account(tmp_path, pwd.getpwuid(os.geteuid()).pw_name)
+            return
+        usual = postgres._account(tmp_path, None)
+        trainer = pwd.getpwuid(usual.owner[0]).pw_name
+        try:
+            other = postgres._account(tmp_path, trainer)
+        except SetupError as error:
+            assert "than that of training processes (ANNEAL_TRAINER_USER)" in str(error)
+        else:
+            assert other.owner[0] != usual.owner[0]
 
 
 class TestSentences:

@@ -296,7 +296,10 @@ def test_a_checkpoint_that_the_database_refuses_is_reported_and_training_goes_on
     assert "of type checkpoint could not be stored" in refused["line"] and "kind_known" not in refused["line"]
 
 
-@pytest.mark.parametrize("record", [b"{", b"[]", b'{"type": "metric"}', b'{"type": "eval", "ts": 1e300}', b"\xff"])
+@pytest.mark.parametrize("record", [
+    b"{", b"[]", b'{"type": "metric"}', b'{"type": "eval", "ts": 1e300}', b"\xff",
+    b'{"type": "eval", "step": 1, "metrics": [1]}', b'{"type": "eval", "step": 1, "metrics": "x"}',
+])  # fmt: skip
 def test_a_record_that_makes_no_sense_is_a_line_in_the_log(lab: Lab, record: bytes) -> None:
     lab.record_handler.take([("report", record)])
     lab.writer.drain()
