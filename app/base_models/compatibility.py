@@ -1,5 +1,6 @@
 """Checks that a base model fits a training configuration."""
 
+import json
 from collections.abc import Mapping, Set
 from typing import Any
 
@@ -34,6 +35,8 @@ def model_conflicts(
     if needs_weights and not is_adapter and (lacking := _lacking(folder, method.adapter == "forbidden")):
         found.append(BaseModelError("base_model", lacking))
     found += _of_architecture(folder, config)
+    if not is_adapter and not creates_model(config):
+        found += _outside_of_model(folder, config)
     length, longest = config.get("max_seq_length"), longest_sequence(folder)
     if "max_seq_length" in given and isinstance(length, int) and longest is not None and length > longest:
         message = (
@@ -90,6 +93,57 @@ def _of_architecture(folder: ModelFolder, config: Mapping[str, Any]) -> list[Bas
         "layers."
     )
     return [BaseModelError("target_modules", message)]
+
+
+def _outside_of_model(folder: ModelFolder, config: Mapping[str, Any]) -> list[BaseModelError]:
+    """Return layers and tokens that the adapter is to have, and the model does not have."""
+    found = []
+    for field, size, noun in (
+        ("layers_to_transform", "num_hidden_layers", "layers"),
+        ("trainable_token_indices", "vocab_size", "tokens"),
+    ):
+        numbers, count = config.get(field), _text_config(folder).get(size)
+        if not isinstance(numbers, list) or not isinstance(count, int):
+            continue
+        above = [number for number in numbers if isinstance(number, int) and number >= count]
+        if above:
+            message = f"The model has {count} {noun}, 0 to {count - 1}, and so no {', '.join(map(str, above))[:200]}."
+            found.append(BaseModelError(field, message))
+    return found
+
+
+def _text_config(folder: ModelFolder) -> Mapping[str, Any]:
+    """Return the part of a model's config.json that describes its language model."""
+    model_config = folder.read_json("config.json")
+    text = model_config.get("text_config", model_config)
+    return text if isinstance(text, Mapping) else {}
+
+
+_MAX_TOKENIZER_BYTES = 64 * 2**20
+
+
+def tokenizer_conflict(tokenizer: ModelFolder, model: ModelFolder) -> str | None:
+    """Return why a model has no embeddings for all tokens of a tokenizer, as far as their files say."""
+    rows = _text_config(model).get("vocab_size")
+    highest = _highest_token(tokenizer)
+    if not isinstance(rows, int) or highest is None or highest < rows:
+        return None
+    return (
+        f"its tokens have ids up to {highest}, and the model has embeddings for {rows} tokens; use a tokenizer whose "
+        "tokens are among those of the model"
+    )
+
+
+def _highest_token(folder: ModelFolder) -> int | None:
+    """Return the highest id in a `tokenizer.json`; None if it cannot be read, or if there is none."""
+    try:
+        content = json.loads(folder.read("tokenizer.json", _MAX_TOKENIZER_BYTES))
+        vocabulary, added = content["model"]["vocab"], content.get("added_tokens") or ()
+        # A mapping of ids, or of a Unigram model a list by id.
+        highest = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
+        return max([int(highest), *(int(token["id"]) for token in added)])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 def creates_model(config: Mapping[str, Any]) -> bool:

@@ -17,6 +17,7 @@ from app.infra.storage import Storage
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
 
 WEIGHTS_FILE = "model.safetensors"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _MODEL_FILES = ("config.json", "adapter_config.json")
 
 
@@ -83,6 +84,29 @@ def locate(
             )
         return ModelLocation(name=_portable(settings, name), path=str(folder), hub=None, revision=None)
     return ModelLocation(name=name, path=None, hub=_hub_name(settings, name), revision=revision)
+
+
+def locate_tokenizer(settings: Settings, storage: Storage, name: str) -> ModelLocation:
+    """Locate the tokenizer of another model than the base: a folder below a models root, else a hub model.
+
+    The existence of a hub model is checked only when it is loaded. Raises `BaseModelError`.
+    """
+    if is_run(name):
+        raise BaseModelError(
+            "not_supported",
+            f"{name} is a run: name the model that it was trained on, whose tokenizer its output has.",
+        )
+    _check_allowed(settings, name)
+    folder = folder_of(settings, name)
+    if not folder.is_dir():
+        return ModelLocation(name=name, path=None, hub=_hub_name(settings, name), revision=None)
+    if not any(ModelFolder(storage, folder).has(file) for file in _TOKENIZER_FILES):
+        raise BaseModelError(
+            "not_a_tokenizer",
+            f"The folder {name!r} below the models root contains none of {', '.join(_TOKENIZER_FILES)}; put a "
+            "tokenizer in Hugging Face format there.",
+        )
+    return ModelLocation(name=_portable(settings, name), path=str(folder), hub=None, revision=None)
 
 
 def _check_allowed(settings: Settings, name: str) -> None:

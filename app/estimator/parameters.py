@@ -155,8 +155,9 @@ def trained(model: Architecture, config: TrainingConfig) -> Trained:
         return Trained(weights(model, reward_head=reward), (), 0, False)
     targets = None if config.target_modules is None else tuple(config.target_modules)
     saved = (*(config.modules_to_save or ()), *([SCORE] if reward else []))
+    layers = None if config.layers_to_transform is None else frozenset(config.layers_to_transform)
     return _adapted(
-        model, reward, config.lora_r, targets, saved, has_dropout=config.lora_dropout > 0, dora=config.use_dora
+        model, reward, config.lora_r, targets, saved, layers, has_dropout=config.lora_dropout > 0, dora=config.use_dora
     )
 
 
@@ -167,15 +168,20 @@ def _adapted(
     rank: int,
     targets: tuple[str, ...] | None,
     saved: tuple[str, ...],
+    layers: frozenset[int] | None,
     *,
     has_dropout: bool,
     dora: bool,
 ) -> Trained:
     every = weights(model, reward_head=reward)
     linear = [one for one in every if one.kind == "linear" and one.name not in ("lm_head", SCORE)]
+    if layers is not None:
+        linear = [one for one in linear if _layer_of(one.name) in layers]
+        if not linear:
+            raise CannotTrain(f"`layers_to_transform`: this model has no layer {', '.join(map(str, sorted(layers)))}.")
     if targets is not None:
         linear = _named_weights(linear, targets, _endings, "`target_modules`: this model has no linear layer named")
-    elif model.family in ADAPTED_EXPERTS and any(one.kind == "experts" for one in every):
+    elif layers is None and model.family in ADAPTED_EXPERTS and any(one.kind == "experts" for one in every):
         if has_dropout or dora:
             raise CannotTrain(
                 f"On a {model.family} model adapters also target the experts, which peft supports only with "
@@ -219,6 +225,10 @@ def _parts(weight: str) -> Iterator[str]:
     """Yield the names that match a weight in `modules_to_save`: of each module that is it or contains it."""
     parts = weight.split(".")
     return (".".join(parts[start:end]) for start in range(len(parts)) for end in range(start + 1, len(parts) + 1))
+
+
+def _layer_of(weight: str) -> int | None:
+    return next((int(part) for part in weight.split(".") if part.isdigit()), None)
 
 
 @cache

@@ -3,7 +3,7 @@
 import logging
 import os
 import pwd
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,13 +132,13 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
     config, changed = auto_repair.apply(run.config, repaired)
     best_checkpoint = _best_evaluated(context, run, restore_control)
     if run.backend != "fake":
-        models = [run.config["base_model"], *([] if run.task is RunTask.export else reward_model_names(run))]
-        for name in models:
+        for name in (run.config["base_model"], *([] if run.task is RunTask.export else reward_model_names(run))):
             fetch_output(context, run, name, restore_control)
     with context.engine.connect() as connection:
         base_model = base_model_source(context, connection, run)
         reward_models = [] if run.task is RunTask.export else reward_model_sources(context, connection, run)
-        secrets = secrets_of(context, connection, run.config, [base_model, *reward_models])
+        tokenizer = tokenizer_source(context, run)
+        secrets = secrets_of(context, connection, run.config, [base_model, *reward_models, *filter(None, [tokenizer])])
         replayed = connection.execute(done_after(run.id, checkpoint.step if checkpoint else 0)).scalar_one()
         job = JobSpec(
             run_id=run.id,
@@ -152,6 +152,7 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
             eval_dataset=evaluation,
             extra_eval_datasets=extra,
             base_model=base_model,
+            tokenizer=tokenizer,
             reward_models=reward_models,
             attempt_dir=folder,
             token_cache=token_cache_location(context),
@@ -262,6 +263,13 @@ def base_model_source(context: WorkerContext, connection: Connection, run: Claim
     return _locate_model(context, connection, run, run.config["base_model"], run.config.get("revision"))
 
 
+def tokenizer_source(context: WorkerContext, run: ClaimedRun) -> ModelSource | None:
+    """Locate the tokenizer of another model; None if the run uses that of its base model."""
+    if (name := run.config.get("tokenizer")) is None or run.backend == "fake":
+        return None
+    return _located(lambda: resolver.locate_tokenizer(context.settings, context.storage, name))
+
+
 def reward_model_sources(context: WorkerContext, connection: Connection, run: ClaimedRun) -> list[ModelSource]:
     """Return the models of the rewards of type `model`, in the order of these rewards."""
     return [_locate_model(context, connection, run, model) for model in reward_model_names(run)]
@@ -348,16 +356,17 @@ def _locate_model(
     if resolver.is_run(name):
         query = select(Run.output_attempt, Run.base_model).where(Run.id == name)
         output_attempt, trained_on = connection.execute(query).one_or_none() or (None, None)
+    model = _located(lambda: resolver.locate(context.settings, context.storage, name, output_attempt, revision))
+    base = _base_of_adapter(context, connection, run, model.path, trained_on) if model.path and follow else None
+    return model.model_copy(update={"base": base})
+
+
+def _located(locate: Callable[[], resolver.ModelLocation]) -> ModelSource:
     try:
-        located = resolver.locate(context.settings, context.storage, name, output_attempt, revision)
+        return ModelSource.model_validate(locate())
     except resolver.BaseModelError as error:
         code = "config_error" if error.code == "model_not_allowed" else "model_not_found"
         raise JobError(code, error.message) from error
-    path = Path(located["path"]) if located["path"] is not None else None
-    base = None
-    if path is not None and follow:
-        base = _base_of_adapter(context, connection, run, path, trained_on)
-    return ModelSource(name=located["name"], path=path, hub=located["hub"], revision=located["revision"], base=base)
 
 
 def _base_of_adapter(
@@ -388,22 +397,21 @@ def secrets_of(
 ) -> dict[str, str]:
     """Return the secrets that this run needs and that are set, by the environment variable that libraries read."""
     wanted: dict[str, str] = {}
-    needs_hub = config.get("push_to_hub") or any(_may_need_hub(model) for model in models)
+    # An adapter names its own base model, which may be on the hub.
+    is_on_hub = (it.hub or (it.path and (it.path / "adapter_config.json").is_file()) for it in models)
+    needs_hub = config.get("push_to_hub") or any(is_on_hub)
     if context.settings.allow_hub and needs_hub:
         wanted[store.HF_TOKEN] = "HF_TOKEN"
     for tracker in config.get("report_to", ()):
         wanted |= _TRACKER_SECRETS.get(tracker, {})
-    if not wanted:
-        return {}
     try:
-        return {wanted[name]: value for name, value in store.read(connection, context.settings, wanted).items()}
+        return (
+            {wanted[name]: value for name, value in store.read(connection, context.settings, wanted).items()}
+            if wanted
+            else {}
+        )
     except KeyringError as error:
         raise JobError("internal", str(error), is_transient=True) from error
-
-
-def _may_need_hub(model: ModelSource) -> bool:
-    # An adapter names its own base model, which may be on the Hub.
-    return bool(model.hub or (model.path and (model.path / "adapter_config.json").is_file()))
 
 
 def _resume(context: WorkerContext, checkpoint: Any) -> ResumePoint | None:

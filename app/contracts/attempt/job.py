@@ -116,6 +116,8 @@ class JobSpec(_Part):
     extra_eval_datasets: dict[str, DataSource] = Field(default_factory=dict)
     """Further datasets to evaluate on, by the name in their metrics; no decision of the training depends on them."""
     base_model: ModelSource
+    tokenizer: ModelSource | None = None
+    """Model whose tokenizer is used; None: the base model."""
     reward_models: list[ModelSource] = Field(default_factory=list)
     """Models of the rewards of type `model`, in the order of these rewards."""
     attempt_dir: Path

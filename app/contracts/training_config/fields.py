@@ -47,6 +47,13 @@ Patience = Annotated[int, Field(ge=1, le=10_000), COUNT]
 
 SampleLength = Annotated[int, Field(ge=1, le=512), COUNT]
 
+LayerIndex = Annotated[int, Field(ge=0, le=10_000)]
+
+TokenId = Annotated[int, Field(ge=0, le=10_000_000)]
+
+LoraInit = Literal["default", "gaussian", "orthogonal", "pissa", "olora", "loftq"]
+"""Values of peft's `init_lora_weights`; `default` is its `true`."""
+
 Allocations = Annotated[int, Field(ge=1_000, le=10_000_000), COUNT]
 
 Rows = Annotated[int, Field(ge=1, le=1_000_000_000), COUNT]
@@ -246,6 +253,11 @@ class TrainingConfig(Strict):
     base_model: Annotated[ModelName, Traits(affects="duration")] = Field(
         description="Folder below the models root, hub name, or `run_…` for the output of a finished run."
     )
+    tokenizer: Annotated[ModelName | None, Traits()] = Field(
+        default=None,
+        description="Model whose tokenizer is used and saved with the output, with its chat template: a folder below "
+        "the models root, or a hub name; `null` uses that of the base model.",
+    )
     method: Annotated[TrainingMethod, Field(strict=False), Traits(affects="step_time")] = Field(
         default=DEFAULT_METHOD,
         description="Training method: determines the objective, and which weights are trained.",
@@ -265,6 +277,24 @@ class TrainingConfig(Strict):
         min_length=1,
         max_length=200,
         description="Names of the modules that get an adapter; `null`: all linear layers.",
+    )
+    layers_to_transform: Annotated[list[LayerIndex] | None, Traits(affects="step_time", adapter_only=True)] = Field(
+        default=None,
+        min_length=1,
+        max_length=1_000,
+        description="Numbers of the layers that get an adapter, from 0; `null`: all.",
+    )
+    trainable_token_indices: Annotated[list[TokenId] | None, Traits(affects="step_time", adapter_only=True)] = Field(
+        default=None,
+        min_length=1,
+        max_length=5_000,
+        description="Ids of the tokens whose embeddings are trained and saved with the adapter.",
+    )
+    init_lora_weights: Annotated[LoraInit, Traits(adapter_only=True)] = Field(
+        default="default",
+        description="First values of the adapter. `default`, `gaussian` and `orthogonal` start as the base model does. "
+        "`pissa` takes the largest singular values of the base weights, and `olora` their QR decomposition; the output "
+        "is converted to twice the rank, for the unchanged base. `loftq` corrects the error of a base in 4 bits.",
     )
     use_rslora: Annotated[bool, Traits(adapter_only=True)] = Field(
         default=False, description="Rank-stabilized LoRA: scale by `lora_alpha / sqrt(lora_r)`."

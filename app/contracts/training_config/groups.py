@@ -7,12 +7,13 @@ from app.contracts.training_config.fields import TrainingConfig
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "Model": (
-        "base_model", "revision", "method", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type",
+        "base_model", "revision", "tokenizer", "method", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type",
         "bnb_4bit_compute_dtype", "dtype", "weights_dtype", "attn_implementation",
     ),
     "Data": ("max_seq_length", "packing", "truncation_mode", "loss_on", "chat_template", "overfit_first_batch", "seed"),
     "Adapter": (
-        "lora_r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save",
+        "lora_r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_transform", "init_lora_weights",
+        "use_rslora", "use_dora", "modules_to_save", "trainable_token_indices",
     ),
     "Objective": ("dpo", "kto", "rlhf"),
     "Length": ("epochs", "max_steps", "min_steps", "time_limit_seconds", "stop_at_step", "early_stopping_patience"),

@@ -456,6 +456,10 @@ def sharding_obstacles(config: TrainingConfig, given: set[str]) -> list[str]:
     found = []
     if config.load_in_8bit:
         found.append("`load_in_8bit` cannot be divided; use `load_in_4bit`")
+    if adapter and config.init_lora_weights not in ("default", "gaussian", "orthogonal"):
+        found.append(f"`init_lora_weights: {config.init_lora_weights}` needs the whole base weights")
+    if adapter and config.trainable_token_indices:
+        found.append("an adapter with `trainable_token_indices` cannot be divided")
     if config.modules_to_save or (method.has_reward_head and adapter):
         found.append("an adapter with `modules_to_save`, such as that of a reward model, cannot be divided")
     if method.has_reference and not adapter:

@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 from app.contracts.errors import FieldError
 from app.contracts.methods import OPTION_GROUPS
 from app.contracts.plugins import replaced_fields
+from app.contracts.training_config.adapters import adapter_conflicts
 from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME
 from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
 from app.contracts.training_config.optimizers import NOT_SUPPORTED
@@ -27,6 +28,7 @@ from app.contracts.training_config.rules import (
     field_error,
     machine_conflicts,
     method_conflicts,
+    wants_adapter,
 )
 
 
@@ -100,6 +102,7 @@ def _conflicts(
     """Return all conflicts that do not depend on the machine."""
     return [
         *method_conflicts(config, given),
+        *(adapter_conflicts(config) if wants_adapter(config) else []),
         *eval_conflicts(config, given, has_eval_dataset),
         *data_conflicts(config, given, dataset_format),
         *(field_error(name, "conflict", why) for name, why in replaced_fields(config_input, given)),
@@ -174,7 +177,7 @@ def _sentence(error: ErrorDetails, parts: list[str], model: type[BaseModel]) -> 
     if len(parts) == 1 and parts[0] in _CHOICES:
         return f"must be true, false or {_CHOICES[parts[0]]}"
     if error["type"] == "string_pattern_mismatch":
-        if parts[-1] in ("base_model", "model"):
+        if parts[-1] in ("base_model", "model", "tokenizer"):
             return "must be a name such as `folder`, `owner/model` or `run_…`, not a path outside the models root"
         return "contains characters that are not allowed in a name"
     got = _shown(error["input"])

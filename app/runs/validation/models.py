@@ -10,7 +10,13 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.dependencies import release
 from app.base_models import resolver, sources
-from app.base_models.compatibility import creates_model, is_reward_model, longest_sequence, model_conflicts
+from app.base_models.compatibility import (
+    creates_model,
+    is_reward_model,
+    longest_sequence,
+    model_conflicts,
+    tokenizer_conflict,
+)
 from app.base_models.model_folder import ModelFolder
 from app.config import Settings
 from app.contracts.backends import BackendRules
@@ -80,6 +86,7 @@ async def check_base_model(
             for problem in stored_quantization_conflicts(stored, config, trains=trains):
                 found.refuse(f"config.{problem.field}", problem.code, problem.message)
             found.stored_quantization = stored
+        await _check_tokenizer(settings, storage, config, folder_here, found)
     if resolver.is_run(name):
         found.base_run_id = name
 
@@ -135,6 +142,29 @@ def _missing_hub_model(settings: Settings, name: str, hub_name: str, answer: Hub
         f"there is no folder {what} below {settings.models_folder}, none in the hub's cache, and {answer.message}: put "
         "the model there, use one of `anneal models list`, or make a small one with `anneal models create tiny`"
     )
+
+
+async def _check_tokenizer(
+    settings: Settings,
+    storage: Storage,
+    config: Mapping[str, Any],
+    base: ModelFolder | None,
+    found: ValidationResult,
+) -> None:
+    """Check the tokenizer of another model; with `base`, the folder of the base model, also whether it fits that."""
+    name = config.get("tokenizer")
+    if not isinstance(name, str) or any(error.field == "config.tokenizer" for error in found.errors):
+        return
+    try:
+        located = await storage.in_thread(resolver.locate_tokenizer, settings, storage, name)
+    except resolver.BaseModelError as error:
+        found.refuse("config.tokenizer", error.code, error.message)
+        return
+    folder = await storage.in_thread(_folder_here, storage, located)
+    if folder is None or base is None or creates_model(config):
+        return
+    if (why := await storage.in_thread(tokenizer_conflict, folder, base)) is not None:
+        found.refuse("config.tokenizer", "conflict", f"is {name[:100]!r}, which does not fit the base model: {why}")
 
 
 def _folder_here(storage: Storage, located: resolver.ModelLocation) -> ModelFolder | None:

@@ -28,6 +28,7 @@ from worker.training.loop.evaluation import EvaluationMixin
 from worker.training.loop.memory import GpuMemory
 from worker.training.loop.step_phases import StepPhases
 from worker.training.loop.throughput import Throughput
+from worker.training.model.adapter_init import save_first_values
 from worker.training.model.checked_weights import check_keys, checked_adapters, checked_sizes
 from worker.training.model.experts import expert_modules, load_experts
 from worker.training.model.parallel.expert_parallel import obstacle as expert_obstacle
@@ -91,6 +92,8 @@ class ServiceTrainerMixin(EvaluationMixin):
         """States of the random number generators of all ranks, for the checkpoint that is being saved."""
         self.whole_weights: dict[str, torch.Tensor] | None = None
         """Last weights of a sharded model, gathered for the output."""
+        self.first_values: dict[str, torch.Tensor] = {}
+        """First values of an adapter that changed the base weights, for checkpoints and the output."""
         self._micro_losses: list[torch.Tensor] = []
         self._step_loss = 0.0
         self._share = 1.0
@@ -398,6 +401,7 @@ class ServiceTrainerMixin(EvaluationMixin):
     def save_constant_files(self, folder: Path) -> None:
         """Write the files that every checkpoint of this process repeats: the tokenizer, and those of the method."""
         self.processing_class.save_pretrained(str(folder))
+        save_first_values(self.first_values, folder)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.run.is_probe:

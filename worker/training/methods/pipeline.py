@@ -24,7 +24,7 @@ from worker.training.loop.module_walks import CachedModuleWalks
 from worker.training.loop.trainer import EndedBeforeStep, ServiceTrainerMixin
 from worker.training.methods import preparation
 from worker.training.methods.preparation import Read, Rows, RunData, Setup
-from worker.training.model import kernels, loader
+from worker.training.model import adapter_init, kernels, loader
 from worker.training.model.base_model import BaseModelSource
 from worker.training.model.compilation import compile_layers
 from worker.training.model.peak_flops import peak_tflops
@@ -77,12 +77,13 @@ def train_on_tokens(
         trainer = build(
             make,
             run,
+            start,
             model=network,
             args=arguments(trainer_arguments(run, total_steps)),
             train_dataset=preparation.training_rows(run, training),
             eval_dataset=data.evaluated,
             processing_class=tokenizer,
-            peft_config=loader.lora_config(run.config, start.revision, head),
+            peft_config=adapter_init.adapter_config(run, network, start.revision, head),
         )
         planned = plan_step(trainer, replaced) | compile_ahead(trainer)
         facts = report_run_info(trainer, base, replaced, data, max_length=max_length, **tokenized, **planned)
@@ -144,17 +145,18 @@ def trainer_arguments(run: TrainingContext, total_steps: int) -> dict[str, Any]:
     }
 
 
-def build(make: Callable[..., Trains], run: TrainingContext, **options: Any) -> Trains:
+def build(make: Callable[..., Trains], run: TrainingContext, start: BaseModelSource, **options: Any) -> Trains:
     """Create the trainer and attach the callbacks that run after every step.
 
     Raises:
         TrainingFailure: options are incompatible with each other or with this model.
     """
     try:
-        with loader.unrounded_adapters():
+        with loader.unrounded_adapters(run.report.alive):
             trainer = make(run, **options)
     except ValueError as error:  # TRL and peft reject options with it
         raise TrainingFailure("config_error", str(error)) from error
+    trainer.first_values = adapter_init.set_first_values(run, trainer.model, start)
     loader.check_modules(trainer.model, run.config)
     loader.name_base(trainer.model, run.job.base_model.portable_name)
     if run.config.weights_dtype == "float32":

@@ -141,7 +141,7 @@ def prepare_start(run: TrainingContext, replaced: list[Replacement]) -> Setup:
     _match_stored_quantization(run, base, replaced)
     if (warning := masked_model_warning(base.architecture.architectures, run.method)) is not None:
         run.report.message(warning, level="warning")
-    tokenizer = hooks.tokenizer(run, lambda: base_model.load_tokenizer(base))
+    tokenizer = hooks.tokenizer(run, lambda: _load_tokenizer(run, base))
     base_model.complete_tokenizer(tokenizer)
     template = hooks.chat_template(run, tokenizer)
     if template is not None:
@@ -155,6 +155,11 @@ def prepare_start(run: TrainingContext, replaced: list[Replacement]) -> Setup:
     if run.job.shares_folder:
         run.job = shared
     return Setup(base, tokenizer, _max_sequence_length(run, base, tokenizer, replaced))
+
+
+def _load_tokenizer(run: TrainingContext, base: BaseModelSource) -> PreTrainedTokenizerBase:
+    named = run.job.tokenizer
+    return base_model.load_tokenizer(base) if named is None else base_model.load_tokenizer_of(named, base, run.job)
 
 
 def _find_base(run: TrainingContext) -> BaseModelSource:

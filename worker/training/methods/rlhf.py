@@ -24,7 +24,7 @@ from worker.training.loop import probe
 from worker.training.loop.anomalies import Anomaly
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.methods import pipeline, preparation, rewards
-from worker.training.model import loader
+from worker.training.model import adapter_init
 from worker.training.model.merging import options_of_stored
 from worker.training.model.reward_scorer import RewardScorer
 from worker.training.planning import memory_plan
@@ -227,6 +227,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
         trainer: RewardTrainerMixin = pipeline.build(
             GroupTrainer if wanted.algorithm == "grpo" else LeaveOneOutTrainer,
             run,
+            start,
             model=network,
             # RLOO learns almost nothing from advantages that are not normalized.
             args=GRPOConfig(**arguments)
@@ -236,7 +237,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
             train_dataset=seen,
             eval_dataset=data.evaluated,
             processing_class=tokenizer,
-            peft_config=loader.lora_config(config, start.revision),
+            peft_config=adapter_init.adapter_config(run, network, start.revision),
         )
         fingerprints = [one.identity for one in functions if isinstance(one, RewardScorer)]
         plan_step(trainer, replaced)

@@ -27,7 +27,7 @@ from worker.training.model.merging import dequantized, merge_adapter, options_of
 from worker.wire.heartbeat import HeartbeatCallback, heartbeat_while_growing
 
 ADAPTER_CONFIG = "adapter_config.json"
-_ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
 _HUB_ADVICE = (
     " Check the name, and that the worker reaches the hub; or put the model's folder below ANNEAL_MODELS_ROOT, where "
@@ -150,11 +150,35 @@ def load_tokenizer(base: BaseModelSource) -> PreTrainedTokenizerBase:
     Raises:
         TrainingFailure: it cannot be loaded, or it has no end-of-sequence token.
     """
+    return complete_tokenizer(_tokenizer(base.tokenizer_source, base.options))
+
+
+def load_tokenizer_of(named: ModelSource, base: BaseModelSource, job: JobSpec) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of another model than the base, and set a padding token if it has none.
+
+    Raises:
+        TrainingFailure: it cannot be loaded, has no end-of-sequence token, or has more tokens than the base.
+    """
+    source = named.portable_name if named.path is None else str(named.path)
+    tokenizer = complete_tokenizer(_tokenizer(source, _options(job)))
+    highest = max(tokenizer.get_vocab().values())
+    rows = getattr(base.architecture.get_text_config(), "vocab_size", None)
+    if rows is not None and highest >= rows:
+        raise TrainingFailure(
+            "config_error",
+            f"The tokenizer of {named.name} has token ids up to {highest}, but {base.name} has embeddings for {rows} "
+            f"tokens (0 to {rows - 1}): leave `tokenizer` out, or use a tokenizer whose tokens are among those of the "
+            "model.",
+        )
+    return tokenizer
+
+
+def _tokenizer(source: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(base.tokenizer_source, **base.options)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
     except Exception as error:
-        raise load_failure(error, base.tokenizer_source, "tokenizer") from error
-    return complete_tokenizer(tokenizer)
+        raise load_failure(error, source, "tokenizer") from error
+    return tokenizer
 
 
 def complete_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -248,10 +272,10 @@ def _adapter_base(
     folder: Path, named: ModelSource, options: dict[str, Any], commit: str | None = None
 ) -> BaseModelSource:
     name = named.name
-    if not (folder / _ADAPTER_WEIGHTS).is_file():
+    if not (folder / ADAPTER_WEIGHTS).is_file():
         raise TrainingFailure(
             "model_not_found",
-            f"The adapter {name} has no {_ADAPTER_WEIGHTS}. Pickled weights (adapter_model.bin) are never loaded, "
+            f"The adapter {name} has no {ADAPTER_WEIGHTS}. Pickled weights (adapter_model.bin) are never loaded, "
             "because a pickle can run arbitrary code: save the adapter again as safetensors.",
         )
     try:

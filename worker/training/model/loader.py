@@ -32,6 +32,7 @@ from worker.training.model.attention import VARLEN, supports_varlen
 from worker.training.model.base_model import BaseModelSource, load_failure
 from worker.training.model.checked_weights import load_pretrained
 from worker.training.model.merging import dequantized, options_of_stored
+from worker.wire.heartbeat import HeartbeatCallback, no_heartbeat
 
 # The first call compiles hundreds of patterns, which transformers keeps: here, so that forks of the zygote have them.
 get_checkpoint_conversion_mapping("llama")
@@ -281,8 +282,10 @@ def check_modules(model: torch.nn.Module, config: TrainingConfig) -> None:
 
 
 @contextmanager
-def unrounded_adapters() -> Iterator[None]:
+def unrounded_adapters(alive: HeartbeatCallback = no_heartbeat) -> Iterator[None]:
     """During the block, which creates a trainer, new adapters keep the 32-bit values that peft draws for them.
+
+    `alive` is called for each of them, since first values may take a decomposition of the base weights.
 
     peft converts an adapter to the data type of its base layer before it converts it to 32 bits, and TRL converts those
     on a quantized base to bfloat16. Either rounds the values.
@@ -294,6 +297,7 @@ def unrounded_adapters() -> Iterator[None]:
 
     def unrounded(move: Callable[..., None]) -> Callable[..., None]:
         def move_alone(layer: BaseTunerLayer, adapter: str, device: torch.device | None = None) -> None:
+            alive()
             values = [parameter.data for parameter in _adapter_parameters(layer, adapter)]
             move(layer, adapter, device)
             for parameter, value in zip(_adapter_parameters(layer, adapter), values, strict=True):
@@ -343,7 +347,7 @@ def _last_parts(names: Sequence[str]) -> list[str]:
 def lora_config(config: TrainingConfig, revision: str | None = None, head: Head = "causal") -> LoraConfig | None:
     """Return the configuration of the adapter, with the base's `revision`; None if all weights are trained.
 
-    A `reward` head is fully trained in addition to the adapter.
+    A `reward` head is fully trained in addition to the adapter. `adapter_init.py` adds what depends on the model.
     """
     if config.lora_r is None:
         return None
@@ -360,6 +364,8 @@ def lora_config(config: TrainingConfig, revision: str | None = None, head: Head 
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
         modules_to_save=whole or None,
+        init_lora_weights=config.init_lora_weights if config.init_lora_weights in ("gaussian", "orthogonal") else True,
+        trainable_token_indices=list(config.trainable_token_indices) if config.trainable_token_indices else None,
     )
 
 

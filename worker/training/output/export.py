@@ -20,6 +20,7 @@ from worker.training.failures import OUT_OF_MEMORY, Stopped, classify
 from worker.training.loop.memory import write_profile
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.model import loader
+from worker.training.model.adapter_init import convert_to_unchanged_base, save_first_values
 from worker.training.model.base_model import ADAPTER_CONFIG, BaseModelSource
 from worker.training.model.merging import merge_adapter
 from worker.training.output import gguf
@@ -96,6 +97,7 @@ def write_output(
     try:
         with heartbeat_while_growing(run.report.alive, staging):
             chosen.save(staging)
+            convert_to_unchanged_base(staging)
             if run.config.output == "merged":
                 _merge(run, base, staging)
             if run.config.trainer_options.prune_fraction is not None:
@@ -131,7 +133,7 @@ def write_output(
 def _choose(trainer: ServiceTrainerMixin) -> ExportedWeights:
     """Return the best evaluated weights if the run asks for them and there are any, else the last ones."""
     run, method, step = trainer.run, trainer.run.method, trainer.state.global_step
-    last = partial(save_weights, trainer.model, whole=trainer.whole_weights)
+    last = partial(_save_last, trainer)
     if run.config.export == "last":
         return ExportedWeights("last", step, "because `export` is `last`", last)
     name, best = method.eval_metric, run.best_checkpoint
@@ -151,6 +153,11 @@ def _choose(trainer: ServiceTrainerMixin) -> ExportedWeights:
     return ExportedWeights(
         "best", best.step, f"with the best `{name}`, {best.metric:.6g}", partial(copy_weights, best.path)
     )
+
+
+def _save_last(trainer: ServiceTrainerMixin, folder: Path) -> None:
+    save_weights(trainer.model, folder, trainer.whole_weights)
+    save_first_values(trainer.first_values, folder)
 
 
 def _prune(run: TrainingContext, folder: Path, fraction: float) -> None:

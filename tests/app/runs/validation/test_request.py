@@ -452,6 +452,59 @@ class TestValidate(OnSharedApi):
         assert count_runs(engine) == 0
 
 
+class TestOtherTokenizer(OnSharedApi):
+    @pytest.fixture
+    def words(self, api: ApiServer) -> Any:
+        """A function that makes a folder with a tokenizer of some tokens, and returns its name."""
+
+        def make(tokens: int, name: str = "words") -> str:
+            folder = api.settings.models_folder / name
+            folder.mkdir(parents=True)
+            vocabulary = {f"token {number}": number for number in range(tokens - 1)}
+            added = [{"id": tokens - 1, "content": "<end>"}]
+            content = {"model": {"type": "BPE", "vocab": vocabulary}, "added_tokens": added}
+            (folder / "tokenizer.json").write_text(json.dumps(content))
+            return name
+
+        (make_model(api.settings) / "config.json").write_text(json.dumps({**_LLAMA, "vocab_size": 100}))
+        return make
+
+    def validated(self, api: ApiServer, dataset: str, tokenizer: str) -> list[tuple[str, str, str]]:
+        body = {"dataset_id": dataset, "config": {"base_model": "tiny", "tokenizer": tokenizer}}
+        found = api.client.post("/v1/runs/validate", json=body).json()
+        return [(error["field"], error["code"], error["message"]) for error in found["errors"]]
+
+    def test_with_as_many_tokens_as_the_model_has_is_accepted(self, api: ApiServer, dataset: str, words: Any) -> None:
+        assert self.validated(api, dataset, words(100)) == []
+
+    def test_with_more_tokens_than_the_model_has_is_refused_with_both_numbers(
+        self, api: ApiServer, dataset: str, words: Any
+    ) -> None:
+        ((field, code, message),) = self.validated(api, dataset, words(101))
+        assert (field, code) == ("config.tokenizer", "conflict")
+        assert "ids up to 100" in message and "embeddings for 100 tokens" in message
+
+    def test_that_is_not_there_is_refused(self, api: ApiServer, dataset: str, words: Any) -> None:
+        assert [error[:2] for error in self.validated(api, dataset, "nowhere")] == [
+            ("config.tokenizer", "model_not_found")
+        ]
+        (api.settings.models_folder / "empty").mkdir()
+        assert [error[:2] for error in self.validated(api, dataset, "empty")] == [
+            ("config.tokenizer", "not_a_tokenizer")
+        ]
+        run = "run_01k3x9m6q2v8s4t0w7y5z1a3b6"
+        assert [error[:2] for error in self.validated(api, dataset, run)] == [("config.tokenizer", "not_supported")]
+
+
+def test_layers_and_tokens_that_a_local_model_lacks_are_refused(api: ApiServer, engine: Engine, dataset: str) -> None:
+    (make_model(api.settings) / "config.json").write_text(json.dumps({**_LLAMA, "vocab_size": 100}))
+    config = {"base_model": "tiny", "layers_to_transform": [0, 2], "trainable_token_indices": [99, 100]}
+    problem = refused(api, engine, {"dataset_id": dataset, "config": config})
+    messages = {error["field"]: error["message"] for error in problem["errors"]}
+    assert "2 layers, 0 to 1, and so no 2" in messages["config.layers_to_transform"]
+    assert "100 tokens, 0 to 99, and so no 100" in messages["config.trainable_token_indices"]
+
+
 def test_while_a_configuration_is_judged_others_are_served(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     inline = []
     judge = config_errors

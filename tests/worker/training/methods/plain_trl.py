@@ -55,6 +55,7 @@ def plain_log(
     lora_dropout: float = 0.0,
     chat_template: str | None = None,
     dtype: torch.dtype = torch.float32,
+    peft_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> list[dict[str, float]]:
     """Return what TRL's trainer logs of each step.
@@ -101,7 +102,8 @@ def plain_log(
             processing_class=tokenizer,
             peft_config=LoraConfig(
                 task_type="SEQ_CLS" if is_reward else "CAUSAL_LM", r=16, lora_alpha=32, lora_dropout=lora_dropout,
-                target_modules="all-linear", modules_to_save=["score"] if is_reward else None,
+                modules_to_save=["score"] if is_reward else None,
+                **{"target_modules": "all-linear", **(peft_options or {})},
             ) if adapter != "full" else None,
             **rewarded,
         )  # fmt: skip

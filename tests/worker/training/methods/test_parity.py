@@ -42,6 +42,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("lora", {"method": "lora", "max_seq_length": 128, "packing": True}, {"max_length": 128, "packing": True}),
         ("qlora", {"method": "qlora", "max_seq_length": 60}, {"max_length": 60}),
         ("8bit", {"method": "sft", "max_seq_length": 60, "load_in_8bit": True}, {"max_length": 60}),
+        *(
+            (
+                "lora",
+                {"method": "lora", "max_seq_length": 60, **fields},
+                {"max_length": 60, "peft_options": peft_options},
+            )
+            for fields, peft_options in (
+                ({"init_lora_weights": "pissa"}, {"init_lora_weights": "pissa"}),
+                ({"init_lora_weights": "olora"}, {"init_lora_weights": "olora"}),
+                (
+                    {"init_lora_weights": "gaussian", "layers_to_transform": [1], "trainable_token_indices": [5, 9]},
+                    {
+                        "init_lora_weights": "gaussian",
+                        "layers_to_transform": [1],
+                        "trainable_token_indices": [5, 9],
+                        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+                    },
+                ),
+            )
+        ),
     ],
 )
 def test_losses_equal_plain_trls(

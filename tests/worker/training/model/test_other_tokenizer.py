@@ -1,0 +1,45 @@
+"""A run may use the tokenizer of another model, whose tokens must be among those of its base."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.worker.training.data.test_dataset import CHATML
+from tests.worker.training.tiny import Forks, make_job, make_tiny_model
+
+CONFIG: dict[str, Any] = {"method": "lora", "lora_r": 4, "max_steps": 1, "max_seq_length": 64, "tokenizer": "other"}
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    return make_tiny_model(tmp_path / "other", chat_template=CHATML)
+
+
+def job(folder: Path, model: Path, chats: Path, other: Path) -> dict[str, Any]:
+    named = {"name": "other", "path": str(other), "hub": None, "revision": None}
+    return {**make_job(folder, model, chats, **CONFIG), "tokenizer": named}
+
+
+def test_the_data_and_the_output_have_the_other_tokenizer(
+    forks: Forks, tiny_model: Path, chats: Path, other: Path, tmp_path: Path
+) -> None:
+    done = forks.run(job(tmp_path / "run", tiny_model, chats, other))
+    assert done.result["outcome"] == "completed", done.result
+    assert AutoTokenizer.from_pretrained(done.output).chat_template == CHATML
+    assert AutoTokenizer.from_pretrained(tiny_model).chat_template is None
+    assert not [record for record in done.of("message") if "no chat template" in record["line"]]
+
+
+def test_more_tokens_than_the_base_has_end_the_run_with_both_numbers(
+    forks: Forks, tiny_model: Path, chats: Path, other: Path, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokens = len(tokenizer)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(other)
+    error = forks.run(job(tmp_path / "run", tiny_model, chats, other)).result["error"]
+    assert error["code"] == "config_error"
+    assert f"The tokenizer of other has token ids up to {tokens}" in error["message"]
+    assert f"tiny has embeddings for {tokens} tokens" in error["message"]
