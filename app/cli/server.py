@@ -56,8 +56,11 @@ def api(
 
 
 def worker(
+    workers: Annotated[
+        list[str] | None, typer.Argument(help="With --drain: ids or process ids of workers of this machine.")
+    ] = None,
     drain: Annotated[
-        bool, typer.Option("--drain", help="Make the workers of this machine and home exit once their runs are done.")
+        bool, typer.Option("--drain", help="Make workers of this machine and home exit once their runs are done.")
     ] = False,
     timeout: Annotated[
         float | None, typer.Option(min=0, help="With --drain: seconds after which runs are saved and released.")
@@ -69,8 +72,9 @@ def worker(
 
     Example: `ANNEAL_DATABASE_URL=postgresql://… ANNEAL_REDIS_URL=redis://… anneal worker`
 
-    With --drain, running workers accept no new runs, finish their current runs, and exit. The command shows the
-    remaining runs and returns when the workers have exited. Ctrl-C stops the command, not the draining.
+    With --drain, running workers accept no new runs, finish their current runs, and exit: those that are named, or all
+    but the one of `anneal up`. The command shows the remaining runs and returns when the workers have exited. Ctrl-C
+    stops the command, not the draining.
     Example: `anneal worker --drain --timeout 3600`
     """
     from app.infra.files.unfinished_restore import refuse_unfinished_restore
@@ -79,7 +83,9 @@ def worker(
         if drain:
             from app.standalone.drain import drain as drain_workers
 
-            raise typer.Exit(drain_workers(environment_settings(), timeout))
+            raise typer.Exit(drain_workers(environment_settings(), timeout, names=workers or ()))
+        if workers:
+            raise SetupError("A worker is named only with --drain; a new one gets its id from the service.")
         if timeout is not None:
             raise SetupError(
                 "--timeout requires --drain: it is the time after which the remaining runs are saved and released."

@@ -1,7 +1,7 @@
-"""Command `anneal worker --drain`: the workers of this machine and ANNEAL_HOME finish their runs and exit."""
+"""Command `anneal worker --drain`: workers of this machine and ANNEAL_HOME finish their runs and exit."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -9,6 +9,8 @@ from rich.live import Live
 from rich.table import Table
 
 from app.config import Settings
+from app.infra.errors import SetupError
+from app.infra.private_files import read_json
 from app.workers.status_files import DRAIN_SIGNAL, SHUTDOWN_SIGNAL, WorkerStatus, read_statuses
 
 _LOOK_SECONDS = 0.2
@@ -16,28 +18,80 @@ _MORE_SECONDS = 15.0
 """Time beyond the save grace period after which a worker that is still running counts as hung."""
 
 
-def drain(settings: Settings, timeout: float | None = None, console: Console | None = None) -> int:
-    """Drain the workers, show the runs in progress, and return the exit code when all workers have ended.
+def drain(
+    settings: Settings, timeout: float | None = None, console: Console | None = None, names: Sequence[str] = ()
+) -> int:
+    """Drain workers, show their runs in progress, and return the exit code when all of them have ended.
 
-    After `timeout` seconds the runs are saved and released, so that other workers can resume them. Needs neither
-    database nor broker, and can be repeated at any time.
+    Those are the workers with an id or a process id in `names`; without names, all but that of `anneal up`, which would
+    start no other. After `timeout` seconds the runs are saved and released, so that other workers can resume them.
+    Needs neither database nor broker, and can be repeated at any time.
+
+    Raises:
+        SetupError: No worker of this machine has such a name; nothing is drained.
     """
     view = View(console or Console())
-    found = read_statuses(settings.home)
-    workers = [note for note in found if note.signal(DRAIN_SIGNAL)]
-    for note in found:
-        if not note.process.is_near and not note.draining:
-            view.say(f"Worker {note.id} belongs to another machine or container; drain it there.")
+    statuses = read_statuses(settings.home)
+    chosen = _named(statuses, names, settings) if names else _all_but_supervised(statuses, settings, view)
+    workers = [status for status in chosen if status.signal(DRAIN_SIGNAL)]
     if not workers:
-        view.say(f"No worker runs on this machine with ANNEAL_HOME={settings.home}; nothing to drain.")
+        other = "other " if any(status.process.is_near and status.process.exists for status in statuses) else ""
+        view.say(f"No {other}worker runs on this machine with ANNEAL_HOME={settings.home}; nothing to drain.")
         return 0
+    supervised = _supervised_pid(settings)
     for note in workers:
         view.say(f"Worker {note.id} (process {note.process.pid}) is draining and claims no more runs.")
+        if note.process.pid == supervised:
+            view.say(
+                "It is the worker of `anneal up`, which starts none again: run `anneal down` and `anneal up` then."
+            )
     try:
         return _wait(settings, {note.id: note for note in workers}, timeout, view)
     except KeyboardInterrupt:
         view.say("The workers continue draining. Run the command again to watch, or with --timeout 0 to stop them now.")
         return 130
+
+
+def _named(statuses: Sequence[WorkerStatus], names: Sequence[str], settings: Settings) -> list[WorkerStatus]:
+    """Return the running workers with these ids or process ids."""
+    running = [status for status in statuses if status.process.is_near and status.process.exists]
+    chosen = []
+    for name in names:
+        matching = [status for status in running if name in (status.id, str(status.process.pid))]
+        if not matching:
+            if any(status.id == name and not status.process.is_near for status in statuses):
+                raise SetupError(f"Worker {name} belongs to another machine or container; drain it there.")
+            listed = ", ".join(f"{status.id} (process {status.process.pid})" for status in running) or "none"
+            raise SetupError(
+                f"No worker {name} runs on this machine with ANNEAL_HOME={settings.home}; nothing is drained. "
+                f"Name the id or the process id of one that runs: {listed}."
+            )
+        chosen += matching
+    return chosen
+
+
+def _all_but_supervised(statuses: Sequence[WorkerStatus], settings: Settings, view: "View") -> list[WorkerStatus]:
+    """Return the workers of this machine without that of `anneal up`; name those that are left."""
+    supervised, chosen = _supervised_pid(settings), []
+    for status in statuses:
+        if not status.process.is_near:
+            if not status.draining:
+                view.say(f"Worker {status.id} belongs to another machine or container; drain it there.")
+        elif status.process.pid == supervised and status.process.exists:
+            view.say(
+                f"Worker {status.id} (process {supervised}) belongs to `anneal up` and goes on. `anneal down` ends it. "
+                f"`anneal worker --drain {status.id}` lets its runs finish; then `anneal up` starts no other before it "
+                "is started again."
+            )
+        else:
+            chosen.append(status)
+    return chosen
+
+
+def _supervised_pid(settings: Settings) -> int | None:
+    """Return the process id of the worker of `anneal up` in this home; None without one."""
+    pids = (read_json(settings.connection_file) or {}).get("pids")
+    return pids.get("worker") if isinstance(pids, dict) else None
 
 
 def _wait(settings: Settings, workers: dict[str, WorkerStatus], timeout: float | None, view: "View") -> int:

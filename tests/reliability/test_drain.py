@@ -250,6 +250,16 @@ class TestDrain:
         assert stack.run(run_id)["checkpoint_path"]
         stack.stop(run_id)
 
+    def test_a_named_worker_drains_and_the_other_goes_on(self, stack: Stack) -> None:
+        named, other = stack.add_worker(), stack.add_worker()
+        unknown = cli(stack, "--drain", "wrk_unknown")
+        said, _ = unknown.communicate(timeout=30)
+        assert unknown.returncode == 1 and "No worker wrk_unknown runs on this machine" in said
+        assert f"(process {named.process.pid})" in said, "it lists those that can be named"
+        said, _ = cli(stack, "--drain", str(named.process.pid)).communicate(timeout=60)
+        assert "Drained: 1 worker ended." in said and named.process.wait(10) == 0
+        assert states(stack)[other.process.pid] == "online"
+
     def test_a_timeout_alone_is_refused_with_its_purpose(self, tmp_path: Path) -> None:
         command = cli(tmp_path, "--timeout", "5")
         said, _ = command.communicate(timeout=30)
@@ -287,7 +297,10 @@ class TestDrain:
             connection = tmp_path / "up" / "connection.json"
             pid = json.loads(connection.read_text())["pids"]["worker"]
             said, _ = cli(tmp_path / "up", "--drain").communicate(timeout=60)
-            assert f"process {pid})" in said and "Drained" in said
+            assert f"(process {pid}) belongs to `anneal up` and goes on." in said and "No other worker runs" in said
+            assert json.loads(connection.read_text())["pids"]["worker"] == pid
+            said, _ = cli(tmp_path / "up", "--drain", str(pid)).communicate(timeout=60)
+            assert f"process {pid})" in said and "Drained" in said and "It is the worker of `anneal up`" in said
             eventually(lambda: "worker was drained and has exited" in log.read_text())
             eventually(lambda: set(json.loads(connection.read_text())["pids"]) == {"up", "api"})
             children = [child.cmdline() for child in psutil.Process(up.pid).children()]
