@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from starlette.background import BackgroundTasks
 
@@ -38,7 +37,6 @@ from app.runs.resume import resume
 from app.runs.validation.config import config_problems
 from app.runs.validation.result import validation_failed
 from app.runs.validation.rewards import reward_problems
-from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
 from app.workers.queries import online_machines
 
@@ -165,9 +163,9 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
 
     async def resume(self, run_id: str, checkpoint_path: Path | None = None) -> str:
         """Create a run that resumes from the checkpoint in that folder, or from the newest restorable one."""
+        path = None if checkpoint_path is None else str(checkpoint_path)
         async with self._transaction() as transaction:
-            wanted = await self._checkpoint_id(transaction.session, checkpoint_path) if checkpoint_path else None
-            child = await self.resume_run(transaction, run_id, RunResume(checkpoint_id=wanted))
+            child = await self.resume_run(transaction, run_id, RunResume(checkpoint_path=path))
         return child.id
 
     def _announce(self, transaction: RunTransaction) -> None:
@@ -189,12 +187,3 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
             return dataset_id
         message = f"must be a file of a stored dataset below {self._storage.root}; upload it first"
         raise validation_failed([FieldError(field="dataset_path", code="outside_storage", message=message)])
-
-    async def _checkpoint_id(self, session: AsyncSession, path: Path) -> str:
-        run_id = path.parent.parent.name
-        query = select(Checkpoint).where(Checkpoint.run_id == run_id, Checkpoint.name == path.name)
-        for saved in (await session.scalars(query.order_by(Checkpoint.id.desc()))).all():
-            if path == self._storage.checkpoint_dir(run_id, saved.attempt, saved.step):
-                return saved.id
-        message = "is not the folder of a checkpoint; list the existing ones with GET …/checkpoints"
-        raise validation_failed([FieldError(field="checkpoint_path", code="checkpoint_not_found", message=message)])

@@ -228,6 +228,7 @@ class Runs(ApiResource[M]):
         run_id: str,
         *,
         checkpoint_id: str | None = None,
+        checkpoint_path: str | None = None,
         from_start: bool = False,
         config: Mapping[str, Any] | None = None,
         stop_after_steps: int | None = None,
@@ -236,10 +237,16 @@ class Runs(ApiResource[M]):
     ) -> RunRead:
         """Create a run that resumes from a checkpoint of this one (default: the newest), with changes from `config`.
 
+        The checkpoint is named by its id, or by its folder, which is `checkpoint_path` of a run.
+
         With `stop_after_steps` it ends after so many further steps. `resources` change those that this run asked for.
         """
         body = without_none(
-            checkpoint_id=checkpoint_id, config=config, stop_after_steps=stop_after_steps, resources=resources
+            checkpoint_id=checkpoint_id,
+            checkpoint_path=checkpoint_path,
+            config=config,
+            stop_after_steps=stop_after_steps,
+            resources=resources,
         )
         body |= {"from": "start"} if from_start else {}
         key = idempotency_key or str(uuid.uuid4())

@@ -65,9 +65,9 @@ class BackendRules:
 class TrainingBackend(ABC, Generic[Transaction, Run]):
     """Interface of a backend that executes runs; `tests/app/backends/conformance.py` specifies its behavior.
 
-    `create_run`, `evaluate_model`, `stop_run` and `resume_run` are part of the caller's transaction; the endpoints use
-    them. Each other method runs in its own transaction. Errors that a caller can act on are raised as
-    `app.api.errors.ApiError`.
+    `create_run`, `evaluate_model`, `stop_run`, `resume_run` and `export_checkpoint` are part of the caller's
+    transaction; the endpoints use them. `launch`, `stop` and `resume` are the same calls in transactions of their own,
+    for code that has none. Errors that a caller can act on are raised as `app.api.errors.ApiError`.
     """
 
     rules: BackendRules

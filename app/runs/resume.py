@@ -22,7 +22,7 @@ from app.contracts.training_config.fields import MOST_MICRO_BATCHES, MOST_STEPS,
 from app.contracts.training_config.optimizers import SHARDED_OPTIMIZERS
 from app.contracts.training_config.raw_config import GROUPS, drop_unknown_fields, given_fields, named_fields
 from app.contracts.training_config.validation import resume_problems
-from app.infra.ids import new_id
+from app.infra.ids import is_id, new_id
 from app.infra.storage import Storage
 from app.runs import service
 from app.runs.actions.service import changes
@@ -65,11 +65,21 @@ async def resume(
     changed = {} if request.from_ == "start" else await changes(session, parent.id)
     await release(session)
     config, given = await asyncio.to_thread(_configuration, parent, changed, request, sent)
+    names = {
+        "checkpoint_id": request.checkpoint_id,
+        "checkpoint_path": request.checkpoint_path,
+        '"from"': request.from_,
+    }
+    chosen = [name for name, value in names.items() if value is not None]
+    if len(chosen) > 1:
+        message = f"cannot be given together with `{chosen[1]}`; choose one"
+        raise invalid([FieldError(field=chosen[0], code="conflict", message=message)])
     if request.from_ == "start":
-        if request.checkpoint_id is not None:
-            message = 'cannot be given together with `"from": "start"`; choose one'
-            raise invalid([FieldError(field="checkpoint_id", code="conflict", message=message)])
         checkpoint = None
+    elif request.checkpoint_path is not None:
+        checkpoint = await _checkpoint(
+            session, parent, await _checkpoint_at(session, storage, request.checkpoint_path), "checkpoint_path"
+        )
     else:
         checkpoint = await _checkpoint(session, parent, request.checkpoint_id)
     if request.stop_after_steps is not None:
@@ -244,8 +254,25 @@ def without_defaults(config: dict[str, Any], given: set[str]) -> dict[str, Any]:
     return asked
 
 
-async def _checkpoint(session: AsyncSession, parent: Run, wanted: str | None) -> Checkpoint:
-    """Return the requested checkpoint, or the newest good one of the run and of its ancestors."""
+async def _checkpoint_at(session: AsyncSession, storage: Storage, path: str) -> str:
+    """Return the id of the newest checkpoint in a folder of the storage, as runs show it."""
+    *_, run_id, _, name = ["", "", *path.rstrip("/").split("/")]
+    query = select(Checkpoint).where(Checkpoint.run_id == run_id, Checkpoint.name == name)
+    found = await session.scalars(query.order_by(Checkpoint.id.desc())) if is_id(run_id, "run") else ()
+    for saved in found:
+        if path.rstrip("/") == storage.shown(run_id, saved.attempt, name):
+            return saved.id
+    message = "is not the folder of a checkpoint; use `checkpoint_path` of a run, or an id of GET …/checkpoints"
+    raise invalid(
+        [FieldError(field="checkpoint_path", code="checkpoint_not_found", message=message)],
+        code="checkpoint_not_found",
+    )
+
+
+async def _checkpoint(
+    session: AsyncSession, parent: Run, wanted: str | None, field: str = "checkpoint_id"
+) -> Checkpoint:
+    """Return the checkpoint that `field` requests, or the newest good one of the run and of its ancestors."""
     run: Run | None = parent
     most_step: int | None = None
     while run is not None:
@@ -257,7 +284,7 @@ async def _checkpoint(session: AsyncSession, parent: Run, wanted: str | None) ->
         else:
             found = await session.get(Checkpoint, wanted, populate_existing=True)
             if found is not None and found.run_id == run.id:
-                return _usable(found)
+                return _usable(found, field)
         # A run that has saved nothing yet can use the checkpoint that it started from, and those before it.
         source = await session.get(Checkpoint, run.resume_checkpoint_id) if run.resume_checkpoint_id else None
         most_step = source.step if source else None
@@ -265,7 +292,7 @@ async def _checkpoint(session: AsyncSession, parent: Run, wanted: str | None) ->
     if wanted is not None:
         message = f"run {parent.id} and the runs it resumed have no such checkpoint; GET …/checkpoints lists them"
         raise invalid(
-            [FieldError(field="checkpoint_id", code="checkpoint_not_found", message=message)],
+            [FieldError(field=field, code="checkpoint_not_found", message=message)],
             code="checkpoint_not_found",
         )
     raise conflict(
@@ -280,14 +307,12 @@ def _held(run_id: str) -> Select[Run]:
     return select(Run).where(Run.id == run_id).with_for_update(read=True, key_share=True)
 
 
-def _usable(checkpoint: Checkpoint) -> Checkpoint:
+def _usable(checkpoint: Checkpoint, field: str) -> Checkpoint:
     if checkpoint.deleted_at is None and checkpoint.bad_reason is None:
         return checkpoint
     why = "was deleted" if checkpoint.deleted_at else f"is corrupt ({checkpoint.bad_reason})"
     message = f"this checkpoint {why}; leave the field out to resume from the newest good one"
-    raise invalid(
-        [FieldError(field="checkpoint_id", code="checkpoint_unusable", message=message)], code="checkpoint_unusable"
-    )
+    raise invalid([FieldError(field=field, code="checkpoint_unusable", message=message)], code="checkpoint_unusable")
 
 
 def _refuse_if_done(parent: Run, config: TrainingConfig, checkpoint: Checkpoint) -> None:

@@ -431,12 +431,14 @@ def resume(
             raise typer.BadParameter(
                 f"Only the configuration and the resources can be changed: write --set config.{name}=…."
             )
-        if checkpoint is not None:
+        path = checkpoint if checkpoint is not None and "/" in checkpoint else None
+        if checkpoint is not None and path is None:
             checkpoint = id_within("checkpoint", checkpoint, client.runs.checkpoints(run_id))
         with option_hint("no_checkpoint", "On the command line, use --from-start."):
             run = client.runs.resume(
                 run_id,
-                checkpoint_id=checkpoint,
+                checkpoint_id=None if path else checkpoint,
+                checkpoint_path=path,
                 from_start=from_start,
                 config=config,
                 stop_after_steps=stop_after_steps,

@@ -222,14 +222,14 @@ class Conformance:
         self, backend: CeleryBackend, engine: Engine, storage: Storage, run: TrainingRun, data: Path
     ) -> None:
         run_id = await self.launched(backend, storage, run, data)
+        with pytest.raises(ApiError) as raised:
+            await backend.resume(run_id)
+        assert raised.value.code == "run_is_live"
+        Trainer(engine, run_id).fail()
         codes = []
-        for path in (None, Path("/etc"), storage.checkpoint_dir(run_id, 1, 10)):
+        for path in (None, Path("/etc"), Path("/"), storage.checkpoint_dir(run_id, 1, 10)):
             with pytest.raises(ApiError) as raised:
                 await backend.resume(run_id, path)
             codes.append(raised.value.code)
-        assert codes == ["run_is_live", "checkpoint_not_found", "checkpoint_not_found"]
-        Trainer(engine, run_id).fail()
-        with pytest.raises(ApiError) as raised:
-            await backend.resume(run_id)
-        assert raised.value.code == "no_checkpoint"
+        assert codes == ["no_checkpoint", *["checkpoint_not_found"] * 3]
         assert count_runs(engine) == 1

@@ -110,6 +110,10 @@ class TestChild:
         parent, (first, _) = stopped(api, engine, dataset, 20, 40)
         child = child_of(api, parent, checkpoint_id=first)
         assert (child["resume_checkpoint_id"], child["current_step"]) == (first, 20)
+        shown = api.client.get(f"/v1/runs/{parent}").json()["checkpoint_path"]
+        newest = child_of(api, parent, checkpoint_path=shown)
+        earlier = child_of(api, parent, checkpoint_path=shown.replace(f"-{newest['current_step']}", "-20"))
+        assert newest["current_step"] > 20 and earlier["resume_checkpoint_id"] == first
 
     def test_passes_over_checkpoints_that_are_damaged_or_deleted(
         self, api: ApiServer, engine: Engine, dataset: str
@@ -268,6 +272,10 @@ class TestRefusals:
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         parent, (saved,) = stopped(api, engine, dataset, 20)
+        for named in ({"checkpoint_path": "/x", "from": "start"}, {"checkpoint_id": saved, "checkpoint_path": "/x"}):
+            assert refused(resume(api, parent, **named)) == (422, "conflict")
+        for path in ("/etc", "/", "", "runs/x/y", f"/a/{parent}/a1/checkpoint-20", "x" * 5000):
+            assert refused(resume(api, parent, checkpoint_path=path))[0] == 422
         answer = resume(api, parent, checkpoint_id=saved, **{"from": "start"})
         assert answer.status_code == 422 and answer.json()["errors"][0]["code"] == "conflict"
 

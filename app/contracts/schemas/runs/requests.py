@@ -209,6 +209,11 @@ class RunResume(Body):
         description="Checkpoint to resume from; null: the newest good one.",
         examples=[CHECKPOINT_ID],
     )
+    checkpoint_path: str | None = Field(
+        default=None,
+        max_length=4096,
+        description="Checkpoint to resume from, by its folder as in `checkpoint_path` of a run; instead of its id.",
+    )
     from_: Literal["start"] | None = Field(
         default=None, alias="from", description="`start`: train from the first step, without a checkpoint."
     )
