@@ -55,6 +55,14 @@ class ClientSettings(_HomeSettings):
     """URL of the service; unset: the URL in `connection.json`."""
     api_key: str | None = Field(default=None, repr=False)
     """API key, as printed by `anneal keys create`."""
+    ca_file: Path | None = None
+    """File with the certificates of the authorities (PEM) that signed the certificate of a service with a private one;
+    unset: SSL_CERT_FILE, else the public authorities."""
+
+    @field_validator("ca_file")
+    @classmethod
+    def _expand_home(cls, path: Path | None) -> Path | None:
+        return None if path is None else path.expanduser()
 
 
 _ORIGIN = r"https?://(?:\[[0-9a-f:.]+\]|[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)(?::[0-9]{1,5})?"

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TextIO
 
 import typer
 
@@ -20,6 +21,17 @@ if TYPE_CHECKING:
     from app.contracts.errors import FieldError
 
 _json_errors: ContextVar[bool] = ContextVar("json_errors", default=False)
+_ca_file: ContextVar[Path | None] = ContextVar("ca_file", default=None)
+
+
+def use_ca_file(path: Path | None) -> None:
+    """Verify the service with the certificates in a file; None: with those of the settings."""
+    _ca_file.set(path)
+
+
+def ca_file() -> Path | None:
+    """Return the file of certificates that this command names."""
+    return _ca_file.get()
 
 
 def use_json_errors(wanted: bool) -> bool:
@@ -87,7 +99,7 @@ def connected() -> "Iterator[Anneal]":
             note(f"{error_text.in_commands(error.detail)} Trying again for {_PATIENCE:.0f} s …")
         reported.append(error)
 
-    with plain_errors(), Anneal(patience=_PATIENCE, on_retry=on_retry) as client:
+    with plain_errors(), Anneal(ca_file=ca_file(), patience=_PATIENCE, on_retry=on_retry) as client:
         yield client
 
 
@@ -111,6 +123,11 @@ def plain_errors() -> Iterator[None]:
         fail(
             " ".join(f"ANNEAL_{str(item['loc'][0]).upper()}: {item['msg']}." for item in error.errors()),
             code="invalid_setting",
+        )
+    except UnicodeEncodeError as error:
+        fail(
+            f"{plain_line(error.object)!r} has bytes that are no text in UTF-8: write it again, or convert it.",
+            code="not_utf8",
         )
     except BrokenPipeError:
         raise  # the reader closed the pipe (`| head`): Typer exits without a message
@@ -144,7 +161,7 @@ def fail(sentence: str, *details: str, code: str = "refused", errors: "Sequence[
         items = [item.model_dump(mode="json") for item in errors]
         detail = sentence if items else "\n".join((sentence, *details))
         problem = {"code": code, "detail": detail, "errors": items}
-        typer.echo(plain_json(json.dumps(problem, ensure_ascii=False)), err=True)
+        typer.echo(_json_text(problem, sys.stderr), err=True)
     else:
         for line in (f"anneal: {sentence}", *details):
             say(line, err=True)
@@ -178,13 +195,19 @@ def deleted(id: str, as_json: bool) -> None:
 
 def document(value: "BaseModel | Mapping[str, Any]") -> None:
     """Print one JSON document."""
-    typer.echo(plain_json(json.dumps(_plain(value), indent=2, ensure_ascii=False)))
+    typer.echo(_json_text(_plain(value), sys.stdout, indent=2))
 
 
 def json_line(value: "BaseModel | Mapping[str, Any]") -> None:
     """Print one line of JSON and flush it."""
-    typer.echo(plain_json(json.dumps(_plain(value), ensure_ascii=False, separators=(",", ":"))))
+    typer.echo(_json_text(_plain(value), sys.stdout, separators=(",", ":")))
     sys.stdout.flush()
+
+
+def _json_text(value: Any, stream: TextIO, **options: Any) -> str:
+    """Return JSON that controls no terminal, with escapes where the stream is not in UTF-8."""
+    is_unicode = (stream.encoding or "").lower().replace("-", "").startswith("utf")
+    return plain_json(json.dumps(value, ensure_ascii=not is_unicode, **options))
 
 
 def page(items: "Iterable[BaseModel]", limit: int) -> "tuple[list[Any], bool]":

@@ -2,13 +2,16 @@
 
 import difflib
 import importlib
+import io
+import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from app.cli.audit import audit
-from app.cli.console import use_json_errors
+from app.cli.console import use_ca_file, use_json_errors
 from app.cli.data import backup, export, import_archive, restore, storage
 from app.cli.errors import plain_errors
 from app.cli.keys import keys
@@ -87,9 +90,14 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
+    ca_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Certificate of a private authority that signed that of the service."),
+    ] = None,
 ) -> None:
     """Handle the options that precede a command."""
     use_json_errors(False)
+    use_ca_file(ca_file)
 
 
 for command in (up, down, status, api, worker, migrate, prune, backup, restore, export):
@@ -122,6 +130,10 @@ def demo(
 
 def main() -> None:
     """Entry point of the `anneal` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Names may have characters that the encoding of a terminal or pipe lacks.
+            stream.reconfigure(errors="backslashreplace")
     try:
         cli()
     except ModuleNotFoundError as error:

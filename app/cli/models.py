@@ -1,18 +1,17 @@
 """Command `anneal models`."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from app.cli.console import AsJson, command_group, connected, listing, note, size
+import typer
+
+from app.cli.console import AsJson, command_group, connected, fail, listing, note, plain_errors, say, size
+from app.cli.errors import environment_settings
+from app.cli.errors import plain_errors as setting_errors
 
 if TYPE_CHECKING:
     from app.contracts.schemas.models import ModelRead
 
 commands = command_group("Base models on the server. Example: `anneal models list`.")
-
-
-@commands.callback()
-def models() -> None:
-    """Keep `list` a subcommand: Typer merges a single command into its group."""
 
 
 @commands.command("list")
@@ -32,13 +31,50 @@ def list_models(as_json: AsJson = False) -> None:
         ]  # fmt: skip
         if not found and not as_json:
             note(
-                "There are no models. Put their folders below ANNEAL_MODELS_ROOT of the service, or set "
-                "`config.base_model` to the name of a model of the hub."
+                "There are no models. Put their folders below ANNEAL_MODELS_ROOT of the service, set "
+                "`config.base_model` to the name of a model of the hub, or make a small one with `anneal models create "
+                "tiny`."
             )
             return
         listing(
             found, False, as_json, ("name", "architecture", "parameters", "dtype", "weights", "chat template"), rows
         )
+
+
+@commands.command()
+def create(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the model, such as `tiny`.")],
+) -> None:
+    """Make a small model with random weights on this machine, in seconds and without the hub.
+
+    Run it on the machine of the service: the model is written below ANNEAL_MODELS_ROOT. It is good for trying out the
+    service: each method trains it on a CPU, and losses fall. What it generates has no meaning, because it has learned
+    nothing before. Its tokenizer is trained on the library of this Python.
+
+    Example: `anneal models create tiny`
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    from app.cli import tiny_model
+    from app.contracts.field_types import ModelName
+
+    with plain_errors(), setting_errors():
+        folder = environment_settings().models_folder
+        try:
+            TypeAdapter(ModelName).validate_python(name)
+        except ValidationError:
+            name_rule = "use letters, digits and `_.@=+-`, and `/` between folders"
+            fail(f"{name[:100]!r} is no name of a model below the models folder: {name_rule}.", code="invalid_name")
+        if name.startswith("/"):
+            fail("The name is a path: write it relative to the models folder, such as `tiny`.", code="invalid_name")
+        try:
+            path = tiny_model.create(folder, name)
+        except FileExistsError:
+            note(f"There is a folder {folder / name}: use it, or choose another name.")
+        else:
+            note(f"{path} has a Llama of 2 layers with random weights, to try out the service.")
+        note(f"Use it as `base_model: {name}`, or with `anneal runs create -m {name} -d FILE --lora`.")
+        say(name)
 
 
 def _parameters(model: "ModelRead") -> str | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from app.cli.console import connected, fail
+from app.cli.console import ca_file, connected, fail
 from app.infra.ids import is_id
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _complete(noun: Noun) -> "Callable[[str], Iterator[tuple[str, str]]]":
         from app.client.errors import AnnealError
 
         try:
-            with Anneal(patience=0) as client:
+            with Anneal(ca_file=ca_file(), patience=0) as client:
                 for it in _all(client, noun, limit=_MOST_OFFERED):
                     if it.id.startswith(incomplete):
                         yield it.id, it.name

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from app.cli.console import AsJson, connected, details, document, fail, note, say
+from app.cli.console import AsJson, ca_file, connected, details, document, fail, note, say
 from app.contracts.run_status import LIVE
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def _service(settings: "ClientSettings") -> dict[str, Any]:
 
     found: dict[str, Any] = {"url": settings.url, "ready": False, "version": None, "problem": None}
     try:
-        with Anneal(patience=0) as client:
+        with Anneal(ca_file=ca_file(), patience=0) as client:
             found["url"] = client.url
             found["version"] = _version(client, found)
             found["workers"] = [worker.model_dump(mode="json") for worker in client.workers.list(limit=_MOST_SHOWN)]

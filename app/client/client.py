@@ -11,6 +11,7 @@
 Both have the same methods. The request and response models are in `app/contracts/schemas/`.
 """
 
+from pathlib import Path
 from types import TracebackType
 from typing import Generic
 
@@ -55,15 +56,17 @@ class Anneal(_Client[Sync]):
         url: str | None = None,
         api_key: str | None = None,
         *,
+        ca_file: str | Path | None = None,
         patience: float = PATIENCE,
         on_retry: OnRetry | None = None,
     ) -> None:
         """Connect to `url` with `api_key`; the defaults are ANNEAL_URL and ANNEAL_API_KEY, then the local service.
 
-        `patience` is the number of seconds after its first failure during which a call is retried; `on_retry` is called
-        with the error before each retry.
+        `ca_file` has the certificates of the authorities to verify the service with; the default is ANNEAL_CA_FILE,
+        then those of the system. `patience` is the number of seconds after its first failure during which a call is
+        retried; `on_retry` is called with the error before each retry.
         """
-        self._transport = SyncTransport(find_connection(ClientSettings(), url, api_key))
+        self._transport = SyncTransport(find_connection(ClientSettings(), url, api_key, ca_file))
         super().__init__(self._transport, patience, on_retry)
 
     def close(self) -> None:
@@ -87,11 +90,12 @@ class AsyncAnneal(_Client[Async]):
         url: str | None = None,
         api_key: str | None = None,
         *,
+        ca_file: str | Path | None = None,
         patience: float = PATIENCE,
         on_retry: OnRetry | None = None,
     ) -> None:
         """Take the same arguments as `Anneal`."""
-        self._transport = AsyncTransport(find_connection(ClientSettings(), url, api_key))
+        self._transport = AsyncTransport(find_connection(ClientSettings(), url, api_key, ca_file))
         super().__init__(self._transport, patience, on_retry)
 
     async def close(self) -> None:

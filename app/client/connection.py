@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
@@ -18,6 +19,8 @@ class Connection:
 
     url: str
     key: Callable[[], str] = field(repr=False)
+    ca_file: Path | None = None
+    """Certificates of the authorities to verify the service with; None: those of the system."""
 
     def authorize(self, request: httpx.Request) -> httpx.Request:
         """Add the key to a request."""
@@ -49,13 +52,16 @@ class LocalKey:
         )
 
 
-def find_connection(settings: ClientSettings, url: str | None = None, key: str | None = None) -> Connection:
+def find_connection(
+    settings: ClientSettings, url: str | None = None, key: str | None = None, ca_file: str | Path | None = None
+) -> Connection:
     """Find the service to connect to.
 
     Raises:
         AnnealError: `no_connection`: the URL or the key is missing or invalid.
     """
     url, key = url or settings.url, key or settings.api_key
+    authorities = settings.ca_file if ca_file is None else Path(ca_file)
     local_url = _plain((read_json(settings.connection_file) or {}).get("url"))
     if url is None and local_url and home_lock.is_held(settings.home):
         url = local_url
@@ -71,7 +77,7 @@ def find_connection(settings: ClientSettings, url: str | None = None, key: str |
             "no_connection", f"{url} is not a valid URL of a service: set ANNEAL_URL to a URL such as http://host:8700."
         )
     if not key and url == local_url:
-        return Connection(url, LocalKey(settings, url))
+        return Connection(url, LocalKey(settings, url), authorities)
     if not key:
         raise AnnealError(
             "no_connection",
@@ -81,7 +87,7 @@ def find_connection(settings: ClientSettings, url: str | None = None, key: str |
         raise AnnealError(
             "no_connection", "ANNEAL_API_KEY is not a valid key: copy it again from `anneal keys create`."
         )
-    return Connection(url, lambda: key)
+    return Connection(url, lambda: key, authorities)
 
 
 def _is_address(url: str) -> bool:

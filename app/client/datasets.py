@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import tempfile
 import uuid
@@ -189,4 +190,6 @@ def _copy_of(pipe: BinaryIO) -> BinaryIO:
 def _file_name(file: str | Path | bytes | BinaryIO) -> str:
     if isinstance(file, bytes):
         return "rows.jsonl"
-    return Path(file).name if isinstance(file, str | Path) else "stdin"
+    if not isinstance(file, str | Path):
+        return "stdin"
+    return os.fsencode(Path(file).name).decode(errors="replace")  # names of files need not be text

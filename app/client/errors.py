@@ -1,5 +1,7 @@
 """The client's only exception: an error response, or no response."""
 
+import re
+import ssl
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -7,12 +9,36 @@ import httpx
 
 from app.contracts.errors import FieldError
 
+_CALLS = (
+    (r"GET /v1/runs\?status=(\w+)", r'`client.runs.list(status=["\1"])`'),
+    (r"GET (?:/v1/runs/[^/\s]+|…)/(checkpoints|artifacts)", r"`client.runs.\1(run_id)`"),
+    (r"GET /v1/runs/[^/\s]+/actions", "`client.actions.list(run_id)`"),
+    (r"GET /v1/(datasets|experiments|keys|models|runs|workers)\b", r"`client.\1.list()`"),
+    (r"POST /v1/datasets\b", "`client.datasets.upload()`"),
+    (r"POST /v1/experiments\b", "`client.experiments.create()`"),
+    (r"`POST /v1/runs/estimate`", "`client.runs.estimate()`"),
+    (r'PATCH it with \{"pinned": false\} first', "unpin it first with `pinned=False`"),
+    (r"send `file_format`", "set `file_format`"),
+    (r"set the field `format` before the file", "set `format`"),
+    (r"[Cc]orrect it and send the request again", "Correct it and try again"),
+    (r"send the request again", "try again"),
+)
+"""Patterns of what the service's sentences say to callers of its HTTP API, and what a user of this client does."""
+
 _PASSING = {429, 502, 503, 504}
+
+
+def in_calls(text: str) -> str:
+    """Return a sentence of the service with the matching calls of this client in place of HTTP calls."""
+    for pattern, call in _CALLS:
+        text = re.sub(pattern, call, text)
+    return text
 
 
 class AnnealError(Exception):
     """Failed call; `str()` of it is a sentence that says what to do next.
 
+    `detail` is the sentence of the service, which may name its HTTP calls; `str()` names those of this client.
     `status` and `request_id` are None if there was no response or no request. `code` is stable for each cause;
     `errors` lists every invalid field.
     """
@@ -27,7 +53,7 @@ class AnnealError(Exception):
         request_id: str | None = None,
         retry_after: float | None = None,
     ) -> None:
-        super().__init__(detail)
+        super().__init__(in_calls(detail))
         self.code = code
         self.detail = detail
         self.status = status
@@ -46,8 +72,7 @@ def from_response(response: httpx.Response) -> AnnealError:
     body = _json_object(response)
     items = body.get("errors")
     errors = [FieldError(**item) for item in items if _is_field_error(item)] if isinstance(items, list) else []
-    path = f"{response.request.method} {response.request.url.path}"
-    detail = body.get("detail") or f"{path} returned {response.status_code} {response.reason_phrase}."
+    detail = body.get("detail") or _without_problem(response)
     return AnnealError(
         str(body.get("code") or f"http_{response.status_code}"),
         str(detail),
@@ -58,12 +83,36 @@ def from_response(response: httpx.Response) -> AnnealError:
     )
 
 
+def _without_problem(response: httpx.Response) -> str:
+    """Return the sentence for an error response that is not Anneal's, as of a proxy."""
+    status = f"{response.status_code} {response.reason_phrase}".strip()
+    host = response.request.url.netloc.decode("ascii", "replace")
+    if response.status_code >= 500:
+        return f"The service at {host}, or a proxy before it, has failed ({status}): try again, and ask the operator."
+    return (
+        f"The server at {host} refused the request ({status}) and does not answer as Anneal does: check ANNEAL_URL, "
+        "and whether a proxy before the service asks for something else."
+    )
+
+
 @contextmanager
 def describe(url: str) -> Iterator[None]:
     """Convert connection errors to `AnnealError`: `unreachable` if no request was sent, else `connection_lost`."""
     try:
         yield
     except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.ProxyError) as error:
+        if certificate := _certificate_error(error):
+            raise AnnealError(
+                "certificate_error",
+                f"The certificate of {url} cannot be verified ({certificate}): if a private authority signed it, name "
+                "the file of its certificate (ANNEAL_CA_FILE, or `anneal --ca-file FILE …`); else correct the host in "
+                "ANNEAL_URL, or let the operator renew the certificate.",
+            ) from error
+        if _is_not_tls(error):
+            raise AnnealError(
+                "no_tls",
+                f"{url} does not speak TLS: set ANNEAL_URL to http://…, or to the address of its proxy with TLS.",
+            ) from error
         raise AnnealError(
             "unreachable",
             f"The service at {url} is unreachable ({str(error) or type(error).__name__}): start it with `anneal up`, "
@@ -75,6 +124,24 @@ def describe(url: str) -> Iterator[None]:
             "connection_lost",
             f"The connection to {url} was lost ({reason}). The call may or may not have been executed.",
         ) from error
+
+
+def _certificate_error(error: BaseException | None) -> str | None:
+    """Return why a certificate was not accepted; None for other errors."""
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return error.verify_message
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _is_not_tls(error: BaseException | None) -> bool:
+    """Return True if the server answered a TLS handshake with something else."""
+    while error is not None:
+        if isinstance(error, ssl.SSLError) and error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _json_object(response: httpx.Response) -> dict[str, object]:

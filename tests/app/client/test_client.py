@@ -106,7 +106,7 @@ class TestCalls:
         error = refused.value
         assert error.status == 422 and error.request_id is not None and error.request_id.startswith("req_")
         assert {"config.lora_r", "config.epochs", "dataset_id"} <= {item.field for item in error.errors}
-        with pytest.raises(AnnealError, match="with GET /v1/runs"):
+        with pytest.raises(AnnealError, match=r"with `client\.runs\.list\(\)`"):
             client.runs.get("run_none")
 
     def test_changes_name_only_what_changes(self, client: Anneal, engine: Engine) -> None:

@@ -135,7 +135,7 @@ class TestFirstStart:
         assert b"anneal" in received[0] and received[1] == b""
 
     def test_a_home_whose_name_has_any_characters_is_as_good(self, tmp_path: Path) -> None:
-        home = tmp_path / "it's 100%:\u00fc"
+        home = tmp_path / 'it\'s 100%:\u00fc "\\x" #$'
         servers = EmbeddedServers(home, durable=False)
         try:
             servers.start()
