@@ -100,7 +100,8 @@ def sample(
     _request(run_id, "sample", wait, as_json, prompts=prompts, max_new_tokens=tokens, temperature=temperature)
 
 
-@commands.command()
+# A negative number is a value, which the service refuses with its reason.
+@commands.command(context_settings={"ignore_unknown_options": True})
 def set_learning_rate(
     run_id: RunId,
     learning_rate: Annotated[float, typer.Argument(metavar="RATE", help="New peak learning rate of the schedule.")],

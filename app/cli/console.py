@@ -1,6 +1,7 @@
 """Helpers shared by the commands that call the API: connection, error messages, tables and JSON."""
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TextIO
 
 import typer
+from typer.core import TyperGroup
 
 from app.cli import error_text
 from app.infra.terminal_text import plain_json, plain_line, plain_text
@@ -74,9 +76,31 @@ _NARROWEST_CELL = 12
 _GAP = 2
 
 
+class CommandGroup(TyperGroup):
+    """Group whose help shows the first sentence of each command whole, on several lines if needed."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands of the group."""
+        listed = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        rows = [
+            (name, first_sentence(command.help or "")) for name, command in listed if command and not command.hidden
+        ]
+        if rows:
+            with formatter.section("Commands"):
+                formatter.write_dl(rows)
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence of a help text, without the period at its end."""
+    paragraph = " ".join(text.strip().partition("\n\n")[0].split())
+    return re.split(r"\.(?:\s|$)", paragraph, maxsplit=1)[0]
+
+
 def command_group(help: str) -> typer.Typer:
     """Create the Typer group for one noun."""
-    return typer.Typer(help=help, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+    return typer.Typer(
+        cls=CommandGroup, help=help, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+    )
 
 
 def new_quota(max_devices: int | None, no_max_devices: bool) -> dict[str, int | None]:

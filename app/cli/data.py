@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from app.cli.console import AsJson, document, note, size, transfer
+from app.cli.console import AsJson, CommandGroup, document, note, size, transfer
 from app.cli.errors import environment_settings, plain_errors, settings_with_urls
 
 if TYPE_CHECKING:
@@ -50,7 +50,9 @@ def _lines(label: str, total: int | None) -> Callable[[int], None]:
     return report
 
 
-storage = typer.Typer(help="Manage the storage of this service.", no_args_is_help=True, rich_markup_mode=None)
+storage = typer.Typer(
+    cls=CommandGroup, help="Manage the storage of this service.", no_args_is_help=True, rich_markup_mode=None
+)
 
 
 def backup(

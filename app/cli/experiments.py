@@ -24,6 +24,7 @@ from app.cli.console import (
     say,
 )
 from app.cli.names import ExperimentId
+from app.cli.runs.status_text import status_text
 
 commands = command_group("Experiments: groups of runs. Example: `anneal experiments create docstrings`.")
 
@@ -78,7 +79,7 @@ def show(experiment_id: ExperimentId, as_json: AsJson = False) -> None:
             {
                 "id": found.id, "name": found.name, "description": found.description, "tags": found.tags,
                 "max devices": found.max_devices,
-                "runs": [f"{count} {status}" for status, count in found.runs.items() if count],
+                "runs": [f"{count} {status_text(status)}" for status, count in found.runs.items() if count],
                 "best runs": [
                     f"{best.run_id} ({best.name}), {best.method}: {best.metric} {best.value:.4g}"
                     for best in found.best_runs

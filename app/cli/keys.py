@@ -7,6 +7,7 @@ import typer
 
 from app.cli.console import (
     AsJson,
+    CommandGroup,
     MaxDevices,
     NewMaxDevices,
     NoMaxDevices,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from app.contracts.schemas.api_keys import KeyView
 
 keys = typer.Typer(
+    cls=CommandGroup,
     help="Manage API keys. On the server this needs no key; with ANNEAL_URL it needs one with the scope admin. "
     "Example: `anneal keys create laptop --scope write`.",
     no_args_is_help=True,

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from app.cli.audit import audit
-from app.cli.console import use_ca_file, use_json_errors
+from app.cli.console import CommandGroup, use_ca_file, use_json_errors
 from app.cli.data import backup, export, import_archive, restore, storage
 from app.cli.errors import plain_errors
 from app.cli.keys import keys
@@ -37,7 +36,7 @@ _DELETING = {"prune", "delete"}
 """Commands that are never suggested for another word, because they delete."""
 
 
-class _Commands(TyperGroup):
+class _Commands(CommandGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return [*super().list_commands(ctx), *VERBS, *NOUNS]
 
@@ -69,7 +68,7 @@ cli = typer.Typer(
     cls=_Commands,
     help="Fine-tune language models on your own machines. Start with `anneal up`.",
     epilog="Exit codes: 0 success, 1 error, 2 invalid usage. Commands that follow a run to its end: 0 completed, "
-    "3 failed, 4 cancelled. Set ANNEAL_URL and ANNEAL_API_KEY to use a service on another machine.",
+    "3 failed, 4 stopped. Set ANNEAL_URL and ANNEAL_API_KEY to use a service on another machine.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from app.cli.console import AsJson, command_group, connected, fail, listing, note, plain_errors, say, size
+from app.cli.console import AsJson, command_group, connected, document, fail, listing, note, plain_errors, say, size
 from app.cli.errors import environment_settings
 from app.cli.errors import plain_errors as setting_errors
 
@@ -44,6 +44,7 @@ def list_models(as_json: AsJson = False) -> None:
 @commands.command()
 def create(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the model, such as `tiny`.")],
+    as_json: AsJson = False,
 ) -> None:
     """Make a small model with random weights on this machine, in seconds and without the hub.
 
@@ -68,13 +69,16 @@ def create(
         if name.startswith("/"):
             fail("The name is a path: write it relative to the models folder, such as `tiny`.", code="invalid_name")
         try:
-            path = tiny_model.create(folder, name)
+            tiny_model.create(folder, name)
+            made = f"{folder / name} has a Llama of 2 layers with random weights, to try out the service."
         except FileExistsError:
-            note(f"There is a folder {folder / name}: use it, or choose another name.")
-        else:
-            note(f"{path} has a Llama of 2 layers with random weights, to try out the service.")
-        note(f"Use it as `base_model: {name}`, or with `anneal runs create -m {name} -d FILE --lora`.")
-        say(name)
+            made = f"There is a folder {folder / name}: use it, or choose another name."
+    if as_json:
+        document({"name": name, "folder": str(folder / name)})
+        return
+    note(made)
+    note(f"Use it as `base_model: {name}`, or with `anneal runs create -m {name} -d FILE --lora`.")
+    say(name)
 
 
 def _parameters(model: "ModelRead") -> str | None:

@@ -65,6 +65,11 @@ def id_of_dataset(text: str) -> str:
     return _id_of("dataset", text)
 
 
+def id_of_experiment(text: str) -> str:
+    """Return the id of the experiment that `text` names: an id, the beginning of one, a name, or `last`."""
+    return _id_of("experiment", text)
+
+
 def id_of_run(text: str) -> str:
     """Return the id of the run that `text` names: an id, the beginning of one, a name, or `last`."""
     return _id_of("run", text)

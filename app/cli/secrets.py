@@ -5,11 +5,12 @@ from typing import Annotated, Any
 
 import typer
 
-from app.cli.console import AsJson, document, say
+from app.cli.console import AsJson, CommandGroup, document, say
 from app.cli.errors import plain_errors, settings_with_urls
 from app.infra.errors import SetupError
 
 secrets = typer.Typer(
+    cls=CommandGroup,
     help="Manage tokens for runs and imports, encrypted in the database. Example: `anneal secrets set hf_token`.",
     no_args_is_help=True,
 )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from app.cli.console import AsJson, ca_file, connected, details, document, fail, note, say
+from app.cli.runs.status_text import status_text
 from app.contracts.run_status import LIVE
 
 if TYPE_CHECKING:
@@ -93,7 +94,8 @@ def _show(found: dict[str, Any]) -> None:
     details({"service": f"{state}{version}", "url": found["url"], "anneal up": up, **shown,
              "data": found["home"], "logs": found["logs"]})  # fmt: skip
     for run in found.get("active", ()):
-        say(f"  {run['id']}  {run['status']}  {run['current_step']}/{run['total_steps'] or '?'}  {run['name']}")
+        step = f"{run['current_step']}/{run['total_steps'] or '?'}"
+        say(f"  {run['id']}  {status_text(run['status'])}  {step}  {run['name']}")
     if found["problem"]:
         note(f"anneal: {found['problem']}")
 

@@ -108,13 +108,20 @@ class Datasets(ApiResource[M]):
 
     @stream
     async def list(
-        self, *, find: str | None = None, limit: int | None = None, after: str | None = None
+        self,
+        *,
+        find: str | None = None,
+        file_sha256: str | None = None,
+        limit: int | None = None,
+        after: str | None = None,
     ) -> AsyncGenerator[DatasetSummary]:
         """Iterate over datasets, newest first; pages are fetched on demand.
 
-        `find` selects datasets whose id starts with this text, or whose name is it.
+        `find` selects datasets whose id starts with this text, or whose name is it; `file_sha256` those of a file with
+        this content.
         """
-        async with aclosing(self._items("/datasets", DatasetSummary, {"find": find}, limit, after)) as items:
+        filters = {"find": find, "file_sha256": file_sha256}
+        async with aclosing(self._items("/datasets", DatasetSummary, filters, limit, after)) as items:
             async for item in items:
                 yield item
 

@@ -97,9 +97,16 @@ async def list_datasets(
     format: DatasetFormat | None = None,
     find: FindQuery = None,
     search: SearchQuery = None,
+    file_sha256: Annotated[
+        str | None,
+        Query(
+            pattern="^[0-9a-f]{64}$",
+            description="Only datasets of an uploaded file with this SHA-256, in hexadecimal digits.",
+        ),
+    ] = None,
 ) -> Page[DatasetSummary]:
     """List datasets, newest first."""
-    found, has_more = await service.page(session, service.Filters(format, find, search), paging)
+    found, has_more = await service.page(session, service.Filters(format, find, search, file_sha256), paging)
     return Page(data=[DatasetSummary.model_validate(row) for row in found], has_more=has_more)
 
 

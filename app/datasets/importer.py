@@ -190,6 +190,7 @@ class DatasetImporter:
                 "delimiter": self._delimiter,
                 "gzip": self._gzip.is_gzip,
                 "layout": self._rows.layout,
+                "sha256": self.sha256_as_it_came,
             },
             token_statistics=tokens.statistics(self._rows.count) if tokens else None,
             digest=digest,

@@ -185,6 +185,7 @@ class Filters:
     format: str | None = None
     find: str | None = None
     search: str | None = None
+    file_sha256: str | None = None
 
 
 async def page(session: AsyncSession, filters: Filters, paging: Paging) -> tuple[list[Dataset], bool]:
@@ -196,6 +197,8 @@ async def page(session: AsyncSession, filters: Filters, paging: Paging) -> tuple
         query = query.where(found_by(filters.find, "ds", Dataset.id, Dataset.name))
     if filters.search is not None:
         query = query.where(matching(filters.search, "ds", Dataset.id, Dataset.name))
+    if filters.file_sha256 is not None:
+        query = query.where(Dataset.source["sha256"].astext == filters.file_sha256)
     return await fetch(session, query, Dataset.id, paging)
 
 

@@ -5,13 +5,14 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from app.cli import tiny_model
 from tests.e2e.conftest import TrainingStack
 from tests.nodes import ROOT
-from tests.worker.training.tiny import make_tiny_model
 
 README = (ROOT / "README.md").read_text()
 QUICKSTART = (ROOT / "docs" / "quickstart.md").read_text()
@@ -41,7 +42,7 @@ def _paste(blocks: list[str], stack: TrainingStack, folder: Path) -> list[str]:
     mark = "----- end of block -----"
     program = "\n".join(f"{block}\necho '{mark}'" for block in [_script(""), "PS1= PS2=", *blocks])
     done = subprocess.run(
-        ["bash", "--norc", "--noprofile", "-i"], input=program + "\n", cwd=folder, text=True, timeout=200,
+        ["bash", "--norc", "--noprofile", "--noediting", "-i"], input=program + "\n", cwd=folder, text=True, timeout=200,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env={
             **os.environ, "ANNEAL_URL": stack.api.url, "ANNEAL_API_KEY": stack.api.key,
@@ -64,8 +65,8 @@ def _bash(text: str, stack: TrainingStack, folder: Path) -> subprocess.Completed
 
 def _run(text: str, stack: TrainingStack, folder: Path) -> str:
     # A folder below the models root takes precedence over the hub, so this name needs no network here.
-    if not (model := stack.settings.models_folder / "Qwen" / "Qwen3-0.6B").exists():
-        make_tiny_model(model, hidden=64)
+    with suppress(FileExistsError):
+        tiny_model.create(stack.settings.models_folder, "Qwen/Qwen3-0.6B")
     done = _bash(text, stack, folder)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from app.cli.console import AsJson, connected, json_line, say
+from app.cli.runs.status_text import status_text
 
 if TYPE_CHECKING:
+    from app.client.client import Anneal
     from app.contracts.events import Event
 
 
@@ -38,29 +40,44 @@ def events(
             f"for all of them, or `anneal runs logs {run}` for its log."
         )
     start = after if follow else after or 0
+    names: dict[str, str] = {}
     with connected() as client:
         for event in client.runs.all_events(after=start, types=types, follow=follow):
             if as_json:
                 json_line(event)
             else:
-                say(_line(event))
+                say(_line(event, _name(client, event.run_id, names)))
                 sys.stdout.flush()
 
 
-def _line(event: "Event") -> str:
-    when = f"{event.ts:%Y-%m-%d %H:%M:%S}" if event.ts else ""
-    return f"{when:19}  {event.run_id:30}  {_text(event)}"
+def _name(client: "Anneal", run_id: str, names: dict[str, str]) -> str:
+    """Return the name of a run, which is asked for once; empty for one that was deleted."""
+    from app.client.errors import AnnealError
+
+    if run_id and run_id not in names:
+        try:
+            names[run_id] = client.runs.get(run_id).name
+        except AnnealError as error:
+            if error.status != 404:
+                raise
+            names[run_id] = ""
+    return names.get(run_id, "")
+
+
+def _line(event: "Event", name: str) -> str:
+    when = f"{event.ts.astimezone():%Y-%m-%d %H:%M:%S}" if event.ts else ""
+    return f"{when:19}  {event.run_id:30}  {f'{name}: ' if name else ''}{_text(event)}"
 
 
 def _text(event: "Event") -> str:
     from app.contracts.events import EndEvent, ProgressEvent, StatusEvent
 
     if isinstance(event, StatusEvent):
-        return f"{event.to}: {event.reason}" if event.reason else event.to
+        return f"{status_text(event.to)}: {event.reason}" if event.reason else status_text(event.to)
     if isinstance(event, ProgressEvent):
         of = "" if event.total is None else f" of {event.total:g}"
         done = "" if event.done is None else f" {event.done:g}{of}"
         return f"{event.message or event.phase}{done}"
     if isinstance(event, EndEvent):
-        return f"ended: {event.status}"
+        return f"ended: {status_text(event.status)}"
     return "older events were pruned" if event.type == "truncated" else event.type

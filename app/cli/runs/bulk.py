@@ -7,6 +7,7 @@ import typer
 
 from app.cli.console import AsJson, confirm, connected, deleted, document, fail, note, say
 from app.cli.names import OfDataset, OfExperiment, SomeRunIds
+from app.cli.runs.status_text import status_of, status_text
 from app.contracts.run_status import LIVE, TERMINAL
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def _stop_one(client: "Anneal", run_id: str, mode: Any, deadline: float | None, 
         if as_json:
             document(ended)
         else:
-            say(f"{run_id} is {ended.status} already, at step {ended.current_step}.")
+            say(f"{run_id} is {status_text(ended.status)} already, at step {ended.current_step}.")
         return
     run: RunRead = stopping
     if wait:
@@ -91,9 +92,9 @@ def _stop_one(client: "Anneal", run_id: str, mode: Any, deadline: float | None, 
     if as_json:
         document(run)
     elif run.finished_at is None:
-        say(f"{run_id} was asked to stop; it is {run.status}. {stopping.stop.message}")
+        say(f"{run_id} was asked to stop; it is {status_text(run.status)}. {stopping.stop.message}")
     else:
-        say(f"{run_id} is {run.status} at step {run.current_step}.")
+        say(f"{run_id} is {status_text(run.status)} at step {run.current_step}.")
 
 
 def delete(
@@ -160,7 +161,7 @@ def _filters(
     search: str | None,
 ) -> dict[str, Any]:
     filters = {
-        "experiment_id": experiment, "status": status, "tag": tag, "base_model": base_model, "method": method,
+        "experiment_id": experiment, "status": [status_of(word) for word in status or ()], "tag": tag, "base_model": base_model, "method": method,
         "dataset_id": dataset, "search": search,
     }  # fmt: skip
     return {name: value for name, value in filters.items() if value}

@@ -15,7 +15,6 @@ from app.cli.console import (
     connected,
     details,
     document,
-    fail,
     listing,
     note,
     option_hint,
@@ -30,23 +29,19 @@ from app.cli.runs.bulk import OfBaseModel, OfMethod, WithStatus, WithTag, WithTe
 from app.cli.runs.compare import compare
 from app.cli.runs.eta_text import eta_text
 from app.cli.runs.logs import logs
+from app.cli.runs.new_run import Watch, create, estimate, init, print_or_watch, validate
 from app.cli.runs.postmortem import why
+from app.cli.runs.run_request import Set
+from app.cli.runs.status_text import status_of, status_text
 from app.contracts.run_status import RunSort
 from app.contracts.run_task import RunTask
 
 if TYPE_CHECKING:
-    from app.client.client import Anneal
     from app.contracts.schemas.checkpoints import CheckpointRead
     from app.contracts.schemas.runs.reads import RunRead, RunSummary
-    from app.contracts.schemas.runs.requests import RunCheck
 
 commands = command_group("Training runs. Example: `anneal runs create -f run.yaml --watch`.")
 
-File = Annotated[Path, typer.Option("--file", "-f", help="YAML or JSON body of POST /v1/runs; - reads stdin.")]
-Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="PATH=VALUE", help="Override a field, e.g. config.learning_rate=1e-4; repeatable."),
-]
 OfCheckpoint = Annotated[
     str | None,
     typer.Option(
@@ -55,108 +50,8 @@ OfCheckpoint = Annotated[
     ),
 ]
 
-Watch = Annotated[bool, typer.Option("--watch", help="Watch the run to its end; the exit code gives the result.")]
-
-
-@commands.command()
-def create(file: File, sets: Set = None, watch: Watch = False, as_json: AsJson = False) -> None:
-    """Create a run and print its id; without --json also its warnings, on standard error.
-
-    Exit code with --watch: 0 completed, 3 failed, 4 cancelled.
-
-    Example: `anneal runs create -f run.yaml --set config.learning_rate=1e-4 --watch`
-    """
-    from app.cli.runs import run_file
-
-    with connected() as client:
-        wanted = run_file.change(run_file.read(file), sets or [])
-        run = client.runs.create(wanted)
-        _print_or_watch(client, run, watch, as_json)
-
-
-def _note_warnings(checked: "RunCheck | RunRead") -> None:
-    for warning in checked.warnings:
-        note(f"  {warning.field}: {warning.message}")
-
-
-def _print_or_watch(client: "Anneal", run: "RunRead", watch: bool, as_json: bool) -> None:
-    """Print a new run with its warnings, or watch it to its end."""
-    if not as_json:
-        _note_warnings(run)
-    if watch:
-        from app.cli.runs.watch import watch_run
-
-        raise typer.Exit(watch_run(client, run, as_json))
-    if as_json:
-        document(run)
-        return
-    note(f"{run.name} is {run.status}. Watch it with `anneal runs watch {run.id}`.")
-    say(run.id)
-
-
-@commands.command()
-def validate(file: File, sets: Set = None, as_json: AsJson = False) -> None:
-    """Validate a run without creating it; exit code 1 if it is invalid.
-
-    Example: `anneal runs validate -f run.yaml`
-    """
-    from app.cli.runs import run_file
-
-    with connected() as client:
-        check = client.runs.validate(run_file.change(run_file.read(file), sets or []))
-        if as_json:
-            document(check)
-            raise typer.Exit(0 if check.valid else 1)
-        _note_warnings(check)
-        if not check.valid:
-            fail("This run would be refused.", *(f"  {item.field}: {item.message}" for item in check.errors))
-        say("This run can be created.")
-
-
-@commands.command()
-def estimate(
-    file: File,
-    sets: Set = None,
-    probe: Annotated[
-        bool, typer.Option("--probe", help="Also measure: a worker runs two steps on the longest rows.")
-    ] = False,
-    rows: Annotated[
-        str | None, typer.Option(help="Number of rows, such as 10k, of a dataset that is not uploaded yet.")
-    ] = None,
-    mean_tokens: Annotated[
-        float | None, typer.Option(help="With --rows: mean number of tokens of a row; unset: max_seq_length.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="GPU to estimate for, such as H100 or 'A100 80GB', also if no worker has one.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Estimate memory, steps, time and cost of a run, and where it fits, without creating it.
-
-    With --probe a worker measures it too, and the measurement is printed next to the estimate. Exit code 3 if the probe
-    failed, except for lack of memory, which is a valid result; 4 if it was stopped.
-
-    Example: `anneal runs estimate -f run.yaml --rows 10k --mean-tokens 300 --device H100`
-    """
-    from app.cli.runs import estimate as estimating
-    from app.cli.runs import run_file
-
-    if mean_tokens is not None and rows is None:
-        raise typer.BadParameter("--mean-tokens describes a dataset that is not uploaded yet: use it with --rows.")
-    with connected() as client:
-        wanted = run_file.change(run_file.read(file), sets or [])
-        if rows is not None:
-            wanted.pop("dataset_id", None)
-            wanted["dataset_size"] = {"rows": rows, "mean_tokens": mean_tokens}
-        if device is not None:
-            wanted["device"] = device
-        found = client.runs.estimate(wanted, probe=probe, wait=as_json)
-        if as_json:
-            document(found)
-        else:
-            estimating.show(found)
-        if found.probe_run_id is not None:
-            raise typer.Exit(estimating.probed(client, found, as_json))
+for command in (create, validate, estimate, init):
+    commands.command()(command)
 
 
 @commands.command("list")
@@ -184,16 +79,17 @@ def list_runs(
 
     Example: `anneal runs list --status running --status pending --limit 10`
     """
+    statuses = [status_of(word) for word in status or ()]
     with connected() as client:
         runs = client.runs.list(
-            experiment_id=experiment, status=status, tag=tag, parent_run_id=parent,
+            experiment_id=experiment, status=statuses or None, tag=tag, parent_run_id=parent,
             base_model=base_model, method=method, task=task, dataset_id=dataset, search=search, sort=sort, order=order,
             full=full, limit=limit + 1, after=after,
         )  # fmt: skip
         found, has_more = page(runs, limit)
         title, shown = _measure(sort)
         rows = [
-            (it.id, it.status, f"{it.current_step}/{it.total_steps or '?'}", shown(it), it.name,
+            (it.id, status_text(it.status), f"{it.current_step}/{it.total_steps or '?'}", shown(it), it.name,
              eta_text(it.prediction) or None, it.created_at)
             for it in found
         ]  # fmt: skip
@@ -240,7 +136,7 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
         details(
             {
                 "id": run.id, "name": run.name, "task": run.task if run.task != RunTask.train else None,
-                "status": run.status, "eta": _outlook(run),
+                "status": status_text(run.status), "eta": _outlook(run),
                 "waits because": run.pending_reason.message if run.pending_reason else None, "error": run.error_code,
                 "message": run.error_message, "step": f"{run.current_step}/{run.total_steps or '?'}",
                 "loss": last.loss if last else None, "best loss": run.best_loss,
@@ -386,7 +282,7 @@ def unpin(run_id: RunId, checkpoint: OfCheckpoint = None, as_json: AsJson = Fals
 
 @commands.command()
 def watch(run_id: RunId, as_json: AsJson = False) -> None:
-    """Watch a run to its end. Exit code: 0 completed, 3 failed, 4 cancelled. Ctrl-C does not stop the run.
+    """Watch a run to its end. Exit code: 0 completed, 3 failed, 4 stopped. Ctrl-C does not stop the run.
 
     Shows a progress bar and a plot of the loss on a terminal, and plain lines elsewhere. With --json, prints one line
     per event, starting from the first event.
@@ -417,7 +313,7 @@ def resume(
 ) -> None:
     """Resume an ended run as a new run and print the new id.
 
-    Exit code with --watch: 0 completed, 3 failed, 4 cancelled.
+    Exit code with --watch: 0 completed, 3 failed, 4 stopped.
 
     Example: `anneal runs resume run_01k3x9m6q2v8s4t0w7y5z1a3b6 --set config.epochs=2 --watch`
     """
@@ -444,7 +340,7 @@ def resume(
                 stop_after_steps=stop_after_steps,
                 resources=resources,
             )
-        _print_or_watch(client, run, watch, as_json)
+        print_or_watch(client, run, watch, as_json)
 
 
 @commands.command()
@@ -483,14 +379,14 @@ def export(
     """Export a checkpoint of an ended run: create a run whose output is the model, and print its id.
 
     Works for runs that completed, failed or were stopped. The new run can be downloaded, and can be the base model of
-    other runs. Exit code with --watch: 0 completed, 3 failed, 4 cancelled.
+    other runs. Exit code with --watch: 0 completed, 3 failed, 4 stopped.
 
     Example: `anneal runs export run_01k3x9m6q2v8s4t0w7y5z1a3b6 --output merged --watch`
     """
     with connected() as client:
         chosen = id_within("checkpoint", checkpoint, client.runs.checkpoints(run_id))
         made = client.runs.export_checkpoint(run_id, chosen, output=output, gguf=gguf, name=name)
-        _print_or_watch(client, made, watch, as_json)
+        print_or_watch(client, made, watch, as_json)
 
 
 def _evaluated(checkpoint: "CheckpointRead") -> str | None:

@@ -4,6 +4,7 @@ from typing import Any
 
 from app.cli.console import AsJson, attempt_path_text, connected, document, note, table
 from app.cli.names import RunIds
+from app.cli.runs.status_text import status_text
 
 
 def compare(
@@ -23,7 +24,7 @@ def compare(
         facts: dict[str, list[Any]] = {
             "name": [run.name for run in found.runs],
             "method": [run.method for run in found.runs],
-            "status": [run.status for run in found.runs],
+            "status": [status_text(run.status) for run in found.runs],
             "step": [f"{run.current_step}/{run.total_steps or '?'}" for run in found.runs],
             "seconds": [run.seconds for run in found.runs],
             "best loss": [run.best_loss for run in found.runs],

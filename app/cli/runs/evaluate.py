@@ -6,6 +6,7 @@ import typer
 
 from app.cli.console import AsJson, connected, details, document, note
 from app.cli.names import DatasetId, id_of_run, id_within, run_or_other
+from app.cli.runs.status_text import status_text
 
 commands = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -37,7 +38,7 @@ def evaluate(
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Print the id of the run and do not wait.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate a model on a dataset and print the metrics. Exit code: 0 completed, 3 failed, 4 cancelled.
+    """Evaluate a model on a dataset and print the metrics. Exit code: 0 completed, 3 failed, 4 stopped.
 
     Example: `anneal eval run_01k3x9m6q2v8s4t0w7y5z1a3b6 heldout --set max_eval_rows=500`
     """
@@ -59,7 +60,7 @@ def evaluate(
         if no_wait:
             return document(run) if as_json else typer.echo(run.id)
         if not as_json:
-            note(f"{run.name} is {run.status}: {run.id}")
+            note(f"{run.name} is {status_text(run.status)}: {run.id}")
         with continue_on_interrupt(run.id):
             for _ in client.runs.events(run.id, after=run.last_seq, types="end"):
                 pass
@@ -69,5 +70,5 @@ def evaluate(
     elif run.evaluation is not None:
         details(run.evaluation)
     else:
-        note(f"{run.id} is {run.status}: {run.error_message or 'it was stopped before it was done'}")
+        note(f"{run.id} is {status_text(run.status)}: {run.error_message or 'it was stopped before it was done'}")
     raise typer.Exit(exit_code(run.status))

@@ -19,7 +19,7 @@ def logs(
     attempt: Annotated[int | None, typer.Option(min=1, help="With --all: only the lines of this attempt.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the logs of a run. Exit code with -f: 0 completed, 3 failed, 4 cancelled.
+    """Print the logs of a run. Exit code with -f: 0 completed, 3 failed, 4 stopped.
 
     Where a run prints more than 200 lines a second for long, some are left out; `--all` prints the complete log.
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from app.cli.console import AsJson, attempt_path_text, connected, details, document, say, table
 from app.cli.names import RunId
+from app.cli.runs.status_text import status_text
 
 if TYPE_CHECKING:
     from app.contracts.schemas.postmortem import CorrectedRequest
@@ -26,7 +27,7 @@ def why(run_id: RunId, as_json: AsJson = False) -> None:
     peaks = ", ".join(f"{name.removesuffix('_mb')} {value:,} MB" for name, value in found.peaks.items())
     details(
         {
-            "status": found.status, "error": found.code, "probable cause": found.probable_cause,
+            "status": status_text(found.status), "error": found.code, "probable cause": found.probable_cause,
             "advice": found.advice, "attempt": found.attempt, "phase": found.phase, "step": found.step,
             "exit code": found.exit_code, "exit signal": found.exit_signal, "peak memory": peaks or None,
         }

@@ -13,6 +13,7 @@ import typer
 
 from app.cli.console import json_line, note, say
 from app.cli.runs.eta_text import eta_text
+from app.cli.runs.status_text import status_text
 from app.contracts.events import (
     ActionEvent,
     CheckpointEvent,
@@ -64,6 +65,7 @@ def watch_run(client: "Anneal", run: "RunRead", as_json: bool) -> int:
                 json_line(event)
         else:
             seen = WatchState.of(run)
+            say(seen.first_line)
             if run.pending_reason is not None:
                 say(f"waits: {run.pending_reason.message}")
             screen: _Screen = _Terminal(client, seen) if sys.stdout.isatty() else _Lines(seen)
@@ -108,7 +110,7 @@ def _print_end(run: "RunRead") -> None:
     reward = run.metrics_history[-1].extra.get("reward") if run.metrics_history else None
     has_reward = isinstance(reward, int | float)  # then the loss says little
     learned = _loss(reward, ", reward") if has_reward else _loss(run.best_loss, ", best loss")
-    say(f"{run.id} {run.name}: {run.status}{limited} at step {run.current_step}{learned}")
+    say(f"{run.id} {run.name}: {status_text(run.status)}{limited} at step {run.current_step}{learned}")
     if run.status == "failed":
         say(f"  {run.error_code}: {run.error_message} (see `anneal runs why {run.id}`)")
     elif run.evaluation is not None:
@@ -163,7 +165,7 @@ class WatchState:
             self.status, self.phase, self.device = event.to, "", ""
             if event.to == "running":
                 self.started = event.ts
-            return f"{event.to}{f': {event.reason}' if event.reason else ''}"
+            return f"{status_text(event.to)}{f': {event.reason}' if event.reason else ''}"
         if isinstance(event, MetricEvent):
             if event.step < self.step:
                 self.curve = {step: it for step, it in self.curve.items() if step < event.step}
@@ -223,6 +225,13 @@ class WatchState:
         return "  ".join(filter(None, (bar + (f" [{'<'.join(times)}]" if times else ""), *_figures(measured))))
 
     @property
+    def first_line(self) -> str:
+        """Name and state of the run at the start of watching."""
+        step = f"step {self.step}{f' of {self.total}' if self.total else ''}" if self.step else ""
+        state = ", ".join(filter(None, (status_text(self.status), step, self.outlook)))
+        return f"{self.run_id} {self.name}: {state}"
+
+    @property
     def outlook(self) -> str:
         """Predicted finish, relative to now; empty once the run has ended."""
         return "" if self.status in _ENDED else eta_text(self.prediction)
@@ -278,9 +287,7 @@ class _Lines:
         self._seen = seen
 
     def __enter__(self) -> None:
-        seen = self._seen
-        outlook = f", {seen.outlook}" if seen.outlook else ""
-        self._print(f"{seen.run_id} {seen.name}: {seen.status}, step {seen.step}/{seen.total or '?'}{outlook}")
+        pass
 
     def __exit__(self, *problem: Any) -> None:
         pass
@@ -304,7 +311,8 @@ class _Terminal:
     def __init__(self, client: "Anneal", seen: WatchState) -> None:
         from rich.console import Console
         from rich.live import Live
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.table import Column
 
         self._seen = seen
         name = "extra.reward" if seen.learns_from_rewards else "loss"
@@ -312,14 +320,13 @@ class _Terminal:
         if drawn is not None:
             seen.curve = {step: it for step, it in zip(drawn.steps, drawn.values, strict=True) if it is not None}
         self._console = Console(highlight=False)
+        # A narrow terminal cuts the name, never the bar and the counter; figures have lines of their own.
+        name_column = Column(no_wrap=True, overflow="ellipsis", max_width=max(8, self._console.width - 46))
         self._bar = Progress(
-            TextColumn("{task.description}", markup=False), BarColumn(30), MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}", markup=False), TimeRemainingColumn(compact=True),
-            console=self._console, auto_refresh=False,
+            TextColumn("{task.description}", markup=False, table_column=name_column), BarColumn(30),
+            MofNCompleteColumn(), console=self._console, auto_refresh=False,
         )  # fmt: skip
-        self._task = self._bar.add_task(
-            plain_line(seen.name), total=seen.total, completed=seen.step, figures=self._figures()
-        )
+        self._task = self._bar.add_task(plain_line(seen.name), total=seen.total, completed=seen.step)
         self._live = Live(get_renderable=self._picture, console=self._console, refresh_per_second=2)
 
     def __enter__(self) -> None:
@@ -332,18 +339,20 @@ class _Terminal:
         line = self._seen.take(event)
         if line is not None:
             self._console.print(plain_text(line), markup=False, soft_wrap=True)
-        self._bar.update(self._task, completed=self._seen.step, total=self._seen.total, figures=self._figures())
+        self._bar.update(self._task, completed=self._seen.step, total=self._seen.total)
 
     def _figures(self) -> str:
         seen = self._seen
-        return "  ".join(filter(None, (seen.status if not seen.phase else plain_line(seen.phase), seen.figures)))
+        state = plain_line(seen.phase) if seen.phase else status_text(seen.status)
+        return "  ".join(filter(None, (state, seen.figures)))
 
     def _picture(self) -> Any:
         from rich.console import Group
         from rich.text import Text
 
         plot = draw(self._seen.curve, self._console.width, max(8, self._console.height // 2))
-        return Group(Text(plot, no_wrap=True), self._bar) if plot else self._bar
+        below = (self._bar, Text(self._figures()))
+        return Group(Text(plot, no_wrap=True), *below) if plot else Group(*below)
 
 
 def draw(curve: dict[int, float], width: int, height: int) -> str:
@@ -360,4 +369,17 @@ def draw(curve: dict[int, float], width: int, height: int) -> str:
     signal = figure.signal(steps, [curve[step] for step in steps], marker="braille")
     signal.lines()
     figure.draw(signal)
+    ticks = step_ticks(steps[0], steps[-1], min(width, 100) // 15)
+    figure.ruler("x").ticks(ticks, [f"{step:,}" for step in ticks])
     return str(figure.build().string(colorless=True))
+
+
+def step_ticks(first: int, last: int, most: int) -> list[int]:
+    """Return at most `most` round steps from `first` to `last`, and both ends if there is room for no more."""
+    for magnitude in range(len(str(last)) + 1):
+        for factor in (1, 2, 5):
+            distance = factor * 10**magnitude
+            ticks = list(range(-(-first // distance) * distance, last + 1, distance))
+            if len(ticks) <= max(most, 2):
+                return ticks if len(ticks) >= 2 else [first, last]
+    return [first, last]

@@ -61,7 +61,10 @@ class TokenStatistics(BaseModel):
     max: int
 
 
-_SOURCE: JsonDict = {"file_format": "jsonl", "delimiter": None, "gzip": False, "layout": None}
+_SOURCE: JsonDict = {
+    "file_format": "jsonl", "delimiter": None, "gzip": False, "layout": None,
+    "sha256": "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
+}  # fmt: skip
 
 
 class DatasetSource(BaseModel):
@@ -72,6 +75,9 @@ class DatasetSource(BaseModel):
     file_format: Literal["jsonl", "json", "csv", "tsv", "parquet"]
     delimiter: str | None = Field(description="Delimiter of the cells of a CSV or TSV file; null for other types.")
     gzip: bool = Field(description="True if the file was compressed.")
+    sha256: str | None = Field(
+        default=None, description="SHA-256 of the uploaded file, or of all files of an import together."
+    )
     layout: Literal["sharegpt", "alpaca"] | None = Field(
         description="Layout of the first row if its columns were converted to `messages`; null: stored as they were."
     )

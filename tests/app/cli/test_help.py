@@ -48,6 +48,23 @@ def test_without_a_command_they_are_listed() -> None:
     assert all(re.search(rf"^  {command[0]} ", result.output, re.MULTILINE) for command in commands()), result.output
 
 
+@pytest.mark.parametrize("group", ["", "runs", "datasets", "keys", "secrets", "storage", "actions"])
+def test_help_of_a_group_has_the_first_sentence_of_each_command_whole(group: str) -> None:
+    output = CliRunner().invoke(cli, [*group.split(), "--help"], env={"COLUMNS": "60"}).output
+    text = " ".join(output.split())
+    for command in commands():
+        if " ".join(command[:-1]) == group:
+            own = CliRunner().invoke(cli, [*command, "--help"], env={"COLUMNS": "60"}).output.split("\n\n")[1]
+            assert re.split(r"\.(?:\s|$)", " ".join(own.split()))[0] in text
+    assert "..." not in text.replace("[ARGS]...", "")
+
+
+def test_negative_number_is_a_value(tmp_path: Path) -> None:
+    arguments = ["actions", "set-learning-rate", "run_01k3x9m6q2v8s4t0w7y5z1a3b6", "-1"]
+    refused = CliRunner().invoke(cli, arguments, env={"ANNEAL_HOME": str(tmp_path)})
+    assert refused.exit_code == 1 and "No service found" in refused.stderr
+
+
 def test_help_imports_nothing_heavy() -> None:
     heavy = ["pydantic", "sqlalchemy", "fastapi", "httpx", "cryptography", "yaml", "rich.console"]
     script = "import sys; from app.cli.main import cli; cli(['--help'], standalone_mode=False); "

@@ -77,10 +77,14 @@ def test_no_name_and_no_line_of_others_controls_it(
         process.wait(30)
 
 
-def test_watch_draws_the_loss_and_ctrl_c_leaves_the_run_alone(start: Any, trainer: Trainer, anneal: Anneal) -> None:
+def test_watch_draws_the_loss_on_a_narrow_terminal_and_ctrl_c_leaves_the_run_alone(
+    start: Any, trainer: Trainer, anneal: Anneal
+) -> None:
+    with trainer.engine.begin() as connection:
+        connection.execute(update(Run).where(Run.id == trainer.run_id).values(name="a name of many words " * 4))
     for step in range(1, 30):
         trainer.metric(step, loss=3 / step)
-    process, terminal = start("runs", "watch", trainer.run_id)
+    process, terminal = start("runs", "watch", trainer.run_id, columns=70)
     seen = bytearray()
 
     def shows(text: str) -> bool:
@@ -93,6 +97,7 @@ def test_watch_draws_the_loss_and_ctrl_c_leaves_the_run_alone(start: Any, traine
     trainer.metric(30, loss=0.05)
     eventually(lambda: shows("30/100"))
     assert "┤" in seen.decode(errors="replace"), "a plot"
+    assert "━━━━━" in seen.decode(errors="replace"), "a bar beside the counter, however long the name is"
     process.send_signal(signal.SIGINT)
     eventually(lambda: shows("the run continues"))
     assert process.wait(20) == 130
@@ -127,7 +132,7 @@ def test_each_row_of_a_list_takes_one_line(
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     row = [
         "run_" + "0" * 26,
-        "initializing",
+        "starting",
         "120/1000",
         "0.1234",
         "a name of many words " * 3,

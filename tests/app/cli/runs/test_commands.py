@@ -168,7 +168,7 @@ def test_stop_can_wait_for_the_end(anneal: Anneal, trainer: Trainer) -> None:
     assert "was asked to stop; it is running" in anneal("runs", "stop", trainer.run_id).stdout
     ending = threading.Timer(0.3, trainer.cancel)
     ending.start()
-    assert "is cancelled" in anneal("runs", "stop", "--wait", "--no-save", trainer.run_id).stdout
+    assert "is stopped" in anneal("runs", "stop", "--wait", "--no-save", trainer.run_id).stdout
     ending.join()
 
 

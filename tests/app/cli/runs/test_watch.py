@@ -1,6 +1,7 @@
 """Commands that follow runs: `anneal runs watch`, `logs` and `events`."""
 
 import json
+import re
 import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine
 
-from app.cli.runs.watch import WatchState
+from app.cli.runs.watch import WatchState, draw, step_ticks
 from app.client import client
 from app.contracts.events import (
     ConfigEvent,
@@ -76,6 +77,27 @@ def test_what_the_method_goes_by_is_shown(learns_from_rewards: bool, shown: str,
     assert seen.take(SampleEvent(**text, rewards={"length": 1.0})) is None
 
 
+def test_watching_starts_with_the_name_and_the_state_in_the_words_of_the_dashboard() -> None:
+    waiting = WatchState("run_1", "counting", "pending", 0, None)
+    assert waiting.first_line == "run_1 counting: pending"
+    ended = WatchState("run_1", "counting", "cancelled", 5, 10)
+    assert ended.first_line == "run_1 counting: stopped, step 5 of 10"
+    event = StatusEvent(type="status", to="initializing", run_id="run_1", seq=1)
+    assert waiting.take(event) == "starting"
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "ticks"),
+    [
+        (1, 30, [10, 20, 30]), (1, 3, [1, 2, 3]), (7, 8, [7, 8]), (0, 1000, [0, 500, 1000]),
+        (101, 199, [120, 140, 160, 180]), (5, 40_000, [10_000, 20_000, 30_000, 40_000]),
+    ],
+)  # fmt: skip
+def test_ticks_of_a_plot_are_round_steps(first: int, last: int, ticks: list[int]) -> None:
+    assert step_ticks(first, last, 4) == ticks
+    assert all(re.fullmatch(r"[\d,\s]+", draw({first: 2.0, last: 1.0}, 70, 12).splitlines()[-1]) for _ in ticks)
+
+
 def test_a_resume_that_is_not_exact_is_a_line() -> None:
     seen = WatchState("run_1", "counting", "starting", 3, None)
     about = {"type": "config", "run_id": "run_1", "seq": 1}
@@ -108,7 +130,8 @@ def test_a_run_that_waits_says_why_when_watching_starts(anneal: Anneal, trainer:
     reason = {"code": "no_device_fits", "message": "Start a worker with a larger device."}
     mark_run(engine, trainer.run_id, pending_reason=reason)
     watched = anneal("runs", "watch", trainer.run_id).stdout.splitlines()
-    assert watched[0] == "waits: Start a worker with a larger device."
+    assert watched[0] == f"{trainer.run_id} counting: completed"
+    assert watched[1] == "waits: Start a worker with a larger device."
 
 
 def test_every_metric_is_a_line_before_the_end(anneal: Anneal, trainer: Trainer, shared_api: ApiServer) -> None:
@@ -155,9 +178,9 @@ def test_events_of_all_runs_are_printed_with_their_cursors(anneal: Anneal, train
         lambda: (lines := [it for it in printed() if trainer.run_id in it]) and len(lines) == 6 and lines
     )
     assert [line.split("  ")[-1] for line in shown[-3:]] == [
-        "evaluating 1 of 2",
-        "completed: all steps done",
-        "ended: completed",
+        "counting: evaluating 1 of 2",
+        "counting: completed: all steps done",
+        "counting: ended: completed",
     ]
     ends = [json.loads(line) for line in printed("--types", "end", "--json")]
     assert ends[-1]["run_id"] == trainer.run_id

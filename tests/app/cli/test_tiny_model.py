@@ -1,0 +1,45 @@
+"""`anneal models create`: a small model with random weights, made without the hub."""
+
+import json
+from pathlib import Path
+
+import numpy
+import pytest
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer
+from typer.testing import CliRunner, Result
+
+from app.cli.main import cli
+from app.config import get_settings
+
+
+def create(home: Path, name: str) -> Result:
+    get_settings.cache_clear()  # a process reads the environment once
+    result = CliRunner().invoke(cli, ["models", "create", name], env={"ANNEAL_HOME": str(home)})
+    get_settings.cache_clear()
+    return result
+
+
+def test_model_is_written_whole_and_only_once(tmp_path: Path) -> None:
+    made = create(tmp_path, "mine/tiny")
+    assert (made.exit_code, made.stdout) == (0, "mine/tiny\n") and "base_model: mine/tiny" in made.stderr
+    folder = tmp_path / "models" / "mine" / "tiny"
+    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+    assert weights["lm_head.weight"].shape == weights["model.embed_tokens.weight"].shape == (vocabulary, hidden)
+    assert 0.019 < float(weights["lm_head.weight"].std()) < 0.021 and numpy.all(weights["model.norm.weight"] == 1)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == vocabulary
+    text = "def count(to): return 'größer 日本'"
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text and len(tokenizer.encode(text).ids) < len(text)
+    assert [path.name for path in folder.parent.iterdir()] == ["tiny"], "nothing unfinished is left"
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    again = create(tmp_path, "mine/tiny")
+    assert (again.exit_code, again.stdout) == (0, "mine/tiny\n") and "There is a folder" in again.stderr
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize("name", ["../tiny", "/tmp/tiny", ".tiny", "a//b", ""])
+def test_name_that_no_run_can_use_is_refused(tmp_path: Path, name: str) -> None:
+    refused = create(tmp_path, name)
+    assert refused.exit_code == 1 and refused.stderr.startswith("anneal: ") and not (tmp_path / "models").exists()
