@@ -11,6 +11,7 @@ _COMMANDS = (
     (r"GET (?:/v1/runs/([^/\s]+)|…)/checkpoints", r"`anneal runs checkpoints \1`"),
     (r"GET /v1/runs\?status=(\w+)", r"`anneal runs list --status \1`"),
     (r"GET /v1/(actions|datasets|experiments|keys|runs|secrets|workers)\b", r"`anneal \1 list`"),
+    (r"GET …/logs\b", "`anneal runs logs`"),
     (r"GET /v1/backends\b", "`anneal runs create --help`"),
     (r"POST /v1/datasets\b", "`anneal datasets upload`"),
     (r"POST /v1/experiments\b", "`anneal experiments create`"),

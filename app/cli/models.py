@@ -56,7 +56,7 @@ def create(
     """
     from pydantic import TypeAdapter, ValidationError
 
-    from app.cli import tiny_model
+    from app.cli.demo import tiny_model
     from app.contracts.field_types import ModelName
 
     with plain_errors(), setting_errors():

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from app.client.connection import Connection
 from app.client.errors import AnnealError, describe, from_response
-from app.infra.proxies import proxy_of
+from app.config import proxy_of
 
 T = TypeVar("T", bound=BaseModel)
 R = TypeVar("R")

@@ -15,10 +15,9 @@ from urllib.parse import quote
 import httpx
 
 from app.api.errors import ApiError, invalid, printable
-from app.config import hub_endpoint
+from app.config import hub_endpoint, proxy_of
 from app.contracts.errors import FieldError
 from app.contracts.schemas.datasets import HubImport
-from app.infra.proxies import proxy_of
 
 _PROTOCOLS = ipaddress.ip_network("192.0.0.0/24")
 

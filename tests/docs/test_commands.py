@@ -15,7 +15,7 @@ from tests.nodes import ROOT
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
 _INLINE = re.compile(r"(?<!`)`anneal ([^`\n]*)`(?!`)")
 _BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
-_GLOBAL = {"--help", "--install-completion", "--version"}
+_GLOBAL = {"--ca-file", "--help", "--install-completion", "--version"}
 
 
 def commands(text: str) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from app.cli import tiny_model
+from app.cli.demo import tiny_model
 from tests.e2e.conftest import TrainingStack
 from tests.nodes import ROOT
 

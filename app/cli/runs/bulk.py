@@ -161,8 +161,8 @@ def _filters(
     search: str | None,
 ) -> dict[str, Any]:
     filters = {
-        "experiment_id": experiment, "status": [status_of(word) for word in status or ()], "tag": tag, "base_model": base_model, "method": method,
-        "dataset_id": dataset, "search": search,
+        "experiment_id": experiment, "status": [status_of(word) for word in status or ()], "tag": tag,
+        "base_model": base_model, "method": method, "dataset_id": dataset, "search": search,
     }  # fmt: skip
     return {name: value for name, value in filters.items() if value}
 

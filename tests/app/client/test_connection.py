@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from app.cli.main import cli
 from app.client.client import Anneal
 from app.client.errors import AnnealError
-from app.infra.proxies import proxy_of
+from app.config import proxy_of
 from tests.certificates import write_certificate
 from tests.http_server import serving
 from tests.server import ApiServer

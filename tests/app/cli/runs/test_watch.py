@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine
 
+from app.cli.runs.status_text import status_text
 from app.cli.runs.watch import WatchState, draw, step_ticks
 from app.client import client
 from app.contracts.events import (
@@ -44,7 +45,7 @@ def test_watching_ends_as_the_run_does(anneal: Anneal, trainer: Trainer, how: st
     watched = anneal("runs", "watch", trainer.run_id, code=code)
     ending.join()
     last = watched.stdout.splitlines()[-2]
-    assert f"counting: {how} at step" in last and last.endswith(", reward 0.2500")
+    assert f"counting: {status_text(how)} at step" in last and last.endswith(", reward 0.2500")
     again = anneal("runs", "watch", trainer.run_id, code=code)
     assert again.stdout.splitlines()[-2:] == watched.stdout.splitlines()[-2:]
     assert anneal("runs", "logs", "-f", trainer.run_id, code=code).stdout == ""
