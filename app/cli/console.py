@@ -133,7 +133,7 @@ def plain_errors() -> Iterator[None]:
     from pydantic import ValidationError
 
     from app.client.errors import AnnealError
-    from app.config import ClientSettings
+    from app.config import ClientSettings, Settings
 
     try:
         yield
@@ -142,12 +142,11 @@ def plain_errors() -> Iterator[None]:
     except RunFileError as error:
         fail(str(error), code="invalid_file")
     except ValidationError as error:
-        if error.title != ClientSettings.__name__:
+        if error.title not in (ClientSettings.__name__, Settings.__name__):
             raise
-        fail(
-            " ".join(f"ANNEAL_{str(item['loc'][0]).upper()}: {item['msg']}." for item in error.errors()),
-            code="invalid_setting",
-        )
+        settings = ("_".join(("ANNEAL", *map(str, item["loc"]))).upper() for item in error.errors())
+        messages = (item["msg"].removeprefix("Value error, ") for item in error.errors())
+        fail(" ".join(map("{}: {}.".format, settings, messages)), code="invalid_setting")
     except UnicodeEncodeError as error:
         fail(
             f"{plain_line(error.object)!r} has bytes that are no text in UTF-8: write it again, or convert it.",

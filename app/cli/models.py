@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from app.cli.console import AsJson, command_group, connected, document, fail, listing, note, plain_errors, say, size
-from app.cli.errors import environment_settings
-from app.cli.errors import plain_errors as setting_errors
 
 if TYPE_CHECKING:
     from app.contracts.schemas.models import ModelRead
@@ -57,10 +55,11 @@ def create(
     from pydantic import TypeAdapter, ValidationError
 
     from app.cli.demo import tiny_model
+    from app.config import get_settings
     from app.contracts.field_types import ModelName
 
-    with plain_errors(), setting_errors():
-        folder = environment_settings().models_folder
+    with plain_errors():
+        folder = get_settings().models_folder
         try:
             TypeAdapter(ModelName).validate_python(name)
         except ValidationError:

@@ -42,8 +42,8 @@ def _paste(blocks: list[str], stack: TrainingStack, folder: Path) -> list[str]:
     mark = "----- end of block -----"
     program = "\n".join(f"{block}\necho '{mark}'" for block in [_script(""), "PS1= PS2=", *blocks])
     done = subprocess.run(
-        ["bash", "--norc", "--noprofile", "--noediting", "-i"], input=program + "\n", cwd=folder, text=True, timeout=200,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        ["bash", "--norc", "--noprofile", "--noediting", "-i"], input=program + "\n", cwd=folder, text=True,
+        timeout=200, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env={
             **os.environ, "ANNEAL_URL": stack.api.url, "ANNEAL_API_KEY": stack.api.key,
             "ANNEAL_MODELS_ROOT": str(stack.settings.models_folder), "ANNEAL_HOME": str(stack.settings.home),
