@@ -24,7 +24,7 @@ from app.cli.console import (
     say,
 )
 from app.cli.names import ExperimentId
-from app.cli.runs.status_text import status_text
+from app.cli.runs.state_text import status_text
 
 commands = command_group("Experiments: groups of runs. Example: `anneal experiments create docstrings`.")
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from app.cli.console import AsJson, ca_file, connected, details, document, fail, note, say
-from app.cli.runs.status_text import status_text
+from app.cli.runs.state_text import status_text
 from app.contracts.run_status import LIVE
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from app.cli.console import AsJson, connected, json_line, say
-from app.cli.runs.status_text import status_text
+from app.cli.runs.state_text import status_text
 
 if TYPE_CHECKING:
     from app.client.client import Anneal

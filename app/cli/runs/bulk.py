@@ -7,7 +7,7 @@ import typer
 
 from app.cli.console import AsJson, confirm, connected, deleted, document, fail, note, say
 from app.cli.names import OfDataset, OfExperiment, SomeRunIds
-from app.cli.runs.status_text import status_of, status_text
+from app.cli.runs.state_text import status_of, status_text
 from app.contracts.run_status import LIVE, TERMINAL
 
 if TYPE_CHECKING:

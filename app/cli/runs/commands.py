@@ -27,12 +27,11 @@ from app.cli.names import OfDataset, OfExperiment, ParentId, RunId, id_within
 from app.cli.runs.all_events import events
 from app.cli.runs.bulk import OfBaseModel, OfMethod, WithStatus, WithTag, WithText, delete, stop, tag
 from app.cli.runs.compare import compare
-from app.cli.runs.eta_text import eta_text
 from app.cli.runs.logs import logs
 from app.cli.runs.new_run import Watch, create, estimate, init, print_or_watch, validate
 from app.cli.runs.postmortem import why
 from app.cli.runs.run_request import Set
-from app.cli.runs.status_text import status_of, status_text
+from app.cli.runs.state_text import eta_text, status_of, status_text
 from app.contracts.run_status import RunSort
 from app.contracts.run_task import RunTask
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from app.cli.console import AsJson, attempt_path_text, connected, document, note, table
 from app.cli.names import RunIds
-from app.cli.runs.status_text import status_text
+from app.cli.runs.state_text import status_text
 
 
 def compare(

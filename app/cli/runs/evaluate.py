@@ -6,7 +6,7 @@ import typer
 
 from app.cli.console import AsJson, connected, details, document, note
 from app.cli.names import DatasetId, id_of_run, id_within, run_or_other
-from app.cli.runs.status_text import status_text
+from app.cli.runs.state_text import status_text
 
 commands = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 

@@ -7,7 +7,7 @@ import typer
 
 from app.cli.console import AsJson, connected, document, fail, note, plain_errors, say
 from app.cli.runs.run_request import Dataset, File, Full, Lora, Method, Model, Qlora, RunOptions, Set
-from app.cli.runs.status_text import status_text
+from app.cli.runs.state_text import status_text
 
 if TYPE_CHECKING:
     from app.client.client import Anneal

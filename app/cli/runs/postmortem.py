@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from app.cli.console import AsJson, attempt_path_text, connected, details, document, say, table
 from app.cli.names import RunId
-from app.cli.runs.status_text import status_text
+from app.cli.runs.state_text import status_text
 
 if TYPE_CHECKING:
     from app.contracts.schemas.postmortem import CorrectedRequest

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import typer
 
 from app.cli.console import json_line, note, say
-from app.cli.runs.eta_text import eta_text
-from app.cli.runs.status_text import status_text
+from app.cli.runs.state_text import eta_text, status_text
 from app.contracts.events import (
     ActionEvent,
     CheckpointEvent,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine
 
-from app.cli.runs.status_text import status_text
+from app.cli.runs.state_text import status_text
 from app.cli.runs.watch import WatchState, draw, step_ticks
 from app.client import client
 from app.contracts.events import (

@@ -1,10 +1,23 @@
-"""Predictions formatted as text: `finishes in about 2 h 10 min`."""
+"""Statuses of runs in the words of the dashboard, and predictions as text: `finishes in about 2 h 10 min`."""
 
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from app.contracts.schemas.runs.reads import Prediction
+
+_WORDS = {"initializing": "starting", "checkpointing": "saving", "cancelled": "stopped"}
+_STATUSES = {word: status for status, word in _WORDS.items()}
+
+
+def status_text(status: str) -> str:
+    """Return the word for a status of the API."""
+    return _WORDS.get(status, status)
+
+
+def status_of(text: str) -> str:
+    """Return the status of the API for a word; other text unchanged."""
+    return _STATUSES.get(text.lower(), text)
 
 
 def eta_text(prediction: "Prediction | None") -> str:
