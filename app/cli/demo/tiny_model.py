@@ -1,12 +1,12 @@
 """A small model with random weights, made on this machine: trains without a GPU and without the hub."""
 
 import json
-import shutil
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
 from app.cli.demo.base_model import train_tokenizer, write_model
+from app.infra.files.tree import remove_tree
 from app.infra.ids import new_id
 
 MAX_TOKENS = 1024
@@ -33,7 +33,7 @@ def create(models_folder: Path, name: str) -> Path:
         _write_weights(unfinished)
         unfinished.rename(target)
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        remove_tree(unfinished, ignore_errors=True)
     return target
 
 
