@@ -29,7 +29,7 @@ else
 endif
 
 # Before a release: also every combination of method, adapter and place, every tracker, and all campaigns.
-test-all: checked browser $(INTEGRATIONS)  ## every test, then resume-matrix, chaos, fuzz and mutants
+test-all: checked browser $(INTEGRATIONS) .venv/.bench  ## every test, then resume-matrix, chaos, fuzz and mutants
 	@$(BIN)/python -m pytest -n auto -m ''
 	@$(MAKE) --no-print-directory resume-matrix chaos fuzz mutants
 

@@ -5,9 +5,9 @@ Absolute times differ between machines, so each benchmark measures its peers in 
 
 import argparse
 import importlib
-import os
-import platform
 import sys
+
+from benchmarks.figures import origin
 
 BENCHMARKS = {
     "C1": "benchmarks.c1_ingest",
@@ -29,18 +29,12 @@ BENCHMARKS = {
     "C15": "benchmarks.c15_devices",
 }
 """Modules by name; the name before the dot stands for all its parts."""
-SCALED = {
-    "C1", "C3", "C4", "C6", "C9", "C12", "C13.CLAIMS", "C13.QUEUE", "C14.EVENTS", "C14.STREAMS", "C14.WORKERS",
-}  # fmt: skip
-"""Benchmarks that have a small size."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Run benchmarks.")
     parser.add_argument("names", nargs="*", help=f"out of {', '.join(BENCHMARKS)}; none means all")
-    parser.add_argument(
-        "--scale", type=float, default=1.0, help=f"part of the full size, for a trial of {', '.join(sorted(SCALED))}"
-    )
+    parser.add_argument("--scale", type=float, default=1.0, help="part of the full size, for a trial")
     arguments = parser.parse_args()
     asked = [name.upper() for name in arguments.names] or list(BENCHMARKS)
     names = [name for one in asked for name in BENCHMARKS if one in (name, name.partition(".")[0])]
@@ -49,8 +43,7 @@ def main() -> int:
     if unknown:
         print(f"unknown benchmark {', '.join(unknown)}: choose from {', '.join(BENCHMARKS)}", file=sys.stderr)
         return 2
-    load = os.getloadavg()[0]
-    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, load {load:.1f}")
+    print(origin(), flush=True)
     missed = [name for name in names if not _run(name, arguments.scale)]
     if missed:
         print(f"goals of docs/internals/benchmarks.md missed: {', '.join(missed)}")
@@ -58,8 +51,7 @@ def main() -> int:
 
 
 def _run(name: str, scale: float) -> bool:
-    module = importlib.import_module(BENCHMARKS[name])
-    reached: bool = module.main(scale) if name in SCALED else module.main()
+    reached: bool = importlib.import_module(BENCHMARKS[name]).main(scale)
     return reached
 
 

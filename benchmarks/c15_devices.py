@@ -23,15 +23,15 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-def main() -> bool:
+def main(scale: float = 1.0) -> bool:
     """Print medians; return True if two devices take at most 1.5 times as long to the first step, and 1 s to stop."""
     with tempfile.TemporaryDirectory(prefix="anneal-bench-") as folder:
-        service = _Service(Path(folder))
+        service, rounds = _Service(Path(folder)), max(round(ROUNDS * scale), 1)
         try:
             for devices in (1, 2):
                 service.first_step(devices)  # the zygote is ready when its first run has ended
-            first = _in_turns(service.first_step)
-            stops = _in_turns(service.stop)
+            first = _in_turns(service.first_step, rounds)
+            stops = _in_turns(service.stop, rounds)
         finally:
             service.close()
     ratio = statistics.median(two / one for one, two in zip(first[1], first[2], strict=True))
@@ -43,9 +43,9 @@ def main() -> bool:
     return ratio <= 1.5 and statistics.median(stops[2]) <= 1.0
 
 
-def _in_turns(measure: Callable[[int], float]) -> dict[int, list[float]]:
+def _in_turns(measure: Callable[[int], float], rounds: int) -> dict[int, list[float]]:
     times: dict[int, list[float]] = {1: [], 2: []}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for devices, took in times.items():
             took.append(measure(devices))
     return times

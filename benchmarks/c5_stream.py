@@ -61,6 +61,10 @@ class Load:
     def __str__(self) -> str:
         return f"{self.subscribers:,} × {self.rate:,}/s"
 
+    def scaled(self, scale: float) -> "Load":
+        """Return the same rate with a part of the subscribers and of the time."""
+        return Load(max(round(self.subscribers * scale), 2), self.rate, max(self.seconds * scale, 1.0))
+
 
 LIGHT = Load(100, 100, 8.0)
 """Load that the peer can serve without lag; only there do both do the same work."""
@@ -68,7 +72,7 @@ HEAVY = Load(1000, 100, 8.0)
 FULL = Load(1000, 1000, 4.0)
 
 
-def main() -> bool:
+def main(scale: float = 1.0) -> bool:
     """Print medians and ratios; return True if the goals are reached."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -76,15 +80,16 @@ def main() -> bool:
         service = Stack(Path(folder), lease_seconds=3600, streams_per_key=2000)
         stack.callback(service.close)
         peer = stack.enter_context(_peer(service))
-        ours: dict[Load, list[Figures]] = {LIGHT: [], HEAVY: [], FULL: []}
-        theirs: dict[Load, list[Figures]] = {LIGHT: [], HEAVY: []}
-        for load in (LIGHT, HEAVY):
-            for _ in range(ROUNDS):
+        light, heavy, full = (load.scaled(scale) for load in (LIGHT, HEAVY, FULL))
+        ours: dict[Load, list[Figures]] = {light: [], heavy: [], full: []}
+        theirs: dict[Load, list[Figures]] = {light: [], heavy: []}
+        for load in (light, heavy):
+            for _ in range(max(round(ROUNDS * scale), 1)):
                 ours[load].append(_measure(Ours(service), load, RECONNECTING))
                 print(f"C5   {load}  ours  {ours[load][-1]}", flush=True)
                 theirs[load].append(_measure(Peer(service, peer), load, 0.0))
                 print(f"C5   {load}  peer  {theirs[load][-1]}", flush=True)
-        ours[FULL] = [_measure(Ours(service), FULL, 0.0) for _ in range(2)]
+        ours[full] = [_measure(Ours(service), full, 0.0) for _ in range(max(round(2 * scale), 1))]
         print("C5   peer: ", ", ".join(PEER_SETTINGS), sep="")
     return _print(ours, theirs)
 
@@ -263,10 +268,11 @@ def _print(ours: dict[Load, list[Figures]], theirs: dict[Load, list[Figures]]) -
             f"({min(of_rounds):.1f} to {max(of_rounds):.1f}); the peer "
             + (f"falls behind, so its reads are large and cheap: {behind:,} events late" if behind else "keeps up")
         )
-    per_core = 1e6 / statistics.median(one.cpu_us for one in ours[FULL])
-    p99 = statistics.median(one.percentile(0.99) for one in ours[HEAVY])
+    light, heavy, full = ours
+    per_core = 1e6 / statistics.median(one.cpu_us for one in ours[full])
+    p99 = statistics.median(one.percentile(0.99) for one in ours[heavy])
     lost = sum(one.wrong + one.missing for rounds in ours.values() for one in rounds)
-    return statistics.median(ratios[LIGHT]) >= 6 and per_core >= 100_000 and p99 < 100 and lost == 0
+    return statistics.median(ratios[light]) >= 6 and per_core >= 100_000 and p99 < 100 and lost == 0
 
 
 def _summary(name: str, rounds: list[Figures]) -> None:

@@ -38,7 +38,7 @@ SETTINGS = {
 }
 
 
-def main() -> bool:
+def main(scale: float = 1.0) -> bool:
     """Print medians and ratios; return True if Anneal starts within twice the time of bare Celery."""
     with tempfile.TemporaryDirectory(prefix="anneal-bench-") as folder, ExitStack() as stack:
         service = Stack(Path(folder), lease_seconds=60)
@@ -50,13 +50,13 @@ def main() -> bool:
         for name, start in lanes.items():
             start()  # warm up connections and caches
             print(f"C7 {name:9s} {SETTINGS[name]}", flush=True)
-        for _ in range(BLOCKS):
+        for _ in range(max(round(BLOCKS * scale), 1)):
             for name, start in lanes.items():
                 for _ in range(BLOCK):
                     time.sleep(random.uniform(0.02, 0.05))  # the worker waits again
                     took[name].append(start())
         print(f"C7 {'ray job':9s} {SETTINGS['ray job']}", flush=True)
-        took["ray job"] = [submit() for _ in range(JOBS)]
+        took["ray job"] = [submit() for _ in range(max(round(JOBS * scale), 1))]
     return _print(took)
 
 
@@ -171,7 +171,7 @@ def _print(took: dict[str, list[float]]) -> bool:
         )
     blocks = [
         statistics.median(took["ours"][at : at + BLOCK]) / statistics.median(took["celery"][at : at + BLOCK])
-        for at in range(0, BLOCKS * BLOCK, BLOCK)
+        for at in range(0, len(took["ours"]), BLOCK)
     ]
     ratio = statistics.median(took["ours"]) / statistics.median(took["celery"])
     print(f"C7 ours takes {ratio:.2f} times as long as bare Celery (blocks: {min(blocks):.2f} to {max(blocks):.2f})")

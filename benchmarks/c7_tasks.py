@@ -8,6 +8,8 @@ import redis
 from celery import Celery
 from dramatiq.brokers.redis import RedisBroker
 
+from app.infra.broker import broker_url
+
 STARTED = "c7:started"
 URL = os.environ.get("C7_REDIS_URL", "redis://127.0.0.1")
 CELERY_SETTINGS = {
@@ -17,7 +19,7 @@ CELERY_SETTINGS = {
 }  # fmt: skip
 
 client = redis.Redis.from_url(URL)
-celery = Celery("c7", broker=URL)
+celery = Celery("c7", broker=broker_url(URL))
 celery.conf.update(CELERY_SETTINGS)
 # Keep the default middleware (time limits, retries, …), as its guide recommends.
 dramatiq.set_broker(RedisBroker(url=URL))

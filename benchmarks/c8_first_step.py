@@ -29,7 +29,7 @@ CONFIG: dict[str, Any] = {
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 
 
-def main() -> bool:
+def main(scale: float = 1.0) -> bool:
     """Print medians and ratios; return True if warm is at least five times faster than cold."""
     with tempfile.TemporaryDirectory(prefix="anneal-bench-") as folder:
         home = Path(folder)
@@ -37,7 +37,7 @@ def main() -> bool:
         try:
             warm.first_step()  # the zygote is ready when its first run has ended
             times: dict[str, list[float]] = {"warm": [], "cold": [], "trl": []}
-            for _ in range(ROUNDS):
+            for _ in range(max(round(ROUNDS * scale), 1)):
                 times["warm"].append(warm.first_step())
                 times["cold"].append(cold.first_step())
                 times["trl"].append(_trl(warm.model, warm.data))
