@@ -41,6 +41,12 @@ def _no_mount() -> str | None:
     return "a small file system of their own, which root may mount: run them as root, with `mount`"
 
 
+def _no_systemd() -> str | None:
+    if shutil.which("systemd-analyze") is not None:
+        return None
+    return "systemd-analyze: install systemd, where it is the service manager"
+
+
 def _no_liger() -> str | None:
     if all(importlib.util.find_spec(package) is not None for package in ("liger_kernel", "triton")):
         return None
@@ -53,6 +59,7 @@ NEEDS: Mapping[str, Callable[[], str | None]] = {
     "root": _no_root,
     "small disk": _no_mount,
     "liger-kernel": _no_liger,
+    "systemd": _no_systemd,
 }
 """For each need, a function that returns why it is not met and how to meet it, or None if it is met."""
 

@@ -1,0 +1,117 @@
+"""Units of systemd and manifests of Kubernetes match the code, the images and the Compose files."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from app.config import Settings
+from app.server import REQUEST_GRACE_SECONDS
+from tests.nodes import ROOT
+
+UNITS = sorted((ROOT / "deploy").glob("*.service"))
+MANIFESTS: list[dict[str, Any]] = list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yml").read_text()))
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+_SECRET = {"POSTGRES_PASSWORD", "REDIS_PASSWORD", "ANNEAL_DATABASE_URL", "ANNEAL_REDIS_URL"}
+
+
+def named(kind: str, name: str) -> dict[str, Any]:
+    (manifest,) = (it for it in MANIFESTS if (it["kind"], it["metadata"]["name"]) == (kind, name))
+    return manifest
+
+
+def pods() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Yield the name, the specification, and that of its pods, of each workload."""
+    for manifest in MANIFESTS:
+        if manifest["kind"] in ("Deployment", "StatefulSet"):
+            yield manifest["metadata"]["name"], manifest["spec"], manifest["spec"]["template"]["spec"]
+
+
+@pytest.mark.needs("systemd")
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_systemd_accepts_the_unit(unit: Path, tmp_path: Path) -> None:
+    text, program = unit.read_text(), Path(sys.executable).parent / "anneal"
+    assert text.count("/opt/anneal/.venv/bin/anneal") == 1
+    (tmp_path / unit.name).write_text(text.replace("/opt/anneal/.venv/bin/anneal", str(program)))
+    command = ["systemd-analyze", "verify", str(tmp_path / unit.name)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_unit_leaves_anneal_the_time_to_save_and_a_failing_training_alone(unit: Path) -> None:
+    settings = dict(line.split("=", 1) for line in unit.read_text().splitlines() if "=" in line and line[0] != "#")
+    needed = Settings().save_grace_seconds + REQUEST_GRACE_SECONDS + 15
+    assert int(settings["TimeoutStopSec"]) >= needed
+    assert (settings["KillMode"], settings["OOMPolicy"], settings["User"]) == ("mixed", "continue", "anneal")
+
+
+def test_pods_run_the_commands_and_images_of_compose_with_its_times() -> None:
+    for role in ("api", "worker"):
+        spec = next(pod for name, _, pod in pods() if name == f"anneal-{role}")
+        (container,) = spec["containers"]
+        assert container["command"] == COMPOSE[role]["command"] and container["image"] == COMPOSE[role]["image"]
+        assert f"{spec['terminationGracePeriodSeconds']}s" == COMPOSE[role]["stop_grace_period"]
+    for name in ("postgres", "redis"):
+        spec = next(pod for found, _, pod in pods() if found == f"anneal-{name}")
+        assert spec["containers"][0]["image"] == COMPOSE[name]["image"]
+
+
+def test_configuration_names_settings_and_no_secret_is_in_the_file() -> None:
+    settings = {f"ANNEAL_{name.upper()}" for name in Settings.model_fields}
+    values = named("ConfigMap", "anneal")["data"]
+    assert values.keys() <= settings and not values.keys() & _SECRET
+    for name, _, pod in pods():
+        for container in (*pod.get("initContainers", ()), *pod["containers"]):
+            for variable in container.get("env", ()):
+                assert ("valueFrom" in variable) == (variable["name"] in _SECRET), (name, variable)
+                assert not variable["name"].startswith("ANNEAL_") or variable["name"] in settings
+    comment = (ROOT / "deploy" / "kubernetes.yml").read_text().partition("apiVersion")[0]
+    assert all(name in comment for name in _SECRET)
+
+
+def test_every_mount_has_its_volume_every_claim_exists_and_every_service_its_pods() -> None:
+    claims = {it["metadata"]["name"] for it in MANIFESTS if it["kind"] == "PersistentVolumeClaim"}
+    labels = []
+    for name, spec, pod in pods():
+        labels.append(spec["template"]["metadata"]["labels"])
+        assert spec["selector"]["matchLabels"] == labels[-1]
+        own_claims = [claim["metadata"] for claim in spec.get("volumeClaimTemplates", ())]
+        volumes = {volume["name"] for volume in (*pod.get("volumes", ()), *own_claims)}
+        mounted = {
+            mount["name"]
+            for container in (*pod.get("initContainers", ()), *pod["containers"])
+            for mount in container.get("volumeMounts", ())
+        }
+        assert mounted == volumes, name
+        used = [volume["persistentVolumeClaim"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
+        assert {claim["claimName"] for claim in used} <= claims, name
+        # Otherwise Kubernetes sets ANNEAL_PORT and others for the services named `anneal…`.
+        assert pod["enableServiceLinks"] is False, name
+        assert pod["securityContext"]["runAsNonRoot"] is True, name
+    for manifest in MANIFESTS:
+        if manifest["kind"] == "Service":
+            assert manifest["spec"]["selector"] in labels
+
+
+def test_compose_files_use_nothing_newer_than_the_documented_minimum() -> None:
+    page = (ROOT / "docs" / "operations" / "deploy.md").read_text()
+    assert "Docker Compose 2.3.3" in page
+    keys = "include|develop|attach|gpus|post_start|pre_stop|provider|start_interval"
+    newer = re.compile(rf"^\s*(?:{keys}):|![a-z]+", re.MULTILINE)
+    for path in ROOT.glob("docker-compose*.yml"):
+        assert newer.findall(path.read_text()) == [], path.name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("version", ["1.29", "1.37"])
+def test_manifests_have_the_schema_of_kubernetes(version: str) -> None:
+    import kubernetes_validate
+
+    for manifest in MANIFESTS:
+        kubernetes_validate.validate(manifest, version, strict=True)
