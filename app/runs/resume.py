@@ -65,12 +65,8 @@ async def resume(
     changed = {} if request.from_ == "start" else await changes(session, parent.id)
     await release(session)
     config, given = await asyncio.to_thread(_configuration, parent, changed, request, sent)
-    names = {
-        "checkpoint_id": request.checkpoint_id,
-        "checkpoint_path": request.checkpoint_path,
-        '"from"': request.from_,
-    }
-    chosen = [name for name, value in names.items() if value is not None]
+    starts = {"checkpoint_id": request.checkpoint_id, "checkpoint_path": request.checkpoint_path, "from": request.from_}
+    chosen = [name for name, value in starts.items() if value is not None]
     if len(chosen) > 1:
         message = f"cannot be given together with `{chosen[1]}`; choose one"
         raise invalid([FieldError(field=chosen[0], code="conflict", message=message)])

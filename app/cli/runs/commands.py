@@ -298,7 +298,8 @@ def watch(run_id: RunId, as_json: AsJson = False) -> None:
 def resume(
     run_id: RunId,
     checkpoint: Annotated[
-        str | None, typer.Option(help="Checkpoint to resume from: its id or the beginning of it. Default: the newest.")
+        str | None,
+        typer.Option(help="Checkpoint to resume from: its folder, its id or the beginning of it. Default: the newest."),
     ] = None,
     from_start: Annotated[
         bool, typer.Option("--from-start", help="Restart from the first step, without a checkpoint.")

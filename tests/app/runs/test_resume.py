@@ -273,7 +273,8 @@ class TestRefusals:
     ) -> None:
         parent, (saved,) = stopped(api, engine, dataset, 20)
         for named in ({"checkpoint_path": "/x", "from": "start"}, {"checkpoint_id": saved, "checkpoint_path": "/x"}):
-            assert refused(resume(api, parent, **named)) == (422, "conflict")
+            (error,) = resume(api, parent, **named).json()["errors"]
+            assert error["code"] == "conflict" and error["field"] == next(iter(named))
         for path in ("/etc", "/", "", "runs/x/y", f"/a/{parent}/a1/checkpoint-20", "x" * 5000):
             assert refused(resume(api, parent, checkpoint_path=path))[0] == 422
         answer = resume(api, parent, checkpoint_id=saved, **{"from": "start"})
