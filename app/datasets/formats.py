@@ -12,7 +12,7 @@ from app.datasets.conversion import (
     required,
     split_prompt,
 )
-from app.datasets.messages import BadRow, Row, check_chats, check_text, has_messages, texts_of
+from app.datasets.messages import BadRow, Row, check_chats, check_text, texts_of
 
 HIGHEST_TOKEN_ID = 2**31 - 1
 IGNORED_LABEL = -100
@@ -154,7 +154,11 @@ def _checked_answers(row: Row, format: str, *columns: str) -> Row:
     """Check columns that are all texts, or all lists of messages."""
     for column in columns:
         required(row, column, format)
-    if has_messages(row, *columns):
+    are_lists = [isinstance(row[column], list) for column in columns]
+    if any(are_lists):
+        if not all(are_lists):
+            names = ", ".join(f"`{column}`" for column in columns)
+            raise BadRow("wrong_type", f"{names} must all be texts, or all lists of messages")
         return check_chats(row, *columns)
     for column in columns:
         check_text(row[column], column)

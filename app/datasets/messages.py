@@ -67,6 +67,8 @@ def check_chats(row: Row, *columns: str, allows_weights: bool = False) -> Row:
         row = {key: value for key, value in row.items() if key != "functions"}
     if not is_blank(tools) and not _are_objects(tools):
         raise BadRow("wrong_type", "`tools` must be a list of objects, each the JSON schema of a function")
+    if tools == "":  # an empty cell
+        tools = None
     if tools is not row.get("tools"):
         changed["tools"] = tools
     options = _parsed(row.get("chat_template_kwargs"), "chat_template_kwargs")
@@ -83,11 +85,6 @@ def check_messages(messages: Any, name: str) -> list[Any]:
     converted = [_check_message(message, f"{name}[{at}]") for at, message in enumerate(messages)]
     same = all(new is old for new, old in zip(converted, messages, strict=True))
     return messages if same else converted
-
-
-def has_messages(row: Row, *columns: str) -> bool:
-    """Return True if any of these columns is a list, so that all of them must be."""
-    return any(isinstance(row[column], list) for column in columns)
 
 
 def texts_of(messages: list[Any]) -> Iterator[str]:

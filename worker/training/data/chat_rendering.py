@@ -8,7 +8,7 @@ remark says so.
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -115,7 +115,7 @@ class ChatRenderer:
         )
         return [(start, end) for start, end in blocks if start < end]
 
-    def fit(self, number: int, row: dict[str, Any], *chats: Any, joins_parts: bool = False, **more: Any) -> list[Chat]:
+    def fit(self, number: int, row: dict[str, Any], *chats: Any, **more: Any) -> list[Chat]:
         """Return the chats of a row, all in the same form; `more` are further arguments of the rendering.
 
         Raises:
@@ -131,24 +131,17 @@ class ChatRenderer:
         if forms.text and all(_is_plain(message) for messages in chats for message in messages):
             return [Chat(messages, options) for messages in chats]
         refusals: list[BadRow] = []
-        for fills_content, swaps_arguments in product((False, True), repeat=2):
-            notes: set[str] = set()
-            fitted = [
-                Chat([_fitted(message, forms, notes, fills_content, swaps_arguments) for message in messages], options)
-                for messages in chats
-            ]
-            if refusals and not notes & {_EMPTY, _PARSED, _WRITTEN}:
-                continue  # the same as before
+        for messages_of_chats, notes in _candidates(chats, forms):
             try:
-                texts = [self.render(chat.messages, options, **more) for chat in fitted]
+                texts = [self.render(messages, options, **more) for messages in messages_of_chats]
             except BadRow as error:
                 refusals.append(error)
                 continue
-            if any(_drops_thoughts(chat, text) for chat, text in zip(fitted, texts, strict=True)):
+            if any(_drops_thoughts(messages, text) for messages, text in zip(messages_of_chats, texts, strict=True)):
                 notes.add(_DROPPED)
             for note in notes:
                 self._noted[note].add(number)
-            return fitted
+            return [Chat(messages, options) for messages in messages_of_chats]
         raise refusals[0]
 
     def _forms_of(self, options: dict[str, Any]) -> _Forms:
@@ -218,6 +211,22 @@ def _is_plain(message: dict[str, Any]) -> bool:
     )
 
 
+def _candidates(chats: Sequence[Messages], forms: _Forms) -> Iterator[tuple[list[Messages], set[str]]]:
+    """Yield chats in the forms to try, in order, each with the notes about what is not as in the row."""
+    tried: list[list[Messages]] = []
+    for fills_content, swaps_arguments in product((False, True), repeat=2):
+        notes: set[str] = set()
+        fitted = [
+            [_fitted(message, forms, notes, fills_content, swaps_arguments) for message in messages]
+            for messages in chats
+        ]
+        if fitted not in tried:
+            tried.append(fitted)
+            yield fitted, notes
+    if list(chats) not in tried:
+        yield list(chats), set()
+
+
 def _fitted(
     message: dict[str, Any], forms: _Forms, notes: set[str], fills_content: bool, swaps_arguments: bool
 ) -> dict[str, Any]:
@@ -259,10 +268,10 @@ def _fitted_call(call: Any, forms: _Forms, notes: set[str], swaps: bool) -> Any:
     return {**call, "function": {**function, "arguments": other}}
 
 
-def _drops_thoughts(chat: Chat, text: str) -> bool:
-    """Return True if the rendered text of a chat has less of the reasoning in its answers than the chat."""
+def _drops_thoughts(messages: Messages, text: str) -> bool:
+    """Return True if the rendered text has less of the reasoning in the answers of a chat than its messages."""
     thoughts: Counter[str] = Counter()
-    for message in chat.messages:
+    for message in messages:
         if message.get("role") == "assistant":
             thoughts.update([message[key].strip() for key in _REASONING if isinstance(message.get(key), str)][:1])
             content = message.get("content")

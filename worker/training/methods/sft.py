@@ -155,12 +155,11 @@ def train(
 
 
 def _learn_weighted_answers(run: TrainingContext, replaced: list[Replacement]) -> None:
-    """Learn the answers only, as OpenAI does, if messages have a `weight` and the user did not set `loss_on`."""
-    if "loss_on" in run.given or not any(
-        source.format == "chat" and has_weights(str(source.path)) for source in run.job.datasets
-    ):
+    """Learn only the answers, as OpenAI does, where messages have a `weight` and `loss_on` is not set."""
+    data = run.job.dataset
+    if "loss_on" in run.given or data.format != "chat" or not has_weights(str(data.path)):
         return
-    reason = "Messages of the data have a `weight`, with which answers are learned and nothing else."
+    reason = "Messages of the training data have a `weight`, with which answers are learned and nothing else."
     preparation.replace_default(
         run, replaced, Replacement(field="loss_on", requested=run.config.loss_on, used="assistant", reason=reason)
     )
