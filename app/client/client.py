@@ -20,9 +20,8 @@ from app.client.connection import find_connection
 from app.client.datasets import Datasets
 from app.client.experiments import Experiments
 from app.client.keys import Keys
-from app.client.machines import Models, Workers
+from app.client.machines import Models, Service, Workers
 from app.client.runs import Runs
-from app.client.service import Service
 from app.client.sync_async import Async, M, Sync
 from app.client.transport import AsyncTransport, OnRetry, Session, SyncTransport
 from app.config import ClientSettings

@@ -1,13 +1,32 @@
-"""Methods of `client.workers` and `client.models`: what the machines of the service run, and what they have."""
+"""Methods of `client.service`, `client.workers` and `client.models`: the service, its machines and what they have."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from app.client.api_resource import ApiResource
 from app.client.sync_async import M, call, stream
+from app.contracts.schemas.api_keys import LinkRead
+from app.contracts.schemas.health import Ready
 from app.contracts.schemas.models import ModelRead
 from app.contracts.schemas.page import Page
 from app.contracts.schemas.workers import WorkerRead
+
+
+class Service(ApiResource[M]):
+    """The service itself."""
+
+    @call
+    async def ready(self) -> Ready:
+        """Return the version and readiness; raises `AnnealError` `not_ready` that names what is missing."""
+        return await self._session.get(Ready, f"{self._session.transport.url}/readyz")
+
+    @call
+    async def sign_in_link(self) -> LinkRead:
+        """Create a link that signs a browser in to the dashboard as this key, once, within ten minutes."""
+        link = await self._session.post(LinkRead, "/session/links", {})
+        # Behind a proxy that terminates TLS the service does not know the scheme of its address; the client does.
+        token = link.url.partition("#")[2]
+        return link.model_copy(update={"url": f"{self._session.transport.url}/login#{token}"})
 
 
 class Workers(ApiResource[M]):
