@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from app.infra.files.disk_space import DatabaseReserve, free_bytes
+from app.infra.files.disk_space import DatabaseReserve, few_inodes, free_bytes
 
 ROOM_BYTES = 16 * 2**20
 _FIRST_PAUSE_SECONDS = 5.0
@@ -40,13 +40,13 @@ class WorkerHealth:
         if time.monotonic() < self._paused_until:
             return f"the last run could not be started here: {self._why}"
         try:
-            free = free_bytes(self._storage)
+            free, inodes = free_bytes(self._storage), few_inodes(self._storage)
         except OSError as error:
             return f"the storage {self._storage} is not available: {error.strerror}"
         if self._is_shared and not (self._storage / "datasets").is_dir():
             # Every run has a dataset, which the API has stored.
             return f"the storage {self._storage} holds no datasets: set the same ANNEAL_STORAGE for API and workers"
-        if free is not None and free < ROOM_BYTES:
+        if inodes is not None or (free is not None and free < ROOM_BYTES):
             return f"the storage {self._storage} is full: free some space, then pending runs are taken"
         if self._database_reserve is not None and (shortage := self._database_reserve.shortage()):
             return f"{shortage}: free some space, then pending runs are taken"

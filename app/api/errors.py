@@ -2,6 +2,7 @@
 
 import asyncio
 import difflib
+import errno
 import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -37,6 +38,10 @@ MEDIA_TYPE = "application/problem+json"
 RETRY_SECONDS = 5
 
 _MAX_ERRORS = 100
+
+_BROKEN_DISK = {errno.EROFS, errno.EIO, errno.ESTALE}
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}
+"""Errors of opening files, and of starting processes and threads."""
 
 _REQUIRED = ("missing", "union_tag_not_found")
 _NOT_AN_OBJECT = ("model_attributes_type", "model_type", "dict_type")
@@ -150,6 +155,16 @@ def storage_busy(clause: str) -> ApiError:
     )
 
 
+def server_exhausted(clause: str) -> ApiError:
+    """Create a 503 error for a limit of the machine, such as that of open files or processes."""
+    return ApiError(
+        503,
+        "server_exhausted",
+        f"The server has reached a limit of its machine ({clause}); try again in {RETRY_SECONDS} seconds.",
+        headers={"Retry-After": str(RETRY_SECONDS)},
+    )
+
+
 def as_api_error(error: BaseException) -> ApiError | None:
     """Return the API error for a failure of the database, the disk or the storage; None for any other exception."""
     if isinstance(error, StoreBusy):
@@ -169,6 +184,10 @@ def as_api_error(error: BaseException) -> ApiError | None:
         return database_unavailable()
     if isinstance(error, OSError) and error.errno in FULL:
         return disk_full()
+    if isinstance(error, OSError) and error.errno in _BROKEN_DISK:
+        return storage_unavailable(f"{error.strerror}; an operator checks its disk")
+    if isinstance(error, OSError) and error.errno in _EXHAUSTED:
+        return server_exhausted(str(error.strerror))
     return None
 
 

@@ -23,14 +23,14 @@ def test_all_is_well_with_a_storage_that_has_room(storage: Path) -> None:
 
 def test_a_full_storage_takes_no_run_until_there_is_room(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        full = SimpleNamespace(f_blocks=10**6, f_bavail=health.ROOM_BYTES // 4096 - 1, f_frsize=4096)
+        full = SimpleNamespace(f_files=0, f_blocks=10**6, f_bavail=health.ROOM_BYTES // 4096 - 1, f_frsize=4096)
         patched.setattr(os, "statvfs", lambda _: full)
         assert "full: free some space" in (WorkerHealth(storage).trouble() or "")
     assert WorkerHealth(storage).trouble() is None
 
 
 def test_a_file_system_that_counts_no_blocks_is_not_full(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    uncounted = SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096)
+    uncounted = SimpleNamespace(f_files=0, f_blocks=0, f_bavail=0, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda _: uncounted)
     assert WorkerHealth(storage).trouble() is None
 

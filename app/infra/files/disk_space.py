@@ -9,6 +9,9 @@ from app.infra.private_files import read_json
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Errors of a write that the disk has no room for: blocks, inodes or quota."""
 
+_LEAST_INODES = 1000
+"""Free inodes below which nothing more is stored: without one, no file can be created however many bytes are free."""
+
 _RESERVE_BYTES = 64 * 2**20
 """Size of the database's reserve: four segments of its log, or days of leases and heartbeats."""
 _LEAST_BYTES = 64 * 2**20
@@ -33,6 +36,12 @@ def free_bytes(folder: Path) -> int | None:
     return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
 
 
+def few_inodes(folder: Path) -> str | None:
+    """Return how many inodes the folder's file system has free, if they are few; None also if it counts none."""
+    disk = os.statvfs(folder)
+    return f"{disk.f_favail:,} inodes" if disk.f_files and disk.f_favail < _LEAST_INODES else None
+
+
 class DiskReserve:
     """Bytes of a folder's file system that the writers of data there leave free for others."""
 
@@ -46,6 +55,11 @@ class DiskReserve:
         Raises:
             DiskReserveReached: They would use the reserve.
         """
+        if inodes := few_inodes(self._folder):
+            raise DiskReserveReached(
+                f"The disk of the server has only {inodes} free, and nothing was stored: delete runs or datasets that "
+                "are no longer needed, or other files there, and try again."
+            )
         free = free_bytes(self._folder)
         if free is not None and free - size < self._reserve_bytes:
             raise DiskReserveReached(
@@ -76,9 +90,11 @@ class DatabaseReserve:
     def shortage(self, least_bytes: int = _LEAST_BYTES) -> str | None:
         """Return a clause that says how little room is left, if it is less than `least_bytes` beside the reserve."""
         try:
-            free = free_bytes(self._folder)
+            free, inodes = free_bytes(self._folder), few_inodes(self._folder)
         except OSError as error:
             return f"the disk of the database is not available: {error.strerror}"
+        if inodes is not None:
+            return f"the disk of the database has only {inodes} free"
         if free is None or free - (_RESERVE_BYTES - self._held_bytes()) >= least_bytes:
             return None
         return f"the disk of the database has only {mib(free)} free"

@@ -301,6 +301,10 @@ def test_a_mistake_of_ours_is_500_without_its_traceback(settings: Settings, capl
     [
         (OSError(errno.ENOSPC, "No space left on device"), 507, "disk_full"),
         (OSError(errno.EDQUOT, "Quota exceeded"), 507, "disk_full"),
+        (OSError(errno.EROFS, "Read-only file system"), 503, "storage_unavailable"),
+        (OSError(errno.EIO, "Input/output error"), 503, "storage_unavailable"),
+        (OSError(errno.EMFILE, "Too many open files"), 503, "server_exhausted"),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), 503, "server_exhausted"),
         (psycopg.OperationalError("gone"), 503, "database_unavailable"),
         (psycopg.InterfaceError("closed"), 503, "database_unavailable"),
         (sqlalchemy.exc.TimeoutError("pool"), 503, "database_unavailable"),

@@ -26,7 +26,7 @@ def lab(settings: Settings, tmp_path: Path) -> Iterator[Lab]:
 
 
 def disk_with(free: int) -> Any:
-    return lambda _: SimpleNamespace(f_blocks=2**30, f_bavail=free // 4096, f_frsize=4096)
+    return lambda _: SimpleNamespace(f_files=0, f_blocks=2**30, f_bavail=free // 4096, f_frsize=4096)
 
 
 def lines(lab: Lab) -> list[str]:

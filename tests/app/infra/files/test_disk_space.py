@@ -44,6 +44,19 @@ class TestDatabaseReserve:
             assert reserve.shortage()
 
 
+@pytest.mark.needs("small disk")
+def test_without_inodes_nothing_more_is_stored_however_many_bytes_are_free(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "home", 256 * _MIB, inodes=1200) as home:
+        (home / "postgres").mkdir()
+        DiskReserve(home, 0).keep(0)
+        assert DatabaseReserve(home).shortage() is None
+        for number in range(300):
+            (home / str(number)).touch()
+        with pytest.raises(DiskReserveReached, match="inodes free"):
+            DiskReserve(home, 0).keep(0)
+        assert "inodes free" in (DatabaseReserve(home).shortage() or "")
+
+
 def test_only_the_embedded_database_of_this_home_has_a_reserve(tmp_path: Path) -> None:
     assert DatabaseReserve.of(tmp_path, "postgresql://a/b") is None
     (tmp_path / "embedded.json").write_text('{"database_url": "postgresql://own"}')

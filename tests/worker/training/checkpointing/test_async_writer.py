@@ -383,7 +383,7 @@ class TestRoom:
         free = [100]
 
         def statvfs(_: Any) -> Any:
-            return SimpleNamespace(f_blocks=1000, f_bavail=free[0], f_frsize=2**20)
+            return SimpleNamespace(f_files=0, f_blocks=1000, f_bavail=free[0], f_frsize=2**20)
 
         with monkeypatch.context() as patched:
             patched.setattr(os, "statvfs", statvfs)

@@ -128,7 +128,7 @@ def full(training: Training, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool]
     is_full = [False]
 
     def statvfs(_: Any) -> Any:
-        return SimpleNamespace(f_blocks=1000, f_bavail=0 if is_full[0] else 1000, f_frsize=2**20)
+        return SimpleNamespace(f_files=0, f_blocks=1000, f_bavail=0 if is_full[0] else 1000, f_frsize=2**20)
 
     monkeypatch.setattr(os, "statvfs", statvfs)
     return lambda wanted: is_full.__setitem__(0, wanted)
