@@ -62,7 +62,7 @@ def add_worker(
     memory = list(memory_mb) or [1000] * devices
     worker_id = new_id("wrk")
     defaults = {
-        "id": worker_id, "host": "test", "pid": 1, "boot_id": "boot", "process_started": 1, "version": "0",
+        "id": worker_id, "host": "test", "pid": 1, "boot_id": worker_id, "process_started": 1, "version": "0",
         "slots": len(memory), "backends": ["fake"], "launch_mode": "cold",
     }  # fmt: skip
     offered = [

@@ -57,13 +57,13 @@ async def _database(engine: AsyncEngine) -> FieldError | str:
 async def _broker(queue: Broker) -> FieldError | None:
     try:
         async with asyncio.timeout(_CHECK_SECONDS):
-            reached = await queue.ping()
+            error = await queue.write_error()
     except TimeoutError:
-        reached = False
-    if reached:
+        error = "Redis does not answer"
+    if error is None:
         return None
     return FieldError(
         field="broker",
         code="unreachable",
-        message="Redis does not answer; runs are accepted and start when it is available again.",
+        message=f"{error}; runs are accepted and start when it is available again.",
     )

@@ -1,11 +1,12 @@
 """uvicorn's HTTP protocol with limits for clients that send slowly or without end."""
 
 import asyncio
+import sys
 from collections import Counter
 from http import HTTPStatus
 from weakref import WeakKeyDictionary
 
-from uvicorn._types import ASGI3Application
+from uvicorn._types import ASGI3Application, ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -170,6 +171,8 @@ class Protocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answered = cycle
+        if cycle.scope["http_version"] == "1.0":
+            _send_without_chunks(cycle)
         super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:
@@ -210,3 +213,16 @@ class Protocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _send_without_chunks(cycle: RequestResponseCycle) -> None:
+    """Let the end of the connection end a body of unknown length: HTTP/1.0 has no chunks, and uvicorn sends them."""
+    send = cycle.send
+    cycle.chunked_encoding, cycle.expected_content_length = False, sys.maxsize
+
+    async def send_plain(message: ASGISendEvent) -> None:
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_plain  # type: ignore[method-assign]

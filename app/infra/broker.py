@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 from celery import Celery
 from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from app.config import Settings
 from app.infra import async_tasks
@@ -23,6 +23,7 @@ TASK = "anneal.run_next"
 MAX_NOTIFICATIONS = 1000
 _COUNT_SECONDS = 1.0
 _SEND_SECONDS = 5.0
+_PROBE_KEY = "anneal:probe"
 CONTROL_CHANNEL = "anneal:control"
 ALL_RUNS = "all"
 """Name of the feed of all runs, in place of a run's id."""
@@ -146,12 +147,16 @@ class Broker:
         """Notify a run's worker of a requested stop or action, which it would otherwise see at its next renewal."""
         await self._publish(CONTROL_CHANNEL, run_id)
 
-    async def ping(self) -> bool:
-        """Return True if Redis responds."""
+    async def write_error(self) -> str | None:
+        """Return why Redis cannot be written to, its own words if it refuses; None if it can."""
         try:
-            return bool(await self._redis.ping())
+            # One that is full, read-only or without room for its own file responds, and takes no hints.
+            await self._redis.set(_PROBE_KEY, "1", ex=60)
+        except ResponseError as error:
+            return f"Redis refuses writes ({error}): give it more memory or disk space"
         except (RedisError, OSError):
-            return False
+            return "Redis does not answer"
+        return None
 
     @property
     def is_listening(self) -> bool:

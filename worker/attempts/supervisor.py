@@ -90,7 +90,7 @@ def _claim(
 
 
 @cache
-def _lock_for_claim(worker_id: str) -> tuple[Executable, Executable]:
+def _lock_for_claim(worker_id: str) -> tuple[Executable, ...]:
     return machine.lock_for_claim(worker_id)
 
 

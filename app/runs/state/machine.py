@@ -51,6 +51,7 @@ from app.runs.state.fitting import (
     respects_reservation,
     text_array,
 )
+from app.runs.state.machine_memory import fits_beside_others, lock_memory
 from app.runs.state.parts import is_over, is_up_long_enough
 from app.runs.state.queue_order import PENDING, QUOTA_LOCK, has_room, is_owned_by, ranked_owners
 from app.runs.state.transitions import (
@@ -97,11 +98,11 @@ def create(values: dict[str, Any], reason: str = "created") -> Executable:
     return select(made).add_cte(logged)
 
 
-def lock_for_claim(worker_id: str) -> tuple[Executable, Executable]:
-    """Let claims take turns that limit each other; execute both statements before any claim, in its transaction.
+def lock_for_claim(worker_id: str) -> tuple[Executable, Executable, Executable]:
+    """Let claims take turns that limit each other; execute these statements before any claim, in its transaction.
 
-    Those that quotas limit must see the devices that those before have taken, and those of a worker which devices of
-    its reservation are left.
+    Those that quotas limit must see the devices that those before have taken, those of a worker which devices of its
+    reservation are left, and those of a machine which memory.
     """
     is_limited = or_(
         exists(select(literal(1)).where(ApiKey.max_devices.is_not(None))),
@@ -109,7 +110,7 @@ def lock_for_claim(worker_id: str) -> tuple[Executable, Executable]:
     )
     quotas = select(func.pg_advisory_xact_lock(QUOTA_LOCK)).where(is_limited)
     own = select(reservations.c.worker_id).where(reservations.c.worker_id == worker_id).with_for_update()
-    return quotas, own
+    return quotas, own, lock_memory(worker_id)
 
 
 def lock_devices(worker_id: str) -> Executable:
@@ -169,6 +170,7 @@ def claim(
         allows_labels(text_array(labels)),
         allows_gguf(select(Worker.gguf).where(Worker.id == worker_id).scalar_subquery()),
         respects_reservation(worker_id, owners),
+        fits_beside_others(worker_id) if kind == "cpu" else true(),
     )
     best = (
         select(runs.c.id, runs.c.priority)

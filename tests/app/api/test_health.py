@@ -1,6 +1,9 @@
 """Promises of /healthz and /readyz."""
 
 from importlib.metadata import version
+from typing import Any
+
+from redis import Redis
 
 from app.config import Settings
 from app.infra.ids import new_id
@@ -32,6 +35,21 @@ def test_readyz_names_a_broker_that_is_away(settings: Settings) -> None:
     assert answer.json()["code"] == "not_ready"
     assert [item["field"] for item in answer.json()["errors"]] == ["broker"]
     assert answer.headers["retry-after"]
+
+
+def test_readyz_names_a_broker_that_responds_and_refuses_writes(api: ApiServer, settings: Settings) -> None:
+    """One at its memory limit answers a ping, and takes no hint."""
+    with Redis.from_url(settings.redis_url or "", decode_responses=True) as redis:
+        limit: Any = redis.config_get("maxmemory")
+        redis.config_set("maxmemory", 1)
+        try:
+            answer = api.client.get("/readyz")
+        finally:
+            redis.config_set("maxmemory", limit["maxmemory"])
+    assert answer.status_code == 503
+    assert [item["field"] for item in answer.json()["errors"]] == ["broker"]
+    assert "Redis refuses writes" in answer.json()["detail"] and "maxmemory" in answer.json()["detail"]
+    assert api.client.get("/readyz").status_code == 200
 
 
 def test_readyz_names_a_schema_of_another_version(settings: Settings) -> None:
