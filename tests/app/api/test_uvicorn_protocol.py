@@ -13,7 +13,9 @@ import pytest
 
 from app.api import uvicorn_protocol
 from app.config import Settings
+from app.infra.db import sync_engine
 from tests.nodes import ROOT
+from tests.rows import add_run
 from tests.server import ApiServer, ProcessServer, ThreadServer
 from tests.waiting import eventually
 
@@ -354,6 +356,32 @@ def _slowest_answer_beside(api: ApiServer, attack: Callable[[ApiServer], None]) 
         over.set()
         for one in attackers:
             one.join()
+
+
+class TestHttp10:
+    """Clients of HTTP/1.0, such as a plain proxy, know no chunks: the end of the connection ends a stream."""
+
+    def respond(self, api: ApiServer, method: str, path: str) -> tuple[str, bytes]:
+        head = f"{method} {path} HTTP/1.0\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {api.key}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", api.port), timeout=20) as connection:
+            connection.sendall(head.encode())
+            received = b"".join(iter(lambda: connection.recv(65536), b""))
+        headers, _, body = received.partition(b"\r\n\r\n")
+        return headers.decode().lower(), body
+
+    def test_a_stream_is_sent_without_chunks(self, emptied_api: ApiServer) -> None:
+        engine = sync_engine(emptied_api.settings.database_url or "", pool_size=0)
+        run_id = add_run(engine).id
+        headers, body = self.respond(emptied_api, "GET", f"/v1/runs/{run_id}/events?follow=false")
+        assert " 200 ok" in headers and "transfer-encoding" not in headers and "connection: close" in headers
+        lines = [line.partition(b": ")[0] for line in body.splitlines() if line]
+        assert b"data" in lines and set(lines) <= {b"data", b"id", b"event", b"retry", b""}
+
+    @pytest.mark.parametrize("method", ["GET", "HEAD"])
+    def test_a_response_of_known_length_is_whole(self, shared_api: ApiServer, method: str) -> None:
+        headers, body = self.respond(shared_api, method, "/v1/experiments")
+        length = next((line for line in headers.splitlines() if line.startswith("content-length")), "")
+        assert method == "HEAD" or int(length.partition(":")[2]) == len(body) > 0
 
 
 def test_two_hundred_megabytes_without_a_key_leave_no_byte(settings: Settings) -> None:
