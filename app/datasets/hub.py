@@ -215,6 +215,11 @@ async def fetch_model_config(client: httpx.AsyncClient, model: str, revision: st
 def _why_not_readable(response: httpx.Response, model: str, revision: str | None) -> tuple[str, str]:
     """Return code and sentence for a refusal, of which the hub names the reason in a header."""
     token = "let an admin set the token of an account with access (`anneal secrets set hf_token`)"
+    if "invalid credentials" in response.headers.get("x-error-message", "").lower():
+        message = (
+            "the hub refuses the secret `hf_token`, with which it gives no model: let an admin set a valid one, or "
+        )
+        return "hub_token_refused", message + "delete it (`anneal secrets delete hf_token`)"
     match response.headers.get("x-error-code"):
         case "GatedRepo":
             return "hub_model_gated", (

@@ -24,7 +24,7 @@ class Hub(ThreadingHTTPServer):
         self.redirects: dict[str, str] = {}
         self.headers: dict[str, str] = {}
         self.refusals: dict[str, tuple[int, str]] = {}
-        """Status and `X-Error-Code` by path."""
+        """Status and `X-Error-Code` by path, or `X-Error-Message` if it is a sentence."""
         self.is_silent = False
         """True: requests are read and never answered."""
         self.silence_ended = threading.Event()
@@ -67,7 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
         status, code = self.server.refusals.get(self.path, (404 if content is None else 200, None))
         self.send_response(status)
         if code is not None:
-            self.send_header("X-Error-Code", code)
+            self.send_header("X-Error-Message" if " " in code else "X-Error-Code", code)
         self.send_header("Content-Length", str(len(content or b"")))
         for name, value in self.server.headers.items():
             self.send_header(name, value)

@@ -61,6 +61,7 @@ _REFUSALS = {
     "unreachable": (None, "hub_unreachable", "anneal models create tiny"),
     "missing": ((404, "RepoNotFound"), "hub_model_not_found", "correct the name"),
     "gated": ((403, "GatedRepo"), "hub_model_gated", "anneal secrets set hf_token"),
+    "token": ((401, "Invalid credentials in Authorization header"), "hub_token_refused", "secrets delete hf_token"),
     "no-model": ((404, "EntryNotFound"), "hub_model_not_found", "has no config.json"),
     "revision": ((404, "RevisionNotFound"), "hub_revision_not_found", "no revision 'main'"),
 }
