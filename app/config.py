@@ -118,6 +118,9 @@ class Settings(_HomeSettings):
     `storage` takes nothing; then the run returns to the queue and continues from its last checkpoint."""
     secret_key_file: Path | None = None
     """File of the keys that encrypt secrets, identical on every machine; unset: `secret.key` in `home`."""
+    fake_backend: bool = False
+    """For tests: offer a backend that simulates training, with faults and files of any size. Every key that can create
+    runs can use it, so leave it off on a server for others."""
     trainer_user: str | None = None
     """Unix user that training processes run as."""
     token_cache_bytes: Annotated[int, Field(ge=0), BYTES] = 10 * 1024**3

@@ -97,9 +97,11 @@ class WorkerContext:
         self.launcher = Launcher(settings)
         self.tracing = Tracing(settings.otlp_endpoint, "anneal-worker")
         can_train = importlib.util.find_spec("torch") is not None
-        self.backends = ["celery", "fake"] if can_train else ["fake"]
+        self.backends = [*(["celery"] if can_train else []), *(["fake"] if settings.fake_backend else [])]
         if only_run is not None:
             self.backends = ["ray"]
+        if not self.backends:
+            log.error("this worker takes no run: torch is not installed; run `pip install 'anneal[worker]'`")
         self.engine = sync_engine(settings.database_url, pool_size=self.machine.slots + 1)
         # Renewals must not queue behind a large append or block with it, so they have their own connections with short
         # timeouts.

@@ -9,12 +9,12 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.api.dependencies import CurrentSettings, Session, release
 from app.api.errors import not_found
 from app.config import Settings
-from app.contracts.backends import BACKEND_RULES, BackendRead, BackendRules
+from app.contracts.backends import BackendRead, BackendRules
 from app.contracts.schemas.page import Page
 from app.contracts.training_config import groups
 from app.estimator.model_sizes import largest_model
 from app.runs.estimates.devices import online_devices
-from app.runs.validation.request import unavailable_reason
+from app.runs.validation.request import shown_backends, unavailable_reason
 
 router = APIRouter(tags=["backends"])
 
@@ -40,15 +40,17 @@ async def get_config_schema() -> dict[str, Any]:
 @router.get("/backends")
 async def list_backends(session: Session, settings: CurrentSettings) -> Page[BackendRead]:
     """List the backends on which runs can execute."""
-    return Page(data=[await _read(session, settings, rules) for rules in BACKEND_RULES.values()], has_more=False)
+    return Page(
+        data=[await _read(session, settings, rules) for rules in shown_backends(settings).values()], has_more=False
+    )
 
 
 @router.get("/backends/{name}")
 async def get_backend(name: str, session: Session, settings: CurrentSettings) -> BackendRead:
     """Get a backend and its capabilities."""
-    if name not in BACKEND_RULES:
+    if (rules := shown_backends(settings).get(name)) is None:
         raise not_found("backend", name)
-    return await _read(session, settings, BACKEND_RULES[name])
+    return await _read(session, settings, rules)
 
 
 async def _read(session: AsyncSession, settings: Settings, rules: BackendRules) -> BackendRead:

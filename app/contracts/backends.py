@@ -53,13 +53,12 @@ class BackendRules:
     """True if the valid configurations depend on the worker's device."""
     loads_model: bool
     """True if `base_model` must exist; otherwise any name is accepted."""
-    setting: Literal["ray_url"] | None = None
+    setting: Literal["ray_url", "fake_backend"] | None = None
     """Setting without which the backend is not available."""
-
-    @property
-    def starts_workers(self) -> bool:
-        """True if a cluster starts a worker for each run; otherwise the workers that are online claim runs."""
-        return self.setting is not None
+    starts_workers: bool = False
+    """True if a cluster starts a worker for each run; otherwise the workers that are online claim runs."""
+    is_hidden: bool = False
+    """True if the backend is not shown where it is not available."""
 
 
 class TrainingBackend(ABC, Generic[Transaction, Run]):
@@ -169,6 +168,8 @@ _FAKE = BackendRules(
     options=FakeOptions,
     machine_matters=False,
     loads_model=False,
+    setting="fake_backend",
+    is_hidden=True,
 )
 
 _RAY = BackendRules(
@@ -177,6 +178,7 @@ _RAY = BackendRules(
     machine_matters=True,
     loads_model=True,
     setting="ray_url",
+    starts_workers=True,
 )
 
 BACKEND_RULES: Mapping[str, BackendRules] = {rules.capabilities.name: rules for rules in (_CELERY, _FAKE, _RAY)}

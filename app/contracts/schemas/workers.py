@@ -49,7 +49,7 @@ class WorkerRead(ShortRepr):
                 "version": "0.1.0",
                 "state": "online",
                 "slots": 1,
-                "backends": ["celery", "fake"],
+                "backends": ["celery"],
                 "labels": ["gpu=h100", "site-b"],
                 "launch_mode": "zygote",
                 "launch_reason": "",

@@ -58,9 +58,10 @@ async def validate_request(
     """
     has_eval_dataset = request.eval_dataset_id is not None or task is RunTask.evaluate
     found = ValidationResult()
-    rules = BACKEND_RULES.get(request.backend)
+    backends = shown_backends(settings)
+    rules = backends.get(request.backend)
     if rules is None:
-        names = ", ".join(f"`{name}`" for name in sorted(BACKEND_RULES))
+        names = ", ".join(f"`{name}`" for name in sorted(backends))
         found.refuse("backend", "unknown_backend", f"unknown backend; choose one of {names}")
     else:
         found.errors += backend_problems(settings, rules, request.resources)
@@ -278,9 +279,18 @@ async def label_problems(
     ]
 
 
+def shown_backends(settings: Settings) -> dict[str, BackendRules]:
+    """Return the backends of this service by name, also those that lack a setting, but not those for tests."""
+    return {
+        name: rules
+        for name, rules in BACKEND_RULES.items()
+        if not rules.is_hidden or unavailable_reason(settings, rules) is None
+    }
+
+
 def unavailable_reason(settings: Settings, rules: BackendRules) -> str | None:
     """Return which setting a backend lacks; None if it is available."""
-    if rules.setting is None or getattr(settings, rules.setting) is not None:
+    if rules.setting is None or getattr(settings, rules.setting):
         return None
     variable = f"ANNEAL_{rules.setting.upper()}"
     return (
