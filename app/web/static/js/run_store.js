@@ -83,6 +83,14 @@ export class RunStore {
     this.queue = [];
   }
 
+  /**
+   * True while a part of the page has not been read yet.
+   * @param {'curves' | 'log' | 'history'} name
+   */
+  isReading(name) {
+    return this.parts[name].waiting !== null;
+  }
+
   get isLive() {
     return LIVE.has(this.run.value?.status);
   }

@@ -62,7 +62,7 @@ export default function Compare() {
   return html`${head}
     <div class="row wrap filters">${shown.map((/** @type {any} */ run) => html`<button type="button" class="btn small" key=${run.run_id} aria-pressed=${String(!hidden.has(run.run_id))} style=${hidden.has(run.run_id) ? { opacity: 0.55 } : {}} onClick=${() => flip(run.run_id)}>
       <i class="swatch" style=${{ background: `var(${run.color})` }}></i><span class="clip">${run.name}</span></button>`)}</div>
-    ${found.data.caution && html`<p class="box inside warning-text" role="note"><${Prose} text=${found.data.caution} /></p>`}
+    ${found.data.caution && html`<div class="box inside caution" role="note"><p class="warning-text"><${Prose} text=${found.data.caution} /></p></div>`}
     <${Curves} runs=${shown.filter((/** @type {any} */ run) => !hidden.has(run.run_id))} everyMs=${everyMs} />
     <${Results} runs=${shown} areComparable=${!found.data.caution} differences=${found.data.differences} common=${found.data.common} ids=${ids} />`;
 }
@@ -104,6 +104,7 @@ function Curves({ runs, everyMs }) {
       <span class="grow"></span>
       <span class="row wrap" role="group" aria-label="Curves">${offered.map(([name, text]) => html`<label class="check"><input type="checkbox" checked=${names.includes(name)} onChange=${() => flip(name)} />${text}</label>`)}</span>
     </div>
+    ${!found.data && ids && (found.error ? html`<${Failure} error=${found.error} onRetry=${found.reload} />` : html`<${Loading} what="curves" />`)}
     <div class="charts">${shown.map(({ name, text, numbers, curves }) => curves.length === 0
       ? found.data && html`<p class="chart half tall state muted" key=${name}>No run has the curve “${text}”.</p>`
       : html`<${LineChart} key=${name} title=${text} shape="half tall" group="compare" format=${numbers} extent=${extent} curves=${curves}

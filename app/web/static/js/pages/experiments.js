@@ -6,6 +6,7 @@ import { Chip, Dialog, STATUSES } from '../components/controls.js';
 import { Icon } from '../components/icon.js';
 import { Empty, ErrorText, Loaded } from '../components/states.js';
 import * as format from '../format.js';
+import { groupOf, isRewarded } from '../methods.js';
 import { useAction, useNow, useResource } from '../resource.js';
 import { go, query, setQuery } from '../router.js';
 import { may } from '../session.js';
@@ -59,7 +60,8 @@ function Experiment({ id }) {
   const runs = useResource((signal) => get('/v1/runs', { experiment_id: id, sort: 'best', view: 'row', limit: PAGE_SIZE }, signal), `runs ${id}`);
   const [asked, setAsked] = useState(/** @type {'edit' | 'delete' | null} */ (null));
   const shown = runs.data?.data ?? [];
-  const best = shown.slice(0, MOST_COMPARED).map((/** @type {any} */ run) => run.id);
+  // Only runs of one group are compared with each other.
+  const best = shown.filter((/** @type {any} */ run) => groupOf(run) === groupOf(shown[0])).slice(0, MOST_COMPARED).map((/** @type {any} */ run) => run.id);
   return html`<${Loaded} resource=${found} what="the experiment">${(/** @type {any} */ experiment) => html`
     <div class="head"><div class="grow"><p class="crumb"><a href="/experiments">Experiments</a></p><h1>${experiment.name}</h1>
         ${experiment.description && html`<p class="muted pre">${experiment.description}</p>`}
@@ -72,10 +74,10 @@ function Experiment({ id }) {
     ${asked === 'delete' && html`<${Delete} experiment=${experiment} onClose=${() => setAsked(null)} />`}
     <${Loaded} resource=${runs} what="runs">${() => shown.length === 0
       ? html`<section class="box"><${Empty} title="This experiment has no run yet.">${may('write') && html`<p><a class="btn primary" href=${`/new?experiment=${id}`}>New run</a></p>`}<//></section>`
-      : html`<section class="box scroll" tabindex="0" role="region" aria-label="Runs, best first"><header><h2>Runs, best first</h2><span class="grow"></span><a class="sub" href=${`/?experiment=${id}&task=all`}>All</a></header>
+      : html`<section class="box scroll" tabindex="0" role="region" aria-label="Best runs of each method"><header><h2>Best runs of each method</h2><span class="grow"></span><a class="sub" href=${`/?experiment=${id}&task=all`}>All</a></header>
           <table class="table"><thead><tr><th>Run</th><th>Status</th><th class="right">Steps</th><th class="right">Lowest train loss</th><th class="right">Best eval</th></tr></thead>
-          <tbody>${shown.map((/** @type {any} */ run) => html`<tr key=${run.id}><td><a class="name" href=${`/runs/${run.id}`}>${run.name}</a><div class="sub">${run.method} · ${run.base_model}</div></td><td><${Chip} status=${run.status} /></td>
-            <td class="right num">${format.integer(run.step ?? 0)}</td><td class="right num">${format.loss(run.best_loss)}</td><td class="right num">${format.loss(run.best_eval)}</td></tr>`)}</tbody></table></section>`}<//>`}<//>`;
+          <tbody>${shown.map((/** @type {any} */ run, /** @type {number} */ index) => html`${groupOf(run) !== (index > 0 && groupOf(shown[index - 1])) && html`<tr class="group" key=${groupOf(run)}><th scope="rowgroup" colspan="5">${groupOf(run)}</th></tr>`}<tr key=${run.id}><td><a class="name" href=${`/runs/${run.id}`}>${run.name}</a><div class="sub">${run.method} · ${run.base_model}</div></td><td><${Chip} status=${run.status} /></td>
+            <td class="right num">${format.integer(run.step ?? 0)}</td><td class="right num">${isRewarded(run.method) ? '–' : format.loss(run.best_loss)}</td><td class="right num">${format.loss(run.best_eval)}</td></tr>`)}</tbody></table></section>`}<//>`}<//>`;
 }
 
 /** @param {{ experiment?: any, onClose: () => void, onSaved: (experiment: any) => void }} props */

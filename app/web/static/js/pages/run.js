@@ -84,9 +84,9 @@ function Overview({ store }) {
     <div class="two">
       <${Charts} store=${store} />
       <aside class="side" aria-label="Newest results">
-        <section class="box"><header><h2>Checkpoints</h2><span class="sub">${checkpoints.length}</span><span class="grow"></span><a class="sub" href=${`${path.value}?tab=checkpoints`}>All</a></header>
+        <section class="box"><header><h2>Checkpoints</h2><span class="sub">${store.checkpoints.value?.length}</span><span class="grow"></span><a class="sub" href=${`${path.value}?tab=checkpoints`}>All</a></header>
           <ul class="list">${checkpoints.slice(0, 4).map((one) => html`<li key=${one.id}><span class="num name">${format.integer(one.step)}</span><span class="grow sub num">${one.metrics[evalName] != null ? `eval ${format.loss(one.metrics[evalName])}` : format.bytes(one.bytes)}</span>${one.is_best && html`<span class="tag best">best</span>`}${one.pinned && html`<${Icon} name="pin" label="pinned" />`}</li>`)}
-            ${checkpoints.length === 0 && html`<li class="muted">None yet.</li>`}</ul></section>
+            ${checkpoints.length === 0 && html`<li class="muted">${store.checkpoints.value ? 'None yet.' : 'Loading …'}</li>`}</ul></section>
         ${newest && html`<section class="box"><header><h2>Newest sample</h2><span class="sub num">step ${format.integer(newest.samples.at(-1).step)}</span><span class="grow"></span><a class="sub" href=${`${path.value}?tab=samples`}>All</a></header>
           <div class="say"><p class="q mono clip">${newest.prompt}</p><p class="a">${newest.samples.at(-1).completion}</p></div></section>`}
         ${store.device.value && html`<${Device} device=${store.device.value} />`}

@@ -4,6 +4,7 @@ import { html, useState } from '../../vendor/preact.js';
 import { get } from '../api.js';
 import { LineChart } from '../components/chart.js';
 import { Choice } from '../components/controls.js';
+import { Loading } from '../components/states.js';
 import { emptySeries, extentOf, perStep, positions, stepsWithin, withDetail } from '../curves.js';
 import * as format from '../format.js';
 import { isRewarded } from '../methods.js';
@@ -68,7 +69,7 @@ export function Charts({ store }) {
     curves=${[curve('loss', 'train', '--c1'), ...evals.map((name, index) => curve(name, evalLabel(name), `--c${(index % 7) + 2}`, { dots: true }))]} />`;
   const rewardChart = rewards.length > 0 && html`<${LineChart} key="reward" title="Reward" shape=${byReward ? 'wide' : ''} ...${common}
     curves=${rewards.map((name, index) => curve(name, name.startsWith('eval') ? 'eval' : 'train', `--c${index + 1}`, { dots: name.startsWith('eval') }))} />`;
-  if (store.series.size === 0) return html`<p class="box state muted">Curves appear with the first logged step.</p>`;
+  if (store.series.size === 0) return store.isReading('curves') ? html`<${Loading} what="curves" />` : html`<p class="box state muted">Curves appear with the first logged step.</p>`;
   return html`<div>
     <div class="chartbar">
       <span class="row">Along <${Choice} label="Horizontal axis" value=${axis} options=${AXES} onChange=${(/** @type {string} */ value) => setQuery({ axis: value === 'step' ? null : value, zoom: null })} /></span>
@@ -109,7 +110,7 @@ const hasNumbers = (store, name) => (store.series.get(name)?.values ?? []).some(
 /** @param {string} name */
 const otherTitle = (name) => {
   if (name in PER_STEP) return PER_STEP[name];
-  const words = name.replace(/^extra\./, '').replace(/^eval\.eval_/, 'eval ').replaceAll('_', ' ');
+  const words = name.replace(/^extra\./, '').replace(/^eval\.eval_/, 'eval ').replaceAll('_', ' ').replace(/ mb$/, ', MiB');
   return words.charAt(0).toUpperCase() + words.slice(1);
 };
 

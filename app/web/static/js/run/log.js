@@ -138,7 +138,7 @@ export function Log({ store, height }) {
       ${!isWrapped && html`<div style=${{ height: `${first * ROW_HEIGHT}px` }}></div>`}
       ${lines.slice(first, last).map((line) => html`<${Row} key=${line.seq} line=${line} wanted=${wanted} isHit=${hits[hit] === line.seq} />`)}
       ${!isWrapped && html`<div style=${{ height: `${(lines.length - last) * ROW_HEIGHT}px` }}></div>`}
-      ${lines.length === 0 && html`<p class="state muted">${level ? 'No line of this level.' : 'No line yet.'}</p>`}
+      ${lines.length === 0 && html`<p class="state muted">${store.isReading('log') ? 'Loading the log …' : level ? 'No line of this level.' : 'No line yet.'}</p>`}
     </div>
   </section>`;
 }

@@ -34,7 +34,7 @@ export function Bulk({ picked, onClear, onChanged }) {
     ${canChange && html`${change('stop', 'Stop')}${change('tag', 'Tag')}${change('delete', 'Delete', 'danger')}`}
     ${isComparable
       ? html`<a class="btn" href=${`/compare?ids=${picked.join(',')}`}>Compare</a>`
-      : html`<button type="button" class="btn" disabled title=${`Select 2 to ${MOST_COMPARED} runs`}>Compare</button>`}
+      : html`<button type="button" class="btn hide-s" disabled title=${`Select 2 to ${MOST_COMPARED} runs`}>Compare</button>`}
   </div>
   ${asked && html`<${Change} what=${asked} ids=${picked} onClose=${close} onChanged=${onChanged} onDeleted=${onClear} />`}`;
 }
