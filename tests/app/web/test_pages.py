@@ -254,9 +254,13 @@ class TestNewRun:
             self._type(sign_in(context, shared_api.client), shared_api, engine)
 
     def _type(self, page: Page, shared_api: ApiServer, engine: Engine) -> None:
-        pairs = make_dataset(engine, "preference", ("prompt", "chosen", "rejected"))
+        _namesake, pairs = (make_dataset(engine, "preference", ("prompt", "chosen", "rejected")) for _ in range(2))
         page.goto(f"/new?dataset={pairs}")
         page.locator("#field-base_model").fill("any")
+        names = page.locator("#field-dataset_id option")
+        expect(names.filter(has_text="preference.jsonl").last).to_be_attached()
+        assert len(set(names.all_inner_texts())) == names.count() > 2, "datasets of one name are told apart"
+        assert page.locator("label code").count() == 0, "one label a field"
         page.get_by_role("radio", name="DPO").check()
         rate = page.locator("#field-learning_rate")
         expect(rate).to_have_attribute("placeholder", "5e-6")

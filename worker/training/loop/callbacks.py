@@ -182,6 +182,10 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         self.trainer.report_samples()
 
 
+_FIRST = ("loss", "reward")
+"""Metrics at the beginning of a line, where they are in sight."""
+
+
 class MetricLines(TrainerCallback):  # type: ignore[misc]
     """Prints the metrics of each step and evaluation as a line of the log."""
 
@@ -201,8 +205,9 @@ class MetricLines(TrainerCallback):  # type: ignore[misc]
 def metric_line(step: int, total: int, logs: Mapping[str, Any]) -> str:
     """Return a line such as `step 40/200  loss 2.31  learning_rate 0.0002`."""
     place = f"step {step}/{total}" if total > 0 else f"step {step}"
-    shown = {name: value for name, value in logs.items() if name not in ("step", "total_flos")}
-    numbers = (f"{name} {f'{value:.4g}' if isinstance(value, float) else value}" for name, value in shown.items())
+    names = sorted(logs.keys() - {"step", "total_flos"}, key=lambda name: (name not in _FIRST, [*logs].index(name)))
+    values = ((name, logs[name]) for name in names)
+    numbers = (f"{name} {f'{value:.4g}' if isinstance(value, float) else value}" for name, value in values)
     return "  ".join([place, *numbers])
 
 

@@ -116,6 +116,7 @@ class Drawing {
     /** @type {ReturnType<typeof setTimeout> | undefined} */
     this.timer = undefined;
     this.marksColors = { attempt: resolved('--bad'), action: resolved('--violet'), repair: resolved('--warn') };
+    this.surface = resolved('--surface');
     this.isWide = isWide;
     const ink = resolved('--faint');
     const grid = resolved('--grid');
@@ -229,11 +230,12 @@ class Drawing {
     context.textBaseline = 'top';
     /** Right end of the last label of each line of labels. @type {number[]} */
     const ends = Array.from({ length: MARK_LINES }, () => -Infinity);
-    for (const mark of this.marks.toSorted((one, other) => one.at - other.at)) {
-      const left = plot.valToPos(mark.at, 'x', true);
-      if (!(left >= plot.bbox.left && left <= right)) continue;
-      context.strokeStyle = this.marksColors[mark.kind];
-      context.fillStyle = context.strokeStyle;
+    const inSight = this.marks
+      .map((mark) => ({ ...mark, left: plot.valToPos(mark.at, 'x', true) }))
+      .filter(({ left }) => left >= plot.bbox.left && left <= right)
+      .toSorted((one, other) => one.left - other.left);
+    for (const { kind, left } of inSight) {
+      context.strokeStyle = this.marksColors[kind];
       context.setLineDash([3 * ratio, 3 * ratio]);
       context.lineWidth = ratio;
       context.globalAlpha = 0.8;
@@ -241,16 +243,22 @@ class Drawing {
       context.moveTo(left, plot.bbox.top);
       context.lineTo(left, plot.bbox.top + plot.bbox.height);
       context.stroke();
-      context.globalAlpha = 1;
-      if (!mark.text || !this.isWide || plot.width <= 560) continue;
-      const width = context.measureText(mark.text).width + 10 * ratio;
+    }
+    context.globalAlpha = 1;
+    for (const { kind, left, text } of this.isWide && plot.width > 560 ? inSight : []) {
+      if (!text) continue;
+      const width = context.measureText(text).width + 10 * ratio;
       const start = left + width < right ? left : left - width;
       // A label without a free line is left out; the attempts and actions are also in the history.
       const line = ends.findIndex((end) => start >= end);
       if (line < 0) continue;
       ends[line] = start + width;
+      const top = plot.bbox.top + (2 + 14 * line) * ratio;
+      context.fillStyle = this.surface;
+      context.fillRect(start + 3 * ratio, top - ratio, width - 6 * ratio, 13 * ratio);
+      context.fillStyle = this.marksColors[kind];
       context.textAlign = 'left';
-      context.fillText(mark.text, start + 5 * ratio, plot.bbox.top + (2 + 14 * line) * ratio);
+      context.fillText(text, start + 5 * ratio, top);
     }
     context.restore();
   }
