@@ -14,12 +14,14 @@ from sqlalchemy import select, text, update
 
 from app.backup.archive_import import ImportedArchive, ImportJob
 from app.backup.export import CreatedArchive, ExportJob
+from app.backup.tables import TABLES
 from app.config import Settings
 from app.infra.db import sync_engine
 from app.infra.errors import SetupError
 from app.infra.storage import Storage
 from app.tables import migrate
 from app.tables.api_keys import ApiKey
+from app.tables.registry import all_models
 from app.tables.runs import Run
 from tests.app.backup.conftest import ROWS, Quiet, Service
 from tests.factories import Trainer, make_run
@@ -288,3 +290,12 @@ class TestHostileArchive:
             (tmp_path / "cut.tar").write_bytes(cut)
             with pytest.raises(SetupError, match="is damaged or not an archive"):
                 import_into(target, tmp_path / "cut.tar")
+
+
+def test_every_table_of_runs_is_in_the_archive_or_belongs_to_the_service_alone() -> None:
+    own = {
+        "devices", "event_feed", "event_feed_queue", "quota_reservations", "ray_jobs", "replica_deletions",
+        "reservations", "run_deletions", "run_parts", "tokens",
+    }  # fmt: skip
+    of_runs = {name for name, table in all_models().tables.items() if "run_id" in table.columns or name == "runs"}
+    assert of_runs - {table.name for table in TABLES} == own
