@@ -29,10 +29,7 @@ class BadJson(ValueError):
 
 def parse(raw: bytes, most_values: int = MAX_VALUES) -> Any:
     """Parse UTF-8 JSON; raises `BadJson`. More than a megabyte waits for its turn, so call it in a thread."""
-    if len(raw) <= _LARGE_BYTES:
-        return _parse(raw, most_values)
-    with _large:
-        return _parse(raw, most_values)
+    return _parse_in_turn(raw, most_values, _DECODER)
 
 
 def parse_with_gaps(raw: bytes) -> tuple[Any, bool]:
@@ -43,10 +40,17 @@ def parse_with_gaps(raw: bytes) -> tuple[Any, bool]:
     try:
         return parse(raw), False
     except _NotJsonConstant:
-        return _parse(raw, MAX_VALUES, _GAPS_DECODER), True
+        return _parse_in_turn(raw, MAX_VALUES, _GAPS_DECODER), True
 
 
-def _parse(raw: bytes, most_values: int, decoder: json.JSONDecoder | None = None) -> Any:
+def _parse_in_turn(raw: bytes, most_values: int, decoder: json.JSONDecoder) -> Any:
+    if len(raw) <= _LARGE_BYTES:
+        return _parse(raw, most_values, decoder)
+    with _large:
+        return _parse(raw, most_values, decoder)
+
+
+def _parse(raw: bytes, most_values: int, decoder: json.JSONDecoder) -> Any:
     if len(raw) > most_values and _has_too_many_values(raw, most_values):
         raise BadJson("too_many_values", f"more than {most_values:,} values in lists and objects; split it")
     try:
@@ -54,7 +58,7 @@ def _parse(raw: bytes, most_values: int, decoder: json.JSONDecoder | None = None
     except UnicodeDecodeError as error:
         raise BadJson("not_utf8", f"byte {error.start} is not UTF-8") from None
     try:
-        value = (decoder or _DECODER).decode(text)
+        value = decoder.decode(text)
     except RecursionError:
         raise _too_deep() from None
     except json.JSONDecodeError as error:
