@@ -19,7 +19,7 @@ from app.contracts.training_config.adapters import adapter_conflicts
 from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME
 from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
 from app.contracts.training_config.optimizers import NOT_SUPPORTED
-from app.contracts.training_config.peer_names import OFFLOADED_OPTIMIZER, hint
+from app.contracts.training_config.peer_names import FIELDS, OFFLOADED_OPTIMIZER, hint
 from app.contracts.training_config.raw_config import given_fields, named_fields, normalize_numbers
 from app.contracts.training_config.rules import (
     DeviceCapabilities,
@@ -173,7 +173,7 @@ def _sentence(error: ErrorDetails, parts: list[str], model: type[BaseModel]) -> 
     if error["type"] == "union_tag_invalid":
         return f"must be one of {error['ctx']['expected_tags']}"
     if error["type"] == "extra_forbidden":
-        return f"is not a field of the configuration{_meant(parts, model)}"
+        return f"is not a field of the configuration{_meant(parts, error['input'], model)}"
     if len(parts) == 1 and parts[0] in _CHOICES:
         return f"must be true, false or {_CHOICES[parts[0]]}"
     if error["type"] == "string_pattern_mismatch":
@@ -195,16 +195,20 @@ def _sentence(error: ErrorDetails, parts: list[str], model: type[BaseModel]) -> 
     return _printable(f"{sentence}, not {got}" + (f"; perhaps `{near[0]}`" if near else ""))
 
 
-def _meant(parts: list[str], model: type[BaseModel]) -> str:
-    """Return a hint at the field that an unknown name probably means."""
+def _meant(parts: list[str], value: Any, model: type[BaseModel]) -> str:
+    """Return a hint at the field that an unknown name with this value probably means."""
     *group, name = parts
     if group:
         options = OPTION_GROUPS.get(group[0]) if len(group) == 1 else None
+        if options and (ours := FIELDS.get(name, "")).startswith(f"{group[0]}."):
+            return f"; use `{ours}`"
         near = difflib.get_close_matches(name, options.model_fields if options else (), n=1)
         return f"; perhaps `{group[0]}.{near[0]}`" if near else ""
     if model is TrainerOptions:
         return "; move it out of `extra`" if name in TrainingConfig.model_fields else hint(name, model.model_fields)
-    return f"; use `extra.{name}`" if name in TrainerOptions.model_fields else hint(name, model.model_fields)
+    # A plugin is an object; text with its name means what other trainers call so.
+    is_option = name in TrainerOptions.model_fields and (isinstance(value, Mapping) or name not in FIELDS)
+    return f"; use `extra.{name}`" if is_option else hint(name, model.model_fields)
 
 
 def _shown(value: Any) -> str:
