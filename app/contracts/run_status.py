@@ -20,8 +20,8 @@ class TrainingStatus(StrEnum):
     cancelled = "cancelled"
 
 
-EndReason = Literal["finished", "early_stopping", "time_limit", "stop_at_step"]
-"""Reason for which a completed run ended: its last step, or a limit of its configuration."""
+EndReason = Literal["finished", "early_stopping", "callback", "time_limit", "stop_at_step"]
+"""Reason for which a completed run ended: its last step, a limit of its configuration, or an installed callback."""
 
 STATUSES = ("pending", *LIVE, *TERMINAL)
 

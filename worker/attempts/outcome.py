@@ -36,6 +36,7 @@ _LIMITS: Mapping[str | None, tuple[EndReason, str]] = {
     None: ("finished", "training is complete"),
     "export": ("finished", "the checkpoint is exported"),
     "early_stopping": ("early_stopping", "early_stopping"),
+    "callback": ("callback", "a callback (`extra.callbacks`) ended the training"),
     "time_limit": ("time_limit", "time_limit_seconds was reached; resume the run to continue"),
     "stop_at_step": ("stop_at_step", "stop_at_step was reached; resume the run to continue"),
 }

@@ -46,7 +46,8 @@ class TrainingContext:
     metric_factories: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     """Metric functions of evaluations, as factories by name."""
     ended_by: str | None = None
-    """Reason for an end before the last step: stop, drain, time_limit, stop_at_step, early_stopping, epoch_end."""
+    """Reason for an end before the last step: stop, drain, time_limit, stop_at_step, early_stopping, callback,
+    epoch_end."""
     save_kind: str = "periodic"
     """Kind of the checkpoint that is due: periodic, best, stop or final."""
     history: History = field(init=False)

@@ -110,7 +110,7 @@ class RunState:
 
     def limit_reached(self, config: TrainingConfig, step: int) -> str | None:
         """Return the reason to end this run after `step`, other than its last step: a limit, or early stopping."""
-        if self.ended_by in ("early_stopping", "epoch_end"):
+        if self.ended_by in ("early_stopping", "callback", "epoch_end"):
             return self.ended_by
         if config.time_limit_seconds is not None and self.seconds >= config.time_limit_seconds:
             return "time_limit"

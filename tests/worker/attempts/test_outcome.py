@@ -145,7 +145,7 @@ def test_a_completed_run_reports_where_its_output_was_pushed(hub: Any, reported:
 
 @pytest.mark.parametrize(
     ("why", "end_reason"),
-    [(None, "finished"), ("early_stopping", "early_stopping"), ("time_limit", "time_limit"),
+    [(None, "finished"), ("early_stopping", "early_stopping"), ("callback", "callback"), ("time_limit", "time_limit"),
      ("stop_at_step", "stop_at_step")],
 )  # fmt: skip
 def test_a_limit_that_the_user_set_completes_the_run_and_names_itself(
@@ -153,7 +153,7 @@ def test_a_limit_that_the_user_set_completes_the_run_and_names_itself(
 ) -> None:
     add_run(engine)
     run = claim(engine, add_worker(engine))
-    outcome = "completed" if why in (None, "early_stopping") else "stopped"
+    outcome = "completed" if why in (None, "early_stopping", "callback") else "stopped"
     record_handler: Any = SimpleNamespace(result={"outcome": outcome, "why": why, "output": "output"})
     nothing: Any = None
     with engine.begin() as connection:

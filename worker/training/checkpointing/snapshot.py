@@ -19,6 +19,9 @@ from worker.training.model.parallel.sharding import Layouts, Sharding, local
 from worker.training.trainer_protocol import ServiceTrainer
 from worker.wire.heartbeat import HeartbeatCallback, no_heartbeat
 
+TRAINING_CONFIG = "training_config.json"
+"""File of a checkpoint with the configuration in effect."""
+
 
 @dataclass(frozen=True)
 class WeightFile:
@@ -117,6 +120,7 @@ class SnapshotBuilder:
             trainer.save_constant_files(folder)
             present = (path for path in sorted(folder.rglob("*")) if path.is_file())
             self._constant_files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in present}
+        (folder / TRAINING_CONFIG).write_text(trainer.run.config.model_dump_json(indent=1))
         torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
         trainer._save_scaler(str(folder))
         trainer._save_rng_state(str(folder))

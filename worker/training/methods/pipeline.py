@@ -34,7 +34,7 @@ from worker.training.output.save_check import check_saves
 from worker.training.planning import memory_plan
 from worker.training.planning.step_planning import compile_ahead, plan_step
 
-_COMPLETES = {None, "early_stopping"}
+_COMPLETES = {None, "early_stopping", "callback"}
 _EXPORTS = _COMPLETES | {"time_limit", "stop_at_step"}
 
 Trains = TypeVar("Trains", bound=ServiceTrainerMixin)
@@ -161,13 +161,15 @@ def build(make: Callable[..., Trains], run: TrainingContext, start: BaseModelSou
     loader.name_base(trainer.model, run.job.base_model.portable_name)
     if run.config.weights_dtype == "float32":
         loader.keep_full_precision(trainer.model)
-    trainer.kernels = kernels.use_kernels(trainer.model)
-    if run.config.lora_dropout > 0 and trainer.kernels.get("lora", "fused") != "fused":
+    is_compiled = run.config.torch_compile and not run.only_evaluates
+    is_half = run.config.dtype != "float32"
+    trainer.kernels = kernels.use_kernels(trainer.model, is_half=is_half, is_compiled=is_compiled)
+    if run.config.lora_dropout > 0 and not is_compiled and trainer.kernels.get("lora", "fused") != "fused":
         run.report.message(
             f"`lora_dropout` is {run.config.lora_dropout}: each adapter that peft computes (`kernels` in the run "
             "facts) keeps a mask and a copy of its input for the backward pass. Set it to 0 to save this memory."
         )
-    if run.config.torch_compile and not run.only_evaluates:
+    if is_compiled:
         compile_layers(trainer.model)
     if run.ranks.is_first and not run.only_evaluates and not run.is_probe:
         check_saves(trainer)
@@ -200,7 +202,7 @@ def report_run_info(
     facts = loader.initial_run_info(trainer.model, run.machine) | {"kernels": trainer.kernels}
     facts |= _costs(trainer, base, training, facts.get("device_name"))
     facts |= {
-        "rows": training.rows, "tokens": training.tokens, "sequences": len(training.dataset),
+        **_devices(run), "rows": training.rows, "tokens": training.tokens, "sequences": len(training.dataset),
         "eval_rows": held_out.rows if held_out else 0,
         "extra_eval_rows": {name: one.rows for name, one in data.extra.items()},
         "total_steps": None if run.only_evaluates else trainer.args.max_steps,
@@ -214,6 +216,19 @@ def report_run_info(
     if run.resume_from is None:
         trainer.report_run_info()  # a resumed run reports it after the fidelity check of the loaded checkpoint
     return facts
+
+
+def _devices(run: TrainingContext) -> dict[str, Any]:
+    """Return how many devices train the run, how they share it, and the rows of a step on all of them together."""
+    config, ranks = run.config, run.ranks
+    return {
+        "devices": ranks.size,
+        "hosts": ranks.size // ranks.on_host,
+        "sharded": run.is_sharded,
+        "sequence_parallel": ranks.per_sequence,
+        "expert_parallel": run.job.expert_parallel,
+        "rows_per_step": config.batch_size * config.gradient_accumulation_steps * ranks.data_parallel_size,
+    }
 
 
 def _costs(trainer: ServiceTrainerMixin, base: BaseModelSource, training: Rows, device: str | None) -> dict[str, Any]:

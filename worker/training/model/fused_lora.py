@@ -46,13 +46,16 @@ def fuse_lora_layers(model: nn.Module) -> str | None:
     return {0: "peft", len(layers): "fused"}.get(len(fusible), f"{len(fusible)} of {len(layers)} layers fused")
 
 
-def dropout_kernels(model: nn.Module) -> str | None:
-    """Return what computes the dropout of fused layers on the current GPU, if there is one; None without dropout."""
+def dropout_kernels(model: nn.Module, *, is_half: bool = True) -> str | None:
+    """Return what computes the dropout of fused layers on the current GPU, if there is one; None without dropout.
+
+    The kernels compute in 16 bits: without `is_half`, torch does.
+    """
     fused = [(layer, _fusible_adapter(layer)) for layer in model.modules() if _is_fusible(layer)]
     ranks = {layer.r[adapter] for layer, adapter in fused if getattr(layer.lora_dropout[adapter], "p", 0.0)}
     if not ranks:
         return None
-    if not torch.cuda.is_initialized():
+    if not is_half or not torch.cuda.is_initialized():
         return "torch"
     device = torch.device("cuda", torch.cuda.current_device())
     dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16

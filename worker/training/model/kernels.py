@@ -48,17 +48,17 @@ def _use_liger(network: Any) -> str:
     return f"liger-kernel {importlib.metadata.version('liger-kernel')}"
 
 
-def use_kernels(model: Any) -> dict[str, str]:
+def use_kernels(model: Any, *, is_half: bool = True, is_compiled: bool = False) -> dict[str, str]:
     """Replace LoRA layers and a frozen head of a model with its adapter, and return what computes each part.
 
     Keys: `lora`, `dropout` (of fused LoRA layers), `head` and `norms` (also rotary embeddings and gated layers), each
     if the model has the part, and `attention` if texts of a certain length are computed by another kernel than those of
-    other lengths.
+    other lengths. `is_half` says that the run computes in 16 bits, `is_compiled` that its layers will be compiled.
     """
     used = {"norms": getattr(model, "norms_kernel", "transformers")}
     if (lora := fuse_lora_layers(model)) is not None:
-        used["lora"] = lora
-    if (dropout := dropout_kernels(model)) is not None:
+        used["lora"] = "peft, compiled" if is_compiled else lora
+    if not is_compiled and (dropout := dropout_kernels(model, is_half=is_half)) is not None:
         used["dropout"] = dropout
     if (head := model.get_output_embeddings()) is not None:
         use_two_products()

@@ -92,7 +92,8 @@ def _costs(facts: dict[str, Any]) -> list[str]:
     if "parameters_total" not in facts:
         return []
     lines = [
-        f"- device: {facts.get('device_name', facts.get('device'))}",
+        f"- {_devices(facts)}",
+        f"- rows per step: {facts.get('rows_per_step')}",
         f"- parameters: {facts['parameters_total']:,} in total, {facts['parameters_trainable']:,} trained",
     ]
     if flops := facts.get("flops_per_token"):
@@ -100,6 +101,19 @@ def _costs(facts: dict[str, Any]) -> list[str]:
     if peak := facts.get("peak_tflops"):
         lines.append(f"- peak of the device: {peak:g} TFLOP/s")
     return lines
+
+
+def _devices(facts: dict[str, Any]) -> str:
+    """Return the line about the devices of a run and how they shared its model and its sequences."""
+    name, count, hosts = facts.get("device_name", facts.get("device")), facts.get("devices", 1), facts.get("hosts", 1)
+    if count == 1:
+        return f"device: {name}"
+    model = "the model is divided among them" if facts.get("sharded") else "each with a replica of the model"
+    parts = [f"devices: {count} × {name}" + (f" on {hosts} hosts" if hosts > 1 else ""), model]
+    for field, shared in (("sequence_parallel", "each sequence"), ("expert_parallel", "the experts of a layer")):
+        if facts.get(field, 1) > 1:
+            parts.append(f"{facts[field]} share {shared}")
+    return "; ".join(parts)
 
 
 def _loading(run: TrainingContext, *, adapter: bool, is_reward_model: bool, has_own_base: bool) -> list[str]:

@@ -124,7 +124,7 @@ class PluginCallbacks(TrainerCallback):  # type: ignore[misc]
             control.should_save = True
             run.save_kind = "periodic"
         if wanted.should_training_stop:
-            self._trainer.end_early("early_stopping", "checkpoint")
+            self._trainer.end_early("callback", "checkpoint")
             run.save_kind = "final"
 
 

@@ -145,7 +145,7 @@ class RunSummary(ShortRepr):
     )
     end_reason: EndReason | None = Field(
         description="Reason for which a completed run ended: `finished` (its last step), `early_stopping`, "
-        "`time_limit` (`time_limit_seconds`) or `stop_at_step`; null for other runs."
+        "`callback` (an installed plugin), `time_limit` (`time_limit_seconds`) or `stop_at_step`; null for other runs."
     )
     error_code: str | None
     error_message: str | None = None

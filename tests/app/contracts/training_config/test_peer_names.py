@@ -46,10 +46,10 @@ def test_the_names_of_others_lead_to_ours(name: str, ours: str) -> None:
 
 NAMES: dict[str, str] = {
     "ArcticTraining": "type code model tokenizer data logger wandb scheduler optimizer deepspeed epochs seed "
-    "checkpoint loss_log_interval train_log_iter_interval gradient_accumulation_steps micro_batch_size sequence_parallel_size "
-    "activation_checkpoint_cpu_offload tiled_mlp_compute train_iters eval_interval eval_log_iter_interval "
-    "exit_iteration exit_iteration_this_run min_iterations overfit_first_batch mem_profiler mem_profiler_dir "
-    "mem_profiler_max_entries kill_switch_path step_timer skip_validation train_log_metrics_path",
+    "checkpoint loss_log_interval train_log_iter_interval gradient_accumulation_steps micro_batch_size "
+    "sequence_parallel_size activation_checkpoint_cpu_offload tiled_mlp_compute train_iters eval_interval "
+    "eval_log_iter_interval exit_iteration exit_iteration_this_run min_iterations overfit_first_batch mem_profiler "
+    "mem_profiler_dir mem_profiler_max_entries kill_switch_path step_timer skip_validation train_log_metrics_path",
     "torchtune": "tokenizer checkpointer optimizer batch_size clip_grad_norm compile enable_activation_checkpointing "
     "enable_activation_offloading metric_logger log_every_n_steps optimizer_in_bwd lora_attn_modules packed "
     "num_warmup_steps max_seq_len device dataset run_val_every_n_steps fsdp_cpu_offload keep_last_n_checkpoints",

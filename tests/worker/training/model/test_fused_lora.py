@@ -263,6 +263,7 @@ class TestReportedDropout:
     def test_on_a_gpu_is_computed_by_triton_or_says_why_not(self, folder: Path, failures: dict[int, str]) -> None:
         model = fused(adapted(folder, rate=0.1))
         assert dropout_kernels(model) == "Triton"
+        assert dropout_kernels(model, is_half=False) == "torch", "the kernels compute in 16 bits"
         failures[4] = "they fail: no compiler"
         assert dropout_kernels(model) == "torch (Triton kernels cannot be used: they fail: no compiler)"
 

@@ -122,6 +122,11 @@ def test_a_gpu_without_liger_has_those_of_transformers() -> None:
     assert use_kernels(model)["norms"].startswith("liger-kernel" if is_installed else "transformers")
 
 
+def test_compiled_layers_are_those_of_peft_whose_dropout_the_compiler_computes() -> None:
+    used = use_kernels(adapted(llama()), is_compiled=True)
+    assert used["lora"] == "peft, compiled" and "dropout" not in used
+
+
 def test_a_length_of_texts_that_another_kernel_computes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_batched_length", 4096)
     assert use_kernels(llama())["attention"] == "varlen (cudnn for texts of 4096 tokens)"

@@ -164,7 +164,7 @@ def test_a_callback_ends_training_as_early_stopping_does_and_the_output_is_prune
     tallies = [{"type": "tally", "end_at": 3}, {"type": "tally"}]
     extra = {"callbacks": tallies, "prune_fraction": 0.75}
     done = completed(forks.run(make_job(tmp_path, tiny_model, chats, extra=extra, **CONFIG)))
-    assert (done.result["why"], done.result["step"]) == ("early_stopping", 3)
+    assert (done.result["why"], done.result["step"]) == ("callback", 3)
     assert (done.output / "model.safetensors").is_file()
     assert [record["step"] for record in done.of("checkpoint")] == [3]
     saved, out = (load_file(folder / "model.safetensors") for folder in (done.folder / "checkpoint-3", done.output))

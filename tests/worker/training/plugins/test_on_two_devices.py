@@ -226,7 +226,12 @@ def test_a_callback_that_fails_in_a_requested_evaluation_ends_the_run(
 def test_what_a_callback_decides_is_done_on_both_devices(train: Train) -> None:
     config = {"max_steps": 8, "save_steps": 100, "eval_split": 0.2, "eval_steps": 5}
     done = train(2, **config, extra={"callbacks": [{"type": "decides"}]})
-    assert (done.result["why"], done.result["step"]) == ("early_stopping", 5)
+    assert (done.result["why"], done.result["step"]) == ("callback", 5)
+    facts = done.of("config")[0]["facts"]
+    rows = done.job["config"].get("batch_size", 4) * done.job["config"].get("gradient_accumulation_steps", 4) * 2
+    assert (facts["devices"], facts["sharded"], facts["rows_per_step"]) == (2, False, rows)
+    card = (done.output / "README.md").read_text()
+    assert "- devices: 2 × cpu; each with a replica of the model" in card and f"- rows per step: {rows}" in card
     assert [record["step"] for record in done.of("checkpoint")] == [1, 3, 5]
     state = json.loads((done.folder / "checkpoint-3" / "anneal_state.json").read_text())["callbacks"]
     assert state == {"0.decides": {"seen": ["metric"] * 3}}
