@@ -98,7 +98,9 @@ async def _subject(
         raise invalid(wrong)
     # An estimate must work before the weights are downloaded; a probe loads them.
     wrong_rewards = await reward_problems(settings, body.config)
-    found = await validate_request(session, settings, storage, body, wrong_rewards, needs_weights=body.probe)
+    found = await validate_request(
+        session, settings, storage, body, wrong_rewards, needs_weights=body.probe, has_known_gpu=body.device is not None
+    )
     if found.errors or found.config is None:
         raise validation_failed(found.errors)
     rules = BACKEND_RULES[body.backend]
@@ -132,6 +134,9 @@ def _wrong_assumptions(body: RunToEstimate) -> Iterator[FieldError]:
     if body.device is not None and find_gpu(body.device) is None:
         message = f"no GPU of this name is known; use one of {gpu_names()}, or omit it for those of online workers"
         yield FieldError(field="device", code="unknown_device", message=message)
+    elif body.device is not None and body.resources.kind == "cpu":
+        message = "is a GPU, but `resources.kind` asks for a CPU: omit one of them"
+        yield FieldError(field="device", code="conflict", message=message)
     if body.probe and (body.dataset_size is not None or body.device is not None):
         message = "trains on rows of `dataset_id` on a worker: omit it, or `dataset_size` and `device`"
         yield FieldError(field="probe", code="conflict", message=message)

@@ -238,7 +238,9 @@ async def with_sharding(
     if resources.sharding == "full" or resources.expert_parallel > 1:
         return replace(subject, sharded=True)
     known = await look_up(session, settings, subject)
-    devices = await online_devices(session, settings, subject.backend, resources)
+    devices = known.devices
+    if subject.gpu is None:
+        devices = await online_devices(session, settings, subject.backend, resources)
     await release(session)
     sharded = await _computed(storage, subject.config, must_shard, settings, storage, subject, known, devices)
     return subject if sharded is None else replace(subject, sharded=sharded)

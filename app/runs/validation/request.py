@@ -48,13 +48,15 @@ async def validate_request(
     wrong_rewards: Sequence[FieldError],
     *,
     needs_weights: bool = True,
+    has_known_gpu: bool = False,
     task: RunTask = RunTask.train,
 ) -> ValidationResult:
     """Validate a whole request, in several transactions: no connection is held while a thread works.
 
     The rows that it refers to may be deleted meanwhile; `lock_references` locks them before they are used.
     `wrong_rewards` is the result of `reward_problems`. Without `needs_weights`, the weights of the base model may be
-    missing. A run that evaluates does so on its dataset.
+    missing. With `has_known_gpu`, the run is for a GPU that no worker need have. A run that evaluates does so on its
+    dataset.
     """
     has_eval_dataset = request.eval_dataset_id is not None or task is RunTask.evaluate
     found = ValidationResult()
@@ -65,7 +67,7 @@ async def validate_request(
         found.refuse("backend", "unknown_backend", f"unknown backend; choose one of {names}")
     else:
         found.errors += backend_problems(settings, rules, request.resources)
-        if request.resources.devices != "all":
+        if request.resources.devices != "all" and not has_known_gpu:
             asked_for = request.resources.with_devices(request.resources.devices)
             found.errors += await placement_problems(session, settings, rules, asked_for)
         found.errors += await label_problems(session, rules, request.resources)
@@ -77,7 +79,7 @@ async def validate_request(
     config = normalize_numbers(request.config)
     _check_extra_eval_datasets(request, has_eval_dataset or bool(config.get("eval_split")), found)
     dataset = datasets.get("dataset_id")
-    wants_gpu = request.resources.kind == "cuda" or request.resources.gpu is not None
+    wants_gpu = has_known_gpu or request.resources.kind == "cuda" or request.resources.gpu is not None
     machines = await online_machines(session, settings, request.backend, rules, wants_gpu=wants_gpu)
     data_format = dataset.format if dataset else None
     # In a thread, here and below: a configuration of a megabyte takes a while, which must not block other requests.

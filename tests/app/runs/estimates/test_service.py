@@ -518,7 +518,10 @@ def test_gpu_that_no_worker_has_is_estimated_with_its_memory_its_speed_and_its_p
             found: dict[str, Any] = answer.json()
             return found
 
+        several = {"config": {**base["config"], "method": "lora"}, "resources": {"devices": 4}}
+        divided = api.client.post("/v1/runs/estimate", json={**base, **several, "device": "RTX 5080"}).json()
         small, large, cheap = on("RTX 4090"), on("NVIDIA H100 80GB HBM3"), on("h200")
+    assert any("divided among 4 devices" in sentence for sentence in divided["assumptions"])
     assert small["device"] == {"kind": "cuda", "name": "RTX 4090", "memory_mb": 24_564}
     assert [fit["device"]["name"] for fit in large["fits"]] == ["H100"]
     assert (large["steps"], large["tokens"]) == (625, 3_000_000)
@@ -547,6 +550,7 @@ def test_known_gpu_of_a_worker_has_the_speed_of_runs_there(api: ApiServer, engin
         ({"dataset_size": {"rows": 5, "tokens": 1}}, "dataset_size.tokens", "extra_forbidden"),
         ({"dataset_size": {"rows": 5}, "probe": True}, "probe", "conflict"),
         ({"dataset_size": {"rows": 5}, "device": "Voodoo 2"}, "device", "unknown_device"),
+        ({"dataset_size": {"rows": 5}, "device": "L4", "resources": {"kind": "cpu"}}, "device", "conflict"),
     ],
 )
 def test_dataset_size_or_device_that_cannot_be_is_refused_with_its_field(
