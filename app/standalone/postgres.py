@@ -20,6 +20,7 @@ from app.infra.files.tree import remove_tree
 from app.infra.private_files import make_private_folder, write_private
 from app.infra.process.children import kill_leftovers, last_lines, start_child, stop_child
 
+_SHARED_MEMORY = "mmap"  # files of its own: /dev/shm may be as small as 1 MiB in a container
 PORT = 5432
 """Part of the socket's name; the server listens on no port of the network."""
 SOCKET = f".s.PGSQL.{PORT}"
@@ -94,6 +95,7 @@ class Postgres:
             "unix_socket_directories": '"{}"'.format(str(self._sockets).replace('"', '""')),
             "unix_socket_permissions": "0700",
             "max_connections": str(self.max_connections),
+            "dynamic_shared_memory_type": _SHARED_MEMORY,
             "jit": "off",
             "log_min_messages": "warning",
             "log_min_error_statement": "panic",  # statements contain user data
@@ -163,6 +165,7 @@ class Postgres:
                 "--locale=C",
                 "--locale-provider=builtin",
                 "--builtin-locale=C.UTF-8",
+                f"--set=dynamic_shared_memory_type={_SHARED_MEMORY}",
                 *([] if self._durable else ["--no-sync"]),
             ],
             cwd=self.folder,

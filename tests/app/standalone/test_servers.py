@@ -82,6 +82,7 @@ class TestFirstStart:
         servers.start()
         assert str(ask(servers, "SHOW server_version")).startswith("18.")
         assert ask(servers, "SHOW server_encoding") == "UTF8"
+        assert ask(servers, "SHOW dynamic_shared_memory_type") == "mmap", "a container has little /dev/shm"
         with redis.Redis.from_url(servers.redis_url or "") as client:
             assert client.info("server")["valkey_version"].startswith("9.")
 
