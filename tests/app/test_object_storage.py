@@ -1,6 +1,7 @@
 """The API with an object store as its storage: datasets, artifacts and checkpoints are there and nowhere else."""
 
 import asyncio
+import gzip
 import hashlib
 import io
 import json
@@ -21,6 +22,7 @@ import pytest
 from sqlalchemy import Engine, select, update
 
 from app.config import Settings
+from app.contracts.attempt.records import is_record
 from app.contracts.schemas.runs.placement import Resources
 from app.contracts.training_config.fields import TrainingConfig
 from app.datasets import service
@@ -315,6 +317,9 @@ class Done:
         (output / "link").symlink_to("/etc/passwd")
         (output / "bad\x1b[2Jname").write_bytes(b"x")
         (local.attempt_dir(*of) / "metrics.jsonl").write_text("{}\n")
+        (local.attempt_dir(*of) / "log.txt.gz").write_bytes(
+            gzip.compress(b"2026-01-02T03:04:05.678Z stdout info a line\n")
+        )
         (local.attempt_dir(*of) / "job.json").write_text("not a record")
 
         def always(_: str) -> bool:
@@ -322,7 +327,7 @@ class Done:
 
         sent = self.remote.send_described(output, local.output_manifest(*of), always, {}, lambda: None)
         records = self.remote.send_described(
-            local.attempt_dir(*of), local.records_manifest(*of), lambda name: name == "metrics.jsonl", {}, lambda: None
+            local.attempt_dir(*of), local.records_manifest(*of), is_record, {}, lambda: None
         )
         self.remote.send(checkpoint, digest, lambda: None)
         self.trainer.complete()
@@ -394,7 +399,10 @@ class TestAnOutput:
 
     def test_has_the_records_of_its_attempt(self, stored: ApiServer, done: Done) -> None:
         path = f"/v1/runs/{done.id}/attempts/1/artifacts"
-        assert [one["path"] for one in stored.client.get(path).json()["data"]] == ["metrics.jsonl"]
+        listed = [one["path"] for one in stored.client.get(path).json()["data"]]
+        assert listed == ["log.txt.gz", "metrics.jsonl"]
+        complete = stored.client.get(f"/v1/runs/{done.id}/logs/complete")
+        assert complete.text == "2026-01-02T03:04:05.678Z stdout info a line\n"
         assert stored.client.get(f"{path}/metrics.jsonl").text == "{}\n"
         assert stored.client.get(f"{path}/job.json").status_code == 404
 

@@ -103,8 +103,11 @@ def test_a_run_of_a_lost_host_is_continued_exactly_on_one_that_shares_no_folder(
         assert weights[whole] == weights[run_id]
         # Only the store has the output of the first run and its base.
         assert completed(stack, train(stack, base_model=whole, max_steps=2))["current_step"] == 2
-        (one,) = stack.client.get(f"/v1/runs/{whole}/attempts/1/artifacts").json()["data"]
-        assert one["path"] == "metrics.jsonl"
+        records = stack.client.get(f"/v1/runs/{whole}/attempts/1/artifacts").json()["data"]
+        assert [one["path"] for one in records] == ["log.txt.gz", "metrics.jsonl"]
+        lines = stack.client.get(f"/v1/runs/{whole}/logs").text.splitlines()
+        complete = stack.client.get(f"/v1/runs/{whole}/logs/complete").text.splitlines()
+        assert lines and {*lines} <= {line.split(" ", 3)[-1] for line in complete}
         saved = stack.client.get(f"/v1/runs/{whole}/checkpoints").json()["data"][0]
         archive = stack.client.get(f"/v1/runs/{whole}/checkpoints/{saved['id']}/download").content
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:

@@ -80,7 +80,8 @@ def test_the_weights_of_a_stopped_run_are_the_base_model_of_another(stack: Train
     assert [event["step"] for event in shown][:2] == [1, 2] and shown[0]["groups"]
     assert all({*parts} == {"weights", "gradients"} for parts in shown[0]["groups"].values())
     listed = stack.client.get(f"/v1/runs/{stopped}/attempts/1/artifacts").json()["data"]
-    assert [one["path"] for one in listed] == ["distributions.jsonl", "memory_profile.jsonl", "metrics.jsonl"]
+    names = ["distributions.jsonl", "log.txt.gz", "memory_profile.jsonl", "metrics.jsonl"]
+    assert [one["path"] for one in listed] == names
     profile = stack.client.get(f"/v1/runs/{stopped}/attempts/1/artifacts/memory_profile.jsonl").text.splitlines()
     assert json.loads(profile[0])["step"] == 1
     (saved,) = stack.client.get(f"/v1/runs/{stopped}/checkpoints").json()["data"]
