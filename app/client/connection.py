@@ -65,6 +65,11 @@ def find_connection(
     local_url = _plain((read_json(settings.connection_file) or {}).get("url"))
     if url is None and local_url and home_lock.is_held(settings.home):
         url = local_url
+    if url is None and home_lock.is_held(settings.home):
+        raise AnnealError(
+            "no_connection",
+            f"The service in {settings.home} is still starting: try again once `anneal up` says that it is ready.",
+        )
     if url is None:
         raise AnnealError(
             "no_connection",

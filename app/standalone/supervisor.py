@@ -167,7 +167,8 @@ class Up:
         with HomeLock(self._home), self._signals() as wake, closing(listen(self.settings)) as listener:
             self._url = base_url(listener)
             self._key_id = str((read_json(self.settings.connection_file) or {}).get("api_key_id") or "")
-            self._publish()
+            if self.settings.connection_file.exists():
+                self._publish()  # it may have the key of a service that was killed
             logs = make_private_folder(self._home / "logs")
             self._logs = [ChildLog(logs / f"{name}.log") for name in ("postgres", "valkey", "api", "worker")]
             self._servers = EmbeddedServers(

@@ -248,6 +248,10 @@ class TestConnection:
             with pytest.raises(AnnealError, match="404"):
                 client.runs.get("run_x")
         assert Failing.keys == ["Bearer anneal_first", "Bearer anneal_second"]
+        (tmp_path / "connection.json").rename(tmp_path / "later")
+        with HomeLock(tmp_path), pytest.raises(AnnealError, match="is still starting: try again once"):
+            Anneal()
+        (tmp_path / "later").rename(tmp_path / "connection.json")
         # Another user of the machine listens on the port of a service that was killed, or was started on another port.
         with Anneal(failing.url, patience=0) as client:
             with pytest.raises(AnnealError, match="does not run or is still starting"):

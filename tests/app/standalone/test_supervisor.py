@@ -34,6 +34,8 @@ class Running:
     """An `anneal up` in its own process, started once or several times on the same home."""
 
     process: subprocess.Popen[bytes]
+    first_connection: dict[str, Any]
+    """`connection.json` as it was when it appeared."""
 
     def __init__(self, home: Path, terminal: bool = False, **variables: str) -> None:
         self.home = home
@@ -128,8 +130,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    up = Running(tmp_path_factory.mktemp("up") / "home", terminal=True).until_ready()
-    yield up
+    up = Running(tmp_path_factory.mktemp("up") / "home", terminal=True)
+    eventually((up.home / "connection.json").exists, timeout=READY_SECONDS)
+    up.first_connection = up.connection
+    yield up.until_ready()
     up.end()
 
 
@@ -150,6 +154,9 @@ class TestReady:
         name, value = header.split(": ", 1)
         answer = httpx.get(url, headers={name: value}, trust_env=False)
         assert answer.status_code == 200
+
+    def test_connection_json_appears_with_its_key(self, running: Running) -> None:
+        assert running.first_connection["api_key"] and running.first_connection["url"] == running.connection["url"]
 
     def test_connection_json_is_private_and_names_every_process(self, running: Running) -> None:
         assert stat.S_IMODE((running.home / "connection.json").stat().st_mode) == 0o600
