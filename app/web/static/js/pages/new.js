@@ -1,12 +1,12 @@
 // New run: a form from the schema of the configuration, validated and estimated as one types.
 
-import { html, useLayoutEffect, useMemo, useRef, useState } from '../../vendor/preact.js';
+import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from '../../vendor/preact.js';
 import { get, newKey, post } from '../api.js';
 import { Choice, Copy } from '../components/controls.js';
 import { ErrorText, Failure, Loading, Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { ADAPTERS, choiceOf, OBJECTIVES, withChoice } from '../methods.js';
-import { curlOf, fieldsFor, groupsOf, isDefault, NONE, requestOf, textOf, valueOf, yamlOf } from '../new_run_form.js';
+import { curlOf, fieldsFor, groupsOf, isDefault, NONE, requestOf, same, textOf, valueOf, yamlOf } from '../new_run_form.js';
 import { useAction, useResource, useSettled } from '../resource.js';
 import { go, query } from '../router.js';
 import { may } from '../session.js';
@@ -218,7 +218,25 @@ function Basics({ values, config, errors, onValue, onModel }) {
       ${(datasets.data?.has_more || wanted) && html`<input type="search" class="small" placeholder="Search datasets" aria-label="Search datasets by name or ID" value=${wanted} onInput=${(/** @type {any} */ event) => setWanted(event.target.value)} />`}</div>
     <div class="f w6"><label for="field-eval_dataset_id" title="eval_dataset_id">Eval dataset</label><select id="field-eval_dataset_id" value=${values.eval_dataset_id ?? ''} onChange=${change('eval_dataset_id')}><option value="">none</option>${options}</select>${error('eval_dataset_id')}</div>
     <div class="f w6"><label for="field-experiment_id" title="experiment_id">Experiment</label><select id="field-experiment_id" value=${values.experiment_id ?? ''} onChange=${change('experiment_id')}><option value="">default</option>${(experiments.data?.data ?? []).filter((/** @type {any} */ one) => one.id !== DEFAULT_EXPERIMENT).map((/** @type {any} */ one) => html`<option value=${one.id}>${one.name}</option>`)}</select>${error('experiment_id')}</div>
-    <div class="f w6"><label for="field-tags" title="tags">Tags</label><input id="field-tags" type="text" value=${(values.tags ?? []).join(', ')} onChange=${(/** @type {any} */ event) => onValue('tags', event.target.value.split(',').map((/** @type {string} */ tag) => tag.trim()).filter(Boolean))} /><p class="hint">Separated by commas.</p>${error('tags')}</div>`;
+    <div class="f w6"><label for="field-tags" title="tags">Tags</label><${Words} id="field-tags" words=${values.tags ?? []} onWords=${(/** @type {string[]} */ tags) => onValue('tags', tags)} /><p class="hint">Separated by commas.</p>${error('tags')}</div>`;
+}
+
+/**
+ * Field of words that are separated by commas. Its text is its own, so that a check that arrives does not change what is
+ * being typed.
+ * @param {{ id: string, placeholder?: string, words: string[], onWords: (words: string[]) => void }} props
+ */
+function Words({ id, placeholder, words, onWords }) {
+  const [text, setText] = useState(words.join(', '));
+  const wordsOf = (/** @type {string} */ from) => from.split(',').map((word) => word.trim()).filter(Boolean);
+  useEffect(() => {
+    if (!same(wordsOf(text), words)) setText(words.join(', '));
+  }, [words.join('\n')]);
+  const onInput = (/** @type {any} */ event) => {
+    setText(event.target.value);
+    onWords(wordsOf(event.target.value));
+  };
+  return html`<input id=${id} type="text" placeholder=${placeholder} value=${text} onInput=${onInput} />`;
 }
 
 /**
@@ -247,7 +265,7 @@ function Placement({ values, errors, onValue }) {
     <div class="f"><label for="field-sequence_parallel" title="resources.sequence_parallel">Devices that share a sequence</label><input id="field-sequence_parallel" type="number" min="1" max="1024" placeholder="1" value=${resources.sequence_parallel ?? ''} onInput=${(/** @type {any} */ event) => setResource('sequence_parallel', numberOf(event))} />${error('resources.sequence_parallel') || html`<p class="hint">For long sequences: each device has a part of every sequence.</p>`}</div>
     <div class="f"><label for="field-expert_parallel" title="resources.expert_parallel">Devices that share the experts</label><input id="field-expert_parallel" type="number" min="1" max="1024" placeholder="1" value=${resources.expert_parallel ?? ''} onInput=${(/** @type {any} */ event) => setResource('expert_parallel', numberOf(event))} />${error('resources.expert_parallel') || html`<p class="hint">Of a mixture-of-experts model: each device has a part of the experts of every layer.</p>`}</div>
     <div class="f"><label for="field-memory_mb" title="resources.memory_mb">Least memory, MiB</label><input id="field-memory_mb" type="number" min="1" placeholder="from the estimate" value=${resources.memory_mb ?? ''} onInput=${(/** @type {any} */ event) => setResource('memory_mb', numberOf(event))} />${error('resources.memory_mb')}</div>
-    <div class="f"><label for="field-labels" title="resources.labels">Labels</label><input id="field-labels" type="text" placeholder="any worker" value=${(resources.labels ?? []).join(', ')} onChange=${(/** @type {any} */ event) => { const labels = event.target.value.split(',').map((/** @type {string} */ one) => one.trim()).filter(Boolean); setResource('labels', labels.length ? labels : null); }} />${error('resources.labels') || html`<p class="hint">Labels that the worker must have, separated by commas.</p>`}</div>
+    <div class="f"><label for="field-labels" title="resources.labels">Labels</label><${Words} id="field-labels" placeholder="any worker" words=${resources.labels ?? []} onWords=${(/** @type {string[]} */ labels) => setResource('labels', labels.length ? labels : null)} />${error('resources.labels') || html`<p class="hint">Labels that the worker must have, separated by commas.</p>`}</div>
     <div class="f"><label for="field-priority" title="priority">Priority</label><input id="field-priority" type="number" min="-1000" max="1000" placeholder="0" value=${values.priority ?? ''} onInput=${(/** @type {any} */ event) => onValue('priority', numberOf(event))} />${error('priority') || html`<p class="hint">Runs with higher priority start first.</p>`}</div>
     <div class="f"><label for="field-max_restarts" title="max_restarts">Restarts</label><input id="field-max_restarts" type="number" min="0" max="100" placeholder=${DEFAULT_RESTARTS} value=${values.max_restarts ?? ''} onInput=${(/** @type {any} */ event) => onValue('max_restarts', numberOf(event))} />${error('max_restarts') || html`<p class="hint">Most restarts after losses since the last new checkpoint.</p>`}</div>
     <div class="f"><label for="field-backend" title="backend">Backend</label><select id="field-backend" value=${values.backend ?? ''} onChange=${(/** @type {any} */ event) => onValue('backend', event.target.value || null)}><option value="">default (celery)</option>${(backends.data?.data ?? []).filter((/** @type {any} */ one) => one.name !== 'celery' && !one.unavailable_reason).map((/** @type {any} */ one) => html`<option value=${one.name}>${one.name}</option>`)}</select>${error('backend')}</div>
