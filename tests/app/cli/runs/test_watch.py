@@ -1,5 +1,6 @@
 """Commands that follow runs: `anneal runs watch`, `logs` and `events`."""
 
+import gzip
 import json
 import re
 import threading
@@ -21,6 +22,7 @@ from app.contracts.events import (
     SampleEvent,
     StatusEvent,
 )
+from app.infra.storage import Storage
 from tests.app.conftest import Anneal
 from tests.factories import Trainer, mark_run
 from tests.server import ApiServer
@@ -166,6 +168,19 @@ def test_json_is_a_line_for_each_event(anneal: Anneal, trainer: Trainer) -> None
     lines = anneal("runs", "logs", trainer.run_id, "--json", "--tail", "1").stdout.splitlines()
     assert [json.loads(line).get("line") for line in lines] == ["second", None]
     assert anneal("runs", "logs", trainer.run_id, "--grep", "fir").stdout == "first\n"
+
+
+def test_complete_log_is_printed_and_searched(anneal: Anneal, trainer: Trainer, shared_api: ApiServer) -> None:
+    folder = Storage(shared_api.settings).attempt_dir(trainer.run_id, 1)
+    folder.mkdir(parents=True)
+    lines = [f"2026-01-02T03:04:05.678Z stdout info line {number}" for number in range(3)]
+    (folder / "log.txt.gz").write_bytes(gzip.compress("\n".join([*lines, ""]).encode()))
+    assert anneal("runs", "logs", "--all", trainer.run_id).stdout.splitlines() == lines
+    found = anneal("runs", "logs", "--all", trainer.run_id, "--attempt", "1", "--grep", "line 2").stdout
+    assert found.splitlines() == lines[2:]
+    assert "--attempt selects lines" in anneal("runs", "logs", trainer.run_id, "--attempt", "1", code=2).stderr
+    assert "omit --follow" in anneal("runs", "logs", "--all", "-f", trainer.run_id, code=2).stderr
+    assert "has no attempt 2" in anneal("runs", "logs", "--all", "--attempt", "2", trainer.run_id, code=1).stderr
 
 
 def test_events_of_all_runs_are_printed_with_their_cursors(anneal: Anneal, trainer: Trainer) -> None:
