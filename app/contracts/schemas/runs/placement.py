@@ -63,7 +63,7 @@ DeviceCount = Annotated[int, Field(ge=1, le=MOST_DEVICES), COUNT]
 # Without the validator there would be two errors: one for the number and one for the word.
 DevicesAsked = Annotated[
     DeviceCount | Literal["all"],
-    _in_words(f"must be a number from 1 to {MOST_DEVICES:,}, or `all`; a number is written without quotes"),
+    _in_words(f"must be a number from 1 to {MOST_DEVICES:,}, or `all`"),
 ]
 
 
