@@ -72,7 +72,7 @@ def _lanes(service: Stack, stack: ExitStack) -> dict[str, Callable[[], float]]:
     def run(command: list[str], environment: dict[str, str]) -> None:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         stack.callback(process.wait)
-        stack.callback(process.kill)
+        stack.callback(process.terminate)  # killed, some would leave their own processes behind
 
     def timed(send: Callable[[str], str]) -> float:
         name = secrets.token_hex(8)
