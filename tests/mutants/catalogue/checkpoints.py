@@ -16,11 +16,11 @@ _SYNC_FILES = """    for path in _files(staging):
         _sync(folder)
 """
 _RENAME = """    aside = aside or final.with_name(f".{final.name}.old")
-    shutil.rmtree(aside, ignore_errors=True)
+    remove_tree(aside, ignore_errors=True)
     if os.path.lexists(final):
         final.rename(aside)
     staging.rename(final)
-    shutil.rmtree(aside, ignore_errors=True)
+    remove_tree(aside, ignore_errors=True)
 """
 
 MUTANTS = (
@@ -183,7 +183,7 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/training/checkpointing/saver.py",
-                "    except BaseException:\n        shutil.rmtree(staging, ignore_errors=True)\n        raise\n",
+                "    except BaseException:\n        remove_tree(staging, ignore_errors=True)\n        raise\n",
                 "    except BaseException:\n        raise\n",
             ),
         ),
