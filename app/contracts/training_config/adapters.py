@@ -33,6 +33,8 @@ def _init_conflicts(config: TrainingConfig) -> list[FieldError]:
             reasons.append(
                 f"changes the base weights, which method `{method.name}` compares the model with; leave it out"
             )
+    if init in CHANGES_BASE and (embeddings := set(_EMBEDDINGS) & set(config.target_modules or ())):
+        reasons.append(f"needs linear layers, and `target_modules` contains `{min(embeddings)}`; leave that out")
     if init == "loftq" and bits != 4:
         reasons.append("corrects the error of a base in 4 bits, and this base is not; use method `qlora`")
     if init == "loftq" and config.extra.get("model_factory") is not None:
@@ -59,6 +61,9 @@ def _place_conflicts(config: TrainingConfig) -> list[FieldError]:
         if len(set(values)) < len(values):
             twice = next(value for value in values if values.count(value) > 1)
             found.append(field_error(name, "conflict", f"contains {twice} twice; leave one of them out"))
+    if both := set(config.target_modules or ()) & set(config.modules_to_save or ()):
+        message = f"contains `{min(both)}`, which `target_modules` contains too; leave it out of one of them"
+        found.append(field_error("modules_to_save", "conflict", message))
     if config.trainable_token_indices is None:
         return found
     for name in ("target_modules", "modules_to_save"):

@@ -177,6 +177,9 @@ def _optimizer_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldE
         for name in (*unread, *(f"extra.optim_args.{name}" for name in options if name not in optimizer.options))
         if name in given or name.startswith("extra.optim_args.")
     ]
+    if options.get("nesterov") and (not options.get("momentum") or options.get("dampening")):
+        message = "needs `momentum` above 0 and no `dampening`; set those, or leave it out"
+        found.append(field_error("extra.optim_args.nesterov", "conflict", message))
     if not optimizer.projects_gradients:
         return found
     if config.extra.get("optim_target_modules") is None:

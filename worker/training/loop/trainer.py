@@ -20,7 +20,7 @@ from worker.training.context import TrainingContext
 from worker.training.data.dataset import RowIdCollator
 from worker.training.data.preferences import answer_columns
 from worker.training.data.rank_share import RankShareCollator
-from worker.training.failures import TrainingFailure
+from worker.training.failures import TrainingFailure, one_line
 from worker.training.loop import throughput
 from worker.training.loop.actions import Actions
 from worker.training.loop.anomalies import REMEMBERED, Anomaly, AnomalyGuard
@@ -151,7 +151,13 @@ class ServiceTrainerMixin(EvaluationMixin):
             self.sharding.reshard()
         made = hooks.optimizer(self, self.model if model is None else model)
         self.optimizer = self.optimizer if made is None else made
-        return super().create_optimizer(model)
+        try:
+            return super().create_optimizer(model)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            message = (
+                f"The optimizer `{self.run.config.optim}` cannot be used with this configuration: {one_line(error)}"
+            )
+            raise TrainingFailure("config_error", message) from error
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         made = hooks.scheduler(self, num_training_steps, self.optimizer if optimizer is None else optimizer)

@@ -16,7 +16,7 @@ from app.estimator.parameters import CannotTrain
 from worker.checkpoint_files import resume_fidelity
 from worker.training.context import TrainingContext
 from worker.training.data import dataset
-from worker.training.failures import TrainingFailure
+from worker.training.failures import TrainingFailure, one_line
 from worker.training.loop.callbacks import MetricLines, SharingCallback, StepCallback
 from worker.training.loop.histograms import HistogramCallback
 from worker.training.loop.memory import MemoryProfiler
@@ -154,8 +154,8 @@ def build(make: Callable[..., Trains], run: TrainingContext, start: BaseModelSou
     try:
         with loader.unrounded_adapters(run.report.alive):
             trainer = make(run, **options)
-    except ValueError as error:  # TRL and peft reject options with it
-        raise TrainingFailure("config_error", str(error)) from error
+    except (ValueError, TypeError, NotImplementedError) as error:  # TRL and peft reject options with them
+        raise TrainingFailure("config_error", one_line(error)) from error
     trainer.first_values = adapter_init.set_first_values(run, trainer.model, start)
     loader.check_modules(trainer.model, run.config)
     loader.name_base(trainer.model, run.job.base_model.portable_name)

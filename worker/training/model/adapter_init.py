@@ -7,6 +7,7 @@ an output is converted, so that it can be used with the unchanged base.
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from worker.training.model.base_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Ba
 FIRST_VALUES = "initial_adapter.safetensors"
 """File of a checkpoint with the first values of an adapter that changed the base weights."""
 _ADAPTER = "default"
+_ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention, Conv1D)
 
 Values = dict[str, torch.Tensor]
 """Values of an adapter by the names in its file."""
@@ -43,11 +45,13 @@ def adapter_config(
     """Return the configuration of the adapter that a run trains or evaluates on `network`; None without one.
 
     Raises:
-        TrainingFailure: `config_error`: the model has not the layers or tokens that it names.
+        TrainingFailure: `config_error`: the model has not the layers or tokens that it names, or no adapter is possible
+            for them.
     """
     adapter, config = loader.lora_config(run.config, revision, head), run.config
     if adapter is None:
         return None
+    _check_targets(network, config.target_modules or ())
     if config.layers_to_transform is not None:
         _check_layers(network, config.layers_to_transform)
         # peft takes no layers beside `all-linear`.
@@ -82,6 +86,13 @@ def set_first_values(run: TrainingContext, model: Any, base: BaseModelSource) ->
             _correct_quantization(run, model, base)
         return {}
     layers = _adapted_layers(model)
+    others = [name for name, layer in model.named_modules() if isinstance(layer, LoraLayer) and name not in layers]
+    if others:
+        name = others[0].removeprefix("base_model.model.")
+        message = (
+            f"`init_lora_weights: {init}` needs linear layers, and {name} is none: leave it out of `target_modules`."
+        )
+        raise TrainingFailure("config_error", message)
     if source is None:
         for name, layer in layers.items():
             if layer.lora_A[_ADAPTER].weight.shape[0] < layer.r[_ADAPTER]:
@@ -198,6 +209,24 @@ def _check_layers(network: PreTrainedModel, layers: list[int]) -> None:
             "config_error",
             f"`layers_to_transform`: this model has {count} layers, 0 to {count - 1}, and so no "
             f"{', '.join(map(str, above[:10]))}.",
+        )
+
+
+def _check_targets(network: PreTrainedModel, names: Sequence[str]) -> None:
+    """Reject modules that cannot have an adapter; what matches nothing is found once the adapter exists."""
+    for name in names:
+        matching = [module for place, module in network.named_modules() if place == name or place.endswith(f".{name}")]
+        unfit = next((module for module in matching if not isinstance(module, _ADAPTABLE)), None)
+        if unfit is None:
+            continue
+        inner = sorted(
+            {place.rpartition(".")[2] for place, part in unfit.named_modules() if isinstance(part, _ADAPTABLE)}
+        )
+        advice = f"name those in it ({', '.join(inner[:12])})" if inner else "leave it out"
+        raise TrainingFailure(
+            "config_error",
+            f"`target_modules`: `{name}` is a {type(unfit).__name__}, and adapters are for linear layers, embeddings "
+            f"and convolutions: {advice}.",
         )
 
 

@@ -31,11 +31,17 @@ LOFTQ = {"init_lora_weights": "loftq"}
             "method `dpo` compares the model with",
         ),
         ({"method": "lora", "use_dora": True, **PISSA}, "init_lora_weights", "`use_dora`"),
+        ({"method": "lora", "target_modules": ["wte"], **PISSA}, "init_lora_weights", "contains `wte`"),
         ({"method": "lora", **LOFTQ}, "init_lora_weights", "use method `qlora`"),
         ({"method": "qlora", "load_in_8bit": True, **LOFTQ}, "init_lora_weights", "use method `qlora`"),
         ({"method": "lora", "lora_r": 7, "init_lora_weights": "orthogonal"}, "init_lora_weights", "even `lora_r`"),
         ({"method": "full", **PISSA}, "init_lora_weights", "only to adapters"),
         ({"method": "full", "layers_to_transform": [1]}, "layers_to_transform", "only to adapters"),
+        (
+            {"method": "lora", "target_modules": ["q_proj", "v_proj"], "modules_to_save": ["q_proj"]},
+            "modules_to_save",
+            "contains `q_proj`, which `target_modules` contains too",
+        ),
         ({"method": "lora", "layers_to_transform": [1, 2, 1]}, "layers_to_transform", "contains 1 twice"),
         (
             {"method": "lora", "trainable_token_indices": [1], "modules_to_save": ["embed_tokens"]},

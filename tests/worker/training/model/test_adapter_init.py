@@ -111,6 +111,14 @@ def test_loftq_starts_closer_to_the_unquantized_base_than_the_quantized_one(
     ("fields", "sentence"),
     [
         ({"init_lora_weights": "pissa", "lora_r": 2048}, "`lora_r` is 2048, and `init_lora_weights: pissa` needs"),
+        ({"target_modules": ["mlp"]}, "`mlp` is a LlamaMLP, and adapters are for linear layers, embeddings"),
+        ({"target_modules": ["mlp"]}, "name those in it (down_proj, gate_proj, up_proj)"),
+        ({"target_modules": ["q_proj", "input_layernorm"]}, "`input_layernorm` is a LlamaRMSNorm"),
+        ({"init_lora_weights": "pissa", "target_modules": ["embed_tokens"]}, "embed_tokens is none: leave it out"),
+        (
+            {"optim": "sgd", "extra": {"optim_args": {"nesterov": True}}},
+            "`extra.optim_args.nesterov` needs `momentum` above 0",
+        ),
         ({"layers_to_transform": [0, 77]}, "has 2 layers, 0 to 1, and so no 77"),
         ({"trainable_token_indices": [9_000_000]}, "so none for 9000000"),
     ],
