@@ -134,9 +134,8 @@ class EventWriter:
                     return
             pause = FLUSH_SECONDS
             try:
-                if self._has_room():
-                    self._flush()
-                else:
+                self._flush()
+                if self._is_short:
                     pause = _NO_ROOM_PAUSE_SECONDS
             except SQLAlchemyError as error:
                 if not is_away(error):
@@ -152,9 +151,13 @@ class EventWriter:
                 self._changed.wait_for(lambda: self._over, pause)
 
     def _has_room(self) -> bool:
-        """Return False while the embedded database has no room: it stops when its own writes find none."""
+        """Return False while the embedded database has no room: it stops when its own writes find none.
+
+        True in a worker that is to end: what waits would be lost with it, and the reserve has room for that.
+        """
         reserve = self._context.database_reserve
-        shortage = reserve.shortage() if reserve is not None else None
+        is_ending = self._context.draining.is_set()
+        shortage = reserve.shortage() if reserve is not None and not is_ending else None
         if shortage and not self._is_short:
             log.warning("%s: what the run reports waits, because %s", self._run.id, shortage)
         self._is_short = shortage is not None
@@ -166,8 +169,8 @@ class EventWriter:
             self._changed.notify_all()
 
     def _flush(self) -> None:
-        """Store what waits: events in batches, each change of the run in its own transaction."""
-        while batch := self._next():
+        """Store what waits, while there is room: events in batches, each change of the run in its own transaction."""
+        while self._has_room() and (batch := self._next()):
             first = batch[0]
             if isinstance(first, RunUpdate):
                 self._apply(first)

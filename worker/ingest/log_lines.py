@@ -101,11 +101,12 @@ class LogLines:
         if self._refilled is not None:
             self._tokens = min(self._burst, self._tokens + max(now - self._refilled, 0.0) * self._rate)
         self._refilled = now
-        if shortage := self._shortage():
-            return self._leave_out(shortage)
         # After a flood, output resumes with a second's worth of lines, not one by one with a note before each.
         if self._tokens < (min(self._burst, max(self._rate, 1.0)) if self._left_out else 1.0):
             return self._leave_out(f"more than {self._rate:g} a second")
+        # Only now: in a flood, to look at the disk for each line would take as long as the lines themselves.
+        if shortage := self._shortage():
+            return self._leave_out(shortage)
         self._tokens -= 1
         return [*self._note_left_out(), line]
 

@@ -11,8 +11,10 @@ import pytest
 from app.config import Settings
 from app.infra.db import sync_engine
 from app.infra.files.disk_space import DatabaseReserve
+from app.runs.events.log import NewEvent
 from tests.waiting import eventually
 from tests.worker.ingest.test_record_handler import Lab
+from worker.ingest.spool import RunUpdate
 
 
 @pytest.fixture
@@ -75,3 +77,28 @@ def test_without_room_events_wait_and_are_stored_in_order_once_there_is_some(
     monkeypatch.setattr(os, "statvfs", disk_with(free=2**40))
     eventually(lambda: len(metrics(lab)) == 3)
     assert metrics(lab) == [1, 2, 3]
+
+
+def test_room_that_runs_out_while_waiting_events_are_stored_ends_that(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    little, enough = disk_with(free=50 * 2**20), disk_with(free=2**40)
+    disk = [little]
+    monkeypatch.setattr(os, "statvfs", lambda path: disk[-1](path))
+    first, second = (NewEvent.of("metric", float(step), {"step": step, "loss": 1.0}) for step in (1, 2))
+    lab.writer.put(RunUpdate(lambda _: disk.append(little), first))
+    lab.writer.put(second)
+    eventually(lambda: caplog.text.count("what the run reports waits") == 1)
+    disk.append(enough)
+    eventually(lambda: caplog.text.count("what the run reports waits") == 2)
+    assert metrics(lab) == [1]
+
+
+def test_what_waits_in_a_worker_that_is_to_end_is_stored_in_the_reserve(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "statvfs", disk_with(free=50 * 2**20))
+    lab.says("metric", step=1, loss=1.0)
+    eventually(lambda: "what the run reports waits" in caplog.text)
+    lab.draining.set()
+    eventually(lambda: metrics(lab) == [1])
