@@ -22,12 +22,12 @@ class ClockWatch:
     _last: tuple[float, float] | None = None
     """Bounds of the difference between the wall clock and the monotonic one when they were last compared."""
 
-    def observe(self, wall: datetime, asked: float, answered: float) -> float:
+    def observe(self, wall: datetime, sent: float, answered: float) -> float:
         """Compare the clocks: `wall` was read between two monotonic times. Returns the seconds by which it was set.
 
         0.0 for the first reading, and while the clock was not set.
         """
-        bounds = (wall.timestamp() - answered, wall.timestamp() - asked)
+        bounds = (wall.timestamp() - answered, wall.timestamp() - sent)
         last, self._last = self._last, bounds
         if last is None:
             return 0.0

@@ -115,10 +115,10 @@ class Pruning:
             await turn.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
             if not await turn.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": _LOCK}):
                 return PruneResult(is_busy=True)
-            asked = time.monotonic()
+            sent = time.monotonic()
             self._now = (await turn.execute(select(func.clock_timestamp()))).scalar_one()
             if self._clock_watch is not None:
-                change = self._clock_watch.observe(self._now, asked, time.monotonic())
+                change = self._clock_watch.observe(self._now, sent, time.monotonic())
                 if change != 0.0:
                     log.warning("nothing is pruned now: the clock of the database's host was set by %+.0f s", change)
                     return PruneResult()
@@ -346,9 +346,9 @@ def in_background(engine: AsyncEngine, storage: Storage, settings: Settings) -> 
             try:
                 await deletion.delete_remaining_data(sessions, storage)
                 async with sessions() as session:
-                    asked = time.monotonic()
+                    sent = time.monotonic()
                     now = (await session.execute(select(func.clock_timestamp()))).scalar_one()
-                    clock_watch.observe(now, asked, time.monotonic())
+                    clock_watch.observe(now, sent, time.monotonic())
                 await asyncio.sleep(_WATCH_SECONDS)
                 found = await Pruning(engine, storage, Policy.of(settings), clock_watch=clock_watch).all()
                 if found != PruneResult() and not found.is_busy:

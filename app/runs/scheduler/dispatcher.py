@@ -150,8 +150,8 @@ class Dispatcher:
         """
         now = time.monotonic()
         moved = None
-        if self._clock_change is not None:
-            await self._job("following the clock", self._follow_clock)
+        if self._clock_change is not None and await self._job("following the clock", self._follow_clock):
+            self._clock_change = None
         if self._may_reap():
             moved = await self._job("reaping lost runs", self._reap)
         if self._may_reap():
@@ -176,14 +176,14 @@ class Dispatcher:
 
     async def _job(self, what: str, job: Callable[[AsyncConnection], Awaitable[T]]) -> T | None:
         """Run one job in its own transaction; return None if another replica has the lock, or it failed."""
-        asked = time.monotonic()
+        sent = time.monotonic()
         try:
             async with self._engine.begin() as connection:
                 turn = (await connection.execute(_TURN, {"key": _LOCK})).one()
-                if self._is_late(asked) or self._is_clock_set(turn.now, asked):
+                if self._is_late(sent) or self._is_clock_set(turn.now, sent):
                     return None
                 done = await job(connection) if turn.is_mine else None
-            self._is_late(asked)
+            self._is_late(sent)
             return done
         except Exception as error:
             if _is_absence(error):
@@ -192,16 +192,16 @@ class Dispatcher:
                 log.exception("dispatcher: %s failed, trying again", what)
             return None
 
-    def _is_late(self, asked: float) -> bool:
+    def _is_late(self, sent: float) -> bool:
         """Return True if the server answered so late that renewals may have waited too; grant grace then."""
-        is_late = time.monotonic() - asked > self._lease / 2
+        is_late = time.monotonic() - sent > self._lease / 2
         if is_late:
             self._grant_grace("it took too long to answer")
         return is_late
 
-    def _is_clock_set(self, now: datetime, asked: float) -> bool:
+    def _is_clock_set(self, now: datetime, sent: float) -> bool:
         """Return True if the clock of the database's host was set; leases, which it counts, then have one of grace."""
-        change = self._clock_watch.observe(now, asked, time.monotonic())
+        change = self._clock_watch.observe(now, sent, time.monotonic())
         if change == 0.0:
             return False
         self._clock_change = (self._clock_change or 0.0) + change
@@ -210,10 +210,10 @@ class Dispatcher:
         log.warning("dispatcher: the clock of the database's host was set by %+.0f s; no run counts as lost", change)
         return True
 
-    async def _follow_clock(self, connection: AsyncConnection) -> None:
+    async def _follow_clock(self, connection: AsyncConnection) -> bool:
         for statement in clock_changes.follow_clock(self._lease, self._clock_change or 0.0):
             await connection.execute(statement)
-        self._clock_change = None
+        return True
 
     def _may_reap(self) -> bool:
         return self._clock_change is None and time.monotonic() >= self._no_reap_before

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from app.config import Settings
@@ -130,6 +130,24 @@ class TestALease:
         await follow_clock(dispatcher)
         with engine.begin() as connection:
             assert connection.execute(parts.renew(run, row.lease_epoch, 1, 60)).all() != []
+
+    async def test_is_corrected_in_the_next_round_if_the_commit_fails(
+        self, dispatcher: Dispatcher, own: AsyncEngine, engine: Engine, settings: Settings, set_clock: SetClock
+    ) -> None:
+        add_run(engine)
+        claim(engine, add_worker(engine), lease=settings.lease_seconds)
+        set_clock("-1 hour")
+        await dispatcher.round()
+
+        def fail(_: object) -> None:
+            raise RuntimeError("the connection is lost")
+
+        event.listen(own.sync_engine, "commit", fail, once=True)
+        for is_corrected in (False, True):
+            await dispatcher.round()
+            with engine.connect() as connection:
+                left = connection.scalar(text("SELECT extract(epoch FROM lease_expires_at - now()) FROM runs"))
+            assert (float(left) <= settings.lease_seconds) is is_corrected
 
 
 class TestAPendingRun:
