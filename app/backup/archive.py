@@ -222,8 +222,11 @@ class ArchiveReader:
         for number, line in enumerate(self._lines(INVENTORY, self.manifest.inventory_sha256)):
             try:
                 entry = FileEntry(**json.loads(line))
+                numbers = (entry.bytes, entry.mtime_ns, entry.mode)
+                if not all(isinstance(number, int) and abs(number) < 2**63 for number in numbers):
+                    raise ValueError(line)
                 refuse_outside(entry.path)
-            except (ValueError, TypeError, OutsideStorage, AttributeError):
+            except (ValueError, TypeError, OutsideStorage, AttributeError, RecursionError):
                 raise self.damaged("its list of files is not valid") from None
             yield entry, self._verified(entry, f"files/{number:08}")
 

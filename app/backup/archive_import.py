@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, select, text
-from sqlalchemy.exc import DataError, IntegrityError
+from sqlalchemy.exc import DataError, IntegrityError, OperationalError
 
 from app.backup.archive import ArchiveReader
 from app.backup.contents import Contents, find_problems
@@ -141,11 +141,18 @@ class ImportJob:
                     remove_tree(target, ignore_errors=True)  # of an import that was killed: the database has none
                     promoted.append(target)
                     self._storage.promote(source, target)
-            connection.commit()
         except BaseException:
             for target in promoted:
                 remove_tree(target, ignore_errors=True)
             raise
+        try:
+            connection.commit()
+        except OperationalError as error:  # it may have succeeded, so the files stay
+            reason = str(error.orig).partition("\n")[0]
+            raise SetupError(
+                f"The database stopped answering at the end of the import ({reason}): import again, which adds what is "
+                "not there."
+            ) from None
 
     def _find_new(self, connection: Connection) -> None:
         conflicts: list[str] = []
@@ -172,9 +179,9 @@ class ImportJob:
                 f"{named}. Nothing was imported: export without them (`--run`, `--experiment`), or delete them here."
             )
         deleting = select(RunDeletion.run_id).where(RunDeletion.run_id.in_(self._new[RUNS]))
-        if found := list(connection.scalars(deleting)):
+        if deleted := list(connection.scalars(deleting)):
             raise SetupError(
-                f"{found[0]} was deleted here, and its files are still being removed: import again in a few minutes."
+                f"{deleted[0]} was deleted here, and its files are still being removed: import again in a few minutes."
             )
 
     def _checked_rows(self, table: ArchivedTable, prefix: str) -> Iterator[dict[str, Any]]:
@@ -218,10 +225,10 @@ class ImportJob:
 
     def _new_rows(self, table: ArchivedTable) -> Iterator[str]:
         is_own = table in _PREFIXES
-        wanted, known = self._new[table if is_own else RUNS], self._ids.get(table if is_own else RUNS, set())
+        new, known = self._new[table if is_own else RUNS], self._ids.get(table if is_own else RUNS, set())
         for row in self._parsed(table):
             owner = row[table.owner]
-            if owner in wanted:
+            if owner in new:
                 if table.name == "checkpoints" and _CHECKPOINT.fullmatch(str(row.get("name"))) is None:
                     raise self._archive.damaged(f"a checkpoint of {owner} has another name")
                 yield json.dumps(row, separators=(",", ":"))
@@ -272,11 +279,11 @@ class ImportJob:
         return files
 
     def _is_new(self, path: str) -> bool:
-        kind, id, *rest = path.split("/")
+        kind, *below = path.split("/")
         table = {"datasets": DATASETS, "runs": RUNS}.get(kind)
-        if table is None or not 0 < len(rest) <= _MAX_DEPTH or id not in self._ids[table]:
+        if table is None or not 2 <= len(below) <= _MAX_DEPTH or below[0] not in self._ids[table]:
             raise self._archive.damaged(f"{path[:200]!r} belongs to no run or dataset of it")
-        return id in self._new[table]
+        return below[0] in self._new[table]
 
     def _folders(self, root: Path) -> Iterator[tuple[Path, Path]]:
         """Yield the folder of each new dataset and run that has files, and its place in the storage."""

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import select, text, update
+from sqlalchemy import Connection, select, text, update
+from sqlalchemy.exc import OperationalError
 
 from app.backup.archive_import import ImportedArchive, ImportJob
 from app.backup.export import CreatedArchive, ExportJob
@@ -166,6 +167,23 @@ def test_import_that_is_interrupted_leaves_nothing_and_can_be_repeated(
     assert import_into(target, archive).added["runs"] == 1
 
 
+def test_import_whose_commit_was_answered_by_an_error_has_its_files_and_can_be_repeated(
+    ended: Service, archive: Path, target: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = Connection.commit
+
+    def commit_and_lose_the_answer(connection: Connection) -> None:
+        commit(connection)
+        raise OperationalError("COMMIT", {}, Exception("server closed the connection unexpectedly"))
+
+    with monkeypatch.context() as patched, pytest.raises(SetupError, match="import again"):
+        patched.setattr(Connection, "commit", commit_and_lose_the_answer)
+        import_into(target, archive)
+    assert Storage(target).journal(ended.run_id).exists()
+    again = import_into(target, archive)
+    assert again.added["runs"] == 0 and again.problems == []
+
+
 def members_of(archive: Path) -> Members:
     with tarfile.open(archive) as tar:
         return {info.name: tar.extractfile(info).read() for info in tar}  # type: ignore[union-attr]
@@ -225,6 +243,10 @@ HOSTILE: dict[str, tuple[Callable[[Members], None], str]] = {
     "other run": (path_of_first_file("runs/run_01k00000000000000000000000/x"), "belongs to no run or dataset"),
     "deep path": (path_of_first_file("runs/RUN/" + "a/" * 900 + "b"), "belongs to no run or dataset"),
     "long name": (path_of_first_file("runs/RUN/" + "a" * 300), "name too long"),
+    "folder of all runs": (path_of_first_file("runs"), "belongs to no run or dataset"),
+    "number as text": (edit("files.jsonl", mode="rwx"), "list of files is not valid"),
+    "time": (edit("files.jsonl", mtime_ns=10**30), "list of files is not valid"),
+    "nested entry": (lambda members: members.update({"files.jsonl": b"[" * 100_000 + b"\n"}), "list of files is not"),
     "other size": (edit("files.jsonl", bytes=10**15), "space beside ANNEAL_DISK_RESERVE_BYTES"),
     "other digest": (edit("files.jsonl", sha256="0" * 64), "has other contents"),
     "extension": (edit("rows/datasets.jsonl", extension="/../../../evil"), "another file type"),
