@@ -47,10 +47,13 @@ def _empty(top: int, errors: list[OSError]) -> None:
                 below = os.open(name, _FOLDER, dir_fd=top)
                 try:
                     for inner in os.listdir(below):  # noqa: PTH208
-                        if _is_folder(inner, below):
-                            os.rename(inner, next(moved_names), src_dir_fd=below, dst_dir_fd=top)
-                        else:
+                        if not _is_folder(inner, below):
                             os.unlink(inner, dir_fd=below)
+                            continue
+                        try:
+                            os.rmdir(inner, dir_fd=below)  # an empty folder that is read-only cannot be moved
+                        except OSError:
+                            os.rename(inner, next(moved_names), src_dir_fd=below, dst_dir_fd=top)
                 finally:
                     os.close(below)
                 os.rmdir(name, dir_fd=top)

@@ -40,6 +40,17 @@ def test_a_folder_of_any_depth_is_removed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_empty_folder_that_cannot_be_moved_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "top" / "a" / "read-only").mkdir(parents=True)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")  # as for a folder without write permission, except for root
+
+    monkeypatch.setattr(os, "rename", refuse)
+    remove_tree(tmp_path / "top")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_links_are_removed_and_not_followed(tmp_path: Path) -> None:
     kept = tmp_path / "kept" / "file"
     kept.parent.mkdir()
