@@ -81,25 +81,25 @@ def text(folder: FileFolder, files: Sequence[tuple[str, int]]) -> Iterator[bytes
         yield from _decompressed(folder.pieces(path, size))
 
 
-def matching_lines(pieces: Iterator[bytes], wanted: str) -> Iterator[bytes]:
-    """Yield for each piece its lines whose text contains `wanted`, with their line ends; empty if there are none.
+def matching_lines(pieces: Iterator[bytes], phrase: str) -> Iterator[bytes]:
+    """Yield for each piece its lines whose text contains `phrase`, with their line ends; empty if there are none.
 
     Raises:
         OSError, StoreUnavailable: A file cannot be read, or has more text than any complete log.
     """
-    needle = wanted.encode(errors="replace")
+    needle = phrase.encode(errors="replace")
     for lines in _lines(_limited(pieces)):
         is_possible = needle in lines
         yield b"".join(line for line in lines.splitlines(True) if needle in _text_of(line)) if is_possible else b""
 
 
-def search(folder: FileFolder, wanted: str, levels: Sequence[str] | None, stream: str | None) -> SearchResult:
-    """Return the lines whose text contains `wanted`, filtered by level and stream (None: any)."""
+def search(folder: FileFolder, phrase: str, levels: Sequence[str] | None, stream: str | None) -> SearchResult:
+    """Return the lines whose text contains `phrase`, filtered by level and stream (None: any)."""
     newest: deque[CompleteLogLine] = deque(maxlen=MOST_HITS)
     matches, problem = 0, None
     try:
-        for found in matching_lines(text(folder, files_of(folder)), wanted):
-            for line in found.splitlines():
+        for lines in matching_lines(text(folder, files_of(folder)), phrase):
+            for line in lines.splitlines():
                 hit = _parsed(line)
                 if (levels is None or hit.level in levels) and (stream is None or hit.stream == stream):
                     matches += 1
