@@ -1,6 +1,7 @@
 """Promises about the audit list: no change without a line of who made it, and in no line what was sent."""
 
 import json
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -93,13 +94,14 @@ def test_refused_calls_are_listed_and_those_that_change_nothing_are_not(api: Api
 def test_of_many_calls_of_a_key_that_change_nothing_only_some_are_listed_and_every_change_is(
     api: ApiServer, settings: Settings
 ) -> None:
+    began = time.monotonic()
     for _ in range(150):
         assert api.client.patch("/v1/nothing", json={}).status_code == 404
     assert api.client.post("/v1/experiments", json={"name": "made"}).status_code == 201
     with psycopg.connect(str(settings.database_url)) as connection:
         count = "SELECT count(*) FILTER (WHERE status = 404), count(*) FILTER (WHERE status = 201) FROM audit_log"
         refused, made = connection.execute(count).fetchone() or (0, 0)
-    assert 90 <= refused <= 130 and made == 1
+    assert 90 <= refused <= 101 + time.monotonic() - began and made == 1
 
 
 def test_every_call_that_changes_something_writes_it_in_its_own_transaction(settings: Settings) -> None:
