@@ -199,6 +199,11 @@ class ArchiveReader:
                 ) from None
             raise self.damaged("its description is not valid") from None
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the rows of all tables."""
+        return sum(member.bytes for name, member in self._members.items() if name.startswith("rows/"))
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()

@@ -25,6 +25,7 @@ from app.datasets.service import EXTENSION
 from app.infra.clock import utc_now
 from app.infra.db import sync_engine
 from app.infra.errors import SetupError
+from app.infra.files.disk_space import DatabaseReserve
 from app.infra.files.tree import remove_tree
 from app.infra.files.untrusted_folder import create_below
 from app.infra.ids import id_at, is_id
@@ -47,6 +48,8 @@ _MAX_DEPTH = 32
 _BATCH_ROWS = 1000
 _BATCH_BYTES = 1 << 22
 _MOST_NAMED = 5
+_DATABASE_FACTOR = 3
+"""Bytes that the database needs for each byte of rows: for tables and indexes, and again for its log."""
 
 
 @dataclass
@@ -92,6 +95,7 @@ class ImportJob:
         try:
             self._check_version()
             with open_database(self._settings, self._progress.say) as url:
+                self._database_reserve = DatabaseReserve.of(self._settings.home, url)
                 engine = sync_engine(url, pool_size=0, name="anneal-import", statement_seconds=0)
                 try:
                     with engine.connect() as connection:
@@ -253,6 +257,7 @@ class ImportJob:
                 f"{self._storage.root} has {max(free, 0) / 1e9:,.1f} GB of space beside ANNEAL_DISK_RESERVE_BYTES, but "
                 f"the files have {needed / 1e9:,.1f} GB: make room, or export fewer runs."
             )
+        self._check_database_room(needed)
         root = folder / "files"
         root.mkdir()
         files: dict[str, FileEntry] = {}
@@ -277,6 +282,19 @@ class ImportJob:
         self._give_to_owner_of_storage(root)
         os.sync()
         return files
+
+    def _check_database_room(self, file_bytes: int) -> None:
+        """Raise `SetupError` if the disk of the embedded database is too small for the rows, and the files if on it."""
+        if self._database_reserve is None:
+            return
+        row_bytes = _DATABASE_FACTOR * self._archive.row_bytes
+        is_same_disk = self._storage.root.stat().st_dev == self._settings.home.stat().st_dev
+        least_bytes = self._settings.disk_reserve_bytes + row_bytes + (file_bytes if is_same_disk else 0)
+        if shortage := self._database_reserve.shortage(least_bytes):
+            raise SetupError(
+                f"Nothing was imported, because {shortage}, and the rows need up to {row_bytes / 1e9:,.1f} GB there: "
+                "make room, or export fewer runs."
+            )
 
     def _is_new(self, path: str) -> bool:
         kind, *below = path.split("/")

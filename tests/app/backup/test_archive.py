@@ -2,11 +2,13 @@
 
 import io
 import json
+import os
 import re
 import tarfile
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -182,6 +184,24 @@ def test_import_whose_commit_was_answered_by_an_error_has_its_files_and_can_be_r
     assert Storage(target).journal(ended.run_id).exists()
     again = import_into(target, archive)
     assert again.added["runs"] == 0 and again.problems == []
+
+
+def test_import_for_which_the_disk_of_the_embedded_database_has_no_room_changes_nothing(
+    archive: Path, target: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (target.home / "postgres").mkdir(parents=True)
+    (target.home / "embedded.json").write_text(json.dumps({"database_url": target.database_url}))
+    statvfs = os.statvfs
+
+    def almost_full(path: Any) -> Any:
+        almost = SimpleNamespace(f_files=0, f_blocks=2**30, f_bavail=64 * 2**20 // 4096, f_frsize=4096)
+        return almost if Path(path) == target.home / "postgres" else statvfs(path)
+
+    with monkeypatch.context() as patched, pytest.raises(SetupError, match="the disk of the database has only"):
+        patched.setattr(os, "statvfs", almost_full)
+        import_into(target, archive)
+    assert not list((target.storage_root / "staging").iterdir())
+    assert import_into(target, archive).added["runs"] == 1
 
 
 def members_of(archive: Path) -> Members:
