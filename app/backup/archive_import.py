@@ -151,8 +151,8 @@ class ImportJob:
             raise
         try:
             connection.commit()
-        except OperationalError as error:  # it may have succeeded, so the files stay
-            reason = str(error.orig).partition("\n")[0]
+        except OperationalError as lost:  # it may have succeeded, so the files stay
+            reason = str(lost.orig).partition("\n")[0]
             raise SetupError(
                 f"The database stopped answering at the end of the import ({reason}): import again, which adds what is "
                 "not there."
