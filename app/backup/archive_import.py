@@ -18,6 +18,7 @@ from app.backup.contents import Contents, find_problems
 from app.backup.home_database import open_database
 from app.backup.layout import FileEntry, Problem
 from app.backup.progress import Progress
+from app.backup.shown_values import invalid_column
 from app.backup.tables import DATASETS, EVENTS, EXPERIMENTS, KEYS, RUNS, TABLES, ArchivedTable
 from app.config import Settings
 from app.contracts.run_status import TERMINAL
@@ -235,6 +236,8 @@ class ImportJob:
             if owner in new:
                 if table.name == "checkpoints" and _CHECKPOINT.fullmatch(str(row.get("name"))) is None:
                     raise self._archive.damaged(f"a checkpoint of {owner} has another name")
+                if (column := invalid_column(table.name, row)) is not None:
+                    raise self._archive.damaged(f"{column} of a row of {table.name} is not valid")
                 yield json.dumps(row, separators=(",", ":"))
             elif owner not in known and table is not KEYS:
                 raise self._archive.damaged(f"a row of {table.name} belongs to no run of it")
