@@ -132,6 +132,7 @@ def _help(noun: str) -> str:
     return f"{noun.capitalize()}: its id or the beginning of it, its name, or `last` for the newest."
 
 
+complete_dataset = _complete("dataset")
 RunId = Annotated[
     str,
     typer.Argument(metavar="RUN", help=_help("run"), callback=_resolve("run"), autocompletion=_complete("run")),
@@ -159,21 +160,21 @@ ParentId = Annotated[
 DatasetId = Annotated[
     str,
     typer.Argument(
-        metavar="DATASET", help=_help("dataset"), callback=_resolve("dataset"), autocompletion=_complete("dataset")
+        metavar="DATASET", help=_help("dataset"), callback=_resolve("dataset"), autocompletion=complete_dataset
     ),
 ]
 OfDataset = Annotated[
     str | None,
     typer.Option(
         "--dataset", help="Only runs on this dataset.", callback=_resolve("dataset"),
-        autocompletion=_complete("dataset"),
+        autocompletion=complete_dataset,
     ),
 ]  # fmt: skip
 Sources = Annotated[
     list[str],
     typer.Argument(
         metavar="DATASET[:WEIGHT]…", help="Datasets of one format. Weights: for all of them or for none.",
-        autocompletion=_complete("dataset"),
+        autocompletion=complete_dataset,
     ),
 ]  # fmt: skip
 ExperimentId = Annotated[

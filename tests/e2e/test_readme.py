@@ -116,6 +116,16 @@ def test_pasted_lines_end_in_a_sentence_without_the_hub_and_work_with_a_model_ma
         stack.client.post(f"/v1/runs/{run_id}/stop", json={"mode": "discard"})
 
 
+@pytest.mark.parametrize("page", [README, QUICKSTART])
+def test_line_for_the_first_metric_passes_over_the_cursor_of_a_run_that_starts_slowly(page: str) -> None:
+    (filtering,) = re.findall(r"types=metric,error,end\" \| (grep .*)", page)
+    stream = (
+        'retry: 2000\n\nid: 8\nevent: cursor\ndata: {"seq":8}\n\nid: 9\nevent: metric\ndata: {"seq":9,"loss":2.5}\n\n'
+    )
+    done = subprocess.run(["bash", "-c", filtering], input=stream, text=True, capture_output=True, check=True)
+    assert done.stdout.splitlines() == ["event: metric", 'data: {"seq":9,"loss":2.5}']
+
+
 @pytest.mark.full
 def test_quickstart_runs(stack: TrainingStack, tmp_path: Path) -> None:
     output = _run(QUICKSTART, stack, tmp_path)

@@ -1,11 +1,13 @@
 """Command `anneal eval`."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from app.cli.console import AsJson, connected, details, document, note
-from app.cli.names import DatasetId, id_of_run, id_within, run_or_other
+from app.cli.names import complete_dataset, id_of_run, id_within, run_or_other
+from app.cli.runs.run_request import dataset_of
 from app.cli.runs.state_text import status_text
 
 commands = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -21,7 +23,14 @@ def evaluate(
             callback=run_or_other,
         ),
     ],
-    dataset_id: DatasetId,
+    dataset: Annotated[
+        str,
+        typer.Argument(
+            metavar="DATASET",
+            help="Dataset: its id, its name, `last`, or a local file, which is uploaded unless one with its content was.",
+            autocompletion=complete_dataset,
+        ),
+    ],
     checkpoint: Annotated[
         str | None,
         typer.Option("--checkpoint", help="Checkpoint of the run: its id or the beginning of it, or `last`."),
@@ -40,7 +49,7 @@ def evaluate(
 ) -> None:
     """Evaluate a model on a dataset and print the metrics. Exit code: 0 completed, 3 failed, 4 stopped.
 
-    Example: `anneal eval run_01k3x9m6q2v8s4t0w7y5z1a3b6 heldout --set max_eval_rows=500`
+    Example: `anneal eval run_01k3x9m6q2v8s4t0w7y5z1a3b6 heldout.jsonl --set max_eval_rows=500`
     """
     from app.cli.runs import run_file
     from app.cli.runs.watch import continue_on_interrupt, exit_code
@@ -51,7 +60,7 @@ def evaluate(
         config = run_file.change({}, [one.removeprefix("config.") for one in sets or []])
         body: dict[str, Any] = {
             "model": model,
-            "dataset_id": dataset_id,
+            "dataset_id": dataset_of(client, dataset, Path()),
             "resources": config.pop("resources", {}),
             "config": config,
             "name": name,

@@ -25,6 +25,7 @@ def create(
     qlora: Qlora = False,
     lora: Lora = False,
     full: Full = False,
+    name: Annotated[str | None, typer.Option(help="Name of the run. Default: method and model.")] = None,
     sets: Set = None,
     watch: Watch = False,
     as_json: AsJson = False,
@@ -38,7 +39,10 @@ def create(
     """
     options = RunOptions.of(file, model, dataset, method, sets, qlora=qlora, lora=lora, full=full)
     with connected() as client:
-        print_or_watch(client, client.runs.create(options.body(client)), watch, as_json)
+        body = options.body(client)
+        if name is not None:
+            body["name"] = name
+        print_or_watch(client, client.runs.create(body), watch, as_json)
 
 
 def print_or_watch(client: "Anneal", run: "RunRead", watch: bool, as_json: bool) -> None:

@@ -106,17 +106,18 @@ def with_ids(client: "Anneal", body: dict[str, Any], folder: Path) -> dict[str, 
     resolved = dict(body)
     for field in ("dataset_id", "eval_dataset_id"):
         if isinstance(text := body.get(field), str):
-            resolved[field] = _dataset_of(client, text, folder)
+            resolved[field] = dataset_of(client, text, folder)
     if isinstance(extra := body.get("extra_eval_datasets"), dict):
         resolved["extra_eval_datasets"] = {
-            name: _dataset_of(client, text, folder) if isinstance(text, str) else text for name, text in extra.items()
+            name: dataset_of(client, text, folder) if isinstance(text, str) else text for name, text in extra.items()
         }
     if isinstance(text := body.get("experiment_id"), str):
         resolved["experiment_id"] = id_of_experiment(text)
     return resolved
 
 
-def _dataset_of(client: "Anneal", text: str, folder: Path) -> str:
+def dataset_of(client: "Anneal", text: str, folder: Path) -> str:
+    """Return the id of the dataset that `text` names; a local file, relative to `folder`, is uploaded once."""
     if is_id(text, "ds"):
         return text
     path = folder / Path(text).expanduser()

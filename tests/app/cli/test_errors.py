@@ -77,6 +77,7 @@ def test_sentences_name_commands_and_no_calls_of_http(anneal: Anneal) -> None:
     reference = (ROOT / "docs" / "reference" / "errors.md").read_text()
     cells = [cell for line in reference.splitlines() if line.startswith("| `") for cell in line.split("|")[2:]]
     said = [in_commands(cell) for cell in cells if "curl" not in cell]
+    assert in_commands("use an id of GET …/checkpoints") == "use an id of `anneal runs checkpoints`"
     assert len(said) > 100
     left = [cell for cell in said if re.search(r"\b(GET|POST|PUT|PATCH|DELETE) |/v1/|`\?\w+=", cell)]
     assert left == []

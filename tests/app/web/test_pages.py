@@ -117,6 +117,9 @@ class TestCompare:
         expect(page.get_by_role("figure", name=re.compile("Train loss: one 0.5"))).to_be_visible()
         steps(first, *range(3, 9))
         expect(page.get_by_role("figure", name=re.compile("Train loss: one 0.125"))).to_be_visible()
+        expect(page.get_by_text("No run has the curve “Eval loss”.")).to_be_visible()
+        widths = page.locator(".charts > *").evaluate_all("boxes => boxes.map((box) => box.offsetWidth)")
+        assert len(widths) == 2 and len(set(widths)) == 1, widths
 
     def test_marks_the_best_of_results_that_differ_and_shows_other_resources(
         self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
@@ -206,7 +209,10 @@ class TestNewRun:
         expect(page.locator("#field-lora_r")).to_have_value("")
         page.locator("#field-lora_r").fill("none")
         page.locator("#field-learning_rate").fill("many")
-        expect(page.get_by_text("This is not a number.")).to_be_visible()
+        checks = page.get_by_role("region", name="Checks")
+        for place in (page.locator(".f", has=page.locator("#field-learning_rate")), checks):
+            expect(place).to_contain_text("This is not a number.")
+        expect(checks).not_to_contain_text("Choose a base model")
         expect(page.get_by_role("button", name="Start the run")).to_be_disabled()
         page.locator("#field-learning_rate").fill("2e-4")
         page.get_by_text("Placement and restarts").click()

@@ -55,7 +55,7 @@ async function show(path) {
   const moved = shown.value !== null;
   const view = module && route
     ? html`<${module.default} ...${route.params} />`
-    : html`<h1>Not found</h1><section class="box"><${Empty} title="There is no page at this address."><p class="muted">Check the address, or start from the list of runs.</p><p><a class="btn" href="/">All runs</a></p><//></section>`;
+    : html`<div class="head"><h1>Not found</h1></div><section class="box"><${Empty} title="There is no page at this address."><p class="muted">Check the address, or start from the list of runs.</p><p><a class="btn" href="/">All runs</a></p><//></section>`;
   shown.value = { key: path, view };
   if (moved) requestAnimationFrame(() => document.getElementById('main')?.focus({ preventScroll: true }));
 }

@@ -113,8 +113,9 @@ def test_an_evaluation_shows_its_metrics_and_has_no_output(
     trainer.complete()
     make_model(shared_api.settings, "counted")
     Path("rows.jsonl").write_text(ROWS)
-    anneal("datasets", "upload", "rows.jsonl")
-    run_id = anneal("eval", "counted", "last", "--no-wait").stdout.strip()
+    created = anneal("eval", "counted", "rows.jsonl", "--no-wait")  # the file is uploaded, unless it was before
+    assert re.search(r"rows\.jsonl (is uploaded|was uploaded before)", created.stderr)
+    run_id = created.stdout.strip()
     evaluation = Trainer(trainer.engine, run_id).begin()
     evaluation.events("eval", {"step": 0, "metrics": {"eval_loss": 0.5}})
     evaluation.complete()

@@ -75,8 +75,9 @@ def test_run_file_names_datasets_and_experiments_as_commands_do(anneal: Anneal, 
 
 def test_options_alone_make_a_run_and_override_a_file(anneal: Anneal, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", "of the options")
-    made = json_of(anneal("runs", "create", "-m", "any", "-d", "rows.jsonl", "--lora", *_FAKE, "--json"))
-    assert (made["config"]["base_model"], made["config"]["method"]) == ("any", "lora")
+    options = ("-m", "any", "-d", "rows.jsonl", "--lora", "--name", "first")
+    made = json_of(anneal("runs", "create", *options, *_FAKE, "--json"))
+    assert (made["name"], made["config"]["base_model"], made["config"]["method"]) == ("first", "any", "lora")
     file = write_run(tmp_path / "run.yaml", dataset_id="rows.jsonl")
     changed = json_of(anneal("runs", "create", "-f", str(file), "-m", "other", "--full", "--json"))
     assert (changed["config"]["base_model"], changed["config"]["method"]) == ("other", "full")

@@ -136,14 +136,9 @@ function Form({ schema, start, place }) {
   const errors = settled ? (foundIn(checked)?.errors ?? []) : [];
   // Errors of what the form held before prevent no start: a click would be lost if they arrived during it.
   const isRefused = checked.isCurrent && settled === request && errors.length > 0;
-  const shownErrors = new Map(/** @type {[string, string][]} */ (errors.map((/** @type {any} */ one) => [one.field, one.message])));
-  for (const [name, text] of Object.entries(texts)) {
-    try {
-      valueOf(/** @type {any} */ (fields.get(name)), text);
-    } catch (error) {
-      shownErrors.set(`config.${name}`, /** @type {Error} */ (error).message);
-    }
-  }
+  // Texts that are no values of their fields, so that the service is not asked.
+  const unreadable = Object.entries(texts).map(([name, text]) => ({ field: `config.${name}`, message: problemOf(/** @type {any} */ (fields.get(name)), text) }));
+  const shownErrors = new Map([...errors, ...unreadable].map(({ field, message }) => [field, message]));
   const method = String(config.method ?? schema.properties.method.default);
   const known = /** @type {import('../new_run_form.js').FormField} */ (fields.get('method')).choices;
   const chosen = choiceOf(config, method);
@@ -175,7 +170,7 @@ function Form({ schema, start, place }) {
         <${OtherFields} groups=${groups} main=${main} method=${method} config=${config} errors=${shownErrors} control=${control} />
       </div>
       <aside class="side">
-        <${Checks} isReady=${isReady} checked=${settled ? checked : null} />
+        <${Checks} isReady=${isReady} unreadable=${unreadable} checked=${settled ? checked : null} />
         ${checked.data?.valid && (estimate.data ? html`<${Estimate} estimate=${estimate.data} />` : estimate.error && html`<section class="box" aria-label="Estimate"><header><h2>Estimate</h2></header><div class="inside"><${ErrorText} error=${estimate.error} /></div></section>`)}
         <${Request} body=${body} />
       </aside>
@@ -337,11 +332,25 @@ function show(name) {
   control?.scrollIntoView({ block: 'center' });
 }
 
-/** @param {{ isReady: boolean, checked: import('../resource.js').Resource<any> | null }} props */
-function Checks({ isReady, checked }) {
-  const found = checked && foundIn(checked);
+/**
+ * Why a text is not a value of its field.
+ * @param {import('../new_run_form.js').FormField} field
+ * @param {string} text
+ */
+function problemOf(field, text) {
+  try {
+    valueOf(field, text);
+    return '';
+  } catch (error) {
+    return /** @type {Error} */ (error).message;
+  }
+}
+
+/** @param {{ isReady: boolean, unreadable: { field: string, message: string }[], checked: import('../resource.js').Resource<any> | null }} props */
+function Checks({ isReady, unreadable, checked }) {
+  const found = unreadable.length > 0 ? { valid: false, errors: unreadable, warnings: [] } : checked && foundIn(checked);
   return html`<section class="box" aria-label="Checks"><header><h2>Checks</h2></header><div class="inside" aria-live="polite">
-    ${!isReady && html`<p class="muted">Choose a base model and a dataset.</p>`}
+    ${!isReady && !found && html`<p class="muted">Choose a base model and a dataset.</p>`}
     ${isReady && !found && (checked?.error ? html`<${ErrorText} error=${checked.error} />` : html`<p class="muted">Checking …</p>`)}
     ${isReady && found?.valid && html`<p><span class="tag best">valid</span></p>`}
     ${found && html`<ul class="checks">${found.errors.map((/** @type {any} */ one) => html`<li class="error-text"><button type="button" class="link" onClick=${() => show(one.field)}>${one.field}</button> <${Prose} text=${one.message} /></li>`)}${found.warnings.map((/** @type {any} */ one) => html`<li class="warning-text"><${Prose} text=${one.message} /></li>`)}</ul>`}
