@@ -27,7 +27,7 @@ def evaluate(
         str,
         typer.Argument(
             metavar="DATASET",
-            help="Dataset: its id, its name, `last`, or a local file, which is uploaded unless one with its content was.",
+            help="Dataset: its id, its name, `last`, or a local file, which is uploaded.",
             autocompletion=complete_dataset,
         ),
     ],

@@ -25,7 +25,9 @@ from app.contracts.events import (
     MetricEvent,
     PendingEvent,
     ProgressEvent,
+    RepairEvent,
     SampleEvent,
+    SkippedRowsEvent,
     StatusEvent,
 )
 from app.contracts.methods import method_of
@@ -46,8 +48,8 @@ _TIMINGS = ("_seconds", "_samples_per_second")
 """Ends of the names of an evaluation's metrics that lines leave out; the curves have them."""
 # Events shown by `watch`. Log lines are left to `anneal runs logs -f`.
 _TYPES = (
-    "status", "pending", "metric", "eval", "sample", "checkpoint", "config", "progress", "device", "action", "error",
-    "end",
+    "status", "pending", "metric", "eval", "sample", "checkpoint", "config", "progress", "skipped_rows", "repair",
+    "device", "action", "error", "end",
 )  # fmt: skip
 
 
@@ -197,6 +199,10 @@ class WatchState:
             self.device = _telemetry(event)
         elif isinstance(event, ProgressEvent):
             self.phase = event.message or event.phase
+        elif isinstance(event, SkippedRowsEvent):
+            return f"warning: {event.reason}"
+        elif isinstance(event, RepairEvent):
+            return f"repair: {event.reason}"
         elif isinstance(event, ErrorEvent):
             return f"{event.code}: {event.message}"
         elif isinstance(event, LogEvent):

@@ -42,6 +42,15 @@ _DROPPED = (
     "does not learn it. Many templates keep only that of the last answer: write a row for each answer, or set a "
     "`chat_template` that renders all of it."
 )
+_WITH_TOOLS = "set a `chat_template` that renders them, or use a base model whose template does."
+_WITHOUT_CALLS = (
+    "In {n} rows the chat template leaves out the tool calls of answers, so the model does not learn them: "
+    + _WITH_TOOLS
+)
+_WITHOUT_TOOLS = (
+    "In {n} rows the chat template leaves out the descriptions of `tools`, so the model does not see them: "
+    + _WITH_TOOLS
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,10 @@ class _Forms:
     object_arguments: bool
     text_arguments: bool
     developer: bool
+    calls: bool
+    """False if the template leaves out tool calls."""
+    tools: bool
+    """False if it leaves out the descriptions of tools."""
 
 
 class ChatRenderer:
@@ -73,8 +86,11 @@ class ChatRenderer:
         self._template = template
         self._forms: dict[str, _Forms] = {}
         self._noted = {
-            reason: NotedRows() for reason in (_AS_SYSTEM, _PARSED, _WRITTEN, _JOINED, _IN_PARTS, _EMPTY, _DROPPED)
-        }
+            reason: NotedRows()
+            for reason in (
+                _AS_SYSTEM, _PARSED, _WRITTEN, _JOINED, _IN_PARTS, _EMPTY, _DROPPED, _WITHOUT_CALLS, _WITHOUT_TOOLS,
+            )
+        }  # fmt: skip
 
     def remarks(self, total: int) -> list[Remark]:
         """Return what was noted about rows, of `total`."""
@@ -128,6 +144,8 @@ class ChatRenderer:
                 raise BadRow("a chat has no messages")
         options = {"tools": row.get("tools"), **(row.get("chat_template_kwargs") or {})}
         forms = self._forms_of(options)
+        if options["tools"] and not forms.tools:
+            self._noted[_WITHOUT_TOOLS].add(number)
         if forms.text and all(_is_plain(message) for messages in chats for message in messages):
             return [Chat(messages, options) for messages in chats]
         refusals: list[BadRow] = []
@@ -139,6 +157,8 @@ class ChatRenderer:
                 continue
             if any(_drops_thoughts(messages, text) for messages, text in zip(messages_of_chats, texts, strict=True)):
                 notes.add(_DROPPED)
+            if not forms.calls and any(message.get("tool_calls") for messages in chats for message in messages):
+                notes.add(_WITHOUT_CALLS)
             for note in notes:
                 self._noted[note].add(number)
             return [Chat(messages, options) for messages in messages_of_chats]
@@ -162,17 +182,20 @@ class ChatRenderer:
             except Exception:  # it may require other messages
                 return ""
 
+        parameters = {"type": "object", "properties": {"probe_key": {"type": "string"}}}
+        function = {"name": _PROBE, "description": _PROBE, "parameters": parameters}
+        tools = [{"type": "function", "function": function}]
+
         def calling(arguments: Any) -> str:
-            parameters = {"type": "object", "properties": {"probe_key": {"type": "string"}}}
-            function = {"name": _PROBE, "description": _PROBE, "parameters": parameters}
             call = {"id": "probe0000", "type": "function", "function": {"name": _PROBE, "arguments": arguments}}
-            return shown("", [{"type": "function", "function": function}], tool_calls=[call])
+            return shown("", tools, tool_calls=[call])
 
         text = shown(_PROBE)
         parts = shown([{"type": "text", "text": _PROBE}])
         as_object, as_text = calling(_PROBE_ARGUMENTS), calling(json.dumps(_PROBE_ARGUMENTS))
         takes_parts = parts.count(_PROBE) >= 2 and "'type'" not in parts and '"type"' not in parts
         value = _PROBE_ARGUMENTS["probe_key"]
+        calls, described = as_object + as_text, shown("text", tools)
         return _Forms(
             text=text.count(_PROBE) >= 2 or not takes_parts,
             parts=takes_parts,
@@ -180,6 +203,9 @@ class ChatRenderer:
             object_arguments=value in as_object and f"'{value}'" not in as_object,
             text_arguments=value in as_text and '\\"probe_key' not in as_text,
             developer=_DEVELOPER.search(template) is not None,
+            # What a template rejects tells nothing about what it renders.
+            calls=not calls or value in calls,
+            tools=not described or _PROBE in described,
         )
 
 

@@ -19,6 +19,7 @@ from app.contracts.events import (
     EvalEvent,
     MetricEvent,
     PendingEvent,
+    RepairEvent,
     SampleEvent,
     StatusEvent,
 )
@@ -78,6 +79,13 @@ def test_what_the_method_goes_by_is_shown(learns_from_rewards: bool, shown: str,
     text = {"type": "sample", "run_id": "run_1", "seq": 3, "step": 5, "prompt": "Hi", "completion": 'a "b"\n'}
     assert seen.take(SampleEvent(**text)) == r'step 5  sample "Hi" -> "a \"b\"\n"'
     assert seen.take(SampleEvent(**text, rewards={"length": 1.0})) is None
+
+
+def test_a_repair_is_a_line() -> None:
+    seen = WatchState("run_1", "counting", "running", 0, 10)
+    reason = "out of memory: half the micro-batch size"
+    repair = RepairEvent(type="repair", run_id="run_1", seq=1, kind="out_of_memory", reason=reason)
+    assert seen.take(repair) == f"repair: {reason}"
 
 
 def test_watching_starts_with_the_name_and_the_state_in_the_words_of_the_dashboard() -> None:
@@ -144,6 +152,7 @@ def test_every_metric_is_a_line_before_the_end(anneal: Anneal, trainer: Trainer,
     def finish() -> None:
         try:
             eventually(is_watched)
+            trainer.events("skipped_rows", {"data": "training", "count": 2, "total": 9, "reason": "2 of 9 rows …"})
             for step in (28, 29, 30):
                 trainer.metric(step, loss=step / 100)
         finally:
@@ -153,6 +162,7 @@ def test_every_metric_is_a_line_before_the_end(anneal: Anneal, trainer: Trainer,
     ending.start()
     lines = anneal("runs", "watch", trainer.run_id).stdout.splitlines()
     ending.join()
+    assert "warning: 2 of 9 rows …" in lines
     shown = [line for line in lines if "/100 [" in line]
     assert [line.partition(" [")[0] for line in shown] == [f" {n}%|###       | {n}/100" for n in (28, 29, 30)]
     assert shown[-1].endswith("  loss 0.3") and lines[lines.index(shown[-1]) + 1].startswith("completed")

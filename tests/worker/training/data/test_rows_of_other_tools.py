@@ -164,7 +164,8 @@ def test_tokens_and_labels_are_those_of_plain_trl(
     plain = plain_tokens(tokenizer, network, tmp_path / "plain", theirs or rows, **options)
     assert [(row["input_ids"], row["labels"]) for row in ours.dataset] == plain
     # What is not rendered as it is in the row is reported, if it depends on the template.
-    assert [remark["examples"] for remark in ours.remarks] == ([[0]] if is_noted else [])
+    leaves_out_tools = family == "deepseekv3" and "tools" in rows[0]
+    assert [remark["examples"] for remark in ours.remarks] == [[0]] * (is_noted + leaves_out_tools)
 
 
 NOTED = {
@@ -269,6 +270,21 @@ class TestReasoning:
         remarks = our_tokens(tokenizer_of(family, model), tmp_path, rows).remarks
         assert [remark["examples"] for remark in remarks] == ([[1]] if is_dropped else [])
         assert all("`<think>`" in remark["reason"] for remark in remarks)
+
+
+@pytest.mark.parametrize(("family", "is_dropped"), [("llama3", True), ("qwen2_5", False), ("llama3_1", False)])
+def test_tools_and_calls_that_a_template_leaves_out_are_counted(
+    family: str, is_dropped: bool, model: Path, tmp_path: Path
+) -> None:
+    rows = [
+        {"messages": [USER, ANSWER]},
+        {"messages": [USER, ANSWER], "tools": TOOLS},
+        {"messages": calling(OBJECT, content=""), "tools": TOOLS},
+    ]
+    remarks = our_tokens(tokenizer_of(family, model), tmp_path, rows).remarks
+    dropped = {"tool calls of answers": [2], "descriptions of `tools`": [1, 2]}
+    named = {what: remark["examples"] for remark in remarks for what in dropped if what in remark["reason"]}
+    assert named == (dropped if is_dropped else {})
 
 
 def test_padding_of_token_ids_is_removed_and_ids_outside_the_vocabulary_name_line_and_column(
