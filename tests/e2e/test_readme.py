@@ -144,6 +144,14 @@ def test_every_block_is_tested_or_starts_the_service() -> None:
             assert is_tested or all(_NOT_RUN.match(line) for line in lines), code
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["README.md", "docs/quickstart.md", "docs/tutorial.md", "docs/guides/cli.md", "app/web/static/js/pages/runs.js"],
+)
+def test_wherever_one_starts_the_command_for_a_model_without_the_hub_is_named(path: str) -> None:
+    assert "anneal models create tiny" in (ROOT / path).read_text()
+
+
 def test_readme_is_short_and_has_no_file_tree() -> None:
     assert len(README.split()) <= 1200
     assert not re.search(r"^\s*(app|worker|migrations)/$|[├└]──", README, re.MULTILINE)

@@ -203,7 +203,7 @@ class ChatRenderer:
             object_arguments=value in as_object and f"'{value}'" not in as_object,
             text_arguments=value in as_text and '\\"probe_key' not in as_text,
             developer=_DEVELOPER.search(template) is not None,
-            # What a template rejects tells nothing about what it renders.
+            # A chat that the template rejects does not show what it renders.
             calls=not calls or value in calls,
             tools=not described or _PROBE in described,
         )

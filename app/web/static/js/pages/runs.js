@@ -133,7 +133,7 @@ const FirstSteps = () => html`<div class="state first"><h2>There are no runs yet
     <li><p><b>A dataset.</b> One JSON object a line; this sample, saved as <code>chats.jsonl</code>, is enough to try it.</p>
       <pre class="code" tabindex="0" aria-label="Sample of a dataset">${SAMPLE}</pre>
       ${may('write') && html`<p class="row wrap"><a class="btn small" href="/datasets">Upload a dataset</a><${Copy} text=${SAMPLE} shown="Copy the sample" label="Copy the sample" /></p>`}</li>
-    <li><p><b>A model.</b> A folder below the models root, or a model of the Hugging Face Hub. Without either, <code>anneal demo</code> trains a small model on this machine.</p></li>
+    <li><p><b>A model.</b> A folder below the models root, or a model of the Hugging Face Hub. Without either, <code>anneal models create tiny</code> makes a small one with random weights on this machine.</p></li>
     <li><p><b>A run.</b> Of this model on this dataset.${may('write') ? '' : html` A key with the scope <code>write</code> can start one.`}</p>
       ${may('write') && html`<p><a class="btn primary small" href="/new">New run</a></p>`}</li>
   </ol></div>`;
