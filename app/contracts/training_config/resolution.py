@@ -118,9 +118,12 @@ def match_stored_quantization(
 def loss_tokens(config: TrainingConfig, dataset_format: str) -> LossOn:
     """Return the tokens in the loss of a supervised run: as configured, or by the format of its training data.
 
-    Rows of the format `tokenized` have labels, which decide instead.
+    Rows of the format `tokenized` have labels, which decide instead. The answers of a run on chats (`assistant`) are the
+    completions of an evaluation dataset that has prompts.
     """
-    return config.loss_on or ("completion" if dataset_format == "prompt_completion" else "all")
+    if dataset_format == "prompt_completion":
+        return "all" if config.loss_on == "all" else "completion"
+    return config.loss_on or "all"
 
 
 def length_replacement(config: TrainingConfig, longest_sequence: int) -> Replacement:

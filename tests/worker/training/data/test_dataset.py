@@ -125,8 +125,9 @@ class TestLossMasks:
 
     def test_prompt_and_completion(self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
         rows = [{"prompt": "one two", "completion": " three"}]
-        (row,) = tokens(tokenizer, tmp_path, rows, "prompt_completion", loss_on="completion").dataset
-        assert learned(tokenizer, row) == [" three<|end|>"]
+        for loss_on in ("completion", "assistant"):  # the latter is the loss of a run on chats that evaluates on these
+            (row,) = tokens(tokenizer, tmp_path, rows, "prompt_completion", loss_on=loss_on).dataset
+            assert learned(tokenizer, row) == [" three<|end|>"]
         (row,) = tokens(tokenizer, tmp_path, rows, "prompt_completion", loss_on="all").dataset
         assert learned(tokenizer, row) == ["one two three<|end|>"]
 
