@@ -78,6 +78,9 @@ def stored_quantization_conflicts(
         return []
     otherwise = "name the model from which it was quantized"
     method = method_of(config)
+    if stored.is_supported and config.get("init_lora_weights") == "loftq":
+        why = f"needs weights that are not quantized, and the base model is stored {stored.text}"
+        return [field_error("init_lora_weights", "conflict", f"is `loftq`, which {why}; leave it out, or {otherwise}")]
     if stored.is_dequantized:
         why = f"the base model is stored {stored.text}, and cannot be quantized again when it is loaded"
         if method.quantization == "required":

@@ -67,6 +67,9 @@ class TestConflicts:
             (EIGHT_BIT, {"method": "lora"}, "method"),
             (EIGHT_BIT, {"method": "dpo", "load_in_4bit": False}, "load_in_4bit"),
             (EIGHT_BIT, {"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type"),
+            (FOUR_BIT, {"method": "qlora", "init_lora_weights": "loftq"}, "init_lora_weights"),
+            (EIGHT_BIT, {"method": "sft", "init_lora_weights": "loftq"}, "init_lora_weights"),
+            ({"quant_method": "mxfp4"}, {"method": "sft", "init_lora_weights": "loftq"}, "init_lora_weights"),
         ],
     )
     def test_settings_that_the_files_contradict_are_refused(
