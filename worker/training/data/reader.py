@@ -52,8 +52,11 @@ def count_rows(path: str) -> int:
 
 def has_weights(path: str) -> bool:
     """Return True if a message of a chat in a file has a `weight`."""
-    with open(path, "rb") as file:  # noqa: PTH123
-        return any(b'"weight"' in raw and _has_weights(raw) for raw in file)
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123
+            return any(b'"weight"' in raw and _has_weights(raw) for raw in file)
+    except FileNotFoundError:
+        return False  # reported when the rows are read
 
 
 def _has_weights(raw: bytes) -> bool:

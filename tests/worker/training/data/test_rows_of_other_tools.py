@@ -219,6 +219,7 @@ class TestMessagesOfTheWeight0:
         plain, weighted = {"messages": [USER, ANSWER], "weight": 3}, {"messages": self.CHAT}
         assert not reader.has_weights(str(write_rows(tmp_path / "plain.jsonl", [plain])))
         assert reader.has_weights(str(write_rows(tmp_path / "weighted.jsonl", [plain, weighted])))
+        assert not reader.has_weights(str(tmp_path / "removed.jsonl"))  # reported as `bad_data` when the rows are read
 
 
 class TestTemplatesWithNames:
