@@ -113,7 +113,8 @@ def memory(
     reference = base if copied else 0
     static = base + constants + adapter + reference + optimizer
     accumulated = gradients if config.gradient_accumulation_steps > 1 else 0
-    backward = held.peak + held.mask + accumulated + gathered
+    copied_head = _copied_head(model, found, precision)
+    backward = held.peak + held.mask + accumulated + gathered + copied_head
     tensors, logits = held.kept + held.mask + held.again, held.head + held.head_workspace
     temporary = max(dequantized, optimizer_workspace, backward - tensors - logits - gradients)
     context = CONTEXT[precision.device]
@@ -141,6 +142,16 @@ def memory(
 def counted_optimizer(config: TrainingConfig) -> str:
     """Return the optimizer whose state is counted; for a plugin, AdamW (two 32-bit moments) is assumed."""
     return config.optim if config.trainer_options.optimizer is None else _PLUGIN_OPTIMIZER
+
+
+def _copied_head(model: Architecture, found: Trained, precision: Precision) -> int:
+    """Return the bytes of a head with trained tokens, and of its gradient, which are whole matrices in each step.
+
+    Only a head that is one matrix with the embeddings has them. The embeddings themselves are whole where little else
+    is there: at the start of the forward and at the end of the backward pass.
+    """
+    has_tokens = found.tokens is not None and model.tied
+    return 2 * model.vocabulary * model.hidden * precision.base if has_tokens else 0
 
 
 def _base(model: Architecture, config: TrainingConfig, precision: Precision) -> tuple[int, int]:

@@ -96,6 +96,8 @@ class Trained:
     """Linear layers with an adapter."""
     rank: int
     dora: bool
+    tokens: Weight | None = None
+    """Embeddings of single tokens that train beside an adapter; None without any."""
 
     @cached_property
     def adapter(self) -> int:
@@ -105,7 +107,8 @@ class Trained:
     @cached_property
     def count(self) -> int:
         """Total number of trainable parameters."""
-        return self.adapter + sum(one.count for one in self.whole)
+        tokens = 0 if self.tokens is None else self.tokens.count
+        return self.adapter + tokens + sum(one.count for one in self.whole)
 
     def adapter_of(self, one: Weight) -> int:
         """Return the number of parameters that the adapter adds to a layer."""
@@ -127,6 +130,7 @@ class Trained:
         for one in self.adapted:
             found += [("adapter", self.rank_of(one), one.columns), ("adapter", one.rows, self.rank_of(one))]
             found += [("adapter", one.rows, 1)] if self.dora else []
+        found += [] if self.tokens is None else [("adapter", self.tokens.rows, self.tokens.columns)]
         return tuple(found)
 
     @cached_property
@@ -156,9 +160,13 @@ def trained(model: Architecture, config: TrainingConfig) -> Trained:
     targets = None if config.target_modules is None else tuple(config.target_modules)
     saved = (*(config.modules_to_save or ()), *([SCORE] if reward else []))
     layers = None if config.layers_to_transform is None else frozenset(config.layers_to_transform)
-    return _adapted(
+    adapted = _adapted(
         model, reward, config.lora_r, targets, saved, layers, has_dropout=config.lora_dropout > 0, dora=config.use_dora
     )
+    if not config.trainable_token_indices:
+        return adapted
+    rows = len(config.trainable_token_indices)
+    return replace(adapted, tokens=Weight("trainable_tokens", "embedding", rows, model.hidden))
 
 
 @lru_cache(maxsize=8)  # called for each choice and each advised change, which have the same adapter

@@ -185,6 +185,16 @@ class TestMemory:
         mib = 2**20
         assert peak("bfloat16", 0.05) - peak("bfloat16", 0.0) < mib < peak("float32", 0.05) - peak("float32", 0.0)
 
+    def test_trained_tokens_of_tied_embeddings_take_a_copy_of_the_head_and_its_gradient(self) -> None:
+        def peak(tied: bool, **tokens: Any) -> int:
+            model = architecture.read({**LLAMA, "tie_word_embeddings": tied})
+            config = effective(method="lora", **tokens)
+            return memory(model, config, Precision.of(config, "cuda"), Batch(1, 4096), "full", "sdpa").peak
+
+        tokens, matrix, mib = [*range(4)], 128256 * 4096 * 2, 2**20
+        assert peak(True, trainable_token_indices=tokens) - peak(True) == pytest.approx(2 * matrix, abs=mib)
+        assert 0 < peak(False, trainable_token_indices=tokens) - peak(False) < mib
+
     @pytest.mark.parametrize(("optim", "bits"), [("adamw_torch_8bit", 8), ("adamw_torch_4bit", 4)])
     def test_state_of_optimizers_of_torchao_has_their_bits(self, optim: str, bits: int) -> None:
         rows, columns = 1024, 4096

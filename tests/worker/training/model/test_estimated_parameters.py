@@ -45,6 +45,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "some": {"method": "lora", "target_modules": ["q_proj", "down_proj"]},
     "embeddings": {"method": "lora", "modules_to_save": ["embed_tokens"], "target_modules": ["v_proj"]},
     "head": {"method": "lora", "modules_to_save": ["lm_head"]},
+    "tokens": {"method": "lora", "trainable_token_indices": [3, 5, 7]},
     "norms": {"method": "lora", "modules_to_save": ["input_layernorm"]},
     "reward": {"method": "reward"},
     "reward-full": {"method": "reward", "lora_r": None},
