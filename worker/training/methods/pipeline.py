@@ -156,6 +156,7 @@ def build(make: Callable[..., Trains], run: TrainingContext, start: BaseModelSou
             trainer = make(run, **options)
     except (ValueError, TypeError, NotImplementedError) as error:  # TRL and peft reject options with them
         raise TrainingFailure("config_error", one_line(error)) from error
+    adapter_init.give_bias_to_trained_head(trainer.model)
     trainer.first_values = adapter_init.set_first_values(run, trainer.model, start)
     loader.check_modules(trainer.model, run.config)
     loader.name_base(trainer.model, run.job.base_model.portable_name)

@@ -18,6 +18,7 @@ from bitsandbytes.nn import Params4bit
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from peft.utils.loftq_utils import _SafetensorLoader
+from peft.utils.other import TrainableTokensWrapper
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
@@ -114,6 +115,17 @@ def set_first_values(run: TrainingContext, model: Any, base: BaseModelSource) ->
         _subtract(layer, values[f"{name}.lora_A.weight"], values[f"{name}.lora_B.weight"])
     model.peft_config[_ADAPTER].init_lora_weights = init  # as peft loads the adapters of checkpoints
     return values
+
+
+def give_bias_to_trained_head(model: Any) -> None:
+    """Give the output embeddings the bias of the layer that they wrap, if single tokens of them are trained.
+
+    They are wrapped if they are one matrix with the input embeddings. TRL reads weight and bias of the head, and peft
+    answers for the weight alone.
+    """
+    head = model.get_output_embeddings()
+    if isinstance(head, TrainableTokensWrapper):
+        vars(head)["bias"] = head.original_module.bias  # not as a parameter of its own
 
 
 def save_first_values(values: Values, folder: Path) -> None:

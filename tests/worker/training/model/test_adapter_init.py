@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from tests.worker.training.output.outputs import figures, weights
-from tests.worker.training.tiny import Forks, Outcome, load_output, make_job
+from tests.worker.training.tiny import Forks, Outcome, load_output, make_job, write_rows
 from worker.training.model.adapter_init import FIRST_VALUES
 from worker.training.model.loader import keep_evaluation_neutral
 
@@ -105,6 +105,33 @@ def test_loftq_starts_closer_to_the_unquantized_base_than_the_quantized_one(
         keep_evaluation_neutral(model)
         errors[init] = float((logits(model) - exact).norm())
     assert errors["loftq"] < 0.7 * errors["default"], errors
+
+
+def test_trained_tokens_of_tied_embeddings_are_those_of_input_and_output_in_a_run_as_in_its_output(
+    forks: Forks, tiny_model: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "tied"
+    AutoModelForCausalLM.from_pretrained(tiny_model, tie_word_embeddings=True).save_pretrained(model)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(model)
+    ids = (torch.arange(40) * 7 % 40 + 5).reshape(2, 20)
+    rows = write_rows(tmp_path / "ids.jsonl", [{"input_ids": row} for row in ids.tolist()])
+    config = {**LORA, "lora_dropout": 0.0, "trainable_token_indices": [*range(5, 45)], "eval_steps": 4}
+    original = forks.run(
+        make_job(tmp_path / "run", model, rows, data_format="tokenized", eval_data=rows, **config, output="merged")
+    )
+    assert original.result["outcome"] == "completed", (original.result, original.stderr)
+    reported = original.of("eval")[-1]["metrics"]["eval_loss"]
+    base, trained = (AutoModelForCausalLM.from_pretrained(path) for path in (model, original.output))
+    assert (trained.get_output_embeddings().weight - base.get_output_embeddings().weight).abs().max() > 1e-3
+    with torch.no_grad():
+        assert reported == pytest.approx(float(trained(input_ids=ids, labels=ids).loss), abs=1e-4)
+    again = forks.run(
+        make_job(
+            tmp_path / "again", model, rows, data_format="tokenized", eval_data=rows, attempt=2,
+            resume_from=original.checkpoint(2), **config, output="merged",
+        )
+    )  # fmt: skip
+    assert weights(again) == weights(original)
 
 
 @pytest.mark.parametrize(
