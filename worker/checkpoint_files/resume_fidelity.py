@@ -34,6 +34,7 @@ FIDELITY_CHECK = "probe"
 
 _MESSAGES = {
     "base_model": "The base model differs from that of the checkpoint.",
+    "tokenizer": "The tokenizer differs from that of the checkpoint.",
     "dataset": "The dataset differs from that of the checkpoint.",
     "reward_models": "A reward model differs from that of the checkpoint.",
     "eval_dataset": "The evaluation dataset differs from that of the checkpoint.",

@@ -16,6 +16,7 @@ from app.estimator.parameters import CannotTrain
 from worker.checkpoint_files import resume_fidelity
 from worker.training.context import TrainingContext
 from worker.training.data import dataset
+from worker.training.data.tokenization import tokenizer_digest
 from worker.training.failures import TrainingFailure, one_line
 from worker.training.loop.callbacks import MetricLines, SharingCallback, StepCallback
 from worker.training.loop.histograms import HistogramCallback
@@ -211,7 +212,7 @@ def report_run_info(
     }  # fmt: skip
     if run.is_probe:
         facts["whole_run_steps"] = preparation.configured_steps(run)
-    run.fingerprint = _fingerprint(run, base, facts)
+    run.fingerprint = _fingerprint(trainer, base, facts)
     facts |= resume_fidelity.facts(_differences(run))
     trainer.facts, trainer.replaced = facts, replaced
     if run.resume_from is None:
@@ -354,10 +355,13 @@ def _resume(trainer: ServiceTrainerMixin, checkpoint: Path) -> None:
         pass
 
 
-def _fingerprint(run: TrainingContext, base: BaseModelSource, facts: dict[str, Any]) -> dict[str, Any]:
-    held_out = run.job.eval_dataset
+def _fingerprint(trainer: ServiceTrainerMixin, base: BaseModelSource, facts: dict[str, Any]) -> dict[str, Any]:
+    run = trainer.run
+    held_out, tokenizer = run.job.eval_dataset, trainer.processing_class
     return {
         "base_model": base.identity,
+        # That of the base model is part of its identity.
+        "tokenizer": None if run.job.tokenizer is None else tokenizer_digest(tokenizer, is_dated=False),
         "dataset": run.job.dataset.sha256,
         "eval_dataset": held_out.sha256 if held_out else None,
         "reward_models": facts.get("reward_models"),

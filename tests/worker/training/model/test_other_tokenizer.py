@@ -17,9 +17,9 @@ def other(tmp_path: Path) -> Path:
     return make_tiny_model(tmp_path / "other", chat_template=CHATML)
 
 
-def job(folder: Path, model: Path, chats: Path, other: Path) -> dict[str, Any]:
+def job(folder: Path, model: Path, chats: Path, other: Path, **attempt: Any) -> dict[str, Any]:
     named = {"name": "other", "path": str(other), "hub": None, "revision": None}
-    return {**make_job(folder, model, chats, **CONFIG), "tokenizer": named}
+    return {**make_job(folder, model, chats, **CONFIG, **attempt), "tokenizer": named}
 
 
 def test_the_data_and_the_output_have_the_other_tokenizer(
@@ -30,6 +30,17 @@ def test_the_data_and_the_output_have_the_other_tokenizer(
     assert AutoTokenizer.from_pretrained(done.output).chat_template == CHATML
     assert AutoTokenizer.from_pretrained(tiny_model).chat_template is None
     assert not [record for record in done.of("message") if "no chat template" in record["line"]]
+
+    def reasons(attempt: int) -> list[str]:
+        checkpoint = done.checkpoint(1)
+        resumed = job(tmp_path / "run", tiny_model, chats, other, attempt=attempt, resume_from=checkpoint)
+        return list(forks.run(resumed).of("config")[0]["facts"]["fidelity_reasons"])
+
+    assert reasons(2) == []
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.chat_template = CHATML.replace("im_start", "im_begin")
+    tokenizer.save_pretrained(other)
+    assert reasons(3)[0] == "The tokenizer differs from that of the checkpoint."
 
 
 def test_more_tokens_than_the_base_has_end_the_run_with_both_numbers(
