@@ -118,8 +118,8 @@ def match_stored_quantization(
 def loss_tokens(config: TrainingConfig, dataset_format: str) -> LossOn:
     """Return the tokens in the loss of a supervised run: as configured, or by the format of its training data.
 
-    Rows of the format `tokenized` have labels, which decide instead. The answers of a run on chats (`assistant`) are the
-    completions of an evaluation dataset that has prompts.
+    Rows of the format `tokenized` have labels, which decide instead. The answers of a run on chats (`assistant`) are
+    the completions of an evaluation dataset that has prompts.
     """
     if dataset_format == "prompt_completion":
         return "all" if config.loss_on == "all" else "completion"
