@@ -304,12 +304,12 @@ async def _by_value(
     column = _SORTED[sorting.by]
     query = _VIEWS[view].where(*filters.conditions(), *filters.on_status())
     if paging.after is not None:
-        value = await _value_of(connection, column, paging.after)
         is_older = Run.id < paging.after
-        if value is None:
+        if await _value_of(connection, column, paging.after) is None:
             query = query.where(column.is_(None), is_older)
         else:
-            start = literal(value, column.type)
+            # In the same statement, for which now() has one value: a running run would be behind itself otherwise.
+            start = select(column).where(Run.id == paging.after).correlate(None).scalar_subquery()
             is_behind = column > start if sorting.is_ascending else column < start
             query = query.where(or_(is_behind, and_(column == start, is_older), column.is_(None)))
     direction = column.asc() if sorting.is_ascending else column.desc()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, event, func, insert, text, update
+from sqlalchemy import Engine, delete, event, func, insert, text, update
 
 from app.contracts.run_status import TERMINAL
 from app.infra.db import sync_engine
@@ -155,6 +155,26 @@ def test_every_page_by_a_value_has_equal_ones_newest_first_and_those_without_it_
     rows = known + [row for row in newest_first if _VALUES[sort](row) is None]
     statuses = [status for status in _STATUSES if status != "failed"]
     assert listed(shared_api, 29, sort=sort, order=order, status=statuses) == [row["id"] for row in rows]
+
+
+def test_running_run_is_not_listed_again_behind_itself_as_its_time_grows(
+    shared_api: ApiServer, engine: Engine, made: list[dict[str, Any]]
+) -> None:
+    experiment, running = make_experiment(engine), next(row for row in made if row["status"] == "running")
+    ids = [new_id("run") for _ in range(2)]
+    with engine.begin() as connection:
+        for minutes, run_id in enumerate(ids, 1):
+            started_at = text(f"now() - interval '{minutes} minutes'")
+            values = {name: running[name] for name in running.keys() - {"minutes"}}
+            values |= {"id": run_id, "experiment_id": experiment, "started_at": started_at}
+            connection.execute(insert(Run).values(values))
+    query = {"sort": "seconds", "order": "asc", "experiment_id": experiment, "limit": 1}
+    first = shared_api.client.get("/v1/runs", params=query).json()
+    assert [run["id"] for run in first["data"]] == ids[:1]
+    second = shared_api.client.get("/v1/runs", params={**query, "after": ids[0]}).json()
+    assert ([run["id"] for run in second["data"]], second["has_more"]) == (ids[1:], False)
+    with engine.begin() as connection:
+        connection.execute(delete(Run).where(Run.id.in_(ids)))
 
 
 def test_running_runs_come_first_then_those_that_wait(shared_api: ApiServer, made: list[dict[str, Any]]) -> None:
