@@ -60,7 +60,9 @@ class CompleteLogHits(BaseModel):
     matches: int | None = Field(
         description="Lines that contain the text, with those that the stream has too; null if it cannot be searched."
     )
-    data: list[CompleteLogLine] = Field(description="The newest 100 of them, in order.")
+    data: list[CompleteLogLine] = Field(
+        description="The newest of them, in order; at most 100 in all attempts together."
+    )
     problem: str | None = Field(description="Why it cannot be searched, or why its end was not.")
 
 

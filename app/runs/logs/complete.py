@@ -23,7 +23,8 @@ from app.tables.events import RunEvent
 MOST_HITS = 100
 _CHUNK_BYTES = 256 * 1024
 _LONGEST_LINE = 64 * 1024
-_MOST_SEARCHED_BYTES = 2 * LOG_TEXT_BYTES + 64 * 2**20
+MOST_SEARCHED_BYTES = 2 * LOG_TEXT_BYTES + 64 * 2**20
+"""Text that a search reads: no less than the log of an attempt that a worker has written."""
 _HEAD_FIELDS = 3
 _DATA = RunEvent.__table__.c.data
 
@@ -37,6 +38,7 @@ class SearchResult:
     """The newest matches, in order."""
     problem: str | None
     """Why the end of the log was not searched."""
+    searched_bytes: int
 
 
 async def left_out_lines(session: AsyncSession, run_id: str) -> dict[int, int]:
@@ -81,24 +83,41 @@ def text(folder: FileFolder, files: Sequence[tuple[str, int]]) -> Iterator[bytes
         yield from _decompressed(folder.pieces(path, size))
 
 
-def matching_lines(pieces: Iterator[bytes], phrase: str) -> Iterator[bytes]:
+def matching_lines(pieces: Iterator[bytes], phrase: str, most_bytes: int) -> Iterator[bytes]:
     """Yield for each piece its lines whose text contains `phrase`, with their line ends; empty if there are none.
 
     Raises:
-        OSError, StoreUnavailable: A file cannot be read, or has more text than any complete log.
+        OSError, StoreUnavailable: A file cannot be read, or there are more than `most_bytes` of text.
     """
     needle = phrase.encode(errors="replace")
-    for lines in _lines(_limited(pieces)):
+    for lines in _lines(_limited(pieces, most_bytes)):
         is_possible = needle in lines
         yield b"".join(line for line in lines.splitlines(True) if needle in _text_of(line)) if is_possible else b""
 
 
-def search(folder: FileFolder, phrase: str, levels: Sequence[str] | None, stream: str | None) -> SearchResult:
-    """Return the lines whose text contains `phrase`, filtered by level and stream (None: any)."""
-    newest: deque[CompleteLogLine] = deque(maxlen=MOST_HITS)
-    matches, problem = 0, None
+def search(
+    folder: FileFolder,
+    phrase: str,
+    levels: Sequence[str] | None,
+    stream: str | None,
+    most_bytes: int,
+    most_lines: int,
+) -> SearchResult:
+    """Find the lines whose text contains `phrase`, filtered by level and stream (None: any).
+
+    Reads at most `most_bytes` of text, and returns at most `most_lines` lines.
+    """
+    newest: deque[CompleteLogLine] = deque(maxlen=most_lines)
+    matches, searched_bytes, problem = 0, 0, None
+
+    def counted(pieces: Iterator[bytes]) -> Iterator[bytes]:
+        nonlocal searched_bytes
+        for piece in pieces:
+            searched_bytes += len(piece)
+            yield piece
+
     try:
-        for lines in matching_lines(text(folder, files_of(folder)), phrase):
+        for lines in matching_lines(counted(text(folder, files_of(folder))), phrase, most_bytes):
             for line in lines.splitlines():
                 hit = _parsed(line)
                 if (levels is None or hit.level in levels) and (stream is None or hit.stream == stream):
@@ -106,7 +125,7 @@ def search(folder: FileFolder, phrase: str, levels: Sequence[str] | None, stream
                     newest.append(hit)
     except (OSError, StoreUnavailable, OutsideStorage) as error:
         problem = f"its end could not be read: {error}"
-    return SearchResult(matches, [*newest], problem)
+    return SearchResult(matches, [*newest], problem, searched_bytes)
 
 
 def _decompressed(pieces: Iterator[bytes]) -> Iterator[bytes]:
@@ -130,12 +149,12 @@ def _decompressor() -> "zlib._Decompress":
     return zlib.decompressobj(16 + zlib.MAX_WBITS)
 
 
-def _limited(pieces: Iterator[bytes]) -> Iterator[bytes]:
+def _limited(pieces: Iterator[bytes], most_bytes: int) -> Iterator[bytes]:
     searched = 0
     for piece in pieces:
         searched += len(piece)
-        if searched > _MOST_SEARCHED_BYTES:
-            raise OSError(f"it has more than {_MOST_SEARCHED_BYTES / 2**20:,.0f} MiB of text; download it")
+        if searched > most_bytes:
+            raise OSError(f"it has more than {most_bytes / 2**20:,.0f} MiB of text; download it")
         yield piece
 
 

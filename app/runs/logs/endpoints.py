@@ -31,6 +31,10 @@ router = APIRouter(prefix="/runs", tags=["runs"])
 SEARCHES_AT_A_TIME = 2
 """Concurrent searches from the end of a log, which may read every line of it; others wait without a connection."""
 
+_SEARCHED_ENOUGH = (
+    "the logs of later attempts have as much text as a search reads: search this attempt alone (`attempt`)"
+)
+
 
 def _log_searches(request: Request) -> asyncio.Semaphore:
     log_searches: asyncio.Semaphore = request.app.state.log_searches
@@ -128,7 +132,8 @@ async def search_log(
 ) -> LogHits:
     """Find the lines of the whole log that contain a text; GET …/logs/lines returns them.
 
-    Where the stream left out lines, the complete log of the attempt is searched as well, unless `before` is given.
+    Where the stream left out lines, the complete log of the attempt is searched as well, unless `before` is given: of
+    several attempts the newest first, until as much text was read as an attempt can have.
     """
     storage: Storage = request.app.state.storage
     async with _log_searches(request):
@@ -140,11 +145,16 @@ async def search_log(
             if attempt is not None:
                 left_out = {number: count for number, count in left_out.items() if number == attempt}
             folders = {number: await _folder(session, storage, run_id, number) for number in left_out}
-        logs = [
-            await _search_complete_log(storage, run_id, number, count, folders[number], q, level, stream)
-            for number, count in left_out.items()
-        ]
-    return LogHits(data=found, has_more=has_more, complete=logs)
+        logs: list[CompleteLogHits] = []
+        text_bytes, lines_left = complete.MOST_SEARCHED_BYTES, complete.MOST_HITS
+        for number in sorted(left_out, reverse=True):
+            log, searched_bytes = await _search_complete_log(
+                storage, run_id, number, left_out[number], folders[number], q, level, stream, text_bytes, lines_left
+            )
+            logs.append(log)
+            text_bytes -= searched_bytes
+            lines_left -= len(log.data)
+    return LogHits(data=found, has_more=has_more, complete=logs[::-1])
 
 
 async def _folder(session: AsyncSession, storage: Storage, run_id: str, attempt: int) -> FileFolder | ApiError:
@@ -160,28 +170,29 @@ async def _search_complete_log(
     attempt: int,
     left_out: int,
     folder: FileFolder | ApiError,
-    wanted: str,
+    phrase: str,
     level: LogLevel | None,
     stream: LogStream | None,
-) -> CompleteLogHits:
+    most_bytes: int,
+    most_lines: int,
+) -> tuple[CompleteLogHits, int]:
+    """Return the matches in the log of an attempt, and the bytes of text that were searched."""
     path = f"/v1/runs/{run_id}/logs/complete?attempt={attempt}"
+    hits = CompleteLogHits(
+        attempt=attempt, left_out=left_out, complete_log=path, matches=None, data=[], problem=_SEARCHED_ENOUGH
+    )
+    if most_bytes <= 0:
+        return hits, 0
     try:
         if isinstance(folder, ApiError):
             raise folder
-        found = await storage.in_transfer(complete.search, folder, wanted, window.levels(level), stream)
-    except (ApiError, StoreUnavailable) as error:
-        why = error.detail if isinstance(error, ApiError) else str(error)
-        return CompleteLogHits(
-            attempt=attempt, left_out=left_out, complete_log=path, matches=None, data=[], problem=why
+        result = await storage.in_transfer(
+            complete.search, folder, phrase, window.levels(level), stream, most_bytes, most_lines
         )
-    return CompleteLogHits(
-        attempt=attempt,
-        left_out=left_out,
-        complete_log=path,
-        matches=found.matches,
-        data=found.lines,
-        problem=found.problem,
-    )
+    except (ApiError, StoreUnavailable) as error:
+        return hits.model_copy(update={"problem": error.detail if isinstance(error, ApiError) else str(error)}), 0
+    update = {"matches": result.matches, "data": result.lines, "problem": result.problem}
+    return hits.model_copy(update=update), result.searched_bytes
 
 
 @router.get(
@@ -245,7 +256,7 @@ def _logs(folders: Sequence[tuple[int, FileFolder | ApiError]], grep: str | None
             continue
         assert not isinstance(folder, ApiError)  # noqa: S101
         pieces = complete.text(folder, files)
-        yield from complete.matching_lines(pieces, grep) if grep else pieces
+        yield from complete.matching_lines(pieces, grep, complete.MOST_SEARCHED_BYTES) if grep else pieces
 
 
 async def _sent(storage: Storage, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:

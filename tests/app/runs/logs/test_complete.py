@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, update
 
 from app.client.client import Anneal
 from app.config import Settings
 from app.infra.ids import new_id
 from app.infra.storage import Storage
+from app.tables.runs import Run
 from tests.factories import Trainer, make_dataset, make_run
 from tests.server import ApiServer
 from worker.ingest.log_file import LogFile
@@ -121,10 +122,31 @@ def test_a_missing_one_says_so(emptied_api: ApiServer, trainer: Trainer, folder:
     assert found["matches"] is None and "no complete log" in found["problem"]
 
 
+def test_search_in_many_attempts_reads_and_returns_no_more_than_in_one(
+    emptied_api: ApiServer, engine: Engine, trainer: Trainer, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.runs.logs.complete.MOST_SEARCHED_BYTES", 2**20)
+    for attempt, count in ((1, 10), (2, 10_000), (3, 80)):
+        values = {"attempt": attempt, "lease_epoch": attempt, "attempt_event_count": 0}
+        with engine.begin() as connection:
+            connection.execute(update(Run).where(Run.id == trainer.run_id).values(values))
+        trainer.attempt, trainer.lease_epoch, trainer._sent = attempt, attempt, 0
+        trainer.events("log", NOTE)
+        folder = Storage(settings).attempt_dir(trainer.run_id, attempt)
+        folder.mkdir(parents=True)
+        write_log(folder, [f"nan {number} {'x' * 200}" for number in range(count)]).close()
+    first, second, third = search(emptied_api, trainer, q="nan")["complete"]
+    assert third["matches"] == len(third["data"]) == 80 and third["problem"] is None
+    assert second["matches"] > len(second["data"]) == 20 and "more than 1 MiB" in second["problem"]
+    assert first["matches"] is None and "later attempts" in first["problem"]
+    (alone,) = search(emptied_api, trainer, q="nan", attempt=1)["complete"]
+    assert alone["matches"] == len(alone["data"]) == 10
+
+
 def test_whatever_a_trainer_puts_in_its_place_neither_fails_a_search_nor_leads_elsewhere(
     emptied_api: ApiServer, trainer: Trainer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.runs.logs.complete._MOST_SEARCHED_BYTES", 32 * 2**20)
+    monkeypatch.setattr("app.runs.logs.complete.MOST_SEARCHED_BYTES", 32 * 2**20)
     trainer.events("log", NOTE)
     path = folder / "log.txt.gz"
     path.write_bytes(gzip.compress(b"x\n\xff\nwithout a head nan\n" + b"y" * 200_000 + b" nan\n") + b"damage")
