@@ -58,6 +58,11 @@ def find_gpu(name: str | None) -> Gpu | None:
     return max(matching, key=lambda gpu: len(_words(gpu.name)), default=None)
 
 
+def may_be(name: str, gpu: Gpu) -> bool:
+    """Return True if this is a name of the model or a part of one, such as `A100` for `A100 80GB`."""
+    return find_gpu(name) is gpu or _words(name) <= _words(f"NVIDIA {gpu.name}")
+
+
 def gpu_names() -> str:
     """Return all names, for messages."""
     return ", ".join(f"`{gpu.name}`" for gpu in GPUS)

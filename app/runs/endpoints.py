@@ -16,7 +16,7 @@ from app.audit import log as audit
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES
 from app.contracts.errors import FieldError
-from app.contracts.gpus import find_gpu, gpu_names
+from app.contracts.gpus import find_gpu, gpu_names, may_be
 from app.contracts.methods import TrainingMethod
 from app.contracts.run_status import RunSort, TrainingStatus
 from app.contracts.run_task import RunTask
@@ -131,11 +131,15 @@ def _wrong_assumptions(body: RunToEstimate) -> Iterator[FieldError]:
     if (body.dataset_id is None) == (body.dataset_size is None):
         message = "set either `dataset_id` or `dataset_size` (`rows`, and `mean_tokens` if it is known)"
         yield FieldError(field="dataset_id", code="conflict" if body.dataset_id else "missing", message=message)
-    if body.device is not None and find_gpu(body.device) is None:
+    gpu = find_gpu(body.device)
+    if body.device is not None and gpu is None:
         message = f"no GPU of this name is known; use one of {gpu_names()}, or omit it for those of online workers"
         yield FieldError(field="device", code="unknown_device", message=message)
     elif body.device is not None and body.resources.kind == "cpu":
         message = "is a GPU, but `resources.kind` asks for a CPU: omit one of them"
+        yield FieldError(field="device", code="conflict", message=message)
+    elif gpu is not None and body.resources.gpu is not None and not may_be(body.resources.gpu, gpu):
+        message = f"is another GPU than `resources.gpu`, {body.resources.gpu!r}: omit one of them"
         yield FieldError(field="device", code="conflict", message=message)
     if body.probe and (body.dataset_size is not None or body.device is not None):
         message = "trains on rows of `dataset_id` on a worker: omit it, or `dataset_size` and `device`"

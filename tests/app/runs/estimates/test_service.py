@@ -551,6 +551,7 @@ def test_known_gpu_of_a_worker_has_the_speed_of_runs_there(api: ApiServer, engin
         ({"dataset_size": {"rows": 5}, "probe": True}, "probe", "conflict"),
         ({"dataset_size": {"rows": 5}, "device": "Voodoo 2"}, "device", "unknown_device"),
         ({"dataset_size": {"rows": 5}, "device": "L4", "resources": {"kind": "cpu"}}, "device", "conflict"),
+        ({"dataset_size": {"rows": 5}, "device": "L4", "resources": {"gpu": "A100"}}, "device", "conflict"),
     ],
 )
 def test_dataset_size_or_device_that_cannot_be_is_refused_with_its_field(
