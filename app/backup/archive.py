@@ -81,7 +81,9 @@ class ArchiveWriter:
         if self._path.exists():
             raise SetupError(f"{self._path} exists: name a new file.")
         try:
-            descriptor = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            self._partial.unlink(missing_ok=True)
+            # In a folder of all users, another user may have placed a file or a link there.
+            descriptor = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
             raise SetupError(
                 f"{self._path} cannot be written ({error.strerror}): name a file in another folder."
@@ -228,7 +230,7 @@ class ArchiveReader:
             try:
                 entry = FileEntry(**json.loads(line))
                 numbers = (entry.bytes, entry.mtime_ns, entry.mode)
-                if not all(isinstance(number, int) and abs(number) < 2**63 for number in numbers):
+                if "\0" in entry.path or not all(isinstance(number, int) and abs(number) < 2**63 for number in numbers):
                     raise ValueError(line)
                 refuse_outside(entry.path)
             except (ValueError, TypeError, OutsideStorage, AttributeError, RecursionError):

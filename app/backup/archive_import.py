@@ -120,7 +120,8 @@ class ImportJob:
             )
         for table in TABLES:
             described = manifest.tables.get(table.name)
-            if described is None or not set(described.columns) <= set(table.columns):
+            columns = [] if described is None else described.columns
+            if described is None or not set(columns) <= set(table.columns) or len(set(columns)) < len(columns):
                 raise self._archive.damaged(f"its table {table.name} has other columns")
 
     def _import(self, connection: Connection) -> None:

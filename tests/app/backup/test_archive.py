@@ -156,6 +156,13 @@ def test_missing_file_of_the_service_is_named_by_both_commands(
     assert [(it.kind, it.id) for it in created.problems] == [(it.kind, it.id) for it in imported.problems] == affected
 
 
+def test_link_in_the_place_of_an_unfinished_archive_is_not_followed(ended: Service, tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("kept")
+    (tmp_path / ".linked.tar.partial").symlink_to(tmp_path / "victim")
+    assert export(ended, tmp_path, "linked.tar").path.stat().st_size > 0
+    assert (tmp_path / "victim").read_text() == "kept"
+
+
 def test_import_that_is_interrupted_leaves_nothing_and_can_be_repeated(
     ended: Service, archive: Path, target: Settings
 ) -> None:
@@ -269,6 +276,7 @@ HOSTILE: dict[str, tuple[Callable[[Members], None], str]] = {
     "nested entry": (lambda members: members.update({"files.jsonl": b"[" * 100_000 + b"\n"}), "list of files is not"),
     "other size": (edit("files.jsonl", bytes=10**15), "space beside ANNEAL_DISK_RESERVE_BYTES"),
     "other digest": (edit("files.jsonl", sha256="0" * 64), "has other contents"),
+    "NUL": (path_of_first_file("runs/RUN/a\0b"), "list of files is not valid"),
     "extension": (edit("rows/datasets.jsonl", extension="/../../../evil"), "another file type"),
     "checkpoint": (edit("rows/checkpoints.jsonl", name="../../evil"), "another name"),
     "live run": (edit("rows/runs.jsonl", status="pending"), "has not ended"),
@@ -288,6 +296,10 @@ HOSTILE: dict[str, tuple[Callable[[Members], None], str]] = {
     "row": (lambda members: members.update({"rows/runs.jsonl": b"[" * 100_000 + b"\n"}), "a row of runs is not valid"),
     "columns": (
         lambda members: members.update({"anneal.json": members["anneal.json"].replace(b'"tags"', b'"tags\\" x"')}),
+        "has other columns",
+    ),
+    "column twice": (
+        lambda members: members.update({"anneal.json": members["anneal.json"].replace(b'"tags"', b'"tags", "tags"')}),
         "has other columns",
     ),
     "table missing": (lambda members: members.update({"anneal.json": without_table(members)}), "has other columns"),
