@@ -63,7 +63,8 @@ def stop(
             _stop_one(client, chosen[0], how, deadline, wait, as_json)
             return
         changes = client.runs.stop_many(chosen, mode=how, deadline_seconds=deadline) if chosen else None
-        for run_id in chosen if wait else ():
+        stopping = [run.id for run in changes.runs if run.outcome != "refused"] if changes is not None else []
+        for run_id in stopping if wait else ():
             for _ in client.runs.events(run_id, types="end"):
                 pass
         _report(changes, "has stopped" if wait else "was asked to stop", as_json)

@@ -120,7 +120,10 @@ def dataset_of(client: "Anneal", text: str, folder: Path) -> str:
     """Return the id of the dataset that `text` names; a local file, relative to `folder`, is uploaded once."""
     if is_id(text, "ds"):
         return text
-    path = folder / Path(text).expanduser()
+    try:
+        path = folder / Path(text).expanduser()
+    except RuntimeError:  # there is no user of this name
+        path = folder / text
     if path.is_file():
         return _uploaded(client, path)
     if "/" in text or path.suffix in (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".gz"):

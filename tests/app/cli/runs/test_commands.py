@@ -27,6 +27,10 @@ def test_runs_are_filtered_and_paged(anneal: Anneal, run_file: Path) -> None:
     assert anneal("runs", "list", "--tag", "paged", "--status", "failed").stderr == "There are none.\n"
     assert re.search(r"config.learning_rate +0\.0001\n", anneal("runs", "show", ids[0]).stdout)
     assert json_of(anneal("runs", "stop", ids[0], "--json"))["status"] == "cancelled"
+    unknown = "run_" + "0" * 26
+    stopped = anneal("runs", "stop", "--wait", unknown, *ids[1:], code=1)
+    assert stopped.stdout.splitlines() == [f"{run_id} has stopped." for run_id in ids[1:]]
+    assert f"There is no run {unknown}" in stopped.stderr
 
 
 def test_a_created_run_is_printed_with_its_warnings(anneal: Anneal, run_file: Path) -> None:

@@ -65,6 +65,7 @@ def test_run_file_names_datasets_and_experiments_as_commands_do(anneal: Anneal, 
         ("dataset_id", "no such name", "There is no dataset 'no such name'"),
         ("dataset_id", "missing.jsonl", "There is no file"),
         ("eval_dataset_id", "./rows", "There is no file"),
+        ("eval_dataset_id", "~no_such_user/rows.jsonl", "There is no file"),
         ("experiment_id", "no such trial", "There is no experiment 'no such trial'"),
     ):
         refused = anneal(
