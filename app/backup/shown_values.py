@@ -37,6 +37,10 @@ def invalid_column(table: str, row: Mapping[str, Any]) -> str | None:
                 adapter.validate_python(row[name])
             except ValidationError:
                 return name
+    if table == "run_events":
+        data = row.get("data")
+        is_shown = isinstance(data, dict) and (row.get("type") != "log" or isinstance(data.get("line"), str))
+        return None if is_shown else "data"
     if table == "runs" and (row.get("config") or {}).get("method") not in set(TrainingMethod):
         return "config"
     return None

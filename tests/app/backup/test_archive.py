@@ -291,6 +291,8 @@ HOSTILE: dict[str, tuple[Callable[[Members], None], str]] = {
     "preview": (edit("rows/datasets.jsonl", preview={}), "preview of a row of datasets is not valid"),
     "metrics": (edit("rows/checkpoints.jsonl", metrics=[1]), "metrics of a row of checkpoints is not valid"),
     "tags": (edit("rows/experiments.jsonl", tags=[1]), "tags of a row of experiments is not valid"),
+    "event": (edit("rows/run_events.jsonl", data="x"), "data of a row of run_events is not valid"),
+    "line": (edit("rows/run_events.jsonl", type="log", data={"line": 5}), "data of a row of run_events is not valid"),
     "foreign row": (edit("rows/run_events.jsonl", run_id="run_x"), "belongs to no run of it"),
     "event missing": (without_last_event, "events of run_.* are missing"),
     "row": (lambda members: members.update({"rows/runs.jsonl": b"[" * 100_000 + b"\n"}), "a row of runs is not valid"),
