@@ -69,13 +69,13 @@ def create(
             fail("The name is a path: write it relative to the models folder, such as `tiny`.", code="invalid_name")
         try:
             tiny_model.create(folder, name)
-            made = f"{folder / name} has a Llama of 2 layers with random weights, to try out the service."
+            result = f"{folder / name} has a Llama of 2 layers with random weights, to try out the service."
         except FileExistsError:
-            made = f"There is a folder {folder / name}: use it, or choose another name."
+            result = f"There is a folder {folder / name}: use it, or choose another name."
     if as_json:
         document({"name": name, "folder": str(folder / name)})
         return
-    note(made)
+    note(result)
     note(f"Use it as `base_model: {name}`, or with `anneal runs create -m {name} -d FILE --lora`.")
     say(name)
 

@@ -218,8 +218,8 @@ class Runs(ApiResource[M]):
         changes: dict[str, RunChange] = {}
         for first in range(0, len(ids), MOST_RUNS):
             part = {"ids": ids[first : first + MOST_RUNS], **body}
-            found = await self._session.post(RunChanges, f"/runs/{verb}", part, repeatable=True)
-            changes |= {change.id: change for change in found.runs}
+            changed = await self._session.post(RunChanges, f"/runs/{verb}", part, repeatable=True)
+            changes |= {change.id: change for change in changed.runs}
         return RunChanges(runs=[changes[run_id] for run_id in dict.fromkeys(run_ids)])
 
     @call
@@ -367,10 +367,10 @@ class Runs(ApiResource[M]):
         `names` are those of `metrics`; by default all. Of several runs, the index has the run's id and the step. Values
         that were not finite, and those of steps without the metric, are NaN. Needs pandas.
         """
-        wanted = None if names is None else ",".join(names)
+        series = None if names is None else ",".join(names)
         ids = [run_id] if isinstance(run_id, str) else list(run_id)
-        found = {id: await self._session.get(RunMetrics, f"/runs/{id}/metrics", names=wanted) for id in ids}
-        return metrics_frame(found[run_id] if isinstance(run_id, str) else found)
+        metrics = {id: await self._session.get(RunMetrics, f"/runs/{id}/metrics", names=series) for id in ids}
+        return metrics_frame(metrics[run_id] if isinstance(run_id, str) else metrics)
 
     @call
     async def plot(

@@ -289,10 +289,10 @@ async def _live_first(
         first = next(place for place, statuses in enumerate(_LIVE_FIRST) if status in statuses)
     runs: list[Listed] = []
     for place, statuses in enumerate(_LIVE_FIRST[first:], first):
-        wanted = tuple(status for status in statuses if not filters.status or status in filters.status)
-        if wanted and len(runs) <= paging.limit:
+        selected = tuple(status for status in statuses if not filters.status or status in filters.status)
+        if selected and len(runs) <= paging.limit:
             part = Paging(paging.limit - len(runs), paging.after if place == first else None)
-            some = _chosen(_VIEWS[view], replace(filters, status=wanted), part)
+            some = _chosen(_VIEWS[view], replace(filters, status=selected), part)
             runs += await _fetch(connection, newest_first(some, Run.id, part))
     return runs[: paging.limit], len(runs) > paging.limit
 

@@ -133,13 +133,13 @@ def estimate(
             body["dataset_size"] = {"rows": rows, "mean_tokens": mean_tokens}
         if device is not None:
             body["device"] = device
-        found = client.runs.estimate(body, probe=probe, wait=as_json)
+        estimated = client.runs.estimate(body, probe=probe, wait=as_json)
         if as_json:
-            document(found)
+            document(estimated)
         else:
-            estimating.show(found)
-        if found.probe_run_id is not None:
-            raise typer.Exit(estimating.probed(client, found, as_json))
+            estimating.show(estimated)
+        if estimated.probe_run_id is not None:
+            raise typer.Exit(estimating.probed(client, estimated, as_json))
 
 
 def init(

@@ -12,15 +12,15 @@ from app.workers.queries import meets, online
 
 
 async def online_devices(
-    session: AsyncSession, settings: Settings, backend: str, asked: Placement | None = None
+    session: AsyncSession, settings: Settings, backend: str, request: Placement | None = None
 ) -> list[EstimatedDevice]:
-    """Return the kinds of devices that online workers offer, GPUs and largest memory first; or those `asked` for."""
+    """Return the kinds of devices that online workers offer, GPUs and largest memory first; or those of a `request`."""
     query = select(Device.kind, Device.name, Device.memory_mb).distinct().join(Worker, Worker.id == Device.worker_id)
-    if asked is not None:
-        query = query.where(*meets(asked.kind, asked))
+    if request is not None:
+        query = query.where(*meets(request.kind, request))
     rows = (await session.execute(query.where(*online(settings, backend)))).all()
-    found = [EstimatedDevice(kind=row.kind, name=row.name, memory_mb=row.memory_mb) for row in rows]
-    return sorted(found, key=lambda one: (one.kind == "cuda", one.memory_mb or 0), reverse=True)
+    devices = [EstimatedDevice(kind=row.kind, name=row.name, memory_mb=row.memory_mb) for row in rows]
+    return sorted(devices, key=lambda device: (device.kind == "cuda", device.memory_mb or 0), reverse=True)
 
 
 async def devices_of_gpu(session: AsyncSession, settings: Settings, backend: str, gpu: Gpu) -> list[EstimatedDevice]:

@@ -22,13 +22,13 @@ const MODES = [
 
 /** @param {{ picked: string[], onClear: () => void, onChanged: () => void }} props */
 export function Bulk({ picked, onClear, onChanged }) {
-  const [asked, setAsked] = useState(/** @type {'stop' | 'tag' | 'delete' | null} */ (null));
+  const [openDialog, setOpenDialog] = useState(/** @type {'stop' | 'tag' | 'delete' | null} */ (null));
   const isComparable = picked.length >= 2 && picked.length <= MOST_COMPARED;
   const canChange = may('write') && picked.length > 0;
   const tooMany = picked.length > MOST_CHANGED ? `At most ${MOST_CHANGED} at once` : undefined;
   const change = (/** @type {'stop' | 'tag' | 'delete'} */ what, /** @type {string} */ text, kind = '') =>
-    html`<button type="button" class=${`btn ${kind}`} disabled=${tooMany !== undefined} title=${tooMany} onClick=${() => setAsked(what)}>${text} …</button>`;
-  const close = () => setAsked(null);
+    html`<button type="button" class=${`btn ${kind}`} disabled=${tooMany !== undefined} title=${tooMany} onClick=${() => setOpenDialog(what)}>${text} …</button>`;
+  const close = () => setOpenDialog(null);
   return html`<div class="acts wrap">
     ${picked.length > 0 && html`<span class="sub num selected" role="status">${format.counted(picked.length, 'run')} selected</span><button type="button" class="btn quiet" onClick=${onClear}>Clear</button>`}
     ${canChange && html`${change('stop', 'Stop')}${change('tag', 'Tag')}${change('delete', 'Delete', 'danger')}`}
@@ -36,7 +36,7 @@ export function Bulk({ picked, onClear, onChanged }) {
       ? html`<a class="btn" href=${`/compare?ids=${picked.join(',')}`}>Compare</a>`
       : html`<button type="button" class="btn hide-s" disabled title=${`Select 2 to ${MOST_COMPARED} runs`}>Compare</button>`}
   </div>
-  ${asked && html`<${Change} what=${asked} ids=${picked} onClose=${close} onChanged=${onChanged} onDeleted=${onClear} />`}`;
+  ${openDialog && html`<${Change} what=${openDialog} ids=${picked} onClose=${close} onChanged=${onChanged} onDeleted=${onClear} />`}`;
 }
 
 /** @type {Record<string, { title: string, verb: string, done: string }>} */
