@@ -17,6 +17,7 @@ from app.contracts.errors import FieldError
 from app.contracts.methods import METHODS, Method, RlhfOptions, TrainingMethod, method_of
 from app.contracts.run_task import RunTask
 from app.contracts.schemas.runs.requests import EvaluationCreate, RunCreate
+from app.contracts.training_config.adapters import CHANGES_BASE
 from app.contracts.training_config.field_traits import ADAPTER_ONLY, FOUR_BIT_ONLY, NOT_IN_PROBE, SUPERVISED_ONLY
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import GROUPS, drop_unknown_fields, given_fields, named_fields
@@ -158,8 +159,7 @@ async def _subject(
     if (run.config.get("extra") or {}).get("recipe"):
         message = f"run {run.id} was trained by a recipe of a plugin, which only that recipe can evaluate"
         raise _refused("trained_by_a_recipe", message)
-    is_merged = checkpoint is None and run.config.get("output") == "merged"
-    changes = _changes(run, is_merged, dataset)
+    changes = _changes(run, dataset, has_output=checkpoint is None)
     if checkpoint is None:
         await release(session)
         await _check_output(settings, storage, run)
@@ -176,9 +176,13 @@ async def _subject(
     return _Subject(_merged(_merged(config, changes.values), request.config), run, checkpoint, changes)
 
 
-def _changes(run: Run, is_merged: bool, dataset: Dataset | None) -> _Changes:
-    """Return how the loss that the data determine, and an output that is no adapter, change the configuration."""
+def _changes(run: Run, dataset: Dataset | None, *, has_output: bool) -> _Changes:
+    """Return how the loss that the data determine, and an output that is no adapter, change the configuration.
+
+    With `has_output`, the output is evaluated, otherwise a checkpoint.
+    """
     own = method_of(run.config)
+    is_merged = has_output and run.config.get("output") == "merged"
     fits = dataset is None or dataset.format in own.formats
     if not fits and own.has_reward_head:
         message = f"run {run.id} has trained a reward model, which writes no text: evaluate it on preference pairs"
@@ -196,6 +200,12 @@ def _changes(run: Run, is_merged: bool, dataset: Dataset | None) -> _Changes:
         values["lora_r"] = run.config["lora_r"]
         values["load_in_8bit"] = is_quantized and run.config["load_in_8bit"]
         values["load_in_4bit"] = is_quantized and not values["load_in_8bit"] and run.config["load_in_4bit"]
+        if method.has_reference and run.config.get("init_lora_weights") in CHANGES_BASE:
+            if not has_output:
+                why = f"the checkpoints of run {run.id} are for a changed base, and the loss on these data needs "
+                why += "the unchanged one: evaluate the output of the run, or export the checkpoint and evaluate that"
+                raise _refused("checkpoint_changes_base", why)
+            values["init_lora_weights"] = "default"  # the output has been converted for the unchanged base
     elif is_merged or method is not own:
         dropped |= _OF_QUANTIZED_ADAPTER
         values |= {} if method.adapter == "forbidden" else {"lora_r": None}

@@ -347,6 +347,16 @@ class TestLossOfTheData:
         run = evaluation_of(api, run_id, pairs)
         assert (run["config"]["method"], run["config"]["base_model"], run["base_run_id"]) == ("dpo", "tiny", run_id)
 
+    def test_adapter_that_changed_its_base_is_compared_with_the_unchanged_one_as_an_output_alone(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        run_id, saved = trained(api, engine, dataset, init_lora_weights="pissa")
+        pairs = make_dataset(engine, "preference", ["chosen"])
+        config = evaluation_of(api, run_id, pairs)["config"]
+        assert (config["method"], config["init_lora_weights"], config["lora_r"]) == ("dpo", "default", 8)
+        assert refused(evaluate(api, saved, pairs)) == {"model": "checkpoint_changes_base"}
+        assert evaluation_of(api, saved, dataset)["config"]["init_lora_weights"] == "pissa"
+
     def test_options_and_tokens_of_a_comparison_are_those_of_the_request(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:

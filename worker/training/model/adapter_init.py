@@ -60,13 +60,13 @@ def adapter_config(
         adapter.layers_to_transform = list(config.layers_to_transform)
     if config.trainable_token_indices is not None:
         _check_tokens(network, config.trainable_token_indices)
-    if config.init_lora_weights in CHANGES_BASE:
-        source = _continued(run)
-        if source is None:
-            adapter.init_lora_weights = config.init_lora_weights
-        elif not (source / FIRST_VALUES).is_file():  # an output, which was converted
-            described = json.loads((source / ADAPTER_CONFIG).read_text())
-            adapter.r, adapter.lora_alpha = described["r"], described["lora_alpha"]
+    source = _continued(run)
+    changes_base = config.init_lora_weights in CHANGES_BASE
+    if source is None and changes_base:
+        adapter.init_lora_weights = config.init_lora_weights
+    elif source is not None and (changes_base or run.only_evaluates) and not (source / FIRST_VALUES).is_file():
+        described = json.loads((source / ADAPTER_CONFIG).read_text())  # of an output, which may be converted
+        adapter.r, adapter.lora_alpha = described["r"], described["lora_alpha"]
     return adapter
 
 

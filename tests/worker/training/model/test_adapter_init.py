@@ -1,6 +1,7 @@
 """Adapters with first values from the base: a resumed run is exact, and outputs work on the unchanged base."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from tests.worker.training.output.outputs import figures, weights
-from tests.worker.training.tiny import Forks, Outcome, load_output, make_job, write_rows
+from tests.worker.training.tiny import Forks, Outcome, load_output, make_job, make_pairs, write_rows
 from worker.training.model.adapter_init import FIRST_VALUES
 from worker.training.model.loader import keep_evaluation_neutral
 
@@ -87,6 +88,18 @@ def test_an_evaluation_of_the_output_or_of_a_checkpoint_is_of_the_trained_model(
         job |= {"task": "evaluate", "weights": {"path": str(path), "step": 4, "epoch": 0.2}}
         losses.append(forks.run(job).result["metrics"]["eval_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    pairs = make_pairs(tmp_path / "pairs.jsonl", 6)
+    options = {"max_seq_length": 64, "batch_size": 2, "method": "dpo", "load_in_4bit": False}
+    merged = load_output(original.output, tiny_model).merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "merged")
+    compared = []
+    for number, (path, adapter) in enumerate(((original.output, config), (tmp_path / "merged", {"lora_r": None})), 3):
+        fields = {name: adapter[name] for name in ("lora_r", "use_rslora") if name in adapter}
+        job = make_job(tmp_path / str(number), tiny_model, pairs, data_format="preference", **options, **fields)
+        job |= {"task": "evaluate", "weights": {"path": str(path), "step": 4, "epoch": 0.2}}
+        compared.append(forks.run(job).result["metrics"]["eval_loss"])
+    assert compared[0] == pytest.approx(compared[1], abs=1e-4) != pytest.approx(math.log(2), abs=1e-3)
     model = load_output(original.output, tiny_model)
     assert losses[0] < 1.2 * float(original.of("metric")[-1]["loss"]), (losses, type(model))
 
