@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from app.cli import error_text
-from app.infra.terminal_text import plain_json, plain_line, plain_text
+from app.infra.terminal_text import plain_json, plain_line, plain_number, plain_text
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -316,7 +316,7 @@ def attempt_path_text(value: Any) -> str:
     if isinstance(value, datetime):
         return value.astimezone().strftime("%Y-%m-%d %H:%M:%S")
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return plain_number(value)
     if isinstance(value, list | tuple):
         return ", ".join(attempt_path_text(item) for item in value)
     if isinstance(value, dict):

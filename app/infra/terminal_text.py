@@ -17,6 +17,11 @@ _VISIBLE |= dict.fromkeys(range(0xD800, 0xE000), "\ufffd")
 _ESCAPED = {code: f"\\u{code:04x}" for code in [0x7F, *_INVISIBLE, *range(0xD800, 0xE000)]}
 
 
+def plain_number(value: float) -> str:
+    """Format a number with four digits; larger ones in whole, never as 1.2e+04."""
+    return f"{value:.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
 def plain_line(text: str) -> str:
     """Return `text` as one line: without escape sequences, and with its other control characters made visible."""
     return _ANSI.sub("", text).translate(_VISIBLE)

@@ -32,7 +32,7 @@ from app.contracts.events import (
 )
 from app.contracts.methods import method_of
 from app.contracts.run_task import RunTask
-from app.infra.terminal_text import plain_line, plain_text
+from app.infra.terminal_text import plain_line, plain_number, plain_text
 
 if TYPE_CHECKING:
     from app.client.client import Anneal
@@ -276,7 +276,7 @@ def _clock(seconds: float) -> str:
 def _figures(metrics: dict[str, Any]) -> Iterator[str]:
     for name, value in metrics.items():
         if isinstance(value, int | float):
-            yield f"{name} {value:.4g}"
+            yield f"{name} {plain_number(value)}"
 
 
 class _Screen(Protocol):

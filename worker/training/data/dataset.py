@@ -26,9 +26,9 @@ from worker.training.data.token_cache import TokenCache, Write
 from worker.training.data.tokenization import Encoded, TextEncoder, TextsEncoder
 from worker.training.failures import TrainingFailure
 
-VERSION = 3
+VERSION = 4
 """Version of the code that makes tokens from rows, here and in the encoders and `packing`. Increase it with any
-change of the output, or runs reuse tokens made by the old code."""
+change of the output, remarks included, or runs reuse what the old code made."""
 _INTS = pa.list_(pa.int32())
 
 

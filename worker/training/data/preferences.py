@@ -22,7 +22,7 @@ from worker.training.data.token_cache import Write
 from worker.training.data.tokenization import BadRow, Encoder, Ints
 from worker.training.failures import TrainingFailure
 
-VERSION = 3
+VERSION = 4
 """Version of the code that makes tokens from pairs, here and in the encoders. Increase it when the output changes."""
 _ROWS_AT_ONCE = 1000
 IDS = pa.list_(pa.int32())

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from app.contracts.attempt.messages import AnomalyDetails
+from app.infra.terminal_text import plain_number
 from worker.training.checkpointing import rng_state
 from worker.training.context import TrainingContext
 from worker.training.failures import TrainingFailure
@@ -207,7 +208,7 @@ def metric_line(step: int, total: int, logs: Mapping[str, Any]) -> str:
     place = f"step {step}/{total}" if total > 0 else f"step {step}"
     names = sorted(logs.keys() - {"step", "total_flos"}, key=lambda name: (name not in _FIRST, [*logs].index(name)))
     values = ((name, logs[name]) for name in names)
-    numbers = (f"{name} {f'{value:.4g}' if isinstance(value, float) else value}" for name, value in values)
+    numbers = (f"{name} {plain_number(value) if isinstance(value, float) else value}" for name, value in values)
     return "  ".join([place, *numbers])
 
 

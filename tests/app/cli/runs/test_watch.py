@@ -68,11 +68,11 @@ def test_what_the_method_goes_by_is_shown(learns_from_rewards: bool, shown: str,
     seen = WatchState("run_1", "counting", "running", 0, 10, learns_from_rewards, started=began)
     measured = {"eval_loss": 2.0, "eval_reward": 0.75, "eval_seconds": 3.0, "eval_samples_per_second": 9.0}
     metric = MetricEvent(
-        type="metric", run_id="run_1", seq=1, step=5, loss=0.5, learning_rate=1e-3, extra={"reward": 0.25},
-        ts=began + timedelta(seconds=3725),
+        type="metric", run_id="run_1", seq=1, step=5, loss=0.5, learning_rate=1e-3,
+        extra={"reward": 0.25, "tokens_per_second": 12345.6}, ts=began + timedelta(seconds=3725),
     )  # fmt: skip
     assert seen.take(metric) is None and seen.curve == {5: 0.25 if learns_from_rewards else 0.5}
-    assert seen.progress(metric) == f" 50%|#####     | 5/10 [1:02:05]  {line}"
+    assert seen.progress(metric) == f" 50%|#####     | 5/10 [1:02:05]  {line}  tokens_per_second 12346"
     evaluated = seen.take(EvalEvent(type="eval", run_id="run_1", seq=2, step=5, metrics=measured))
     assert evaluated == "step 5  eval_loss 2  eval_reward 0.75"
     assert seen.figures == shown

@@ -69,8 +69,8 @@ def test_without_logging_steps_only_the_last_step_is_logged(
 
 
 def test_the_log_has_metrics_as_words_and_numbers() -> None:
-    logs = {"loss": 2.3120001, "learning_rate": 2e-4, "num_tokens": 1200.0, "epoch": 1, "total_flos": 1e18}
-    numbers = "loss 2.312  learning_rate 0.0002  num_tokens 1200  epoch 1"
+    logs = {"loss": 2.3120001, "learning_rate": 2e-4, "num_tokens": 12380.0, "epoch": 1, "total_flos": 1e18}
+    numbers = "loss 2.312  learning_rate 0.0002  num_tokens 12380  epoch 1"
     assert metric_line(3, 200, logs) == f"step 3/200  {numbers}"
     assert metric_line(1, 2, {"loss": 0.5, "length": 3, "reward": 0.25}) == "step 1/2  loss 0.5  reward 0.25  length 3"
     assert metric_line(0, 0, logs) == f"step 0  {numbers}", "an evaluation without training"
