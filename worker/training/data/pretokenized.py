@@ -47,9 +47,13 @@ class TokenizedEncoder:
 
     def _ints(self, row: dict[str, Any], name: str, length: int | None = None) -> Ints:
         try:
+            # With the type of the tokens, numbers with a fraction, which a plugin may return, would be cut.
+            is_whole = np.array(row[name]).dtype.kind == "i"
             values = np.array(row[name], np.int32)
-        except (ValueError, OverflowError) as error:
+        except (ValueError, OverflowError, TypeError) as error:
             raise BadRow(f"`{name}` is not a list of integers") from error
+        if not is_whole:
+            raise BadRow(f"`{name}` is not a list of integers")
         if values.ndim != 1 or len(values) != (len(values) if length is None else length):
             raise BadRow(f"`{name}` is not a list of as many integers as `input_ids`")
         return values

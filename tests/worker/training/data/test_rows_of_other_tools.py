@@ -304,6 +304,17 @@ def test_padding_of_token_ids_is_removed_and_ids_outside_the_vocabulary_name_lin
         assert part in refused.value.message
 
 
+@pytest.mark.parametrize("ids", [[5, 6.5], [5, 2**40], [5, None], ["5", "6"], [[5], [6]]], ids=str)
+def test_token_ids_of_a_plugin_that_are_no_integers_are_refused(ids: list[Any], model: Path, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"input_ids": ids}])
+    with pytest.raises(TrainingFailure, match="line 1: `input_ids` is not a list of") as refused:
+        dataset.tokenize(
+            str(path), "tokenized", AutoTokenizer.from_pretrained(model), TrainingConfig(base_model="tiny"),
+            max_length=LENGTH, chosen=None, progress=lambda done, total: None,
+        )  # fmt: skip
+    assert refused.value.code == "bad_data"
+
+
 PAIRS: dict[str, tuple[list[Any], list[Any] | None]] = {
     "implicit prompt": ([{"chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "five"}]}], None),
     "implicit prompt of text": (
