@@ -72,6 +72,9 @@ class TestRuns:
             page.get_by_role("button", name="Lowest loss").click()
             expect(page.get_by_role("columnheader", name="Lowest loss")).to_have_attribute("aria-sort", "descending")
             expect(names).to_have_text(["c, done", "a, done", "b, in training"])
+            for order in ("Newest first", "Oldest first"):
+                page.get_by_role("button", name="Created").click()
+                expect(page.get_by_label("Order").locator("option:checked")).to_have_text(order)
             page.get_by_label("Order").select_option("best")
             expect(page.get_by_role("rowheader", name="qlora, by train loss, lowest first")).to_be_visible()
             page.get_by_role("button", name="Columns of the table").click()

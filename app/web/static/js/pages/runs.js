@@ -162,7 +162,7 @@ function Filters({ counts, experiments }) {
       ${experiments.map((one) => html`<option value=${one.id}>${one.name}</option>`)}
     </select>
     <select aria-label="Order" value=${sort} onChange=${(/** @type {any} */ event) => setQuery({ sort: event.target.value === DEFAULT_SORT ? null : event.target.value, order: null, after: null })}>
-      ${SORTS.map(([value, name]) => html`<option value=${value}>${name}</option>`)}
+      ${SORTS.map(([value, name]) => html`<option value=${value}>${value === 'created_at' && asked.get('order') === 'asc' ? 'Oldest first' : name}</option>`)}
     </select>
     ${['model', 'method', 'tag', 'dataset'].map((name) => asked.get(name) && html`<button type="button" class="btn small" title="Remove this filter" onClick=${() => setQuery({ [name]: null, after: null })}><span class="clip">${name}: ${name === 'dataset' ? format.shortId(asked.get(name) ?? '') : asked.get(name)}</span><${Icon} name="cross" /></button>`)}
     <${Columns} />
