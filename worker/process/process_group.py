@@ -92,7 +92,7 @@ def sweep(folder: Path) -> list[int]:
                 log.error("processes left running by a dead worker's trainer do not die: %s", error)
                 continue
         if meeting := noted.get("meeting"):
-            remove_tree(meeting, ignore_errors=True)
+            remove_tree(Path(meeting), ignore_errors=True)
         path.unlink(missing_ok=True)
     return hit
 

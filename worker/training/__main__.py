@@ -47,9 +47,9 @@ from worker.wire.reporter import RankReporter, Reporter
 _RECIPES: dict[TrainingMethod, Callable[[TrainingContext, list[Replacement]], TrainingResult]] = {
     method.name: pkgutil.resolve_name(method.trainer) for method in METHODS.values()
 }
-# Read before trainers are forked: their user may be unable to read files of the Python installation, and a package that
-# replaces the finder of the standard library imports modules when a version is read.
-_VERSION = version("anneal")
+# Before trainers are forked: a package that replaces the finder of the standard library imports modules when it first
+# reads a version, and the user of a trainer may be unable to read the files of the Python installation.
+version("anneal")
 
 
 def main(argv: list[str]) -> int:
@@ -183,7 +183,7 @@ def _train(
 
 def _versions() -> dict[str, str]:
     """Return the versions of all code that decides what the ranks exchange, and what they compute."""
-    return {"anneal": _VERSION, **{name: one for name, one in loader.versions().items() if name != "python"}}
+    return {"anneal": version("anneal"), **{name: one for name, one in loader.versions().items() if name != "python"}}
 
 
 def _ended_by(error: BaseException, control: Control) -> TrainingResult:

@@ -81,6 +81,8 @@ class Journal:
             self._waiting.append(self._file, ("\n" + line if self._torn else line).encode())
             self._torn = False
             self._reserve(os.fstat(self._file).st_size)
+            if self._waiting:
+                return
         # Not under the lock: no step waits for the disk because of a save.
         try:
             if sync:

@@ -199,7 +199,7 @@ class TestResources:
             ({"hosts": 0}, "resources.hosts", None),
             ({"sharding": "half"}, "resources.sharding", None),
             ({"kind": "tpu"}, "resources.kind", None),
-            ({"memory_mb": "80GB"}, "resources.memory_mb", None),
+            ({"memory_mb": "80 lines"}, "resources.memory_mb", None),
             ({"memory_mb": 2**40}, "resources.memory_mb", None),
             ({"labels": ["no spaces"]}, "resources.labels.0", None),
             ({"labels": ["a"] * 21}, "resources.labels", None),
@@ -452,7 +452,7 @@ class TestList:
 
     def test_an_order_that_is_not_there_is_refused_rather_than_ignored(self, api: ApiServer) -> None:
         assert api.client.get("/v1/runs", params={"sort": "created_at"}).status_code == 200
-        assert api.client.get("/v1/runs", params={"sort": "name"}).status_code == 422
+        assert api.client.get("/v1/runs", params={"sort": "color"}).status_code == 422
 
     def test_an_unknown_status_is_refused(self, api: ApiServer) -> None:
         answer = api.client.get("/v1/runs", params={"status": "sleeping"})

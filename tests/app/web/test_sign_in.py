@@ -91,12 +91,14 @@ class TestSignIn:
 
 
 @pytest.fixture
-def live(shared_api: ApiServer, engine: Engine) -> Trainer:
+def live(shared_api: ApiServer, engine: Engine) -> Iterator[Trainer]:
     """A run in training, with one line and one step."""
     trainer = Trainer(engine, make_run(shared_api.client, make_dataset(engine))["id"]).begin(total=100)
     trainer.log("a line")
     trainer.metric(1, loss=2.5)
-    return trainer
+    yield trainer
+    # Its worker sends no heartbeat: once it counts as dead, the run would be pending beside that of the next test.
+    shared_api.client.post(f"/v1/runs/{trainer.run_id}/stop")
 
 
 class TestOtherSites:

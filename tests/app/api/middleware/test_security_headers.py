@@ -95,7 +95,7 @@ def test_the_page_of_docs_has_every_call_and_its_examples(shared_api: ApiServer)
         for method in item:
             assert f"<code>{method.upper()} {path}</code>" in text
     assert "&quot;base_model&quot;" in text and "idempotency-key" in text.lower()
-    assert "<code>config.lora_r</code><td>integer, ≥ 1, ≤ 4096 or null<td>" in text and "Default: 16." in text
+    assert "<code>config.lora_r</code><td>integer, ≥ 1, ≤ 4096 or string or null<td>" in text and "Default: 16." in text
 
 
 @pytest.mark.parametrize(
