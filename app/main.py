@@ -106,7 +106,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
             Middleware(BodyLimitMiddleware, settings=settings),
         ],
     )
-    api.state.database_reserve = DatabaseReserve.of(settings.home, settings.database_url)
+    api.state.database_reserve = DatabaseReserve.for_home(settings.home, settings.database_url)
     api.state.settings, api.state.requests, api.state.tracing = settings, requests, tracing
     errors.install(api)
     api.include_router(app.api.health.router)

@@ -81,7 +81,7 @@ class WorkerContext:
         self.id = new_id("wrk")
         self.name = socket.gethostname()
         self.storage = Storage(settings)
-        self.database_reserve = DatabaseReserve.of(settings.home, settings.database_url)
+        self.database_reserve = DatabaseReserve.for_home(settings.home, settings.database_url)
         """Room of the embedded database; None with an external one."""
         self.health = WorkerHealth(
             self.storage.root, is_shared=settings.storage_url is None, database_reserve=self.database_reserve

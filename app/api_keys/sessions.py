@@ -85,10 +85,10 @@ async def _signing_in(auth: KeyVerifier, body: SessionCreate, request: Request, 
         return caller
     key = body.key or ""
     is_wrong = KEY.fullmatch(key) is None or await is_surely_wrong(auth, request.scope, ApiKey, key)
-    found = None if is_wrong else await auth.verify(key)
-    if found is None:
+    caller = None if is_wrong else await auth.verify(key)
+    if caller is None:
         raise wrong_credentials(auth.failures, request.scope)
-    return found
+    return caller
 
 
 @router.get("/session")

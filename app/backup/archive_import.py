@@ -65,7 +65,7 @@ class ImportedArchive:
     """Number of API keys in the archive that were not asked for."""
     files: int = 0
     problems: list[Problem] = field(default_factory=list)
-    """What was added and whose files the archive does not have as they were stored."""
+    """Imported rows whose files the archive lacks, or has with other contents than were stored."""
 
 
 class ImportJob:
@@ -96,7 +96,7 @@ class ImportJob:
         try:
             self._check_version()
             with open_database(self._settings, self._progress.say) as url:
-                self._database_reserve = DatabaseReserve.of(self._settings.home, url)
+                self._database_reserve = DatabaseReserve.for_home(self._settings.home, url)
                 engine = sync_engine(url, pool_size=0, name="anneal-import", statement_seconds=0)
                 try:
                     with engine.connect() as connection:

@@ -51,7 +51,7 @@ class CreatedArchive:
     files: int
     file_bytes: int
     problems: list[Problem]
-    """What the database lists and whose files are missing or corrupt in the service."""
+    """Rows whose files are missing or corrupt in the service."""
 
 
 class ExportJob:

@@ -96,8 +96,8 @@ def _of_architecture(folder: ModelFolder, config: Mapping[str, Any]) -> list[Bas
 
 
 def _outside_of_model(folder: ModelFolder, config: Mapping[str, Any]) -> list[BaseModelError]:
-    """Return layers and tokens that the adapter is to have, and the model does not have."""
-    found = []
+    """Return errors for configured layers and tokens that the model does not have."""
+    errors = []
     for field, size, noun in (
         ("layers_to_transform", "num_hidden_layers", "layers"),
         ("trainable_token_indices", "vocab_size", "tokens"),
@@ -108,8 +108,8 @@ def _outside_of_model(folder: ModelFolder, config: Mapping[str, Any]) -> list[Ba
         above = [number for number in numbers if isinstance(number, int) and number >= count]
         if above:
             message = f"The model has {count} {noun}, 0 to {count - 1}, and so no {', '.join(map(str, above))[:200]}."
-            found.append(BaseModelError(field, message))
-    return found
+            errors.append(BaseModelError(field, message))
+    return errors
 
 
 def _text_config(folder: ModelFolder) -> Mapping[str, Any]:

@@ -263,7 +263,7 @@ class StoredFile:
         Raises:
             DiskReserveReached: The disk has no room for it, also from `write` and `finish`.
         """
-        disk_reserve.keep(0)
+        disk_reserve.ensure_room(0)
         self.path = path
         self.bytes = 0
         self.sha256 = hashlib.sha256()
@@ -293,7 +293,7 @@ class StoredFile:
         self.bytes += len(block)
         if self.bytes > self._most_bytes:
             raise too_large("A dataset, converted to JSONL,", self._most_bytes)
-        self._disk_reserve.keep(len(block))
+        self._disk_reserve.ensure_room(len(block))
         self.sha256.update(block)
         view = memoryview(block)
         while view:  # an unbuffered file may write less than requested, for example when the disk fills up

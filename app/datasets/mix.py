@@ -114,7 +114,7 @@ def _local_files(found: list[Dataset], storage: Storage, folder: Path, disk_rese
     """
     distinct = {dataset.id: dataset for dataset in found}
     if storage.objects is not None:
-        disk_reserve.keep(sum(dataset.bytes for dataset in distinct.values()))
+        disk_reserve.ensure_room(sum(dataset.bytes for dataset in distinct.values()))
     local = {id: service.local_content(storage, dataset, folder) for id, dataset in distinct.items()}
     return [local[dataset.id] for dataset in found]
 

@@ -49,7 +49,7 @@ _OF_QUANTIZED_ADAPTER = frozenset({*ADAPTER_ONLY, *FOUR_BIT_ONLY, "load_in_4bit"
 
 @dataclass(frozen=True)
 class _Changes:
-    """How the configuration of an evaluation differs from that of the run whose weights it evaluates."""
+    """Differences between the configuration of an evaluation and that of the run whose weights it evaluates."""
 
     values: dict[str, Any]
     """Values as a user would write them."""

@@ -157,7 +157,7 @@ class Up:
         """Monotonic time at which `connection.json` is written again, because it could not be written before."""
         self._reserve = DatabaseReserve(self._home) if settings.database_url is None else None
         self._trouble = ""
-        """What the last round of supervision failed with."""
+        """Error of the last round of supervision."""
         self._supervised: list[SupervisedProcess] = []
 
     def run(self) -> int:

@@ -157,7 +157,7 @@ class Spool:
             return False
         try:
             folder = make_private_folder(self._folder)
-            DiskReserve(folder, self._limits.disk_reserve_bytes).keep(len(record))
+            DiskReserve(folder, self._limits.disk_reserve_bytes).ensure_room(len(record))
             if not self._segments or self._segments[-1].written >= self._limits.segment_bytes:
                 self._segments.append(_Segment(folder))
             self._segments[-1].append(record)

@@ -39,7 +39,7 @@ Set = Annotated[
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the options of a command say about a run."""
+    """Description of a run in the options of a command."""
 
     file: Path | None = None
     model: str | None = None

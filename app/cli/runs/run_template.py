@@ -57,5 +57,5 @@ def _summary(field: str) -> str:
 def _line(name: str, value: Any, comment: str) -> str:
     """Return a line of YAML with a comment; JSON is YAML."""
     plain = isinstance(value, str) and value.isascii() and value.replace("_", "").replace("-", "").isalnum()
-    shown = value if plain and not value[0].isdigit() else json.dumps(value, ensure_ascii=False)
-    return f"{f'{name}: {shown}':<{_WIDTH}}  # {comment}"
+    value_text = value if plain and not value[0].isdigit() else json.dumps(value, ensure_ascii=False)
+    return f"{f'{name}: {value_text}':<{_WIDTH}}  # {comment}"

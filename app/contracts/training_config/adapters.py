@@ -55,19 +55,19 @@ def _quantized_bits(config: TrainingConfig) -> Literal[4, 8] | None:
 
 
 def _place_conflicts(config: TrainingConfig) -> list[FieldError]:
-    found = []
+    errors = []
     for name in ("layers_to_transform", "trainable_token_indices"):
         values = getattr(config, name) or []
         if len(set(values)) < len(values):
             twice = next(value for value in values if values.count(value) > 1)
-            found.append(field_error(name, "conflict", f"contains {twice} twice; leave one of them out"))
+            errors.append(field_error(name, "conflict", f"contains {twice} twice; leave one of them out"))
     if both := set(config.target_modules or ()) & set(config.modules_to_save or ()):
         message = f"contains `{min(both)}`, which `target_modules` contains too; leave it out of one of them"
-        found.append(field_error("modules_to_save", "conflict", message))
+        errors.append(field_error("modules_to_save", "conflict", message))
     if config.trainable_token_indices is None:
-        return found
+        return errors
     for name in ("target_modules", "modules_to_save"):
         if embeddings := set(_EMBEDDINGS) & set(getattr(config, name) or ()):
             message = f"cannot be used while `{name}` contains `{min(embeddings)}`, which trains all tokens"
-            found.append(field_error("trainable_token_indices", "conflict", f"{message}; leave one of them out"))
-    return found
+            errors.append(field_error("trainable_token_indices", "conflict", f"{message}; leave one of them out"))
+    return errors

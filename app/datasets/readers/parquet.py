@@ -35,7 +35,7 @@ class ParquetReader:
         self._has_header = False
 
     def feed(self, data: bytes) -> None:
-        self._disk_reserve.keep(len(data))
+        self._disk_reserve.ensure_room(len(data))
         view = memoryview(data)
         while view:  # an unbuffered file may write less than requested, for example when the disk fills up
             view = view[self._file.write(view) :]

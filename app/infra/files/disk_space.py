@@ -49,7 +49,7 @@ class DiskReserve:
         self._folder = folder
         self._reserve_bytes = reserve_bytes
 
-    def keep(self, size: int) -> None:
+    def ensure_room(self, size: int) -> None:
         """Check that `size` more bytes can be written.
 
         Raises:
@@ -82,7 +82,7 @@ class DatabaseReserve:
         self._is_released = False
 
     @classmethod
-    def of(cls, home: Path, database_url: str | None) -> "DatabaseReserve | None":
+    def for_home(cls, home: Path, database_url: str | None) -> "DatabaseReserve | None":
         """Return that of the database at a URL; None if it is not the embedded one of this home."""
         embedded = (read_json(home / "embedded.json") or {}).get("database_url")
         return cls(home) if embedded is not None and embedded == database_url else None

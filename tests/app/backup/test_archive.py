@@ -1,4 +1,4 @@
-"""`anneal export` and `import`: another service has the same runs, once, and a hostile file harms nobody."""
+"""`anneal export` and `import`: another service gets the same runs, each once, and a hostile archive is refused."""
 
 import io
 import json

@@ -170,7 +170,7 @@ class TokenCache:
         draft = path.with_name(f"{secrets.token_hex(8)}.draft")
         reserve = DiskReserve(path.parent, self._disk_reserve_bytes)
         with _write_errors():
-            reserve.keep(0)
+            reserve.ensure_room(0)
             descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with _write_errors():
@@ -180,7 +180,7 @@ class TokenCache:
 
             def write(batch: pa.RecordBatch) -> None:
                 with _write_errors():
-                    reserve.keep(batch.nbytes)
+                    reserve.ensure_room(batch.nbytes)
                     writer.write_batch(batch)
 
             facts = build(write)

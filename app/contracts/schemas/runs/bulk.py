@@ -49,7 +49,7 @@ class RunsTag(RunsChange):
 
 
 class RunChange(BaseModel):
-    """What became of one of the runs."""
+    """Outcome for one run."""
 
     id: str
     outcome: Literal["changed", "unchanged", "refused"] = Field(
@@ -61,7 +61,7 @@ class RunChange(BaseModel):
 
 
 class RunChanges(BaseModel):
-    """What became of each of the runs."""
+    """Outcome for each run."""
 
     model_config = ConfigDict(
         json_schema_extra={

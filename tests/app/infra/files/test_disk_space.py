@@ -48,24 +48,24 @@ class TestDatabaseReserve:
 def test_without_inodes_nothing_more_is_stored_however_many_bytes_are_free(tmp_path: Path) -> None:
     with small_disk(tmp_path / "home", 256 * _MIB, inodes=1200) as home:
         (home / "postgres").mkdir()
-        DiskReserve(home, 0).keep(0)
+        DiskReserve(home, 0).ensure_room(0)
         assert DatabaseReserve(home).shortage() is None
         for number in range(300):
             (home / str(number)).touch()
         with pytest.raises(DiskReserveReached, match="inodes free"):
-            DiskReserve(home, 0).keep(0)
+            DiskReserve(home, 0).ensure_room(0)
         assert "inodes free" in (DatabaseReserve(home).shortage() or "")
 
 
 def test_only_the_embedded_database_of_this_home_has_a_reserve(tmp_path: Path) -> None:
-    assert DatabaseReserve.of(tmp_path, "postgresql://a/b") is None
+    assert DatabaseReserve.for_home(tmp_path, "postgresql://a/b") is None
     (tmp_path / "embedded.json").write_text('{"database_url": "postgresql://own"}')
-    assert DatabaseReserve.of(tmp_path, "postgresql://a/b") is None
-    assert DatabaseReserve.of(tmp_path, "postgresql://own") is not None
+    assert DatabaseReserve.for_home(tmp_path, "postgresql://a/b") is None
+    assert DatabaseReserve.for_home(tmp_path, "postgresql://own") is not None
 
 
 def test_a_write_that_would_use_the_reserve_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    DiskReserve(tmp_path, 0).keep(0)
+    DiskReserve(tmp_path, 0).ensure_room(0)
     with pytest.raises(DiskReserveReached, match=r"ANNEAL_DISK_RESERVE_BYTES.*delete runs or datasets") as refused:
-        DiskReserve(tmp_path, 2**60).keep(0)
+        DiskReserve(tmp_path, 2**60).ensure_room(0)
     assert refused.value.errno == errno.ENOSPC

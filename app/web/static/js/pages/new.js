@@ -198,7 +198,7 @@ function Basics({ values, config, errors, onValue, onModel }) {
   const experiments = useResource((signal) => get('/v1/experiments', { limit: 200 }, signal), 'experiments');
   const change = (/** @type {string} */ name) => (/** @type {any} */ event) => onValue(name, event.target.value);
   const names = found.map((/** @type {any} */ one) => one.name);
-  // Datasets of one name are told apart by their age and the end of their ID.
+  // Datasets with the same name are listed with their age and the end of their ID.
   const namesakes = new Set(names.filter((/** @type {string} */ name, /** @type {number} */ index) => names.indexOf(name) !== index));
   const options = [
     ...missing.map((id) => html`<option value=${id}>${format.shortId(id)}</option>`),
