@@ -177,7 +177,8 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     api.state.engine, api.state.sessions, api.state.storage = engine, sessions, storage
     reading = async_engine(settings.database_url or "", pool_size=5, reads_only=True)
     api.state.reading_engine, api.state.reading_sessions = reading, session_maker(reading)
-    api.state.snapshot_sessions = session_maker(engine.execution_options(isolation_level="REPEATABLE READ"))
+    repeatable = engine.execution_options(isolation_level="REPEATABLE READ")
+    api.state.snapshot_engine, api.state.snapshot_sessions = repeatable, session_maker(repeatable)
     api.state.auth, api.state.queue, api.state.streams = KeyVerifier(sessions), queue, streams
     placing = async_engine(settings.database_url or "", pool_size=1)
     ray_jobs = RayJobs(placing, queue, settings)

@@ -264,7 +264,9 @@ async def list_runs(
 ) -> Response:
     """List runs, newest first unless another order is requested."""
     filters = replace(filters, status=tuple(status or ()))
-    async with request.app.state.reading_engine.connect() as connection:
+    state = request.app.state
+    engine = state.snapshot_engine if sort in queries.READ_IN_PARTS else state.reading_engine
+    async with engine.connect() as connection:
         rows, has_more = await queries.page(connection, filters, paging, queries.Sorting.of(sort, order), view)
         found = await outlines(connection, {row.id: row.method for row in rows}) if view == "row" else {}
     predictions = await _eta(request).of({row.id: row.status for row in rows})

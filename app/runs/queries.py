@@ -158,6 +158,10 @@ _WHOLE = select(
 )
 
 
+READ_IN_PARTS: frozenset[RunSort] = frozenset({"live", "best"})
+"""Orders whose pages take several statements. They need one snapshot: a run that starts or ends between two statements
+would be twice on the page, or not at all."""
+
 _COMPARED = ("experiment_id", "parent_run_id", "base_model", "method", "task", "dataset_id")
 
 
@@ -256,6 +260,7 @@ async def page(
     Sorted by results, runs are grouped by method, since losses and rewards of different methods cannot be compared:
     first those that were evaluated, by their evaluation metric, then the others by their training loss. Runs without
     either come last. Probes, which measure two steps on the longest rows, and runs that do not train are excluded.
+    The connection reads from one snapshot if the order is in `READ_IN_PARTS`.
     """
     if sorting.by == "best":
         return await _best_first(connection, view, filters, paging)

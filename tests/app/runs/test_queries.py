@@ -10,6 +10,7 @@ from sqlalchemy import Engine, delete, event, func, insert, text, update
 from app.contracts.run_status import TERMINAL
 from app.infra.db import sync_engine
 from app.infra.ids import new_id
+from app.runs.queries import READ_IN_PARTS
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
 from tests.factories import make_dataset, make_experiment, make_run
@@ -187,6 +188,40 @@ def test_running_runs_come_first_then_those_that_wait(shared_api: ApiServer, mad
         assert (answer.status_code, answer.json()["errors"][0]["field"]) == (422, "order")
 
 
+@pytest.mark.parametrize(("before", "after"), [("running", "completed"), ("pending", "running")])
+def test_a_run_whose_status_changes_while_a_page_is_read_is_on_it_once(
+    shared_api: ApiServer, engine: Engine, made: list[dict[str, Any]], before: str, after: str
+) -> None:
+    experiment = make_experiment(engine)
+    row = next(row for row in made if row["status"] == before)
+    leased = {"lease_owner": add_worker(engine), "lease_expires_at": text("now() + interval '1 day'"), "attempt": 1}
+    values = {**row, "id": new_id("run"), "experiment_id": experiment} | (leased if before == "running" else {})
+    values = {name: value for name, value in values.items() if name in Run.__table__.c}
+    released = {"lease_owner": None, "lease_expires_at": None, "finished_at": func.now()}
+    change = (
+        update(Run).where(Run.id == values["id"]).values(status=after, **(leased if after == "running" else released))
+    )
+    listed_first: list[str] = []
+
+    def change_between(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if "FROM runs" in statement and "json_agg" in statement and not listed_first:
+            listed_first.append(statement)
+            with engine.begin() as connection:
+                connection.execute(change)
+
+    with engine.begin() as connection:
+        connection.execute(insert(Run).values(values))
+    event.listen(Engine, "after_cursor_execute", change_between)
+    try:
+        page = shared_api.client.get("/v1/runs", params={"sort": "live", "experiment_id": experiment}).json()
+    finally:
+        event.remove(Engine, "after_cursor_execute", change_between)
+        with engine.begin() as connection:
+            connection.execute(delete(Run).where(Run.id == values["id"]))
+    assert listed_first
+    assert [(run["id"], run["status"]) for run in page["data"]] == [(values["id"], before)]
+
+
 def test_a_cursor_that_is_gone_is_refused_where_its_place_is_not_known(shared_api: ApiServer) -> None:
     for sort in ("best", "live", "name"):
         answer = shared_api.client.get("/v1/runs", params={"sort": sort, "after": new_id("run")})
@@ -234,12 +269,13 @@ def test_no_list_reads_all_runs_or_sorts_more_than_a_page(
         if "FROM runs" in statement and "known(owner" not in statement:
             statements.append((statement, parameters))
 
-    server = shared_api.application.state.reading_engine.sync_engine
-    event.listen(server, "before_cursor_execute", note)
+    state = shared_api.application.state
+    listing = state.snapshot_engine if query.get("sort") in READ_IN_PARTS else state.reading_engine
+    event.listen(listing.sync_engine, "before_cursor_execute", note)
     try:
         assert shared_api.client.get("/v1/runs", params=query).status_code == 200
     finally:
-        event.remove(server, "before_cursor_execute", note)
+        event.remove(listing.sync_engine, "before_cursor_execute", note)
     assert statements
     with engine.connect() as connection:
         connection.exec_driver_sql("SET enable_seqscan = off; SET enable_bitmapscan = off")
