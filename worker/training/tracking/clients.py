@@ -276,7 +276,7 @@ class Wandb(Tracker):
         self._key = os.environ.pop("WANDB_API_KEY", None)
 
     def connect(self) -> None:
-        config = self._job.config
+        config: Mapping[str, Any] = self._job.config
         if self._key is None and self._job.trackers.wandb_mode == "online":
             raise LookupError("no key is set; an admin sets it with `anneal secrets set wandb_api_key`")
         os.environ["WANDB_ERROR_REPORTING"] = "false"  # reports go to the vendor
