@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
@@ -14,6 +13,7 @@ from app.contracts.attempt.messages import ActionRequest, ControlMessage
 from app.contracts.attempt.part_activity import PartActivity
 from app.contracts.attempt.part_end import PartEnd
 from app.contracts.stop import StopRequest
+from app.infra.clock import since_boot
 from app.infra.log_setup import with_current_context
 from app.runs.state import machine, parts
 from worker.context import WorkerContext
@@ -49,10 +49,10 @@ class ActivePart:
 class Lease:
     """Lease on a run, which this worker owns as long as renewals reach Postgres in time.
 
-    The trainer's own timer counts from the same moment as the lease. The clock is this machine's monotonic one, and a
-    renewal counts from when it was *sent*: however long the response took, the trainer is dead before the lease, which
-    the database counts from later, can have expired. Renewal continues after that moment: it only keeps other workers
-    away for longer, while the output of the dead trainer is stored.
+    The trainer's own timer counts from the same moment as the lease. Both count the seconds since this machine was
+    booted, those of its sleep included, and a renewal counts from when it was *sent*: however long the response took,
+    the trainer is dead before the lease, which the database counts from later, can have expired. Renewal continues
+    after that moment: it only keeps other workers away for longer, while the output of the dead trainer is stored.
     """
 
     def __init__(self, context: WorkerContext, run_id: str, lease_epoch: int, sent: float) -> None:
@@ -100,13 +100,13 @@ class Lease:
 
     @property
     def kill_at(self) -> float:
-        """Monotonic time at which the trainer must be dead unless a renewal succeeds before."""
+        """Time since boot at which the trainer must be dead unless a renewal succeeds before."""
         return self._sent + self._context.settings.kill_after_seconds
 
     @property
     def silent_seconds(self) -> float:
         """Seconds since the last successful renewal was sent."""
-        return time.monotonic() - self._sent
+        return since_boot() - self._sent
 
     @property
     def longest_silence(self) -> float:
@@ -121,7 +121,7 @@ class Lease:
     @property
     def expired(self) -> bool:
         """True if the last successful renewal was too long ago."""
-        return time.monotonic() >= self.kill_at
+        return since_boot() >= self.kill_at
 
     def guard(self, processes: TrainingGroup) -> None:
         """Send the trainer its deadline, now and with every renewal."""
@@ -145,7 +145,7 @@ class Lease:
             pause = settings.renew_seconds if self._renew() else settings.renew_seconds / 4
 
     def _renew(self) -> bool:
-        sent = time.monotonic()
+        sent = since_boot()
         try:
             with self._context.lease_engine.begin() as connection:
                 row = connection.execute(self._renewal()).one_or_none()
@@ -190,7 +190,7 @@ class PartLease(Lease):
     """Lease on a part of a run whose lead is another worker; it has expired until the first renewal."""
 
     def __init__(self, context: WorkerContext, run_id: str, lease_epoch: int, part: int) -> None:
-        super().__init__(context, run_id, lease_epoch, time.monotonic() - context.settings.kill_after_seconds)
+        super().__init__(context, run_id, lease_epoch, since_boot() - context.settings.kill_after_seconds)
         self.meeting: str | None = None
         """Place at which the ranks meet; None until the lead has prepared the attempt."""
         self.activity: Callable[[], PartActivity] | None = None

@@ -15,6 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from app.config import Settings, get_settings
 from app.infra import log_setup
+from app.infra.clock import since_boot
 from app.infra.db import is_away
 from app.infra.errors import EXIT_TRY_LATER, SetupError, TryLater
 from app.infra.server_urls import resolve_urls
@@ -89,7 +90,7 @@ def _work(context: WorkerContext, run_id: str, lease_epoch: int, hangs: threadin
         raise SetupError(trouble)
     deadline = time.monotonic() + _CLAIM_SECONDS
     while not context.closing.is_set():
-        sent = time.monotonic()
+        sent = since_boot()
         claimed = supervisor.claim(context)
         if claimed is not None:
             hangs.cancel()

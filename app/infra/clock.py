@@ -1,4 +1,4 @@
-"""Clocks: the wall clock is for timestamps; waits use the monotonic clock, and `ClockWatch` compares the two."""
+"""Clocks: the wall clock is for timestamps, the time since boot for leases; waits use the monotonic clock."""
 
 import time
 from dataclasses import dataclass
@@ -43,23 +43,23 @@ class SteadyClock:
     """
 
     def __init__(self) -> None:
-        self._offset = self._changed_offset = time.time() - _boot_time()
+        self._offset = self._changed_offset = time.time() - since_boot()
         """Differences between the wall clock and the time since boot: the one in use, and the latest other one."""
         self._changed_at = 0.0
 
     def now(self) -> float:
         """Return the seconds since 1970."""
-        since_boot = _boot_time()
-        offset = time.time() - since_boot
+        now = since_boot()
+        offset = time.time() - now
         if abs(offset - self._offset) <= _TOLERANCE_SECONDS:
             self._offset = self._changed_offset = offset
         elif abs(offset - self._changed_offset) > _TOLERANCE_SECONDS:
-            self._changed_offset, self._changed_at = offset, since_boot
-        elif since_boot - self._changed_at > _SETTLE_SECONDS:
+            self._changed_offset, self._changed_at = offset, now
+        elif now - self._changed_at > _SETTLE_SECONDS:
             self._offset = offset
-        return since_boot + self._offset
+        return now + self._offset
 
 
-def _boot_time() -> float:
-    # Unlike the monotonic clock of Linux, it goes on while the machine sleeps.
+def since_boot() -> float:
+    """Return the seconds since this machine was booted. Unlike the monotonic clock, they include those of its sleep."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()

@@ -9,6 +9,7 @@ from sqlalchemy import Engine, event
 import app.infra.clock
 from app.config import Settings
 from app.contracts.attempt.messages import ControlMessage
+from app.infra.clock import since_boot
 from app.runs.scheduler.dispatcher import Dispatcher
 from tests.rows import add_run, add_worker, claim, run_row
 from worker import lease
@@ -40,12 +41,12 @@ class Context:
 
 
 class Clock:
-    """A monotonic clock that moves when the test says so."""
+    """Seconds since boot, which pass when the test says so."""
 
     def __init__(self) -> None:
         self.now = 1000.0
 
-    def monotonic(self) -> float:
+    def __call__(self) -> float:
         return self.now
 
 
@@ -62,7 +63,7 @@ def test_a_renewal_counts_from_when_it_was_sent_however_late_its_answer(
 ) -> None:
     """Counted from its answer, the trainer would outlive the lease that the database counts."""
     clock, process = Clock(), Process()
-    monkeypatch.setattr(lease, "time", clock)
+    monkeypatch.setattr(lease, "since_boot", clock)
     mine = held(settings, engine, clock.now)
     mine.guard(process)  # type: ignore[arg-type]
     clock.now = 1001.0
@@ -88,7 +89,7 @@ async def test_a_wall_clock_that_jumps_an_hour_changes_nothing(
     from app.infra.db import async_engine
 
     wall, today = time.time, app.infra.clock.utc_now
-    mine = held(settings, engine, time.monotonic())
+    mine = held(settings, engine, since_boot())
     assert mine._renew()
     until = mine.kill_at
     monkeypatch.setattr(time, "time", lambda: wall() + jump)

@@ -14,6 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from app.contracts.attempt.failure_report import KillReason
 from app.contracts.attempt.job import JobSpec
 from app.contracts.attempt.repair import Repair
+from app.infra.clock import since_boot
 from app.infra.db import is_away, is_conflict
 from app.infra.lean_structlog import bound_contextvars
 from app.runs.events.log import LeaseFenced
@@ -69,7 +70,7 @@ def work(context: WorkerContext) -> None:
     while not context.closing.is_set():
         if context.health.trouble():
             return
-        sent = time.monotonic()
+        sent = since_boot()
         run = claim(context)
         if run is None:
             return

@@ -61,7 +61,7 @@ class LaunchSpec:
     data with another one directly."""
     lock_paths: list[str] = field(default_factory=list)
     deadline: float | None = None
-    """CLOCK_MONOTONIC time in seconds at which the kernel ends the process unless a renewal arrives."""
+    """Seconds since boot at which the kernel ends the process unless a renewal arrives."""
     user: str | None = None
     has_secrets: bool = False
     """True if the first message on the control socket contains secrets. They are not part of this object, because it

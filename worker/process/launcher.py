@@ -151,7 +151,7 @@ class Launcher:
 
         It sees `devices`; `place` is its place among the processes of the run, None if it is the only one.
         The process holds `lock_paths` for life and waits for them first. `renew_until` returns its first deadline
-        (CLOCK_MONOTONIC seconds), which is in force before the process imports or does anything. It is called at the
+        (seconds since boot), which is in force before the process imports or does anything. It is called at the
         moment of starting, since a launch may wait long for the zygote to load: a cold start would import the same
         modules and be no faster. A renewal sent before the process listens counts as well. `should_end` is called about
         ten times a second meanwhile. Both may be called from another thread. `secrets` are environment variables of

@@ -8,13 +8,13 @@ import select
 import signal
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
 from app.contracts.attempt.messages import ActionRequest, ControlMessage
 from app.contracts.stop import StopRequest
+from worker.wire.deadline import arm_deadline
 
 
 class Control:
@@ -37,7 +37,7 @@ class Control:
         """Listen on `control_fd` in a thread; None receives nothing. The same descriptor gives the same object.
 
         A launched process starts this before its slow imports, since renewals must reach it in time. `deadline`
-        (CLOCK_MONOTONIC seconds) is the one that it was started with, in effect from here on. If the interpreter took
+        (seconds since boot) is the one that it was started with, in effect from here on. If the interpreter took
         longer to start than that, the renewals sent meanwhile count, which are already in the socket.
         """
         if control_fd is None:
@@ -149,11 +149,3 @@ def _receive(channel: socket.socket) -> ControlMessage:
     if not packet:
         os._exit(1)  # any further work could conflict with the next attempt
     return ControlMessage.from_json(packet)
-
-
-def arm_deadline(until: float) -> None:
-    """Make the kernel end this process at `until` (CLOCK_MONOTONIC seconds), even if the interpreter is blocked.
-
-    The timer survives exec, and is not inherited by children.
-    """
-    signal.setitimer(signal.ITIMER_REAL, max(until - time.monotonic(), 0.001))

@@ -50,7 +50,7 @@ class ControlMessage:
     """Message to a training process; fields that are not set mean nothing."""
 
     renew_until: float | None = None
-    """CLOCK_MONOTONIC time in seconds at which the process ends unless another renewal arrives."""
+    """Seconds since boot at which the process ends unless another renewal arrives."""
     checkpoint: bool = False
     """True: save a checkpoint and continue."""
     stop: StopRequest | None = None

@@ -28,7 +28,7 @@ MUTANTS = (
             Change(
                 _LEASE,
                 "        self._sent = sent\n        self._take(row)\n",
-                "        self._sent = time.monotonic()\n        self._take(row)\n",
+                "        self._sent = since_boot()\n        self._take(row)\n",
             ),
         ),
         test="tests/worker/test_lease.py::test_a_renewal_counts_from_when_it_was_sent_however_late_its_answer",
@@ -38,8 +38,8 @@ MUTANTS = (
         promises=(20,),
         about="A worker measures its lease by the wall clock, so a clock change of an hour ends it.",
         changes=(
-            Change(_LEASE, "        sent = time.monotonic()\n", "        sent = time.time()\n"),
-            Change(_LEASE, "time.monotonic() >= self.kill_at", "time.time() >= self.kill_at"),
+            Change(_LEASE, "        sent = since_boot()\n", "        sent = time.time()\n"),
+            Change(_LEASE, "since_boot() >= self.kill_at", "time.time() >= self.kill_at"),
         ),
         test="tests/worker/test_lease.py::test_a_wall_clock_that_jumps_an_hour_changes_nothing[3600.0]",
     ),
@@ -49,9 +49,9 @@ MUTANTS = (
         about="The trainer has no deadline of its own, so it outlives the lease of a frozen supervisor.",
         changes=(
             Change(
-                "worker/wire/control.py",
-                "    signal.setitimer(signal.ITIMER_REAL, max(until - time.monotonic(), 0.001))\n",
-                "    del until\n",
+                "worker/wire/deadline.py",
+                "    signal.setitimer(signal.ITIMER_REAL, max(until - since_boot(), 0.001))\n",
+                "    return\n",
             ),
         ),
         test="tests/reliability/test_deaths.py::TestAFrozenSupervisor::test_the_trainer_dies_by_its_own_timer",

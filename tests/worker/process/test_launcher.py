@@ -24,6 +24,7 @@ from app.config import Settings
 from app.contracts.attempt.device import AssignedDevice
 from app.contracts.attempt.messages import ControlMessage
 from app.contracts.stop import StopRequest
+from app.infra.clock import since_boot
 from app.infra.process.identity import ProcessIdentity, start_time
 from tests.nodes import ROOT
 from tests.waiting import eventually
@@ -209,18 +210,18 @@ class TestDeath:
     def test_without_a_renewal_the_kernel_ends_it_though_the_interpreter_is_stuck(
         self, launcher: Launcher, tmp_path: Path
     ) -> None:
-        deadline = time.monotonic() + 1.0
+        deadline = since_boot() + 1.0
         job = write_job(tmp_path)
         process = launcher.launch("tests.worker.trainers:hang", job, [CPU], renew_until=lambda: deadline)
         assert Said(process).to_the_end().signal == signal.SIGALRM
-        assert time.monotonic() >= deadline
+        assert since_boot() >= deadline
 
     def test_renewals_move_its_deadline(self, launcher: Launcher, tmp_path: Path) -> None:
-        first = time.monotonic() + 2.0
+        first = since_boot() + 2.0
         job = write_job(tmp_path)
         process = launcher.launch("tests.worker.trainers:wait_for_stop", job, [CPU], renew_until=lambda: first)
         process.send(ControlMessage(renew_until=first + 3600))
-        eventually(lambda: time.monotonic() > first + 0.2)
+        eventually(lambda: since_boot() > first + 0.2)
         assert process.poll() is None
         process.send(STOP)
         assert Said(process).to_the_end().code == 0

@@ -13,6 +13,7 @@ import pytest
 
 from app.config import Settings
 from app.contracts.attempt.messages import ControlMessage
+from app.infra.clock import since_boot
 from tests.waiting import eventually
 from tests.worker.process.launching import CPU, Said, launch, start_launcher
 from tests.worker.trainers import write_job
@@ -31,7 +32,7 @@ class TestWaiting:
 
         def renewed() -> float:
             ready_when_asked.append(launcher.zygote_pid is not None)
-            return time.monotonic() + 3600
+            return since_boot() + 3600
 
         process = launcher.launch("tests.worker.trainers:quick", write_job(tmp_path), [CPU], renew_until=renewed)
         assert ready_when_asked == [True]
@@ -44,7 +45,7 @@ class TestWaiting:
     ) -> None:
         """An interpreter takes longer to come up than one that was started with a millisecond left has time."""
         launcher = start_launcher(tmp_path, "cold")
-        soon = time.monotonic() + 0.001
+        soon = since_boot() + 0.001
         secrets = {"HF_TOKEN": "x"}  # lie on the same socket, before the renewal
         job = write_job(tmp_path)
         process = launcher.launch("tests.worker.trainers:quick", job, [CPU], renew_until=lambda: soon, secrets=secrets)

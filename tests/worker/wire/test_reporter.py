@@ -18,6 +18,7 @@ import pytest
 
 from app.contracts.attempt.messages import MAX_RECORD_BYTES, ControlMessage
 from app.contracts.stop import StopRequest
+from app.infra.clock import since_boot
 from app.infra.process.identity import boot_id
 from tests.jobs import make_spec
 from worker.wire.arguments import parse_args
@@ -180,13 +181,30 @@ class TestControl:
     def test_a_process_that_is_not_renewed_is_ended_by_the_kernel(self) -> None:
         # Once a first renewal is in force, it holds the interpreter lock for ever, as a stuck C call does.
         child, ours = _child_with_control(_ARMED + "ctypes.PyDLL(None).pause()")
-        ours.send(json.dumps({"renew_until": time.monotonic() + 0.5}).encode())
+        ours.send(json.dumps({"renew_until": since_boot() + 0.5}).encode())
         assert child.wait(10) == -signal.SIGALRM
         ours.close()
 
+    @pytest.mark.needs("root")
+    def test_the_deadline_counts_the_seconds_that_the_machine_sleeps(self) -> None:
+        # The interval timer stands still meanwhile; here a thousand seconds of sleep lie between the two clocks.
+        program = """
+import signal, time
+from app.infra.clock import since_boot
+from worker.wire.deadline import arm_deadline
+assert since_boot() - time.monotonic() > 900
+arm_deadline(since_boot() + 3600)
+arm_deadline(since_boot() + 0.5)
+signal.setitimer(signal.ITIMER_REAL, 0)
+signal.pause()
+"""
+        slept = ["unshare", "--time", "--fork", "--boottime", "1000"]
+        child = subprocess.run([*slept, sys.executable, "-c", program], capture_output=True, timeout=30, check=False)
+        assert (child.returncode, child.stderr) == (-signal.SIGALRM, b"")
+
     def test_a_renewal_moves_the_deadline(self) -> None:
         child, ours = _child_with_control("signal.pause()")
-        now = time.monotonic()
+        now = since_boot()
         ours.send(json.dumps({"renew_until": now + 0.5}).encode())
         ours.send(json.dumps({"renew_until": now + 3600}).encode())
         pidfd = os.pidfd_open(child.pid)
