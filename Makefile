@@ -12,7 +12,7 @@ comma := ,
 # Where this is set, every process would compile PyTorch's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo up test test-all lint checked browser bench venv chaos mutants fuzz resume-matrix methods estimates planner prediction docs reference pictures vendor soak gpu-check
+.PHONY: demo up test test-all lint checked browser bench venv chaos mutants fuzz resume-matrix methods estimates planner prediction docs reference pictures vendor soak gpu-check manifests
 
 demo: $(SERVICE)  ## fine-tune a small model through the service and watch; MODEL=<hub name> for another
 	@$(BIN)/anneal demo $(if $(MODEL),--model '$(MODEL)')
@@ -68,6 +68,9 @@ reference: $(READY)  ## write the reference pages of docs/reference from the cod
 
 pictures: browser  ## take the pictures of the documentation from real runs; needs Chromium
 	@REQUIRED=browser PICTURES=docs/assets $(BIN)/python -m pytest -m full tests/e2e/test_pictures.py
+
+manifests: $(READY)  ## write deploy/kubernetes.yml, what the chart makes of its defaults
+	@$(BIN)/helm template anneal deploy/helm | sed '/^# Source:/d' > deploy/kubernetes.yml
 
 vendor: $(READY)  ## build the vendored files of the dashboard from their npm packages
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m app.web.vendoring

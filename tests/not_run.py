@@ -8,9 +8,11 @@ A test that uses the fixture `chromium` needs a browser; others name what they n
 import importlib.util
 import os
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +49,12 @@ def _no_systemd() -> str | None:
     return "systemd-analyze: install systemd, where it is the service manager"
 
 
+def _no_helm() -> str | None:
+    if shutil.which("helm", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}") is not None:
+        return None
+    return "helm: install it, since its package is for x86_64 alone"
+
+
 def _no_liger() -> str | None:
     if all(importlib.util.find_spec(package) is not None for package in ("liger_kernel", "triton")):
         return None
@@ -60,6 +68,7 @@ NEEDS: Mapping[str, Callable[[], str | None]] = {
     "small disk": _no_mount,
     "liger-kernel": _no_liger,
     "systemd": _no_systemd,
+    "helm": _no_helm,
 }
 """For each need, a function that returns why it is not met and how to meet it, or None if it is met."""
 

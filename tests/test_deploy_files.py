@@ -1,9 +1,11 @@
 """Units of systemd and manifests of Kubernetes match the code, the images and the Compose files."""
 
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from app.server import REQUEST_GRACE_SECONDS
 from tests.nodes import ROOT
 
 UNITS = sorted((ROOT / "deploy").glob("*.service"))
+CHART = ROOT / "deploy" / "helm"
 MANIFESTS: list[dict[str, Any]] = list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yml").read_text()))
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
 _SECRET = {"POSTGRES_PASSWORD", "REDIS_PASSWORD", "ANNEAL_DATABASE_URL", "ANNEAL_REDIS_URL"}
@@ -23,6 +26,18 @@ _SECRET = {"POSTGRES_PASSWORD", "REDIS_PASSWORD", "ANNEAL_DATABASE_URL", "ANNEAL
 def named(kind: str, name: str) -> dict[str, Any]:
     (manifest,) = (it for it in MANIFESTS if (it["kind"], it["metadata"]["name"]) == (kind, name))
     return manifest
+
+
+def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.run(["helm", *arguments], capture_output=True, text=True, check=False, env={"PATH": path})
+
+
+def rendered(*values: str) -> list[dict[str, Any]]:
+    """Manifests that the chart makes of these values."""
+    done = helm("template", "anneal", str(CHART), *(part for value in values for part in ("--set", value)))
+    assert done.returncode == 0, done.stderr
+    return [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest is not None]
 
 
 def pods() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -109,9 +124,80 @@ def test_compose_files_use_nothing_newer_than_the_documented_minimum() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("version", ["1.29", "1.37"])
-def test_manifests_have_the_schema_of_kubernetes(version: str) -> None:
+@pytest.mark.needs("helm")
+@pytest.mark.parametrize("release", ["1.29", "1.37"])
+def test_manifests_have_the_schema_of_kubernetes(release: str) -> None:
     import kubernetes_validate
 
-    for manifest in MANIFESTS:
-        kubernetes_validate.validate(manifest, version, strict=True)
+    others = rendered(
+        "ingress.isEnabled=true", "volumes.models.class=shared", "postgres.class=fast", "workers.cpu.gpus=0",
+        "workers.cpu.tolerations[0].key=pool", "workers.cpu.settings.ANNEAL_SLOTS=2", "images.pullSecrets[0]=registry",
+    )  # fmt: skip
+    for manifest in (*MANIFESTS, *others):
+        kubernetes_validate.validate(manifest, release, strict=True)
+
+
+@pytest.mark.needs("helm")
+class TestChart:
+    def test_has_no_fault_and_makes_the_manifests_of_the_repository(self) -> None:
+        linted = helm("lint", "--strict", str(CHART))
+        assert linted.returncode == 0, linted.stdout
+        assert rendered() == MANIFESTS, "`make manifests` writes deploy/kubernetes.yml"
+
+    def test_of_the_version_of_the_project(self) -> None:
+        chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+        assert chart["version"] == chart["appVersion"] == version("anneal")
+
+    def test_leaves_out_what_there_is_elsewhere(self) -> None:
+        manifests = rendered(
+            "postgres.isEnabled=false", "redis.isEnabled=false", "volumes.models.claim=shared-models",
+            "volumes.storage.isEnabled=false", "settings.ANNEAL_STORAGE=s3://bucket/anneal",
+        )  # fmt: skip
+        names = {(it["kind"], it["metadata"]["name"]) for it in manifests}
+        assert names == {
+            ("ConfigMap", "anneal"), ("PersistentVolumeClaim", "anneal-keys"), ("Service", "anneal"),
+            ("Service", "anneal-worker"), ("Deployment", "anneal-api"), ("StatefulSet", "anneal-worker"),
+        }  # fmt: skip
+        for manifest in manifests[-2:]:
+            volumes = {volume["name"]: volume for volume in manifest["spec"]["template"]["spec"]["volumes"]}
+            assert "storage" not in volumes
+            assert volumes["models"]["persistentVolumeClaim"] == {"claimName": "shared-models"}
+
+    def test_has_groups_of_workers_with_time_for_their_leases(self) -> None:
+        manifests = rendered(
+            "workers.worker=null", "workers.large.gpus=8", "workers.large.settings.ANNEAL_WORKER_LABELS=large",
+            "workers.cpu.gpus=0", "workers.cpu.replicas=3", "workers.cpu.nodeSelector.pool=cpu",
+            "settings.ANNEAL_LEASE_SECONDS=300",
+        )  # fmt: skip
+        groups = {it["metadata"]["name"]: it["spec"] for it in manifests if it["kind"] == "StatefulSet"}
+        assert groups.keys() == {"anneal-postgres", "anneal-large", "anneal-cpu"}
+        large, cpu = groups["anneal-large"], groups["anneal-cpu"]
+        assert (large["replicas"], cpu["replicas"]) == (1, 3)
+        (container,) = large["template"]["spec"]["containers"]
+        assert container["resources"]["limits"] == {"memory": "64Gi", "nvidia.com/gpu": 8}
+        assert container["env"] == [{"name": "ANNEAL_WORKER_LABELS", "value": "large"}]
+        assert large["template"]["spec"]["terminationGracePeriodSeconds"] == 620
+        assert cpu["template"]["spec"]["nodeSelector"] == {"pool": "cpu"}
+        assert cpu["template"]["spec"]["containers"][0]["resources"]["limits"] == {"memory": "64Gi"}
+
+    def test_opens_the_api_to_the_host_of_its_ingress(self) -> None:
+        manifests = rendered("ingress.isEnabled=true", "ingress.host=tune.example.org", "ingress.class=nginx")
+        (ingress,) = (it for it in manifests if it["kind"] == "Ingress")
+        assert ingress["spec"]["tls"] == [{"hosts": ["tune.example.org"], "secretName": "anneal-tls"}]
+        (configuration,) = (it for it in manifests if it["kind"] == "ConfigMap")
+        assert configuration["data"]["ANNEAL_ALLOWED_HOSTS"] == "anneal,tune.example.org"
+
+    @pytest.mark.parametrize(
+        ("value", "place"),
+        [
+            ("api.replica=3", "replica"),
+            ("workers.large.gpu=8", "workers.large"),
+            ("workers.Large.gpus=8", "Large"),
+            ("settings.ANNEAL_LEASE_SECONDS=a minute", "ANNEAL_LEASE_SECONDS"),
+            ("settings.lease=60", "lease"),
+            ("volumes.storage.size=plenty", "volumes.storage.size"),
+        ],
+    )
+    def test_refuses_a_value_that_there_is_not_by_its_place(self, value: str, place: str) -> None:
+        refused = helm("template", "anneal", str(CHART), "--set", value)
+        assert refused.returncode != 0 and place in refused.stderr
