@@ -103,6 +103,7 @@ class DatasetImporter:
         self._disk_reserve = DiskReserve(folder, settings.disk_reserve_bytes)
         self._stored = StoredFile(folder / "data", settings.max_upload_bytes, self._disk_reserve)
         self._rows = RowWriter(reading.format, self._stored.write, reading.columns, reading.tokens)
+        self._requested_format = reading.format
         self._reader: Reader | None = None
         self._name = ""
         self._head = bytearray()
@@ -125,7 +126,7 @@ class DatasetImporter:
 
     def expect(self, format: str) -> None:
         """Set the format when its field follows the file."""
-        self._rows.format = format
+        self._rows.format = self._requested_format = format
 
     def begin(self, name: str, place: str = "") -> None:
         """Start a file; `place` is the prefix of its error locations."""
@@ -191,6 +192,8 @@ class DatasetImporter:
                 "gzip": self._gzip.is_gzip,
                 "layout": self._rows.layout,
                 "sha256": self.sha256_as_it_came,
+                "requested_format": self._requested_format,
+                "requested_columns": None if self._reading.columns is None else dict(self._reading.columns),
             },
             token_statistics=tokens.statistics(self._rows.count) if tokens else None,
             digest=digest,

@@ -134,15 +134,21 @@ def dataset_of(client: "Anneal", text: str, folder: Path) -> str:
 
 
 def _uploaded(client: "Anneal", path: Path) -> str:
-    """Return the dataset that was uploaded from a file with this content, or upload it."""
+    """Return the dataset that was uploaded from a file with this content as it is, or upload it.
+
+    One that was uploaded with a format or columns of the user's choice may have other rows than this upload would have.
+    """
+    from app.contracts.schemas.datasets import DatasetSource  # loads pydantic, which `--help` does not need
+
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
-    known = next(iter(client.datasets.list(file_sha256=digest.hexdigest(), limit=1)), None)
-    if known is not None:
-        note(f"{path.name} was uploaded before: {known.id} {known.name}.")
-        return str(known.id)
+    for summary in client.datasets.list(file_sha256=digest.hexdigest()):
+        source = client.datasets.get(summary.id).source
+        if isinstance(source, DatasetSource) and source.requested_format is None and source.requested_columns is None:
+            note(f"{path.name} was uploaded before: {summary.id} {summary.name}, {summary.format}.")
+            return str(summary.id)
     with transfer(path.name, path.stat().st_size) as update:
         dataset = client.datasets.upload(path, on_progress=update)
     note(f"{path.name} is uploaded: {dataset.id}, {dataset.rows} rows, {dataset.format}.")

@@ -63,6 +63,7 @@ class TokenStatistics(BaseModel):
 
 _SOURCE: JsonDict = {
     "file_format": "jsonl", "delimiter": None, "gzip": False, "layout": None,
+    "requested_format": None, "requested_columns": None,
     "sha256": "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
 }  # fmt: skip
 
@@ -80,6 +81,12 @@ class DatasetSource(BaseModel):
     )
     layout: Literal["sharegpt", "alpaca"] | None = Field(
         description="Layout of the first row if its columns were converted to `messages`; null: stored as they were."
+    )
+    requested_format: DatasetFormat | None = Field(
+        default=None, description="Format that the request named; null: it was detected."
+    )
+    requested_columns: dict[str, str] | None = Field(
+        default=None, description="`columns` of the request: those of the format, and their names in the file."
     )
 
 

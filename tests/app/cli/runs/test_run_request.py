@@ -43,6 +43,20 @@ def test_local_file_of_a_run_is_uploaded_once_by_its_content(anneal: Anneal, tmp
     assert json_of(other)["dataset_id"] != json_of(first)["dataset_id"]
 
 
+def test_local_file_of_a_run_is_no_dataset_for_which_other_columns_were_named(anneal: Anneal, tmp_path: Path) -> None:
+    row = {"prompt": "what is asked", "completion": "what alone another user trains on"}
+    (tmp_path / "notes.jsonl").write_text(json.dumps(row) + "\n")
+    mapped = anneal("datasets", "upload", str(tmp_path / "notes.jsonl"), "--column", "text=completion").stdout.strip()
+    options = ("-m", "any", "-d", "notes.jsonl", "--method", "sft", *_FAKE, "--json")
+    created = anneal("runs", "create", *options)
+    dataset = json_of(created)["dataset_id"]
+    assert dataset != mapped and "is uploaded" in created.stderr
+    assert json_of(anneal("datasets", "show", dataset, "--json"))["preview"] == [row]
+    requested = json_of(anneal("datasets", "show", mapped, "--json"))["source"]
+    assert (requested["requested_format"], requested["requested_columns"]) == (None, {"text": "completion"})
+    assert json_of(anneal("runs", "create", *options))["dataset_id"] == dataset
+
+
 def test_run_file_names_datasets_and_experiments_as_commands_do(anneal: Anneal, tmp_path: Path) -> None:
     chats, heldout = (
         anneal("datasets", "upload", str(write_rows(tmp_path / f"{name}.txt", name)), "--name", name,
