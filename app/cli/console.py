@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
@@ -350,6 +350,34 @@ def transfer(label: str, total: int | None) -> "Iterator[Any]":
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(_unmarked(label), total=total)
         yield lambda done: progress.update(task, completed=done)
+
+
+@contextmanager
+def phases() -> "Iterator[Callable[[str, float | None, float | None], None]]":
+    """Show the phases of a long work: as a progress bar on a terminal, elsewhere with a line for each phase.
+
+    Yields a callback that takes the phase, with what is done of how much.
+    """
+    if not sys.stderr.isatty():
+        begun: set[str] = set()
+
+        def name(phase: str, _done: float | None, _total: float | None) -> None:
+            if phase not in begun:
+                begun.add(phase)
+                note(f"{phase} …")
+
+        yield name
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=None)
+
+        def show(phase: str, done: float | None, total: float | None) -> None:
+            progress.update(task, description=_unmarked(phase), completed=done or 0, total=total or None)
+
+        yield show
 
 
 def _unmarked(text: str) -> str:

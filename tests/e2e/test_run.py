@@ -132,6 +132,7 @@ def test_an_evaluation_equals_that_of_the_training(stack: TrainingStack, tmp_pat
     shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert shown.returncode == 0, shown.stderr
     assert "eval_loss" in shown.stdout and "evaluation of tiny" in shown.stderr
+    assert "\nevaluating …\n" in shown.stderr
 
 
 def test_a_run_shows_what_computes_it(stack: TrainingStack, undisturbed: str) -> None:

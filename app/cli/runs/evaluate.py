@@ -1,14 +1,20 @@
 """Command `anneal eval`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from app.cli.console import AsJson, connected, details, document, note
+from app.cli.console import AsJson, connected, details, document, note, phases
 from app.cli.names import complete_dataset, id_of_run, id_within, run_or_other
 from app.cli.runs.run_request import dataset_of
 from app.cli.runs.state_text import status_text
+
+if TYPE_CHECKING:
+    from app.client.client import Anneal
+    from app.contracts.schemas.runs.reads import RunRead
+
+_TYPES = ("pending", "progress", "skipped_rows", "end")
 
 commands = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -71,8 +77,7 @@ def evaluate(
         if not as_json:
             note(f"{run.name} is {status_text(run.status)}: {run.id}")
         with continue_on_interrupt(run.id):
-            for _ in client.runs.events(run.id, after=run.last_seq, types="end"):
-                pass
+            _follow(client, run, is_quiet=as_json)
         run = client.runs.get(run.id)
     if as_json:
         document(run)
@@ -81,3 +86,19 @@ def evaluate(
     else:
         note(f"{run.id} is {status_text(run.status)}: {run.error_message or 'it was stopped before it was done'}")
     raise typer.Exit(exit_code(run.status))
+
+
+def _follow(client: "Anneal", run: "RunRead", *, is_quiet: bool) -> None:
+    """Wait for the end of an evaluation; what it does meanwhile is shown on standard error."""
+    from app.contracts.events import PendingEvent, ProgressEvent, SkippedRowsEvent
+
+    with phases() as show_phase:
+        for event in client.runs.events(run.id, after=run.last_seq, types=_TYPES):
+            if is_quiet:
+                continue
+            if isinstance(event, ProgressEvent):
+                show_phase(event.phase, event.done, event.total)
+            elif isinstance(event, PendingEvent):
+                note(f"{'queued' if event.code == 'queued' else 'waits'}: {event.message}")
+            elif isinstance(event, SkippedRowsEvent):
+                note(f"warning: {event.reason}")
