@@ -246,7 +246,7 @@ def listing(
     if as_json:
         document({"data": [_plain(item) for item in items], "has_more": has_more})
         return
-    shown = [[_cut(attempt_path_text(cell)) for cell in row] for row in rows]
+    shown = [[_cut(value_text(cell)) for cell in row] for row in rows]
     table([column.upper() for column in columns], shown, fits=True)
     if has_more:
         note(f"There are more. Use --after {getattr(items[-1], 'id', '')} for the next page, or a higher --limit.")
@@ -306,10 +306,10 @@ def details(pairs: Mapping[str, Any]) -> None:
     width = max(len(name) for name in pairs)
     for name, value in pairs.items():
         if value is not None and value != "" and value != []:
-            say(f"{name.ljust(width)}  {attempt_path_text(value)}")
+            say(f"{name.ljust(width)}  {value_text(value)}")
 
 
-def attempt_path_text(value: Any) -> str:
+def value_text(value: Any) -> str:
     """Format a value for people."""
     if value is None:
         return "-"
@@ -318,7 +318,7 @@ def attempt_path_text(value: Any) -> str:
     if isinstance(value, float):
         return plain_number(value)
     if isinstance(value, list | tuple):
-        return ", ".join(attempt_path_text(item) for item in value)
+        return ", ".join(value_text(item) for item in value)
     if isinstance(value, dict):
         return json.dumps(value, ensure_ascii=False)
     return str(value)

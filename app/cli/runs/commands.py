@@ -10,7 +10,6 @@ from app.cli.console import (
     After,
     AsJson,
     Limit,
-    attempt_path_text,
     command_group,
     connected,
     details,
@@ -22,6 +21,7 @@ from app.cli.console import (
     say,
     size,
     transfer,
+    value_text,
 )
 from app.cli.names import OfDataset, OfExperiment, ParentId, RunId, id_within
 from app.cli.runs.all_events import events
@@ -88,11 +88,16 @@ def list_runs(
         found, has_more = page(runs, limit)
         title, shown = _measure(sort)
         rows = [
-            (it.id, status_text(it.status), f"{it.current_step}/{it.total_steps or '?'}", shown(it), it.name,
-             eta_text(it.prediction) or None, it.created_at)
+            (it.id, status_text(it.status), _steps(it), shown(it), it.name, eta_text(it.prediction) or None,
+             it.created_at)
             for it in found
         ]  # fmt: skip
         listing(found, has_more, as_json, ("id", "status", "step", title, "name", "eta", "created"), rows)
+
+
+def _steps(run: "RunSummary") -> str | None:
+    """Format the progress of a training; evaluations and exports have no steps."""
+    return f"{run.current_step}/{run.total_steps or '?'}" if run.task == RunTask.train else None
 
 
 def _measure(sort: "RunSort | None") -> "tuple[str, Callable[[RunSummary], Any]]":
@@ -109,8 +114,8 @@ def _best_of_method(run: "RunSummary") -> str | None:
     from app.contracts.methods import METHODS
 
     if run.best_eval is not None:
-        return f"{run.method} {METHODS[run.method].eval_metric} {attempt_path_text(run.best_eval)}"
-    return None if run.best_loss is None else f"{run.method} loss {attempt_path_text(run.best_loss)}"
+        return f"{run.method} {METHODS[run.method].eval_metric} {value_text(run.best_eval)}"
+    return None if run.best_loss is None else f"{run.method} loss {value_text(run.best_loss)}"
 
 
 @commands.command()
@@ -394,7 +399,7 @@ def _evaluated(checkpoint: "CheckpointRead") -> str | None:
     measured = (name for name in ("eval_loss", "eval_reward") if checkpoint.metrics.get(name) is not None)
     name = next(measured, None)
     best = " (best)" if checkpoint.is_best else ""
-    return f"{name} {attempt_path_text(checkpoint.metrics[name])}{best}" if name else None
+    return f"{name} {value_text(checkpoint.metrics[name])}{best}" if name else None
 
 
 @commands.command()

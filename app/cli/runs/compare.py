@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from app.cli.console import AsJson, attempt_path_text, connected, document, note, table
+from app.cli.console import AsJson, connected, document, note, table, value_text
 from app.cli.names import RunIds
 from app.cli.runs.state_text import status_text
 
@@ -33,6 +33,6 @@ def compare(
             facts[name] = [reached.last if (reached := run.metrics.get(name)) else None for run in found.runs]
         for name, values in found.differences.items():
             facts[name] = [values[id] for id in ids]
-        table(["", *ids], [[name, *map(attempt_path_text, values)] for name, values in facts.items()])
+        table(["", *ids], [[name, *map(value_text, values)] for name, values in facts.items()])
         if found.caution is not None:
             note(found.caution)

@@ -4,7 +4,7 @@ import json
 import shlex
 from typing import TYPE_CHECKING
 
-from app.cli.console import AsJson, attempt_path_text, connected, details, document, say, table
+from app.cli.console import AsJson, connected, details, document, say, table, value_text
 from app.cli.names import RunId
 from app.cli.runs.state_text import status_text
 
@@ -38,7 +38,7 @@ def why(run_id: RunId, as_json: AsJson = False) -> None:
         ]
         table(
             ["ATTEMPT", "OUTCOME", "PHASE", "STEP", "REPAIRED"],
-            [[attempt_path_text(value) for value in row] for row in rows],
+            [[value_text(value) for value in row] for row in rows],
         )
     if found.last_lines:
         say("\n  ".join(["Last log lines:", *found.last_lines[-_LINES_SHOWN:]]))
