@@ -14,6 +14,8 @@ from app.runs.metrics.curves import _counting
 from app.runs.metrics.rollups import VALUES, highest_level, points_of
 
 MOST_POINTS = 32
+_HIGHEST_ROUNDED = 1e308
+"""Values beyond may round to infinity; a trainer may report any number."""
 _SPEED = "extra.tokens_per_second"
 _REWARD = "extra.reward"
 _REWARDED = {name for name, method in METHODS.items() if method.higher_is_better}
@@ -139,7 +141,9 @@ def _thinned(points: dict[int, float | None]) -> list[float | None]:
 
 def _rounded(value: float) -> float:
     """Round to three significant digits."""
-    return value if value == 0 else round(value, 2 - math.floor(math.log10(abs(value))))
+    if value == 0 or abs(value) > _HIGHEST_ROUNDED:
+        return value
+    return round(value, 2 - math.floor(math.log10(abs(value))))
 
 
 def _speed(extent: str | None) -> int | None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -84,6 +85,15 @@ class TestRows:
         losses(trainer, 100.0, 200.0, first=11)  # it went back to the checkpoint of step 10
         (row,) = rows(emptied_api)
         assert row["losses"] == [*(float(step) for step in range(1, 11)), 100.0, 200.0]
+
+    def test_of_numbers_next_to_the_limits_are_listed(
+        self, emptied_api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        trainer = Trainer(engine, make_run(emptied_api.client, dataset)["id"]).begin()
+        extremes = (sys.float_info.max, -sys.float_info.max, 5e-324)
+        losses(trainer, *extremes)
+        (row,) = rows(emptied_api)
+        assert tuple(row["losses"]) == extremes
 
     def test_of_long_curves_have_at_most_32_points_from_the_first_to_the_last(
         self, emptied_api: ApiServer, engine: Engine, dataset: str
