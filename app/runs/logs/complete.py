@@ -25,6 +25,8 @@ _CHUNK_BYTES = 256 * 1024
 _LONGEST_LINE = 64 * 1024
 MOST_SEARCHED_BYTES = 2 * LOG_TEXT_BYTES + 64 * 2**20
 """Text that a search reads: no less than the log of an attempt that a worker has written."""
+_BYTES_BEYOND_TEXT = 2**20
+"""Bytes that a file may have beside twice the size of its text; a worker writes fewer than the text has."""
 _HEAD_FIELDS = 3
 _DATA = RunEvent.__table__.c.data
 
@@ -129,24 +131,28 @@ def search(
 
 
 def _decompressed(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the text of a gzip file, as far as there is one: it grows, and a killed worker has not written its end."""
-    decompressor = _decompressor()
+    """Yield the text of a gzip file, as far as there is one: it grows, and a killed worker has not written its end.
+
+    What a worker does not write would take time without end: a second part, and bytes without text.
+    """
+    decompressor = zlib.decompressobj(16 + zlib.MAX_WBITS)
+    file_bytes = text_bytes = 0
     for piece in pieces:
+        file_bytes += len(piece)
         data = piece
         while data:
             try:
                 shown = decompressor.decompress(data, _CHUNK_BYTES)
             except zlib.error as error:
                 raise OSError(f"the file is damaged ({error})") from None
+            text_bytes += len(shown)
             if shown:
                 yield shown
             data = decompressor.unconsumed_tail
-            if decompressor.eof:
-                data, decompressor = decompressor.unused_data, _decompressor()
-
-
-def _decompressor() -> "zlib._Decompress":
-    return zlib.decompressobj(16 + zlib.MAX_WBITS)
+        if decompressor.unused_data:
+            raise OSError("the file is damaged (its text has ended before)")
+        if file_bytes > 2 * text_bytes + _BYTES_BEYOND_TEXT:
+            raise OSError("the file is damaged (most of it is no text)")
 
 
 def _limited(pieces: Iterator[bytes], most_bytes: int) -> Iterator[bytes]:
@@ -184,5 +190,5 @@ def _parsed(line: bytes) -> CompleteLogLine:
     try:
         when, stream, level, shown = fields
         return CompleteLogLine(ts=datetime.fromisoformat(when).astimezone(UTC), line=shown, stream=stream, level=level)
-    except ValueError:  # the file was written by something else
+    except (ValueError, OverflowError):  # the file was written by something else
         return CompleteLogLine(ts=datetime.fromtimestamp(0, UTC), line=" ".join(fields), stream="stdout", level="info")

@@ -152,6 +152,13 @@ def test_whatever_a_trainer_puts_in_its_place_neither_fails_a_search_nor_leads_e
     path.write_bytes(gzip.compress(b"x\n\xff\nwithout a head nan\n" + b"y" * 200_000 + b" nan\n") + b"damage")
     (found,) = search(emptied_api, trainer, q="nan")["complete"]
     assert found["matches"] == 2 and "damaged" in found["problem"]
+    path.write_bytes(gzip.compress(b"0001-01-01T00:00:00+23:00 stdout info nan\n"))
+    (found,) = search(emptied_api, trainer, q="nan")["complete"]
+    assert found["matches"] == 1 and found["problem"] is None, "a time that no clock shows"
+    for endless in (gzip.compress(b"nan\n") * 2, zlib.compressobj(9, 8, 31).flush(2) + b"\0\0\0\xff\xff" * 2**18):
+        path.write_bytes(endless)
+        (found,) = search(emptied_api, trainer, q="nan")["complete"]
+        assert "damaged" in found["problem"]
     compressor = zlib.compressobj(9, zlib.DEFLATED, 31)
     with path.open("wb") as file:
         for _ in range(40):
