@@ -142,7 +142,7 @@ def _highest_token(folder: ModelFolder) -> int | None:
         # A mapping of ids, or of a Unigram model a list by id.
         highest = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
         return max([int(highest), *(int(token["id"]) for token in added)])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 
@@ -165,4 +165,5 @@ def longest_sequence(folder: ModelFolder) -> int | None:
     if isinstance(positions, int):
         return positions
     longest = folder.read_json("tokenizer_config.json").get("model_max_length") if model_config else None
-    return min(int(longest), LONGEST_SEQUENCE) if isinstance(longest, int | float) else None
+    # JSON as Python reads it has infinity and NaN.
+    return int(min(longest, LONGEST_SEQUENCE)) if isinstance(longest, int | float) and longest >= 1 else None

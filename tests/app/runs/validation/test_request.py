@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from typing import Any
 
 import pytest
@@ -420,6 +421,9 @@ class TestValidate(OnSharedApi):
             ({"config.json": _LLAMA, "tokenizer_config.json": {"model_max_length": 512}}, {}, 512),
             ({"config.json": _LLAMA, "tokenizer_config.json": {"model_max_length": 1e30}}, {"max_seq_length": None},
              1_000_000),
+            ({"config.json": _LLAMA, "tokenizer_config.json": {"model_max_length": math.inf}}, {"max_seq_length": None},
+             1_000_000),
+            ({"config.json": _LLAMA, "tokenizer_config.json": {"model_max_length": -math.inf}}, {}, 2048),
             ({"config.json": _LLAMA}, {"max_seq_length": None}, None),
         ],
         ids=str,
