@@ -42,6 +42,8 @@ class TestSignIn:
             page = context.new_page()
             page.goto("/workers?x=1")
             expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
+            edges = page.locator(".signin form > *").evaluate_all("parts => parts.map((part) => part.offsetLeft)")
+            assert len(edges) > 3 and len(set(edges)) == 1, "each part is below the one before"
             page.get_by_label("API key").fill("anneal_" + "x" * 43)
             page.get_by_role("button", name="Sign in").click()
             expect(page.get_by_role("alert")).to_contain_text("This key is unknown, expired or revoked")

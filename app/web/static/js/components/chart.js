@@ -143,14 +143,16 @@ class Drawing {
             : {
                 range: (/** @type {any} */ _plot, /** @type {number | null} */ low, /** @type {number | null} */ high) => {
                   if (low == null || high == null) return [0, 1];
-                  const margin = (high - low || Math.abs(high) || 1) * 0.06;
+                  // A constant whose last digits differ by rounding is shown as one.
+                  const size = Math.max(Math.abs(low), Math.abs(high));
+                  const margin = (high - low > size * 1e-6 ? high - low : size || 1) * 0.06;
                   return [low - margin, high + margin];
                 },
               },
         },
         axes: [
           { ...axis, size: 26, gap: 4, incrs: () => (this.hasWholeSteps() ? WHOLE : PARTS), space: isWide ? 70 : 48, values: (/** @type {any} */ _plot, /** @type {number[]} */ at) => (ticks ? at.map(ticks) : tickLabels(at)) },
-          { ...axis, size: 50, gap: 6, space: 34, values: (/** @type {any} */ _plot, /** @type {(number | null)[]} */ at) => tickLabels(at) },
+          { ...axis, size: (/** @type {any} */ _plot, /** @type {string[] | null} */ labels) => Math.max(50, ...(labels ?? []).map((label) => 12 + 6.2 * label.length)), gap: 6, space: 34, values: (/** @type {any} */ _plot, /** @type {(number | null)[]} */ at) => tickLabels(at) },
         ],
         series: [
           {},

@@ -137,7 +137,9 @@ function Results({ runs, areComparable, differences, common, ids }) {
       ${rows.map(([text, value, numbers, best]) => {
         const known = /** @type {number[]} */ (runs.map(value).filter((one) => one != null));
         // Values that read the same are equally good, whatever their further digits.
-        const isCompared = best && (areComparable || !text.match(/loss|reward/));
+        // A run that ended early or still trains is not the fastest one.
+        const isEqual = text === 'Duration' ? runs.every((run) => run.status === 'completed') : areComparable || !text.match(/loss|reward/);
+        const isCompared = best && isEqual;
         const winner = isCompared && new Set(known.map(numbers)).size > 1 ? numbers(Math[best](...known)) : null;
         return html`<tr key=${text}><td class="muted">${text}</td>${runs.map((run) => html`<td class="num nowrap">${numbers(value(run))} ${numbers(value(run)) === winner && html`<span class="tag best">best</span>`}</td>`)}</tr>`;
       })}

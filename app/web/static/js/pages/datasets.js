@@ -63,9 +63,10 @@ function Dataset({ id }) {
       <aside class="side"><section class="box"><header><h2>Facts</h2></header><dl class="kv">
         <dt>Rows</dt><dd>${format.integer(dataset.rows)}</dd><dt>Size</dt><dd>${format.bytes(dataset.bytes)}</dd><dt>Columns</dt><dd class="mono">${dataset.columns.join(', ')}</dd>
         <dt>Created</dt><dd>${format.clock(dataset.created_at)}</dd>
-        ${Object.entries(dataset.source ?? {}).filter(([, value]) => value != null && typeof value !== 'object' && value !== false).map(([name, value]) => html`<dt>${name.replaceAll('_', ' ')}</dt><dd>${String(value)}</dd>`)}
+        ${Object.entries(dataset.source ?? {}).filter(([name, value]) => name !== 'sha256' && value != null && typeof value !== 'object' && value !== false).map(([name, value]) => html`<dt>${name.replaceAll('_', ' ')}</dt><dd>${String(value)}</dd>`)}
         ${Object.entries(dataset.token_statistics ?? {}).filter(([, value]) => typeof value === 'number' || typeof value === 'string').map(([name, value]) => html`<dt>${name.replaceAll('_', ' ')}</dt><dd>${typeof value === 'number' ? format.significant(value) : value}</dd>`)}
-        <dt>SHA-256</dt><dd class="mono clip" title=${dataset.sha256}>${dataset.sha256.slice(0, 12)}…</dd></dl></section><${RunsOn} id=${id} /></aside></div>`}<//>`;
+        <dt>SHA-256</dt><dd class="mono clip" title=${dataset.sha256}>${dataset.sha256.slice(0, 12)}…</dd>
+        ${dataset.source?.sha256 && html`<dt>of the upload</dt><dd class="mono clip" title=${dataset.source.sha256}>${dataset.source.sha256.slice(0, 12)}…</dd>`}</dl></section><${RunsOn} id=${id} /></aside></div>`}<//>`;
 }
 
 /** @param {{ id: string }} props */

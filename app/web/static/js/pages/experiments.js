@@ -45,7 +45,7 @@ function Row({ experiment, now }) {
   const found = useResource((signal) => get(`/v1/experiments/${experiment.id}`, {}, signal), experiment.id);
   const best = found.data?.best_runs[0];
   return html`<tr><td class="what"><a class="name" href=${`/experiments/${experiment.id}`}>${experiment.name}</a><div class="sub clip">${experiment.description}</div></td>
-    <td><${Counts} experiment=${experiment.id} counts=${found.data?.runs ?? {}} /></td>
+    <td>${found.data ? html`<${Counts} experiment=${experiment.id} counts=${found.data.runs} />` : html`<span class="faint">…</span>`}</td>
     <td>${best ? html`<a href=${`/runs/${best.run_id}`}>${best.name}</a> <span class="sub num">${best.metric} ${format.loss(best.value)}</span>` : html`<span class="faint">–</span>`}</td>
     <td class="right muted num nowrap" title=${experiment.created_at}>${format.ago(experiment.created_at, now)}</td></tr>`;
 }

@@ -1,6 +1,6 @@
 // One run, live.
 
-import { html, useEffect, useState } from '../../vendor/preact.js';
+import { html, useEffect, useRef, useState } from '../../vendor/preact.js';
 import { Icon } from '../components/icon.js';
 import { Failure as RequestFailure, Loading, Prose } from '../components/states.js';
 import * as format from '../format.js';
@@ -58,11 +58,18 @@ function View({ store }) {
   const tab = tabs.some(([key]) => key === asked) ? asked : 'overview';
   const href = (/** @type {any} */ key) => (key === 'overview' ? path.value : `${path.value}?tab=${key}`);
   const failed = Object.entries(store.failures.value);
+  const tabBar = useRef(/** @type {HTMLElement | null} */ (null));
+  useEffect(() => {
+    // In a narrow window the tabs scroll: show the one that is open.
+    const bar = /** @type {HTMLElement} */ (tabBar.current);
+    const open = /** @type {HTMLElement} */ (bar.querySelector('[aria-current]'));
+    bar.scrollLeft = open.offsetLeft - bar.offsetLeft - (bar.clientWidth - open.offsetWidth) / 2;
+  }, [tab]);
   return html`<${Head} store=${store} />
     <${Summary} store=${store} />
     ${failed.length > 0 && html`<div class="box inside" role="alert">${failed.map(([part, error]) => html`<p key=${part} class="error-text">The ${part} could not be read, and ${error.isTemporary ? 'are tried again' : 'are not shown'}: <${Prose} text=${error.message} /></p>`)}</div>`}
     ${run.status === 'pending' && run.pending_reason && html`<div class="box inside" role="status"><p class="warning-text"><${Prose} text=${run.pending_reason.message} /></p></div>`}
-    <nav class="tabs" aria-label="Parts of the run">
+    <nav class="tabs" aria-label="Parts of the run" ref=${tabBar}>
       ${tabs.map(([key, name, count]) => html`<a href=${href(key)} aria-current=${key === tab ? 'page' : undefined}>${name}${count != null && html`<span class="n">${format.integer(/** @type {number} */ (count))}</span>`}</a>`)}
     </nav>
     ${tab === 'overview' && html`<${Overview} store=${store} />`}

@@ -23,7 +23,7 @@ const KNOWN = /** @type {[string, string, string, (value: number | null | undefi
   ['grad_norm', 'Gradient norm', '--c4', format.significant],
   ['extra.tokens_per_second', 'Throughput, tokens/s', '--c7', format.integer],
   ['samples_per_second', 'Throughput, rows/s', '--c7', format.significant],
-  ['gpu_memory_mb', 'GPU memory, GiB', '--c6', format.gib],
+  ['gpu_memory_mb', 'GPU memory, GiB', '--c6', (value) => (value == null ? '–' : value.toFixed(1))],
 ]);
 
 /** @type {Record<string, string>} Titles of the charts of series whose values are sums since the metric before. */
@@ -48,12 +48,14 @@ export function Charts({ store }) {
   const curve = (/** @type {string} */ name, /** @type {string} */ label, /** @type {string} */ color, more = {}) => {
     const whole = store.series.get(name) ?? emptySeries();
     const series = detail?.[name] ? withDetail(whole, detail[name]) : whole;
-    const y = name in PER_STEP ? perStep(series, store.run.value.config.logging_steps, starts) : series.values;
+    const y = name in PER_STEP
+      ? perStep(series, store.run.value.config.logging_steps, starts)
+      : name === 'gpu_memory_mb' ? series.values.map((value) => value && value / 1024) : series.values;
     return { name: label, color, x: positions(series, axis, { epoch: store.series.get('epoch'), clock: store.timesOfSteps }), y, ...more };
   };
   const known = new Set(['loss', 'epoch', ...KNOWN.map(([name]) => name)]);
   const evals = [...store.series.keys()].filter((name) => /^eval\.eval_(.*_)?loss$/.test(name));
-  const rewards = /** @type {string[]} */ ([...store.series.keys()].filter((name) => name === 'eval.eval_reward' || name === 'extra.reward'));
+  const rewards = ['extra.reward', 'eval.eval_reward'].filter((name) => store.series.has(name));
   const others = [...store.series.keys()].filter((name) => !known.has(name) && !evals.includes(name) && !rewards.includes(name) && hasNumbers(store, name)).sort();
   const shown = KNOWN.filter(([name]) => hasNumbers(store, name) && !(name === 'samples_per_second' && hasNumbers(store, 'extra.tokens_per_second')));
   const scales = { epoch: store.series.get('epoch'), clock: store.timesOfSteps };
