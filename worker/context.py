@@ -101,7 +101,10 @@ class WorkerContext:
         if only_run is not None:
             self.backends = ["ray"]
         if not self.backends:
-            log.error("this worker takes no run: torch is not installed; run `pip install 'anneal[worker]'`")
+            log.error(
+                "this worker takes no run: torch is not installed; "
+                "run `pip install -c constraints.txt -e '.[worker]'` in the clone of Anneal"
+            )
         self.engine = sync_engine(settings.database_url, pool_size=self.machine.slots + 1)
         # Renewals must not queue behind a large append or block with it, so they have their own connections with short
         # timeouts.

@@ -100,3 +100,19 @@ def test_harmless_lines_are_not_reported(line: str) -> None:
 
 def test_other_languages_are_not_shell() -> None:
     assert unguarded("```python\nrm = find(f'-delete {x}') # $X\n```\n```yaml\nrun: rm -r $X\n```\n") == []
+
+
+@pytest.mark.parametrize("page", [*(ROOT / "docs/guides").glob("*.md"), *(ROOT / "docs/operations").glob("*.md")])
+def test_curl_lines_can_be_pasted_and_name_an_address_that_is_not_set(page: Path) -> None:
+    blocks = [code for language, code in _BLOCK.findall(page.read_text()) if language in _SHELL]
+    lines = [line for code in blocks for line in code.splitlines() if line.startswith("curl ")]
+    assert [line for line in lines if "curl …" in line or re.search(r"\$(?!ANNEAL_API_KEY\b)\w", line)] == []
+
+
+def test_anneal_is_installed_from_a_clone_and_from_no_package_index() -> None:
+    # A package of this name in an index is another project's.
+    from_index = re.compile(r"pip install [^`\n]*['\" ]anneal\b['\"`\[\s]")
+    assert from_index.search("run `pip install 'anneal[worker]'`")
+    modules = [path for name in ("app", "worker") for path in (ROOT / name).rglob("*.py")]
+    files = [*PAGES, *ROOT.glob("Dockerfile*"), *modules]
+    assert [str(path) for path in files if from_index.search(path.read_text())] == []
