@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Noun = Literal["run", "dataset", "experiment"]
 _PREFIXES: dict[Noun, str] = {"run": "run", "dataset": "ds", "experiment": "exp"}
 _LAST = "last"
+_CREATED_BY: dict[Noun, str] = {"run": "runs create", "dataset": "datasets upload", "experiment": "experiments create"}
 _MOST_CANDIDATES = 5
 _MOST_OFFERED = 100
 """Items that one request reads, to offer them to the shell or to see whether a name is unique."""
@@ -49,6 +50,8 @@ def _id_of(noun: Noun, text: str) -> str:
         if noun == "dataset" and Path(text).is_file():
             how = f"Upload the file first: `anneal datasets upload {shlex.quote(text)}`."
         found = list(_all(client, noun, **options))
+        if text == _LAST and not found:
+            fail(f"There is no {noun} yet; `anneal {_CREATED_BY[noun]}` creates one.", code=f"{noun}_not_found")
         return _only(noun, text, found[:1] if noun == "run" and _is_chain(text, found) else found, how)
 
 

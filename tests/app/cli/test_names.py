@@ -13,6 +13,8 @@ def test_things_are_found_by_the_beginning_of_an_id_by_name_and_as_the_last(anne
     def shown(noun: str, text: str) -> str:
         return str(json_of(anneal(noun, "show", text, "--json"))["id"])
 
+    none = anneal("runs", "show", "last", code=1).stderr
+    assert none == "anneal: There is no run yet; `anneal runs create` creates one.\n"
     group = anneal("experiments", "create", "by name").stdout.strip()
     create = ["runs", "create", "-f", str(run_file), "--set", f"experiment_id={group}", "--set"]
     first, second = (anneal(*create, f"name={name}").stdout.strip() for name in ("sought", "sought_too"))
