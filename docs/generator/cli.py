@@ -38,7 +38,8 @@ def _unwrapped(text: str) -> str:
 
 def _parameter(one: Any) -> tuple[str, str, str, str]:
     is_argument = one.param_type_name == "argument"
-    name = f"`{one.metavar or one.name.upper()}`" if is_argument else ", ".join(f"`{opt}`" for opt in one.opts)
+    options = ", ".join(f"`{option}`" for option in (*one.opts, *one.secondary_opts))
+    name = f"`{one.metavar or one.name.upper()}`" if is_argument else options
     shown = one.default not in (None, False) and not callable(one.default)
     default = "required" if one.required else f"`{one.default}`" if shown else ""
     return name, _type(one), default, markdown.escape(one.help or "")

@@ -22,6 +22,16 @@ A failed run has an `error_code` too: see [Why a run failed](../guides/failures.
 
 """
 _MOST_TEXTS = 3
+_FIELD_ERRORS = {
+    "FieldError": (9, 9),
+    "field_error": (1, 2),
+    "PydanticCustomError": (0, 1),
+    "BadRow": (0, 1),
+    "HubConfig": (2, 3),
+    "refuse": (1, 2),
+    "_wrong": (1, 2),
+}
+"""Positions of code and message in the calls that create errors of fields and rows; both may be keywords."""
 
 Names = list[tuple[int, str, str]]
 """Line, name and text of each assignment in a function."""
@@ -105,13 +115,13 @@ def _nested(call: ast.Call, names: Names) -> Iterator[tuple[str, str]]:
 
 def _field_errors(tree: ast.Module) -> Iterator[tuple[str, str]]:
     for call, names in _calls(tree):
-        if _name(call) in ("FieldError", "field_error", "PydanticCustomError"):
+        if _name(call) in _FIELD_ERRORS:
             yield from _field_error(call, names)
 
 
 def _field_error(call: ast.Call, names: Names) -> Iterator[tuple[str, str]]:
     keywords = {one.arg: one.value for one in call.keywords if one.arg}
-    positions = {"field_error": (1, 2), "PydanticCustomError": (0, 1)}.get(_name(call), (9, 9))
+    positions = _FIELD_ERRORS[_name(call)]
     code = keywords.get("code") or (call.args[positions[0]] if len(call.args) > positions[0] else None)
     message = keywords.get("message") or (call.args[positions[1]] if len(call.args) > positions[1] else None)
     if isinstance(code, ast.Constant) and message is not None:
