@@ -36,6 +36,7 @@ Members = dict[str, bytes]
 @pytest.fixture
 def ended(service: Service) -> Service:
     """A service with a run that has ended."""
+    service.trainer.metric(6, loss=1.0)
     service.trainer.complete()
     service.trainer.write_output(service.storage)
     return service
@@ -293,6 +294,19 @@ HOSTILE: dict[str, tuple[Callable[[Members], None], str]] = {
     "tags": (edit("rows/experiments.jsonl", tags=[1]), "tags of a row of experiments is not valid"),
     "event": (edit("rows/run_events.jsonl", data="x"), "data of a row of run_events is not valid"),
     "line": (edit("rows/run_events.jsonl", type="log", data={"line": 5}), "data of a row of run_events is not valid"),
+    "type of an event": (edit("rows/run_events.jsonl", type="x\n"), "type of a row of run_events is not valid"),
+    "lines left out": (
+        edit("rows/run_events.jsonl", type="log", data={"line": "x", "left_out": "y"}),
+        "data of a row of run_events is not valid",
+    ),
+    "step": (edit("rows/run_events.jsonl", type="metric", data={"step": 1.5}), "data of a row of run_events is not"),
+    "loss": (
+        edit("rows/run_events.jsonl", type="metric", data={"step": 1, "loss": 10**400}),
+        "data of a row of run_events is not valid",
+    ),
+    "series": (edit("rows/metric_rollups.jsonl", series={"loss": [1]}), "series of a row of metric_rollups is not"),
+    "points": (edit("rows/metric_rollups.jsonl", points=-1), "points of a row of metric_rollups is not valid"),
+    "report": (edit("rows/run_attempts.jsonl", report={"memory": 5}), "report of a row of run_attempts is not valid"),
     "foreign row": (edit("rows/run_events.jsonl", run_id="run_x"), "belongs to no run of it"),
     "event missing": (without_last_event, "events of run_.* are missing"),
     "row": (lambda members: members.update({"rows/runs.jsonl": b"[" * 100_000 + b"\n"}), "a row of runs is not valid"),
