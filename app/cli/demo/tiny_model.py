@@ -51,7 +51,7 @@ def _texts() -> Iterator[str]:
 def _write_weights(folder: Path) -> None:
     """Write weights as transformers initializes them: normally distributed, norms of one."""
     import numpy
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     random = numpy.random.default_rng(_SEED)
     config = json.loads((folder / "config.json").read_text())
@@ -61,7 +61,8 @@ def _write_weights(folder: Path) -> None:
         else (random.standard_normal(shape, numpy.float32) * numpy.float32(_DEVIATION))
         for name, shape in _shapes(config)
     }
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    # Not by `save_file`, whose file only its owner may read: the trainer may have a user of its own.
+    (folder / "model.safetensors").write_bytes(save(tensors, {"format": "pt"}))
 
 
 def _shapes(config: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -33,6 +33,7 @@ def test_model_is_written_whole_and_only_once(tmp_path: Path) -> None:
     text = "def count(to): return 'größer 日本'"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text and len(tokenizer.encode(text).ids) < len(text)
     assert [path.name for path in folder.parent.iterdir()] == ["tiny"], "nothing unfinished is left"
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1, "a trainer with a user of its own reads all"
     written = (folder / "model.safetensors").stat().st_mtime_ns
     again = create(tmp_path, "mine/tiny")
     assert (again.exit_code, again.stdout) == (0, "mine/tiny\n") and "There is a folder" in again.stderr
