@@ -5,9 +5,11 @@ import ipaddress
 import json
 import re
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -60,6 +62,12 @@ class HubUnreachable(Exception):
     """No connection to the hub can be opened; the message is the reason."""
 
 
+@cache
+def _authorities() -> ssl.SSLContext:
+    """Return the TLS context of all clients: reading it takes 30 ms, in which the event loop serves no request."""
+    return httpx.create_ssl_context()
+
+
 class _GuardedTransport(httpx.AsyncBaseTransport):
     """HTTP transport that connects only to the hub, to a proxy from the environment, or to public addresses.
 
@@ -70,7 +78,7 @@ class _GuardedTransport(httpx.AsyncBaseTransport):
 
     def __init__(self, hub: str) -> None:
         self._hub = hub
-        self._tls = httpx.create_ssl_context()
+        self._tls = _authorities()
         self._transports: dict[str, httpx.AsyncHTTPTransport] = {}
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:

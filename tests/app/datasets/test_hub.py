@@ -4,6 +4,7 @@ import gzip
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -288,6 +289,14 @@ async def test_a_proxy_is_asked_where_the_environment_names_one(hub: Hub, monkey
         assert await _bytes("/file") == b"the blob"
         proxy.shutdown()
     assert hub.asked == ["/file"]
+
+
+async def test_clients_share_the_authorities_which_take_long_to_read() -> None:
+    began = time.process_time()
+    for _ in range(100):
+        async with client():
+            pass
+    assert time.process_time() - began < 1.5, "30 ms for each, in which the event loop serves no request"
 
 
 @pytest.mark.parametrize(
