@@ -251,12 +251,16 @@ def without_defaults(config: dict[str, Any], given: set[str]) -> dict[str, Any]:
 
 
 async def _checkpoint_at(session: AsyncSession, storage: Storage, path: str) -> str:
-    """Return the id of the newest checkpoint in a folder of the storage, as runs show it."""
+    """Return the id of the newest checkpoint in a folder of the storage, as runs show it.
+
+    With an object store, the folder of its working copy names the checkpoint too.
+    """
     *_, run_id, _, name = ["", "", *path.rstrip("/").split("/")]
     query = select(Checkpoint).where(Checkpoint.run_id == run_id, Checkpoint.name == name)
     found = await session.scalars(query.order_by(Checkpoint.id.desc())) if is_id(run_id, "run") else ()
     for saved in found:
-        if path.rstrip("/") == storage.shown(run_id, saved.attempt, name):
+        local = storage.named_checkpoint(run_id, saved.attempt, name)
+        if path.rstrip("/") in (storage.shown(run_id, saved.attempt, name), str(local)):
             return saved.id
     message = "is not the folder of a checkpoint; use `checkpoint_path` of a run, or an id of GET …/checkpoints"
     raise invalid(

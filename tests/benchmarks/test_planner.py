@@ -10,7 +10,7 @@ def test_plans_by_counted_passes_fit_with_no_more_operations_than_by_the_estimat
     described = MODELS["Qwen3-4B"](num_hidden_layers=4)
     simulated = SimulatedModel(described)
     ratios = []
-    for gigabytes in (7, 9, 12, 16):
+    for gigabytes in (6, 7, 9, 12):
         found = compare(Cell("Qwen3-4B", 4096, gigabytes), simulated, described)
         assert found.planned.fits and (found.planned.needed_bytes or 0) <= found.cell.usable
         assert found.estimated.recomputed > 0, "the device is too large to show anything"

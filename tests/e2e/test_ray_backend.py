@@ -176,18 +176,18 @@ class TestConformance(Conformance):
         self, backend: CeleryBackend, engine: Engine, storage: Storage, run: TrainingRun, data: Path, stack: RayStack
     ) -> None:
         run_id = await self.launched(backend, storage, self.wanted(engine, **LONG), data)
+        with pytest.raises(ApiError) as raised:
+            await backend.resume(run_id)
+        assert raised.value.code == "run_is_live"
+        await asyncio.to_thread(stack.until_training, run_id)
+        await backend.stop(run_id, save_checkpoint=False)
+        await asyncio.to_thread(stack.until, run_id, "cancelled")
         codes = []
         for path in (None, Path("/etc"), storage.checkpoint_dir(run_id, 1, 10)):
             with pytest.raises(ApiError) as raised:
                 await backend.resume(run_id, path)
             codes.append(raised.value.code)
-        assert codes == ["run_is_live", "checkpoint_not_found", "checkpoint_not_found"]
-        await asyncio.to_thread(stack.until_training, run_id)
-        await backend.stop(run_id, save_checkpoint=False)
-        await asyncio.to_thread(stack.until, run_id, "cancelled")
-        with pytest.raises(ApiError) as raised:
-            await backend.resume(run_id)
-        assert raised.value.code == "no_checkpoint"
+        assert codes == ["no_checkpoint", "checkpoint_not_found", "checkpoint_not_found"]
         assert count_runs(engine) == 1
 
 

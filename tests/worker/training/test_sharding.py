@@ -225,7 +225,7 @@ def test_a_part_that_a_device_cannot_write_fails_the_checkpoint(
         (1, 126),
         *(
             pytest.param(0, call, marks=pytest.mark.full)
-            for call in (86, 100, 129, 130, 131, 132, 140, 148, 160, 171, 172)
+            for call in (88, 100, 129, 130, 131, 132, 140, 148, 160, 171, 172)
         ),
         *(pytest.param(1, call, marks=pytest.mark.full) for call in (64, 90, 125)),
     ],
