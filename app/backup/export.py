@@ -111,6 +111,8 @@ class ExportJob:
         if is_everything:
             datasets = set(connection.scalars(select(Dataset.id)))
             return Selection(runs, datasets, set(connection.scalars(select(Experiment.id))), keys, live)
+        if not runs and not live:
+            raise SetupError("The experiments that were chosen have no runs; `anneal experiments list` lists others.")
         if not runs:
             raise SetupError("None of these runs has ended: wait for their end, or stop them.")
         chosen = Run.id.in_(runs)

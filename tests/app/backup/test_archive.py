@@ -27,7 +27,7 @@ from app.tables.api_keys import ApiKey
 from app.tables.registry import all_models
 from app.tables.runs import Run
 from tests.app.backup.conftest import ROWS, Quiet, Service
-from tests.factories import Trainer, make_run
+from tests.factories import Trainer, make_experiment, make_run
 from tests.server import ThreadServer
 
 Members = dict[str, bytes]
@@ -111,6 +111,9 @@ def test_runs_that_have_not_ended_are_left_out_and_named(ended: Service, tmp_pat
     assert created.selection.runs == {ended.run_id} and len(created.selection.live) == 1
     with pytest.raises(SetupError, match="None of these runs has ended"):
         export(ended, tmp_path, "waits.tar", runs=["waits"])
+    make_experiment(ended.engine, "empty")
+    with pytest.raises(SetupError, match="have no runs"):
+        export(ended, tmp_path, "waits.tar", experiments=["empty"])
     assert not (tmp_path / "waits.tar").exists() and not list(tmp_path.glob(".waits*"))
 
 
