@@ -116,7 +116,12 @@ class TestRun:
         plans = page.get_by_role("region", name="Plans of a step").locator("tbody tr")
         expect(plans).to_have_text([re.compile("2 rows × 2 .*measured"), re.compile("4 rows × 1 .*predicted")])
         page.set_viewport_size(PHONE)
+        page.reload()
+        expect(page.get_by_role("link", name="Configuration")).to_be_in_viewport(ratio=0.9)
         assert too_wide(page) == []
+        page.get_by_role("button", name="Stop", exact=True).click()
+        expect(page.get_by_role("button", name="Stop without saving")).to_be_in_viewport(ratio=0.9)
+        page.keyboard.press("Escape")
         trainer.complete()
 
     def test_of_reinforcement_learning_shows_rewards_first(

@@ -69,6 +69,9 @@ export function Menu({ button, children, kind = '', label }) {
   const items = () => /** @type {HTMLElement[]} */ ([...(box.current?.querySelectorAll('.pop button:not(:disabled), .pop a') ?? [])]);
   useEffect(() => {
     if (!isOpen) return undefined;
+    // A button near the left edge of a narrow window opens its list to the right.
+    const list = /** @type {HTMLElement} */ (box.current?.querySelector('.pop'));
+    if (list.getBoundingClientRect().left < 0) list.classList.add('rightward');
     items()[0]?.focus();
     /** @param {PointerEvent} event */
     const away = (event) => box.current?.contains(/** @type {Node} */ (event.target)) || setOpen(false);

@@ -39,7 +39,7 @@ const COLUMNS = {
   time: { title: 'Time', sort: 'seconds', first: 'desc', kind: 'nowrap num', cell: (run, { now }) => html`<${Time} run=${run} now=${now} />` },
   experiment: {
     title: 'Experiment', kind: 'hide-s', isOptional: true,
-    cell: (run, { experiments }) => html`<a href=${`/?experiment=${run.experiment_id}`}>${experiments.get(run.experiment_id) ?? format.shortId(run.experiment_id)}</a>`,
+    cell: (run, { experiments }) => html`<a class="clip" href=${`/?experiment=${run.experiment_id}`} title=${experiments.get(run.experiment_id)}>${experiments.get(run.experiment_id) ?? format.shortId(run.experiment_id)}</a>`,
   },
   tags: {
     title: 'Tags', kind: 'hide-s', isOptional: true,
