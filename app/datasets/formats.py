@@ -1,5 +1,6 @@
 """Dataset formats: validation of rows, and format detection by column names."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -128,15 +129,16 @@ def _rated(row: Row) -> Row:
     row = _checked_answers(row, "rated", "prompt", "completion")
     _check_ends_with_answer(row, "completion")
     label = row["label"]
-    if isinstance(label, str) and label.lower() in ("true", "false"):  # cells of CSV are texts
-        return {**row, "label": label.lower() == "true"}
-    if not isinstance(label, bool):
+    if isinstance(label, bool):
+        return row
+    rating = _RATINGS.get(str(label).lower()) if isinstance(label, str | int) else None  # cells of CSV are texts
+    if rating is None:
         raise BadRow(
             "wrong_type",
-            "`label` must be true (desirable) or false (undesirable); if it means something else, set the field "
-            "`format` to prompt_completion before the file",
+            "`label` must be true or 1 (desirable), or false or 0 (undesirable); if it means something else, set the "
+            "field `format` to prompt_completion before the file",
         )
-    return row
+    return {**row, "label": rating}
 
 
 def _prompt(row: Row) -> Row:
@@ -145,8 +147,11 @@ def _prompt(row: Row) -> Row:
         row = check_chats(row, "prompt")
     else:
         check_text(prompt, "prompt")
-    if row.get("answer") is not None:
-        check_text(row["answer"], "answer")
+    answer = row.get("answer")
+    if isinstance(answer, int | float) and not isinstance(answer, bool):  # rewards compare texts
+        return {**row, "answer": json.dumps(answer)}
+    if answer is not None:
+        check_text(answer, "answer")
     return row
 
 
@@ -233,6 +238,7 @@ def _check_ints(
     raise BadRow("wrong_type", f"`{name}[{at}]` must be {allowed}")
 
 
+_RATINGS = {"true": True, "1": True, "false": False, "0": False}
 _LONE_PROMPT = frozenset({"prompt"})
 _WITH_ANSWER = frozenset({"prompt", "answer"})
 _SIGNATURES: dict[str, list[frozenset[str]]] = {

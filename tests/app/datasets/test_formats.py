@@ -189,7 +189,7 @@ def test_a_pair_must_be_whole(shared_api: ApiServer, row: dict[str, Any], code: 
         ({**RATED, "completion": " "}, "empty_text"),
         ({**RATED, "completion": GOOD}, "wrong_type"),
         ({**RATED, "prompt": USER, "completion": USER}, "no_assistant_message"),
-        ({**RATED, "label": 1}, "wrong_type"),
+        ({**RATED, "label": 2}, "wrong_type"),
         ({**RATED, "label": None}, "wrong_type"),
         ({**RATED, "label": "good"}, "wrong_type"),
     ],
@@ -198,10 +198,18 @@ def test_a_rated_answer_must_be_whole(shared_api: ApiServer, row: dict[str, Any]
     assert errors(shared_api, lines(RATED, row)) == [("line 2", code)]
 
 
-def test_labels_in_a_table_are_words(shared_api: ApiServer) -> None:
-    table = b"prompt,completion,label\np,c,True\np,d,false\n"
-    assert kept(shared_api, table, "a.csv") == [RATED, {**RATED, "completion": "d", "label": False}]
+def test_labels_are_also_words_in_a_table_and_numbers(shared_api: ApiServer) -> None:
+    rated = [RATED, {**RATED, "completion": "d", "label": False}]
+    for true, false in (("True", "false"), ("1", "0")):
+        table = f"prompt,completion,label\np,c,{true}\np,d,{false}\n".encode()
+        assert kept(shared_api, table, "a.csv") == rated
+    assert kept(shared_api, lines(*({**row, "label": int(row["label"])} for row in rated))) == rated
     assert errors(shared_api, b"prompt,completion,label\np,c,\n", "a.csv") == [("line 2", "missing_column")]
+
+
+def test_answers_that_are_numbers_become_texts_which_rewards_compare(shared_api: ApiServer) -> None:
+    rows = [{"prompt": "p", "answer": answer} for answer in (72, -0.5, "seven", None)]
+    assert [row["answer"] for row in kept(shared_api, lines(*rows))] == ["72", "-0.5", "seven", None]
 
 
 def test_a_label_of_another_kind_is_a_column_of_prompts_with_completions(shared_api: ApiServer) -> None:
@@ -218,7 +226,7 @@ def test_a_label_of_another_kind_is_a_column_of_prompts_with_completions(shared_
         ({"prompt": 1}, "wrong_type"),
         ({"prompt": [{"role": "user"}]}, "wrong_type"),
         ({"answer": "a"}, "missing_column"),
-        ({"prompt": "p", "answer": 1}, "wrong_type"),
+        ({"prompt": "p", "answer": True}, "wrong_type"),
         ({"prompt": "p", "answer": " "}, "empty_text"),
     ],
 )
