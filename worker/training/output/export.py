@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.trainer_utils import align_special_tokens
 
 from app.contracts.attempt.job import EXPORT, MERGED_BASE
 from app.contracts.training_config.rules import DeviceCapabilities
 from app.infra.files.tree import remove_tree
 from worker.checkpoint_files import manifest
-from worker.training.checkpointing.snapshot import save_weights
+from worker.training.checkpointing.snapshot import keep_published_generation_config, save_weights
 from worker.training.context import TrainingContext
 from worker.training.failures import OUT_OF_MEMORY, Stopped, classify
 from worker.training.loop.memory import write_profile
@@ -99,7 +100,7 @@ def write_output(
             chosen.save(staging)
             convert_to_unchanged_base(staging)
             if run.config.output == "merged":
-                _merge(run, base, staging)
+                _merge(run, base, staging, tokenizer)
             if run.config.trainer_options.prune_fraction is not None:
                 _prune(run, staging, run.config.trainer_options.prune_fraction)
         tokenizer.save_pretrained(staging)
@@ -172,10 +173,11 @@ def _prune(run: TrainingContext, folder: Path, fraction: float) -> None:
     )
 
 
-def _merge(run: TrainingContext, base: BaseModelSource, folder: Path) -> None:
+def _merge(run: TrainingContext, base: BaseModelSource, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Replace the adapter in a folder by the whole model, merged in the data type of the base.
 
-    On a GPU it is merged there, and on the CPU if the GPU lacks the memory for it.
+    On a GPU it is merged there, and on the CPU if the GPU lacks the memory for it. Its configurations name the special
+    tokens of `tokenizer`, as those of the trained model do: it was trained to end with them.
     """
     adapter = folder / "adapter"
     adapter.mkdir()
@@ -190,6 +192,8 @@ def _merge(run: TrainingContext, base: BaseModelSource, folder: Path) -> None:
             "merged output has both, each as trained."
         )
     loader.name_base(merged, run.job.base_model.portable_name)
+    align_special_tokens(merged, tokenizer)
+    keep_published_generation_config(merged)
     merged.save_pretrained(folder)
     remove_tree(adapter)
 

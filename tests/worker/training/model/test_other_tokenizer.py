@@ -4,17 +4,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from tests.worker.training.data.test_dataset import CHATML
 from tests.worker.training.tiny import Forks, make_job, make_tiny_model
 
-CONFIG: dict[str, Any] = {"method": "lora", "lora_r": 4, "max_steps": 1, "max_seq_length": 64, "tokenizer": "other"}
+CONFIG: dict[str, Any] = {
+    "method": "lora", "lora_r": 4, "max_steps": 1, "max_seq_length": 64, "tokenizer": "other", "output": "merged",
+}  # fmt: skip
 
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
-    return make_tiny_model(tmp_path / "other", chat_template=CHATML)
+    """A tokenizer that ends texts with another token than the base."""
+    model = make_tiny_model(tmp_path / "other", chat_template=CHATML)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.eos_token, tokenizer.pad_token = tokenizer.pad_token, tokenizer.eos_token
+    tokenizer.save_pretrained(model)
+    return model
 
 
 def job(folder: Path, model: Path, chats: Path, other: Path, **attempt: Any) -> dict[str, Any]:
@@ -27,8 +34,14 @@ def test_the_data_and_the_output_have_the_other_tokenizer(
 ) -> None:
     done = forks.run(job(tmp_path / "run", tiny_model, chats, other))
     assert done.result["outcome"] == "completed", done.result
-    assert AutoTokenizer.from_pretrained(done.output).chat_template == CHATML
-    assert AutoTokenizer.from_pretrained(tiny_model).chat_template is None
+    saved, published = AutoTokenizer.from_pretrained(done.output), AutoTokenizer.from_pretrained(tiny_model)
+    assert (saved.chat_template, published.chat_template) == (CHATML, None)
+    # The merged model ends texts where it was trained to, and where the base does.
+    ends = [saved.eos_token_id, published.eos_token_id]
+    assert saved.eos_token_id != published.eos_token_id
+    assert GenerationConfig.from_pretrained(done.output).eos_token_id == ends
+    config = AutoConfig.from_pretrained(done.output)
+    assert (config.eos_token_id, config.pad_token_id) == (saved.eos_token_id, saved.pad_token_id)
     assert not [record for record in done.of("message") if "no chat template" in record["line"]]
 
     def reasons(attempt: int) -> list[str]:

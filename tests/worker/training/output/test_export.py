@@ -258,7 +258,7 @@ class TestMergeOnAGpu:
             folder = tmp_path / kind
             folder.mkdir()
             export.copy_weights(trained.folder / "checkpoint-4", folder)
-            export._merge(run, find_base(job, config), folder)
+            export._merge(run, find_base(job, config), folder, AutoTokenizer.from_pretrained(str(job.base_model.path)))
             return folder, messages
 
         return run_merge
