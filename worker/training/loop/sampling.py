@@ -71,7 +71,7 @@ def generate(trainer: ServiceTrainer, prompts: Sequence[Prompt], max_new_tokens:
         temperature=temperature or None,
         top_k=0 if temperature > 0 else None,
         use_cache=True,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=_end_tokens(model, tokenizer),
         pad_token_id=tokenizer.pad_token_id,
     )
     texts: list[str] = []
@@ -99,6 +99,13 @@ def generate(trainer: ServiceTrainer, prompts: Sequence[Prompt], max_new_tokens:
             )
             texts.append(tokenizer.decode(written[0, len(prompt_ids) :], skip_special_tokens=True))
     return texts
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Return the tokens that end a text: that of the tokenizer, and those of the model, such as the end of a turn."""
+    published = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    more = published if isinstance(published, list) else [published]
+    return list(dict.fromkeys(token for token in [tokenizer.eos_token_id, *more] if token is not None))
 
 
 class _HeartbeatAndStop(StoppingCriteria):  # type: ignore[misc]

@@ -1,10 +1,12 @@
 """Periodic samples: what is sampled when, and that training does not depend on it."""
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer, GenerationConfig
 
 from tests.worker.training.output.outputs import weights
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_pairs, make_tiny_model
@@ -71,12 +73,18 @@ def test_samples_and_evaluations_per_epoch_do_not_change_training_and_are_the_sa
 def test_a_run_on_texts_samples_chats_with_a_plain_template_and_ends_with_samples(
     forks: Forks, tiny_model: Path, tmp_path: Path
 ) -> None:
+    # A sample ends at each token with which the model ends texts, here all of them.
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    GenerationConfig(eos_token_id=list(range(1, len(tokenizer)))).save_pretrained(model)
     data = make_pairs(tmp_path / "pairs.jsonl", 8)
     config = {"method": "dpo", "max_seq_length": 64, "max_steps": 3, "batch_size": 2, "gradient_accumulation_steps": 1}
     fields = SAMPLES | {"sample_steps": 2, "sample_temperature": 0.0}
-    done = forks.run(make_job(tmp_path, tiny_model, data, data_format="preference", **config, **fields))
+    done = forks.run(make_job(tmp_path / "run", model, data, data_format="preference", **config, **fields))
     assert done.result["outcome"] == "completed", done.result
     assert [one[0] for one in samples(done)] == [2, 2, 3, 3]
+    longest = max(map(len, tokenizer.get_vocab()))
+    assert all(len(completion) <= longest for _, _, completion in samples(done))
     assert "chat_template" not in (done.output / "tokenizer_config.json").read_text()
     assert not (done.output / "chat_template.jinja").exists()
 
