@@ -22,7 +22,7 @@ from worker.training.data.token_cache import Write
 from worker.training.data.tokenization import BadRow, Encoder, Ints
 from worker.training.failures import TrainingFailure
 
-VERSION = 4
+VERSION = 5
 """Version of the code that makes tokens from pairs, here and in the encoders. Increase it when the output changes."""
 _ROWS_AT_ONCE = 1000
 IDS = pa.list_(pa.int32())
@@ -56,6 +56,8 @@ class Pair(NamedTuple):
     prompt: Ints
     chosen: Ints
     rejected: Ints
+    margin: float = 0.0
+    """Difference of the rewards that the better answer has to exceed."""
 
 
 class AnswerEncoder:
@@ -93,6 +95,29 @@ class AnswerEncoder:
     def remarks(self, total: int) -> list[Remark]:
         """Return remarks about the rows that were prepared, of `total`."""
         return self._texts.chats.remarks(total)
+
+
+class ComparisonEncoder:
+    """Encoder of a prompt and two answers to it for `reward`, with the margin of the pair: 0 where the row has none."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._answers = AnswerEncoder(tokenizer, "chosen", "rejected", needs_prompt=False)
+
+    def prepare(self, row: dict[str, Any], number: int) -> tuple[float, tuple[bool, list[str]]]:
+        """Return the margin, and the texts of the row."""
+        margin = 0.0 if row.get("margin") is None else row["margin"]
+        if isinstance(margin, bool) or not isinstance(margin, int | float):
+            raise BadRow("its `margin` is not a number")
+        return float(margin), self._answers.prepare(row, number)
+
+    def encode(self, prepared: Sequence[tuple[float, tuple[bool, list[str]]]]) -> list[tuple[Any, ...]]:
+        """Return for each row the token ids of the prompt and of both answers, and the margin."""
+        encoded = self._answers.encode([texts for _, texts in prepared])
+        return [(*ids, margin) for (margin, _), ids in zip(prepared, encoded, strict=True)]
+
+    def remarks(self, total: int) -> list[Remark]:
+        """Return remarks about the rows that were prepared, of `total`."""
+        return self._answers.remarks(total)
 
 
 class PromptEncoder:
@@ -161,8 +186,10 @@ def read_preferences(
 
     made_from = {"method": "dpo", "max_length": max_length, "truncation_mode": truncation_mode}
     end = "end" if keeps_start else "start"
+    encoder = AnswerEncoder(tokenizer, "chosen", "rejected")
+    schema = pa.schema([(name, IDS) for name in ("prompt_ids", "chosen_ids", "rejected_ids", "rows")])
     return _pairs(
-        source, tokenizer, made_from, ["prompt_ids", "chosen_ids", "rejected_ids"], kept,
+        source, tokenizer, encoder, made_from, schema, kept,
         left_out=f"the prompt alone fills the {max_length} tokens",
         cut=(is_cut, f"pairs are longer than {max_length} tokens: cut at the {end}"),
     )  # fmt: skip
@@ -171,21 +198,25 @@ def read_preferences(
 def read_comparisons(source: RowSource, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> Pairs:
     """Read pairs for `reward`: columns `chosen_ids` and `rejected_ids` (each with its prompt) and `rows`.
 
+    If a row has a `margin`, there is a column of these too, which TRL's loss subtracts from the difference of rewards.
     A pair that is too long is left out: the reward is read at the end of a text, which truncation would remove.
 
     Raises:
         TrainingFailure: `bad_data` that names the lines.
     """
+    margin = [("margin", pa.float32())] if reader.has_margins(source.path) else []
 
-    def kept(pair: Pair) -> dict[str, Ints] | None:
+    def kept(pair: Pair) -> dict[str, Any] | None:
         if len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) > max_length:
             return None
         answers = {"chosen_ids": pair.chosen, "rejected_ids": pair.rejected}
-        return {name: np.concatenate([pair.prompt, ids]) for name, ids in answers.items()}
+        columns = {name: np.concatenate([pair.prompt, ids]) for name, ids in answers.items()}
+        return {**columns, "margin": pair.margin} if margin else columns
 
     made_from = {"method": "reward", "max_length": max_length}
     left_out = f"one of the two is longer than {max_length} tokens"
-    return _pairs(source, tokenizer, made_from, ["chosen_ids", "rejected_ids"], kept, left_out=left_out)
+    schema = pa.schema([("chosen_ids", IDS), ("rejected_ids", IDS), *margin, ("rows", IDS)])
+    return _pairs(source, tokenizer, ComparisonEncoder(tokenizer), made_from, schema, kept, left_out=left_out)
 
 
 def read_prompts(
@@ -231,17 +262,18 @@ def read_prompts(
 def _pairs(
     source: RowSource,
     tokenizer: PreTrainedTokenizerBase,
+    encoder: Encoder[tuple[Any, ...]],
     made_from: dict[str, Any],
-    columns: list[str],
-    kept: Callable[[Pair], dict[str, Ints] | None],
+    schema: pa.Schema,
+    kept: Callable[[Pair], dict[str, Any] | None],
     *,
     left_out: str,
     cut: tuple[Callable[[Pair], bool], str] | None = None,
 ) -> Pairs:
     equal, longer = NotedRows(), NotedRows()
 
-    def noted(number: int, ids: tuple[Ints, ...]) -> dict[str, Ints] | None:
-        pair = Pair(*ids)
+    def noted(number: int, encoded: tuple[Any, ...]) -> dict[str, Any] | None:
+        pair = Pair(*encoded)
         found = kept(pair)
         if found is not None:
             if np.array_equal(pair.chosen, pair.rejected):
@@ -254,8 +286,6 @@ def _pairs(
         same = "In {n} pairs both answers are the same, so the model learns nothing from them."
         return [*(longer.remarks(rows, f"{{n}} {cut[1]}.") if cut else []), *equal.remarks(rows, same)]
 
-    schema = pa.schema([(name, IDS) for name in (*columns, "rows")])
-    encoder = AnswerEncoder(tokenizer, "chosen", "rejected", needs_prompt=made_from["method"] != "reward")
     return tokenize(source, tokenizer, encoder, made_from, schema, noted, left_out=left_out, remarks=remarks)
 
 

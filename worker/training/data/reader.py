@@ -52,17 +52,26 @@ def count_rows(path: str) -> int:
 
 def has_weights(path: str) -> bool:
     """Return True if a message of a chat in a file has a `weight`."""
+    return _any_row(path, b'"weight"', lambda row: any(one.get("weight") is not None for one in row["messages"]))
+
+
+def has_margins(path: str) -> bool:
+    """Return True if a pair in a file has a `margin`."""
+    return _any_row(path, b'"margin"', lambda row: row["margin"] is not None)
+
+
+def _any_row(path: str, key: bytes, condition: Callable[[Any], bool]) -> bool:
+    """Return True if a row of a file meets a condition, which only rows with `key` in their text can."""
     try:
         with open(path, "rb") as file:  # noqa: PTH123
-            return any(b'"weight"' in raw and _has_weights(raw) for raw in file)
+            return any(key in raw and _meets(raw, condition) for raw in file)
     except FileNotFoundError:
         return False  # reported when the rows are read
 
 
-def _has_weights(raw: bytes) -> bool:
+def _meets(raw: bytes, condition: Callable[[Any], bool]) -> bool:
     try:
-        messages = json.loads(raw)["messages"]
-        return any(message.get("weight") is not None for message in messages)
+        return condition(json.loads(raw))
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return False  # reported when the rows are read
 

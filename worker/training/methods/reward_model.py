@@ -27,7 +27,9 @@ class RewardModelTrainer(ServiceTrainerMixin, RewardTrainer):  # type: ignore[mi
     }
 
     def update_own_metrics(self, model: Any, inputs: Any) -> None:
-        scores = model(**self._prepare_inputs(inputs) | {"use_cache": False}).logits.squeeze(-1)
+        batch = self._prepare_inputs(inputs)
+        tokens = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        scores = model(**tokens, use_cache=False).logits.squeeze(-1)
         self.own_metrics.update_scores(*scores.chunk(2))
 
     def usual_length(self, tokens_of_a_row: float) -> float:

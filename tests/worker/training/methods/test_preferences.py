@@ -22,6 +22,7 @@ from tests.worker.training.tiny import (
     make_prompts,
     make_rated,
     make_tiny_model,
+    write_rows,
 )
 
 STEPS = 6
@@ -254,10 +255,19 @@ class TestParity:
         self, adapter: str, chat: bool, ours: dict[str, Any], forks: Forks, model: Path, tmp_path: Path
     ) -> None:
         data = make_pairs(tmp_path / "pairs.jsonl", 40, chat=chat)
+        in_trl = data
+        if not chat:  # some with a margin, which TRL takes from all rows or from none
+            margins = [0.5 * (number % 4) for number in range(40)]
+            rows = [json.loads(line) for line in data.read_text().splitlines()]
+            with_margins = [row | {"margin": margin} for row, margin in zip(rows, margins, strict=True)]
+            in_trl = write_rows(tmp_path / "all.jsonl", with_margins)
+            data = write_rows(
+                tmp_path / "some.jsonl", [row | {"margin": row["margin"] or None} for row in with_margins]
+            )
         longest = 240 if chat else 52
         config = ours | {"max_seq_length": longest}
         job = make_job(tmp_path, model, data, data_format="preference", method="reward", **config)
-        theirs = plain("reward", model, data, tmp_path / "plain", adapter, max_length=longest)
+        theirs = plain("reward", model, in_trl, tmp_path / "plain", adapter, max_length=longest)
         # Fused layers of adapters add in another order.
         assert losses(forks.run(job)) == pytest.approx(theirs, rel=1e-6 if adapter == "full" else 3e-6)
 
