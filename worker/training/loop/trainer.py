@@ -21,7 +21,7 @@ from worker.training.data.dataset import RowIdCollator
 from worker.training.data.preferences import answer_columns
 from worker.training.data.rank_share import RankShareCollator
 from worker.training.failures import TrainingFailure, one_line
-from worker.training.loop import throughput
+from worker.training.loop import loss_check, throughput
 from worker.training.loop.actions import Actions
 from worker.training.loop.anomalies import REMEMBERED, Anomaly, AnomalyGuard
 from worker.training.loop.evaluation import EvaluationMixin
@@ -355,6 +355,8 @@ class ServiceTrainerMixin(EvaluationMixin):
         """Make the loaded model ready for the first forward pass of all ranks."""
         if self.run.is_sharded:
             self.shard()
+        if not self.run.method.has_reward_head:
+            loss_check.check_loss(self, self.run.config.generation.temperature if self.run.config.generation else 1.0)
 
     def shard(self) -> None:
         """Divide the model among the ranks, with the weights of the checkpoint to resume from.

@@ -17,6 +17,7 @@ from worker.training.data.chat_template import training_template, trains_end_of_
 from worker.training.data.dataset import Tokens
 from worker.training.data.reader import RowSource, has_weights
 from worker.training.data.sequence_share import WHOLE, SequenceShareCollator, WholeSequences
+from worker.training.loop import loss_check
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.methods import pipeline, preparation
 from worker.training.model.parallel.sequence_parallel import SequenceParallel
@@ -37,6 +38,8 @@ class SupervisedTrainer(ServiceTrainerMixin, SFTTrainer):  # type: ignore[misc]
         super().prepare()
         if self.sequences is not None:
             self.sequences.check(self.model, self.pinned_text(), self.accelerator.autocast)
+        elif self.padding_free:
+            loss_check.check_separation(self)
 
     def get_train_dataloader(self) -> Any:
         with self._dividing():
