@@ -86,8 +86,9 @@ def _shown(*, full: bool) -> dict[str, str]:
 def _row() -> dict[str, str]:
     """Return the expressions for a run in a table of many, by name."""
     moment = "to_char(runs.{} AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS\"Z\"')"
-    # As float4, a number has seven digits and not seventeen.
-    number = f"CASE WHEN {{0}} NOT IN {_NOT_FINITE} AND abs({{0}}) < 1e38 THEN cast({{0}} AS float4) END"
+    # As float4, a number has seven digits and not seventeen. PostgreSQL refuses those that would be 0 or infinite.
+    shortened = "cast(CASE WHEN abs({0}) > 1e-37 THEN {0} ELSE 0 END AS float4)"
+    number = f"CASE WHEN {{0}} NOT IN {_NOT_FINITE} AND abs({{0}}) < 1e38 THEN {shortened} END"
     return {
         "id": "runs.id",
         "name": "runs.name",

@@ -92,8 +92,13 @@ class TestRows:
         trainer = Trainer(engine, make_run(emptied_api.client, dataset)["id"]).begin()
         extremes = (sys.float_info.max, -sys.float_info.max, 5e-324)
         losses(trainer, *extremes)
-        (row,) = rows(emptied_api)
-        assert tuple(row["losses"]) == extremes
+        for best in extremes:
+            with engine.begin() as connection:
+                values = {"best_loss": best, "best_score": best}
+                connection.execute(update(Run).where(Run.id == trainer.run_id).values(values))
+            (row,) = rows(emptied_api)
+            assert tuple(row["losses"]) == extremes
+            assert (row.get("best_loss"), row.get("best_eval")) == ((0, 0) if best == 5e-324 else (None, None))
 
     def test_of_long_curves_have_at_most_32_points_from_the_first_to_the_last(
         self, emptied_api: ApiServer, engine: Engine, dataset: str
