@@ -21,8 +21,9 @@ _UNFIT = (AttributeError, TypeError, ValueError, RuntimeError)
 """Exceptions of models that do not have the layers or take the inputs that TRL expects; a lack of memory is one too."""
 _TOLERANCE, _TOLERANCE_16_BIT = 1e-4, 5e-2
 """Largest relative difference of two ways to compute a loss that rounding explains."""
-_MIXING, _MIXING_16_BIT = 1e-5, 2e-3
-"""The same of one way, in which the routers of experts alone round otherwise with another text before the one."""
+_MIXING, _MIXING_16_BIT = 1e-5, 2e-2
+"""The same of one way with another text before the one. Routers of experts and outliers of 8-bit layers then round
+otherwise; a trained model that sees its text twice changes its loss many times more."""
 
 
 def check_loss(trainer: ServiceTrainer, temperature: float = 1.0) -> None:
