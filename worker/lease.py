@@ -81,8 +81,8 @@ class Lease:
         self._thread = threading.Thread(target=with_current_context(self._keep), name=f"lease {run_id}", daemon=True)
 
     def __enter__(self) -> Self:
+        self._thread.start()  # fails where the user may have no more threads
         self._context.hold(self)
-        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
