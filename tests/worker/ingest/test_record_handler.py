@@ -370,12 +370,15 @@ def test_an_attempt_has_a_limit_of_curves(lab: Lab) -> None:
 )
 def test_a_process_cannot_flood(lab: Lab, monkeypatch: pytest.MonkeyPatch, record: bytes, most: int) -> None:
     monkeypatch.setattr(lab.writer, "put", lambda _: None)
-    lab.record_handler._budget.spend(15 * 2**20, time.monotonic())
+    now = time.monotonic()
+    # The budget grows with time, of which a busy machine takes more.
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    lab.record_handler._budget.spend(15 * 2**20, now)
     count = 0
     while not lab.record_handler.is_over_budget:
         lab.record_handler.take([("report", record)] * 10)
         count += 10
-    assert most / 2 < count <= most
+    assert most / 2 <= count <= most
 
 
 def test_the_best_losses_take_bounded_memory(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
