@@ -130,14 +130,14 @@ $(READY): pyproject.toml constraints.txt
 # The type checker and the linter of the dashboard's modules, and the types of the packages that they use.
 $(WEB_TOOLS): app/web/package.json app/web/package-lock.json | $(READY)
 	@mkdir -p .venv/web && cp app/web/package.json app/web/package-lock.json .venv/web
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/npm ci --silent --no-audit --no-fund --prefix .venv/web
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/npm ci --loglevel=error --no-audit --no-fund --prefix .venv/web
 	@touch $(WEB_TOOLS)
 
 # One of the readers of streams that the tests try runs on Node.
 $(INTEGRATIONS): $(READY)
 	@echo "Installing the integrations that the tests try: trackers, object stores …"
 	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -e '.[worker,dev,integrations]' -c constraints.txt
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/npm install --silent --no-audit --no-fund --no-package-lock \
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/npm install --loglevel=error --no-audit --no-fund --no-package-lock \
 	  --prefix .venv/node eventsource@4.1.1 eventsource-parser@3.1.1
 	@touch $(INTEGRATIONS)
 
