@@ -43,7 +43,7 @@ def upgraded(
     release: Release = request.param
     home = tmp_path_factory.mktemp("upgraded")
     with tarfile.open(release.archive) as archive:
-        archive.extractall(home, filter="data")
+        archive.extractall(home, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     settings = Settings(
         home=home,
         database_url=services.create_database(template="template1"),
