@@ -246,8 +246,8 @@ def listing(
     if as_json:
         document({"data": [_plain(item) for item in items], "has_more": has_more})
         return
-    shown = [[_cut(value_text(cell)) for cell in row] for row in rows]
-    table([column.upper() for column in columns], shown, fits=True)
+    cells = [[_cut(value_text(cell)) for cell in row] for row in rows]
+    table([column.upper() for column in columns], cells, fits=True)
     if has_more:
         note(f"There are more. Use --after {getattr(items[-1], 'id', '')} for the next page, or a higher --limit.")
 

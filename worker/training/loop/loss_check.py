@@ -105,8 +105,8 @@ def _losses(model: Any, texts: Sequence[list[int]]) -> float:
     on_device = {
         name: value.to(model.device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()
     }
-    found = model(**on_device, fused_lm_head=True)
-    return float(-found.log_probs[0, -(len(texts[-1]) - 1) :].sum())
+    output = model(**on_device, fused_lm_head=True)
+    return float(-output.log_probs[0, -(len(texts[-1]) - 1) :].sum())
 
 
 @contextmanager
