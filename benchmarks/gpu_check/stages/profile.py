@@ -1,4 +1,4 @@
-"""Where the time of one step goes: kernels on a GPU, operators on a CPU, by group."""
+"""Where the time of one step goes: kernels on a GPU, operators on a CPU, by group, and when the GPU waits."""
 
 import json
 from collections import Counter
@@ -38,7 +38,8 @@ def run(check: Check) -> None:
     if not finished.completed or not path.exists():
         check.record("step", "failed", finished.problem[:400] or "no step was profiled")
         return
-    kernels: dict[str, list[float]] = json.loads(path.read_text())
+    profiled = json.loads(path.read_text())
+    kernels: dict[str, list[float]] = profiled["kernels"]
     groups: Counter[str] = Counter()
     for name, (milliseconds, _) in kernels.items():
         groups[group_of(name)] += milliseconds  # type: ignore[assignment]
@@ -49,6 +50,9 @@ def run(check: Check) -> None:
     check.record("step", text=CELL.name, milliseconds=round(total, 1), in_effect=finished.in_effect)
     for group, milliseconds in groups.most_common():
         check.record(group, milliseconds=round(milliseconds, 1), share=round(milliseconds / total, 3))
+    if "idle_ms" in profiled:
+        check.record("idle", milliseconds=profiled["idle_ms"], of_milliseconds=profiled["span_ms"])
+        print("\n".join(profiled["gaps"]))
     slowest = sorted(kernels.items(), key=lambda item: -item[1][0])[:_MOST_KERNELS]
     print("\n".join(f"{values[0]:10.2f} ms {values[1]:6.0f} × {name[:110]}" for name, values in slowest))
 
@@ -61,7 +65,7 @@ def group_of(kernel: str) -> str:
 
 @contextmanager
 def profiled_step(path: str, number: int) -> Iterator[None]:
-    """Write milliseconds and calls of each kernel in one step of the training within the block."""
+    """Write milliseconds and calls of each kernel from the begin of one step of the training to that of the next."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -69,22 +73,21 @@ def profiled_step(path: str, number: int) -> Iterator[None]:
 
     cuda = torch.cuda.is_available()
     profiler = profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU])
-    begin, end = StepCallback.on_step_begin, StepCallback.on_step_end
+    begin = StepCallback.on_step_begin
 
     def on_step_begin(callback: Any, args: Any, state: Any, *rest: Any, **more: Any) -> None:
-        if state.global_step == number - 1:
-            profiler.start()
-        begin(callback, args, state, *rest, **more)
-
-    def on_step_end(callback: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
         if state.global_step == number:
             if cuda:
                 torch.cuda.synchronize()
             profiler.stop()
-            Path(path).write_text(json.dumps(_kernels(profiler, cuda)))
-        end(callback, args, state, control, **more)
+            Path(path).write_text(
+                json.dumps({"kernels": _kernels(profiler, cuda), **(_idle(profiler) if cuda else {})})
+            )
+        if state.global_step == number - 1:
+            profiler.start()
+        begin(callback, args, state, *rest, **more)
 
-    StepCallback.on_step_begin, StepCallback.on_step_end = on_step_begin, on_step_end
+    StepCallback.on_step_begin = on_step_begin
     yield
 
 
@@ -95,3 +98,25 @@ def _kernels(profiler: Any, cuda: bool) -> dict[str, tuple[float, int]]:
     if cuda:
         events = [event for event in events if event.device_type.name == "CUDA"]
     return {event.key: (getattr(event, name) / 1e3, event.count) for event in events}
+
+
+def _idle(profiler: Any) -> dict[str, Any]:
+    """Return how long the GPU waited in a step, and the longest gaps with the kernels on both sides."""
+    events = sorted(
+        (event.start_ns(), event.start_ns() + event.duration_ns(), event.name())
+        for event in profiler.profiler.kineto_results.events()
+        if event.device_type().name == "CUDA" and not event.is_user_annotation()
+    )
+    gaps: list[tuple[float, float, str]] = []
+    end, last = events[0][0], ""
+    for start, until, name in events:
+        if start > end:
+            gaps.append(((start - end) / 1e6, (end - events[0][0]) / 1e6, f"{last[:60]} | {name[:60]}"))
+        if until > end:
+            end, last = until, name
+    gaps.sort(reverse=True)
+    return {
+        "idle_ms": round(sum(gap for gap, *_ in gaps), 1),
+        "span_ms": round((end - events[0][0]) / 1e6, 1),
+        "gaps": [f"{gap:8.2f} ms idle at {at:8.1f} ms: {names}" for gap, at, names in gaps[:_MOST_KERNELS]],
+    }
