@@ -40,6 +40,22 @@ class Throughput:
         finally:
             self._data_seconds += time.monotonic() - began
 
+    @contextmanager
+    def waiting_within_step(self, device: torch.device) -> Iterator[None]:
+        """Count the time of the block as waiting for data instead of as part of a step, if the device was idle then.
+
+        A GPU that still computes at the end of the block has not waited.
+        """
+        launched = torch.cuda.Event() if device.type == "cuda" else None
+        if launched is not None:
+            launched.record()
+        began = time.monotonic()
+        yield
+        if launched is None or launched.query():
+            seconds = time.monotonic() - began
+            self._data_seconds += seconds
+            self._step_seconds -= seconds
+
     def stepped(self, seconds: float, samples: int) -> None:
         """Record a step: its time from the first forward pass to the new weights, and its rows."""
         self._step_seconds += seconds

@@ -24,6 +24,7 @@ from worker.training.failures import TrainingFailure, one_line
 from worker.training.loop import loss_check, throughput
 from worker.training.loop.actions import Actions
 from worker.training.loop.anomalies import REMEMBERED, Anomaly, AnomalyGuard
+from worker.training.loop.batch_prefetch import BatchPrefetch
 from worker.training.loop.evaluation import EvaluationMixin
 from worker.training.loop.memory import GpuMemory
 from worker.training.loop.step_phases import StepPhases
@@ -78,6 +79,7 @@ class ServiceTrainerMixin(EvaluationMixin):
         """What computes the parts of the model that have several implementations."""
         self.replaced: list[Replacement] = []
         self.throughput = Throughput()
+        self.batch_prefetch = BatchPrefetch()
         self.gpu_memory = GpuMemory()
         self.step_phases = StepPhases(
             is_enabled=run.config.trainer_options.wall_clock_breakdown and run.ranks.is_first,  # which reports them
@@ -170,9 +172,10 @@ class ServiceTrainerMixin(EvaluationMixin):
         # Only the number of steps ends training, and an action may raise it during training.
         return (sys.maxsize, *super().set_initial_training_values(*args)[1:])
 
-    def get_batch_samples(self, *args: Any) -> Any:
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
         with self.throughput.waiting():
-            batches, items = super().get_batch_samples(*args)
+            source = self.batch_prefetch.batches(epoch_iterator, num_batches)
+            batches, items = super().get_batch_samples(source, num_batches, device)
         rows = (row for batch in batches for row in self.rows_of(batch))
         self.skips_step = self.guard.skips_step(self.state.global_step + 1, rows)
         if self.guard.may_skip:
@@ -249,6 +252,9 @@ class ServiceTrainerMixin(EvaluationMixin):
                 loss = super().training_step(model, inputs, num_items_in_batch)
             self.step_phases.enter(None)
         self._micro_losses.append(loss.detach())
+        if self.accelerator.sync_gradients and self.state.global_step + 1 < self.state.max_steps:
+            with self.throughput.waiting_within_step(self.args.device):
+                self.batch_prefetch.read()
         return loss
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:

@@ -125,6 +125,7 @@ def trainer_arguments(run: TrainingContext, total_steps: int) -> dict[str, Any]:
         "seed": config.seed,
         "remove_unused_columns": False,
         "dataloader_pin_memory": cuda,
+        "accelerator_config": {"non_blocking": cuda},  # a copy to the device would else wait for the step before it
         # Without a strategy, the callback still logs the last step.
         "logging_strategy": "steps" if run.is_probe or config.logging_steps else "no",
         "logging_steps": 1 if run.is_probe else config.logging_steps,
