@@ -134,6 +134,7 @@ def test_stop_resume_and_every_action(page: Page, stack: TrainingStack) -> None:
     assert stack.client.get(f"/v1/runs/{export}").status_code == 404
 
 
+@pytest.mark.full
 def test_a_killed_service_and_a_killed_database_lose_and_double_no_line(
     stack: TrainingStack, chromium: Browser
 ) -> None:

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.e2e.conftest import TrainingStack
 
 
@@ -15,6 +17,7 @@ def start(stack: TrainingStack, max_steps: int, **values: Any) -> str:
     return stack.create(config=config, backend="celery", dataset_id=stack.chats, **values)
 
 
+@pytest.mark.full
 def test_a_preempted_run_continues_exactly_after_the_one_above_it(tmp_path: Path) -> None:
     stack = TrainingStack(tmp_path, preempt_after_seconds=0, preempt_min_seconds=0)
     try:
