@@ -92,9 +92,16 @@ def claim(
 ) -> Any:
     """Claim a run for the worker; return its row or None."""
     with engine.begin() as connection:
-        for lock in (*machine.lock_for_claim(worker_id), machine.lock_devices(worker_id)):
-            connection.execute(lock)
-        return connection.execute(machine.claim(worker_id, list(backends), lease, kind, list(labels))).one_or_none()
+        return claim_within(connection, worker_id, lease, backends, kind, labels)
+
+
+def claim_within(
+    connection: Connection, worker_id: str, lease: float, backends: tuple[str, ...], kind: str, labels: tuple[str, ...]
+) -> Any:
+    """Claim a run within a transaction, behind the locks that a worker takes; return its row or None."""
+    for lock in (*machine.lock_for_claim(worker_id), machine.lock_devices(worker_id)):
+        connection.execute(lock)
+    return connection.execute(machine.claim(worker_id, list(backends), lease, kind, list(labels))).one_or_none()
 
 
 def claim_with_others(

@@ -13,6 +13,7 @@ from app.runs.events.log import LeaseFenced, NewEvent, Progress, append
 from app.runs.state import machine
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
+from tests.rows import claim_within
 
 LEASE = 600.0
 REAP_LEASE = 0.3
@@ -91,8 +92,7 @@ def _create(call: Call, connection: Connection, fixed: dict[str, Any]) -> Any:
 def _claim(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
     worker = call.worker
     assert worker
-    statement = machine.claim(worker.id, list(worker.backends), LEASE, worker.kind, list(worker.labels))
-    row = connection.execute(statement).one_or_none()
+    row = claim_within(connection, worker.id, LEASE, worker.backends, worker.kind, worker.labels)
     return (*_moved([row])[0], sorted(row.device_indexes)) if row else None
 
 

@@ -105,10 +105,10 @@ class Model:
             return set()
         return {run.id for run in self._found(call)}
 
-    def waits(self, call: Call, other: Call, locked: set[str]) -> bool | None:
-        """Whether the call has to wait for the `other`, which has `locked` these runs; None where that is left open."""
-        if call.verb == other.verb == "claim" and call.worker == other.worker:
-            return None  # for the free devices, but only if there is a run to look for devices for
+    def waits(self, call: Call, other: Call, locked: set[str]) -> bool:
+        """Whether the call has to wait for the `other`, which has `locked` these runs."""
+        if call.verb == other.verb == "claim" and call.worker and call.worker == other.worker:
+            return bool(self._free(call.worker))  # any claim locks the free devices of its worker first
         return call.verb not in SKIPPING and bool(self.locks(call) & locked)
 
     def apply(self, call: Call, locked: set[str] | None = None) -> Any:

@@ -186,7 +186,7 @@ class RunMachine(RuleBasedStateMachine):
             future = self.database.submit(second)
             waited = self.database.is_blocked(future)
             note(f"{first} open, {second} {'waits' if waited else 'does not wait'}, first is committed: {commits}")
-            assert waits is None or waited == waits
+            assert waited == waits
             if waited:
                 self.model = base
             (connection.commit if commits else connection.rollback)()
