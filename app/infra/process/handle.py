@@ -50,7 +50,7 @@ class ProcessHandle(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the descriptor."""
+        """Close every descriptor of the handle."""
 
     def __enter__(self) -> "ProcessHandle":
         return self
@@ -96,14 +96,16 @@ class PolledHandle(ProcessHandle):
     def __init__(self, pid: int, start_time: int) -> None:
         self._pid = pid
         self._start_time = start_time
-        self._descriptor: int | None = None
+        self._watched: tuple[int, threading.Thread] | None = None
         self._closed = threading.Event()
 
     def fileno(self) -> int:
-        if self._descriptor is None:
-            self._descriptor, writing = os.pipe2(os.O_CLOEXEC)
-            threading.Thread(target=self._watch, args=[writing], name="process end", daemon=True).start()
-        return self._descriptor
+        if self._watched is None:
+            reading, writing = os.pipe2(os.O_CLOEXEC)
+            watcher = threading.Thread(target=self._watch, args=[writing], name="process end", daemon=True)
+            watcher.start()
+            self._watched = reading, watcher
+        return self._watched[0]
 
     def _watch(self, writing: int) -> None:
         while not self._has_ended() and not self._closed.wait(POLL_SECONDS):
@@ -134,8 +136,10 @@ class PolledHandle(ProcessHandle):
 
     def close(self) -> None:
         self._closed.set()
-        if self._descriptor is not None:
-            os.close(self._descriptor)
+        if self._watched is not None:
+            reading, watcher = self._watched
+            watcher.join()  # it closes the other end of the pipe
+            os.close(reading)
 
 
 def open_process(pid: int) -> ProcessHandle:

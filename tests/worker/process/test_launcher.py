@@ -530,7 +530,7 @@ class TestWithoutPidfds:
         assert done.stderr.count(f"this system refuses pidfds ([Errno {number}]") == 2, "once for each launcher"
         exits = json.loads(done.stdout)
         for mode in ("zygote", "cold"):
-            assert exits[mode]["launched"] == mode
+            assert (exits[mode]["launched"], exits[mode]["left"]) == (mode, [])
             assert exits[mode]["finished"]["code"] == 3
             assert exits[mode]["killed"]["signal"] == signal.SIGKILL
             kills_it, end, is_left = exits[mode]["ended"]

@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from app.infra.process.handle import PidfdHandle, PolledHandle, ProcessHandle
 from app.infra.process.identity import start_time
 from tests.nodes import ROOT
-from tests.waiting import eventually
+from worker.process.child import open_descriptors
 
 Open = Callable[[int], ProcessHandle]
 
@@ -73,14 +74,11 @@ def test_later_process_with_the_same_id_is_not_signaled(child: "subprocess.Popen
 
 
 def test_closed_handle_leaves_no_descriptor_and_no_thread(open_handle: Open, child: "subprocess.Popen[bytes]") -> None:
-    def resources() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))  # noqa: PTH208
-
-    before = resources()
+    descriptors, threads = open_descriptors(), set(threading.enumerate())
     for _ in range(3):
         with open_handle(child.pid) as handle:
             handle.fileno()
-    eventually(lambda: resources() == before, what=f"{before} descriptors and threads")
+        assert open_descriptors() <= descriptors and set(threading.enumerate()) <= threads
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM])
