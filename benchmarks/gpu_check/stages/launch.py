@@ -7,7 +7,7 @@ from pathlib import Path
 from app.config import Settings
 from benchmarks.gpu_check.check import Check
 from benchmarks.gpu_check.models import small_model
-from tests.worker.training.tiny import make_chat_dataset, make_job, write_job
+from tests.worker.training.tiny import make_chat_dataset, make_job, parse_records, write_job
 from worker.process.launcher import Launcher
 from worker.wire.journal import read_journal
 
@@ -33,7 +33,9 @@ def run(check: Check) -> None:
         check.record("zygote", "failed" if warm.broken else "ok", str(warm.broken or ""), seconds=seconds)
         times: dict[str, list[float]] = {"warm": [], "cold": []}
         for number, (name, launcher) in enumerate((("warm", warm), ("cold", cold), ("warm", warm))):
-            times[name].append(_first_step(check, launcher, check.folder(f"{name}-{number}"), model, data))
+            first_step, phases = _first_step(check, launcher, check.folder(f"{name}-{number}"), model, data)
+            times[name].append(first_step)
+            check.record(f"{name} launch {number + 1}", phases=phases, first_step=round(first_step, 2))
         medians = {name: round(statistics.median(values), 2) for name, values in times.items()}
         ratio = round(medians["cold"] / medians["warm"], 1)
         check.record("first step", warm_seconds=medians["warm"], cold_seconds=medians["cold"], cold_by_warm=ratio)
@@ -42,14 +44,16 @@ def run(check: Check) -> None:
         cold.stop()
 
 
-def _first_step(check: Check, launcher: Launcher, folder: Path, model: Path, data: Path) -> float:
-    """Return the seconds from a launch to the first step of the run, after the run has ended."""
+def _first_step(
+    check: Check, launcher: Launcher, folder: Path, model: Path, data: Path
+) -> tuple[float, dict[str, float]]:
+    """Return the seconds from a launch to the first step of the run, and to each of its phases, after it has ended."""
     job = make_job(
         folder, model, data, method="lora", max_steps=1, batch_size=2, gradient_accumulation_steps=1,
         max_seq_length=128, save_steps=1000,
     )  # fmt: skip
     job["device"] = check.job_device
-    path, began = write_job(job), time.clock_gettime(time.CLOCK_BOOTTIME)
+    path, began, began_at = write_job(job), time.clock_gettime(time.CLOCK_BOOTTIME), time.time()
     process = launcher.launch("worker.training.__main__:main", path, [check.device.for_job()])
     deadline = time.monotonic() + _RUN_SECONDS
     output: list[tuple[str, bytes]] = []
@@ -65,4 +69,10 @@ def _first_step(check: Check, launcher: Launcher, folder: Path, model: Path, dat
     if not steps:
         text = b"".join(piece for _, piece in output).decode(errors="replace")
         raise RuntimeError(f"a {process.launched} start made no step and ended with {end}: {text[-_MOST_TEXT:]}")
-    return float(steps[0] - began)
+    reported = b"\n".join(piece for source, piece in output if source == "report")
+    records = parse_records(reported.decode(errors="replace"))
+    phases = [record for record in records if record["type"] in ("phase", "config")]
+    return float(steps[0] - began), {
+        f"{number} {phase.get('name', phase['type'])}": round(phase["ts"] - began_at, 2)
+        for number, phase in enumerate(phases)
+    }

@@ -1,7 +1,11 @@
 """Compilation of a model's layers (`torch_compile`)."""
 
+import os
+import shutil
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,9 +42,19 @@ def reported_compiler_errors() -> Iterator[None]:
     try:
         yield
     except (InductorError, TorchDynamoException) as error:
+        advice = (
+            "This model cannot be compiled by this version of torch: leave `torch_compile` out."
+            if _has_compiler()
+            else "It needs a C++ compiler and the header files of Python on the worker (Debian: `apt install g++ "
+            "python3-dev`)."
+        )
         raise TrainingFailure(
-            "config_error",
-            f"`torch_compile` failed on this worker ({one_line(error)}). It needs a C++ compiler and the header files "
-            "of Python (Debian: `apt install g++ python3-dev`). If they are there, this model cannot be compiled: "
-            "leave `torch_compile` out.",
+            "config_error", f"`torch_compile` failed on this worker ({one_line(error)}). {advice}"
         ) from error
+
+
+def _has_compiler() -> bool:
+    """Return True if the worker has what compiled code is built with: a C++ compiler, and the header of Python."""
+    compilers = (os.environ.get("CXX"), "g++", "clang++")
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    return any(name and shutil.which(name) for name in compilers) and header.exists()

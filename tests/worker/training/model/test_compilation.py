@@ -43,7 +43,15 @@ def test_a_model_without_known_layers_is_refused() -> None:
     assert refused.value.code == "config_error"
 
 
-def test_an_error_of_the_compiler_says_what_to_install() -> None:
-    with pytest.raises(TrainingFailure, match="apt install") as failed, reported_compiler_errors():
-        raise InductorError(RuntimeError("no working C++ compiler found"), None)
-    assert failed.value.code == "config_error" and "no working C++ compiler" in failed.value.message
+@pytest.mark.parametrize(("has_compiler", "advice"), [(False, "apt install g++"), (True, "leave `torch_compile` out")])
+def test_an_error_of_the_compiler_says_what_to_install_or_that_the_model_cannot_be_compiled(
+    has_compiler: bool, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "Python.h").touch()
+    (tmp_path / "g++").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path if has_compiler else tmp_path / "no"))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    with pytest.raises(TrainingFailure, match=advice.replace("+", "[+]")) as failed, reported_compiler_errors():
+        raise InductorError(RuntimeError("the reason"), None)
+    assert failed.value.code == "config_error" and "the reason" in failed.value.message
