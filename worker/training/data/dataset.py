@@ -129,8 +129,12 @@ def steps_per_epoch(data: Dataset, config: TrainingConfig, devices: int) -> int:
     return math.ceil(batches / config.gradient_accumulation_steps)
 
 
+BORDERS = "text_borders"
+"""Key of the borders of the texts in a batch without padding: `cu_seq_lens_q` as a list, which stays on the host."""
+
+
 class RowIdCollator:
-    """A collator that adds the row numbers to the batch built by another collator."""
+    """A collator that adds the row numbers, and the `BORDERS` of texts, to the batch built by another collator."""
 
     def __init__(self, collate: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> None:
         self._collate = collate
@@ -138,6 +142,8 @@ class RowIdCollator:
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         batch = self._collate(examples)
         batch["rows"] = [row for example in examples for row in example["rows"]]
+        if "cu_seq_lens_q" in batch:
+            batch[BORDERS] = batch["cu_seq_lens_q"].tolist()
         return batch
 
 

@@ -17,7 +17,7 @@ from app.contracts.stop import StopMode
 from app.contracts.training_config.resolution import Replacement
 from worker.training.checkpointing import fidelity_check, rng_state, saver
 from worker.training.context import TrainingContext
-from worker.training.data.dataset import RowIdCollator
+from worker.training.data.dataset import BORDERS, RowIdCollator
 from worker.training.data.preferences import answer_columns
 from worker.training.data.rank_share import RankShareCollator
 from worker.training.failures import TrainingFailure, one_line
@@ -30,6 +30,7 @@ from worker.training.loop.memory import GpuMemory
 from worker.training.loop.step_phases import StepPhases
 from worker.training.loop.throughput import Throughput
 from worker.training.model.adapter_init import save_first_values
+from worker.training.model.attention import known_texts
 from worker.training.model.checked_weights import check_keys, checked_adapters, checked_sizes
 from worker.training.model.experts import expert_modules, load_experts
 from worker.training.model.parallel.expert_parallel import obstacle as expert_obstacle
@@ -208,7 +209,9 @@ class ServiceTrainerMixin(EvaluationMixin):
             self.step_phases.enter("forward")
         is_uneven = model.training and self._share != 1
         filler = _tokens(inputs) if is_uneven and self._share == 0 else 0
-        with self._gathering_any_size() if is_uneven else nullcontext():
+        borders = inputs.pop(BORDERS) if BORDERS in inputs else None
+        texts = nullcontext() if borders is None else known_texts(borders, inputs["cu_seq_lens_q"])
+        with texts, self._gathering_any_size() if is_uneven else nullcontext():
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if is_uneven:  # the row of a rank that has none is not trained on
             self._total_train_tokens -= sum(self.run.ranks.gathered(filler))

@@ -14,7 +14,7 @@ from app.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
 from worker.training.data import dataset
 from worker.training.data.chat_template import training_template, trains_end_of_turn
-from worker.training.data.dataset import Tokens
+from worker.training.data.dataset import BORDERS, Tokens
 from worker.training.data.reader import RowSource, has_weights
 from worker.training.data.sequence_share import WHOLE, SequenceShareCollator, WholeSequences
 from worker.training.loop import loss_check
@@ -98,12 +98,12 @@ class SupervisedTrainer(ServiceTrainerMixin, SFTTrainer):  # type: ignore[misc]
 
     def update_own_metrics(self, model: Any, inputs: Any) -> None:
         batch = self._prepare_inputs(inputs) | {"use_cache": False}
-        labels = batch.pop("labels")
+        labels, borders = batch.pop("labels"), batch.pop(BORDERS, None)
         logits = model(**batch).logits
-        if "cu_seq_lens_q" not in batch:
+        if borders is None:
             self.own_metrics.update(logits, labels)
             return
-        for first, end in pairwise(batch["cu_seq_lens_q"].tolist()):
+        for first, end in pairwise(borders):
             if end - first > 1:  # the only token of a text is not predicted
                 self.own_metrics.update(logits[:, first:end], labels[:, first:end])
 

@@ -7,8 +7,8 @@ Registers itself with transformers when it is imported.
 """
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -18,7 +18,13 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    masking_utils,
+)
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -69,6 +75,52 @@ class Texts:
     """Number of tokens of the longest text."""
     window: int | None
     """Number of tokens, itself included, that a token attends to; None: all before it in its text."""
+
+
+class _KnownTexts:
+    """Borders of the texts of a batch, which the host has from the collator."""
+
+    def __init__(self, borders: Sequence[int], on_device: torch.Tensor) -> None:
+        self.borders = tuple(borders)
+        self.on_device = on_device
+        self.are_in_masks = False
+        """True if the model makes masks that separate texts by the positions of their tokens."""
+
+    def sequence_indices(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """Return the number of the text of each token as transformers does; None for a single text.
+
+        Transformers reads from the device whether there are several texts.
+        """
+        self.are_in_masks = True
+        if len(self.borders) == 2:
+            return None
+        return (positions.diff(prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+
+
+_known_texts: _KnownTexts | None = None
+"""Texts of the batch that is being computed; set by `known_texts`."""
+
+
+@contextmanager
+def known_texts(borders: Sequence[int], on_device: torch.Tensor) -> Iterator[None]:
+    """In the block, which computes one batch, read the borders of its texts from the host.
+
+    To read them from a GPU, the host waits for everything that it has launched, such as the backward pass of the
+    micro-batch before, and the GPU then waits for the host to launch the next layers.
+
+    Args:
+        borders: index of the first token of each text, and the number of all tokens.
+        on_device: the same on the device; shape (texts + 1,), int32.
+    """
+    global _known_texts
+    read_indices = masking_utils.find_packed_sequence_indices
+    _known_texts = _KnownTexts(borders, on_device)
+    masking_utils.find_packed_sequence_indices = _known_texts.sequence_indices
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = read_indices
+        _known_texts = None
 
 
 def supports_varlen(architecture: PretrainedConfig) -> bool:
@@ -202,6 +254,11 @@ def _texts(
     mask_function: Callable[..., Any], length: int, window: int | None, device: torch.device | str
 ) -> Texts | None:
     """Return the texts that a mask separates: the first token of each does not attend to the one before it."""
+    known = _known_texts
+    if known is not None and known.are_in_masks and known.borders[-1] == length:
+        if len(known.borders) == 2:
+            return None
+        return Texts(known.borders, known.on_device, _longest(known.borders), window)
     later, zero = torch.arange(1, length, device=device), torch.zeros((), dtype=torch.long, device=device)
     is_first = ~torch.as_tensor(mask_function(zero, zero, later, later - 1))
     first = (is_first.nonzero().flatten() + 1).tolist()

@@ -100,9 +100,9 @@ def texts() -> list[dict[str, list[int]]]:
     return [{"input_ids": torch.randint(3, 128, (length,), generator=generator).tolist()} for length in LENGTHS]
 
 
-def packed_batch() -> dict[str, Any]:
-    """The texts in one sequence, made by the trainer's collator."""
-    batch: dict[str, Any] = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(texts())
+def packed_batch(count: int = len(LENGTHS)) -> dict[str, Any]:
+    """The first `count` texts in one sequence, made by the trainer's collator."""
+    batch: dict[str, Any] = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(texts()[:count])
     return batch
 
 
@@ -175,6 +175,39 @@ class SquareTensors(TorchDispatchMode):
             if isinstance(one, torch.Tensor) and list(one.shape).count(self.tokens) > 1:
                 self.count += 1
         return made
+
+
+class DeviceReads(TorchDispatchMode):
+    """Counts the operations for whose result the host would wait for a GPU."""
+
+    READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += str(function).startswith(self.READS)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[:1]], ids=["several texts", "one text"])
+@pytest.mark.parametrize("family", ["llama", "gemma3 (windows)", "gpt2"])
+def test_a_pass_over_known_texts_reads_nothing_from_the_device_and_has_the_same_loss_and_gradients(
+    family: str, lengths: tuple[int, ...]
+) -> None:
+    model = network(family)
+    batch = packed_batch(len(lengths))
+    borders = [0, *accumulate(lengths)]
+    with DeviceReads() as reads_before:
+        expected = losses_and_gradients(model, [batch])
+    with DeviceReads() as reads, attention.known_texts(borders, batch["cu_seq_lens_q"]):
+        known = losses_and_gradients(model, [batch])
+    assert reads_before.count > reads.count == 0
+    torch.testing.assert_close(known, expected, rtol=0, atol=0)
+    with DeviceReads() as reads_after:
+        losses_and_gradients(model, [batch])
+    assert reads_after.count == reads_before.count
 
 
 @pytest.mark.parametrize(("name", "has_masks"), [("varlen", False), ("sdpa", True)])
