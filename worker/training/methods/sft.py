@@ -98,12 +98,13 @@ class SupervisedTrainer(ServiceTrainerMixin, SFTTrainer):  # type: ignore[misc]
 
     def update_own_metrics(self, model: Any, inputs: Any) -> None:
         batch = self._prepare_inputs(inputs) | {"use_cache": False}
-        labels, borders = batch.pop("labels"), batch.pop(BORDERS, None)
+        labels = batch.pop("labels")
+        batch.pop(BORDERS, None)
         logits = model(**batch).logits
-        if borders is None:
+        if "cu_seq_lens_q" not in batch:
             self.own_metrics.update(logits, labels)
             return
-        for first, end in pairwise(borders):
+        for first, end in pairwise(batch["cu_seq_lens_q"].tolist()):
             if end - first > 1:  # the only token of a text is not predicted
                 self.own_metrics.update(logits[:, first:end], labels[:, first:end])
 
