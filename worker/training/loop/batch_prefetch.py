@@ -32,7 +32,7 @@ class BatchPrefetch:
 
     def read(self) -> None:
         """Read as many batches as the current step has, up to the end of the epoch."""
-        # Past the last batch the iterator would tell accelerate that the epoch has ended.
+        # Reading past the last batch would end the epoch in the state of accelerate.
         while len(self._batches) < self._count and not self._gradients.end_of_dataloader:
             batch = next(self._source, _END)
             if batch is _END:
