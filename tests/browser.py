@@ -45,12 +45,31 @@ def launch(playwright: Playwright) -> Browser:
 def window(
     chromium: Browser, url: str, *, expected: tuple[str, ...] = (), hosts: tuple[str, ...] = (), **options: object
 ) -> Iterator[BrowserContext]:
-    """Open a window on the service at `url`.
+    """Open a window on the service at `url`, and watch its pages as `watched` does."""
+    context = new_window(chromium, url, **options)
+    with watched(context, url, expected=expected, hosts=hosts):
+        try:
+            yield context
+        finally:
+            context.close()
 
-    At its end, fail for console lines that contain none of `expected`, and for requests to others than it and `hosts`.
-    """
+
+def new_window(chromium: Browser, url: str, **options: object) -> BrowserContext:
+    """Open a window on the service at `url`, with no cookie and an empty cache; the caller closes it."""
     context = chromium.new_context(base_url=url, reduced_motion="reduce", **options)  # type: ignore[arg-type]
     context.set_default_timeout(_PATIENCE_MS)
+    return context
+
+
+@contextmanager
+def watched(
+    context: BrowserContext, url: str, *, expected: tuple[str, ...] = (), hosts: tuple[str, ...] = ()
+) -> Iterator[None]:
+    """Watch the pages that are opened within.
+
+    At the end, fail for console lines that contain none of `expected`, and for requests to others than the service at
+    `url` and `hosts`.
+    """
     problems: list[str] = []
 
     def watch(page: Page) -> None:
@@ -65,9 +84,9 @@ def window(
 
     context.on("page", watch)
     try:
-        yield context
+        yield
     finally:
-        context.close()
+        context.remove_listener("page", watch)
     assert [one for one in problems if not any(text in one for text in expected)] == []
 
 
