@@ -178,6 +178,7 @@ class TestOfOneWorkerOnly:
         (saved,) = [line["step"] for line in stack.journal(run_id) if line["event"] == "save"]
         assert [event["step"] for event in stack.events(run_id) if event["type"] == "checkpoint"] == [saved]
 
+    @pytest.mark.full
     def test_a_worker_that_is_to_end_meanwhile_does_not_wait_for_ever(self, stack: Stack, way: Proxy) -> None:
         run_id = stack.create(slow(stack), WITHOUT_OWN_CHECKPOINTS)
         worker = stack.add_worker(database_url=way.url)

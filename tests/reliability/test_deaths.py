@@ -64,7 +64,7 @@ class TestAcceptedIsDurable:
         clients = [threading.Thread(target=create, args=(number,)) for number in range(4)]
         for client in clients:
             client.start()
-        for _ in range(2):
+        for _ in range(1):
             before = len(accepted)
             eventually(lambda before=before: len(accepted) > before + 8)
             stack.api.kill()
@@ -141,6 +141,7 @@ class TestDeathOfAProcess:
         assert ids == list(range(1, len(ids) + 1))
         assert stack.run(run_id)["attempt"] == 2
 
+    @pytest.mark.full
     def test_of_the_api(self, stack: Stack, undisturbed: dict[int, str]) -> None:
         run_id = stack.create(SLOW, {"save_steps": 10})
         stack.add_worker()
@@ -155,6 +156,7 @@ class TestDeathOfAProcess:
         assert ids == list(range(1, len(ids) + 1))
         assert stack.run(run_id)["attempt"] == 1
 
+    @pytest.mark.full
     def test_of_postgres(self, stack: Stack, undisturbed: dict[int, str]) -> None:
         run_id = stack.create(SLOW, {"save_steps": 10})
         stack.add_worker()
@@ -165,6 +167,7 @@ class TestDeathOfAProcess:
         ids = follower.join()
         assert ids == list(range(1, len(ids) + 1))
 
+    @pytest.mark.full
     def test_of_valkey(self, stack: Stack, undisturbed: dict[int, str]) -> None:
         run_id = stack.create(SLOW, {"save_steps": 10})
         stack.add_worker()

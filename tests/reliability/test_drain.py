@@ -63,9 +63,9 @@ class TestAnApiThatEnds:
         stack.until(talkative, "completed")
         with Replica(stack.settings) as ours, ProcessServer(stack.settings) as plain:
             run_id = stack.create({"steps": 100_000, "log_lines_per_step": 2})
-            deaf = [deaf_reader(ours, f"/v1/runs/{talkative}/events") for _ in range(5)]
-            at_ours = [Reader([ours, stack.api], run_id) for _ in range(24)]
-            at_plain = [Reader([plain, stack.api], run_id) for _ in range(10)]
+            deaf = [deaf_reader(ours, f"/v1/runs/{talkative}/events") for _ in range(3)]
+            at_ours = [Reader([ours, stack.api], run_id) for _ in range(8)]
+            at_plain = [Reader([plain, stack.api], run_id) for _ in range(4)]
             asked_at, exited, upload = asyncio.run(self._follow(at_ours + at_plain, [ours, plain], stack, run_id))
             assert ours.process.wait(5) == 0
         for reader in at_ours + at_plain:

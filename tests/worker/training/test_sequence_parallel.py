@@ -105,7 +105,7 @@ FULL = pytest.mark.full
 @pytest.mark.parametrize(
     ("method", "more"),
     [
-        ("lora", {}),
+        pytest.param("lora", {}, marks=FULL),
         ("full", {"packing": True}),
         pytest.param("full", {}, marks=FULL),
         pytest.param("qlora", {}, marks=FULL),

@@ -107,9 +107,9 @@ class TestWhileTrainingGoesOn:
             (2, "periodic"), (4, "periodic"), (6, "final"),
         ]  # fmt: skip
 
-    # Of the first checkpoint: the weights are written, a file is synced, it gets its name, it has its name.
+    # Of the first checkpoint: a file is synced, it gets its name; among the others: the weights are written (1).
     @pytest.mark.parametrize(
-        "call", [1, 18, 31, 32, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 3, 6, 12, 15, 24, 28, 29, 30))]
+        "call", [18, 31, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2, 3, 6, 12, 15, 24, 28, 29, 30, 32))]
     )
     def test_a_kill_at_any_write_fsync_or_rename_leaves_whole_checkpoints_or_none(
         self, call: int, undisturbed: Outcome, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path

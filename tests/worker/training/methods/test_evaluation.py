@@ -64,12 +64,12 @@ def main_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("method", "fields"),
     [
-        ("full", {}),
+        pytest.param("full", {}, marks=pytest.mark.full),
         ("lora", {"lora_r": 4, "lora_dropout": 0.1}),
         ("dpo", {"lora_r": 4}),
         pytest.param("dpo", {"lora_r": None}, marks=pytest.mark.full),
         pytest.param("kto", {"lora_r": 4}, marks=pytest.mark.full),
-        ("reward", {"lora_r": 4}),
+        pytest.param("reward", {"lora_r": 4}, marks=pytest.mark.full),
     ],
 )
 def test_an_evaluation_equals_that_of_the_training_and_does_not_depend_on_the_batch_size(
@@ -209,7 +209,7 @@ def test_completions_of_prompts_are_rewarded(
 @pytest.mark.parametrize(
     ("method", "sharded"),
     [
-        ("lora", False),
+        pytest.param("lora", False, marks=pytest.mark.full),
         pytest.param("dpo", False, marks=pytest.mark.full),
         pytest.param("reward", False, marks=pytest.mark.full),
         ("dpo", True),

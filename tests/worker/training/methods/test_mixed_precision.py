@@ -29,7 +29,7 @@ DATA: dict[str, tuple[str, str, Callable[..., Path]]] = {
     "rloo": ("rlhf", "prompt", make_prompts),
 }  # fmt: skip
 """Method, format and rows by what is trained."""
-USUAL = {("sft", "qlora"), ("packed", "lora"), ("dpo", "qlora"), ("grpo", "qlora")}
+USUAL = {("sft", "qlora"), ("packed", "lora"), ("dpo", "qlora")}
 BOUND = 1e-3
 """Relative difference of a loss. TRL rounds the initial values of adapters to 16 bits, and trains those on a quantized
 base in 16 bits."""

@@ -49,9 +49,11 @@ def test_options_are_those_that_a_schedule_takes_and_each_has_a_user() -> None:
     [
         ("adamw_bnb_8bit", {}, "cosine_with_min_lr", {"min_lr_rate": 0.5}, 5.7e-4),
         ("ademamix_8bit", {"alpha": 4.0, "t_alpha": 10}, "warmup_stable_decay", {"num_decay_steps": 2}, 5e-4),
-        ("adagrad", {"lr_decay": 0.1}, "cosine_warmup_with_min_lr", {"min_lr": 5e-4}, 5e-4),
+        pytest.param(
+            "adagrad", {"lr_decay": 0.1}, "cosine_warmup_with_min_lr", {"min_lr": 5e-4}, 5e-4, marks=pytest.mark.full
+        ),
         ("sgd", {"momentum": 0.9, "nesterov": True}, "polynomial", {"lr_end": 5e-4, "power": 1.0}, 6.25e-4),
-        ("rmsprop_bnb", {}, "constant", {}, 1e-3),
+        pytest.param("rmsprop_bnb", {}, "constant", {}, 1e-3, marks=pytest.mark.full),
     ],
 )
 def test_they_train(

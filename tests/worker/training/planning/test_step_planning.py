@@ -90,7 +90,13 @@ METHODS: dict[str, tuple[dict[str, Any], Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method",
+    [
+        method if method in ("lora", "packed", "dpo") else pytest.param(method, marks=pytest.mark.full)
+        for method in METHODS
+    ],
+)
 def test_measured_run_takes_the_same_steps_as_one_that_is_not(method: str, run: Run, tmp_path: Path) -> None:
     config, make_data, data_format = METHODS[method]
     if make_data is not None:
@@ -192,7 +198,7 @@ def test_repair_after_out_of_memory_recomputes_as_much_as_the_size_that_did_not_
     assert "`batch_size` 4, which did not fit" in choice["reason"]
 
 
-@pytest.mark.parametrize("smaller_rank", [0, 1])
+@pytest.mark.parametrize("smaller_rank", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_all_ranks_choose_what_the_device_with_the_least_memory_needs(
     smaller_rank: int, run: Run, two_ranks: TwoRanks, model: Path, chats: Path, tmp_path: Path
 ) -> None:
