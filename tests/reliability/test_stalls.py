@@ -68,7 +68,7 @@ class TestAFrozenServer:
 
 
 class TestASignalToEverybody:
-    @pytest.mark.parametrize("phase", ["loading", "training"])
+    @pytest.mark.parametrize("phase", [pytest.param("loading", marks=pytest.mark.full), "training"])
     def test_hands_the_run_back_instead_of_failing_it(self, stack: Stack, phase: str) -> None:
         """systemd's way to stop a service: SIGTERM to each process of the control group."""
         extra = {**LONG, "load_seconds": 20} if phase == "loading" else LONG

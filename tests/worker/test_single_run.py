@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from sqlalchemy import Engine, text
 from app.config import Settings
 from app.infra.ids import new_id
 from app.workers.status_files import read_statuses
+from tests import programs
 from tests.rows import add_run, run_row
 from tests.waiting import eventually
 
@@ -26,9 +28,12 @@ def storage(settings: Settings) -> Path:
 
 def start(settings: Settings, run_id: str, epoch: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the worker of a run to its end."""
-    command = [sys.executable, "-m", "worker.single_run", run_id, str(epoch)]
     variables = {**settings.child_environment(), "ANNEAL_LAUNCH": "cold", **environment}
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = Path(folder) / "stdout", Path(folder) / "stderr"
+        process = programs.start("worker.single_run", [run_id, str(epoch)], variables, output, errors)
+        code = process.wait(timeout=120)
+        return subprocess.CompletedProcess(["worker.single_run"], code, output.read_text(), errors.read_text())
 
 
 def add(engine: Engine, **values: Any) -> str:

@@ -112,6 +112,7 @@ class TestRuns:
 
 
 class TestCompare:
+    @pytest.mark.full
     def test_follows_runs_that_train(self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str) -> None:
         first, second = (start(shared_api, engine, dataset, name=name) for name in ("one", "two"))
         for trainer in (first, second):
@@ -179,6 +180,7 @@ class TestDatasets:
 
 
 class TestNewRun:
+    @pytest.mark.full
     def test_errors_of_what_the_form_held_before_do_not_prevent_a_start(self, page: Page, dataset: str) -> None:
         checks: list[Route] = []
         page.route("**/v1/runs/validate", lambda route: checks.append(route))

@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 from sqlalchemy import Engine
 
@@ -50,6 +51,7 @@ class TestRun:
         page.goto(f"/?search={run_id}")
         expect(page.get_by_role("row").filter(has_text="never started")).to_have_count(1)
 
+    @pytest.mark.full
     def test_shows_its_resources_in_words(
         self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
     ) -> None:
@@ -68,6 +70,7 @@ class TestRun:
         assert too_wide(page) == []
         shared_api.client.post(f"/v1/runs/{run_id}/stop")
 
+    @pytest.mark.full
     def test_shows_seconds_per_step_and_only_fields_that_differ(
         self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
     ) -> None:
@@ -124,6 +127,7 @@ class TestRun:
         page.keyboard.press("Escape")
         trainer.complete()
 
+    @pytest.mark.full
     def test_of_reinforcement_learning_shows_rewards_first(
         self, page: Page, shared_api: ApiServer, engine: Engine
     ) -> None:
@@ -139,6 +143,7 @@ class TestRun:
         expect(page.get_by_role("img", name="Reward from 0.250 to 0.500")).to_be_visible()
         trainer.complete()
 
+    @pytest.mark.full
     def test_zooms_into_a_dragged_part_in_all_charts_whether_they_were_in_sight_or_not(
         self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
     ) -> None:
@@ -233,6 +238,7 @@ class TestRun:
             expect(page.get_by_role("log").locator(".ln")).to_have_count(2)
             expect(failed).to_have_count(0)
 
+    @pytest.mark.full
     def test_offers_the_export_that_its_method_has(
         self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
     ) -> None:
@@ -248,6 +254,7 @@ class TestRun:
 
 
 class TestResume:
+    @pytest.mark.full
     def test_of_a_completed_run_trains_longer_on_other_devices(
         self, chromium: Browser, shared_api: ApiServer, engine: Engine, dataset: str
     ) -> None:
@@ -360,6 +367,7 @@ def _scroll(log: Locator, edge: str, reached: Locator) -> bool:
 
 
 class TestTabs:
+    @pytest.mark.full
     def test_of_seven_the_visible_one_follows_and_the_others_catch_up(
         self, chromium: Browser, shared_api: ApiServer, engine: Engine, dataset: str
     ) -> None:
