@@ -212,7 +212,7 @@ async def fetch_model_config(client: httpx.AsyncClient, model: str, revision: st
     try:
         async with client.stream("GET", url, timeout=_CONFIG_TIMEOUT) as response:
             if response.status_code in (401, 403, 404):
-                raise ModelNotReadable(*_why_not_readable(response, model, revision))
+                raise _not_readable(response, model, revision)
             if response.status_code != 200:
                 raise _Unusable(f"it returned status {response.status_code}")
             return await _read(response, most_bytes)
@@ -220,32 +220,38 @@ async def fetch_model_config(client: httpx.AsyncClient, model: str, revision: st
         raise HubUnreachable(printable(str(error) or type(error).__name__, 200)) from error
 
 
-def _why_not_readable(response: httpx.Response, model: str, revision: str | None) -> tuple[str, str]:
-    """Return code and sentence for a refusal, of which the hub names the reason in a header."""
+def _not_readable(response: httpx.Response, model: str, revision: str | None) -> ModelNotReadable:
+    """Return the error for a refusal, of which the hub names the reason in a header."""
     token = "let an admin set the token of an account with access (`anneal secrets set hf_token`)"
     if "invalid credentials" in response.headers.get("x-error-message", "").lower():
-        message = (
+        return ModelNotReadable(
+            "hub_token_refused",
             "the hub refuses the secret `hf_token`, with which it gives no model: let an admin set a valid one, or "
+            "delete it (`anneal secrets delete hf_token`)",
         )
-        return "hub_token_refused", message + "delete it (`anneal secrets delete hf_token`)"
     match response.headers.get("x-error-code"):
         case "GatedRepo":
-            return "hub_model_gated", (
-                f"the model {model!r} of the hub is gated: accept the conditions on its page, and {token}"
+            return ModelNotReadable(
+                "hub_model_gated",
+                f"the model {model!r} of the hub is gated: accept the conditions on its page, and {token}",
             )
         case "RevisionNotFound":
-            return "hub_revision_not_found", (
-                f"the hub's model {model!r} has no revision {revision or 'main'!r}: correct `revision`, or leave it out"
+            return ModelNotReadable(
+                "hub_revision_not_found",
+                f"the hub's model {model!r} has no revision {revision or 'main'!r}: correct `revision`, or "
+                "leave it out",
             )
         case "EntryNotFound":
-            return "hub_model_not_found", (
+            return ModelNotReadable(
+                "hub_model_not_found",
                 f"the hub's repository {model!r} has no config.json, so it is no model in the format of transformers: "
-                "name one that is"
+                "name one that is",
             )
         case _:
-            return "hub_model_not_found", (
+            return ModelNotReadable(
+                "hub_model_not_found",
                 f"the hub has no model {model!r} with a config.json that this server can read: correct the name; if it "
-                f"is private or gated, {token}"
+                f"is private or gated, {token}",
             )
 
 

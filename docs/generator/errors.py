@@ -28,6 +28,7 @@ _FIELD_ERRORS = {
     "PydanticCustomError": (0, 1),
     "BadRow": (0, 1),
     "HubConfig": (2, 3),
+    "ModelNotReadable": (0, 1),
     "refuse": (1, 2),
     "_wrong": (1, 2),
 }
