@@ -218,7 +218,11 @@ class TestNewRun:
         for place in (page.locator(".f", has=page.locator("#field-learning_rate")), checks):
             expect(place).to_contain_text("This is not a number.")
         expect(checks).not_to_contain_text("Choose a base model")
+        page.locator("#field-batch_size").fill("0")
+        expect(checks.get_by_role("button", name="config.batch_size")).to_be_visible()  # from the service, beside it
+        expect(checks).to_contain_text("This is not a number.")
         expect(page.get_by_role("button", name="Start the run")).to_be_disabled()
+        page.locator("#field-batch_size").fill("")
         page.locator("#field-learning_rate").fill("2e-4")
         page.get_by_text("Placement and restarts").click()
         page.locator("#field-kind").select_option("cpu")

@@ -116,11 +116,12 @@ function Form({ schema, start, place }) {
     }
   };
   const body = requestOf(values, config);
-  const isReady = Boolean(values.dataset_id && config.base_model && Object.keys(texts).length === 0);
+  const isChecked = Boolean(values.dataset_id && config.base_model);
+  const isReady = isChecked && Object.keys(texts).length === 0;
   const request = JSON.stringify(body);
-  const settled = useSettled(isReady ? request : '', SETTLE_MS);
+  const settled = useSettled(isChecked ? request : '', SETTLE_MS);
   const checked = useResource(() => post('/v1/runs/validate', JSON.parse(settled)), settled ? `validate ${settled}` : null);
-  const estimate = useResource(() => post('/v1/runs/estimate', JSON.parse(settled)), settled && checked.data?.valid ? `estimate ${settled}` : null);
+  const estimate = useResource(() => post('/v1/runs/estimate', JSON.parse(settled)), settled && isReady && checked.data?.valid ? `estimate ${settled}` : null);
   const action = useAction();
   const sent = useRef({ text: '', key: '' });
   const submit = (/** @type {Event} */ event) => {
@@ -136,7 +137,7 @@ function Form({ schema, start, place }) {
   const errors = settled ? (foundIn(checked)?.errors ?? []) : [];
   // Errors of what the form held before prevent no start: a click would be lost if they arrived during it.
   const isRefused = checked.isCurrent && settled === request && errors.length > 0;
-  // Texts that are no values of their fields, so that the service is not asked.
+  // Texts that are no values of their fields, which the service checks without them.
   const unreadable = Object.entries(texts).map(([name, text]) => ({ field: `config.${name}`, message: problemOf(/** @type {any} */ (fields.get(name)), text) }));
   const shownErrors = new Map([...errors, ...unreadable].map(({ field, message }) => [field, message]));
   const method = String(config.method ?? schema.properties.method.default);
@@ -170,8 +171,8 @@ function Form({ schema, start, place }) {
         <${OtherFields} groups=${groups} main=${main} method=${method} config=${config} errors=${shownErrors} control=${control} />
       </div>
       <aside class="side">
-        <${Checks} isReady=${isReady} unreadable=${unreadable} checked=${settled ? checked : null} />
-        ${checked.data?.valid && (estimate.data ? html`<${Estimate} estimate=${estimate.data} />` : estimate.error && html`<section class="box" aria-label="Estimate"><header><h2>Estimate</h2></header><div class="inside"><${ErrorText} error=${estimate.error} /></div></section>`)}
+        <${Checks} isChecked=${isChecked} unreadable=${unreadable} checked=${settled ? checked : null} />
+        ${isReady && checked.data?.valid && (estimate.data ? html`<${Estimate} estimate=${estimate.data} />` : estimate.error && html`<section class="box" aria-label="Estimate"><header><h2>Estimate</h2></header><div class="inside"><${ErrorText} error=${estimate.error} /></div></section>`)}
         <${Request} body=${body} />
       </aside>
     </div>
@@ -346,14 +347,16 @@ function problemOf(field, text) {
   }
 }
 
-/** @param {{ isReady: boolean, unreadable: { field: string, message: string }[], checked: import('../resource.js').Resource<any> | null }} props */
-function Checks({ isReady, unreadable, checked }) {
-  const found = unreadable.length > 0 ? { valid: false, errors: unreadable, warnings: [] } : checked && foundIn(checked);
+/** @param {{ isChecked: boolean, unreadable: { field: string, message: string }[], checked: import('../resource.js').Resource<any> | null }} props */
+function Checks({ isChecked, unreadable, checked }) {
+  const result = checked && foundIn(checked);
+  const names = new Set(unreadable.map(({ field }) => field));
+  const errors = [...unreadable, ...(result?.errors ?? []).filter((/** @type {any} */ error) => !names.has(error.field))];
   return html`<section class="box" aria-label="Checks"><header><h2>Checks</h2></header><div class="inside" aria-live="polite">
-    ${!isReady && !found && html`<p class="muted">Choose a base model and a dataset.</p>`}
-    ${isReady && !found && (checked?.error ? html`<${ErrorText} error=${checked.error} />` : html`<p class="muted">Checking …</p>`)}
-    ${isReady && found?.valid && html`<p><span class="tag best">valid</span></p>`}
-    ${found && html`<ul class="checks">${found.errors.map((/** @type {any} */ one) => html`<li class="error-text"><button type="button" class="link" onClick=${() => show(one.field)}>${one.field}</button> <${Prose} text=${one.message} /></li>`)}${found.warnings.map((/** @type {any} */ one) => html`<li class="warning-text"><${Prose} text=${one.message} /></li>`)}</ul>`}
+    ${!isChecked && errors.length === 0 && html`<p class="muted">Choose a base model and a dataset.</p>`}
+    ${isChecked && !result && (checked?.error ? html`<${ErrorText} error=${checked.error} />` : html`<p class="muted">Checking …</p>`)}
+    ${result?.valid && errors.length === 0 && html`<p><span class="tag best">valid</span></p>`}
+    ${(result || errors.length > 0) && html`<ul class="checks">${errors.map((/** @type {any} */ error) => html`<li class="error-text"><button type="button" class="link" onClick=${() => show(error.field)}>${error.field}</button> <${Prose} text=${error.message} /></li>`)}${(result?.warnings ?? []).map((/** @type {any} */ warning) => html`<li class="warning-text"><${Prose} text=${warning.message} /></li>`)}</ul>`}
   </div></section>`;
 }
 
