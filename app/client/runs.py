@@ -486,11 +486,12 @@ class Runs(ApiResource[M]):
         attempt: int | None = None,
         on_progress: Callable[[str, int, int], None] | None = None,
     ) -> Path:
-        """Download the run's output into `folder` (default: a new folder named after the run); return the folder.
+        """Download the run's output into `folder` and return that; default: a new folder named after the run.
 
         Downloads all files, or those that match `paths` (`*.json`). Files appear when all are complete; an interrupted
-        download is resumed. `attempt` selects the records of one attempt instead of the output. `on_progress` is called
-        with the path, the bytes received and the size of the file.
+        download is resumed. `attempt` selects the records of one attempt instead of the output, by default into the
+        folder `<run>-attempt-<number>`. `on_progress` is called with the path, the bytes received and the size of the
+        file.
         """
         place = _artifacts(run_id, attempt)
         found = await self._session.get(Artifacts, place)
@@ -500,7 +501,8 @@ class Runs(ApiResource[M]):
                 "%d file(s) of run %s are not downloaded, because their names have control characters, backslashes or "
                 "bytes that are not UTF-8: copy them from the storage of the service.", found.left_out, run_id,
             )  # fmt: skip
-        return await download(self._session, place, run_id, found.data, Path(folder or run_id), paths, on_progress)
+        target = Path(folder or (run_id if attempt is None else f"{run_id}-attempt-{attempt}"))
+        return await download(self._session, place, run_id, found.data, target, paths, on_progress)
 
 
 def _artifacts(run_id: str, attempt: int | None) -> str:

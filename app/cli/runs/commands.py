@@ -406,7 +406,8 @@ def _evaluated(checkpoint: "CheckpointRead") -> str | None:
 def download(
     run_id: RunId,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Target folder. Default: named after the run.")
+        Path | None,
+        typer.Option("--output", "-o", help="Target folder. Default: named after the run, and the attempt."),
     ] = None,
     paths: Annotated[
         list[str] | None, typer.Option("--path", help="Only files that match, e.g. *.json; repeatable.")

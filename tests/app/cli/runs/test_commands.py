@@ -102,13 +102,20 @@ def test_why_names_a_command_that_can_be_typed(anneal: Anneal, trainer: Trainer)
     assert typed("run_1", request) == "anneal runs resume run_1 --set config.learning_rate=1e-05 --set config.epochs=2"
 
 
-def test_a_model_is_downloaded(anneal: Anneal, trainer: Trainer, shared_api: ApiServer) -> None:
+def test_a_model_and_the_records_of_an_attempt_are_downloaded_into_folders_of_their_own(
+    anneal: Anneal, trainer: Trainer, shared_api: ApiServer
+) -> None:
     trainer.write_output(Storage(shared_api.settings))
     trainer.complete()
     assert anneal("runs", "download", trainer.run_id).stdout.strip() == trainer.run_id
     assert (Path(trainer.run_id) / "adapter_config.json").read_text() == "{}"
     files = json_of(anneal("runs", "download", trainer.run_id, "-o", "here", "--path", "*.json", "--json"))
     assert files == {"folder": "here", "files": ["adapter_config.json"]}
+    records = Storage(shared_api.settings).attempt_dir(trainer.run_id, 1)
+    records.mkdir(parents=True, exist_ok=True)
+    (records / "metrics.jsonl").write_text("{}\n")
+    of_attempt = json_of(anneal("runs", "download", trainer.run_id, "--attempt", "1", "--json"))
+    assert of_attempt == {"folder": f"{trainer.run_id}-attempt-1", "files": ["metrics.jsonl"]}
 
 
 def test_an_evaluation_shows_its_metrics_and_has_no_output(
