@@ -59,6 +59,8 @@ _TRAINING = "worker.training.__main__:main"
 ENTRIES = {"celery": _TRAINING, "fake": "worker.fake.trainer:main", "ray": _TRAINING}
 
 _CONFLICT_TRIES = 3
+_NO_THREAD = "can't start new thread"
+"""Text of Python's error where the kernel refuses a thread."""
 
 Ending = Callable[[], Executable]
 """Transition that ends an attempt, created when it is stored."""
@@ -168,6 +170,31 @@ def claim(context: WorkerContext) -> ClaimedRun | None:
 
 def supervise(context: WorkerContext, run: ClaimedRun, claimed_at: float) -> None:
     """Run a claimed run to its end, or release it; in every case no process of it is left."""
+    try:
+        _supervise(context, run, claimed_at)
+    except RuntimeError as error:
+        if str(error) != _NO_THREAD:
+            raise
+        release_unstarted(context, run, "the user of this worker may have no more threads (`ulimit -u`)")
+    context.wake(run.id)
+    if run.members:
+        context.signal_control(run.id)
+
+
+def release_unstarted(context: WorkerContext, run: ClaimedRun, problem: str) -> None:
+    """Release a run whose attempt has not begun because of the worker, which then takes none for a while."""
+    log.error("%s: released: %s", run.id, problem)
+    context.health.failed(problem)
+    try:
+        with context.engine.begin() as connection:
+            connection.execute(machine.release(run.id, run.lease_epoch, f"released: {problem}"))
+    except SQLAlchemyError as error:
+        if not is_away(error):
+            raise
+        log.warning("%s: not released, the database is unavailable: the run is reaped and continues", run.id)
+
+
+def _supervise(context: WorkerContext, run: ClaimedRun, claimed_at: float) -> None:
     with (
         bound_contextvars(run_id=run.id, attempt=run.attempt),
         context.tracing.span("attempt", {"anneal.run_id": run.id, "anneal.attempt": run.attempt}),
@@ -183,9 +210,6 @@ def supervise(context: WorkerContext, run: ClaimedRun, claimed_at: float) -> Non
             log.warning("%s: fenced, its trainer has ended, nothing more is written", run.id)
         except LeaseLost:
             log.warning("%s: no answer from the database; the run will be reaped and continue", run.id)
-    context.wake(run.id)
-    if run.members:
-        context.signal_control(run.id)
 
 
 def run_attempt_to_outcome(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: EventWriter) -> Ending:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -88,6 +89,29 @@ def attempt_that_cannot_be_prepared(
     context.engine.dispose()
     context.lease_engine.dispose()
     return context, run_row(engine, run.id)
+
+
+@pytest.mark.parametrize("owner", ["worker.lease", "worker.ingest.event_writer"])
+def test_a_run_for_which_no_thread_can_be_started_is_released_without_a_loss(
+    settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch, owner: str
+) -> None:
+    add_run(engine)
+    run = claim(engine, add_worker(engine), lease=60.0)
+    context = WorkerContext(settings)
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if sys._getframe(1).f_globals["__name__"] == owner:
+            raise RuntimeError("can't start new thread")  # what Python raises where the kernel refuses one
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    supervisor.supervise(context, run, time.monotonic())
+    context.engine.dispose()
+    context.lease_engine.dispose()
+    released = run_row(engine, run.id)
+    assert (released.status, released.lost_count) == ("pending", 0)
+    assert "ulimit -u" in (context.health.trouble() or "")
 
 
 def test_a_worker_that_waits_for_its_storage_takes_no_run_meanwhile(
