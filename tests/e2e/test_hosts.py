@@ -159,9 +159,8 @@ def test_its_processes_listen_on_the_address_of_the_interface_only(hosts: Hosts)
     assert set(listening) == {"127.0.0.1"}
 
 
-@pytest.mark.full
 def test_a_killed_process_of_another_host_ends_all_and_is_named(hosts: Hosts) -> None:
-    run_id = hosts.start(max_steps=60)
+    run_id = hosts.start(max_steps=60, gradient_accumulation_steps=2)
     hosts.stack.until_step(run_id, 15, timeout=120)
     lead, (other,) = hosts.of(run_id)
     before = hosts.trainers(lead) + hosts.trainers(other)

@@ -3,21 +3,18 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.e2e.conftest import TrainingStack
 
 
 def start(stack: TrainingStack, max_steps: int, **values: Any) -> str:
     config = {
         "base_model": "tiny", "method": "lora", "lora_r": 4, "lora_dropout": 0.1, "learning_rate": 1e-2,
-        "max_seq_length": 64, "packing": False, "batch_size": 2, "max_steps": max_steps, "save_steps": 100,
-        "logging_steps": 50,
+        "max_seq_length": 64, "packing": False, "batch_size": 2, "gradient_accumulation_steps": 2,
+        "max_steps": max_steps, "save_steps": 100, "logging_steps": 50,
     }  # fmt: skip
     return stack.create(config=config, backend="celery", dataset_id=stack.chats, **values)
 
 
-@pytest.mark.full
 def test_a_preempted_run_continues_exactly_after_the_one_above_it(tmp_path: Path) -> None:
     stack = TrainingStack(tmp_path, preempt_after_seconds=0, preempt_min_seconds=0)
     try:

@@ -5,14 +5,13 @@ import re
 import shlex
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from app.cli.demo import tiny_model
 from tests.e2e.conftest import TrainingStack
 from tests.nodes import ROOT
+from tests.worker.training.tiny import make_tiny_model
 
 README = (ROOT / "README.md").read_text()
 QUICKSTART = (ROOT / "docs" / "quickstart.md").read_text()
@@ -65,8 +64,9 @@ def _bash(text: str, stack: TrainingStack, folder: Path) -> subprocess.Completed
 
 def _run(text: str, stack: TrainingStack, folder: Path) -> str:
     # A folder below the models root takes precedence over the hub, so this name needs no network here.
-    with suppress(FileExistsError):
-        tiny_model.create(stack.settings.models_folder, "Qwen/Qwen3-0.6B")
+    model = stack.settings.models_folder / "Qwen/Qwen3-0.6B"
+    if not model.exists():
+        make_tiny_model(model, hidden=64)
     done = _bash(text, stack, folder)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout

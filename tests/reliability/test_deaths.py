@@ -155,7 +155,6 @@ class TestDeathOfAProcess:
         assert ids == list(range(1, len(ids) + 1))
         assert stack.run(run_id)["attempt"] == 1
 
-    @pytest.mark.full
     def test_of_postgres(self, stack: Stack, undisturbed: dict[int, str]) -> None:
         run_id = stack.create(SLOW, {"save_steps": 10})
         stack.add_worker()
@@ -166,7 +165,6 @@ class TestDeathOfAProcess:
         ids = follower.join()
         assert ids == list(range(1, len(ids) + 1))
 
-    @pytest.mark.full
     def test_of_valkey(self, stack: Stack, undisturbed: dict[int, str]) -> None:
         run_id = stack.create(SLOW, {"save_steps": 10})
         stack.add_worker()

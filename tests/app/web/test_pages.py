@@ -361,6 +361,17 @@ class TestOverPlainHttp:
             remote.client.post(f"/v1/runs/{page.url.rpartition('/')[2]}/stop")
 
 
+_AUDITED = re.compile(
+    r"/|/(experiments|datasets|workers|new|login)|/compare.*|/runs/.*tab=(log|checkpoints|configuration)"
+)
+"""A page of each kind; `make test-all` audits all."""
+
+
+def violations(page: Page) -> list[str]:
+    """Return the rules of accessibility that the page breaks, each with the first element that does."""
+    return [f"{rule['id']}: {rule['nodes'][0]['html']}" for rule in Axe().run(page).response["violations"]]
+
+
 class TestEveryPage:
     """With hostile text in every field that another person can write."""
 
@@ -399,24 +410,40 @@ class TestEveryPage:
         ]  # fmt: skip
 
     @pytest.mark.parametrize(
-        "options",
+        ("options", "audited"),
         [
             pytest.param(
                 {"viewport": {"width": 1440, "height": 900}, "color_scheme": "light"},
+                None,
                 id="light",
                 marks=pytest.mark.full,
             ),
-            pytest.param({"viewport": {"width": 1440, "height": 900}, "color_scheme": "dark"}, id="dark"),
+            pytest.param(
+                {"viewport": {"width": 1440, "height": 900}, "color_scheme": "dark"},
+                None,
+                id="dark",
+                marks=pytest.mark.full,
+            ),
+            pytest.param(
+                {"viewport": {"width": 1440, "height": 900}, "color_scheme": "dark"}, _AUDITED, id="some audited"
+            ),
             pytest.param(
                 {"viewport": PHONE, "color_scheme": "light", "has_touch": True},
+                None,
                 id="on a phone",
                 marks=pytest.mark.full,
             ),
         ],
     )
     def test_is_accessible_and_fits_its_window(
-        self, chromium: Browser, shared_api: ApiServer, addresses: list[str], options: dict[str, Any]
+        self,
+        chromium: Browser,
+        shared_api: ApiServer,
+        addresses: list[str],
+        options: dict[str, Any],
+        audited: re.Pattern[str] | None,
     ) -> None:
+        """`audited`: addresses whose accessibility is checked; None for all."""
         found: dict[str, list[str]] = {}
         with window(chromium, shared_api.url, **options) as context:
             page = sign_in(context, shared_api.client)
@@ -425,7 +452,7 @@ class TestEveryPage:
                 page.goto(address)
                 expect(page.locator("main h1")).to_be_visible()
                 expect(page.locator("[aria-busy=true]")).to_have_count(0)
-                wrong = [f"{one['id']}: {one['nodes'][0]['html']}" for one in Axe().run(page).response["violations"]]
+                wrong = violations(page) if audited is None or audited.fullmatch(address) else []
                 for size in (options["viewport"], PHONE):
                     page.set_viewport_size(size)
                     wrong += too_wide(page)
