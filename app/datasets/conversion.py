@@ -129,6 +129,15 @@ def from_alpaca(row: Row) -> Row:
     return {"messages": messages, **rest}
 
 
+def with_system_message(row: Row) -> Row:
+    """Make the text of the column `system` the first message of a checked chat that begins with another role."""
+    text = row.get("system")
+    if not isinstance(text, str) or not text.strip() or row["messages"][0]["role"] in ("system", "developer"):
+        return row
+    rest = {key: value for key, value in row.items() if key != "system"}
+    return {**rest, "messages": [*_system(row), *row["messages"]]}
+
+
 def _system(row: Row) -> list[dict[str, Any]]:
     if is_blank(row.get("system")):
         return []

@@ -12,6 +12,7 @@ from app.datasets.conversion import (
     from_sharegpt,
     required,
     split_prompt,
+    with_system_message,
 )
 from app.datasets.messages import BadRow, Row, check_chats, check_text, texts_of
 
@@ -90,7 +91,7 @@ def _chat(row: Row) -> Row:
     elif "messages" not in row and row.keys() & LAYOUTS["alpaca"]:
         row = from_alpaca(row)
     required(row, "messages", "chat")
-    row = check_chats(row, "messages", allows_weights=True)
+    row = with_system_message(check_chats(row, "messages", allows_weights=True))
     if all(message["role"] != "assistant" for message in row["messages"]):
         raise BadRow(
             "no_assistant_message",

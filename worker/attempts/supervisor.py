@@ -182,7 +182,7 @@ def supervise(context: WorkerContext, run: ClaimedRun, claimed_at: float) -> Non
 
 
 def release_unstarted(context: WorkerContext, run: ClaimedRun, problem: str) -> None:
-    """Release a run whose attempt has not begun because of the worker, which then takes none for a while."""
+    """Release a run whose attempt this worker cannot begin, and pause the worker."""
     log.error("%s: released: %s", run.id, problem)
     context.health.failed(problem)
     try:

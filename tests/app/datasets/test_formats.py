@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from app.datasets.formats import validate_row
 from tests.app.uploads import CHAT, errors, kept, lines, upload
 from tests.server import ApiServer
 
@@ -79,6 +80,22 @@ SYSTEM = {"role": "system", "content": "s"}
 CALL = {"id": "1", "type": "function", "function": {"name": "search", "arguments": {"q": 1}}}
 TEXT_CALL = {**CALL, "function": {"name": "search", "arguments": '{"q": 1}'}}
 TOOLS = [{"type": "function", "function": {"name": "search"}}]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": ASKED, "system": "s", "id": 7}, {"messages": [SYSTEM, *ASKED], "id": 7}),
+        ({"messages": [SYSTEM, *ASKED], "system": "other"}, {"messages": [SYSTEM, *ASKED], "system": "other"}),
+        ({"messages": ASKED, "system": " "}, {"messages": ASKED, "system": " "}),
+        ({"messages": ASKED, "system": {"id": 1}}, {"messages": ASKED, "system": {"id": 1}}),
+    ],
+    ids=["a text", "beside a system message", "blank", "no text"],
+)
+def test_a_column_system_beside_messages_becomes_the_first_message(
+    row: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert validate_row("chat", row) == expected
 
 
 @pytest.mark.parametrize(
