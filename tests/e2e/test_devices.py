@@ -171,7 +171,8 @@ def test_a_frozen_process_is_found_and_named_and_the_run_resumes(stack: Training
 
 
 def test_a_divided_model_survives_a_kill_and_goes_on_undivided_on_one_device(stack: TrainingStack) -> None:
-    run_id = start(stack, resources={"devices": 2, "sharding": "full"}, method="full", lora_r=None)
+    two = {"devices": 2, "sharding": "full"}
+    run_id = start(stack, two, method="full", lora_r=None, gradient_accumulation_steps=1)
     assert stack.run(run_id)["requirements"]["sharded"]
     stack.until_step(run_id, 15, timeout=120)
     os.kill(processes(stack)[1], signal.SIGKILL)
@@ -229,7 +230,7 @@ def test_devices_that_share_sequences_train_stop_and_go_on(stack: TrainingStack)
         (error,) = answer.json()["errors"]
         assert (answer.status_code, error["field"]) == (422, "resources.sequence_parallel")
         assert error["message"].endswith("use one of 1, 2")
-    run_id = start(stack, resources=shared, packing=True, eval_split=0.1, eval_steps=10)
+    run_id = start(stack, shared, packing=True, gradient_accumulation_steps=1, eval_split=0.1, eval_steps=10)
     stack.until_step(run_id, 12, timeout=120)
     stack.stop(run_id)
     stopped = stack.until(run_id, "cancelled", "failed", timeout=60)

@@ -53,7 +53,9 @@ def errors(checker: tuple[str, ...], folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("checker", [MYPY, PYRIGHT], ids=["mypy", "pyright"])
+@pytest.mark.parametrize(
+    "checker", [pytest.param(MYPY, id="mypy", marks=pytest.mark.full), pytest.param(PYRIGHT, id="pyright")]
+)
 def test_events_are_told_apart_by_their_type(programs: Path, checker: tuple[str, ...]) -> None:
     assert "for event in client.runs.events(" in (programs / "readme.py").read_text()
     (programs / "wrong.py").write_text(WRONG)

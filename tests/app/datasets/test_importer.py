@@ -77,7 +77,7 @@ def test_separators_in_texts_are_no_values(shared_api: ApiServer) -> None:
 @pytest.mark.parametrize(
     ("kind", "blocks"),
     [
-        ("jsonl", 80),
+        pytest.param("jsonl", 80, marks=pytest.mark.full),
         pytest.param("json", 20, marks=pytest.mark.full),
         pytest.param("csv", 20, marks=pytest.mark.full),
         ("parquet", 20),

@@ -517,7 +517,7 @@ def _can_lock(path: Path) -> bool:
 
 
 class TestWithoutPidfds:
-    @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM])
+    @pytest.mark.parametrize("number", [pytest.param(errno.ENOSYS, marks=pytest.mark.full), errno.EPERM])
     def test_system_that_refuses_pidfds_is_named_in_the_log_and_every_end_is_noticed(
         self, number: int, tmp_path: Path
     ) -> None:

@@ -175,6 +175,7 @@ def test_without_a_token_a_run_fails_before_it_trains(
 class TestCheckBeforeTraining:
     """What a push needs is tried before the first step."""
 
+    @pytest.mark.full
     def test_token_that_may_only_read_fails_the_run(
         self, hub: Hub, pushing_forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
