@@ -143,7 +143,6 @@ class Watched:
             {"micro_batch": 0.7},
             {"max_steps": 1, "gradient_accumulation_steps": 10},
             id="one-large-step",
-            marks=pytest.mark.full,
         ),
         pytest.param({"fsync": 0.35}, {"max_steps": 1}, id="a-checkpoint-on-a-slow-disk"),
     ],
