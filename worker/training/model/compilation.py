@@ -1,6 +1,5 @@
 """Compilation of a model's layers (`torch_compile`)."""
 
-import os
 import shutil
 import sysconfig
 from collections.abc import Iterator
@@ -55,6 +54,5 @@ def reported_compiler_errors() -> Iterator[None]:
 
 def _has_compiler() -> bool:
     """Return True if the worker has what compiled code is built with: a C++ compiler, and the header of Python."""
-    compilers = (os.environ.get("CXX"), "g++", "clang++")
     header = Path(sysconfig.get_paths()["include"], "Python.h")
-    return any(name and shutil.which(name) for name in compilers) and header.exists()
+    return any(map(shutil.which, ("c++", "g++", "clang++"))) and header.exists()

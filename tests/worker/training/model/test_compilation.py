@@ -50,7 +50,6 @@ def test_an_error_of_the_compiler_says_what_to_install_or_that_the_model_cannot_
     (tmp_path / "Python.h").touch()
     (tmp_path / "g++").touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path if has_compiler else tmp_path / "no"))
-    monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
     with pytest.raises(TrainingFailure, match=advice.replace("+", "[+]")) as failed, reported_compiler_errors():
         raise InductorError(RuntimeError("the reason"), None)
