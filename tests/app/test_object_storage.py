@@ -380,7 +380,7 @@ class TestAnOutput:
         answer = stored.client.get(f"/v1/runs/{done.id}/artifacts/deep/weights.safetensors")
         assert (answer.status_code, answer.json()["code"]) == (409, "artifacts_corrupt")
 
-    def test_with_other_contents_than_were_stored_is_never_sent_as_a_whole_archive(
+    def test_with_other_contents_than_were_stored_is_never_sent_as_a_whole_file_or_archive(
         self, stored: ApiServer, done: Done, share: Path
     ) -> None:
         path, file = f"/v1/runs/{done.id}/artifacts", share / "runs" / done.id / "a1" / "output" / "deep"
@@ -389,8 +389,9 @@ class TestAnOutput:
         etag = stored.client.get(f"{path}/deep/weights.safetensors").headers["etag"]
         assert etag == f'"{hashlib.sha256(content).hexdigest()}"'
         file.write_bytes(content[:-1] + b"?")
-        with pytest.raises(httpx.RemoteProtocolError):
-            stored.client.get(f"{path}.tar")
+        for name in (f"{path}.tar", f"{path}/deep/weights.safetensors"):
+            with pytest.raises(httpx.RemoteProtocolError):
+                stored.client.get(name)
 
     def test_that_is_away_is_503(self, stored: ApiServer, done: Done, share: Path) -> None:
         share.rename(share.with_name("away"))

@@ -166,7 +166,9 @@ class StoredFolder:
             file.close()
             raise _corrupt()
         name, headers = path.rpartition("/")[2], {"ETag": f'"{sha256}"'}
-        return OpenFileResponse(file, self._calls, filename=name, modified=self._modified, headers=headers)
+        return OpenFileResponse(
+            file, self._calls, filename=name, modified=self._modified, headers=headers, sha256=sha256
+        )
 
     def _listed(self, text: bytes) -> dict[str, tuple[int, str | None]]:
         try:
