@@ -34,6 +34,7 @@ from worker.claimed_run import ClaimedRun
 log = logging.getLogger(__name__)
 
 _TRIES = 3
+_TRIES_OF_CORRUPT = 2
 _PAUSE_SECONDS = 1.0
 _PROGRESS_SECONDS = 5.0
 
@@ -172,9 +173,10 @@ def _fetch(
         restore_control.check()
         try:
             remote.fetch(place, checkpoint.manifest_sha256, own_name, on_piece)
-        except StoreUnavailable as error:
+        except (StoreUnavailable, ReplicaCorrupt) as error:
             log.warning("%s: %s, try %d: %s", checkpoint.run_id, checkpoint.name, tries, error)
-            if tries == _TRIES:
+            # Wrong bytes may have arrived of a replica that is intact; one that is not is large and fetched in vain.
+            if tries >= (_TRIES_OF_CORRUPT if isinstance(error, ReplicaCorrupt) else _TRIES):
                 raise
             context.draining.wait(_PAUSE_SECONDS * tries)
         else:

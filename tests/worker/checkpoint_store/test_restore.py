@@ -65,6 +65,21 @@ class TestABadCopy:
         assert moved.lab.bad_reasons() == {10: None, 20: None}
         assert [row.replicated_at is not None for row in moved.rows()] == [True, False]
 
+    def test_is_read_again_because_wrong_bytes_may_have_arrived_of_what_is_intact(
+        self, moved: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(restore, "_PAUSE_SECONDS", 0.0)
+        replica = next((tmp_path / "shared").rglob("checkpoint-20"))
+        intact = {path: path.read_bytes() for path in replica.iterdir()}
+        flip(replica)
+
+        def repair(_: NewEvent) -> None:
+            for path, content in intact.items():
+                path.write_bytes(content)
+
+        assert moved.lab.next_attempt(RestoreControl(lambda: False, repair))[0].start_step == 20
+        assert [row.replicated_at is not None for row in moved.rows()] == [True, True]
+
     def test_of_what_is_damaged_here_too_is_the_end_of_it(self, worker: Worker, tmp_path: Path) -> None:
         flipped = worker.save(10)
         worker.replicator.start()
