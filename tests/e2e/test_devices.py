@@ -130,17 +130,19 @@ def _is_evaluating(stack: TrainingStack, run_id: str) -> bool:
 
 
 def test_actions_take_effect_on_every_device(stack: TrainingStack) -> None:
-    run_id = start(stack, max_steps=10, gradient_accumulation_steps=1, eval_split=0.1, eval_steps=100_000)
+    run_id = start(stack, max_steps=40, gradient_accumulation_steps=1, eval_split=0.1, eval_steps=100_000)
     path = f"/v1/runs/{run_id}/actions"
     actions: list[dict[str, Any]] = [
         {"action": "set_learning_rate", "learning_rate": 1e-3}, {"action": "evaluate"}, {"action": "checkpoint"},
-        {"action": "sample", "prompts": ["row 3"], "max_new_tokens": 4}, {"action": "extend", "max_steps": 12},
+        {"action": "sample", "prompts": ["row 3"], "max_new_tokens": 4}, {"action": "extend", "max_steps": 42},
     ]  # fmt: skip
-    for body in actions:
+    for number, body in enumerate(actions):
+        if number == 2:  # the others arrive while both devices train
+            stack.until_step(run_id, 2, timeout=120)
         answer = stack.client.post(path, json=body)
         assert answer.status_code == 202, answer.text
     shown = stack.until(run_id, "completed", "failed", timeout=180)
-    assert (shown["status"], shown["attempt"], shown["current_step"]) == ("completed", 1, 12), shown["error_message"]
+    assert (shown["status"], shown["attempt"], shown["current_step"]) == ("completed", 1, 42), shown["error_message"]
     assert {action["status"] for action in stack.client.get(path).json()["data"]} == {"done"}
 
 

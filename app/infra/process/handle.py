@@ -103,7 +103,12 @@ class PolledHandle(ProcessHandle):
         if self._watched is None:
             reading, writing = os.pipe2(os.O_CLOEXEC)
             watcher = threading.Thread(target=self._watch, args=[writing], name="process end", daemon=True)
-            watcher.start()
+            try:
+                watcher.start()
+            except RuntimeError:  # the user may have no more threads
+                os.close(reading)
+                os.close(writing)
+                raise
             self._watched = reading, watcher
         return self._watched[0]
 

@@ -445,6 +445,7 @@ class TestEveryPage:
     ) -> None:
         """`audited`: addresses whose accessibility is checked; None for all."""
         found: dict[str, list[str]] = {}
+        assert audited is None or sum(audited.fullmatch(address) is not None for address in addresses) >= 8
         with window(chromium, shared_api.url, **options) as context:
             page = sign_in(context, shared_api.client)
             page.on("dialog", lambda dialog: pytest.fail(f"a script ran: {dialog.message}"))

@@ -3,12 +3,13 @@
 import hashlib
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
+import torch
 from datasets import Dataset
 from datasets.table import InMemoryTable
 from transformers import PreTrainedTokenizerBase
@@ -142,9 +143,24 @@ class RowIdCollator:
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         batch = self._collate(examples)
         batch["rows"] = [row for example in examples for row in example["rows"]]
-        if "cu_seq_lens_q" in batch:
-            batch[BORDERS] = batch["cu_seq_lens_q"].tolist()
+        if (borders := _borders(batch)) is not None:
+            batch[BORDERS] = borders
         return batch
+
+
+def _borders(batch: Mapping[str, Any]) -> list[int] | None:
+    """Return the borders of the texts in a sequence; None if there are none, or a plugin has changed the batch.
+
+    Masks follow the positions, so the borders are those of the positions.
+    """
+    positions, lengths = batch.get("position_ids"), batch.get("cu_seq_lens_q")
+    if not (isinstance(positions, torch.Tensor) and isinstance(lengths, torch.Tensor)):
+        return None
+    if positions.dim() != 2 or len(positions) != 1 or not positions.numel():
+        return None
+    later = (positions[0].diff() != 1).nonzero().flatten() + 1
+    borders = [0, *later.tolist(), positions.shape[1]]
+    return borders if borders == lengths.tolist() else None
 
 
 def _encoder(

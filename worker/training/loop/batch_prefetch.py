@@ -19,6 +19,8 @@ class BatchPrefetch:
 
     def __init__(self) -> None:
         self._batches: deque[Any] = deque()
+        self._error: Exception | None = None
+        """Error of the batch after those in `_batches`, which belongs to the step that has it."""
         self._source: Iterator[Any] = iter(())
         self._count = 0
         self._gradients = GradientState()
@@ -27,14 +29,25 @@ class BatchPrefetch:
         """Return an iterator whose first `count` batches are the next ones of `source`, those read in advance first."""
         if source is not self._source:  # another epoch
             self._batches.clear()
+            self._error = None
         self._source, self._count = source, count
-        return chain([self._batches.popleft() for _ in range(min(count, len(self._batches)))], source)
+        ready = [self._batches.popleft() for _ in range(min(count, len(self._batches)))]
+        return chain(ready, source if self._error is None else _raise(self._error))
 
     def read(self) -> None:
         """Read as many batches as the current step has, up to the end of the epoch."""
         # Reading past the last batch would end the epoch in the state of accelerate.
-        while len(self._batches) < self._count and not self._gradients.end_of_dataloader:
-            batch = next(self._source, _END)
+        while len(self._batches) < self._count and self._error is None and not self._gradients.end_of_dataloader:
+            try:
+                batch = next(self._source, _END)
+            except Exception as error:
+                self._error = error
+                return
             if batch is _END:
                 return
             self._batches.append(batch)
+
+
+def _raise(error: Exception) -> Iterator[Any]:
+    raise error
+    yield

@@ -52,7 +52,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         run, step = self.run, state.global_step
         run.report.alive()
         loss, rows = self.trainer.take_step()
-        took = time.monotonic() - self._step_began
+        took = time.monotonic() - self._step_began - self.trainer.throughput.take_wait()
         run.state.seconds += took
         if self.trainer.skips_step:
             run.journal.skip_step(step, rows)

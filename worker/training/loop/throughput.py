@@ -26,6 +26,8 @@ class Throughput:
         self._samples = 0
         self._tokens = 0
         self._pairs: Any = 0.0
+        self._block: tuple[Any, Any] | None = None
+        """Begin and end of the preparation of data within the current step."""
 
     def begin(self, tokens: int) -> None:
         """Start with `tokens`, the number that the run has already trained on."""
@@ -42,19 +44,27 @@ class Throughput:
 
     @contextmanager
     def waiting_within_step(self, device: torch.device) -> Iterator[None]:
-        """Count the time of the block as waiting for data instead of as part of a step, if the device was idle then.
-
-        A GPU that still computes at the end of the block has not waited.
-        """
-        launched = torch.cuda.Event() if device.type == "cuda" else None
-        if launched is not None:
-            launched.record()
-        began = time.monotonic()
+        """Measure how long the device waits in the block, which prepares the data of the next step."""
+        began = _moment(device)
         yield
-        if launched is None or launched.query():
-            seconds = time.monotonic() - began
-            self._data_seconds += seconds
-            self._step_seconds -= seconds
+        self._block = began, _moment(device)
+
+    def take_wait(self) -> float:
+        """Return the seconds that the device has waited within the step, which count as waiting for data.
+
+        On a GPU they are measured on its own clock, on which the block begins when everything launched before it is
+        computed; call this when the step is.
+        """
+        if self._block is None:
+            return 0.0
+        (began, ended), self._block = self._block, None
+        if isinstance(began, float):
+            seconds = ended - began
+        else:
+            ended.synchronize()
+            seconds = began.elapsed_time(ended) / 1000
+        self._data_seconds += seconds
+        return seconds
 
     def stepped(self, seconds: float, samples: int) -> None:
         """Record a step: its time from the first forward pass to the new weights, and its rows."""
@@ -81,6 +91,15 @@ class Throughput:
         self._tokens, self._samples, self._pairs = tokens, 0, 0.0
         self._step_seconds = self._data_seconds = 0.0
         return rate, values
+
+
+def _moment(device: torch.device) -> Any:
+    """Return the time, or on a GPU an event at which everything launched before is computed."""
+    if device.type != "cuda":
+        return time.monotonic()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def token_pairs(inputs: Any) -> torch.Tensor | float:

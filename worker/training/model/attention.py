@@ -97,6 +97,8 @@ class _KnownTexts:
         return (positions.diff(prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
 
 
+_READ_INDICES = "find_packed_sequence_indices"
+"""Function of transformers that reads from the device whether a sequence has several texts, for masks."""
 _known_texts: _KnownTexts | None = None
 """Texts of the batch that is being computed; set by `known_texts`."""
 
@@ -113,13 +115,16 @@ def known_texts(borders: Sequence[int], on_device: torch.Tensor) -> Iterator[Non
         on_device: the same on the device; shape (texts + 1,), int32.
     """
     global _known_texts
-    read_indices = masking_utils.find_packed_sequence_indices
-    _known_texts = _KnownTexts(borders, on_device)
-    masking_utils.find_packed_sequence_indices = _known_texts.sequence_indices
+    read_indices = getattr(masking_utils, _READ_INDICES, None)
+    if read_indices is None:  # another version of transformers, which reads them as it does
+        yield
+        return
+    _known_texts = _KnownTexts(borders, on_device.to(torch.int32))
+    setattr(masking_utils, _READ_INDICES, _known_texts.sequence_indices)
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = read_indices
+        setattr(masking_utils, _READ_INDICES, read_indices)
         _known_texts = None
 
 

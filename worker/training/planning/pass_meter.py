@@ -11,7 +11,7 @@ from app.contracts.training_config.rules import DeviceCapabilities
 from app.estimator.memory_planner import USABLE_FRACTION
 from worker.training.failures import OUT_OF_MEMORY, classify
 
-_SHORT_SECONDS = 10.0
+_SHORT_SECONDS = 20.0
 """A pass that is shorter is measured twice: the first one of a shape may compile or plan kernels, and maps memory."""
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-LEAST_GAIN = 0.03
+LEAST_GAIN = 0.05
 """Part of a step's time that another micro-batch than the configured one must save. Times vary by a few percent from
 run to run, and with another micro-batch a run draws other dropout masks."""
 _NEGLIGIBLE = 0.03

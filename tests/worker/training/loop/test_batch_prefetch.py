@@ -19,16 +19,20 @@ def collated() -> list[list[int]]:
 
 
 @pytest.fixture
-def loader(collated: list[list[int]]) -> Iterator[Any]:
+def accelerator() -> Iterator[Accelerator]:
+    yield Accelerator(cpu=True)
+    GradientState().dataloader_references = [None]  # of iterators that are not at their end
+
+
+@pytest.fixture
+def loader(accelerator: Accelerator, collated: list[list[int]]) -> Any:
     """Loader of seven batches, `collated` in order, as transformers prepares it."""
 
     def collate(rows: list[int]) -> torch.Tensor:
         collated.append(rows)
         return torch.tensor(rows)
 
-    accelerator = Accelerator(cpu=True)
-    yield accelerator.prepare_data_loader(DataLoader([*range(14)], batch_size=2, collate_fn=collate))
-    GradientState().dataloader_references[:] = [None]
+    return accelerator.prepare_data_loader(DataLoader([*range(14)], batch_size=2, collate_fn=collate))
 
 
 def take_epoch(prefetch: BatchPrefetch, loader: Any, counts: list[int]) -> list[list[int]]:
@@ -71,3 +75,18 @@ def test_batches_left_of_an_epoch_that_ended_early_are_not_those_of_the_next(loa
     prefetch = BatchPrefetch()
     take_epoch(prefetch, loader, [2, 2])
     assert take_epoch(prefetch, loader, [2])[0] == [0, 1, 2, 3]
+
+
+def test_an_error_of_the_next_step_is_raised_in_that_step(accelerator: Accelerator) -> None:
+    def collate(rows: list[int]) -> torch.Tensor:
+        if 6 in rows:
+            raise ValueError("row 6")
+        return torch.tensor(rows)
+
+    loader = accelerator.prepare_data_loader(DataLoader([*range(14)], batch_size=2, collate_fn=collate))
+    prefetch, source = BatchPrefetch(), iter(loader)
+    for _ in range(2):  # the third batch is returned after the fourth is collated, by accelerate
+        assert len(list(islice(prefetch.batches(source, 1), 1))) == 1
+        prefetch.read()
+    with pytest.raises(ValueError, match="row 6"):
+        next(prefetch.batches(source, 1))

@@ -66,6 +66,16 @@ class TestThroughput:
         assert reported == {"tokens_per_second": 10.0, "tokens": 1100, "step_seconds": 8.0, "data_seconds": 2.0}
         assert speed.take(1100)[1]["step_seconds"] == 0.0
 
+    def test_the_preparation_of_the_next_step_counts_as_waiting_and_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = Ticking()
+        monkeypatch.setattr(throughput, "time", clock)
+        speed = throughput.Throughput()
+        assert speed.take_wait() == 0.0
+        with speed.waiting_within_step(torch.device("cpu")):
+            clock.now += 3.0
+        assert (speed.take_wait(), speed.take_wait()) == (3.0, 0.0)
+        assert speed.take(0)[1]["data_seconds"] == 3.0
+
     def test_mfu_is_what_was_computed_over_what_the_device_can_do_in_that_time(self) -> None:
         speed = throughput.Throughput()
         speed.operations, speed.peak_tflops = Operations(token=10**9, pair=10**6), 2.0

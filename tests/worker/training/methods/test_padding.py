@@ -12,6 +12,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.rules import DeviceCapabilities
 from tests.worker.training.tiny import Forks, Outcome, make_chat_dataset, make_job, make_tiny_model
+from worker.training.data.dataset import BORDERS, RowIdCollator
 from worker.training.failures import TrainingFailure
 from worker.training.methods import preparation
 from worker.training.methods.sft import SupervisedTrainer
@@ -28,6 +29,21 @@ CPU = DeviceCapabilities(kind="cpu", bf16=True)
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model without dropout, whose random numbers depend on the layout of a batch."""
     return make_tiny_model(tmp_path_factory.mktemp("models") / "plain")
+
+
+def test_borders_on_the_host_are_those_of_the_positions_and_left_out_where_a_plugin_has_changed_them() -> None:
+    rows = [{"input_ids": list(range(3, 3 + length)), "rows": [length]} for length in (9, 1, 33)]
+    collate = DataCollatorForLanguageModeling(pad_token_id=1, padding_free=True)
+    assert RowIdCollator(collate)(rows)[BORDERS] == [0, 9, 10, 43]
+    assert RowIdCollator(collate)(rows[:1])[BORDERS] == [0, 9]
+    assert BORDERS not in RowIdCollator(DataCollatorForLanguageModeling(pad_token_id=1))(rows)
+
+    def restart(examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch: dict[str, Any] = collate(examples)
+        batch["position_ids"][0, 5:9] = torch.arange(4)
+        return batch
+
+    assert BORDERS not in RowIdCollator(restart)(rows)
 
 
 def figures(outcome: Outcome) -> tuple[list[float], list[list[int]], list[float], list[float]]:

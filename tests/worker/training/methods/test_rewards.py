@@ -229,7 +229,7 @@ class TestNothingHangs:
     def test_one_that_is_always_too_slow_is_reported_once_and_costs_a_call_three_times_the_limit(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(rewards, "_TIMEOUT_SECONDS", 0.2)
+        monkeypatch.setattr(rewards, "_TIMEOUT_SECONDS", 0.5)
         reported: list[str] = []
         beats: list[int] = []
         slow, quick = build_reward_functions(
@@ -240,7 +240,7 @@ class TestNothingHangs:
         assert slow(["?"] * 2, [VICTIM] * 2, [[2]] * 2) == [0, 0]
         assert reported == [] and len(beats) == 2
         assert slow(["?"] * 50, ["a.Bc", *[VICTIM] * 49], [[2]] * 50) == [1, *[0] * 49]
-        assert time.monotonic() - started < 8, "50 of them would take 10 s"
+        assert time.monotonic() - started < 15, "50 of them would take 25 s"
         assert len(beats) == 52, "each completion is a sign of life"
         assert slow.timeouts == 5
         (line,) = reported

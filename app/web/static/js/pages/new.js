@@ -112,7 +112,7 @@ function Form({ schema, start, place }) {
       // A value that equals the default stays: it keeps its meaning when the method, and so the default, changes.
       setDraft({ ...draft, texts: others, config: value === undefined ? rest : { ...config, [name]: value } });
     } catch {
-      setDraft({ ...draft, texts: { ...texts, [name]: text } });
+      setDraft({ ...draft, texts: { ...texts, [name]: text }, config: rest });
     }
   };
   const body = requestOf(values, config);
