@@ -58,6 +58,7 @@ class Throughput:
         if self._block is None:
             return 0.0
         (began, ended), self._block = self._block, None
+        seconds: float
         if isinstance(began, float):
             seconds = ended - began
         else:
