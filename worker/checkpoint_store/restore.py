@@ -175,7 +175,7 @@ def _fetch(
             remote.fetch(place, checkpoint.manifest_sha256, own_name, on_piece)
         except (StoreUnavailable, ReplicaCorrupt) as error:
             log.warning("%s: %s, try %d: %s", checkpoint.run_id, checkpoint.name, tries, error)
-            # Wrong bytes may have arrived of a replica that is intact; one that is not is large and fetched for nothing.
+            # Wrong bytes may have arrived of an intact replica. Of a corrupt one, each fetch is large and useless.
             if tries >= (_TRIES_OF_CORRUPT if isinstance(error, ReplicaCorrupt) else _TRIES):
                 raise
             context.draining.wait(_PAUSE_SECONDS * tries)
