@@ -453,13 +453,13 @@ class TestEveryPage:
                 page.goto(address)
                 expect(page.locator("main h1")).to_be_visible()
                 expect(page.locator("[aria-busy=true]")).to_have_count(0)
-                wrong = violations(page) if audited is None or audited.fullmatch(address) else []
+                problems = violations(page) if audited is None or audited.fullmatch(address) else []
                 for size in (options["viewport"], PHONE):
                     page.set_viewport_size(size)
-                    wrong += too_wide(page)
+                    problems += too_wide(page)
                 page.set_viewport_size(options["viewport"])
                 if page.locator("img[src='x'], main script, [onerror]").count():
-                    wrong.append("text became markup")
-                if wrong:
-                    found[address] = wrong
+                    problems.append("text became markup")
+                if problems:
+                    found[address] = problems
         assert not found, "\n".join(f"{address}: {one}" for address, wrong in found.items() for one in wrong)

@@ -34,7 +34,7 @@ class BatchPrefetch:
         ready = [self._batches.popleft() for _ in range(min(count, len(self._batches)))]
         return chain(ready, source if self._error is None else _raise(self._error))
 
-    def read(self) -> None:
+    def read_next_step(self) -> None:
         """Read as many batches as the current step has, up to the end of the epoch."""
         # Reading past the last batch would end the epoch in the state of accelerate.
         while len(self._batches) < self._count and self._error is None and not self._gradients.end_of_dataloader:

@@ -257,7 +257,7 @@ class ServiceTrainerMixin(EvaluationMixin):
         self._micro_losses.append(loss.detach())
         if self.accelerator.sync_gradients and self.state.global_step + 1 < self.state.max_steps:
             with self.throughput.waiting_within_step(self.args.device):
-                self.batch_prefetch.read()
+                self.batch_prefetch.read_next_step()
         return loss
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:

@@ -106,7 +106,7 @@ class Model:
         return {run.id for run in self._found(call)}
 
     def waits(self, call: Call, other: Call, locked: set[str]) -> bool:
-        """Whether the call has to wait for the `other`, which has `locked` these runs."""
+        """Return True if the call has to wait for `other`; `locked` are the runs that `other` locks."""
         if call.verb == other.verb == "claim" and call.worker and call.worker == other.worker:
             return bool(self._free(call.worker))  # any claim locks the free devices of its worker first
         return call.verb not in SKIPPING and bool(self.locks(call) & locked)

@@ -40,7 +40,7 @@ def take_epoch(prefetch: BatchPrefetch, loader: Any, counts: list[int]) -> list[
     source, steps = iter(loader), []
     for count in counts:
         batches = list(islice(prefetch.batches(source, count), count))
-        prefetch.read()
+        prefetch.read_next_step()
         steps.append([int(row) for batch in batches for row in batch])
     return steps
 
@@ -54,20 +54,20 @@ def test_steps_have_the_batches_of_the_epoch_in_their_order(loader: Any, counts:
         assert [len(step) for step in steps] == [2 * count for count in counts]
 
 
-def test_read_collates_the_next_step_before_it_is_asked_for(loader: Any, collated: list[list[int]]) -> None:
+def test_reading_collates_the_next_step_before_it_is_asked_for(loader: Any, collated: list[list[int]]) -> None:
     prefetch, source = BatchPrefetch(), iter(loader)
     next(prefetch.batches(source, 1))
     before = len(collated)
-    prefetch.read()
+    prefetch.read_next_step()
     assert len(collated) == before + 1
     next(prefetch.batches(source, 1))
     assert len(collated) == before + 1
 
 
-def test_read_does_not_go_past_the_last_batch_of_an_epoch(loader: Any) -> None:
+def test_reading_does_not_go_past_the_last_batch_of_an_epoch(loader: Any) -> None:
     prefetch, source = BatchPrefetch(), iter(loader)
     assert len(list(islice(prefetch.batches(source, 7), 7))) == 7
-    prefetch.read()
+    prefetch.read_next_step()
     assert GradientState().end_of_dataloader  # until the iterator is exhausted, accelerate is in the epoch
 
 
@@ -87,6 +87,6 @@ def test_an_error_of_the_next_step_is_raised_in_that_step(accelerator: Accelerat
     prefetch, source = BatchPrefetch(), iter(loader)
     for _ in range(2):  # the third batch is returned after the fourth is collated, by accelerate
         assert len(list(islice(prefetch.batches(source, 1), 1))) == 1
-        prefetch.read()
+        prefetch.read_next_step()
     with pytest.raises(ValueError, match="row 6"):
         next(prefetch.batches(source, 1))
