@@ -28,7 +28,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 from app.config import Settings
 from app.infra.db import driver_url, sync_engine
 from app.infra.ids import new_id
-from app.runs.scheduler.durations import Estimate
+from app.runs.queue.durations import Estimate
 from app.runs.scheduler.forecast import Forecast
 from app.runs.scheduler.reserving import reserve
 from app.runs.state import machine

@@ -19,7 +19,7 @@ from app.infra.clock import since_boot
 from app.infra.db import is_away
 from app.infra.errors import EXIT_TRY_LATER, SetupError, TryLater
 from app.infra.server_urls import resolve_urls
-from app.runs.scheduler.placement import DeviceOffer, Fleet, Needs, WorkerOffer, pending_reason
+from app.runs.queue.fit import DeviceOffer, Fleet, Needs, WorkerOffer, pending_reason
 from app.tables.runs import Run
 from worker import registration
 from worker.attempts import device_checks, supervisor

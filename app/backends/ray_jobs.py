@@ -24,7 +24,7 @@ from app.contracts.schemas.runs.placement import PendingReason
 from app.infra import async_tasks
 from app.infra.broker import Broker
 from app.infra.db import is_away
-from app.runs.scheduler.placement import kept_quota_reason, reason_of_quota
+from app.runs.queue.fit import kept_quota_reason, reason_of_quota
 from app.runs.state import machine
 from app.runs.state.queue_order import JOIN_ROOM, KEPT_QUOTAS, OWNER, WITH_ROOM
 

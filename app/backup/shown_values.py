@@ -16,7 +16,7 @@ from app.contracts.schemas.datasets import DatasetView
 from app.contracts.schemas.experiments import ExperimentSummary
 from app.contracts.schemas.runs.reads import RunRead
 from app.runs.metrics.rollups import MOST_STEP, VALUES, step_of
-from app.runs.scheduler.durations import Timings
+from app.runs.queue.durations import Timings
 
 _SHOWN_AS: Mapping[str, type[BaseModel]] = {
     "experiments": ExperimentSummary,

@@ -18,8 +18,8 @@ from app.contracts.training_config.fields import TrainingConfig
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.runs.estimates import service as estimates
+from app.runs.queue.fit import Needs, pending_reason, quota_reason
 from app.runs.scheduler.fleet import read_fleet
-from app.runs.scheduler.placement import Needs, pending_reason, quota_reason
 from app.runs.service import get
 from app.runs.state import machine
 from app.runs.validation.request import lock_references, requirements, validate_request

@@ -290,7 +290,7 @@ class AttemptTimings(Base):
     measured_at: Mapped[datetime]
     """Time at which `timings.step` was reached, by the clock of the database."""
     timings: Mapped[dict[str, Any]]
-    """Fields of `app.runs.scheduler.durations.Timings`."""
+    """Fields of `app.runs.queue.durations.Timings`."""
 
 
 class MetricRollup(Base):

@@ -10,8 +10,8 @@ from typing import Any
 from sqlalchemy import Connection, Executable, func, literal, select
 from sqlalchemy.dialects.postgresql import JSONB, insert
 
-from app.runs.scheduler import durations
-from app.runs.scheduler.durations import Timings
+from app.runs.queue import durations
+from app.runs.queue.durations import Timings
 from app.tables.runs import AttemptTimings, Run
 from app.tables.workers import Device
 from worker.claimed_run import ClaimedRun

@@ -14,7 +14,7 @@ from app.contracts.gpus import REACHED_SHARE, find_gpu
 from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from app.estimator.flops import RunFlops
-from app.runs.scheduler.durations import similarity_key
+from app.runs.queue.durations import similarity_key
 from app.tables.runs import AttemptTimings, MetricRollup
 
 _LATEST, _LATEST_OF_ALL = 30, 100

@@ -21,9 +21,7 @@ from app.infra.broker import ALL_RUNS, Broker
 from app.infra.clock import ClockWatch, utc_now
 from app.infra.db import is_away
 from app.runs.events.feed import number_events
-from app.runs.scheduler import reserving
-from app.runs.scheduler.fleet import read_fleet
-from app.runs.scheduler.placement import (
+from app.runs.queue.fit import (
     Fleet,
     Needs,
     kept_quota_reason,
@@ -31,6 +29,8 @@ from app.runs.scheduler.placement import (
     reason_of_quota,
     reserved_reason,
 )
+from app.runs.scheduler import reserving
+from app.runs.scheduler.fleet import read_fleet
 from app.runs.scheduler.preemption import preempt
 from app.runs.state import clock_changes, machine, parts
 from app.runs.state.queue_order import HALF_LIFE_SECONDS, JOIN_ROOM, KEPT_FOR, OWNER, WITH_ROOM

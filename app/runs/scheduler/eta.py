@@ -17,10 +17,10 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from app.config import Settings
 from app.contracts.run_status import TERMINAL
 from app.contracts.schemas.runs.reads import Confidence, Prediction
-from app.runs.scheduler.durations import Estimate
+from app.runs.queue.durations import Estimate
+from app.runs.queue.fit import pending_reason
+from app.runs.queue.forecast import PredictedStart, predict_starts
 from app.runs.scheduler.forecast import Forecast, read_forecast
-from app.runs.scheduler.placement import pending_reason
-from app.runs.scheduler.simulation import PredictedStart, simulate_queue
 
 log = logging.getLogger(__name__)
 
@@ -100,38 +100,28 @@ class _Predictions:
             for run in forecast.live
             if (estimate := forecast.estimates.get(run.id))
         }
-        for row in forecast.pending.values():
-            if row.is_first and row.kept_for is not None:
-                found[row.id] = self._prediction(None, None, "low", _QUOTA)
-        starts = simulate_queue(
-            forecast.workers,
-            forecast.waiting,
-            forecast.seconds,
-            forecast.fleet.gpu_backends,
-            forecast.reserved,
-            forecast.used,
-            forecast.running,
-            forecast.rooms,
-        )
-        for run in forecast.waiting:
-            start = starts[run.run_id]
-            row, worker = forecast.pending[run.run_id], start.worker
+        queue = forecast.snapshot()
+        starts = predict_starts(queue)
+        for run in queue.waiting:
+            start, row = starts[run.run_id], forecast.pending[run.run_id]
             if not row.is_first:
                 continue  # those before it are not all known
-            if not row.has_room and math.isinf(start.start):
+            has_room = row.has_room and row.kept_for is None
+            if not has_room and math.isinf(start.start):
                 found[run.run_id] = self._prediction(None, None, "low", _QUOTA)
                 continue
             reason = pending_reason(run.needs, forecast.fleet)
             if reason is not None:
                 found[run.run_id] = self._prediction(None, None, "low", reason.message.rstrip("."))
                 continue
-            estimate = forecast.estimate(row, worker.offer.device) if worker and start.start < math.inf else None
-            found[run.run_id] = self._pending(start, estimate, row.has_room)
+
+            estimate = forecast.estimate(row, start.worker.device) if start.worker and start.start < math.inf else None
+            found[run.run_id] = self._pending(start, estimate, has_room)
         return found
 
     def _pending(self, start: PredictedStart, estimate: Estimate | None, has_room: bool) -> Prediction:
-        runs = f"{start.before} {'run is' if start.before == 1 else 'runs are'} before it"
-        ahead = _QUOTA if not has_room else runs if start.before and start.start else "it is next"
+        runs = f"{start.runs_before} {'run is' if start.runs_before == 1 else 'runs are'} before it"
+        ahead = _QUOTA if not has_room else runs if start.runs_before and start.start else "it is next"
         if math.isinf(start.start):
             why = "it is unknown when a device is free, because the duration of a run before it is unknown"
             return self._prediction(None, None, "low", f"{ahead}, and {why}")

@@ -5,7 +5,7 @@ from typing import Any
 
 from sqlalchemy import text
 
-from app.runs.scheduler.placement import DeviceOffer, Fleet, WorkerOffer
+from app.runs.queue.fit import DeviceOffer, Fleet, WorkerOffer
 from app.runs.state.fitting import GPU_MEMORY_SECONDS
 from app.runs.state.group_claim import LATELY
 from app.workers.queries import IS_FRESH, silence_seconds
@@ -15,9 +15,13 @@ _WORKERS = text(f"""
         workers.group_address IS NOT NULL AND workers.heartbeat_at > clock_timestamp() - make_interval(secs => :lately)
             AS joins_hosts, min(devices.kind) AS kind,
         min(devices.name) AS device,
+        min(split_part(workers.boot_id, '/', 1)) FILTER (WHERE devices.kind = 'cpu') AS machine,
         json_agg(json_build_array(devices.memory_mb, devices.run_id,
-            coalesce(devices.paused_until > clock_timestamp(), false), devices.name) ORDER BY devices.index) AS devices
-    FROM workers JOIN devices ON devices.worker_id = workers.id
+            coalesce(devices.paused_until > clock_timestamp(), false), devices.name,
+            coalesce(cast(holders.requirements ->> 'memory_mb' AS integer),
+                cast(holders.requirements -> 'estimated_mb' ->> devices.kind AS integer), 0)
+        ) ORDER BY devices.index) AS devices
+    FROM workers JOIN devices ON devices.worker_id = workers.id LEFT JOIN runs AS holders ON holders.id = devices.run_id
     WHERE workers.state = 'online' AND {IS_FRESH}
     GROUP BY workers.id ORDER BY workers.id
 """)
@@ -40,12 +44,13 @@ async def read_fleet(connection: Any, lease_seconds: float) -> Fleet:
             frozenset(row.backends),
             row.kind,
             row.device,
-            tuple(DeviceOffer(memory or 0, run_id, paused, name) for memory, run_id, paused, name in row.devices),
+            tuple(DeviceOffer(memory_mb or 0, *rest) for memory_mb, *rest in row.devices),
             frozenset(row.labels),
             row.host,
             row.gguf,
             row.joins_hosts,
             row.version,
+            row.machine,
         )
         for row in rows
     ]

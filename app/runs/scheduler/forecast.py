@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
@@ -13,12 +13,12 @@ from app.config import Settings
 from app.contracts.run_status import LIVE
 from app.contracts.run_task import RunTask
 from app.contracts.training_config.field_traits import DURATION
-from app.runs.scheduler import durations
-from app.runs.scheduler.durations import Estimate, PastAttempt, Timings, Workload
+from app.runs.queue import durations
+from app.runs.queue.durations import Estimate, PastAttempt, Timings, Workload
+from app.runs.queue.fit import Fleet, Needs, WorkerOffer
+from app.runs.queue.policy import Snapshot, TrainingRun, WaitingRun
 from app.runs.scheduler.fleet import read_fleet
-from app.runs.scheduler.placement import Fleet, Needs, RunningRun
-from app.runs.scheduler.reservations import MOST_RESERVATIONS, PendingRun
-from app.runs.scheduler.simulation import WorkerSlots
+from app.runs.scheduler.reservations import MOST_RESERVATIONS, PendingRun, WorkerSlots
 from app.runs.state.queue_order import HAS_ROOM, JOIN_ROOM, KEPT_FOR, OWNER, WITH_ROOM
 from app.tables.base import sql_list
 from app.tables.runs import EXTRA_EVAL_DATASETS
@@ -120,6 +120,7 @@ class Forecast:
         """Remaining durations of the runs that train, as far as they are known."""
         self.ends: dict[str | None, float] = {None: 0.0}
         """Seconds until a run, or none, frees its devices, as far as they are known."""
+        self._seconds: dict[tuple[str, str], float] = {}
         for run in live:
             if run.stop_requested_ago is not None:
                 self.ends[run.id] = max(grace - run.stop_requested_ago, 0.0)
@@ -128,20 +129,6 @@ class Forecast:
             elif estimate := self.estimate(run, run.device, run.timings and Timings.stored(run.timings)):
                 self.ends[run.id] = max(estimate.seconds - run.ago, 0.0)
                 self.estimates[run.id] = estimate
-        self.used = {run.owner: run.used for run in pending}
-        """Device-seconds that the owners of pending runs have used lately."""
-        self.running = [
-            RunningRun(
-                run.id,
-                run.priority,
-                run.owner,
-                run.devices_needed,
-                run.seconds,
-                self.ends.get(run.id, math.inf),
-                (run.owner, run.experiment_id),
-            )
-            for run in live
-        ]
         rooms = [(run.owner, run.key_room) for run in pending]
         rooms += [(run.experiment_id, run.experiment_room) for run in pending]
         self.rooms: dict[str, int] = {quota: room for quota, room in rooms if room is not None}
@@ -180,10 +167,41 @@ class Forecast:
         past = [one for one in self._past[durations.similarity_key(run.backend, run.config)] if one.run_id != run.id]
         return durations.estimate(wanted, so_far, durations.typical_durations(past, wanted, device))
 
-    def seconds(self, run: PendingRun, worker: WorkerSlots) -> float:
+    def seconds(self, run: PendingRun | WaitingRun, worker: WorkerOffer) -> float:
         """Return the duration of a pending run on a worker; infinite if unknown."""
-        estimate = self.estimate(self.pending[run.run_id], worker.offer.device)
-        return estimate.seconds if estimate else math.inf
+        if (key := (run.run_id, worker.device)) not in self._seconds:
+            estimate = self.estimate(self.pending[run.run_id], worker.device)
+            self._seconds[key] = estimate.seconds if estimate else math.inf
+        return self._seconds[key]
+
+    def snapshot(self) -> Snapshot:
+        """Return the state of the queue, as its policy takes it."""
+        training = [
+            TrainingRun(
+                run.id,
+                run.devices_needed,
+                run.owner,
+                tuple(quota for quota in (run.owner, run.experiment_id) if quota in self.rooms),
+                self.ends.get(run.id, math.inf),
+            )
+            for run in self.live
+        ]
+        limits = Counter(self.rooms)
+        for run in training:
+            limits.update(dict.fromkeys(run.quotas, run.devices))
+        waiting = [
+            WaitingRun(
+                run.id,
+                Needs.of(run.backend, run.devices_needed, run.hosts_needed, run.requirements or {}),
+                run.priority,
+                run.owner,
+                tuple(quota for quota in (run.owner, run.experiment_id) if quota in self.rooms),
+                max(run.wait, 0.0),
+            )
+            for run in self.pending.values()
+        ]
+        used = {run.owner: run.used for run in self.pending.values()}
+        return Snapshot(self.fleet, waiting, self.seconds, training, used, limits, self.reserved)
 
 
 async def read_forecast(connection: Any, settings: Settings, backends: Sequence[str]) -> Forecast | None:

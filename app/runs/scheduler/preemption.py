@@ -11,8 +11,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from app.config import Settings
 from app.contracts.backends import WORKER_BACKENDS
 from app.contracts.run_status import LIVE
+from app.runs.queue.fit import Fleet, Needs, RunningRun, WorkerOffer
 from app.runs.scheduler.fleet import read_fleet
-from app.runs.scheduler.placement import Fleet, Needs, RunningRun, WorkerOffer
 from app.runs.scheduler.reservations import MOST_RESERVATIONS
 from app.runs.state import machine
 from app.runs.state.queue_order import KEPT_FOR, OWNER, OWNERS, WITH_ROOM

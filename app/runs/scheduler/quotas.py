@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from app.runs.queue.fit import Needs, pending_reason
 from app.runs.scheduler.forecast import Forecast
-from app.runs.scheduler.placement import Needs, pending_reason
 
 
 @dataclass(frozen=True)

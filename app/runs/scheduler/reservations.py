@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from app.runs.scheduler.placement import Needs
+from app.runs.queue.fit import Needs, WorkerOffer
 
 MOST_RESERVATIONS = 3
 """Runs that reserve workers at a time; each keeps devices idle."""
@@ -34,6 +34,19 @@ class PendingRun:
 
 
 @dataclass(frozen=True)
+class WorkerSlots:
+    """An online worker, and when its devices are free."""
+
+    offer: WorkerOffer
+    free: tuple[float, ...]
+    """Seconds until each device is free; infinite if unknown."""
+
+    def fitting(self, needs: Needs, gpu_backends: frozenset[str]) -> tuple[int, ...]:
+        """Return the devices that a run fits on, the smallest first; none if the worker cannot take it."""
+        return needs.fitting_devices(self.offer, gpu_backends)
+
+
+@dataclass(frozen=True)
 class Reservation:
     """A worker that keeps devices for a run."""
 
@@ -44,6 +57,18 @@ class Reservation:
     """Seconds from now until the devices of all workers that the run reserves are free; infinite if unknown."""
     spare: int
     """Devices that later runs may use all the same, because so many more fit the run and are free by then."""
+
+
+def fitting_devices(
+    queue: Sequence[PendingRun], workers: Sequence[WorkerSlots], gpu_backends: frozenset[str]
+) -> dict[str, dict[int, tuple[int, ...]]]:
+    """Return, for each run of a queue, the workers that could take it, with the devices on which it fits."""
+    return {
+        run.run_id: {
+            at: devices for at, worker in enumerate(workers) if (devices := worker.fitting(run.needs, gpu_backends))
+        }
+        for run in queue
+    }
 
 
 def choose_reservations(

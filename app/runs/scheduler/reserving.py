@@ -18,8 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from app.config import Settings
 from app.runs.scheduler.forecast import Forecast, read_forecast
 from app.runs.scheduler.quotas import choose_quota_reservations
-from app.runs.scheduler.reservations import Reservation, choose_reservations
-from app.runs.scheduler.simulation import WorkerSlots, fitting_devices
+from app.runs.scheduler.reservations import Reservation, WorkerSlots, choose_reservations, fitting_devices
 from app.runs.state.queue_order import QUOTA_LOCK
 
 _MOST_SECONDS = 1e9
@@ -151,7 +150,7 @@ def _row(forecast: Forecast, made: Reservation, fitting: dict[str, dict[int, tup
     if 0 < made.start < math.inf:
         for run in forecast.queue:
             if run is not made.run and made.worker in fitting[run.run_id]:
-                seconds = forecast.seconds(run, worker)
+                seconds = forecast.seconds(run, worker.offer)
                 if seconds < made.start:
                     durations[run.run_id] = round(seconds, 1)
     return {

@@ -1,4 +1,4 @@
-"""SQL conditions under which a device may train a pending run; `app.runs.scheduler.placement` states them in Python."""
+"""SQL conditions under which a device may train a pending run; `app.runs.queue.fit` states them in Python."""
 
 from typing import Any
 

@@ -22,8 +22,8 @@ from app.contracts.training_config.raw_config import given_fields, named_fields,
 from app.contracts.training_config.resolution import resolve
 from app.contracts.training_config.rules import DeviceCapabilities, machine_conflicts, sharding_obstacles
 from app.infra.storage import Storage
+from app.runs.queue.fit import Needs, pending_reason
 from app.runs.scheduler.fleet import read_fleet
-from app.runs.scheduler.placement import Needs, pending_reason
 from app.runs.validation.config import about_config, config_problems, default_warnings, unusual_warnings
 from app.runs.validation.dataset import data_problems
 from app.runs.validation.destinations import destination_problems

@@ -15,7 +15,7 @@ from app.client.client import Anneal
 from app.config import Settings
 from app.infra.db import sync_engine
 from app.runs.estimates import history, hub_config, service
-from app.runs.scheduler.durations import similarity_key
+from app.runs.queue.durations import similarity_key
 from app.runs.validation import models
 from app.runs.validation import request as validation
 from app.tables.runs import AttemptTimings, StoredEstimate

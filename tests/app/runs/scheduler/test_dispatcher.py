@@ -16,8 +16,8 @@ from app.config import Settings
 from app.infra.broker import Broker
 from app.infra.db import async_engine
 from app.infra.ids import id_at
+from app.runs.queue.fit import Fleet, Needs
 from app.runs.scheduler.dispatcher import Dispatcher
-from app.runs.scheduler.placement import Fleet, Needs
 from app.runs.state import machine
 from tests.rows import add_key, add_run, add_worker, claim, events_of, run_row
 from tests.waiting import eventually, eventually_async

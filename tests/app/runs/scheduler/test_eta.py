@@ -15,7 +15,7 @@ import app.runs.scheduler.eta
 from app.config import Settings
 from app.contracts.schemas.runs.reads import Prediction
 from app.infra.db import async_engine, session_maker
-from app.runs.scheduler.durations import Timings, config_digest
+from app.runs.queue.durations import Timings, config_digest
 from app.runs.scheduler.eta import EtaService
 from app.runs.state import machine
 from app.tables.runs import AttemptTimings, Run

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, text
 
-from app.runs.scheduler.placement import DeviceOffer, Fleet, Needs, WorkerOffer, pending_reason
+from app.runs.queue.fit import DeviceOffer, Fleet, Needs, WorkerOffer, pending_reason
 from app.runs.state import machine
 from tests.rows import add_run, add_worker, claim, run_row
 

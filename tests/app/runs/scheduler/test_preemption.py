@@ -9,7 +9,7 @@ from sqlalchemy import Engine, insert, text
 
 from app.config import Settings
 from app.infra.db import async_engine
-from app.runs.scheduler.placement import DeviceOffer, Fleet, Needs, RunningRun, WorkerOffer
+from app.runs.queue.fit import DeviceOffer, Fleet, Needs, RunningRun, WorkerOffer
 from app.runs.scheduler.preemption import Room, choose_room, preempt
 from app.runs.scheduler.reserving import reserve
 from app.runs.state import machine

@@ -9,9 +9,9 @@ from sqlalchemy import Engine, text
 from app.config import Settings
 from app.infra.broker import Broker
 from app.infra.db import async_engine
+from app.runs.queue.durations import Estimate
 from app.runs.scheduler import reserving
 from app.runs.scheduler.dispatcher import Dispatcher
-from app.runs.scheduler.durations import Estimate
 from app.runs.scheduler.forecast import Forecast, read_forecast
 from app.runs.scheduler.reserving import reserve
 from app.runs.state import machine

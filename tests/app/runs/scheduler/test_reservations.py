@@ -10,11 +10,11 @@ from sqlalchemy import Engine, insert, text
 
 from app.config import Settings
 from app.infra.db import async_engine, session_maker
+from app.runs.queue.durations import Estimate
+from app.runs.queue.fit import Needs
 from app.runs.scheduler import reserving
-from app.runs.scheduler.durations import Estimate
 from app.runs.scheduler.eta import EtaService
 from app.runs.scheduler.forecast import Forecast, read_forecast
-from app.runs.scheduler.placement import Needs
 from app.runs.scheduler.reservations import PendingRun, Reservation, choose_reservations
 from app.runs.scheduler.reserving import reserve
 from app.runs.state import machine

@@ -4,7 +4,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.runs.scheduler.placement import DeviceOffer, Needs, WorkerOffer
+from app.runs.queue.fit import DeviceOffer, Needs, WorkerOffer
 from tests.app.runs.state.calls import REAP_LEASE, START_STEP, Call, Offer, line
 
 LIVE = ("initializing", "running", "checkpointing")

@@ -3,7 +3,6 @@
 A claim applies the same conditions in SQL (`app.runs.state.fitting`); a test compares the two.
 """
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,8 @@ class DeviceOffer:
     paused: bool = False
     """True if it takes no run for a while, because of an error."""
     name: str = ""
+    held_mb: int = 0
+    """Memory that its run needs."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class WorkerOffer:
     """True if it trains runs together with workers of other hosts."""
     version: str = ""
     """Version of Anneal."""
+    machine: str | None = None
+    """Machine whose memory it shares with other workers, if its devices are CPUs."""
 
     @property
     def model(self) -> str:
@@ -64,10 +67,6 @@ class RunningRun:
     devices: int
     seconds: float
     """Seconds since its attempt started."""
-    end: float = math.inf
-    """Seconds from now until it frees its devices; infinite if unknown."""
-    quotas: tuple[str, ...] = ()
-    """Ids of the key and the experiment whose quotas it may use."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Needs:
     """Words of the name of the GPU that the user asks for."""
     memory_mb: int | None = None
     """Memory that the user asks for; None: `estimated_mb` counts."""
-    estimated_mb: Mapping[str, int] = field(default_factory=dict)
+    estimated_mb: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Least memory by kind of device, as far as it can be estimated."""
     labels: frozenset[str] = frozenset()
     devices: int = 1
@@ -132,6 +131,14 @@ class Needs:
     def fits(self, kind: str, device: DeviceOffer) -> bool:
         """Return True if a device of this kind is large enough for it, and is the GPU that it asks for."""
         return self.memory_on(kind) <= device.memory_mb and self.has_gpu(device)
+
+    def fitting_devices(self, worker: WorkerOffer, gpu_backends: frozenset[str]) -> tuple[int, ...]:
+        """Return the devices on which it fits, free or not, smallest first; none if the worker has too few of them."""
+        if not self.allows_worker(worker, gpu_backends):
+            return ()
+        fitting = [index for index, device in enumerate(worker.devices) if self.fits(worker.kind, device)]
+        fitting.sort(key=lambda index: worker.devices[index].memory_mb)
+        return tuple(fitting) if len(fitting) >= self.devices_each else ()
 
     def allows_kind(self, kind: str, gpu_backends: frozenset[str]) -> bool:
         """Return True if it may train on this kind of device."""

@@ -9,8 +9,8 @@ import pytest
 
 from app.cli.runs.watch import WatchState, refresh_interval
 from app.contracts.schemas.runs.reads import Prediction
-from app.runs.scheduler import durations
-from app.runs.scheduler.durations import PastAttempt, Timings, TypicalDurations, Workload
+from app.runs.queue import durations
+from app.runs.queue.durations import PastAttempt, Timings, TypicalDurations, Workload
 
 WORK = Workload(twin="same", work=16.0, total_steps=1000, evaluate_every=100, save_every=200)
 DONE = Timings(
