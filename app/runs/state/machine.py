@@ -1,4 +1,4 @@
-"""State machine of a run; the only writer of `runs.status`.
+"""State machine of a run: the transitions of `runs.status`, except the claim of several workers (`group_claim.py`).
 
     pending ──claim──▶ initializing ──begin──▶ running ◀─end_save─ checkpointing
      ▲  │                   │                   │  └──begin_save─────▲
