@@ -14,7 +14,7 @@ from app.contracts.schemas.page import Page
 from app.contracts.training_config import groups
 from app.estimator.model_sizes import largest_model
 from app.runs.estimates.devices import online_devices
-from app.runs.validation.request import shown_backends, unavailable_reason
+from app.runs.validation.backends import shown_backends, unavailable_reason
 
 router = APIRouter(tags=["backends"])
 

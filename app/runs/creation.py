@@ -1,7 +1,7 @@
 """Create runs: validation, idempotency, default experiment and insertion."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import select
@@ -11,19 +11,19 @@ from starlette.background import BackgroundTasks
 
 from app.api.idempotency import Idempotency, idempotency_key_reused
 from app.config import Settings
-from app.contracts.backends import BACKEND_RULES
 from app.contracts.errors import FieldError
 from app.contracts.schemas.runs.requests import RunCheck, RunCreate
-from app.contracts.training_config.fields import TrainingConfig
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.runs.estimates import service as estimates
+from app.runs.plan import NewRun, RunPlan
 from app.runs.queue.fit import Needs, pending_reason, quota_reason
 from app.runs.scheduler.fleet import read_fleet
 from app.runs.service import get
 from app.runs.state import machine
-from app.runs.validation.request import lock_references, requirements, validate_request
-from app.runs.validation.result import ValidationResult, validation_failed
+from app.runs.validation.request import lock_references, validate_request
+from app.runs.validation.resources import requirements
+from app.runs.validation.result import ValidationResult
 from app.runs.validation.rewards import reward_problems
 from app.tables.api_keys import ApiKey
 from app.tables.experiments import Experiment
@@ -65,34 +65,20 @@ async def create(
     if run_id is not None and (known := await session.get(Run, run_id)) is not None:
         return known
     found, needed = await _validate(session, settings, storage, request, wrong_rewards, caller_id)
-    if found.errors or found.config is None:
-        raise validation_failed(found.errors)
+    plan = found.plan(request)
     await lock_references(session, request, found)
-    if request.experiment_id is None:
-        experiment_id = (await default_experiment(session, caller_id)).id
-    else:
-        experiment_id = request.experiment_id
-    values = {
-        "id": run_id or new_id("run"),
-        "experiment_id": experiment_id,
-        "name": request.name or f"{found.config.method} of {found.config.base_model}",
-        "tags": request.tags,
-        "backend": request.backend,
-        "dataset_id": request.dataset_id,
-        "eval_dataset_id": request.eval_dataset_id,
-        "config": found.config.model_dump(mode="json"),
-        "user_set_fields": found.given,
-        "warnings": found.stored_warnings,
-        "base_run_id": found.base_run_id,
-        "devices_needed": found.resources.devices,
-        "hosts_needed": found.resources.hosts,
-        "resources": found.resources.model_dump(),
-        "requirements": needed,
-        "priority": request.priority,
-        "max_restarts": request.max_restarts,
-    }
-    extra = request.extra_eval_datasets
-    return await insert(transaction, values, reward_run_ids=found.reward_run_ids, extra_eval_datasets=extra)
+    new = NewRun(
+        plan=plan,
+        requirements=needed,
+        experiment_id=request.experiment_id or (await default_experiment(session, caller_id)).id,
+        name=request.name or f"{plan.config.method} of {plan.config.base_model}",
+        id=run_id or new_id("run"),
+        tags=request.tags,
+        priority=request.priority,
+        max_restarts=request.max_restarts,
+        warnings=found.warnings,
+    )
+    return await insert(transaction, new)
 
 
 async def check(
@@ -121,7 +107,7 @@ async def _validate(
     found = await validate_request(session, settings, storage, request, wrong_rewards)
     if found.errors or found.config is None:
         return found, {}
-    needed = await _requirements(session, settings, storage, request, found, found.config)
+    needed = await device_requirements(session, settings, storage, found.plan(request))
     needs = Needs.of(request.backend, found.resources.devices, found.resources.hosts, needed)
     waits = pending_reason(needs, await read_fleet(session, settings.lease_seconds))
     if waits is not None and waits.code != "no_worker":  # a warning of the validation says that
@@ -144,33 +130,22 @@ async def _quota_warnings(
     return [FieldError(field="resources.devices", code=one.code, message=one.message) for one in reasons]
 
 
-async def _requirements(
-    session: AsyncSession,
-    settings: Settings,
-    storage: Storage,
-    request: RunCreate,
-    found: ValidationResult,
-    config: TrainingConfig,
+async def device_requirements(
+    session: AsyncSession, settings: Settings, storage: Storage, plan: RunPlan, sharded: bool | None = None
 ) -> dict[str, Any]:
-    """Return what a device needs to train the run, from the request and the estimate."""
-    rules = BACKEND_RULES[request.backend]
+    """Return what a device needs to train a run, from its plan and its estimate; ends the session's transaction.
+
+    `sharded` is whether the model is divided among the devices; None: the estimate decides.
+    """
     least: dict[str, int] = {}
-    sharded = False
-    if rules.loads_model:
-        data = await estimates.data_of(session, request.dataset_id)
-        asked = found.resources
-        subject = estimates.Subject(
-            config,
-            found.given,
-            request.backend,
-            data,
-            devices=asked.devices,
-            sequence_parallel=asked.sequence_parallel,
-            expert_parallel=asked.expert_parallel,
-        )
-        subject = await estimates.with_sharding(session, settings, storage, subject, asked)
+    if plan.rules.loads_model and plan.dataset_id is not None:
+        subject = estimates.Subject.of(plan, await estimates.data_of(session, plan.dataset_id))
+        if sharded is None:
+            subject = await estimates.with_sharding(session, settings, storage, subject, plan.resources)
+        else:
+            subject = replace(subject, sharded=sharded)
         least, sharded = await estimates.least_memory_of(session, settings, storage, subject), subject.sharded
-    return requirements(rules, config, found.given, found.resources, least, sharded=sharded)
+    return requirements(plan, least, sharded=bool(sharded))
 
 
 async def find_by_idempotency_key(
@@ -186,38 +161,28 @@ async def find_by_idempotency_key(
     return run
 
 
-async def insert(
-    transaction: RunTransaction,
-    values: dict[str, Any],
-    reason: str = "created",
-    reward_run_ids: Sequence[str] = (),
-    extra_eval_datasets: Mapping[str, str] | None = None,
-) -> Run:
-    """Insert a run and its first event, or return the one that a duplicate of this request has just created.
-
-    `reward_run_ids` are other runs whose outputs are its reward models, and `extra_eval_datasets` ids of datasets by
-    name; the caller has locked both.
-    """
+async def insert(transaction: RunTransaction, new: NewRun) -> Run:
+    """Insert a run and its first event, or return the one that a duplicate of this request has just created."""
     session, idempotency = transaction.session, transaction.idempotency
-    values = {
-        **values,
+    columns = {
+        **new.columns(),
         "created_by": transaction.caller_id,
         "idempotency_key": idempotency.key if idempotency else None,
         "request_digest": idempotency.digest if idempotency else None,
     }
-    made = (await session.execute(machine.create(values, reason))).mappings().one_or_none()
-    if made is not None:
-        if reward_run_ids:
-            uses = [{"run_id": made["id"], "reward_run_id": reward_run_id} for reward_run_id in reward_run_ids]
-            await session.execute(postgresql.insert(RunRewardModel), uses)
-        if extra_eval_datasets:
-            named = [
-                {"run_id": made["id"], "name": name, "dataset_id": dataset_id}
-                for name, dataset_id in extra_eval_datasets.items()
-            ]
-            await session.execute(postgresql.insert(RunEvalDataset), named)
-        return Run(**made)
-    # A duplicate of this request came first and has committed: the insert waited for that.
-    return await find_by_idempotency_key(session, transaction.caller_id, idempotency) or await get(
-        session, values["id"]
-    )
+    row = (await session.execute(machine.create(columns, new.reason))).mappings().one_or_none()
+    if row is None:
+        # A duplicate of this request came first and has committed: the insert waited for that.
+        earlier = await find_by_idempotency_key(session, transaction.caller_id, idempotency)
+        return earlier or await get(session, new.id)
+    plan = new.plan
+    if plan.reward_run_ids:
+        uses = [{"run_id": new.id, "reward_run_id": reward_run_id} for reward_run_id in plan.reward_run_ids]
+        await session.execute(postgresql.insert(RunRewardModel), uses)
+    if plan.extra_eval_datasets:
+        datasets = [
+            {"run_id": new.id, "name": name, "dataset_id": dataset_id}
+            for name, dataset_id in plan.extra_eval_datasets.items()
+        ]
+        await session.execute(postgresql.insert(RunEvalDataset), datasets)
+    return Run(**row)

@@ -14,7 +14,6 @@ from app.api.errors import invalid
 from app.api.pagination import FindQuery, PageQuery, SearchQuery
 from app.audit import log as audit
 from app.config import Settings
-from app.contracts.backends import BACKEND_RULES
 from app.contracts.errors import FieldError
 from app.contracts.gpus import find_gpu, gpu_names, may_be
 from app.contracts.methods import TrainingMethod
@@ -48,8 +47,7 @@ from app.runs.estimates import service as estimates
 from app.runs.metrics.dependencies import curve_read_slot
 from app.runs.metrics.outlines import outlines
 from app.runs.scheduler.eta import EtaService
-from app.runs.validation.request import requirements, validate_request
-from app.runs.validation.result import validation_failed
+from app.runs.validation.request import validate_request
 from app.runs.validation.rewards import reward_problems
 from app.tables.runs import Run
 
@@ -101,10 +99,8 @@ async def _subject(
     found = await validate_request(
         session, settings, storage, body, wrong_rewards, needs_weights=body.probe, has_known_gpu=body.device is not None
     )
-    if found.errors or found.config is None:
-        raise validation_failed(found.errors)
-    rules = BACKEND_RULES[body.backend]
-    if body.probe and not rules.loads_model:
+    plan = found.plan(body)
+    if body.probe and not plan.rules.loads_model:
         message = f"backend `{body.backend}` loads no model, so there is nothing to measure; omit `probe`"
         raise invalid([FieldError(field="probe", code="not_supported", message=message)])
     gpu = find_gpu(body.device)
@@ -112,14 +108,8 @@ async def _subject(
         data = Data(body.dataset_size.rows, None, mean=body.dataset_size.mean_tokens)
     else:
         data = await estimates.data_of(session, body.uploaded_dataset)
-    asked = found.resources
-    kind = requirements(rules, found.config, found.given, asked, {}).get("kind")
-    subject = estimates.Subject(
-        found.config, found.given, body.backend, data, rules.loads_model, asked.devices,
-        sequence_parallel=asked.sequence_parallel, expert_parallel=asked.expert_parallel,
-        placement=asked.model_copy(update={"kind": kind}), gpu=gpu,
-    )  # fmt: skip
-    subject = await estimates.with_sharding(session, settings, storage, subject, asked)
+    subject = estimates.Subject.of(plan, data, gpu=gpu)
+    subject = await estimates.with_sharding(session, settings, storage, subject, plan.resources)
     if body.probe and subject.sharded:
         message = "has the whole model on one device, and the model of this run is divided among several; omit `probe`"
         raise invalid([FieldError(field="probe", code="not_supported", message=message)])

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import select
@@ -21,11 +21,13 @@ from app.contracts.training_config.adapters import CHANGES_BASE
 from app.contracts.training_config.field_traits import ADAPTER_ONLY, FOUR_BIT_ONLY, NOT_IN_PROBE, SUPERVISED_ONLY
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import GROUPS, drop_unknown_fields, given_fields, named_fields
-from app.infra.ids import is_id, new_id
+from app.infra.ids import is_id
 from app.infra.storage import Storage
 from app.runs.creation import RunTransaction, default_experiment, find_by_idempotency_key, insert
+from app.runs.plan import NewRun
 from app.runs.resume import without_defaults
-from app.runs.validation.request import is_divided, lock_references, requirements, validate_request
+from app.runs.validation.request import lock_references, validate_request
+from app.runs.validation.resources import is_divided, requirements
 from app.runs.validation.result import validation_failed
 from app.runs.validation.rewards import reward_problems
 from app.tables.checkpoints import Checkpoint
@@ -98,41 +100,37 @@ async def evaluate(transaction: RunTransaction, settings: Settings, storage: Sto
         resources=request.resources,
     )
     found = await validate_request(session, settings, storage, wanted, wrong_rewards, task=RunTask.evaluate)
-    if found.errors or found.config is None:
+    if found.errors:
         raise validation_failed([_about_request(error) for error in found.errors])
-    config, given = found.config, set(found.given) - {"eval_steps"}
+    plan = found.plan(wanted, RunTask.evaluate)
+    config, given = plan.config, set(plan.user_set_fields) - {"eval_steps"}
     await release(session)
     if run is not None and subject.changes is not None:
         given |= subject.changes.kept_fields(run)
         config = await asyncio.to_thread(_as_trained, run, subject.changes, request.config, given)
     await lock_references(session, wanted, found)
     await _lock_weights(session, request.model)
-    values = {
-        "id": new_id("run"),
-        "task": RunTask.evaluate,
-        "experiment_id": request.experiment_id or (await _experiment_id(session, run, caller_id)),
-        "name": request.name or f"evaluation of {run.name if run else request.model}"[:200],
-        "tags": request.tags,
-        "backend": _BACKEND,
-        "dataset_id": request.dataset_id,
-        "config": config.model_copy(update={"eval_steps": None}).model_dump(mode="json"),
-        "user_set_fields": sorted(given),
-        "warnings": found.stored_warnings,
-        "devices_needed": found.resources.devices,
-        "hosts_needed": found.resources.hosts,
-        "resources": found.resources.model_dump(),
+    is_output = run is not None and subject.checkpoint is None
+    plan = replace(
+        plan,
+        config=config.model_copy(update={"eval_steps": None}),
+        user_set_fields=frozenset(given),
+        base_run_id=run.id if run is not None and is_output else plan.base_run_id,
+    )
+    new = NewRun(
+        plan=plan,
         # The estimate is of a training, which takes more memory.
-        "requirements": requirements(
-            BACKEND_RULES[_BACKEND], config, given, found.resources, least={}, sharded=is_divided(found.resources)
-        ),
-        "priority": request.priority,
-        "base_run_id": found.base_run_id,
-    }
-    if subject.checkpoint is not None:
-        values |= {"parent_run_id": subject.checkpoint.run_id, "resume_checkpoint_id": subject.checkpoint.id}
-    elif run is not None:
-        values["base_run_id"] = run.id
-    return await insert(transaction, values, f"evaluates {request.model}", found.reward_run_ids)
+        requirements=requirements(plan, least={}, sharded=is_divided(plan.resources)),
+        experiment_id=request.experiment_id or (await _experiment_id(session, run, caller_id)),
+        name=request.name or f"evaluation of {run.name if run else request.model}"[:200],
+        tags=request.tags,
+        priority=request.priority,
+        warnings=found.warnings,
+        parent_run_id=subject.checkpoint.run_id if subject.checkpoint else None,
+        resume_checkpoint_id=subject.checkpoint.id if subject.checkpoint else None,
+        reason=f"evaluates {request.model}",
+    )
+    return await insert(transaction, new)
 
 
 def _about_request(error: FieldError) -> FieldError:

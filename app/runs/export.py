@@ -9,15 +9,16 @@ from app.contracts.errors import FieldError
 from app.contracts.run_status import TERMINAL
 from app.contracts.run_task import RunTask
 from app.contracts.schemas.checkpoints import CheckpointExport
+from app.contracts.schemas.runs.placement import Resources
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import drop_unknown_fields
 from app.contracts.training_config.rules import gguf_conflicts, wants_adapter
-from app.infra.ids import new_id
 from app.runs import service
 from app.runs.checkpoints.service import get
 from app.runs.creation import RunTransaction, find_by_idempotency_key, insert
+from app.runs.plan import NewRun, RunPlan
+from app.runs.validation.backends import unavailable_reason
 from app.runs.validation.destinations import gguf_problems
-from app.runs.validation.request import unavailable_reason
 from app.tables.runs import Run
 
 
@@ -69,36 +70,26 @@ async def export(
         raise invalid([FieldError(field="output", code="conflict", message=message)])
     if config.gguf is not None and (refused := gguf_conflicts(config) or await gguf_problems(session, settings)):
         raise invalid(refused)
-    values = {
-        "id": new_id("run"),
-        "task": RunTask.export,
-        "experiment_id": source.experiment_id,
-        "name": request.name or f"step {checkpoint.step} of {source.name}"[:200],
-        "tags": source.tags,
-        "backend": source.backend,
-        "dataset_id": source.dataset_id,
-        "eval_dataset_id": source.eval_dataset_id,
-        "config": config.model_dump(mode="json"),
-        "user_set_fields": sorted(given),
-        "base_run_id": source.base_run_id,
-        "resources": {
-            **source.resources,
-            "devices": 1,
-            "hosts": 1,
-            "sequence_parallel": 1,
-            "expert_parallel": 1,
-        },
-        "requirements": _requirements(source, config),
-        "priority": source.priority,
-        "max_restarts": source.max_restarts,
-        "parent_run_id": source.id,
-        "resume_checkpoint_id": checkpoint.id,
-        "current_step": checkpoint.step,
-        "current_epoch": checkpoint.epoch,
-    }
-    reason = f"exports the checkpoint of step {checkpoint.step} of {source.id}"
-    extra = await service.extra_eval_datasets(session, source)
-    return await insert(transaction, values, reason, extra_eval_datasets=extra)
+    alone = {"devices": 1, "hosts": 1, "sequence_parallel": 1, "expert_parallel": 1}
+    plan = RunPlan.derived_from(
+        source,
+        config=config,
+        user_set_fields=frozenset(given),
+        resources=Resources.model_validate(source.resources | alone),
+        task=RunTask.export,
+        extra_eval_datasets=await service.extra_eval_datasets(session, source),
+    )
+    new = NewRun.derived_from(
+        source,
+        plan,
+        name=request.name or f"step {checkpoint.step} of {source.name}"[:200],
+        requirements=_requirements(source, config),
+        resume_checkpoint_id=checkpoint.id,
+        current_step=checkpoint.step,
+        current_epoch=checkpoint.epoch,
+        reason=f"exports the checkpoint of step {checkpoint.step} of {source.id}",
+    )
+    return await insert(transaction, new)
 
 
 def _requirements(source: Run, config: TrainingConfig) -> dict[str, Any]:

@@ -22,28 +22,19 @@ from app.contracts.training_config.fields import MOST_MICRO_BATCHES, MOST_STEPS,
 from app.contracts.training_config.optimizers import SHARDED_OPTIMIZERS
 from app.contracts.training_config.raw_config import GROUPS, drop_unknown_fields, given_fields, named_fields
 from app.contracts.training_config.validation import resume_problems
-from app.infra.ids import is_id, new_id
+from app.infra.ids import is_id
 from app.infra.storage import Storage
 from app.runs import service
 from app.runs.actions.service import changes
 from app.runs.checkpoints.service import furthest_good, preferred
-from app.runs.creation import RunTransaction, find_by_idempotency_key, insert
+from app.runs.creation import RunTransaction, device_requirements, find_by_idempotency_key, insert
 from app.runs.estimates import service as estimates
+from app.runs.plan import NewRun, RunPlan
+from app.runs.validation.backends import backend_problems
 from app.runs.validation.config import about_config, config_problems, unusual_warnings
 from app.runs.validation.destinations import destination_problems
-from app.runs.validation.expert_parallel import expert_parallel_problems
-from app.runs.validation.request import (
-    backend_problems,
-    fixed_resources,
-    label_problems,
-    placement_problems,
-    requirements,
-    resource_problems,
-    sharding_problems,
-    shared_file_problems,
-)
+from app.runs.validation.resources import check_resources, fixed_resources, label_problems, placement_problems
 from app.runs.validation.result import validation_failed
-from app.runs.validation.sequence_parallel import sequence_parallel_problems
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
 
@@ -84,37 +75,30 @@ async def resume(
         given = sorted({*given, "stop_at_step"})
     if checkpoint is not None:
         _refuse_if_done(parent, config, checkpoint)
-    rules = BACKEND_RULES[parent.backend]
-    least: dict[str, int] = {}
-    was_sharded = sharded = bool(parent.requirements.get("sharded"))
+    was_sharded = bool(parent.requirements.get("sharded"))
+    if checkpoint is not None and was_sharded:
+        config, given = _with_the_same_optimizer(config, given)
     before = Resources.model_validate(parent.resources)
     resources, wrong = before, list[FieldError]()
+    rules = BACKEND_RULES[parent.backend]
     if request.resources is not None:
         asked = ResourceRequest.model_validate(before.model_dump() | request.resources.model_dump(exclude_unset=True))
         resources, wrong = await fixed_resources(session, settings, rules, config, given, asked)
         wrong += await label_problems(session, rules, request.resources)
-    if checkpoint is not None and was_sharded:
-        config, given = _with_the_same_optimizer(config, given)
     # A checkpoint has the state of its optimizer, which is then no default that could be replaced.
-    fixed = given if checkpoint is None else sorted({*given, "optim"})
-    if rules.loads_model:
-        data = await estimates.data_of(session, parent.dataset_id)
-        subject = estimates.Subject(
-            config, given, parent.backend, data, devices=resources.devices,
-            sequence_parallel=resources.sequence_parallel, expert_parallel=resources.expert_parallel,
-        )  # fmt: skip
-        if _division(resources) != _division(before):  # else it is decided
-            decided = replace(subject, given=fixed, sharded=was_sharded)
-            sharded = (await estimates.with_sharding(session, settings, storage, decided, resources)).sharded
-        subject = replace(subject, sharded=sharded)
-        least = await estimates.least_memory_of(session, settings, storage, subject)
+    fixed = frozenset(given if checkpoint is None else {*given, "optim"})
+    plan = RunPlan.derived_from(
+        parent,
+        config=config,
+        user_set_fields=fixed,
+        resources=resources,
+        # As long as the parent exists, which is checked again below, so do these.
+        extra_eval_datasets=await service.extra_eval_datasets(session, parent),
+        reward_run_ids=await service.reward_run_ids(session, parent),
+    )
     wrong += backend_problems(settings, rules, resources)
-    wrong += resource_problems(rules, config, given, resources)
-    wrong += sharding_problems(config, fixed, resources)
     wrong += await placement_problems(session, settings, rules, resources)
-    wrong += shared_file_problems(settings, config, resources)
-    wrong += await sequence_parallel_problems(session, settings, storage, config, resources)
-    wrong += await expert_parallel_problems(session, settings, storage, config, resources)
+    wrong += await check_resources(session, settings, storage, plan)
     is_whole = resources.devices % resources.sequence_parallel == 0
     if checkpoint is not None and is_whole and _shares(resources) != _shares(before):
         accumulation = _with_the_same_step(parent, config, before, resources)
@@ -124,37 +108,26 @@ async def resume(
             config = config.model_copy(update={"gradient_accumulation_steps": accumulation})
     if wrong:
         raise validation_failed(wrong)
+    sharded = was_sharded
+    if rules.loads_model and _division(resources) != _division(before):  # else it is decided
+        subject = estimates.Subject.of(plan, await estimates.data_of(session, parent.dataset_id), sharded=was_sharded)
+        sharded = (await estimates.with_sharding(session, settings, storage, subject, resources)).sharded
+    plan = replace(plan, config=config, user_set_fields=frozenset(given))
+    needed = await device_requirements(session, settings, storage, plan, sharded)
     await _ended(session, run_id)  # locked again: no connection was held while threads worked
     if checkpoint is not None:
         checkpoint = await _checkpoint(session, parent, checkpoint.id)
-    values = {
-        "id": new_id("run"),
-        "experiment_id": parent.experiment_id,
-        "name": parent.name,
-        "tags": parent.tags,
-        "backend": parent.backend,
-        "dataset_id": parent.dataset_id,
-        "eval_dataset_id": parent.eval_dataset_id,
-        "config": config.model_dump(mode="json"),
-        "user_set_fields": given,
-        "warnings": [warning.model_dump() for warning in unusual_warnings(config)],
-        "base_run_id": parent.base_run_id,
-        "devices_needed": resources.devices,
-        "hosts_needed": resources.hosts,
-        "resources": resources.model_dump(),
-        "requirements": requirements(rules, config, given, resources, least, sharded=sharded),
-        "priority": parent.priority,
-        "max_restarts": parent.max_restarts,
-        "parent_run_id": parent.id,
-        "resume_checkpoint_id": checkpoint.id if checkpoint else None,
-        "current_step": checkpoint.step if checkpoint else 0,
-        "current_epoch": checkpoint.epoch if checkpoint else 0.0,
-    }
-    reason = f"resumes {parent.id} " + (f"from step {checkpoint.step}" if checkpoint else "from the start")
-    # The parent is locked, which also keeps its reward models and its datasets.
-    reward_runs = await service.reward_run_ids(session, parent)
-    extra = await service.extra_eval_datasets(session, parent)
-    return await insert(transaction, values, reason, reward_runs, extra)
+    new = NewRun.derived_from(
+        parent,
+        plan,
+        requirements=needed,
+        warnings=unusual_warnings(config),
+        resume_checkpoint_id=checkpoint.id if checkpoint else None,
+        current_step=checkpoint.step if checkpoint else 0,
+        current_epoch=checkpoint.epoch if checkpoint else 0.0,
+        reason=f"resumes {parent.id} " + (f"from step {checkpoint.step}" if checkpoint else "from the start"),
+    )
+    return await insert(transaction, new)
 
 
 def _with_the_same_optimizer(config: TrainingConfig, given: list[str]) -> tuple[TrainingConfig, list[str]]:

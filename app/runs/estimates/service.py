@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, Self, TypeVar
 from weakref import WeakValueDictionary
 
 from sqlalchemy import select
@@ -48,6 +48,7 @@ from app.runs.estimates.devices import assumed_device, devices_of_gpu, online_de
 from app.runs.estimates.history import Speed, speed
 from app.runs.estimates.hub_config import HubConfig
 from app.runs.estimates.model_config import NoConfig, read_config
+from app.runs.plan import RunPlan
 from app.tables.datasets import Dataset
 from app.tables.runs import Run
 from app.workers.queries import have_package, is_any_online
@@ -102,6 +103,23 @@ class Subject:
     """Devices that the request allows, of the kind that its configuration needs."""
     gpu: Gpu | None = None
     """GPU to estimate for, whether a worker has it or not; None: those of online workers."""
+
+    @classmethod
+    def of(cls, planned: RunPlan, data: Data, **changes: Any) -> Self:
+        """Return the subject of a planned run on its data."""
+        resources = planned.resources
+        values: dict[str, Any] = {
+            "config": planned.config,
+            "given": sorted(planned.user_set_fields),
+            "backend": planned.backend,
+            "data": data,
+            "loads_model": planned.rules.loads_model,
+            "devices": resources.devices,
+            "sequence_parallel": resources.sequence_parallel,
+            "expert_parallel": resources.expert_parallel,
+            "placement": resources.model_copy(update={"kind": planned.device_kind}),
+        }
+        return cls(**(values | changes))
 
     @property
     def division(self) -> Division:

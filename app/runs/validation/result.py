@@ -4,9 +4,12 @@ from dataclasses import dataclass, field
 
 from app.api.errors import ApiError, invalid
 from app.contracts.errors import FieldError
+from app.contracts.run_task import RunTask
 from app.contracts.schemas.runs.placement import Resources
+from app.contracts.schemas.runs.requests import RunCreate
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.stored_quantization import StoredQuantization
+from app.runs.plan import RunPlan
 
 
 @dataclass
@@ -27,10 +30,22 @@ class ValidationResult:
     base_run_id: str | None = None
     reward_run_ids: list[str] = field(default_factory=list)
 
-    @property
-    def stored_warnings(self) -> list[dict[str, str]]:
-        """Warnings as the run's row contains them."""
-        return [warning.model_dump() for warning in self.warnings]
+    def plan(self, request: RunCreate, task: RunTask = RunTask.train) -> RunPlan:
+        """Return the plan of the run that a request without errors asks for; otherwise raise 422 with all errors."""
+        if self.errors or self.config is None:
+            raise validation_failed(self.errors)
+        return RunPlan(
+            backend=request.backend,
+            config=self.config,
+            user_set_fields=frozenset(self.given),
+            resources=self.resources,
+            task=task,
+            dataset_id=request.dataset_id,
+            eval_dataset_id=request.eval_dataset_id,
+            extra_eval_datasets=request.extra_eval_datasets,
+            base_run_id=self.base_run_id,
+            reward_run_ids=self.reward_run_ids,
+        )
 
     def refuse(self, name: str, code: str, message: str) -> None:
         """Add an error."""
