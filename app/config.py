@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from app.contracts.gpus import find_gpu, gpu_names
@@ -67,6 +67,12 @@ class ClientSettings(_HomeSettings):
         return None if path is None else path.expanduser()
 
 
+_REMOVED = {
+    "ANNEAL_CHECKPOINT_URL": "unset it, and set ANNEAL_STORAGE to that URL if checkpoints are to survive the loss of a "
+    "machine, as docs/operations/remote-checkpoints.md describes",
+}
+"""Settings that no longer exist, with what to do instead. A server that ignored one would do less than its operator
+expects."""
 _ORIGIN = r"https?://(?:\[[0-9a-f:.]+\]|[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)(?::[0-9]{1,5})?"
 
 
@@ -128,9 +134,6 @@ class Settings(_HomeSettings):
     disk_reserve_bytes: Annotated[int, Field(ge=0), BYTES] = 1024**3
     """Bytes that must stay free on a disk: uploads that would use them are refused, checkpoints are skipped or fail
     their run, and printed lines are not stored while the disk of the embedded database has less."""
-    checkpoint_url: str | None = None
-    """URL where workers store checkpoint replicas (`s3://bucket/prefix`, `file:///share`); unset: no replicas. Not with
-    a URL as `storage`, where all checkpoints are."""
     launch: Literal["auto", "zygote", "cold"] = "auto"
     """Launch of training processes: forked from a preloaded process (`zygote`) or `cold`; `auto` prefers the zygote."""
     max_upload_bytes: Annotated[int, Field(ge=1), BYTES] = 4 * 1024**3
@@ -257,17 +260,25 @@ class Settings(_HomeSettings):
             )
         return uri
 
-    @field_validator("checkpoint_url", "storage")
+    @field_validator("storage")
     @classmethod
-    def _check_store_url(cls, url: str | Path | None, info: ValidationInfo) -> str | Path | None:
+    def _check_store_url(cls, url: str | Path | None) -> str | Path | None:
         # The URL appears in run logs; the storage libraries read credentials from the process's environment.
-        is_url = isinstance(url, str) and (info.field_name == "checkpoint_url" or "://" in url)
+        is_url = isinstance(url, str) and "://" in url
         if is_url and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s@?#]+", str(url)) is None:
             raise ValueError(
                 "must be a URL such as s3://bucket/prefix or file:///mnt/share, without user, password and options; "
                 "set S3 credentials in the environment (AWS_ACCESS_KEY_ID and so on)"
             )
         return url
+
+    @model_validator(mode="after")
+    def _refuse_removed_settings(self) -> "Settings":
+        set_names = {name.upper() for name, value in os.environ.items() if value}
+        for name, advice in _REMOVED.items():
+            if name in set_names:
+                raise ValueError(f"{name} was removed: {advice}")
+        return self
 
     @model_validator(mode="after")
     def _fill_derived_folders(self) -> "Settings":
@@ -279,10 +290,6 @@ class Settings(_HomeSettings):
             object.__setattr__(self, "cache", self.cache.expanduser().absolute())
         if self.storage_url is None:
             object.__setattr__(self, "storage", Path(self.storage or home / "storage").expanduser().absolute())
-        elif self.checkpoint_url is not None:
-            raise ValueError(
-                "ANNEAL_STORAGE is a URL, so all checkpoints are stored there: remove ANNEAL_CHECKPOINT_URL"
-            )
         for root in self.model_roots[1:]:
             # Training processes write to the storage, so a model there is not the operator's.
             real, storage = Path(os.path.realpath(root)), Path(os.path.realpath(self.storage_root))

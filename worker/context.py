@@ -31,7 +31,7 @@ from app.workers import registry
 from app.workers.status_files import WorkerStatusFile
 from worker import devices, registration
 from worker.checkpoint_store.remote_store import RemoteStore
-from worker.checkpoint_store.replicator import Replicator
+from worker.checkpoint_store.uploader import CheckpointUploader
 from worker.checkpoint_store.working_copy import WorkingCopy
 from worker.group_network import address_of
 from worker.health import WorkerHealth
@@ -127,23 +127,16 @@ class WorkerContext:
         """Current runs save and are released now."""
         self.drained_at = float("inf")
         """Monotonic time at which `draining` was set."""
-        self.replicator: Replicator | None = None
-        """Checkpoint replication, if the operator configured it."""
-        self.remote: RemoteStore | None = None
-        """Store of checkpoints, which also holds everything else if `storage` is a URL."""
         self.working_copy: WorkingCopy | None = None
         """Copy of the object store on this machine, if `storage` is a URL."""
+        self.uploader: CheckpointUploader | None = None
+        """Sends the checkpoints of the working copy to the object store."""
         if settings.storage_url:
-            self.remote = RemoteStore(settings.storage_url, self.storage, "ANNEAL_STORAGE")
+            remote = RemoteStore(settings.storage_url, self.storage)
             self.working_copy = WorkingCopy(
-                self.remote, self.storage, self.engine, settings.cache_bytes, settings.disk_reserve_bytes
+                remote, self.storage, self.engine, settings.cache_bytes, settings.disk_reserve_bytes
             )
-        elif settings.checkpoint_url:
-            self.remote = RemoteStore(settings.checkpoint_url, self.storage)
-        if self.remote:
-            self.replicator = Replicator(
-                self.remote, self.storage, self.engine, is_storage=settings.storage_url is not None
-            )
+            self.uploader = CheckpointUploader(remote, self.storage, self.engine)
         self.telemetry = TelemetrySampler(self.id, self.machine.devices, self.engine)
         self._status_file = WorkerStatusFile(settings.home, self.id)
         self._leases: dict[str, HeldLease] = {}
@@ -174,8 +167,8 @@ class WorkerContext:
                 return False
         self._heartbeat.start()
         self.telemetry.start()
-        if self.replicator:
-            self.replicator.start()
+        if self.uploader:
+            self.uploader.start()
         threads = (("control", self._listen), ("wake-ups", self._notify_loop), ("warm-up", self._note_warm))
         for name, work in threads:
             threading.Thread(target=work, name=name, daemon=True).start()
@@ -204,8 +197,8 @@ class WorkerContext:
         self._beat_now.set()
         self.telemetry.close()
         self.launcher.stop()
-        if self.replicator:
-            self.replicator.close()
+        if self.uploader:
+            self.uploader.close()
         if self._heartbeat.is_alive():
             self._heartbeat.join(_DATABASE_PAUSE)  # a heartbeat in flight would mark the worker as online
         # If the database has fallen silent, a new connection gives up after 5 s, an open one only after 15 s.

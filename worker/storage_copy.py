@@ -55,7 +55,7 @@ class StorageCopy:
         self._do(register())
         installation = self._rows(select(Installation.id))[0].id
         try:
-            self._remote.objects.mark_root(lambda: True)
+            self._remote.objects.mark_root()
             self._remote.objects.check_owner(installation)
         except WrongStore as error:
             if error.is_marked:

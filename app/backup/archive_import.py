@@ -43,7 +43,7 @@ _IDENTITY = {
 }
 """Columns that never change once a row has the form that is exported: rows that differ in them are not the same."""
 _RESET: dict[str, tuple[str, ...]] = {"checkpoints": ("replica_started_at", "replicated_at")}
-"""Columns that are not imported: replicas belong to the service that wrote them, and only it may remove them."""
+"""Columns that are not imported: what an object store has belongs to the service that wrote it, which may remove it."""
 _CHECKPOINT = re.compile(r"checkpoint-[0-9]+")
 _MAX_DEPTH = 32
 _BATCH_ROWS = 1000

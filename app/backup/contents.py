@@ -37,8 +37,6 @@ class StoredCheckpoint:
     attempt: int
     name: str
     manifest_sha256: str
-    is_replicated: bool
-    """True if `ANNEAL_CHECKPOINT_URL` has it too, from which a worker fetches it where the folder is missing."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,6 @@ class Contents:
         stored = Checkpoint.deleted_at.is_(None) & Checkpoint.bad_reason.is_(None)
         checkpoint_columns = (
             Checkpoint.id, Checkpoint.run_id, Checkpoint.attempt, Checkpoint.name, Checkpoint.manifest_sha256,
-            Checkpoint.replicated_at.is_not(None),
         )  # fmt: skip
         dataset_query = select(Dataset.id, Dataset.extension, Dataset.bytes, Dataset.sha256)
         checkpoint_query = select(*checkpoint_columns).where(stored)
@@ -136,7 +133,7 @@ def _problem_of_checkpoint(
 ) -> str | None:
     manifest = files.get(f"{folder}/{file_manifest.MANIFEST}")
     if manifest is None:
-        return None if checkpoint.is_replicated else "its files are missing"
+        return "its files are missing"
     if manifest.sha256 != checkpoint.manifest_sha256 or manifest.bytes > file_manifest.MAX_BYTES:
         return "it has another manifest than was stored"
     content = read(manifest.path)

@@ -27,7 +27,7 @@ def up() -> None:
     with plain_errors():
         settings = environment_settings()
         refuse_unfinished_restore(settings)
-        _check_stores(settings)
+        _check_storage(settings)
         raise typer.Exit(Up(settings, typer.echo, sys.stdout.isatty()).run())
 
 
@@ -47,7 +47,7 @@ def api(
     with plain_errors():
         settings = settings_with_urls()
         refuse_unfinished_restore(settings)
-        _check_stores(settings)
+        _check_storage(settings)
         if port is not None:
             settings = settings.model_copy(update={"port": port})
         with socket.socket(fileno=fd) if fd is not None else listen(settings) as listener:
@@ -158,10 +158,9 @@ def prune(
             typer.echo(found.summary(dry_run))
 
 
-def _check_stores(settings: "Settings") -> None:
+def _check_storage(settings: "Settings") -> None:
     """Raise `SetupError` if a URL needs a library that is not installed; the processes would fail one by one."""
     from app.infra.files.object_store import ObjectStore
 
-    for url, setting in ((settings.storage_url, "ANNEAL_STORAGE"), (settings.checkpoint_url, "ANNEAL_CHECKPOINT_URL")):
-        if url is not None:
-            ObjectStore(url, setting)
+    if settings.storage_url is not None:
+        ObjectStore(settings.storage_url, "ANNEAL_STORAGE")

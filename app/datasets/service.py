@@ -100,8 +100,8 @@ async def claim_storage(sessions: async_sessionmaker[AsyncSession], storage: Sto
         newest = await session.scalar(select(Dataset.id).order_by(Dataset.id.desc()).limit(1))
 
     def claim(store: ObjectStore, id: str) -> None:
-        if store.needs_mark():
-            store.mark_root(lambda: newest is None)
+        if newest is None:
+            store.mark_root()
         store.claim(id, lambda: newest is None or bool(store.list(f"datasets/{newest}")))
 
     await storage.in_thread(claim, objects, str(installation))

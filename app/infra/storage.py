@@ -244,7 +244,7 @@ class Storage:
         return attempt.with_name(f".fetch-{attempt.name}-{checkpoint.name}.{own_name}")
 
     def key_of(self, path: Path) -> str:
-        """Return the key of a path in the replica storage: the path relative to the root."""
+        """Return the key of a path in the object store: the path relative to the root."""
         return path.relative_to(self.root).as_posix()
 
     def output_dir(self, run_id: str, attempt: int) -> Path:

@@ -12,7 +12,7 @@ from app.contracts.run_status import TERMINAL
 from app.infra.async_tasks import skipping_errors
 from app.infra.files.object_store import StoreUnavailable
 from app.infra.storage import Storage
-from app.runs.checkpoints import replicas
+from app.runs.checkpoints import uploads
 from app.tables.checkpoints import Checkpoint
 from app.tables.events import FeedEvent, QueuedFeedEvent, RunEvent
 from app.tables.runs import MetricRollup, Run, RunDeletion, RunRewardModel
@@ -75,7 +75,6 @@ async def delete_rows(session: AsyncSession, runs: Select[str]) -> None:
     """Delete the rows of `runs`, and record that the rest must follow. The caller has checked and locked them."""
     noted = insert(RunDeletion).from_select(["run_id"], runs).on_conflict_do_nothing()
     await session.execute(noted)
-    await session.execute(replicas.schedule_replica_deletion(runs))
     # Before the runs: of two that are deleted together, one may be the reward model of the other.
     await session.execute(delete(RunRewardModel).where(RunRewardModel.run_id.in_(runs)))
     await session.execute(delete(Run).where(Run.id.in_(runs)))
@@ -112,7 +111,7 @@ async def _delete_data_of(sessions: async_sessionmaker[AsyncSession], storage: S
             await session.execute(delete(table).where(table.run_id == run_id))
         await session.execute(delete(RunDeletion).where(RunDeletion.run_id == run_id))
         if storage.objects is not None:
-            await session.execute(replicas.schedule_second_removal(run_id))
+            await session.execute(uploads.schedule_removal(run_id))
     log.info("removed the remaining data of deleted run %s", run_id)
 
 

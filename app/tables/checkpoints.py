@@ -1,4 +1,4 @@
-"""Tables of checkpoints and of replicas to remove."""
+"""Tables of checkpoints, and of those of deleted runs to remove from an object store."""
 
 from datetime import datetime
 from typing import Any
@@ -49,24 +49,24 @@ class Checkpoint(Base):
     bad_reason: Mapped[str | None]
     """Reason why verification failed when a run tried to resume from it."""
     replica_started_at: Mapped[datetime | None]
-    """Time of the last claim or renewal of a replica upload to `ANNEAL_CHECKPOINT_URL`; null if no files are there.
+    """Time of the last claim or renewal of its upload to the object store; null if no files are there.
 
     Only the worker that set the current value may continue the upload."""
     replicated_at: Mapped[datetime | None]
-    """Time at which the replica was complete."""
+    """Time at which it was complete in the object store."""
 
     @property
     def copies(self) -> list[str]:
-        """Locations: the storage of the worker that wrote it, and possibly `ANNEAL_CHECKPOINT_URL`."""
+        """Locations: the storage of the worker that wrote it, and possibly the object store."""
         return ["local"] if self.replicated_at is None else ["local", "remote"]
 
 
 class ReplicaDeletion(Base):
-    """Deleted run whose replicas at `ANNEAL_CHECKPOINT_URL` a worker must still remove; the API cannot reach them."""
+    """Deleted run whose checkpoints in the object store a worker must still remove: it may have sent one meanwhile."""
 
     __tablename__ = "replica_deletions"
 
     run_id: Mapped[str] = mapped_column(primary_key=True)
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     not_before: Mapped[datetime] = mapped_column(server_default=func.now())
-    """Time after which no worker uploads a replica of the run any more."""
+    """Time after which no worker uploads a checkpoint of the run any more."""

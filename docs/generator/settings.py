@@ -27,7 +27,7 @@ _OTHERS = """\
 | `PYTORCH_ALLOC_CONF` | `expandable_segments:True` in training processes | torch's allocator of GPU memory; set it for workers. The default is empty in WSL2, or if `PYTORCH_CUDA_ALLOC_CONF` is set. |
 | `CC`, `TRITON_CACHE_DIR`, `XDG_CACHE_HOME` | | C compiler and caches of compiled GPU kernels; set them for workers. |
 | `WANDB_BASE_URL`, `WANDB_ENTITY`, `WANDB_PROJECT`, `WANDB_MODE` | W&B's own; project `anneal` | Destination of runs with `report_to: ["wandb"]`, as read by `wandb`; set them for workers. |
-| `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_ENDPOINT_URL` | | Credentials and endpoint for `ANNEAL_STORAGE=s3://…`, set for API and workers, or for `ANNEAL_CHECKPOINT_URL=s3://…`, set for workers. |
+| `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_ENDPOINT_URL` | | Credentials and endpoint for `ANNEAL_STORAGE=s3://…`, set for API and workers. |
 | `CUDA_VISIBLE_DEVICES` | all | GPUs that a worker uses, by index or UUID; MIG instances by UUID (`nvidia-smi -L`). |
 """
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 
 from tests.e2e.conftest import TrainingStack
 from tests.waiting import eventually
-from worker.wire.journal import read_journal
 
 pytestmark = pytest.mark.usefixtures("idle")
 
@@ -191,37 +189,6 @@ def test_a_divided_model_survives_a_kill_and_goes_on_undivided_on_one_device(sta
     assert shown["status"] == "completed", shown["error_message"]
     files = {file["path"] for file in stack.client.get(f"/v1/runs/{child}/artifacts").json()["data"]}
     assert "model.safetensors" in files
-
-
-@pytest.mark.full
-def test_a_divided_run_whose_machine_is_lost_goes_on_exactly_on_another_one(tmp_path: Path) -> None:
-    """From the second copy of a checkpoint, whose optimizer state is in a folder of its own."""
-    (tmp_path / "shared").mkdir()
-    stack = TrainingStack(tmp_path / "home")
-    try:
-        url = f"file://{tmp_path}/shared"
-        first = stack.add_worker(slots=2, checkpoint_url=url)
-        divided = {"resources": {"devices": 2, "sharding": "full"}, "lora_dropout": 0.1, "max_steps": 60}
-        whole = start(stack, **divided)
-        assert stack.until(whole, "completed", "failed", timeout=120)["status"] == "completed"
-        run_id = start(stack, **divided)
-        path = f"/v1/runs/{run_id}/checkpoints"
-        eventually(lambda: [one for one in stack.client.get(path).json()["data"] if "remote" in one["copies"]])
-        assert list((tmp_path / "shared").rglob("optimizer/.metadata"))
-        first.kill()
-        second = tmp_path / "second"
-        shutil.copytree(stack.settings.storage_root / "datasets", second / "datasets")
-        stack.add_worker(slots=2, checkpoint_url=url, storage=second)
-        shown = stack.until(run_id, "completed", "failed", timeout=120)
-        assert (shown["status"], shown["attempt"]) == ("completed", 2), shown["error_message"]
-        facts = [event for event in stack.events(run_id) if event["type"] == "config"][-1]["facts"]
-        assert facts["fidelity"] == "exact", facts["fidelity_reasons"]
-        assert any("was fetched" in event.get("line", "") for event in stack.events(run_id))
-        lines = [one for one in read_journal(second / "runs" / run_id / "journal.jsonl") if one["event"] == "step"]
-        steps = {line["step"]: (line["loss_hex"], line["samples"]) for line in lines}
-        assert min(steps) > 10 and steps == {step: stack.steps(whole)[step] for step in range(min(steps), 61)}
-    finally:
-        stack.close()
 
 
 def test_devices_that_share_sequences_train_stop_and_go_on(stack: TrainingStack) -> None:

@@ -82,7 +82,7 @@ def test_a_machine_that_does_not_fit_is_named(settings: Settings, engine: Engine
 def test_missing_and_wrong_settings_are_named_without_their_values(settings: Settings) -> None:
     without = {"ANNEAL_DATABASE_URL": "", "ANNEAL_REDIS_URL": "", "ANNEAL_HOME": str(settings.home / "none")}
     assert "ANNEAL_DATABASE_URL" in last_line(start(settings, "run_1", **without))
-    done = start(settings, "run_1", ANNEAL_CHECKPOINT_URL="s3://ada:hunter2@bucket", ANNEAL_LEASE_SECONDS="soon")
+    done = start(settings, "run_1", ANNEAL_STORAGE="s3://ada:hunter2@bucket", ANNEAL_LEASE_SECONDS="soon")
     assert done.returncode == 1 and "ANNEAL_LEASE_SECONDS" in last_line(done) and "hunter2" not in done.stderr
 
 

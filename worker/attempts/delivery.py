@@ -43,9 +43,10 @@ def deliver(
     which counts as a loss only if the store answers. A stop ends these tries. The records decide nothing: they are
     sent once.
     """
-    if context.working_copy is None or context.remote is None:
+    if context.working_copy is None:
         return ending
-    delivery = _Delivery(context, context.remote, run, lease, writer)
+    remote = context.working_copy.remote
+    delivery = _Delivery(context, remote, run, lease, writer)
     if not has_output:
         delivery.records_if_possible()
         return ending
@@ -64,10 +65,10 @@ def deliver(
             return machine.cancel(run.id, run.lease_epoch)
         if not error.is_silent:
             # It answers, so the next attempt would start, and so on without an end.
-            reason = f"its output cannot be sent to {context.remote.url}: {error}; an operator finds the cause in the "
+            reason = f"its output cannot be sent to {remote.url}: {error}; an operator finds the cause in the "
             reason += "worker's log. Resume the run once the storage works"
             return machine.retry(run.id, run.lease_epoch, reason, _REQUEUE_SECONDS, STORAGE_UNAVAILABLE)
-        reason = f"released: its output could not be sent to {context.remote.url} for "
+        reason = f"released: its output could not be sent to {remote.url} for "
         reason += (
             f"{context.settings.delivery_seconds:,.0f} s ({error}); once the storage works, another attempt continues "
         )

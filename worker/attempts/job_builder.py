@@ -44,7 +44,7 @@ from app.tables.runs import Attempt, Run
 from worker.attempts import auto_repair
 from worker.checkpoint_files import manifest
 from worker.checkpoint_store import cleanup, restore
-from worker.checkpoint_store.remote_store import ReplicaCorrupt, ReplicaMissing
+from worker.checkpoint_store.remote_store import CorruptInStore, MissingInStore
 from worker.checkpoint_store.restore import RestoreControl, RestoreOutcome
 from worker.checkpoint_store.working_copy import WorkingCopy
 from worker.claimed_run import ClaimedRun
@@ -303,9 +303,9 @@ def _store_errors(context: WorkerContext, run: ClaimedRun, what: str, code: str,
         message = f"{what} cannot be fetched now ({error}); the run waits for another try"
         pause = _pause(context.engine, run, is_refused=error.is_refused)
         raise JobError("storage_unavailable", message, is_transient=True, pause_seconds=pause) from error
-    except (ReplicaMissing, ReplicaCorrupt) as error:
+    except (MissingInStore, CorruptInStore) as error:
         # This worker may have another ANNEAL_STORAGE than the API, so that others may find it.
-        how = "is not in" if isinstance(error, ReplicaMissing) else f"is not what was stored ({error}) in"
+        how = "is not in" if isinstance(error, MissingInStore) else f"is not what was stored ({error}) in"
         message = f"{what} {how} the storage of this worker ({context.settings.storage_url}): set the same "
         message += f"ANNEAL_STORAGE for API and workers; if it is the same, {advice}"
         raise JobError(code, message, is_transient=True) from error

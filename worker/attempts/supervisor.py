@@ -200,7 +200,7 @@ def _supervise(context: WorkerContext, run: ClaimedRun, claimed_at: float) -> No
         context.tracing.span("attempt", {"anneal.run_id": run.id, "anneal.attempt": run.attempt}),
         Lease(context, run.id, run.lease_epoch, claimed_at) as lease,
         EventWriter(context, run, lease) as writer,
-        context.replicator.log_to(run.id, writer.put) if context.replicator else nullcontext(),
+        context.uploader.log_to(run.id, writer.put) if context.uploader else nullcontext(),
         context.working_copy.used_by(run.id) if context.working_copy else nullcontext(),
     ):
         try:
@@ -330,16 +330,16 @@ def judge_devices(
 
 
 def settle(context: WorkerContext, lease: Lease, writer: EventWriter) -> None:
-    """Wait for the replicas of the checkpoints that the attempt has saved, unless none of them is wanted.
+    """Wait until the checkpoints that the attempt has saved are in the object store, unless none of them is wanted.
 
     After a repair nothing waits: the device would be idle each time, and the run most probably continues on this
     worker.
     """
-    if context.replicator and (lease.stop is None or lease.stop.mode != "discard"):
+    if context.uploader and (lease.stop is None or lease.stop.mode != "discard"):
         writer.wait_past_lease()
-        writer.drain()  # every saved checkpoint is queued for replication now
+        writer.drain()  # every saved checkpoint is queued for its upload now
         until = min(context.drained_at, time.monotonic()) + context.settings.save_grace_seconds
-        context.replicator.settle(lease.run_id, lambda: lease.fenced or lease.expired, writer.put, until)
+        context.uploader.settle(lease.run_id, lambda: lease.fenced or lease.expired, writer.put, until)
 
 
 def launch_all(

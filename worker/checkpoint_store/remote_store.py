@@ -1,4 +1,4 @@
-"""Remote store of whole folders, on any file system that fsspec supports.
+"""Whole folders in the object store, on any file system that fsspec supports.
 
 A folder is sent with its manifest last, and fetched exactly as it was written. The manifest of a checkpoint is a file
 in its folder, which the trainer has written. That of an output or of an attempt's records is beside the folder, and is
@@ -26,12 +26,12 @@ class TransferCancelled(Exception):
     """The sender or fetcher was asked to end."""
 
 
-class ReplicaMissing(Exception):
-    """The remote store has no such checkpoint."""
+class MissingInStore(Exception):
+    """The store has no such file."""
 
 
-class ReplicaCorrupt(Exception):
-    """The replica in the remote store differs from what was written."""
+class CorruptInStore(Exception):
+    """What the store has differs from what was written."""
 
 
 class LocalCheckpointMissing(Exception):
@@ -39,13 +39,13 @@ class LocalCheckpointMissing(Exception):
 
 
 class LocalCheckpointCorrupt(Exception):
-    """The checkpoint to send differs from what was written, so a replica of it would be useless."""
+    """The checkpoint to send differs from what was written, so that it would be useless in the store."""
 
 
 class RemoteStore:
-    """Remote store; its paths are those below the storage root, made from ids by `Storage` alone."""
+    """Object store; its paths are those below the storage root, made from ids by `Storage` alone."""
 
-    def __init__(self, url: str, storage: Storage, setting: str = "ANNEAL_CHECKPOINT_URL") -> None:
+    def __init__(self, url: str, storage: Storage, setting: str = "ANNEAL_STORAGE") -> None:
         """Set up the client; nothing is connected yet.
 
         Raises:
@@ -66,7 +66,7 @@ class RemoteStore:
             LocalCheckpointMissing: The folder does not exist here.
             LocalCheckpointCorrupt: The checkpoint is corrupt.
             OSError: It cannot be read here and now, which says nothing about its state.
-            StoreUnavailable: The remote store accepts no more.
+            StoreUnavailable: The store accepts no more.
         """
         text = b"".join(_local_pieces(folder, file_manifest.MANIFEST))
         if hashlib.sha256(text).hexdigest() != sha256:
@@ -98,7 +98,7 @@ class RemoteStore:
         Raises:
             OutsideStorage, OSError: The folder cannot be read.
             ValueError: It has too many files to describe.
-            StoreUnavailable: The remote store accepts no more.
+            StoreUnavailable: The store accepts no more.
         """
         target, left_out = self._storage.key_of(folder), 0
         names = []
@@ -126,7 +126,7 @@ class RemoteStore:
         no other one uses the same staging folder.
 
         Raises:
-            ReplicaMissing, ReplicaCorrupt, StoreUnavailable: See these; nothing that was fetched is left here.
+            MissingInStore, CorruptInStore, StoreUnavailable: See these; nothing that was fetched is left here.
             OSError: This worker's own storage cannot take it.
         """
         source = self._storage.key_of(folder)
@@ -156,7 +156,7 @@ class RemoteStore:
         """Return size and SHA-256 of each file of a folder of `send_described`.
 
         Raises:
-            ReplicaMissing, ReplicaCorrupt, StoreUnavailable: See these.
+            MissingInStore, CorruptInStore, StoreUnavailable: See these.
         """
         return _listed(self._manifest(self._storage.key_of(described), sha256))
 
@@ -164,7 +164,7 @@ class RemoteStore:
         """Restore a single file: staged in a folder of this worker's own, verified, then renamed.
 
         Raises:
-            ReplicaMissing, ReplicaCorrupt, StoreUnavailable: See these.
+            MissingInStore, CorruptInStore, StoreUnavailable: See these.
             OSError: This worker's own storage cannot take it.
         """
         remove_tree(staging, ignore_errors=True)
@@ -175,13 +175,13 @@ class RemoteStore:
                 for piece in digest.of(self.objects.get(self._storage.key_of(path), size), on_piece):
                     file.write(piece)
             if (digest.bytes, digest.sha256) != (size, sha256):
-                raise ReplicaCorrupt(f"{path.name} in the store has other contents than were written")
+                raise CorruptInStore(f"{path.name} in the store has other contents than were written")
             manifest.commit(staging, path.parent, on_piece, aside=staging.with_name(f"{staging.name}.replaced"))
         finally:
             remove_tree(staging, ignore_errors=True)
 
     def remove(self, folder: Path) -> None:
-        """Remove the replica of a checkpoint, or of everything of a run; no error if there is none.
+        """Remove a checkpoint, or everything of a run, from the store; no error if there is none.
 
         Raises:
             StoreUnavailable: Something may be left.
@@ -193,7 +193,7 @@ class RemoteStore:
             text = b"".join(self.objects.get(key, file_manifest.MAX_BYTES))
         if hashlib.sha256(text).hexdigest() != sha256:
             name = key.rpartition("/")[2]
-            raise ReplicaCorrupt(f"{name} of the replica is not the one that was written with the checkpoint")
+            raise CorruptInStore(f"{name} in the storage is not the one that was written with it")
         return text
 
     def _restore(
@@ -217,13 +217,13 @@ class RemoteStore:
                         on_piece()
             wrong = differences(staging)
             if wrong:
-                raise ReplicaCorrupt(f"the replica is corrupt: {'; '.join(wrong[:3])}")
+                raise CorruptInStore(f"it is corrupt in the storage: {'; '.join(wrong[:3])}")
             folder.parent.mkdir(exist_ok=True)
             manifest.commit(staging, folder, on_piece, aside=own / "replaced")
-        except ReplicaMissing as error:
-            raise ReplicaCorrupt(f"the replica is corrupt: {error} is missing") from error
+        except MissingInStore as error:
+            raise CorruptInStore(f"it is corrupt in the storage: {error} is missing") from error
         except ValueError as error:
-            raise ReplicaCorrupt(f"the replica is corrupt: {error}") from error
+            raise CorruptInStore(f"it is corrupt in the storage: {error}") from error
         finally:
             remove_tree(own, ignore_errors=True)
 
@@ -251,7 +251,7 @@ def _listed(text: bytes) -> dict[str, tuple[int, str]]:
     try:
         return file_manifest.listed(text)
     except ValueError as error:  # `OutsideStorage` is one
-        raise ReplicaCorrupt(f"the replica is corrupt: {error}") from error
+        raise CorruptInStore(f"it is corrupt in the storage: {error}") from error
 
 
 @contextmanager
@@ -259,11 +259,11 @@ def _missing(name: str) -> Iterator[None]:
     try:
         yield
     except ObjectMissing as error:
-        raise ReplicaMissing(name) from error
+        raise MissingInStore(name) from error
 
 
 def _created(folder: Path, name: str) -> BinaryIO:
-    """Create a file of a replica; raise ValueError if the manifest, which a trainer wrote, names it a second time."""
+    """Create a fetched file; raise ValueError if the manifest, which a trainer wrote, names it a second time."""
     try:
         return os.fdopen(create_below(folder, name), "wb")
     except (FileExistsError, NotADirectoryError) as error:

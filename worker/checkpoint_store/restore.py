@@ -1,4 +1,4 @@
-"""Restores a checkpoint that is missing or corrupt here from its replica, before an older one is used."""
+"""Fetches a checkpoint that is missing or corrupt here from the object store, before an older one is used."""
 
 import errno
 import logging
@@ -18,16 +18,15 @@ from app.config import Settings
 from app.infra.files.object_store import StoreUnavailable
 from app.infra.files.tree import files_below
 from app.infra.storage import Storage
-from app.runs.checkpoints import replicas
+from app.runs.checkpoints import uploads
 from app.runs.events.log import NewEvent
 from worker.checkpoint_files.disk_space import DiskSpace
 from worker.checkpoint_store.remote_store import (
+    CorruptInStore,
+    MissingInStore,
     RemoteStore,
-    ReplicaCorrupt,
-    ReplicaMissing,
     TransferCancelled,
 )
-from worker.checkpoint_store.replicator import Replicator
 from worker.checkpoint_store.working_copy import WorkingCopy
 from worker.claimed_run import ClaimedRun
 
@@ -37,6 +36,10 @@ _TRIES = 3
 _TRIES_OF_CORRUPT = 2
 _PAUSE_SECONDS = 1.0
 _PROGRESS_SECONDS = 5.0
+_NO_STORE = (
+    "an object store has it, but ANNEAL_STORAGE of this worker is a folder: copy the checkpoint there, or set "
+    "ANNEAL_STORAGE to the URL of that store (docs/operations/remote-checkpoints.md)"
+)
 
 
 class StoreContext(Protocol):
@@ -47,7 +50,6 @@ class StoreContext(Protocol):
     storage: Storage
     engine: Engine
     draining: threading.Event
-    replicator: Replicator | None
     working_copy: WorkingCopy | None
 
 
@@ -57,12 +59,12 @@ class RestoreOutcome(Enum):
     WHOLE = "whole"
     """The checkpoint is here, complete and verified."""
     BAD = "bad"
-    """Neither this storage nor the replica has what was written, so no run can ever resume from it."""
+    """Neither this storage nor the object store has what was written, so no run can ever resume from it."""
     AWAY = "away"
-    """It cannot be reached now, but there is a replica that is probably intact."""
+    """It cannot be reached now, but is probably intact."""
     ELSEWHERE = "elsewhere"
-    """It is missing here and no replica is usable; the worker that wrote it may still have it and resume from it
-    later."""
+    """It is neither here nor usable in the object store; the worker that wrote it may still have it and resume from
+    it later."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class RestoreResult:
 
     outcome: RestoreOutcome
     why: str
-    """Clause that says what was wrong here and what happened with the replica."""
+    """Clause that says what was wrong here and in the object store."""
     is_refused: bool = False
     """True if the store refuses this worker."""
 
@@ -106,7 +108,7 @@ def restore_checkpoint(
     wrong: list[str],
     restore_control: RestoreControl,
 ) -> RestoreResult:
-    """Replace what is `wrong` at `place` with the replica of `checkpoint`, for an attempt of `run`.
+    """Replace what is `wrong` at `place` with what the object store has of `checkpoint`, for an attempt of `run`.
 
     Raises:
         TransferCancelled: The run is to end or to be released.
@@ -115,29 +117,27 @@ def restore_checkpoint(
     is_missing = not place.exists()
     here = "it is not in this worker's storage" if is_missing else "; ".join(wrong[:3])
     unusable = RestoreOutcome.ELSEWHERE if is_missing else RestoreOutcome.BAD
+    if context.working_copy is None:
+        if checkpoint.replicated_at is not None:
+            return RestoreResult(RestoreOutcome.AWAY, f"{here}; {_NO_STORE}")
+        return RestoreResult(RestoreOutcome.BAD, here)  # all workers share the folder
     if checkpoint.replicated_at is None:
-        # Written by a worker with another storage that had no time to replicate it. Without replication all workers
-        # share one storage.
-        return RestoreResult(unusable if context.replicator else RestoreOutcome.BAD, here)
-    if context.replicator is None:
-        return RestoreResult(
-            RestoreOutcome.AWAY, f"{here}, and this worker has no ANNEAL_CHECKPOINT_URL to fetch its replica"
-        )
-    remote = context.replicator.remote
+        return RestoreResult(unusable, here)  # another machine had no time to send it
+    remote = context.working_copy.remote
     try:
         _fetch(context, remote, run, checkpoint, place, restore_control)
-    except ReplicaCorrupt as error:
-        # A worker that still has an intact copy must send it again.
+    except CorruptInStore as error:
+        # A worker that still has it intact must send it again.
         with context.engine.begin() as connection:
-            connection.execute(replicas.mark_replica_corrupt(checkpoint.id, checkpoint.replicated_at))
+            connection.execute(uploads.mark_corrupt(checkpoint.id, checkpoint.replicated_at))
         return RestoreResult(unusable, f"{here}, and {error}")
-    except ReplicaMissing:
+    except MissingInStore:
         outcome = RestoreOutcome.AWAY if is_missing else RestoreOutcome.BAD
-        return RestoreResult(outcome, f"{here}, and {remote.url} has no replica of it")
+        return RestoreResult(outcome, f"{here}, and {remote.url} does not have it")
     except StoreUnavailable as error:
-        why = f"{here}, and its replica at {remote.url} cannot be fetched now: {error}"
+        why = f"{here}, and cannot be fetched from {remote.url} now: {error}"
         return RestoreResult(RestoreOutcome.AWAY, why, error.is_refused)
-    return RestoreResult(RestoreOutcome.WHOLE, f"{here}; its replica at {remote.url} was fetched")
+    return RestoreResult(RestoreOutcome.WHOLE, f"{here}; it was fetched from {remote.url}")
 
 
 def _fetch(
@@ -173,10 +173,10 @@ def _fetch(
         restore_control.check()
         try:
             remote.fetch(place, checkpoint.manifest_sha256, own_name, on_piece)
-        except (StoreUnavailable, ReplicaCorrupt) as error:
+        except (StoreUnavailable, CorruptInStore) as error:
             log.warning("%s: %s, try %d: %s", checkpoint.run_id, checkpoint.name, tries, error)
-            # Wrong bytes may have arrived of an intact replica. Of a corrupt one, each fetch is large and useless.
-            if tries >= (_TRIES_OF_CORRUPT if isinstance(error, ReplicaCorrupt) else _TRIES):
+            # Wrong bytes may have arrived of an intact checkpoint. Of a corrupt one, each fetch is large and useless.
+            if tries >= (_TRIES_OF_CORRUPT if isinstance(error, CorruptInStore) else _TRIES):
                 raise
             context.draining.wait(_PAUSE_SECONDS * tries)
         else:

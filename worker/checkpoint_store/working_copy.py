@@ -26,7 +26,7 @@ from app.infra.async_tasks import skipping_errors
 from app.infra.files.object_store import StoreUnavailable
 from app.infra.files.tree import files_below, remove_tree
 from app.infra.storage import Storage
-from app.runs.checkpoints import replicas
+from app.runs.checkpoints import uploads
 from app.tables.checkpoints import Checkpoint
 from app.tables.datasets import Dataset
 from app.tables.installation import Installation
@@ -58,7 +58,7 @@ class WorkingCopy:
     def __init__(
         self, remote: RemoteStore, storage: Storage, engine: Engine, limit_bytes: int, reserve_bytes: int
     ) -> None:
-        self._remote = remote
+        self.remote = remote
         self._storage = storage
         self._engine = engine
         self._limit = limit_bytes
@@ -80,7 +80,7 @@ class WorkingCopy:
         """
         with self._engine.connect() as connection:
             installation = connection.scalar(select(Installation.id))
-        self._remote.objects.check_owner(installation)
+        self.remote.objects.check_owner(installation)
 
     @contextmanager
     def used_by(self, run_id: str) -> Iterator[None]:
@@ -117,7 +117,7 @@ class WorkingCopy:
         """Fetch the file of a dataset for a run, unless it is here as it was stored.
 
         Raises:
-            ReplicaMissing, ReplicaCorrupt, StoreUnavailable: See these.
+            MissingInStore, CorruptInStore, StoreUnavailable: See these.
             OSError: There is no space for it here.
         """
         folder = path.parent
@@ -127,19 +127,19 @@ class WorkingCopy:
                 return
             self._make_room(size, path.name)
             staging = self._storage.root / "staging" / uuid4().hex
-            self._tried(lambda: self._remote.fetch_file(path, size, sha256, staging, check), check)
+            self._tried(lambda: self.remote.fetch_file(path, size, sha256, staging, check), check)
 
     def output(self, run_id: str, of: tuple[str, int], sha256: str, own_name: str, check: Callable[[], None]) -> Path:
         """Fetch the output of an attempt, `of` a run and its number, as `dataset` does; return its folder."""
         folder, described = self._storage.output_dir(*of), self._storage.output_manifest(*of)
         self.use(run_id, folder.parent, check)
         with self.fetching(folder, check):
-            files = self._tried(lambda: self._remote.described_files(described, sha256), check)
+            files = self._tried(lambda: self.remote.described_files(described, sha256), check)
             if not folder.is_dir() or folder.is_symlink() or differences(folder, files, check):
                 self._make_room(sum(size for size, _ in files.values()), "the output")
                 folder.parent.parent.mkdir(exist_ok=True)
                 self._tried(
-                    lambda: self._remote.fetch_described(folder, described, sha256, f"{own_name}.{run_id}", check),
+                    lambda: self.remote.fetch_described(folder, described, sha256, f"{own_name}.{run_id}", check),
                     check,
                 )
         return folder
@@ -227,7 +227,7 @@ class WorkingCopy:
         query = select(Checkpoint.run_id, Checkpoint.attempt)
         ids = {_owner(one.folder) for one in entries}
         with self._engine.connect() as connection:
-            rows = connection.execute(query.where(Checkpoint.run_id.in_(ids), replicas.is_to_be_sent())).all()
+            rows = connection.execute(query.where(Checkpoint.run_id.in_(ids), uploads.is_to_be_sent())).all()
         return {self._storage.attempt_dir(run_id, attempt) for run_id, attempt in rows}
 
     def _remove_leftovers(self) -> None:

@@ -563,9 +563,9 @@ class RecordHandler:
 
         def stored() -> None:
             remove_folders(self._context, run.id, retired)
-            if self._context.replicator:
-                self._context.replicator.add(SimpleNamespace(**row))
-                self._context.replicator.tidy()
+            if self._context.uploader:
+                self._context.uploader.add(SimpleNamespace(**row))
+                self._context.uploader.tidy()
 
         self._writer.put(RunUpdate(keep, event, stored, more))
 

@@ -83,7 +83,7 @@ class CheckpointRead(ShortRepr):
         description="Reason why the run cannot be resumed from it, if it was found to be corrupt."
     )
     copies: list[Literal["local", "remote"]] = Field(
-        description="Locations. `local`: storage of the worker that wrote it. `remote`: complete replica at "
-        "`ANNEAL_CHECKPOINT_URL`, or in the object store of `ANNEAL_STORAGE`, from which any other worker can resume."
+        description="Locations. `local`: storage of the worker that wrote it. `remote`: all of it is in the object "
+        "store of `ANNEAL_STORAGE`, from which any other worker can resume."
     )
     created_at: Timestamp

@@ -143,21 +143,17 @@ class ObjectStore:
             raise OutsideStorage(f"a key must not contain `?versionId=`: {key!r}")
         return f"{self._root}/{key}"
 
-    def mark_root(self, is_first: Callable[[], bool]) -> None:
-        """Create the marker in a folder that has none, if `is_first()` says that nothing was ever stored.
+    def mark_root(self) -> None:
+        """Create the marker in a folder that has none, for its first files.
 
         Raises:
-            StoreUnavailable: The folder does not exist, or it is not the one that holds the files.
+            StoreUnavailable: The folder does not exist.
         """
-        if self.needs_mark() and is_first():
+        if self.is_local and not Path(self._root, MARK).exists() and Path(self._root).is_dir():
             with self.store_errors():
                 Path(self._root, MARK).touch()
                 _fsync(Path(self._root))
         self.check_root()
-
-    def needs_mark(self) -> bool:
-        """Return True if the store is a folder that exists and has no marker."""
-        return self.is_local and not Path(self._root, MARK).exists() and Path(self._root).is_dir()
 
     def check_root(self) -> None:
         """Raise `StoreUnavailable` if the store is a folder that is not mounted."""

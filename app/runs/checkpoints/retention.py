@@ -42,7 +42,7 @@ def retire(connection: Connection, run_id: str, keep: int) -> list[tuple[int, st
 def _retire(run_id: str, keep: int) -> Update:
     one = aliased(Checkpoint)
     there = select(one.id).where(one.run_id == run_id, one.deleted_at.is_(None), one.bad_reason.is_(None))
-    # An attempt may start before the furthest saved step, if that checkpoint is on another machine without a replica.
+    # An attempt may start before the furthest saved step: that one may be on another machine that has not sent it.
     # Its worker can then resume only from checkpoints that this attempt saves, so the newest is kept.
     newest = there.order_by(one.attempt.desc(), one.step.desc(), one.id.desc()).limit(max(keep, 1))
     # The furthest is kept as well: `restorable` returns it first, and a worker that has it resumes from it.

@@ -207,7 +207,7 @@ MUTANTS = (
     Mutant(
         name="copy-unverified",
         promises=(11,),
-        about="A run resumes from a checkpoint replica without verification.",
+        about="A run resumes from a checkpoint of an object store without verification.",
         changes=(
             Change(
                 "worker/checkpoint_store/remote_store.py",
@@ -215,7 +215,7 @@ MUTANTS = (
                 "            wrong: list[str] = []\n",
             ),
         ),
-        test="tests/worker/checkpoint_store/test_replication.py::TestTheNextAttempt::test_takes_no_copy_that_is_damaged_or_half",
+        test="tests/worker/checkpoint_store/test_restore.py::TestTheNextAttempt::test_takes_nothing_that_is_damaged_in_the_store",
     ),
     Mutant(
         name="working-copy-unverified",

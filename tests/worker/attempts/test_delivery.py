@@ -39,7 +39,7 @@ class Lab:
             put=self.said.append, persist=lambda work: work(), wait_past_lease=lambda: None
         )
         self.context: Any = SimpleNamespace(
-            working_copy=object(), remote=RemoteStore(url, storage), storage=storage, engine=engine,
+            working_copy=SimpleNamespace(remote=RemoteStore(url, storage)), storage=storage, engine=engine,
             drained_at=float("inf"), settings=SimpleNamespace(save_grace_seconds=0.3, delivery_seconds=0.3),
             health=SimpleNamespace(failed=lambda _: None),
         )  # fmt: skip

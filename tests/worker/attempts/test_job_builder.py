@@ -39,7 +39,6 @@ class Context:
     def __init__(self, settings: Settings, engine: Engine) -> None:
         self.id, self.name = "wrk_test", "here"
         self.settings, self.engine, self.storage = settings, engine, Storage(settings)
-        self.replicator: Any = None
         self.working_copy: Any = None
         self.draining = threading.Event()
 

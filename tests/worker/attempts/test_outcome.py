@@ -244,11 +244,11 @@ def test_a_trainer_that_ended_by_its_timer_is_blamed_on_the_database_only_where_
     [(None, True), (StopRequest("checkpoint"), True), (StopRequest("best"), True),
      (StopRequest("discard"), False)],
 )  # fmt: skip
-def test_copies_are_waited_for_where_what_was_saved_is_wanted(stop: StopRequest | None, waits: bool) -> None:
+def test_uploads_are_waited_for_where_what_was_saved_is_wanted(stop: StopRequest | None, waits: bool) -> None:
     asked: list[str] = []
-    replicator = SimpleNamespace(settle=lambda *_: asked.append("settle"))
+    uploader = SimpleNamespace(settle=lambda *_: asked.append("settle"))
     settings = SimpleNamespace(save_grace_seconds=1.0)
-    context: Any = SimpleNamespace(replicator=replicator, drained_at=float("inf"), settings=settings)
+    context: Any = SimpleNamespace(uploader=uploader, drained_at=float("inf"), settings=settings)
     lease: Any = SimpleNamespace(run_id="run_1", stop=stop)
     writer: Any = SimpleNamespace(put=lambda _: None, wait_past_lease=lambda: None, drain=lambda: asked.append("drain"))
     supervisor.settle(context, lease, writer)
@@ -296,7 +296,7 @@ def test_what_a_killed_trainer_has_written_by_half_goes_with_it(
     }.items():  # fmt: skip
         monkeypatch.setattr(supervisor, name, instead)
     context: Any = SimpleNamespace(
-        machine=SimpleNamespace(devices=[device]), storage=storage, replicator=None, working_copy=None, remote=None,
+        machine=SimpleNamespace(devices=[device]), storage=storage, uploader=None, working_copy=None,
         health=SimpleNamespace(started=lambda: None), draining=threading.Event(), telemetry=None, settings=settings,
     )  # fmt: skip
     lease: Any = SimpleNamespace(stop=StopRequest("discard"), fenced=False)

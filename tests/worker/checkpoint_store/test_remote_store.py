@@ -1,28 +1,37 @@
-"""A second storage that is away, half mounted or silent: told in words of our own, and nothing half arrives there."""
+"""Whole folders arrive in an object store or none, also of a hostile trainer; an outage is told in words of our own."""
 
+import hashlib
+import json
 import logging
 import os
+import pwd
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.config import Settings
-from app.infra.files import object_store
+from app.infra.files import file_manifest, object_store
 from app.infra.files.object_store import MARK, StoreUnavailable, describe_store_error
+from app.infra.ids import new_id
 from app.infra.storage import Storage
-from tests.worker.checkpoint_store.test_replication import (
-    files_below,
-    killed_after,
-    s3,  # noqa: F401
-    whole,
-)
+from tests.object_store import s3
+from worker.checkpoint_files import manifest
 from worker.checkpoint_store import remote_store
-from worker.checkpoint_store.remote_store import LocalCheckpointCorrupt, LocalCheckpointMissing, RemoteStore
+from worker.checkpoint_store.remote_store import (
+    CorruptInStore,
+    LocalCheckpointCorrupt,
+    LocalCheckpointMissing,
+    MissingInStore,
+    RemoteStore,
+)
+
+__all__ = ["s3"]
 
 SECRET = 'connection to server at "10.1.2.3" failed for user "anneal" key AKIA123'
 
@@ -37,6 +46,152 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def share(root: Path, settings: Settings) -> RemoteStore:
     return RemoteStore(f"file://{root}", Storage(settings))
+
+
+def files_below(folder: Path) -> list[str]:
+    """All but the mark of the store."""
+    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in found if name != MARK)
+
+
+class TestAStore:
+    @pytest.fixture(params=["file", "memory", pytest.param("s3", marks=pytest.mark.full)])
+    def remote(self, request: pytest.FixtureRequest, settings: Settings, root: Path) -> RemoteStore:
+        if request.param == "s3":
+            return RemoteStore(request.getfixturevalue("s3"), Storage(settings))
+        return RemoteStore(
+            f"file://{root}" if request.param == "file" else f"memory://{new_id('run')}", Storage(settings)
+        )
+
+    def test_gives_back_every_byte_and_forgets_what_is_removed(self, remote: RemoteStore, settings: Settings) -> None:
+        folder, digest = whole(settings)
+        written = {name: (folder / name).read_bytes() for name in files_below(folder)}
+        assert "deeper/weights" in written
+        remote.send(folder, digest, lambda: None)
+        folder.rename(folder.with_name("elsewhere"))
+        remote.fetch(folder, digest, "wrk_test", lambda: None)
+        assert {name: (folder / name).read_bytes() for name in files_below(folder)} == written
+        assert sorted(path.name for path in folder.parent.iterdir()) == ["checkpoint-5", "elsewhere"]
+        remote.remove(folder)
+        with pytest.raises(MissingInStore):
+            remote.fetch(folder, digest, "wrk_test", lambda: None)
+        remote.remove(folder)
+
+    def test_a_kill_between_any_two_files_leaves_nothing_that_is_taken_for_a_copy(
+        self, remote: RemoteStore, settings: Settings
+    ) -> None:
+        folder, digest = whole(settings)
+        pieces: list[int] = []
+        remote.send(folder, digest, lambda: pieces.append(1))
+        remote.remove(folder)
+        for last in range(len(pieces)):
+            with pytest.raises(KeyboardInterrupt):
+                remote.send(folder, digest, killed_after(last))
+            with pytest.raises(MissingInStore):
+                remote.fetch(folder, digest, "wrk_test", lambda: None)
+            assert manifest.verify(folder, digest) == [], "what is here stays as it is"
+
+
+def whole(settings: Settings) -> tuple[Path, str]:
+    """A checkpoint of several files; answers its folder and the hash of its manifest."""
+    folder = Storage(settings).checkpoint_dir(new_id("run"), 1, 5)
+    staging = folder.with_name(".staging")
+    (staging / "deeper").mkdir(parents=True)
+    (staging / "deeper" / "weights").write_bytes(os.urandom(9 * 2**20))
+    (staging / "empty").touch()
+    (staging / "state.json").write_text("{}")
+    digest = manifest.write_manifest(staging, 5, {})
+    manifest.commit(staging, folder)
+    return folder, digest
+
+
+def killed_after(pieces: int) -> Callable[[], None]:
+    left = [pieces]
+
+    def on_piece() -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+
+    return on_piece
+
+
+class TestWhatATrainerMayWrite:
+    """Its folder is its own: the worker, which sends what is there, is not to be led elsewhere by it."""
+
+    def test_no_link_and_no_damage_is_sent(self, settings: Settings, share: RemoteStore) -> None:
+        folder, digest = whole(settings)
+        (folder / "state.json").unlink()
+        (folder / "state.json").symlink_to("/etc/passwd")
+        with pytest.raises(LocalCheckpointCorrupt):
+            share.send(folder, digest, lambda: None)
+        folder, digest = whole(settings)
+        (folder / "state.json").write_text("[]")
+        with pytest.raises(LocalCheckpointCorrupt, match="other contents"):
+            share.send(folder, digest, lambda: None)
+
+    @pytest.mark.parametrize("name", ["../../outside", "/outside", "a/../../../outside"])
+    def test_no_name_in_a_manifest_leaves_the_folder(
+        self, name: str, settings: Settings, share: RemoteStore, root: Path
+    ) -> None:
+        folder, _ = whole(settings)
+        listed = {"format": 1, "step": 5, "files": {name: {"bytes": 1, "sha256": "0" * 64}}}
+        said = json.dumps(listed).encode()
+        (folder / file_manifest.MANIFEST).write_bytes(said)
+        digest = hashlib.sha256(said).hexdigest()
+        with pytest.raises(LocalCheckpointCorrupt):
+            share.send(folder, digest, lambda: None)
+        place = root / Storage(settings).key_of(folder)
+        place.mkdir(parents=True)
+        (place / file_manifest.MANIFEST).write_bytes(said)
+        with pytest.raises(CorruptInStore):
+            share.fetch(folder, digest, "wrk_test", lambda: None)
+        assert files_below(root) == [f"{place.relative_to(root)}/{file_manifest.MANIFEST}"]
+
+    def test_no_link_in_its_folder_leads_the_worker_elsewhere(
+        self, settings: Settings, share: RemoteStore, tmp_path: Path
+    ) -> None:
+        """The trainer's user owns the folder around the checkpoint, and replaces what is there while it is fetched."""
+        folder, digest = whole(settings)
+        share.send(folder, digest, lambda: None)
+        user = pwd.getpwnam("nobody") if os.getuid() == 0 else pwd.getpwuid(os.getuid())
+        os.chown(folder.parent, user.pw_uid, user.pw_gid)
+        outside = tmp_path / "outside"
+        outside.mkdir()
+        outside.chmod(0o777)
+        swapped = []
+        attempt = os.open(folder.parent, os.O_RDONLY)
+
+        def attack() -> None:
+            """Only what that user may do: it renames what it finds and leaves links in its place."""
+            uid = os.geteuid()
+            os.seteuid(user.pw_uid)
+            try:
+                for name in {*os.listdir(attempt), folder.name}:  # noqa: PTH208
+                    if not name.startswith("moved"):
+                        with suppress(FileNotFoundError):
+                            os.rename(name, f"moved-{len(swapped)}", src_dir_fd=attempt, dst_dir_fd=attempt)
+                        os.symlink(outside, name, dir_fd=attempt)
+                        swapped.append(name)
+            finally:
+                os.seteuid(uid)
+
+        try:
+            attack()
+            share.fetch(folder, digest, "wrk_test", attack)
+        finally:
+            os.close(attempt)
+        assert swapped and list(outside.iterdir()) == []
+        assert not folder.is_symlink() and manifest.verify(folder, digest) == []
+        assert sorted(path.name for path in folder.parent.parent.iterdir()) == ["a1"], "nothing half fetched is left"
+
+    def test_a_manifest_that_names_a_file_twice_is_of_a_corrupt_checkpoint(self, settings: Settings) -> None:
+        folder, _ = whole(settings)
+        said = json.dumps({"files": {file_manifest.MANIFEST: {"bytes": 9, "sha256": "0" * 64}}}).encode()
+        remote = RemoteStore(f"memory://{new_id('run')}", Storage(settings))
+        remote.objects.put(f"{Storage(settings).key_of(folder)}/{file_manifest.MANIFEST}", iter([said]))
+        with pytest.raises(CorruptInStore, match="twice"):
+            remote.fetch(folder, hashlib.sha256(said).hexdigest(), "wrk_test", lambda: None)
 
 
 class TestWhatIsReported:
@@ -107,7 +262,7 @@ class TestAFileOnItsWay:
         assert files_below(root) == []
 
     @pytest.mark.full
-    def test_does_not_arrive_at_an_object_store_either(self, settings: Settings, s3: str) -> None:  # noqa: F811
+    def test_does_not_arrive_at_an_object_store_either(self, settings: Settings, s3: str) -> None:
         import boto3
 
         folder, digest = whole(settings)
@@ -165,7 +320,6 @@ class TestAShareThatIsNotMounted:
             lambda: share.send(folder, digest, lambda: None),
             lambda: share.fetch(folder, digest, "wrk_test", lambda: None),
             lambda: share.remove(folder),
-            lambda: share.objects.mark_root(lambda: False),
         ):
             with pytest.raises(StoreUnavailable, match=f"no file {MARK}: mount"):
                 use()
@@ -173,11 +327,11 @@ class TestAShareThatIsNotMounted:
 
     def test_is_marked_before_the_first_copy_of_all(self, share: RemoteStore, root: Path) -> None:
         (root / MARK).unlink()
-        share.objects.mark_root(lambda: True)
+        share.objects.mark_root()
         assert (root / MARK).exists()
         root.rename(root.with_name("away"))
         with pytest.raises(StoreUnavailable, match="mount it"):
-            share.objects.mark_root(lambda: True)
+            share.objects.mark_root()
         assert not root.exists()
 
 

@@ -11,27 +11,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, insert, select, update
+from sqlalchemy import Engine, insert, update
 
 from app.config import Settings
-from app.infra.files import file_manifest
-from app.infra.files.object_store import MARK, StoreUnavailable
+from app.infra.files.object_store import StoreUnavailable
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.tables.datasets import Dataset
-from app.tables.installation import Installation, register
+from app.tables.installation import Installation
 from tests.factories import Trainer, mark_checkpoint, mark_run
 from tests.rows import add_run
 from tests.waiting import eventually
-from tests.worker.attempts.test_job_builder import Lab, flip
+from tests.worker.attempts.test_job_builder import flip
+from tests.worker.checkpoint_store.store_lab import StoreLab, share  # noqa: F401
 from worker.attempts.job_builder import JobError
 from worker.checkpoint_files import manifest
 from worker.checkpoint_store import working_copy
-from worker.checkpoint_store.remote_store import RemoteStore, ReplicaCorrupt, ReplicaMissing, TransferCancelled
-from worker.checkpoint_store.replicator import Replicator
+from worker.checkpoint_store.remote_store import CorruptInStore, MissingInStore, RemoteStore, TransferCancelled
 from worker.checkpoint_store.working_copy import WorkingCopy
 
 RUN, OTHER = new_id("run"), new_id("run")
+
+# ruff: noqa: F811
 
 
 def never() -> None:
@@ -45,7 +46,7 @@ class Host:
         self.engine = engine
         changed = Settings(**{**settings.model_dump(), "home": home, "storage": url})
         self.storage = Storage(changed)
-        self.remote = RemoteStore(url, self.storage, "ANNEAL_STORAGE")
+        self.remote = RemoteStore(url, self.storage)
         self.copy = WorkingCopy(self.remote, self.storage, engine, limit, 0)
 
     def store(self, size: int, *, has_row: bool = True) -> tuple[Path, int, str]:
@@ -62,13 +63,6 @@ class Host:
 
     def here(self) -> set[str]:
         return {path.name for path in (self.storage.root / "datasets").iterdir()}
-
-
-@pytest.fixture
-def share(tmp_path: Path) -> Path:
-    (tmp_path / "share").mkdir()
-    (tmp_path / "share" / MARK).touch()
-    return tmp_path / "share"
 
 
 @pytest.fixture
@@ -111,11 +105,11 @@ class TestADataset:
         path, size, sha256 = host.store(100)
         (share / host.storage.key_of(path)).write_bytes(b"x" * size)
         with host.copy.used_by(RUN):
-            with pytest.raises(ReplicaCorrupt):
+            with pytest.raises(CorruptInStore):
                 host.copy.dataset(RUN, path, size, sha256, never)
             assert not path.exists()
             host.remote.remove(path.parent)
-            with pytest.raises(ReplicaMissing):
+            with pytest.raises(MissingInStore):
                 host.copy.dataset(RUN, path, size, sha256, never)
 
     def test_of_a_store_that_is_away_is_tried_again_and_then_reported(
@@ -275,9 +269,9 @@ class TestAnOutput:
         described.parent.mkdir(parents=True)
         described.write_text('{"files": {"../../outside": {"bytes": 1, "sha256": ""}}}')
         with host.copy.used_by(RUN):
-            with pytest.raises(ReplicaCorrupt):
+            with pytest.raises(CorruptInStore):
                 host.copy.output(RUN, of, "0" * 64, "wrk_test", never)
-            with pytest.raises(ReplicaCorrupt):
+            with pytest.raises(CorruptInStore):
                 host.copy.output(RUN, of, hashlib.sha256(described.read_bytes()).hexdigest(), "wrk_test", never)
 
     def test_that_is_sent_again_after_an_outage_sends_only_the_rest(
@@ -306,10 +300,10 @@ class TestAnOutput:
 
 class TestAWorkerWithAnotherStorage:
     def test_fails_no_run_for_it_and_names_its_storage(self, settings: Settings, engine: Engine, share: Path) -> None:
-        lab = in_store(settings, engine, share)
-        (dataset,) = lab.storage.root.glob("datasets/*")
-        shutil.rmtree(dataset)
-        with lab.context.working_copy.used_by(lab.trainer.run_id), pytest.raises(JobError) as refused:
+        lab = StoreLab(settings, engine, share)
+        for root in (lab.storage.root, share):
+            shutil.rmtree(root / "datasets")
+        with pytest.raises(JobError) as refused:
             lab.next_attempt()
         assert (refused.value.code, refused.value.is_transient) == ("bad_data", True)
         assert f"file://{share}" in refused.value.message
@@ -317,25 +311,22 @@ class TestAWorkerWithAnotherStorage:
     def test_or_one_that_is_away_starts_no_attempt_even_if_all_is_here(
         self, settings: Settings, engine: Engine, share: Path
     ) -> None:
-        lab = in_store(settings, engine, share)
+        lab = StoreLab(settings, engine, share)
         share.rename(share.with_name("away"))
-        with (
-            lab.context.working_copy.used_by(lab.trainer.run_id),
-            pytest.raises(JobError, match="cannot be used") as no,
-        ):
+        with pytest.raises(JobError, match="cannot be used") as no:
             lab.next_attempt()
         assert (no.value.code, no.value.pause_seconds) == ("storage_unavailable", 60.0)
         share.with_name("away").rename(share)
         with engine.begin() as connection:
             connection.execute(update(Installation).values(id="ins_other"))
-        with lab.context.working_copy.used_by(lab.trainer.run_id), pytest.raises(JobError, match="another inst") as no:
+        with pytest.raises(JobError, match="another inst") as no:
             lab.next_attempt()
         assert no.value.pause_seconds == 0.0, "another worker may have the right one"
 
     def test_or_without_permission_keeps_no_other_worker_waiting(
         self, settings: Settings, engine: Engine, share: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        lab = in_store(settings, engine, share)
+        lab = StoreLab(settings, engine, share)
         (dataset,) = lab.storage.root.glob("datasets/*")
         shutil.rmtree(dataset)
         monkeypatch.setattr(working_copy, "_PAUSE_SECONDS", 0.0)
@@ -343,57 +334,26 @@ class TestAWorkerWithAnotherStorage:
         def refuses(*_: Any, **__: Any) -> Any:
             raise PermissionError("403")
 
-        monkeypatch.setattr(lab.context.working_copy._remote.objects.files, "open", refuses)
-        with lab.context.working_copy.used_by(lab.trainer.run_id), pytest.raises(JobError) as refused:
+        monkeypatch.setattr(lab.remote.objects.files, "open", refuses)
+        with pytest.raises(JobError) as refused:
             lab.next_attempt()
         assert (refused.value.code, refused.value.pause_seconds) == ("storage_unavailable", 0.0)
 
 
-def in_store(settings: Settings, engine: Engine, share: Path) -> Lab:
-    """A worker whose storage is the share, which has nothing yet."""
-    lab = Lab(settings, engine)
-    lab.context.settings = Settings(**{**settings.model_dump(), "storage": f"file://{share}"})
-    remote = RemoteStore(f"file://{share}", lab.storage)
-    claim(remote, engine)
-    lab.context.working_copy = WorkingCopy(remote, lab.storage, engine, 10**9, 0)
-    lab.context.replicator = Replicator(remote, lab.storage, engine)
-    return lab
-
-
-def claim(remote: RemoteStore, engine: Engine) -> None:
-    """Mark the store, as the API does when it starts."""
-    with engine.begin() as connection:
-        connection.execute(register())
-        remote.objects.claim(connection.execute(select(Installation.id)).scalar_one(), lambda: True)
-
-
 class TestTheNextAttempt:
     def test_has_the_best_checkpoint_too_for_its_output(self, settings: Settings, engine: Engine, share: Path) -> None:
-        lab = Lab(settings, engine)
-        remote = RemoteStore(f"file://{share}", lab.storage)
-        claim(remote, engine)
-        lab.context.working_copy = WorkingCopy(remote, lab.storage, engine, 10**9, 0)
-        lab.context.replicator = Replicator(remote, lab.storage, engine)
-        (dataset,) = lab.storage.root.glob("datasets/*/data.jsonl")
-        content = dataset.read_bytes()
-        with engine.begin() as connection:
-            values = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-            connection.execute(update(Dataset).where(Dataset.id == dataset.parent.name).values(**values))
-        remote.objects.put(lab.storage.key_of(dataset), iter([content]))
+        lab = StoreLab(settings, engine, share)
         for step, loss in ((10, 1.0), (20, 2.0)):
-            folder, now = lab.save(step), datetime.now(UTC)
-            sha256 = hashlib.sha256((folder / file_manifest.MANIFEST).read_bytes()).hexdigest()
-            remote.send(folder, sha256, never)
-            stored = {"replicated_at": now, "replica_started_at": now, "metrics": {"eval_loss": loss}}
-            mark_checkpoint(engine, lab.ids[step], **stored)
+            lab.save_queued(step)
+            assert lab.uploader._send(lab.rows()[-1])
+            mark_checkpoint(engine, lab.ids[step], metrics={"eval_loss": loss})
         shutil.rmtree(lab.storage.root / "runs")
         shutil.rmtree(lab.storage.root / "datasets")
         (lab.storage.root / "datasets").mkdir()
-        with lab.context.working_copy.used_by(lab.trainer.run_id):
-            job, reported = lab.next_attempt()
-            best = reported["best_checkpoint"]
-            assert (job.start_step, best["step"]) == (20, 10)
-            assert manifest.verify(Path(best["path"]), best["manifest_sha256"]) == []
-            flip(Path(best["path"]))
-            lab.next_attempt()
-            assert manifest.verify(Path(best["path"]), best["manifest_sha256"]) == [], "it is fetched again"
+        job, reported = lab.next_attempt()
+        best = reported["best_checkpoint"]
+        assert (job.start_step, best["step"]) == (20, 10)
+        assert manifest.verify(Path(best["path"]), best["manifest_sha256"]) == []
+        flip(Path(best["path"]))
+        lab.next_attempt()
+        assert manifest.verify(Path(best["path"]), best["manifest_sha256"]) == [], "it is fetched again"

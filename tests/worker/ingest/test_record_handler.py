@@ -50,7 +50,7 @@ class Lab:
             storage=Storage(settings),
             settings=settings,
             draining=self.draining,
-            replicator=None, database_reserve=reserve,
+            uploader=None, database_reserve=reserve,
         )  # fmt: skip
         self.folder = context.storage.attempt_dir(self.run.id, self.run.attempt)
         self.folder.mkdir(parents=True)

@@ -1,9 +1,9 @@
 """Checkpoint engine plugins: a thread passes them checkpoints, and only the end of training waits for it, briefly.
 
-They are separate from `worker/checkpoint_store`, the replicas at the operator's `ANNEAL_CHECKPOINT_URL`, on purpose.
-Those are sent by the supervisor, which records them and therefore holds the database's credentials. A run's
-configuration names a checkpoint engine, and code that it names must never run in the supervisor. So engines run here,
-in the trainer process.
+They are separate from `worker/checkpoint_store`, which sends checkpoints to the object store of `ANNEAL_STORAGE`, on
+purpose. The supervisor does that, because it records them, and therefore holds the credentials of the database. A
+run's configuration names a checkpoint engine, and code that it names must never run in the supervisor. So engines run
+here, in the trainer process.
 """
 
 import threading

@@ -120,10 +120,12 @@ def test_a_share_that_is_not_mounted_takes_nothing(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable, match="mount the share"):
         store.put("a", iter([b"x"]))
     assert list((tmp_path / "share").iterdir()) == []
-    with pytest.raises(StoreUnavailable):
-        store.mark_root(lambda: False)
-    store.mark_root(lambda: True)
+    store.mark_root()
     store.put("a", iter([b"x"]))
+    (tmp_path / "share").rename(tmp_path / "away")
+    with pytest.raises(StoreUnavailable, match="mount it"):
+        store.put("a", iter([b"x"]))
+    assert not (tmp_path / "share").exists()
 
 
 class TestTheSettings:
@@ -143,6 +145,18 @@ class TestTheSettings:
         with pytest.raises(ValueError, match="without user, password and options"):
             Settings(storage=url)
 
-    def test_a_second_store_of_checkpoints_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="remove ANNEAL_CHECKPOINT_URL"):
-            Settings(storage="s3://bucket", checkpoint_url="s3://other")
+    @pytest.mark.parametrize("name", ["ANNEAL_CHECKPOINT_URL", "anneal_checkpoint_url"])
+    def test_the_removed_second_store_is_refused_if_it_is_set(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(name, "")
+        assert Settings().storage_url is None
+        monkeypatch.setenv(name, "s3://bucket/secret-prefix")
+        with pytest.raises(ValueError, match=r"ANNEAL_CHECKPOINT_URL was removed: .*ANNEAL_STORAGE") as refused:
+            Settings()
+        assert "secret-prefix" not in str(refused.value)
+
+    def test_no_training_process_gets_the_url_or_its_credentials(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "ANNEAL_STORAGE"):
+            monkeypatch.setenv(name, "s3://credential")
+        settings = Settings()
+        assert settings.storage_url == "s3://credential"
+        assert "s3://credential" not in settings.trainer_environment().values()

@@ -88,7 +88,7 @@ class Watched:
         )
         storage = SimpleNamespace(attempt_dir=lambda *_: Path(job["attempt_dir"]))
         context: Any = SimpleNamespace(
-            settings=settings, storage=storage, draining=threading.Event(), replicator=None, database_reserve=None
+            settings=settings, storage=storage, draining=threading.Event(), uploader=None, database_reserve=None
         )
         writer: Any = SimpleNamespace(put=self.stored.append, check=lambda: None, is_full=False, progress=None)
         run: Any = SimpleNamespace(

@@ -1,4 +1,7 @@
-"""Checkpoint replicas, sent by one worker thread while training continues; their state is kept in the database."""
+"""Sends checkpoints to the object store by one worker thread while training continues.
+
+The state of each upload is in the database.
+"""
 
 import logging
 import threading
@@ -15,7 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from app.infra.files.object_store import StoreUnavailable
 from app.infra.storage import Storage
-from app.runs.checkpoints import replicas, retention
+from app.runs.checkpoints import retention, uploads
 from app.runs.events.log import NewEvent
 from app.tables.installation import Installation
 from worker.checkpoint_files import manifest
@@ -40,41 +43,39 @@ Say = Callable[[NewEvent], None]
 
 
 class _NotWanted(Exception):
-    """The replica being sent is no longer wanted, or another worker is sending it."""
+    """The checkpoint being sent is no longer wanted, or another worker is sending it."""
 
 
-class Replicator:
-    """Queue of checkpoints to replicate, newest first, and the thread that sends them one at a time.
+class CheckpointUploader:
+    """Queue of checkpoints to send, newest first, and the thread that sends them one at a time.
 
-    Nothing depends on the queue: checkpoints without a replica, and replicas to remove, are found again in the database
-    by this worker or by another one with the same storage.
+    Nothing depends on the queue: checkpoints to send, and those to remove from the store, are found again in the
+    database, by this worker or by another one of this machine.
     """
 
-    def __init__(self, remote: RemoteStore, storage: Storage, engine: Engine, *, is_storage: bool = False) -> None:
-        """`is_storage`: the remote store is the storage itself, and what is here is a working copy."""
+    def __init__(self, remote: RemoteStore, storage: Storage, engine: Engine) -> None:
         self.remote = remote
-        self._is_storage = is_storage
         self._storage = storage
         self._engine = engine
         self._waiting: OrderedDict[str, Any] = OrderedDict()
         self._started: dict[str, Any] = {}
-        """Checkpoint id → last recorded `replica_started_at`, for replicas that this worker has started to send."""
+        """Checkpoint id → last recorded `replica_started_at`, for uploads that this worker has started."""
         self._run_logs: dict[str, Say] = {}
         self._outage_reported: set[str] = set()
         """Runs whose log already reports the current outage."""
         self._pause = 0.0
-        """Greater than 0 while the remote store is unavailable."""
+        """Greater than 0 while the store is unavailable."""
         self._sweep_at = self._take_up_at = 0.0
         self._changed = threading.Condition()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="replicator", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="checkpoint-uploader", daemon=True)
 
     def start(self) -> None:
         """Start the thread, which first handles what other workers left unfinished."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop at once; a partly sent replica is sent again by the next worker."""
+        """Stop at once; a partly sent checkpoint is sent again by the next worker."""
         self._ended.set()
         with self._changed:
             self._changed.notify_all()
@@ -82,7 +83,7 @@ class Replicator:
             self._thread.join(_JOIN_SECONDS)
 
     def add(self, checkpoint: Any) -> None:
-        """Queue a checkpoint (`id`, `run_id`, `attempt`, `name`, `manifest_sha256`) for replication; never waits."""
+        """Queue a checkpoint (`id`, `run_id`, `attempt`, `name`, `manifest_sha256`) to be sent; never waits."""
         with self._changed:
             self._waiting[checkpoint.id] = checkpoint
             while len(self._waiting) > _MAX_QUEUED:
@@ -90,7 +91,7 @@ class Replicator:
             self._changed.notify_all()
 
     def tidy(self) -> None:
-        """Schedule the removal of replicas that are no longer needed; never waits."""
+        """Schedule the removal of what is no longer needed in the store; never waits."""
         with self._changed:
             self._sweep_at = 0.0
             self._changed.notify_all()
@@ -108,14 +109,14 @@ class Replicator:
                 self._outage_reported.discard(run_id)
 
     def settle(self, run_id: str, is_over: Callable[[], bool], put: Say, until: float) -> None:
-        """Wait until the checkpoints of a run have their replicas, at most until the monotonic time `until`.
+        """Wait until the checkpoints of a run are in the store, at most until the monotonic time `until`.
 
-        Returns early while the remote store is unavailable or once another worker owns the run. A warning in the run's
-        log names the checkpoints that have no replica by then.
+        Returns early while the store is unavailable or once another worker owns the run. A warning in the run's log
+        names the checkpoints that are not there by then.
         """
         left = self._unsent(run_id)
         if left:
-            message = f"copying {_abbreviated(left)} to {self.remote.url}"
+            message = f"sending {_abbreviated(left)} to {self.remote.url}"
             progress = {"phase": "copying", "done": None, "total": None, "message": message}
             put(NewEvent.of("progress", time.time(), progress))
         while left and not self._pause and not is_over() and time.monotonic() < until:
@@ -124,8 +125,8 @@ class Replicator:
             left = self._unsent(run_id)
         if left:
             line = (
-                f"There is no replica of {_abbreviated(left)} at {self.remote.url} yet: it is made as soon as a worker "
-                "with this storage can reach it, and until then only workers with this storage can resume from there."
+                f"{self.remote.url} does not have {_abbreviated(left)} yet: this worker sends it once it can, and "
+                "until then only workers of this machine can resume from there."
             )
             put(_line(line, "warning"))
 
@@ -144,18 +145,18 @@ class Replicator:
             except TransferCancelled:
                 return
             except SQLAlchemyError as error:
-                log.info("checkpoint replication waits for the database: %s", error)
+                log.info("the upload of checkpoints waits for the database: %s", error)
                 self._ended.wait(_FIRST_PAUSE_SECONDS)
             except StoreUnavailable as error:
                 self._store_unavailable(error)
             except OSError as error:
-                log.warning("%s cannot be read now and is replicated later: %s", now, error)
+                log.warning("%s cannot be read now and is sent later: %s", now, error)
                 if now is not None:
                     self._drop(now)
                 self._ended.wait(_FIRST_PAUSE_SECONDS)
             except Exception:
-                # A bug in one replication must affect neither the others nor any training.
-                log.exception("a checkpoint could not be replicated: %s", now)
+                # A bug in one upload must affect neither the others nor any training.
+                log.exception("a checkpoint could not be sent: %s", now)
                 if now is not None:
                     self._drop(now)
                 self._ended.wait(_FIRST_PAUSE_SECONDS)
@@ -169,24 +170,24 @@ class Replicator:
             self.queue_overdue()
 
     def sweep(self) -> None:
-        """Remove replicas that are no longer needed; those that cannot be removed are skipped for now."""
+        """Remove what is no longer needed in the store; what cannot be removed is skipped for now."""
         kept: list[str] = []
         try:
-            for one in self._pages(replicas.to_remove, ""):
+            for one in self._pages(uploads.to_remove, ""):
                 if one.is_sent and self._started.get(one.id) != one.replica_started_at:
                     continue  # another worker sends it: what this worker has started, this same thread sends
                 if self._remove(partial(self._folder, one), one.run_id, kept):
-                    self._do(replicas.removed(one.id, one.replica_started_at))
+                    self._do(uploads.removed(one.id, one.replica_started_at))
                     self._started.pop(one.id, None)
-            for one in self._pages(replicas.runs_to_remove, ""):
+            for one in self._pages(uploads.runs_to_remove, ""):
                 if self._remove(partial(self._storage.run_dir, one.id), one.id, kept):
-                    self._do(replicas.run_removed(one.id))
-                    log.info("removed the replicas of %s, which was deleted", one.id)
+                    self._do(uploads.run_removed(one.id))
+                    log.info("removed what the storage had of %s, which was deleted", one.id)
         except StoreUnavailable as error:
             kept.insert(0, f"all others ({error})")
         if kept:
             log.warning(
-                "replicas that are no longer needed remain at %s for now, of %s", self.remote.url, _abbreviated(kept)
+                "checkpoints that are no longer needed remain at %s for now, of %s", self.remote.url, _abbreviated(kept)
             )
 
     def _remove(self, folder: Callable[[], Path], run_id: str, kept: list[str]) -> bool:
@@ -197,14 +198,14 @@ class Replicator:
             if isinstance(error, StoreUnavailable) and error.is_silent:
                 raise
             if not isinstance(error, StoreUnavailable | ValueError):  # `OutsideStorage` is a ValueError
-                log.exception("a replica of %s cannot be removed", run_id)
+                log.exception("a checkpoint of %s cannot be removed", run_id)
             kept.append(f"{run_id} ({error})")
             return False
         return True
 
     def queue_overdue(self) -> None:
-        """Queue checkpoints that no worker is replicating and that exist in this worker's storage."""
-        for one in self._pages(partial(replicas.without_replica, is_storage=self._is_storage), None):
+        """Queue checkpoints that no worker sends and that exist in this working copy."""
+        for one in self._pages(uploads.overdue, None):
             with self._changed:
                 if len(self._waiting) >= _MAX_QUEUED:
                     return
@@ -220,20 +221,19 @@ class Replicator:
             return next(reversed(self._waiting.values()), None)
 
     def _send(self, one: Any) -> bool:
-        """Send one replica; return True if it is complete, False if it is no longer to be sent.
+        """Send one checkpoint; return True if it is complete, False if it is no longer to be sent.
 
         Raises:
             StoreUnavailable, SQLAlchemyError, OSError: It cannot be sent now.
         """
-        if self._is_storage:  # this worker may have started while the store did not answer
-            self.remote.objects.check_owner(next((row.id for row in self._rows(select(Installation.id))), None))
-        self.remote.objects.mark_root(lambda: not self._rows(replicas.any_replica()))
+        # This worker may have started while the store did not answer.
+        self.remote.objects.check_owner(next((row.id for row in self._rows(select(Installation.id))), None))
         began = noted = time.monotonic()
         lease_epoch = 0
 
         def note() -> None:
             nonlocal lease_epoch, noted
-            row = self._do(replicas.begin(one.id, self._started.get(one.id)))
+            row = self._do(uploads.begin(one.id, self._started.get(one.id)))
             if row is None:
                 raise _NotWanted
             self._started[one.id], lease_epoch, noted = row.replica_started_at, row.lease_epoch, time.monotonic()
@@ -247,21 +247,21 @@ class Replicator:
         try:
             note()
             self.remote.send(self._folder(one), one.manifest_sha256, on_piece)
-            if self._do(replicas.mark_complete(one.id, self._started[one.id])) is None:
+            if self._do(uploads.mark_complete(one.id, self._started[one.id])) is None:
                 raise _NotWanted
         except _NotWanted:
             self._discard_unwanted(one)
         except LocalCheckpointMissing:
-            log.info("%s: %s no longer exists and is not replicated", one.run_id, one.name)
+            log.info("%s: %s no longer exists and is not sent", one.run_id, one.name)
             self._discard_unwanted(one)
         except LocalCheckpointCorrupt as error:
-            log.warning("%s: a corrupt checkpoint is not replicated: %s", one.run_id, error)
+            log.warning("%s: a corrupt checkpoint is not sent: %s", one.run_id, error)
             with suppress(_NotWanted):
                 note()  # it may be incomplete because it was released and is being removed
                 self._check_corrupt(one, lease_epoch, on_piece)
             self._discard_unwanted(one)
         else:
-            log.info("%s: %s replicated in %.1f s", one.run_id, one.name, time.monotonic() - began)
+            log.info("%s: %s sent in %.1f s", one.run_id, one.name, time.monotonic() - began)
             self._drop(one)
             return True
         return False
@@ -273,12 +273,12 @@ class Replicator:
             return
         why = "; ".join(wrong[:3])
         with self._engine.begin() as connection:
-            is_ours = connection.execute(replicas.begin(one.id, self._started[one.id])).one_or_none()
+            is_ours = connection.execute(uploads.begin(one.id, self._started[one.id])).one_or_none()
             if is_ours is None:
                 return
             self._started[one.id] = is_ours.replica_started_at
             is_marked = connection.execute(retention.mark_corrupt(one.id, why, one.run_id, lease_epoch)).rowcount == 1
-        reason = f"checkpoint {one.id} (step {one.step}) cannot be resumed from and is not replicated: {why}"
+        reason = f"checkpoint {one.id} (step {one.step}) cannot be resumed from and is not sent: {why}"
         log.warning("%s: %s", one.run_id, reason)
         with self._changed:
             say = self._run_logs.get(one.run_id)
@@ -286,11 +286,11 @@ class Replicator:
                 say(_line(reason, "warning"))
 
     def _discard_unwanted(self, one: Any) -> None:
-        """Remove what this worker has sent of an unwanted replica, unless another worker has continued it."""
+        """Remove what this worker has sent of an unwanted checkpoint, unless another worker has continued it."""
         noted = self._started.get(one.id)
-        if noted is not None and self._do(replicas.owned_by_other_worker(one.id, noted)) is None:
+        if noted is not None and self._do(uploads.owned_by_other_worker(one.id, noted)) is None:
             self.remote.remove(self._folder(one))
-            self._do(replicas.removed(one.id, noted))
+            self._do(uploads.removed(one.id, noted))
         self._drop(one)
 
     def _drop(self, one: Any) -> None:
@@ -300,11 +300,11 @@ class Replicator:
             self._changed.notify_all()
 
     def _store_unavailable(self, error: StoreUnavailable) -> None:
-        log.warning("checkpoints cannot be replicated to %s: %s", self.remote.url, error)
+        log.warning("checkpoints cannot be sent to %s: %s", self.remote.url, error)
         self._pause = min(max(self._pause * 2, _FIRST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
         line = (
-            f"Checkpoints cannot be replicated to {self.remote.url}: {error}. Training continues, and checkpoints "
-            "written here are replicated once that works again; an operator finds the cause in the worker's log."
+            f"Checkpoints cannot be sent to {self.remote.url}: {error}. Training continues, and checkpoints written "
+            "here are sent once that works again; an operator finds the cause in the worker's log."
         )
         with self._changed:
             waiting = {one.run_id for one in self._waiting.values()}
@@ -318,7 +318,7 @@ class Replicator:
         self._pause = 0.0
         with self._changed:
             for say in (self._run_logs[run_id] for run_id in self._outage_reported & self._run_logs.keys()):
-                say(_line(f"Checkpoints are replicated to {self.remote.url} again.", "info"))
+                say(_line(f"Checkpoints are sent to {self.remote.url} again.", "info"))
             self._outage_reported.clear()
 
     def _folder(self, one: Any) -> Path:
