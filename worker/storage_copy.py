@@ -18,6 +18,7 @@ from app.infra.db import sync_engine
 from app.infra.errors import SetupError
 from app.infra.files import file_manifest
 from app.infra.files.object_store import PIECE_BYTES, ObjectMissing, StoreUnavailable, WrongStore
+from app.infra.files.untrusted_folder import entries_below
 from app.infra.server_urls import resolve_urls
 from app.infra.storage import Storage
 from app.tables.checkpoints import Checkpoint
@@ -65,7 +66,9 @@ class StorageCopy:
         wanted = Checkpoint.deleted_at.is_(None) & Checkpoint.bad_reason.is_(None)
         for one in self._rows(select(*Checkpoint.__table__.c).where(wanted)):
             self._try("checkpoints", one.id, partial(self._checkpoint, one))
-        query = select(Attempt.run_id, Attempt.attempt, (Run.output_attempt == Attempt.attempt).label("has_output"))
+        has_output = (Run.output_attempt == Attempt.attempt).label("has_output")
+        hashes = (Attempt.output_sha256, Attempt.records_sha256)
+        query = select(Attempt.run_id, Attempt.attempt, has_output, *hashes)
         for one in self._rows(query.join(Run, Run.id == Attempt.run_id)):
             self._try("attempts", f"attempt {one.attempt} of {one.run_id}", partial(self._attempt, one))
         self._remote.objects.claim(installation, lambda: True)
@@ -91,28 +94,33 @@ class StorageCopy:
 
     def _checkpoint(self, row: Any) -> None:
         folder = self._storage.named_checkpoint(row.run_id, row.attempt, row.name)
-        key = f"{self._storage.key_of(folder)}/{file_manifest.MANIFEST}"
-        try:
-            there = self._remote.objects.read(key, file_manifest.MAX_BYTES)
-        except ObjectMissing:
-            there = b""
-        if hashlib.sha256(there).hexdigest() != row.manifest_sha256:  # it is sent last, so the others are there too
+        if not self._is_there(folder / file_manifest.MANIFEST, row.manifest_sha256):
             self._remote.send(folder, row.manifest_sha256, lambda: None)
         now = func.clock_timestamp()
         self._do(update(Checkpoint).where(Checkpoint.id == row.id).values(replica_started_at=now, replicated_at=now))
 
     def _attempt(self, row: Any) -> None:
-        of = (row.run_id, row.attempt)
-        found = {}
-        if row.has_output:
-            output = (self._storage.output_dir(*of), self._storage.output_manifest(*of))
-            found["output_sha256"] = self._remote.send_described(*output, lambda _: True, {}, lambda: None)
-        if self._storage.attempt_dir(*of).is_dir():
-            records = (self._storage.attempt_dir(*of), self._storage.records_manifest(*of))
-            found["records_sha256"] = self._remote.send_described(*records, is_record, {}, lambda: None)
-        if found:
+        attempt = (row.run_id, row.attempt)
+        hashes = {}
+        output, manifest = self._storage.output_dir(*attempt), self._storage.output_manifest(*attempt)
+        if row.has_output and not self._is_there(manifest, row.output_sha256):
+            hashes["output_sha256"] = self._remote.send_described(output, manifest, lambda _: True, {}, lambda: None)
+        folder, manifest = self._storage.attempt_dir(*attempt), self._storage.records_manifest(*attempt)
+        # A host that has only fetched a checkpoint of the attempt has a folder without records.
+        has_records = folder.is_dir() and any(is_record(name) for name, _ in entries_below(folder))
+        if has_records and not self._is_there(manifest, row.records_sha256):
+            hashes["records_sha256"] = self._remote.send_described(folder, manifest, is_record, {}, lambda: None)
+        if hashes:
             this = (Attempt.run_id == row.run_id) & (Attempt.attempt == row.attempt)
-            self._do(update(Attempt).where(this).values(**found))
+            self._do(update(Attempt).where(this).values(**hashes))
+
+    def _is_there(self, manifest: Path, sha256: str | None) -> bool:
+        """Return True if the store has this manifest, which is sent last, so that its files are there too."""
+        try:
+            content = self._remote.objects.read(self._storage.key_of(manifest), file_manifest.MAX_BYTES)
+        except ObjectMissing:
+            return False
+        return hashlib.sha256(content).hexdigest() == sha256
 
     def _rows(self, statement: Executable) -> list[Any]:
         with self._engine.connect() as connection:
