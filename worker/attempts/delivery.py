@@ -12,6 +12,7 @@ from app.infra.files.object_store import StoreUnavailable
 from app.runs.events.log import NewEvent
 from app.runs.state import machine
 from app.tables.runs import Attempt, Run
+from worker.attempts.job_error import STORAGE_UNAVAILABLE
 from worker.attempts.outcome import could_not_start
 from worker.checkpoint_store.remote_store import RemoteStore, TransferCancelled
 from worker.claimed_run import ClaimedRun
@@ -21,8 +22,6 @@ from worker.lease import Lease
 
 log = logging.getLogger(__name__)
 
-STORAGE_UNAVAILABLE = "storage_unavailable"
-"""Code of a failure whose cause is the object store."""
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
 _REQUEUE_SECONDS = 30.0

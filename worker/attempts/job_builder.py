@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Executable, and_, func, select
+from sqlalchemy import Connection, Engine, Executable, and_, select
 
 from app.base_models import resolver
 from app.base_models.model_folder import ModelFolder
@@ -19,7 +19,6 @@ from app.contracts.attempt.job import (
     EXPORT,
     MERGED_BASE,
     DataSource,
-    EvaluatedCheckpoint,
     JobSpec,
     ModelSource,
     ResumePoint,
@@ -30,22 +29,20 @@ from app.contracts.attempt.job import (
 )
 from app.contracts.attempt.messages import ActionRequest
 from app.contracts.methods import method_of, rewards_of
-from app.contracts.plugins import has_replicas
 from app.contracts.run_task import RunTask
 from app.infra.files.object_store import StoreUnavailable, WrongStore
 from app.infra.files.untrusted_folder import create_below
 from app.runs.actions.replay import done_after
-from app.runs.checkpoints import retention
 from app.secrets import store
 from app.secrets.keyring import KeyringError
-from app.tables.checkpoints import Checkpoint
 from app.tables.datasets import Dataset
 from app.tables.runs import Attempt, Run
 from worker.attempts import auto_repair
-from worker.checkpoint_files import manifest
-from worker.checkpoint_store import cleanup, restore
+from worker.attempts.checkpoint_source import CheckpointSource
+from worker.attempts.job_error import JobError, storage_unavailable
+from worker.checkpoint_store import cleanup
 from worker.checkpoint_store.remote_store import CorruptInStore, MissingInStore
-from worker.checkpoint_store.restore import RestoreControl, RestoreOutcome
+from worker.checkpoint_store.restore import RestoreControl
 from worker.checkpoint_store.working_copy import WorkingCopy
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
@@ -57,26 +54,8 @@ _TRACKER_SECRETS = {
     "mlflow": {"mlflow_tracking_token": "MLFLOW_TRACKING_TOKEN"},
 }
 """Secrets of each tracker, with the environment variables in which its library expects them."""
-_WAIT_SECONDS = 30.0
-_MAX_WAIT_SECONDS = 300.0
 _MAX_PREPARATION_SECONDS = 6 * 3600.0
 """Enough to read a terabyte from a slow disk; a sparse file of a hostile trainer takes for ever."""
-_MAX_WAITS = 80
-"""About six hours."""
-
-
-class JobError(Exception):
-    """Error that keeps a run from starting: a stable code and a sentence that says what to do next."""
-
-    def __init__(self, code: str, message: str, is_transient: bool = False, pause_seconds: float | None = None) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-        self.is_transient = is_transient
-        """True if the cause is this worker: the run waits for another try, perhaps on another worker."""
-        self.pause_seconds = pause_seconds
-        """Seconds for which no worker should try again, where no worker is the cause; such a wait does not count as
-        a try."""
 
 
 @dataclass(frozen=True)
@@ -121,16 +100,17 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
     remarks: list[str] = []
     with context.engine.connect() as connection:
         repaired = auto_repair.previous_repairs(connection, run.id)
+    source = CheckpointSource(context, run, restore_control)
     checkpoint = weights = None
     match run.task:
         case RunTask.train:
-            checkpoint = _newest_good(context, run, remarks, restore_control)
+            checkpoint = source.obtain_newest(remarks)
         case RunTask.evaluate:
-            weights = _evaluated(context, run, restore_control)
+            weights = _evaluated(context, run, source, restore_control)
         case RunTask.export:
-            checkpoint, _ = _chosen(context, run, restore_control)
+            checkpoint = source.obtain_chosen()
     config, changed = auto_repair.apply(run.config, repaired)
-    best_checkpoint = _best_evaluated(context, run, restore_control)
+    best_checkpoint = source.obtain_best_evaluated()
     if run.backend != "fake":
         for name in (run.config["base_model"], *([] if run.task is RunTask.export else reward_model_names(run))):
             fetch_output(context, run, name, restore_control)
@@ -157,7 +137,7 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
             attempt_dir=folder,
             token_cache=token_cache_location(context),
             disk_reserve_bytes=context.settings.disk_reserve_bytes,
-            resume_from=_resume(context, checkpoint),
+            resume_from=_resume(source, checkpoint),
             best_checkpoint=best_checkpoint,
             weights=weights,
             replayed_actions=[ActionRequest(**one) for one in replayed],
@@ -286,12 +266,9 @@ def _check_store(context: WorkerContext, run: ClaimedRun, copy: WorkingCopy) -> 
         copy.check_store()
     except StoreUnavailable as error:
         # An attempt would train its last steps again, only to wait for the storage once more.
-        message = (
-            f"the storage {context.settings.storage_url} cannot be used now ({error}); the run waits for another try"
-        )
+        reason = f"the storage {context.settings.storage_url} cannot be used now ({error})"
         is_refused = error.is_refused or isinstance(error, WrongStore)
-        pause = _pause(context.engine, run, is_refused=is_refused)
-        raise JobError("storage_unavailable", message, is_transient=True, pause_seconds=pause) from error
+        raise storage_unavailable(context.engine, run, reason, is_refused=is_refused) from error
 
 
 @contextmanager
@@ -300,9 +277,8 @@ def _store_errors(context: WorkerContext, run: ClaimedRun, what: str, code: str,
     try:
         yield
     except StoreUnavailable as error:
-        message = f"{what} cannot be fetched now ({error}); the run waits for another try"
-        pause = _pause(context.engine, run, is_refused=error.is_refused)
-        raise JobError("storage_unavailable", message, is_transient=True, pause_seconds=pause) from error
+        reason = f"{what} cannot be fetched now ({error})"
+        raise storage_unavailable(context.engine, run, reason, is_refused=error.is_refused) from error
     except (MissingInStore, CorruptInStore) as error:
         # This worker may have another ANNEAL_STORAGE than the API, so that others may find it.
         how = "is not in" if isinstance(error, MissingInStore) else f"is not what was stored ({error}) in"
@@ -327,17 +303,6 @@ def fetch_output(context: WorkerContext, run: ClaimedRun, name: str, control: Re
         if described.get("base_model_name_or_path", MERGED_BASE) == MERGED_BASE:
             return
         name = found.base_model
-
-
-@contextmanager
-def keeping(context: WorkerContext, run: ClaimedRun, place: Path, control: RestoreControl) -> Iterator[None]:
-    """Keep a checkpoint in the working copy for the run, and let no other run fetch it at the same time."""
-    if context.working_copy is None:
-        yield
-        return
-    context.working_copy.use(run.id, place.parent, control.check)
-    with context.working_copy.fetching(place, control.check):
-        yield
 
 
 def _locate_model(
@@ -414,94 +379,15 @@ def secrets_of(
         raise JobError("internal", str(error), is_transient=True) from error
 
 
-def _resume(context: WorkerContext, checkpoint: Any) -> ResumePoint | None:
+def _resume(source: CheckpointSource, checkpoint: Any) -> ResumePoint | None:
     if checkpoint is None:
         return None
-    return ResumePoint(
-        path=context.storage.named_checkpoint(checkpoint.run_id, checkpoint.attempt, checkpoint.name),
-        step=checkpoint.step,
-        manifest_sha256=checkpoint.manifest_sha256,
-    )
+    return ResumePoint(path=source.place(checkpoint), step=checkpoint.step, manifest_sha256=checkpoint.manifest_sha256)
 
 
-def _best_evaluated(context: WorkerContext, run: ClaimedRun, control: RestoreControl) -> EvaluatedCheckpoint | None:
-    """Return the checkpoint with the best evaluation, the earliest of several, of this run and those it resumes."""
-    method = method_of(run.config)
-    evaluated = [
-        (method.score(metric), one.step, one)
-        for one in _candidates(context.engine, run)
-        if isinstance(metric := one.metrics.get(method.eval_metric), int | float)
-    ]
-    if not evaluated:
-        return None
-    score, step, best = min(evaluated, key=lambda one: one[:2])
-    place = context.storage.named_checkpoint(best.run_id, best.attempt, best.name)
-    if context.working_copy is not None and run.task == RunTask.train and run.config.get("export") != "last":
-        with keeping(context, run, place, control):
-            wrong = manifest.verify(place, best.manifest_sha256, control.check)
-            if wrong and best.replicated_at is not None:
-                fetched = restore.restore_checkpoint(context, run, best, place, wrong, control)
-                # After hours the run goes on, and exports the last weights with a warning.
-                pause = _pause(context.engine, run, is_refused=fetched.is_refused)
-                if fetched.outcome is RestoreOutcome.AWAY and pause is not None:
-                    message = f"the best checkpoint {best.id} cannot be read: {fetched.why}; the run waits"
-                    raise JobError("storage_unavailable", message, is_transient=True, pause_seconds=pause)
-    return EvaluatedCheckpoint(
-        path=place,
-        step=step,
-        manifest_sha256=best.manifest_sha256,
-        metric=method.score(score),
-    )
-
-
-def _newest_good(context: WorkerContext, run: ClaimedRun, remarks: list[str], restore_control: RestoreControl) -> Any:
-    """Return the furthest checkpoint whose files all match its manifest; None means start from the beginning.
-
-    `retention.retire` keeps every checkpoint that this may return: the furthest one, and those saved by an attempt that
-    could not reach it.
-    """
-    elsewhere: Any = None
-    out_of_reach: str | None = None
-    is_refused = False
-    for checkpoint in _candidates(context.engine, run):
-        place = context.storage.named_checkpoint(checkpoint.run_id, checkpoint.attempt, checkpoint.name)
-        if has_replicas(run.config) and checkpoint.replicated_at is None and not place.exists():
-            elsewhere = elsewhere or checkpoint  # the trainer fetches its copy
-            continue
-        with keeping(context, run, place, restore_control):
-            wrong = manifest.verify(place, checkpoint.manifest_sha256, restore_control.check)
-            if not wrong:
-                return checkpoint
-            fetched = restore.restore_checkpoint(context, run, checkpoint, place, wrong, restore_control)
-        about = f"checkpoint {checkpoint.id} (step {checkpoint.step})"
-        if fetched.outcome is RestoreOutcome.WHOLE:
-            remarks.append(f"{about} was missing or corrupt here: {fetched.why}")
-            return checkpoint
-        reason = f"{about} cannot be resumed from: {fetched.why}"
-        log.warning("%s: %s", run.id, reason)
-        remarks.append(reason + "; using the one before it")
-        if fetched.outcome is RestoreOutcome.AWAY:
-            out_of_reach = out_of_reach or reason
-            is_refused = is_refused or fetched.is_refused
-        if fetched.outcome is RestoreOutcome.BAD:
-            with context.engine.begin() as connection:
-                connection.execute(retention.mark_corrupt(checkpoint.id, fetched.why, run.id, run.lease_epoch))
-    if elsewhere is not None:
-        return elsewhere
-    if out_of_reach is not None:
-        # Starting over because a store is temporarily unavailable would discard the progress it holds.
-        message = f"{out_of_reach}; the run waits for another try"
-        pause = _pause(context.engine, run, is_refused=is_refused)
-        raise JobError("storage_unavailable", message, is_transient=True, pause_seconds=pause)
-    if run.resume_checkpoint_id:
-        raise JobError(
-            "config_error",
-            'the parent run has no intact checkpoint: resume it with {"from": "start"} to train from the beginning',
-        )
-    return None
-
-
-def _evaluated(context: WorkerContext, run: ClaimedRun, restore_control: RestoreControl) -> TrainedWeights | None:
+def _evaluated(
+    context: WorkerContext, run: ClaimedRun, source: CheckpointSource, control: RestoreControl
+) -> TrainedWeights | None:
     """Return the weights that a run evaluates; None for those of the base model.
 
     Raises:
@@ -510,45 +396,10 @@ def _evaluated(context: WorkerContext, run: ClaimedRun, restore_control: Restore
     if run.resume_checkpoint_id is None:
         if run.base_run_id is None or run.base_run_id == run.config["base_model"]:
             return None  # what is evaluated is the base model itself
-        fetch_output(context, run, run.base_run_id, restore_control)
+        fetch_output(context, run, run.base_run_id, control)
         return _evaluated_output(context, run.base_run_id)
-    checkpoint, place = _chosen(context, run, restore_control)
-    return TrainedWeights(path=place, step=checkpoint.step, epoch=checkpoint.epoch)
-
-
-def _chosen(context: WorkerContext, run: ClaimedRun, restore_control: RestoreControl) -> tuple[Any, Path]:
-    """Return the one checkpoint that a run evaluates or exports, and its folder; no other one can take its place.
-
-    Raises:
-        JobError: It no longer exists, or is not reachable now.
-    """
-    query = select(Checkpoint.__table__).where(Checkpoint.id == run.resume_checkpoint_id)
-    checkpoint = _rows(context.engine, query)[0]
-    place = context.storage.named_checkpoint(checkpoint.run_id, checkpoint.attempt, checkpoint.name)
-    is_export = run.task == RunTask.export
-    why = "it was deleted" if checkpoint.deleted_at else checkpoint.bad_reason
-    fetches_itself = is_export and has_replicas(run.config) and checkpoint.replicated_at is None
-    if why is None and fetches_itself and not place.exists():
-        return checkpoint, place  # the trainer fetches its copy
-    wrong: list[str] = []
-    if why is None:
-        with keeping(context, run, place, restore_control):
-            wrong = manifest.verify(place, checkpoint.manifest_sha256, restore_control.check)
-            if wrong:
-                fetched = restore.restore_checkpoint(context, run, checkpoint, place, wrong, restore_control)
-    if wrong:
-        if fetched.outcome is RestoreOutcome.AWAY:
-            message = f"checkpoint {checkpoint.id} cannot be read: {fetched.why}; the run waits for another try"
-            pause = _pause(context.engine, run, is_refused=fetched.is_refused)
-            raise JobError("storage_unavailable", message, is_transient=True, pause_seconds=pause)
-        if fetched.outcome is RestoreOutcome.BAD and is_export:
-            with context.engine.begin() as connection:
-                connection.execute(retention.mark_corrupt(checkpoint.id, fetched.why, run.id, run.lease_epoch))
-        why = None if fetched.outcome is RestoreOutcome.WHOLE else fetched.why
-    if why is not None:
-        done, again = ("exported", "export") if is_export else ("evaluated", "evaluate")
-        raise JobError("config_error", f"checkpoint {checkpoint.id} cannot be {done}: {why}; {again} another one")
-    return checkpoint, place
+    checkpoint = source.obtain_chosen()
+    return TrainedWeights(path=source.place(checkpoint), step=checkpoint.step, epoch=checkpoint.epoch)
 
 
 def _evaluated_output(context: WorkerContext, run_id: str) -> TrainedWeights:
@@ -562,40 +413,6 @@ def _evaluated_output(context: WorkerContext, run_id: str) -> TrainedWeights:
     if not isinstance(step, int) or not 0 < step < last:
         return TrainedWeights(path=place, step=last, epoch=trained.current_epoch)
     return TrainedWeights(path=place, step=step, epoch=trained.current_epoch * step / last)
-
-
-def _pause(engine: Engine, run: ClaimedRun, *, is_refused: bool) -> float | None:
-    """Return the seconds to wait for what is unavailable, longer each time; None after hours, when tries count again.
-
-    No other worker waits if the store refuses only this one, which pauses itself (`WorkerHealth.failed`). Counts the
-    attempts since the last one that started training.
-    """
-    began = select(func.max(Attempt.attempt)).where(Attempt.run_id == run.id, Attempt.start_step.is_not(None))
-    with engine.connect() as connection:
-        waits = run.attempt - (connection.scalar(began) or 0)
-    if waits > _MAX_WAITS:
-        return None
-    return 0.0 if is_refused else min(_WAIT_SECONDS * waits, _MAX_WAIT_SECONDS)
-
-
-def _candidates(engine: Engine, run: ClaimedRun) -> Iterator[Any]:
-    """Yield this run's checkpoints, then the one it was created to resume and those before it, through all ancestors.
-
-    Each query ends before its rows are verified: reading gigabytes must not keep a transaction open.
-    """
-    table = Checkpoint.__table__
-    yield from _rows(engine, retention.restorable(run.id).with_only_columns(*table.c))  # type: ignore[attr-defined]
-    resumes = run.resume_checkpoint_id
-    while resumes:
-        chosen = next(iter(_rows(engine, select(table).where(table.c.id == resumes))), None)
-        if chosen is None:
-            return
-        if chosen.deleted_at is None and chosen.bad_reason is None:
-            yield chosen
-        earlier = retention.restorable(chosen.run_id, below_step=chosen.step).with_only_columns(*table.c)  # type: ignore[attr-defined]
-        yield from _rows(engine, earlier)
-        parent = _rows(engine, select(Run.resume_checkpoint_id).where(Run.id == chosen.run_id))
-        resumes = parent[0].resume_checkpoint_id if parent else None
 
 
 def _rows(engine: Engine, statement: Executable) -> Sequence[Any]:

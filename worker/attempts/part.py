@@ -29,7 +29,8 @@ from app.runs.events.log import LeaseFenced, NewEvent, Progress
 from app.runs.state import parts
 from app.workers import registry
 from worker.attempts import device_checks
-from worker.attempts.job_builder import JobError, secrets_of
+from worker.attempts.job_builder import secrets_of
+from worker.attempts.job_error import JobError
 from worker.attempts.launch import Group, Meeting, launch
 from worker.attempts.outcome import device_verdicts
 from worker.attempts.part_job import prepare_part

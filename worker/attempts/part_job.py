@@ -9,19 +9,17 @@ from app.contracts.attempt.job import JobSpec, TrainedWeights
 from app.contracts.run_task import RunTask
 from app.infra.storage import Storage
 from app.tables.checkpoints import Checkpoint
+from worker.attempts.checkpoint_source import CheckpointSource
 from worker.attempts.job_builder import (
-    JobError,
     base_model_source,
     dataset_source,
     fetch_output,
-    keeping,
     reward_model_names,
     reward_model_sources,
     token_cache_location,
     write_job,
 )
-from worker.checkpoint_files import manifest
-from worker.checkpoint_store import restore
+from worker.attempts.job_error import STORAGE_UNAVAILABLE, JobError
 from worker.checkpoint_store.restore import RestoreControl, RestoreOutcome
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
@@ -44,8 +42,9 @@ def prepare_part(context: WorkerContext, run: ClaimedRun, lead: JobSpec, control
     datasets = {source.id: dataset_source(context, run, source.id, control) for source in lead.datasets}
     resume, weights = lead.resume_from, lead.weights
     if resume is not None:
-        path = _checkpoint(context, run, lead, resume.path, resume.manifest_sha256, control)
-        resume = resume.model_copy(update={"path": path})
+        place = _here(context.storage, lead, resume.path)
+        _checkpoint(context, run, place, control)
+        resume = resume.model_copy(update={"path": place})
     if weights is not None:
         weights = _weights(context, run, lead, weights, control)
     models = [run.config["base_model"], *([] if run.task is RunTask.export else reward_model_names(run))]
@@ -83,32 +82,26 @@ def _weights(
     if run.resume_checkpoint_id is None:
         fetch_output(context, run, place.parents[1].name, control)
     else:
-        query = select(Checkpoint.manifest_sha256).where(Checkpoint.id == run.resume_checkpoint_id)
-        with context.engine.connect() as connection:
-            sha256 = connection.execute(query).scalar_one()
-        _checkpoint(context, run, lead, weights.path, sha256, control)
+        _checkpoint(context, run, place, control)
     return weights.model_copy(update={"path": place})
 
 
-def _checkpoint(
-    context: WorkerContext, run: ClaimedRun, lead: JobSpec, path: Path, sha256: str, control: RestoreControl
-) -> Path:
-    """Fetch a checkpoint of the lead, which may still be about to send it; return its folder here."""
-    place = _here(context.storage, lead, path)
-    own = (Checkpoint.run_id, place.parents[1].name), (Checkpoint.attempt, int(place.parent.name.removeprefix("a")))
-    query = select(Checkpoint.__table__).where(*(column == value for column, value in own))
+def _checkpoint(context: WorkerContext, run: ClaimedRun, place: Path, control: RestoreControl) -> None:
+    """Fetch a checkpoint of the lead, which may still be about to send it, to its folder here."""
+    run_id, attempt = place.parents[1].name, int(place.parent.name.removeprefix("a"))
+    query = select(Checkpoint.__table__).where(
+        Checkpoint.run_id == run_id, Checkpoint.attempt == attempt, Checkpoint.name == place.name
+    )
+    source = CheckpointSource(context, run, control)
     until = time.monotonic() + context.settings.hang_seconds
-    with keeping(context, run, place, control):
-        while wrong := manifest.verify(place, sha256, control.check):
-            with context.engine.connect() as connection:
-                saved = connection.execute(query.where(Checkpoint.name == place.name)).one()
-            if saved.replicated_at is None and time.monotonic() < until:
-                control.check()
-                time.sleep(_LOOK_SECONDS)
-                continue
-            fetched = restore.restore_checkpoint(context, run, saved, place, wrong, control)
-            if fetched.outcome is RestoreOutcome.WHOLE:
-                break
-            message = f"checkpoint {saved.id}, from which the run continues, cannot be fetched: {fetched.why}"
-            raise JobError("storage_unavailable", message, is_transient=True)
-    return place
+    while True:
+        with context.engine.connect() as connection:
+            saved = connection.execute(query).one()
+        obtained = source.obtain(saved)
+        if obtained.outcome is RestoreOutcome.WHOLE:
+            return
+        if saved.replicated_at is not None or time.monotonic() >= until:
+            message = f"checkpoint {saved.id}, from which the run continues, cannot be fetched: {obtained.why}"
+            raise JobError(STORAGE_UNAVAILABLE, message, is_transient=True)
+        control.check()
+        time.sleep(_LOOK_SECONDS)

@@ -21,9 +21,10 @@ from app.runs.events.log import LeaseFenced
 from app.runs.state import machine, parts
 from app.runs.state.group_claim import claim_with_others, is_reserved_with_others
 from worker.attempts import auto_repair, failure_report
-from worker.attempts.delivery import STORAGE_UNAVAILABLE, deliver
+from worker.attempts.delivery import deliver
 from worker.attempts.device_checks import pause_unusable_devices, wait_for_devices
-from worker.attempts.job_builder import Job, JobError, prepare
+from worker.attempts.job_builder import Job, prepare
+from worker.attempts.job_error import STORAGE_UNAVAILABLE, JobError
 from worker.attempts.launch import Group, Meeting, launch
 from worker.attempts.memory_watch import MemoryWatch
 from worker.attempts.monitor import Monitor

@@ -72,8 +72,8 @@ class RestoreResult:
     """Result of a restore and its explanation."""
 
     outcome: RestoreOutcome
-    why: str
-    """Clause that says what was wrong here and in the object store."""
+    why: str = ""
+    """Clause that says what was wrong here and in the object store; empty if nothing was."""
     is_refused: bool = False
     """True if the store refuses this worker."""
 

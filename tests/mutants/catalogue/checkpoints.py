@@ -196,10 +196,10 @@ MUTANTS = (
         about="A run resumes from its newest checkpoint folder without verification.",
         changes=(
             Change(
-                "worker/attempts/job_builder.py",
-                "            wrong = manifest.verify(place, checkpoint.manifest_sha256, restore_control.check)\n"
-                "            if not wrong:\n                return checkpoint\n",
-                "            return checkpoint\n",
+                "worker/attempts/checkpoint_source.py",
+                "            wrong = manifest.verify(place, checkpoint.manifest_sha256, check)\n"
+                "            if not wrong:\n                return RestoreResult(RestoreOutcome.WHOLE)\n",
+                "            return RestoreResult(RestoreOutcome.WHOLE)\n",
             ),
         ),
         test="tests/worker/attempts/test_job_builder.py::test_a_damaged_checkpoint_is_marked_reported_and_skipped[flipped]",

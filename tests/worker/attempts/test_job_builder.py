@@ -24,7 +24,8 @@ from app.tables.runs import Run
 from tests.factories import Trainer, make_model, mark_checkpoint, mark_run
 from tests.rows import add_run, run_row
 from worker.attempts import job_builder
-from worker.attempts.job_builder import Job, JobError, prepare
+from worker.attempts.job_builder import Job, prepare
+from worker.attempts.job_error import JobError
 from worker.checkpoint_files import manifest
 from worker.checkpoint_store.restore import RestoreControl
 

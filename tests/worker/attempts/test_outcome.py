@@ -22,7 +22,7 @@ from app.tables.runs import Attempt, Run
 from tests.rows import add_run, add_worker, claim, events_of, run_row
 from tests.waiting import eventually
 from worker.attempts import supervisor
-from worker.attempts.job_builder import JobError
+from worker.attempts.job_error import JobError
 from worker.attempts.outcome import conclude, ended_here_before, exit_of, is_signal_death, lease_lost
 from worker.context import WorkerContext
 from worker.ingest.event_writer import EventWriter

@@ -15,7 +15,7 @@ from tests.rows import run_row
 from tests.waiting import eventually
 from tests.worker.attempts.test_job_builder import WAITS, Context
 from tests.worker.checkpoint_store.store_lab import StoreLab, attach_store, share  # noqa: F401
-from worker.attempts.job_builder import JobError
+from worker.attempts.job_error import JobError
 from worker.attempts.part_job import prepare_part
 from worker.checkpoint_files import manifest
 

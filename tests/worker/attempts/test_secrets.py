@@ -17,7 +17,8 @@ from tests.stack import Stack
 from tests.worker.attempts.test_job_builder import WAITS, Context
 from tests.worker.process.launching import CPU, Said, start_launcher
 from tests.worker.trainers import write_job
-from worker.attempts.job_builder import Job, JobError, prepare
+from worker.attempts.job_builder import Job, prepare
+from worker.attempts.job_error import JobError
 
 TOKEN = "token-of-ada/0123456789+abcdef"
 

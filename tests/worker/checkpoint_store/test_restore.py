@@ -15,8 +15,9 @@ from tests.factories import Trainer
 from tests.rows import add_run, add_worker, run_row
 from tests.worker.attempts.test_job_builder import CPU, WAITS, flip
 from tests.worker.checkpoint_store.store_lab import StoreLab, lab, share  # noqa: F401
-from worker.attempts import job_builder
-from worker.attempts.job_builder import JobError, prepare
+from worker.attempts import job_error
+from worker.attempts.job_builder import prepare
+from worker.attempts.job_error import JobError
 from worker.checkpoint_files import manifest
 from worker.checkpoint_store import restore
 from worker.checkpoint_store.remote_store import TransferCancelled
@@ -177,7 +178,7 @@ class TestACheckpointThatIsAway:
 
         # The first attempt of this run never told that it began.
         assert [pause() for _ in range(2)] == [60.0, 90.0]
-        monkeypatch.setattr(job_builder, "_MAX_WAITS", 3)
+        monkeypatch.setattr(job_error, "_MAX_WAITS", 3)
         assert pause() is None
 
 

@@ -24,7 +24,7 @@ from tests.rows import add_run
 from tests.waiting import eventually
 from tests.worker.attempts.test_job_builder import flip
 from tests.worker.checkpoint_store.store_lab import StoreLab, share  # noqa: F401
-from worker.attempts.job_builder import JobError
+from worker.attempts.job_error import JobError
 from worker.checkpoint_files import manifest
 from worker.checkpoint_store import working_copy
 from worker.checkpoint_store.remote_store import CorruptInStore, MissingInStore, RemoteStore, TransferCancelled
