@@ -67,7 +67,7 @@ class ClientSettings(_HomeSettings):
         return None if path is None else path.expanduser()
 
 
-_REMOVED = {
+REMOVED_SETTINGS = {
     "ANNEAL_CHECKPOINT_URL": "unset it, and set ANNEAL_STORAGE to that URL if checkpoints are to survive the loss of a "
     "machine, as docs/operations/remote-checkpoints.md describes",
 }
@@ -275,7 +275,7 @@ class Settings(_HomeSettings):
     @model_validator(mode="after")
     def _refuse_removed_settings(self) -> "Settings":
         set_names = {name.upper() for name, value in os.environ.items() if value}
-        for name, advice in _REMOVED.items():
+        for name, advice in REMOVED_SETTINGS.items():
             if name in set_names:
                 raise ValueError(f"{name} was removed: {advice}")
         return self

@@ -73,7 +73,7 @@ def is_to_be_sent() -> ColumnElement[bool]:
 
 
 def overdue(before: str | None = None) -> Executable:
-    """Return one page of checkpoints that nobody sends, newest first: their worker is gone or behind.
+    """Return one page of checkpoints that no worker sends, newest first: theirs is gone or behind.
 
     `before` is the last id of the previous page.
     """

@@ -21,7 +21,7 @@ def start_launcher(home: Path, mode: str, preload: tuple[str, ...] = ("tests.wor
     """A started launcher that would not make a launch wait."""
     launcher = Launcher(Settings(home=home, launch=mode), preload=preload)  # type: ignore[arg-type]
     launcher.start()
-    assert launcher.wait_ready(60)
+    assert launcher.wait_ready(300)
     assert launcher.mode == mode, launcher.reason
     return launcher
 
