@@ -38,7 +38,7 @@ class Said:
         self.process = process
         self.pieces: list[tuple[str, bytes]] = []
 
-    def until(self, done: Callable[["Said"], object], timeout: float = 30) -> "Said":
+    def until(self, done: Callable[["Said"], object], timeout: float = 60) -> "Said":
         """Listen until `done` is true of what was said."""
         deadline = time.monotonic() + timeout
         while not done(self):
@@ -47,7 +47,7 @@ class Said:
             self._hear(self.process.channel.receive(0))
         return self
 
-    def to_the_end(self, timeout: float = 30) -> Exit:
+    def to_the_end(self, timeout: float = 60) -> Exit:
         """Listen until the process has ended and its queue is empty; close it."""
         self.until(lambda said: said.process.poll() is not None, timeout)
         self.process.kill()

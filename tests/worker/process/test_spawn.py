@@ -82,7 +82,7 @@ class TestWaiting:
             os.kill(pid, signal.SIGCONT)
         children = Path(f"/proc/{pid or os.getpid()}/task/{pid or launcher._keeper.native_id}/children")
         assert Said(launch(launcher, tmp_path / "next", "quick", code=6)).to_the_end().code == 6
-        eventually(lambda: children.read_text() == "", timeout=10)
+        eventually(lambda: children.read_text() == "")
         assert list(launcher._folder.iterdir()) == []
         launcher.stop()
 

@@ -10,12 +10,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from app.config import Settings
@@ -35,7 +35,16 @@ STOP = ControlMessage(stop=StopRequest("discard"))
 
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    """A launcher whose zygote the test may kill."""
     launcher = start_launcher(tmp_path / "home", "zygote")
+    yield launcher
+    launcher.stop()
+
+
+@pytest.fixture(scope="module")
+def shared_launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    """A launcher whose zygote goes on serving."""
+    launcher = start_launcher(tmp_path_factory.mktemp("home"), "zygote")
     yield launcher
     launcher.stop()
 
@@ -79,9 +88,9 @@ class TestFork:
         finally:
             launcher.stop()
 
-    def test_the_zygote_has_one_thread_before_and_after_forks(self, launcher: Launcher, tmp_path: Path) -> None:
+    def test_the_zygote_has_one_thread_before_and_after_forks(self, shared_launcher: Launcher, tmp_path: Path) -> None:
         for _ in range(2):
-            said = Said(launch(launcher, tmp_path, "count_threads"))
+            said = Said(launch(shared_launcher, tmp_path, "count_threads"))
             said.to_the_end()
             assert said.record("threads")["parent"] == 1
 
@@ -99,14 +108,14 @@ class TestFork:
         finally:
             launcher.stop()
 
-    def test_children_leave_nothing_behind_in_the_zygote(self, launcher: Launcher, tmp_path: Path) -> None:
-        Said(launch(launcher, tmp_path, "quick")).to_the_end()
-        folder = Path(f"/proc/{zygote_pid(launcher)}/fd")
+    def test_children_leave_nothing_behind_in_the_zygote(self, shared_launcher: Launcher, tmp_path: Path) -> None:
+        Said(launch(shared_launcher, tmp_path, "quick")).to_the_end()
+        folder = Path(f"/proc/{zygote_pid(shared_launcher)}/fd")
         before = len(list(folder.iterdir()))
         for _ in range(5):
-            Said(launch(launcher, tmp_path, "quick")).to_the_end()
+            Said(launch(shared_launcher, tmp_path, "quick")).to_the_end()
         eventually(lambda: len(list(folder.iterdir())) == before)
-        children = Path(f"/proc/{zygote_pid(launcher)}/task/{zygote_pid(launcher)}/children")
+        children = Path(f"/proc/{zygote_pid(shared_launcher)}/task/{zygote_pid(shared_launcher)}/children")
         assert children.read_text() == ""
 
     def test_what_goes_with_a_child_is_its_own_and_nothing_of_the_zygote(
@@ -156,30 +165,30 @@ class TestFork:
         status.close()
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_crash_in_one_child_leaves_the_next_alone(self, launcher: Launcher, tmp_path: Path) -> None:
+    def test_a_crash_in_one_child_leaves_the_next_alone(self, shared_launcher: Launcher, tmp_path: Path) -> None:
         for how in ("segv", "kill", "exception"):
-            Said(launch(launcher, tmp_path, "die", how=how)).to_the_end()
-        assert Said(launch(launcher, tmp_path, "quick")).to_the_end().code == 0
+            Said(launch(shared_launcher, tmp_path, "die", how=how)).to_the_end()
+        assert Said(launch(shared_launcher, tmp_path, "quick")).to_the_end().code == 0
 
 
 class TestWant:
     """Want of memory or descriptors costs one launch, never the zygote and the runs that it has forked."""
 
     def test_without_descriptors_a_launch_fails_with_the_reason_and_the_others_go_on(
-        self, launcher: Launcher, tmp_path: Path
+        self, shared_launcher: Launcher, tmp_path: Path
     ) -> None:
-        pid = zygote_pid(launcher)
-        said = Said(process := launch(launcher, tmp_path, "wait_for_stop"))
+        pid = zygote_pid(shared_launcher)
+        said = Said(process := launch(shared_launcher, tmp_path, "wait_for_stop"))
         said.until(lambda said: said.has("message"))
         taken = {int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir()}
         limit = [number for number in range(len(taken) + 4) if number not in taken][3]  # three are free below it
         before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, before[1]))
         with pytest.raises(LaunchError, match="Too many open files"):
-            launch(launcher, tmp_path / "2", "quick")
+            launch(shared_launcher, tmp_path / "2", "quick")
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
-        assert Said(launch(launcher, tmp_path / "3", "quick", code=3)).to_the_end().code == 3
-        assert zygote_pid(launcher) == pid
+        assert Said(launch(shared_launcher, tmp_path / "3", "quick", code=3)).to_the_end().code == 3
+        assert zygote_pid(shared_launcher) == pid
         process.send(STOP)
         assert said.to_the_end().code == 0
 
@@ -243,14 +252,14 @@ class TestDeath:
         said = Said(process := launch(launcher, tmp_path, "wait_for_stop"))
         said.until(lambda said: said.has("message"))
         os.kill(zygote_pid(launcher), signal.SIGKILL)
-        eventually(lambda: not is_alive(process.pid), timeout=10, every=0.001)
+        eventually(lambda: not is_alive(process.pid), every=0.001)
         assert said.to_the_end().launcher_lost
 
     def test_after_kill_9_a_new_one_serves(self, launcher: Launcher, tmp_path: Path) -> None:
         for _ in range(3):
             old = zygote_pid(launcher)
             os.kill(old, signal.SIGKILL)
-            eventually(lambda old=old: launcher.zygote_pid not in (old, None), timeout=10)
+            eventually(lambda old=old: launcher.zygote_pid not in (old, None))
             process = launch(launcher, tmp_path, "quick")
             assert process.launched == "zygote"
             assert Said(process).to_the_end().code == 0
@@ -267,7 +276,7 @@ class TestDeath:
         monkeypatch.setattr("worker.process.spawn.FORK_SECONDS", 0.5)
         launcher = Launcher(Settings(home=tmp_path), preload=["tests.worker.trainers"])
         launcher.start()
-        assert launcher.wait_ready(30)
+        assert launcher.wait_ready(120)
         pid = zygote_pid(launcher)
         os.kill(pid, signal.SIGSTOP)
         lock = tmp_path / "lock"
@@ -277,7 +286,7 @@ class TestDeath:
         os.kill(pid, signal.SIGCONT)  # now it forks what it was asked for, and that ends by itself
         said = Said(process).until(lambda said: said.has("message"))
         children = Path(f"/proc/{pid}/task/{pid}/children")
-        eventually(lambda: not children.exists() or children.read_text() == "", timeout=10)
+        eventually(lambda: not children.exists() or children.read_text() == "")
         process.send(STOP)
         assert said.to_the_end().code == 0
         launcher.stop()
@@ -297,7 +306,7 @@ class TestDeath:
         process = launch(launcher, tmp_path, "hang")
         launcher.stop()
         assert not is_alive(pid)
-        eventually(lambda: not is_alive(process.pid), timeout=10)
+        eventually(lambda: not is_alive(process.pid))
         assert process.close().launcher_lost
 
 
@@ -315,7 +324,7 @@ class TestRefusal:
     def test_a_preload_that_no_fork_would_survive_means_cold(self, tmp_path: Path, module: str, reason: str) -> None:
         launcher = Launcher(Settings(home=tmp_path), preload=[module])
         launcher.start()
-        assert launcher.wait_ready(30)
+        assert launcher.wait_ready(120)
         assert launcher.mode == "cold"
         assert reason in launcher.reason
         assert Said(launch(launcher, tmp_path, "quick", code=2)).to_the_end().code == 2
@@ -327,7 +336,7 @@ class TestRefusal:
         launcher = Launcher(Settings(home=tmp_path), preload=["60"])
         monkeypatch.setattr("worker.process.launcher.CODE_ROOT", tmp_path)
         launcher.start()
-        assert launcher.wait_ready(30)
+        assert launcher.wait_ready(120)
         assert launcher.mode == "cold"
         launcher.stop()
 
@@ -405,7 +414,7 @@ class TestCheck:
         preload = ["tests.worker.trainers", "tests.worker.process.preloads.bad_gpus"]
         launcher = Launcher(Settings(home=home), preload=preload)
         launcher.start()
-        assert launcher.wait_checked(30)
+        assert launcher.wait_checked(120)
         return launcher
 
     def test_gpus_on_which_a_step_fails_are_named_and_the_zygote_serves_the_others(
@@ -416,7 +425,7 @@ class TestCheck:
             assert launcher.mode == "zygote", launcher.reason
             assert launcher.broken == {
                 "GPU-1abc": f"RuntimeError: illegal memory access{zygote._ADVICE}",
-                "GPU-2abc": f"no answer within 1 s{zygote._ADVICE}",
+                "GPU-2abc": f"no answer within 3 s{zygote._ADVICE}",
                 "GPU-3abc": "This host cannot compile GPU kernels: install `gcc`.",
             }
             assert Said(launch(launcher, tmp_path, "quick")).to_the_end().code == 0
@@ -469,19 +478,15 @@ class TestSpeed:
         seconds = {}
         for mode in ("zygote", "cold"):
             launcher = start_launcher(tmp_path / mode, mode, preload=("worker.fake.trainer", "sqlalchemy.orm"))
-            took = []
-            for _ in range(3):
-                began = time.monotonic()
-                process = launcher.launch("worker.fake.trainer:main", _fake_job(tmp_path / mode), [CPU])
-                said = Said(process).until(lambda said: said.records)
-                took.append(time.monotonic() - began)
-                process.close()
-                assert said.records
+            process = launcher.launch("worker.fake.trainer:main", _fake_job(tmp_path / mode), [CPU])
+            Said(process).until(lambda said: said.records)
+            used = psutil.Process(process.pid).cpu_times()  # by the clock, a busy machine would make both slow
+            process.close()
             launcher.stop()
-            seconds[mode] = min(took)
-        # Five times and more on an idle machine; on a busy one a fork waits for a processor as long as a start does.
+            seconds[mode] = used.user + used.system
         assert seconds["zygote"] * 2 < seconds["cold"], seconds
 
 
 def _fake_job(folder: Path) -> Path:
-    return write_job(folder, **json.loads(make_spec(folder).to_json()))
+    config = {"base_model": "none", "extra": {"step_seconds": 600.0}}  # it is alive when its first record arrives
+    return write_job(folder, **json.loads(make_spec(folder, config=config).to_json()))

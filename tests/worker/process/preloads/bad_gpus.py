@@ -28,7 +28,7 @@ def check_device(device: AssignedDevice) -> None:
 
 
 zygote: Any = sys.modules["__main__"]
-zygote._CHECK_SECONDS = 1
+zygote._CHECK_SECONDS = 3  # far more than a fork needs to answer
 sys.executable = os.environ["HF_XET_TEST_NEW_PROCESS"]
 torch: Any = ModuleType("torch")
 torch.cuda = SimpleNamespace(is_initialized=lambda: False)
