@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,25 @@ def storage(settings: Settings) -> Path:
     return settings.storage_root
 
 
-def start(settings: Settings, run_id: str, epoch: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the worker of a run to its end."""
-    variables = {**settings.child_environment(), "ANNEAL_LAUNCH": "cold", **environment}
+def start(
+    settings: Settings, run_id: str, epoch: int = 0, code: str | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the worker of a run to its end, by its own program or by `code` that changes something first."""
+    command = ["worker.single_run"] if code is None else ["tests.code_program", code]
+    return run_program([*command, run_id, str(epoch)], cold(settings) | environment)
+
+
+def cold(settings: Settings) -> dict[str, str]:
+    """The environment of a worker that keeps no zygote."""
+    return {**settings.child_environment(), "ANNEAL_LAUNCH": "cold"}
+
+
+def run_program(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a module with arguments to its end."""
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder) / "stdout", Path(folder) / "stderr"
-        process = programs.start("worker.single_run", [run_id, str(epoch)], variables, output, errors)
-        code = process.wait(timeout=120)
-        return subprocess.CompletedProcess(["worker.single_run"], code, output.read_text(), errors.read_text())
+        code = programs.start(command[0], command[1:], environment, output, errors).wait(timeout=120)
+        return subprocess.CompletedProcess(command, code, output.read_text(), errors.read_text())
 
 
 def add(engine: Engine, **values: Any) -> str:
@@ -88,11 +98,7 @@ def test_missing_and_wrong_settings_are_named_without_their_values(settings: Set
 
 def test_a_database_that_cannot_be_reached_is_named(settings: Settings) -> None:
     program = "import sys\nfrom worker import single_run\nsingle_run._DATABASE_SECONDS = 0\nsys.exit(single_run.main())"
-    away = {"ANNEAL_DATABASE_URL": "postgresql://ada:hunter2@127.0.0.1:1/x", "ANNEAL_LAUNCH": "cold"}
-    done = subprocess.run(
-        [sys.executable, "-c", program, "run_1", "0"],
-        env={**settings.child_environment(), **away}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = start(settings, "run_1", code=program, ANNEAL_DATABASE_URL="postgresql://ada:hunter2@127.0.0.1:1/x")
     assert done.returncode == 75 and f"cannot be reached from {os.uname().nodename}" in last_line(done)
     assert "hunter2" not in done.stderr
 
@@ -103,10 +109,7 @@ def test_a_quota_that_is_full_meanwhile_is_no_failure(settings: Settings, engine
     with engine.begin() as connection:
         connection.execute(text("UPDATE experiments SET max_devices = 0"))
     program = "import sys\nfrom worker import single_run\nsingle_run._CLAIM_SECONDS = 0\nsys.exit(single_run.main())"
-    done = subprocess.run(
-        [sys.executable, "-c", program, run_id, "0"],
-        env={**settings.child_environment(), "ANNEAL_LAUNCH": "cold"}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = start(settings, run_id, code=program)
     assert done.returncode == 75 and "a quota" in last_line(done), done.stderr
     assert run_row(engine, run_id).status == "pending"
 
@@ -128,10 +131,7 @@ supervisor.claim = lambda context: claim(context) if len(failures) > 1 else None
 single_run._waiting = lambda *given: away() if len(failures) < 2 else waiting(*given)
 sys.exit(single_run.main())
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, run_id, "0"],
-        env={**settings.child_environment(), "ANNEAL_LAUNCH": "cold"}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = start(settings, run_id, code=program)
     assert done.returncode == 0, done.stderr
     assert run_row(engine, run_id).attempt == 1
 
@@ -147,10 +147,7 @@ single_run._UNCLAIMED_SECONDS = 1
 device_checks.wait_for_devices = lambda context: threading.Event().wait()
 sys.exit(single_run.main())
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, "run_1", "0"],
-        env={**settings.child_environment(), "ANNEAL_LAUNCH": "cold"}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = start(settings, "run_1", code=program)
     assert done.returncode == 75 and "hangs here" in last_line(done)
 
 
@@ -159,19 +156,14 @@ def test_the_command_that_drains_a_machine_ends_it(settings: Settings, engine: E
     run_id = add(engine)
     with engine.begin() as connection:
         connection.execute(text("UPDATE experiments SET max_devices = 0"))
-    environment = {**settings.child_environment(), "ANNEAL_LAUNCH": "cold"}
-    command = [sys.executable, "-m", "worker.single_run", run_id, "0"]
-    worker = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    worker = programs.start("worker.single_run", [run_id, "0"], cold(settings), storage / "log")
     try:
         eventually(lambda: any(note.process.exists for note in read_statuses(settings.home)), timeout=60)
         line = "anneal worker --drain --timeout 0"
         assert line in (Path(__file__).parents[2] / "docs/guides/ray.md").read_text()
-        anneal = Path(sys.executable).with_name("anneal")
-        done = subprocess.run(
-            [anneal, *line.split()[1:]], env=environment, capture_output=True, text=True, timeout=60, check=False
-        )
+        done = run_program(["app.cli.main", *line.split()[1:]], cold(settings))
         assert done.returncode == 0 and "Drained: 1 worker ended." in done.stdout, done.stdout
-        assert worker.wait(1) == 0
+        assert worker.wait(60) == 0
     finally:
         worker.kill()
         worker.wait()
