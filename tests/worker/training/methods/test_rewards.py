@@ -166,7 +166,7 @@ class TestNothingHangs:
         ],
     )
     def test_a_catastrophic_pattern_costs_a_second_and_the_reward(self, fields: dict[str, Any]) -> None:
-        self.takes_a_second(fields, VICTIM)
+        self.takes(fields, VICTIM, seconds=1)
 
     @pytest.mark.parametrize(
         ("schema", "document"),
@@ -191,8 +191,11 @@ class TestNothingHangs:
         ],
         ids=["pattern", "property", "further-property", "in-a-reference", "references"],
     )  # fmt: skip
-    def test_a_catastrophic_schema_too(self, schema: dict[str, Any], document: Any) -> None:
-        self.takes_a_second({"type": "json_schema", "schema": schema}, json.dumps(document))
+    def test_a_catastrophic_schema_too(
+        self, monkeypatch: pytest.MonkeyPatch, schema: dict[str, Any], document: Any
+    ) -> None:
+        monkeypatch.setattr(rewards, "_TIMEOUT_SECONDS", 0.2)
+        self.takes({"type": "json_schema", "schema": schema}, json.dumps(document), seconds=0.2)
 
     @pytest.mark.parametrize(
         ("schema", "given"),
@@ -212,7 +215,7 @@ class TestNothingHangs:
     )  # fmt: skip
     def test_a_long_document_ends_soon_whatever_is_asked_of_it(self, schema: dict[str, Any], given: float) -> None:
         (function,) = build_reward_functions([reward(type="json_schema", schema=schema)], TOKENIZER)
-        document = json.dumps([{"a": at, "b": -at} for at in range(20_000)])
+        document = json.dumps([{"a": at, "b": -at} for at in range(10_000)])
         started = time.monotonic()
         assert function(["?"], [document], [[2]]) == [given]
         assert time.monotonic() - started < 60
@@ -229,31 +232,29 @@ class TestNothingHangs:
     def test_one_that_is_always_too_slow_is_reported_once_and_costs_a_call_three_times_the_limit(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(rewards, "_TIMEOUT_SECONDS", 0.5)
+        monkeypatch.setattr(rewards, "_TIMEOUT_SECONDS", 0.2)
         reported: list[str] = []
         beats: list[int] = []
         slow, quick = build_reward_functions(
             [reward(type="regex", pattern=CATASTROPHE), reward(type="length", max=1)],
             TOKENIZER, lambda: beats.append(len(reported)), reported.append,
         )  # fmt: skip
-        started = time.monotonic()
         assert slow(["?"] * 2, [VICTIM] * 2, [[2]] * 2) == [0, 0]
         assert reported == [] and len(beats) == 2
         assert slow(["?"] * 50, ["a.Bc", *[VICTIM] * 49], [[2]] * 50) == [1, *[0] * 49]
-        assert time.monotonic() - started < 15, "50 of them would take 25 s"
         assert len(beats) == 52, "each completion is a sign of life"
-        assert slow.timeouts == 5
+        assert slow.timeouts == 5, "of 51, so that a call costs three times the limit"
         (line,) = reported
         assert "`regex`" in line and "too slow" in line
         assert slow(["?"], ["a.Bc"], [[2]]) == [1], "the next call is judged again"
         assert quick(["?"], ["a"], [[2]]) == [1] and len(reported) == 1
 
     @staticmethod
-    def takes_a_second(fields: dict[str, Any], completion: str) -> None:
+    def takes(fields: dict[str, Any], completion: str, seconds: float) -> None:
         (function,) = build_reward_functions([reward(**fields)], TOKENIZER)
         started = time.monotonic()
         assert function(["?"], [completion], [[2]], answer=["7"]) == [0]
-        assert 0.9 < time.monotonic() - started < 60
+        assert 0.9 * seconds < time.monotonic() - started < 60
         assert function.timeouts == 1
 
 

@@ -29,7 +29,7 @@ for name in ("--outfile", "--outtype", "--metadata"):
     parser.add_argument(name, required=True)
 asked = parser.parse_args()
 from safetensors import safe_open
-with safe_open(asked.model / "model.safetensors", "pt") as tensors:
+with safe_open(asked.model / "model.safetensors", "np") as tensors:
     names = sorted(tensors.keys())
 assert (asked.model / "tokenizer.json").is_file() and (asked.model / "config.json").is_file()
 seen = {"type": asked.outtype, "about": json.loads(pathlib.Path(asked.metadata).read_text()), "tensors": names}
@@ -149,7 +149,7 @@ class TestRuns:
             else:
                 control.send(ControlMessage(stop=StopRequest("checkpoint")).to_json())
             done = forks.wait()
-        eventually(lambda: not is_alive(int(started.read_text())))
+        eventually(lambda: not is_alive(int(started.read_text())), timeout=60)
         if why == "drain":
             assert (done.result["outcome"], done.result["why"]) == ("stopped", "drain")
             assert not done.output.exists()
