@@ -1,6 +1,8 @@
 """Promises about datasets that are there: fetched back, filtered, deleted, and made once for each idempotency key."""
 
 import hashlib
+import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,14 +34,22 @@ def _files(settings: Settings) -> list[Path]:
 
 
 @pytest.fixture
+def emptied(emptied_api: ApiServer) -> Iterator[ApiServer]:
+    """The API of the file, without datasets and their files."""
+    yield emptied_api
+    for folder in (emptied_api.settings.storage_root / "datasets").iterdir():
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
 def engine(settings: Settings) -> Engine:
     return sync_engine(settings.database_url or "", pool_size=0)
 
 
 class TestContent:
-    def test_comes_back_as_it_is_kept(self, shared_api: ApiServer) -> None:
-        id = _made(shared_api, name="my “data”.v2.csv", file_format="jsonl")
-        answer = shared_api.client.get(f"/v1/datasets/{id}/content")
+    def test_comes_back_as_it_is_kept(self, emptied: ApiServer) -> None:
+        id = _made(emptied, name="my “data”.v2.csv", file_format="jsonl")
+        answer = emptied.client.get(f"/v1/datasets/{id}/content")
         assert (answer.status_code, answer.content) == (200, CONTENT)
         assert answer.headers["content-type"] == "application/x-ndjson"
         assert answer.headers["etag"] == f'"{hashlib.sha256(CONTENT).hexdigest()}"'
@@ -49,15 +59,15 @@ class TestContent:
         )
         assert answer.headers["x-content-type-options"] == "nosniff"
 
-    def test_goes_on_where_a_download_broke_off(self, shared_api: ApiServer) -> None:
-        id = _made(shared_api)
+    def test_goes_on_where_a_download_broke_off(self, emptied: ApiServer) -> None:
+        id = _made(emptied)
         path = f"/v1/datasets/{id}/content"
-        tag = shared_api.client.get(path).headers["etag"]
-        part = shared_api.client.get(path, headers={"Range": "bytes=100000-", "If-Range": tag})
+        tag = emptied.client.get(path).headers["etag"]
+        part = emptied.client.get(path, headers={"Range": "bytes=100000-", "If-Range": tag})
         assert (part.status_code, part.content) == (206, CONTENT[100_000:])
-        other = shared_api.client.get(path, headers={"Range": "bytes=100000-", "If-Range": '"another"'})
+        other = emptied.client.get(path, headers={"Range": "bytes=100000-", "If-Range": '"another"'})
         assert (other.status_code, other.content) == (200, CONTENT)
-        behind = shared_api.client.get(path, headers={"Range": f"bytes={len(CONTENT)}-"})
+        behind = emptied.client.get(path, headers={"Range": f"bytes={len(CONTENT)}-"})
         assert (behind.status_code, behind.headers["content-type"]) == (416, "application/problem+json")
 
     def test_is_404_where_there_is_no_dataset_or_no_file(self, api: ApiServer, engine: Engine) -> None:
@@ -67,53 +77,51 @@ class TestContent:
 
 
 class TestDelete:
-    def test_removes_row_and_file(self, api: ApiServer, settings: Settings) -> None:
-        id = _made(api)
-        answer = api.client.delete(f"/v1/datasets/{id}")
+    def test_removes_row_and_file(self, emptied: ApiServer) -> None:
+        id = _made(emptied)
+        answer = emptied.client.delete(f"/v1/datasets/{id}")
         assert (answer.status_code, answer.content) == (204, b"")
-        assert api.client.get(f"/v1/datasets/{id}").status_code == 404
-        assert api.client.get(f"/v1/datasets/{id}/content").status_code == 404
-        assert api.client.delete(f"/v1/datasets/{id}").json()["code"] == "dataset_not_found"
-        eventually(lambda: not _files(settings), what="the file is gone")
+        assert emptied.client.get(f"/v1/datasets/{id}").status_code == 404
+        assert emptied.client.get(f"/v1/datasets/{id}/content").status_code == 404
+        assert emptied.client.delete(f"/v1/datasets/{id}").json()["code"] == "dataset_not_found"
+        eventually(lambda: not _files(emptied.settings), what="the file is gone")
 
     @pytest.mark.parametrize("column", ["dataset_id", "eval_dataset_id", "extra_eval_datasets"])
-    def test_is_refused_while_a_run_refers_to_it_also_one_that_has_ended(
-        self, api: ApiServer, settings: Settings, column: str
-    ) -> None:
-        id, other = _made(api), _made(api)
+    def test_is_refused_while_a_run_refers_to_it_also_one_that_has_ended(self, emptied: ApiServer, column: str) -> None:
+        id, other = _made(emptied), _made(emptied)
         config, named = {"eval_steps": 10} if column == "eval_dataset_id" else {}, {column: id}
         if column == "extra_eval_datasets":
             config, named = {"eval_steps": 10, "eval_split": 0.5}, {column: {"code": id}}
-        run = make_run(api.client, **{"dataset_id": other, **named}, config=config)["id"]
+        run = make_run(emptied.client, **{"dataset_id": other, **named}, config=config)["id"]
         for status in ("pending", "cancelled"):
-            answer = api.client.delete(f"/v1/datasets/{id}")
+            answer = emptied.client.delete(f"/v1/datasets/{id}")
             assert (answer.status_code, answer.json()["code"]) == (409, "dataset_in_use")
             assert f"{run} ({status})" in answer.json()["detail"]
-            api.client.post(f"/v1/runs/{run}/stop")
-        assert Storage(settings).dataset_file(id, "jsonl").is_file()
+            emptied.client.post(f"/v1/runs/{run}/stop")
+        assert Storage(emptied.settings).dataset_file(id, "jsonl").is_file()
 
-    def test_and_a_run_that_is_made_meanwhile_never_both_succeed(self, api: ApiServer) -> None:
+    def test_and_a_run_that_is_made_meanwhile_never_both_succeed(self, emptied: ApiServer) -> None:
         with ThreadPoolExecutor(2) as pool:
             for _ in range(8):
-                id = _made(api, lines({"text": "a"}))
+                id = _made(emptied, lines({"text": "a"}))
                 body = {"backend": "fake", "dataset_id": id, "config": {"base_model": "any"}}
-                made = pool.submit(api.client.post, "/v1/runs", json=body)
-                deleted = pool.submit(api.client.delete, f"/v1/datasets/{id}")
+                made = pool.submit(emptied.client.post, "/v1/runs", json=body)
+                deleted = pool.submit(emptied.client.delete, f"/v1/datasets/{id}")
                 assert (made.result().status_code, deleted.result().status_code) in ((202, 409), (422, 204))
 
-    def test_needs_the_scope_to_write(self, api: ApiServer) -> None:
-        id = _made(api)
-        with api.client_with(api.key_with(["read"])) as reader:
+    def test_needs_the_scope_to_write(self, emptied: ApiServer) -> None:
+        id = _made(emptied)
+        with emptied.client_with(emptied.key_with(["read"])) as reader:
             assert reader.delete(f"/v1/datasets/{id}").status_code == 403
             assert reader.get(f"/v1/datasets/{id}/content").status_code == 200
 
 
-def test_the_list_is_filtered_by_a_part_of_the_name_and_by_format(api: ApiServer) -> None:
-    texts = [_made(api, lines({"text": "a"}), name) for name in ("Alpha.jsonl", "beta_100%.jsonl", "ALPHA 2.jsonl")]
-    pair = _made(api, lines({"prompt": "a", "completion": "b"}), "alpha.jsonl")
+def test_the_list_is_filtered_by_a_part_of_the_name_and_by_format(emptied: ApiServer) -> None:
+    texts = [_made(emptied, lines({"text": "a"}), name) for name in ("Alpha.jsonl", "beta_100%.jsonl", "ALPHA 2.jsonl")]
+    pair = _made(emptied, lines({"prompt": "a", "completion": "b"}), "alpha.jsonl")
 
     def listed(**params: str) -> list[str]:
-        answer = api.client.get("/v1/datasets", params=params)
+        answer = emptied.client.get("/v1/datasets", params=params)
         assert answer.status_code == 200, answer.text
         return [item["id"] for item in answer.json()["data"]]
 
@@ -123,49 +131,49 @@ def test_the_list_is_filtered_by_a_part_of_the_name_and_by_format(api: ApiServer
     assert listed(search="0%") == [texts[1]]
     assert listed(search="_1") == [texts[1]]
     assert listed(format="preference") == []
-    assert api.client.get("/v1/datasets", params={"format": "odd"}).status_code == 422
+    assert emptied.client.get("/v1/datasets", params={"format": "odd"}).status_code == 422
 
 
 class TestIdempotencyKey:
-    def test_answers_the_same_dataset_again_and_keeps_one_file(self, api: ApiServer, settings: Settings) -> None:
-        first = upload(api, CONTENT, key="k1", name="a")
-        again = upload(api, CONTENT, key="k1", name="a")
+    def test_answers_the_same_dataset_again_and_keeps_one_file(self, emptied: ApiServer) -> None:
+        first = upload(emptied, CONTENT, key="k1", name="a")
+        again = upload(emptied, CONTENT, key="k1", name="a")
         assert (first.status_code, again.status_code) == (201, 201)
         assert first.json() == again.json() and first.headers["location"] == again.headers["location"]
-        assert len(_files(settings)) == 1
-        assert _made(api, key="k2", name="a") != first.json()["id"]
+        assert len(_files(emptied.settings)) == 1
+        assert _made(emptied, key="k2", name="a") != first.json()["id"]
 
-    def test_is_refused_with_other_content_or_other_fields(self, api: ApiServer, settings: Settings) -> None:
-        first = _made(api, key="k")
+    def test_is_refused_with_other_content_or_other_fields(self, emptied: ApiServer) -> None:
+        first = _made(emptied, key="k")
         for content, fields in ((CONTENT + CONTENT, {}), (CONTENT, {"format": "text"}), (CONTENT, {"name": "n"})):
             parts: dict[str, Any] = {"file": ("data.jsonl", content)}
-            answer = api.client.post("/v1/datasets", files=parts, data=fields, headers={"Idempotency-Key": "k"})
+            answer = emptied.client.post("/v1/datasets", files=parts, data=fields, headers={"Idempotency-Key": "k"})
             assert (answer.status_code, answer.json()["code"]) == (422, "idempotency_key_reused")
             assert first in answer.json()["detail"]
-        assert len(_files(settings)) == 1
+        assert len(_files(emptied.settings)) == 1
 
-    def test_is_not_used_up_by_an_upload_that_was_refused(self, api: ApiServer) -> None:
-        assert upload(api, b"bad\n", key="k").status_code == 422
-        assert upload(api, CONTENT, key="k").status_code == 201
+    def test_is_not_used_up_by_an_upload_that_was_refused(self, emptied: ApiServer) -> None:
+        assert upload(emptied, b"bad\n", key="k").status_code == 422
+        assert upload(emptied, CONTENT, key="k").status_code == 201
 
-    def test_belongs_to_its_caller(self, api: ApiServer) -> None:
-        first = _made(api, key="k")
-        with api.client_with(api.key_with(["write"])) as other:
+    def test_belongs_to_its_caller(self, emptied: ApiServer) -> None:
+        first = _made(emptied, key="k")
+        with emptied.client_with(emptied.key_with(["write"])) as other:
             answer = other.post("/v1/datasets", files={"file": ("d", CONTENT)}, headers={"Idempotency-Key": "k"})
         assert answer.status_code == 201 and answer.json()["id"] != first
 
-    def test_goes_with_its_dataset(self, api: ApiServer) -> None:
-        first = _made(api, key="k")
-        assert api.client.delete(f"/v1/datasets/{first}").status_code == 204
-        assert _made(api, key="k") != first
+    def test_goes_with_its_dataset(self, emptied: ApiServer) -> None:
+        first = _made(emptied, key="k")
+        assert emptied.client.delete(f"/v1/datasets/{first}").status_code == 204
+        assert _made(emptied, key="k") != first
 
-    def test_of_twins_that_race_makes_one_dataset(self, api: ApiServer, settings: Settings) -> None:
+    def test_of_twins_that_race_makes_one_dataset(self, emptied: ApiServer) -> None:
         with ThreadPoolExecutor(4) as pool:
             for round in range(4):
-                answers = list(pool.map(lambda key: upload(api, CONTENT, key=key), [f"round {round}"] * 4))
+                answers = list(pool.map(lambda key: upload(emptied, CONTENT, key=key), [f"round {round}"] * 4))
                 assert {answer.status_code for answer in answers} == {201}
                 assert len({answer.json()["id"] for answer in answers}) == 1
-        assert len(api.client.get("/v1/datasets").json()["data"]) == len(_files(settings)) == 4
+        assert len(emptied.client.get("/v1/datasets").json()["data"]) == len(_files(emptied.settings)) == 4
 
     @pytest.mark.parametrize(("twins", "status"), [(1, 201), (2, 409)])
     def test_outlives_twins_whose_datasets_are_deleted_at_once(
@@ -195,7 +203,7 @@ class TestIdempotencyKey:
         engine.dispose()
 
     @pytest.mark.parametrize("key", ["", "x" * 256, "ü"])
-    def test_must_be_one(self, api: ApiServer, key: str) -> None:
+    def test_must_be_one(self, emptied: ApiServer, key: str) -> None:
         headers = {"Idempotency-Key": key.encode("latin-1")}
-        answer = api.client.post("/v1/datasets", files={"file": ("d", CONTENT)}, headers=headers)
+        answer = emptied.client.post("/v1/datasets", files={"file": ("d", CONTENT)}, headers=headers)
         assert (answer.status_code, answer.json()["errors"][0]["field"]) == (422, "Idempotency-Key")

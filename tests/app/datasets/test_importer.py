@@ -17,6 +17,7 @@ import pytest
 from app.config import Settings
 from tests.app.uploads import PeakMemory, framed, lines, streamed, upload
 from tests.server import ApiServer, ProcessServer
+from tests.slowness import slowness
 
 _BLOCK = 1000
 _CHARACTERS = 1000
@@ -43,10 +44,10 @@ def test_a_row_of_two_hundred_megabytes_costs_no_memory(settings: Settings) -> N
 
 
 def test_rows_of_very_many_values_cost_neither_memory_nor_a_standstill(settings: Settings) -> None:
-    """Six at once, 15 MB each, as in an attack that took three gigabytes and held up all others for 16 seconds."""
+    """Three at once, 15 MB each, as in an attack that took gigabytes and held up all others for many seconds."""
     attacks = [(f"x.{kind}", before + b"[],"  * 5_000_000 + b"0]}" + after)
-               for kind, before, after in [("jsonl", b'{"text": "t", "x": [', b"\n")] * 4
-               + [("json", b'[{"text": "t", "x": [', b"]")] * 2]  # fmt: skip
+               for kind, before, after in [("jsonl", b'{"text": "t", "x": [', b"\n")] * 2
+               + [("json", b'[{"text": "t", "x": [', b"]")]]  # fmt: skip
     with ProcessServer(settings) as api, ThreadPoolExecutor(len(attacks)) as pool:
         assert upload(api, lines({"text": "t"})).status_code == 201
         waits = []
@@ -62,13 +63,13 @@ def test_rows_of_very_many_values_cost_neither_memory_nor_a_standstill(settings:
         (422, "too_many_values")
     }
     print(f"{memory.grown / 1e6:.0f} MB more at the peak, at most {max(waits):.2f} s for others, {spent:.1f} s in all")
-    assert memory.grown < 250e6
-    assert max(waits) < 3
+    assert memory.grown < 200e6
+    assert max(waits) < 3 * slowness()
 
 
 def test_separators_in_texts_are_no_values(shared_api: ApiServer) -> None:
-    """A row of 6 MB with more commas, brackets and escapes than a row may have values."""
-    text = 'x, [y], {"z": \\},\n' * 300_000
+    """A row of 4 MB with more commas, brackets and escapes than a row may have values."""
+    text = 'x, [y], {"z": \\},\n' * 200_000
     for name, content in (("a.jsonl", lines({"text": text})), ("a.json", json.dumps([{"text": text}]).encode())):
         answer = upload(shared_api, content, name)
         assert (answer.status_code, answer.json().get("rows")) == (201, 1), answer.text[:500]

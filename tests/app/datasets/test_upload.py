@@ -132,7 +132,7 @@ def canonical(whole: bytes) -> bytes:
 @given(whole=_FILE, borders=_BORDERS, format=st.sampled_from([None, None, *FORMATS]))
 @example(whole=b"", borders=[], format=None)
 @example(whole=b'\xef\xbb\xbf{"text": "a"}', borders=[1, 2], format=None)
-@examples(250)
+@examples(150)
 def test_any_file_is_taken_or_refused_with_a_line_and_a_known_reason(
     whole: bytes, borders: list[int], format: str | None
 ) -> None:
@@ -173,7 +173,7 @@ def test_any_file_is_taken_or_refused_with_a_line_and_a_known_reason(
         st.sampled_from([name.encode() for name in FORMATS]), st.binary(max_size=8))), max_size=2),
     first=st.booleans(),
 )  # fmt: skip
-@examples(60)
+@examples(40)
 async def test_any_upload_is_kept_byte_for_byte_or_refused_the_same_however_it_arrives(
     tmp_path: Path, whole: bytes, borders: list[int], fields: list[tuple[str, bytes]], first: bool
 ) -> None:
@@ -219,7 +219,7 @@ async def test_any_upload_is_kept_byte_for_byte_or_refused_the_same_however_it_a
     ),
     borders=_BORDERS,
 )  # fmt: skip
-@examples(120)
+@examples(60)
 async def test_any_body_at_all_is_taken_or_refused(tmp_path: Path, body: bytes, borders: list[int]) -> None:
     reported = await upload(tmp_path, [body])
     again = await upload(tmp_path, cut(body, borders))
