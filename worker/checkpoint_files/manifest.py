@@ -158,11 +158,6 @@ def _shown(name: str) -> str:
     return name if name.isprintable() and len(name) <= _LONGEST_NAME else ascii(name[:_LONGEST_NAME])
 
 
-def size_of(folder: Path) -> int:
-    """Return the total size in bytes of all files below `folder`."""
-    return sum(path.stat().st_size for path in _files(folder))
-
-
 def _files(folder: Path) -> Iterator[Path]:
     return iter(sorted(Path(entry.path) for entry in files_below(folder) if entry.is_file(follow_symlinks=False)))
 

@@ -6,7 +6,6 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -16,7 +15,7 @@ from sqlalchemy import Engine
 
 from app.config import Settings
 from app.infra.files.object_store import StoreUnavailable
-from app.infra.files.tree import files_below
+from app.infra.files.tree import bytes_below
 from app.infra.storage import Storage
 from app.runs.checkpoints import uploads
 from app.runs.events.log import NewEvent
@@ -163,7 +162,7 @@ def _fetch(
         restore_control.check()
         if time.monotonic() - reported_at >= _PROGRESS_SECONDS:
             reported_at = time.monotonic()
-            done = min(_bytes_below(staging), checkpoint.bytes)
+            done = min(bytes_below(staging), checkpoint.bytes)
             message = f"fetching {checkpoint.name} from {remote.url}"
             progress = {"phase": "fetching", "done": done, "total": checkpoint.bytes, "message": message}
             restore_control.report(NewEvent.of("progress", time.time(), progress))
@@ -182,11 +181,3 @@ def _fetch(
         else:
             log.info("%s: %s fetched in %.1f s", checkpoint.run_id, checkpoint.name, time.monotonic() - began)
             return
-
-
-def _bytes_below(folder: Path) -> int:
-    size = 0
-    for entry in files_below(folder):
-        with suppress(FileNotFoundError):  # it is renamed once it is complete
-            size += entry.stat(follow_symlinks=False).st_size
-    return size

@@ -24,7 +24,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from app.contracts.run_status import TERMINAL
 from app.infra.async_tasks import skipping_errors
 from app.infra.files.object_store import StoreUnavailable
-from app.infra.files.tree import files_below, remove_tree
+from app.infra.files.tree import bytes_below, remove_tree
 from app.infra.storage import Storage
 from app.runs.checkpoints import uploads
 from app.tables.checkpoints import Checkpoint
@@ -205,7 +205,7 @@ class WorkingCopy:
         for folder in [*datasets.iterdir(), *self._storage.runs.glob("*/a*")]:
             if folder.is_dir() and not folder.is_symlink():
                 with suppress(FileNotFoundError):  # removed by another process
-                    yield _Entry(folder, _bytes_below(folder), self._used_at(folder))
+                    yield _Entry(folder, bytes_below(folder), self._used_at(folder))
 
     def _used_at(self, folder: Path) -> float:
         try:
@@ -290,11 +290,3 @@ def _is_at(path: Path, descriptor: int) -> bool:
 def _owner(folder: Path) -> str:
     """Return the id of the dataset or run of an entry."""
     return folder.name if folder.parent.name == "datasets" else folder.parent.name
-
-
-def _bytes_below(folder: Path) -> int:
-    size = 0
-    for entry in files_below(folder):
-        with suppress(FileNotFoundError):
-            size += entry.stat(follow_symlinks=False).st_size
-    return size

@@ -24,7 +24,7 @@ from app.contracts.attempt.messages import ErrorInfo, RepairProposal, TrainingRe
 from app.contracts.fake_options import FakeOptions
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import drop_unknown_fields
-from app.infra.files.tree import remove_tree
+from app.infra.files.tree import bytes_below, remove_tree
 from worker.checkpoint_files import manifest, resume_fidelity
 from worker.fake.actions import Actions
 from worker.fake.faults import Failure, classify, crash
@@ -343,7 +343,7 @@ class FakeTrainer:
                 _fill(weights.fileno(), self.options.checkpoint_bytes, self.state.chain)
             sha256 = manifest.write_manifest(staging, self.state.step, {resume_fidelity.FINGERPRINT: self.fingerprint})
             time.sleep(self.options.save_seconds)
-            size = manifest.size_of(staging)
+            size = bytes_below(staging)
             manifest.commit(staging, self.folder / name)
         self.saved_step = self.state.step
         self.journal.save(self.state.step)

@@ -68,6 +68,15 @@ def _is_folder(name: str, parent: int) -> bool:
     return stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
 
 
+def bytes_below(folder: Path) -> int:
+    """Return the total size of the files below a folder, without those that are removed or renamed meanwhile."""
+    size = 0
+    for entry in files_below(folder):
+        with suppress(FileNotFoundError):
+            size += entry.stat(follow_symlinks=False).st_size
+    return size
+
+
 def files_below(folder: Path) -> Iterator[os.DirEntry[str]]:
     """Yield the entries below a folder that are neither folders nor links, in no order, without recursion.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from app.infra.files.file_manifest import MANIFEST
-from worker.checkpoint_files.manifest import commit, size_of, verify, write_manifest
+from worker.checkpoint_files.manifest import commit, verify, write_manifest
 
 
 @pytest.fixture
@@ -36,7 +36,6 @@ def test_a_whole_checkpoint_passes_and_can_be_read_by_others(checkpoint: tuple[P
     folder, digest = checkpoint
     assert verify(folder, digest) == []
     assert (folder / "weights").stat().st_mode & 0o777 == 0o644
-    assert size_of(folder) > 2560
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit as BnbOptimizer
 
 from app.contracts.attempt.job import EvaluatedCheckpoint
-from app.infra.files.tree import remove_tree
+from app.infra.files.tree import bytes_below, remove_tree
 from worker.checkpoint_files import manifest, resume_fidelity
 from worker.training.checkpointing import fidelity_check
 from worker.training.checkpointing.async_writer import AsyncWriter
@@ -329,7 +329,7 @@ def _complete(
         with heartbeat_while_growing(alive, staging):
             snapshot.write(staging, alive)
         sha256 = manifest.write_manifest(staging, about.step, about.facts, alive)
-        size = manifest.size_of(staging)
+        size = bytes_below(staging)
         manifest.commit(staging, run.folder / name, alive)
     except BaseException:
         remove_tree(staging, ignore_errors=True)
