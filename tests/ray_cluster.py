@@ -111,8 +111,8 @@ class RayCluster:
         return node
 
     def drain(self, node: RayNode) -> None:
-        """Drain a node with the commands of `docs/guides/ray.md`, which name no node where each has a machine."""
-        text = (Path(__file__).parents[1] / "docs/guides/ray.md").read_text()
+        """Drain a node with the commands of `docs/operations/ray.md`, which name no node where each has a machine."""
+        text = (Path(__file__).parents[1] / "docs/operations/ray.md").read_text()
         lines = re.findall(r"^ {4}((?:ray drain-node|anneal worker --drain) .*)$", text, re.MULTILINE)
         assert len(lines) == 2, lines
         lines[0] += f" --address 127.0.0.1:{self.port} --node-id {node.id}"

@@ -146,7 +146,7 @@ def test_a_job_that_is_stopped_in_ray_saves_and_the_run_continues(stack: RayStac
 
 
 def test_a_drained_node_saves_its_run_and_gets_no_other(stack: RayStack) -> None:
-    """By the two commands of `docs/guides/ray.md`."""
+    """By the two commands of `docs/operations/ray.md`."""
     run_id = stack.train(**LONG)
     stack.until_step(run_id, 1, timeout=180)
     node, pid = node_of(stack, run_id)

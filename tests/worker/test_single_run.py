@@ -152,7 +152,7 @@ sys.exit(single_run.main())
 
 
 def test_the_command_that_drains_a_machine_ends_it(settings: Settings, engine: Engine, storage: Path) -> None:
-    """As `docs/guides/ray.md` prints it for a node that leaves the cluster."""
+    """As `docs/operations/ray.md` prints it for a node that leaves the cluster."""
     run_id = add(engine)
     with engine.begin() as connection:
         connection.execute(text("UPDATE experiments SET max_devices = 0"))
@@ -160,7 +160,7 @@ def test_the_command_that_drains_a_machine_ends_it(settings: Settings, engine: E
     try:
         eventually(lambda: any(note.process.exists for note in read_statuses(settings.home)), timeout=60)
         line = "anneal worker --drain --timeout 0"
-        assert line in (Path(__file__).parents[2] / "docs/guides/ray.md").read_text()
+        assert line in (Path(__file__).parents[2] / "docs/operations/ray.md").read_text()
         done = run_program(["app.cli.main", *line.split()[1:]], cold(settings))
         assert done.returncode == 0 and "Drained: 1 worker ended." in done.stdout, done.stdout
         assert worker.wait(60) == 0
