@@ -12,7 +12,7 @@ import pytest
 from tests.nodes import ROOT
 
 FOLDERS = ("app", "worker", "anneal", "docs/generator")
-DOCUMENTS = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
+DOCUMENTS = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md")), ROOT / "benchmarks/README.md"]
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 SOURCES += sorted((ROOT / "migrations").glob("*.py"))
 

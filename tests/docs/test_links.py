@@ -11,7 +11,10 @@ import yaml
 from tests.nodes import ROOT
 
 DOCS = ROOT / "docs"
-PAGES = [*sorted(DOCS.rglob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
+PAGES = [
+    *sorted(DOCS.rglob("*.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
+]
 EXAMPLES = {"worker/training/methods/kto.py"}
 """Files that a recipe in CONTRIBUTING.md creates."""
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
