@@ -28,7 +28,7 @@ from datasets import Dataset, load_dataset
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
-from app.cli.demo.base_model import train_tokenizer, write_model
+from app.base_models.tiny_model import train_tokenizer, write_model
 from app.contracts.training_config.fields import TrainingConfig
 from benchmarks.ratios import Ratio
 from worker.training.data import dataset

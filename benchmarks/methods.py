@@ -20,12 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from app.cli.demo import base_model, data
-from app.cli.demo.data import Documented
+from app.base_models.tiny_model import train_tokenizer, write_model
+from app.cli.demo.docstrings import Documented, Split, jsonl, read_split
+
+MAX_TOKENS = 256
 
 BASE: dict[str, Any] = {
     "method": "full", "max_steps": 400, "batch_size": 4, "gradient_accumulation_steps": 1, "learning_rate": 4e-3,
-    "packing": True, "max_seq_length": base_model.MAX_TOKENS, "optim": "adamw_torch",
+    "packing": True, "max_seq_length": MAX_TOKENS, "optim": "adamw_torch",
 }  # fmt: skip
 ADAPTERS: dict[str, dict[str, Any]] = {"full": {"lora_r": None}, "lora": {"load_in_4bit": False}, "qlora": {}}
 SEEDS = (1, 2, 3)
@@ -72,7 +74,7 @@ def main() -> int:
     chosen = set(sys.argv[1:])
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        rows = data.build()
+        rows = read_split()
         began = time.monotonic()
         base = _pretrained(folder, rows)
         print(f"A base of 1.4 million parameters in {time.monotonic() - began:.0f} s.\n", flush=True)
@@ -91,14 +93,14 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def _table(folder: Path, base: Path, rows: data.Rows, chosen: set[str]) -> Iterator[Row]:
+def _table(folder: Path, base: Path, rows: Split, chosen: set[str]) -> Iterator[Row]:
     """Yield the rows of the table, or only those of the `chosen` methods; runs one per core at the same time."""
     calls = [call for name, call in _calls(folder, base, rows) if not chosen or name in chosen]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         yield from pool.map(lambda call: call(), calls)
 
 
-def _calls(folder: Path, base: Path, rows: data.Rows) -> Iterator[tuple[str, Callable[[], Row]]]:
+def _calls(folder: Path, base: Path, rows: Split) -> Iterator[tuple[str, Callable[[], Row]]]:
     """Yield each method, and the call that makes a row for it."""
     chats = _write(folder / "chats.jsonl", (one.chat for one in rows.training))
     held_out = _write(folder / "held-out.jsonl", (one.chat for one in rows.held_out))
@@ -122,10 +124,10 @@ def _calls(folder: Path, base: Path, rows: data.Rows) -> Iterator[tuple[str, Cal
             yield "rlhf", partial(_rewarded, folder, base, algorithm, adapter, prompts, held_prompts)
 
 
-def _pretrained(folder: Path, rows: data.Rows) -> Path:
+def _pretrained(folder: Path, rows: Split) -> Path:
     """Train a base model on code with docstrings, without any instructions."""
     model = folder / "architecture"
-    base_model.write_model(model, base_model.train_tokenizer(one.text["text"] for one in rows.training))
+    write_model(model, train_tokenizer(row.text["text"] for row in rows.training), MAX_TOKENS)
     path = _write(folder / "texts.jsonl", (one.text for one in rows.training))
     return _run(folder / "base", model, path, "text", **BASE).output
 
@@ -196,7 +198,7 @@ def _run(folder: Path, model: Path, path: Path, form: str, held_out: Path | None
     output = folder / "a1"
     output.mkdir(parents=True)
     common: dict[str, Any] = {"base_model": "base", "logging_steps": 10, "save_steps": 1000, "optim": "adamw_torch"}
-    config = common | {"max_seq_length": base_model.MAX_TOKENS} | config
+    config = common | {"max_seq_length": MAX_TOKENS} | config
     if held_out is not None:
         config["extra"] = {"eval_on_start": True, "eval_batch_size": 16}
     job = {
@@ -240,7 +242,7 @@ def _rated(rows: list[Documented]) -> Iterator[dict[str, Any]]:
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
-    path.write_bytes(data.jsonl(rows))
+    path.write_bytes(jsonl(rows))
     return path
 
 

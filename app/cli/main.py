@@ -124,7 +124,7 @@ def demo(
     Example: `anneal demo --model Qwen/Qwen3-0.6B`
     """
     with plain_errors():
-        raise typer.Exit(importlib.import_module("app.cli.demo.run").main(model, keep))
+        raise typer.Exit(importlib.import_module("app.cli.demo.program").main(model, keep))
 
 
 def main() -> None:

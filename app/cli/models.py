@@ -54,7 +54,7 @@ def create(
     """
     from pydantic import TypeAdapter, ValidationError
 
-    from app.cli.demo import tiny_model
+    from app.base_models import tiny_model
     from app.config import get_settings
     from app.contracts.field_types import ModelName
 

@@ -65,24 +65,34 @@ def watch_run(client: "Anneal", run: "RunRead", as_json: bool) -> int:
             for event in client.runs.events(run.id):
                 json_line(event)
         else:
-            seen = WatchState.of(run)
-            say(seen.first_line)
-            if run.pending_reason is not None:
-                say(f"waits: {run.pending_reason.message}")
-            screen: _Screen = _Terminal(client, seen) if sys.stdout.isatty() else _Lines(seen)
-            with screen:
-                asked, pause = time.monotonic(), _SECONDS_BETWEEN_LOOKS
-                for event in client.runs.events(run.id, after=run.last_seq, types=_TYPES):
-                    if time.monotonic() - asked > pause:
-                        asked, seen.prediction = time.monotonic(), client.runs.get(run.id).prediction
-                        pause = refresh_interval(seen.prediction)
-                    if seen.total is None and isinstance(event, StatusEvent) and event.to == "running":
-                        seen.total = client.runs.get(run.id).total_steps
-                    screen.show(event)
+            for _ in show_events(client, run):
+                pass
         run = client.runs.get(run.id)
     if not as_json:
         _print_end(run)
     return exit_code(run.status)
+
+
+def show_events(client: "Anneal", run: "RunRead", patience: float = 600.0) -> Iterator[Event]:
+    """Show a run until it has ended, as lines or on a terminal as a bar below a plot, and yield each event it shows.
+
+    Fails after `patience` seconds without a connection.
+    """
+    seen = WatchState.of(run)
+    say(seen.first_line)
+    if run.pending_reason is not None:
+        say(f"waits: {run.pending_reason.message}")
+    screen: _Screen = _Terminal(client, seen) if sys.stdout.isatty() else _Lines(seen)
+    with screen:
+        refreshed_at, pause = time.monotonic(), _SECONDS_BETWEEN_LOOKS
+        for event in client.runs.events(run.id, after=run.last_seq, types=_TYPES, patience=patience):
+            if time.monotonic() - refreshed_at > pause:
+                refreshed_at, seen.prediction = time.monotonic(), client.runs.get(run.id).prediction
+                pause = refresh_interval(seen.prediction)
+            if seen.total is None and isinstance(event, StatusEvent) and event.to == "running":
+                seen.total = client.runs.get(run.id).total_steps
+            screen.show(event)
+            yield event
 
 
 def refresh_interval(prediction: "Prediction | None") -> float:

@@ -20,11 +20,12 @@ def start_child(
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
     descriptors: Sequence[int] = (),
-    death_signal: signal.Signals = signal.SIGKILL,
+    death_signal: signal.Signals | None = signal.SIGKILL,
     pipe: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start a process in its own session (Ctrl-C does not reach it) that gets `death_signal` when this process dies.
 
+    With None it outlives this process.
     Call it from the main thread: the kernel sends the signal when the *thread* that started the child ends.
     Both output streams are appended to `log`, or inherited without one; with `pipe` the caller reads them from
     `stdout`. The child inherits `descriptors`.
@@ -33,7 +34,7 @@ def start_child(
 
     def before_exec() -> None:
         # Runs between fork and exec: use only functions that are already loaded, and allocate almost nothing.
-        _libc.prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
+        _libc.prctl(_PR_SET_PDEATHSIG, int(death_signal or 0), 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
 

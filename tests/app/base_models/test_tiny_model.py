@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 from typer.testing import CliRunner, Result
 
+from app.base_models import tiny_model
 from app.cli.main import cli
 from app.config import get_settings
 
@@ -44,3 +45,33 @@ def test_model_is_written_whole_and_only_once(tmp_path: Path) -> None:
 def test_name_that_no_run_can_use_is_refused(tmp_path: Path, name: str) -> None:
     refused = create(tmp_path, name)
     assert refused.exit_code == 1 and refused.stderr.startswith("anneal: ") and not (tmp_path / "models").exists()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """A tokenizer trained on a few texts."""
+    return tiny_model.train_tokenizer(["def f(x):", "    return x"] * 20, 300)
+
+
+@pytest.mark.parametrize("text", ["def f(x):\n    return x", "  zwei  Leerzeichen\t", "Grüße, 世界 🌍", ""])
+def test_the_tokenizer_writes_any_text_and_reads_it_back(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_the_model_folder_loads_with_its_template_marks_and_has_no_weights(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+
+    tiny_model.write_model(tmp_path, tokenizer)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "x = 1"}, {"role": "assistant", "content": "Set x."}]
+    encoded = loaded.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+
+    learnt = [token for token, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask]
+    assert loaded.decode(learnt) == "Set x.<|end|>"
+    assert loaded.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True).endswith(
+        "<|assistant|>"
+    )
+    assert AutoConfig.from_pretrained(tmp_path).vocab_size == tokenizer.get_vocab_size()
+    assert not list(tmp_path.glob("*.safetensors"))
