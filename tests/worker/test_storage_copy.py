@@ -88,39 +88,30 @@ def test_everything_is_there_and_the_service_goes_on_with_it(service: Service, s
     assert manifest.verify(place, str(sha256)) == []
 
 
-def test_a_checkpoint_that_the_store_has_already_is_taken_over_without_its_folder(
-    service: Service, share: Path
+def test_each_host_with_a_storage_of_its_own_adds_what_the_store_lacks_and_changes_nothing_else(
+    service: Service, share: Path, tmp_path: Path
 ) -> None:
-    storage = Storage(service.settings)
-    remote = RemoteStore(service.url, storage)
+    first, own = Storage(service.settings), tmp_path / "second"
+    second = Settings(**{**service.settings.model_dump(), "storage": own})
+    remote = RemoteStore(service.url, first)
     remote.objects.mark_root()
     with service.engine.connect() as connection:
         (sent, other) = connection.execute(select(Checkpoint.__table__).order_by(Checkpoint.step)).all()
-    remote.send(storage.checkpoint_dir(service.run_id, 1, 5), sent.manifest_sha256, lambda: None)
-    for step in (5, 10):
-        shutil.rmtree(storage.checkpoint_dir(service.run_id, 1, step))
+    remote.send(first.checkpoint_dir(service.run_id, 1, 5), sent.manifest_sha256, lambda: None)
+    shutil.rmtree(first.checkpoint_dir(service.run_id, 1, 5))
+    (own / "runs" / service.run_id / "a1").mkdir(parents=True)
+    first.checkpoint_dir(service.run_id, 1, 10).rename(Storage(second).checkpoint_dir(service.run_id, 1, 10))
     copy = service.copied()
     assert copy.copied["checkpoints"] == 1 and copy.missing == [other.id]
-    with service.engine.connect() as connection:
-        assert connection.scalars(select(Checkpoint.step).where(Checkpoint.replicated_at.is_not(None))).all() == [5]
-
-
-def test_a_host_with_a_storage_of_its_own_adds_what_it_has_and_changes_nothing_else(
-    service: Service, share: Path, tmp_path: Path
-) -> None:
-    first = Storage(service.settings)
-    second = Settings(**{**service.settings.model_dump(), "storage": tmp_path / "second"})
-    (tmp_path / "second" / "runs" / service.run_id / "a1").mkdir(parents=True)
-    folder = first.checkpoint_dir(service.run_id, 1, 10)
-    folder.rename(Storage(second).checkpoint_dir(service.run_id, 1, 10))
-    assert len(service.copied().missing) == 1
     stored = {path: path.read_bytes() for path in share.rglob("*") if path.is_file()}
     copy = StorageCopy(second, service.engine, service.url)
     copy.all()
-    assert copy.missing == []
+    assert copy.copied["checkpoints"] == 2 and copy.missing == []
     added = {path for path in share.rglob("*") if path.is_file()} - stored.keys()
     assert {path.parent.name for path in added} == {"checkpoint-10"}
     assert {path: path.read_bytes() for path in stored} == stored
+    with service.engine.connect() as connection:
+        assert None not in connection.scalars(select(Checkpoint.replicated_at)).all()
 
 
 def test_what_is_damaged_is_named_and_the_rest_is_copied(service: Service) -> None:

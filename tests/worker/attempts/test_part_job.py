@@ -57,7 +57,7 @@ def test_it_has_the_same_files_below_its_own_root_and_waits_for_a_checkpoint_tha
     thread.join(0.6)
     assert thread.is_alive(), "the checkpoint is not in the store yet"
     assert lead.uploader._send(lead.rows()[0])
-    thread.join(30)
+    thread.join(120)
     (own,) = found
     root = member.storage.root
     assert own.resume_from is not None and own.resume_from.path == root / folder.relative_to(lead.storage.root)
