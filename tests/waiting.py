@@ -10,43 +10,46 @@ import pytest
 
 T = TypeVar("T")
 
-_REST = 4.0
-_MAX_PAUSE = 0.2
+_REST = 9.0
+_MAX_PAUSE = 0.3
 """The pause between two polls is `_REST` times as long as a poll took, at most this many seconds: a test that waits
 would otherwise keep the service, and so half a core, busy with its questions."""
+_SHARE = 0.05
+"""It is also at least this share of the time waited so far, for the same reason."""
 
 
 def eventually(probe: Callable[[], T | None], timeout: float = 30.0, every: float = 0.02, what: str = "") -> T:
     """Call `probe` until it returns something truthy; fail after `timeout` seconds with its last value."""
-    deadline = time.monotonic() + timeout
+    start = time.monotonic()
     while True:
         began = time.monotonic()
         value = probe()
         if value:
             return value
-        if time.monotonic() > deadline:
+        if time.monotonic() - start > timeout:
             raise AssertionError(f"not within {timeout} s: {what or probe}; last value: {value!r}")
-        _pause(rest(began, every))
+        _pause(rest(start, began, every))
 
 
 async def eventually_async(
     probe: Callable[[], Awaitable[T | None]], timeout: float = 30.0, every: float = 0.02, what: str = ""
 ) -> T:
     """Do the same as `eventually` for a coroutine function."""
-    deadline = time.monotonic() + timeout
+    start = time.monotonic()
     while True:
         began = time.monotonic()
         value = await probe()
         if value:
             return value
-        if time.monotonic() > deadline:
+        if time.monotonic() - start > timeout:
             raise AssertionError(f"not within {timeout} s: {what or probe}; last value: {value!r}")
-        await asyncio.sleep(rest(began, every))
+        await asyncio.sleep(rest(start, began, every))
 
 
-def rest(began: float, every: float) -> float:
-    """Return the seconds until the next poll, at least `every`, after one that began at `began`."""
-    return max(every, min(_REST * (time.monotonic() - began), _MAX_PAUSE))
+def rest(start: float, began: float, every: float) -> float:
+    """Return the seconds until the next poll, at least `every`: the wait began at `start`, the last poll at `began`."""
+    now = time.monotonic()
+    return max(every, min(max(_REST * (now - began), _SHARE * (now - start)), _MAX_PAUSE))
 
 
 def _pause(seconds: float) -> None:

@@ -104,7 +104,7 @@ def wait_for(probe: Callable[[], T | None], seconds: float, every: float = 0.03)
             return value
         if time.monotonic() > deadline:
             return None
-        _pause(rest(began, every))
+        _pause(rest(began, began, every))  # a moment that a fault aims at is short, however long it was waited for
 
 
 def is_alive(process: psutil.Process) -> bool:
