@@ -15,10 +15,12 @@ import json
 import os
 import runpy
 import selectors
+import shlex
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +29,8 @@ from typing import Any, Protocol
 from tests import fork_server
 
 _PRELOADED = (
-    "worker.main", "worker.attempts.supervisor", "app.main", "app.server", "app.cli.main", "app.standalone.supervisor",
+    "worker.main", "worker.attempts.supervisor", "app.main", "app.server", "app.cli.main",
+    "app.cli.runs.commands", "app.cli.datasets", "app.cli.workers", "app.standalone.supervisor",
     "app.tables.migrate", "alembic.command", "tests.api_program", "uvicorn.__main__", "uvicorn.loops.auto",
     "uvicorn.protocols.http.auto", "uvicorn.lifespan.on", "celery.app.amqp", "celery.app.builtins", "celery.app.trace",
     "celery.backends.redis", "celery.concurrency.thread", "celery.events.state", "celery.fixups.django",
@@ -78,6 +81,24 @@ def start(
         out, err = (None if path is None else stack.enter_context(path.open("ab")) for path in (log, errors))
         command = [sys.executable, "-m", module, *arguments]
         return subprocess.Popen(command, env=dict(environment), stdout=out, stderr=err)
+
+
+def anneal(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of `anneal` to its end in a process of its own, which need not import anything."""
+    environment = {**os.environ, "COLUMNS": "200", **variables}
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        code = start("app.cli.main", arguments, environment, out, err).wait(120)
+        return subprocess.CompletedProcess(arguments, code, out.read_text(), err.read_text())
+
+
+def shell_command(module: str) -> str:
+    """Return what `python -m module` is in a shell: forked like other programs, with the shell's streams."""
+    program = [sys.executable, "-m", module]
+    if _template is not None:
+        script = Path(__file__).with_name("forked_command.py")
+        program = [sys.executable, "-I", "-S", str(script), _template.path, module]
+    return shlex.join(program)
 
 
 class ForkedProcess:
@@ -144,17 +165,27 @@ class Template:
             "arguments": list(arguments),
             "environment": dict(environment),
             "folder": str(Path.cwd()),
-            "outputs": [None if path is None else str(path) for path in (log, errors)],
+            "streams": [None, *(None if path is None else str(path) for path in (log, errors))],
         }
         with self._starting:
-            if self._socket is None:
-                self._socket, self._server = fork_server.connect(self._path, [sys.executable, "-m", "tests.programs"])
-                threading.Thread(target=self._receive, args=[self._socket], name="template", daemon=True).start()
-            self._socket.sendall(json.dumps(request).encode() + b"\n")
+            self._connect().sendall(json.dumps(request).encode() + b"\n")
             with self._changed:
                 self._changed.wait_for(lambda: self._started or self._is_closed, _START_SECONDS)
                 assert self._started, "the template process forks"
                 return ForkedProcess(self._started.pop(), self)
+
+    @property
+    def path(self) -> str:
+        """Path of the socket of the template, which is started if it does not run."""
+        with self._starting:
+            self._connect()
+        return str(self._path)
+
+    def _connect(self) -> socket.socket:
+        if self._socket is None:
+            self._socket, self._server = fork_server.connect(self._path, [sys.executable, "-m", "tests.programs"])
+            threading.Thread(target=self._receive, args=[self._socket], name="template", daemon=True).start()
+        return self._socket
 
     def exit_code(self, pid: int, timeout: float | None) -> int | None:
         """Return how a copy ended, as soon as it has."""
@@ -256,11 +287,15 @@ def _become(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
-    for number, path in enumerate(request["outputs"], start=1):
+    for number, path in enumerate(request["streams"]):
         if path is not None:
-            output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            os.dup2(output, number)
-            os.close(output)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND if number else os.O_RDONLY
+            stream = os.open(path, flags | os.O_CLOEXEC, 0o644)
+            os.dup2(stream, number)
+            os.close(stream)
+    # Those of the template keep what they know of its files: that one can seek in them.
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     sys.argv = [request["module"], *request["arguments"]]
     runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
 

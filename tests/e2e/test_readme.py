@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.e2e.conftest import TrainingStack
 from tests.nodes import ROOT
 from tests.worker.training.tiny import make_tiny_model
@@ -16,14 +17,16 @@ from tests.worker.training.tiny import make_tiny_model
 README = (ROOT / "README.md").read_text()
 QUICKSTART = (ROOT / "docs" / "quickstart.md").read_text()
 _BLOCK = re.compile(r"(<!-- tested -->\n)?^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_PATIENCE_SECONDS = 600
 _NOT_RUN = re.compile(r"make (up|demo)|export ANNEAL_URL=|cp \.env\.example|docker compose ")
 """Commands that start the service itself; other tests run them."""
+
+pytestmark = pytest.mark.timeout(900)
 
 
 def _script(text: str) -> str:
     """Return the tested blocks as one bash program; `anneal` is the command line of this tree."""
-    python = f"PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(sys.executable)}"
-    return "\n".join([f'anneal() {{ {python} -m app.cli.main "$@"; }}', *_blocks(text)])
+    return "\n".join([f'anneal() {{ {programs.shell_command("app.cli.main")} "$@"; }}', *_blocks(text)])
 
 
 def _blocks(text: str) -> list[str]:
@@ -42,7 +45,7 @@ def _paste(blocks: list[str], stack: TrainingStack, folder: Path) -> list[str]:
     program = "\n".join(f"{block}\necho '{mark}'" for block in [_script(""), "PS1= PS2=", *blocks])
     done = subprocess.run(
         ["bash", "--norc", "--noprofile", "--noediting", "-i"], input=program + "\n", cwd=folder, text=True,
-        timeout=200, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        timeout=_PATIENCE_SECONDS, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env={
             **os.environ, "ANNEAL_URL": stack.api.url, "ANNEAL_API_KEY": stack.api.key,
             "ANNEAL_MODELS_ROOT": str(stack.settings.models_folder), "ANNEAL_HOME": str(stack.settings.home),
@@ -58,7 +61,7 @@ def _bash(text: str, stack: TrainingStack, folder: Path) -> subprocess.Completed
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=_PATIENCE_SECONDS,
     )
 
 

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -38,15 +37,6 @@ def process(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
     environment = {**os.environ, "COLUMNS": "200", **variables}
     command = [sys.executable, "-P", "-m", "app.cli.main", *arguments]
     return subprocess.run(command, env=environment, input="", capture_output=True, text=True, timeout=60)
-
-
-def forked(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A command in a process of its own, which need not import anything."""
-    environment = {**os.environ, "COLUMNS": "200", **variables}
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
-        code = programs.start("app.cli.main", arguments, environment, out, err).wait(60)
-        return subprocess.CompletedProcess(arguments, code, out.read_text(), err.read_text())
 
 
 def refused(done: subprocess.CompletedProcess[str]) -> str:
@@ -174,8 +164,8 @@ class TestMigrate:
             first = process("migrate", ANNEAL_DATABASE_URL=url)
             assert first.returncode == 0, first.stderr
             assert first.stdout.startswith("From nothing to ")
-            assert forked("migrate", ANNEAL_DATABASE_URL=url).stdout.startswith("Already at revision ")
-            again = json.loads(forked("migrate", "--json", ANNEAL_DATABASE_URL=url).stdout)
+            assert programs.anneal("migrate", ANNEAL_DATABASE_URL=url).stdout.startswith("Already at revision ")
+            again = json.loads(programs.anneal("migrate", "--json", ANNEAL_DATABASE_URL=url).stdout)
             assert again["before"] == again["after"] == first.stdout.split()[-1].rstrip(".")
         finally:
             services.drop_database(url)
@@ -195,30 +185,32 @@ class TestMigrate:
 class TestSentences:
     @pytest.mark.parametrize("command", ["api", "worker", "migrate", "keys list"])
     def test_without_any_server_the_next_step_is_reported(self, command: str, tmp_path: Path) -> None:
-        sentence = refused(forked(*command.split(), ANNEAL_HOME=str(tmp_path)))
+        sentence = refused(programs.anneal(*command.split(), ANNEAL_HOME=str(tmp_path)))
         assert "start `anneal up` first or set ANNEAL_DATABASE_URL" in sentence
 
     def test_a_database_that_is_down_is_reported_without_its_password(self, tmp_path: Path) -> None:
         url = "postgresql://me:hidden@127.0.0.1:1/x"
-        sentence = refused(forked("migrate", ANNEAL_HOME=str(tmp_path), ANNEAL_DATABASE_URL=url))
+        sentence = refused(programs.anneal("migrate", ANNEAL_HOME=str(tmp_path), ANNEAL_DATABASE_URL=url))
         assert "The database does not answer" in sentence and "hidden" not in sentence
 
     @pytest.mark.parametrize("name", ["ANNEAL_DATABASE_URL", "ANNEAL_REDIS_URL"])
     @pytest.mark.parametrize("command", ["up", "api"])
     def test_a_url_that_is_none_is_named(self, command: str, name: str, tmp_path: Path) -> None:
-        assert name in refused(forked(command, **{"ANNEAL_HOME": str(tmp_path), name: "nonsense"}))
+        assert name in refused(programs.anneal(command, **{"ANNEAL_HOME": str(tmp_path), name: "nonsense"}))
 
     @pytest.mark.parametrize("command", ["up", "api"])
     def test_a_store_without_its_library_is_reported_before_anything_starts(self, command: str, tmp_path: Path) -> None:
         servers = {"ANNEAL_DATABASE_URL": "postgresql://me@127.0.0.1:1/x", "ANNEAL_REDIS_URL": "redis://127.0.0.1:1"}
-        done = forked(command, **{"ANNEAL_HOME": str(tmp_path), "ANNEAL_STORAGE": "unheard://bucket", **servers})
+        done = programs.anneal(
+            command, **{"ANNEAL_HOME": str(tmp_path), "ANNEAL_STORAGE": "unheard://bucket", **servers}
+        )
         assert "ANNEAL_STORAGE=unheard://bucket cannot be used: Protocol not known" in refused(done) and not done.stdout
 
     def test_a_wrong_setting_is_named_with_what_to_do(self, tmp_path: Path) -> None:
         other = {"ANNEAL_HOME": str(tmp_path)}
-        sentence = refused(forked("up", ANNEAL_STORAGE="s3://user:word@bucket", **other))
+        sentence = refused(programs.anneal("up", ANNEAL_STORAGE="s3://user:word@bucket", **other))
         assert sentence.startswith("anneal: ANNEAL_STORAGE: must be a URL such as s3://bucket/prefix")
-        removed = refused(forked("worker", ANNEAL_CHECKPOINT_URL="s3://bucket/prefix", **other))
+        removed = refused(programs.anneal("worker", ANNEAL_CHECKPOINT_URL="s3://bucket/prefix", **other))
         assert removed.startswith("anneal: ANNEAL_CHECKPOINT_URL was removed: unset it, and set ANNEAL_STORAGE to ")
         page = removed.strip().removesuffix(" describes.").rpartition(" as ")[2]
         assert (Path(__file__).parents[3] / page).read_text().startswith("# From ANNEAL_CHECKPOINT_URL")
@@ -232,17 +224,19 @@ class TestSentences:
             services.drop_database(url)
 
     def test_a_setting_that_makes_no_sense_is_named(self, tmp_path: Path) -> None:
-        sentence = refused(forked("up", ANNEAL_HOME=str(tmp_path), ANNEAL_PORT="seventy", ANNEAL_SLOTS="0"))
+        sentence = refused(programs.anneal("up", ANNEAL_HOME=str(tmp_path), ANNEAL_PORT="seventy", ANNEAL_SLOTS="0"))
         assert sentence.startswith("anneal: ANNEAL_PORT must be a valid integer; correct it in the environment. ")
         assert "ANNEAL_SLOTS must be greater than or equal to 1; correct it" in sentence
 
     def test_a_port_in_use_is_reported(self, servers: dict[str, str]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
-            assert f"Port {port} on 127.0.0.1 is in use" in refused(forked("api", "--port", str(port), **servers))
+            assert f"Port {port} on 127.0.0.1 is in use" in refused(
+                programs.anneal("api", "--port", str(port), **servers)
+            )
 
     def test_an_address_of_another_machine_is_reported(self, servers: dict[str, str]) -> None:
-        sentence = refused(forked("api", "--port", "0", ANNEAL_HOST="192.0.2.1", **servers))
+        sentence = refused(programs.anneal("api", "--port", "0", ANNEAL_HOST="192.0.2.1", **servers))
         assert "set ANNEAL_HOST" in sentence
 
 
@@ -264,7 +258,7 @@ class TestApi:
             with httpx.Client(base_url=found["url"], trust_env=False) as client:
                 assert client.get("/healthz").json() == {"status": "ok"}
             process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
+            assert process.wait(60) == 0
         finally:
             process.kill()
             process.wait()

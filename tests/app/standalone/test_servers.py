@@ -234,7 +234,7 @@ class TestNothingIsLeftBehind(WithCluster):
         assert {child.name() for child in children} >= {"postgres", "valkey-server"}
         owner.kill()
         owner.wait()
-        _, alive = psutil.wait_procs(children, timeout=10)
+        _, alive = psutil.wait_procs(children, timeout=60)
         assert not alive
 
     def test_a_server_that_stayed_all_the_same_is_ended_by_the_next_start(self, make: Make, home: Path) -> None:
@@ -244,7 +244,7 @@ class TestNothingIsLeftBehind(WithCluster):
         second = make()
         second.start()
         for server in first.servers:
-            process_of(server).wait(10)
+            process_of(server).wait(60)
         assert not any(process.is_running() for process in stayed)
         assert ask(second, "SELECT 1") == 1
 
