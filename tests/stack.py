@@ -78,8 +78,12 @@ class WorkerProcess:
 class Stack:
     """PostgreSQL, Valkey, an API and workers with one home folder."""
 
-    def __init__(self, home: Path, *, lease_seconds: float = 3.0, **values: Any) -> None:
-        """Start the servers and the API; the lease is `lease_seconds` times the machine's slowness."""
+    def __init__(self, home: Path, *, lease_seconds: float = 15.0, **values: Any) -> None:
+        """Start the servers and the API; the lease is `lease_seconds` times the machine's slowness.
+
+        Trainers end after two thirds of a lease without a renewal: the default lets a busy machine stop a process for
+        seconds. Tests of what happens then give their workers a lease of `short_lease`.
+        """
         self.slowness = slowness()
         self.home = home
         clusters.copy_to(home)
@@ -105,6 +109,11 @@ class Stack:
         self.dataset_id = self.upload(b"".join(b'{"text": "row %d"}\n' % n for n in range(50)))
 
     @property
+    def short_lease(self) -> float:
+        """Seconds of a lease that a test can wait for; its trainers still outlive a stop of three seconds."""
+        return 6.0 * self.slowness
+
+    @property
     def client(self) -> httpx.Client:
         """HTTP client with an admin key."""
         return self.api.client
@@ -114,7 +123,7 @@ class Stack:
         settings = self.settings.model_copy(update=values)
         worker = self._start_worker(settings, self.home / f"worker-{len(self.workers)}.log", under)
         self.workers.append(worker)
-        eventually(lambda: self._is_registered(worker), timeout=60, what=f"worker registered, see {worker.log}")
+        eventually(lambda: self._is_registered(worker), timeout=120, what=f"worker registered, see {worker.log}")
         return worker
 
     def upload(self, content: bytes, name: str = "rows.jsonl") -> str:
@@ -140,13 +149,13 @@ class Stack:
         shown: dict[str, Any] = answer.json()
         return shown
 
-    def until(self, run_id: str, *statuses: str, timeout: float = 60) -> dict[str, Any]:
+    def until(self, run_id: str, *statuses: str, timeout: float = 120) -> dict[str, Any]:
         """Wait for one of the statuses, across restarts of the API."""
         return eventually(
             lambda: self._in_status(run_id, statuses), timeout, what=f"{run_id} becomes {' or '.join(statuses)}"
         )
 
-    def until_step(self, run_id: str, step: int, timeout: float = 60) -> None:
+    def until_step(self, run_id: str, step: int, timeout: float = 120) -> None:
         """Wait until the trainers' journal contains that step."""
         eventually(lambda: any(line.get("step", 0) >= step for line in self.journal(run_id)), timeout)
 
@@ -242,7 +251,7 @@ class Follower:
         self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
         self._thread.start()
 
-    def join(self, timeout: float = 60) -> list[int]:
+    def join(self, timeout: float = 120) -> list[int]:
         """Wait for the `end` event and return the received ids."""
         self._thread.join(timeout)
         assert not self._thread.is_alive(), f"no end event; the last seen: {self.events[-3:]}"

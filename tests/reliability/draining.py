@@ -2,8 +2,6 @@
 
 import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import httpx
 from httpx_sse import aconnect_sse
 from sqlalchemy import text
 
+from tests import programs
 from tests.server import ApiServer
 from tests.stack import Stack, WorkerProcess, assert_attempts_never_overlap
 from tests.waiting import eventually
@@ -21,13 +20,8 @@ class Replica(ApiServer):
 
     def start(self) -> None:
         self.log = self.settings.home / f"api-{self.port}.log"
-        with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "app.cli.main", "api", "--port", str(self.port)],
-                env=self.settings.child_environment(),
-                stdout=output,
-                stderr=output,
-            )
+        environment = self.settings.child_environment()
+        self.process = programs.start("app.cli.main", ["api", "--port", str(self.port)], environment, self.log)
 
     def stop(self) -> None:
         self.process.kill()
@@ -91,7 +85,7 @@ class SlowUpload:
             f"Content-Type: multipart/form-data; boundary=x\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         self._rest = body[1000:]
-        self._connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+        self._connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
         self._connection.sendall(head.encode() + body[:1000])
 
     def finish(self) -> str:
@@ -101,12 +95,23 @@ class SlowUpload:
             return answer.readline().decode()
 
 
-def cli(stack_or_home: Stack | Path, *arguments: str) -> subprocess.Popen[str]:
+class Command:
     """`anneal worker …` on a home, knowing neither database nor broker."""
-    home = stack_or_home if isinstance(stack_or_home, Path) else stack_or_home.home
-    environment = {**os.environ, "ANNEAL_HOME": str(home), "ANNEAL_LEASE_SECONDS": "3", "COLUMNS": "200"}
-    command = [sys.executable, "-m", "app.cli.main", "worker", *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def __init__(self, home: Path, *arguments: str) -> None:
+        environment = {**os.environ, "ANNEAL_HOME": str(home), "ANNEAL_LEASE_SECONDS": "3", "COLUMNS": "200"}
+        self._output = home / f"command-{time.monotonic_ns()}.out"
+        self.process = programs.start("app.cli.main", ["worker", *arguments], environment, self._output)
+
+    @property
+    def said(self) -> str:
+        """Its output so far."""
+        return self._output.read_text()
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the end; return the exit code and the output."""
+        code = self.process.wait(60)
+        return code, self.said
 
 
 def add_workers(stack: Stack, count: int) -> None:

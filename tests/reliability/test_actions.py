@@ -22,7 +22,7 @@ def answered(stack: Stack, run_id: str, action_id: str) -> dict[str, Any]:
         shown: dict[str, Any] = stack.client.get(f"/v1/runs/{run_id}/actions/{action_id}").json()
         return shown if shown["status"] != "waiting" else None
 
-    return eventually(look, timeout=30, what=f"{action_id} is answered")
+    return eventually(look, timeout=60, what=f"{action_id} is answered")
 
 
 def reported(stack: Stack, run_id: str) -> list[tuple[str, int]]:
@@ -69,7 +69,7 @@ class TestActions:
 
         stack.add_worker()
         eventually(
-            lambda: len(reported(stack, run_id)) == 8, timeout=30, what="the next attempt has done all of it again"
+            lambda: len(reported(stack, run_id)) == 8, timeout=60, what="the next attempt has done all of it again"
         )
         assert reported(stack, run_id) == [*before, *before[2:]], "what the checkpoint holds is not done again"
         assert stack.run(run_id)["total_steps"] == 6000
@@ -92,7 +92,7 @@ class TestStopAtTheEndOfTheEpoch:
 
     @pytest.fixture
     def run_id(self, stack: Stack) -> str:
-        run_id = stack.create({"step_seconds": 0.05}, LONG)
+        run_id = stack.create({"step_seconds": 0.2}, LONG)
         stack.add_worker()
         stack.until(run_id, "running")  # stored after the trainer's own journal says so
         stack.until_step(run_id, 3)
@@ -104,14 +104,14 @@ class TestStopAtTheEndOfTheEpoch:
         stack.until_step(run_id, 10)
         stack.workers[-1].kill()
         stack.add_worker()
-        shown = stack.until(run_id, "cancelled", timeout=30)
+        shown = stack.until(run_id, "cancelled", timeout=60)
         assert (shown["current_step"], shown["attempt"], shown["stop_mode"]) == (50, 2, "epoch_end")
         (saved,) = [event for event in stack.events(run_id) if event["type"] == "checkpoint"]
         assert (saved["step"], saved["kind"]) == (50, "stop")
 
     def test_a_stop_ends_it_at_once(self, stack: Stack, run_id: str) -> None:
         assert stack.stop(run_id).json()["stop"]["mode"] == "checkpoint"
-        shown = stack.until(run_id, "cancelled", timeout=15)
+        shown = stack.until(run_id, "cancelled", timeout=60)
         assert shown["current_step"] < 50 and shown["checkpoint_path"]
 
 
@@ -119,10 +119,10 @@ def test_a_stop_with_the_best_checkpoint_saves_nothing_more(stack: Stack) -> Non
     config = {**LONG, "eval_split": 0.2, "eval_steps": 5}
     run_id = stack.create({"step_seconds": 0.05}, config)
     stack.add_worker()
-    eventually(lambda: stack.client.get(f"/v1/runs/{run_id}/checkpoints").json()["data"], timeout=30)
+    eventually(lambda: stack.client.get(f"/v1/runs/{run_id}/checkpoints").json()["data"], timeout=60)
     reported = stack.client.post(f"/v1/runs/{run_id}/stop", json={"mode": "best"}).json()["stop"]
     assert reported["mode"] == "best" and reported["save_seconds"] > 0
-    shown = stack.until(run_id, "cancelled", timeout=15)
+    shown = stack.until(run_id, "cancelled", timeout=60)
     saved = stack.client.get(f"/v1/runs/{run_id}/checkpoints").json()["data"]
     assert {one["kind"] for one in saved} == {"best"}
     best = min(saved, key=lambda one: one["metrics"]["eval_loss"])

@@ -12,6 +12,8 @@ from tests.stack import Follower, Stack, assert_attempts_never_overlap, is_alive
 from tests.waiting import eventually
 
 SLOW = {"steps": 60, "step_seconds": 0.05, "log_lines_per_step": 1}
+HELD = {**SLOW, "hang_at_step": 30, "faults_until_attempt": 1}
+"""Its first attempt does not end by itself, however long the test takes to disturb it."""
 
 
 def losses(stack: Stack, run_id: str) -> dict[int, str]:
@@ -51,10 +53,10 @@ class TestAcceptedIsDurable:
             count = 0
             with stack.api.client_with(stack.api.key) as client:
                 # A little apart: without a pause they only take the processor from the server that starts again.
-                while not over.wait(0.02):
+                while not over.wait(0.1):
                     key = f"{number}-{count}"
                     try:
-                        answer = client.post("/v1/runs", json=body, headers={"Idempotency-Key": key}, timeout=10)
+                        answer = client.post("/v1/runs", json=body, headers={"Idempotency-Key": key}, timeout=60)
                     except httpx.HTTPError:
                         continue  # the same key again: perhaps it was accepted
                     if answer.status_code == 202:
@@ -74,10 +76,10 @@ class TestAcceptedIsDurable:
         stack.kill_postgres()
         over.set()
         for client in clients:
-            client.join(30)
+            client.join(120)
         keys = [key for key, _ in accepted]
         assert len(keys) == len(set(keys))
-        for key, run_id in accepted[:: max(1, len(accepted) // 25)]:
+        for key, run_id in accepted[:: max(1, len(accepted) // 10)]:
             assert stack.run(run_id)["id"] == run_id
             config = {"base_model": "any", "method": "sft", "extra": {}}
             again = stack.client.post(
@@ -107,7 +109,7 @@ class TestNoRunIsLost:
         assert stack.run(run_id)["status"] == "pending"
         valkey.start()
         valkey.wait_ready()
-        stack.until(run_id, "completed", timeout=90)
+        stack.until(run_id, "completed", timeout=120)
         assert worker.process.poll() is None
 
     def test_duplicate_and_late_hints_start_it_once(self, stack: Stack) -> None:
@@ -126,14 +128,14 @@ class TestNoRunIsLost:
 
 class TestDeathOfAProcess:
     def test_of_the_worker(self, stack: Stack, undisturbed: dict[int, str]) -> None:
-        run_id = stack.create(SLOW, {"save_steps": 10})
+        run_id = stack.create(HELD, {"save_steps": 10})
         worker = stack.add_worker(lease_seconds=120)
         follower = Follower(stack, run_id, reconnect_every=7)
         stack.until_step(run_id, 25)
         (trainer,) = pids_of_trainers(stack.journal(run_id))
         worker.kill()
         # Long before its own timer, which ends it at two thirds of the lease.
-        eventually(lambda: not is_alive(trainer), timeout=40, what="the trainer dies with its worker")
+        eventually(lambda: not is_alive(trainer), timeout=60, what="the trainer dies with its worker")
         stack.add_worker()
         assert_as_if_nothing_had_happened(stack, run_id, undisturbed)
         ids = follower.join()
@@ -179,24 +181,25 @@ class TestDeathOfAProcess:
     def test_of_the_trainer_again_and_again_while_its_checkpoints_advance(
         self, stack: Stack, undisturbed: dict[int, str]
     ) -> None:
-        run_id = stack.create(SLOW, {"save_steps": 10}, max_restarts=1)
+        held = {**SLOW, "step_seconds": 0.3, "hang_at_step": 36, "faults_until_attempt": 2}
+        run_id = stack.create(held, {"save_steps": 10}, max_restarts=1)
         stack.add_worker()
-        for attempt, step in enumerate((12, 24, 36)):
+        for attempt, step in ((1, 12), (2, 35)):
             stack.until_step(run_id, step)
-            signal_process(pids_of_trainers(stack.journal(run_id))[attempt], signal.SIGKILL)
+            signal_process(pids_of_trainers(stack.journal(run_id))[attempt - 1], signal.SIGKILL)
         assert_as_if_nothing_had_happened(stack, run_id, undisturbed)
         shown = stack.run(run_id)
-        assert (shown["attempt"], shown["end_reason"]) == (4, "finished")
+        assert (shown["attempt"], shown["end_reason"]) == (3, "finished")
         reasons = [event["reason"] for event in stack.events(run_id) if event["type"] == "status"]
-        assert sum("ended with signal 9" in reason for reason in reasons) == 3
+        assert sum("ended with signal 9" in reason for reason in reasons) == 2
 
 
 class TestAFrozenSupervisor:
     def test_its_trainer_is_gone_before_another_starts_and_it_writes_nothing_more(
         self, stack: Stack, undisturbed: dict[int, str]
     ) -> None:
-        run_id = stack.create({**SLOW, "step_seconds": 0.15 * stack.slowness}, {"save_steps": 10})
-        frozen = stack.add_worker()
+        run_id = stack.create(HELD, {"save_steps": 10})
+        frozen = stack.add_worker(lease_seconds=stack.short_lease)
         stack.until_step(run_id, 12)
         (first,) = pids_of_trainers(stack.journal(run_id))
         frozen.freeze()
@@ -205,7 +208,7 @@ class TestAFrozenSupervisor:
         def second_start() -> list[dict[str, Any]]:
             return [line for line in stack.journal(run_id) if line["event"] == "start" and line["attempt"] == 2]
 
-        eventually(second_start, timeout=30, what="another worker takes the run")
+        eventually(second_start, timeout=120, what="another worker takes the run")
         assert not is_alive(first)
         frozen.thaw()  # after several lease times it wakes up and believes that the run is still its own
         assert_as_if_nothing_had_happened(stack, run_id, undisturbed)
@@ -217,16 +220,16 @@ class TestAFrozenSupervisor:
             said = frozen.log.read_text()
             return f"{run_id}: its lease ran out" in said or "fenced" in said
 
-        eventually(has_noticed, what="the frozen worker notices")
+        eventually(has_noticed, timeout=60, what="the frozen worker notices")
 
     def test_the_trainer_dies_by_its_own_timer(self, stack: Stack) -> None:
         run_id = stack.create({**SLOW, "steps": 2000})
-        frozen = stack.add_worker()
+        frozen = stack.add_worker(lease_seconds=stack.short_lease)
         stack.until_step(run_id, 3)
         (trainer,) = pids_of_trainers(stack.journal(run_id))
         frozen.freeze()
         # Nobody else is there who could kill it.
-        eventually(lambda: not is_alive(trainer), timeout=stack.settings.kill_after_seconds + 1.5 * stack.slowness)
+        eventually(lambda: not is_alive(trainer), timeout=stack.short_lease, what="it ends before its lease")
         frozen.thaw()
         stack.stop(run_id)
         stack.until(run_id, "cancelled")

@@ -27,10 +27,10 @@ lack of memory after all repairs."""
     "kind",
     [pytest.param(kind, marks=pytest.mark.full if kind in ("kill", "reported", "exit") else ()) for kind in CRASHES],
 )
+@pytest.mark.usefixtures("worker")
 def test_a_crash_is_classified_and_shows_its_last_lines(stack: Stack, kind: str) -> None:
     extra, code, says, attempts = CRASHES[kind]
     run_id = stack.create({"steps": 20, "step_seconds": 0.01, **extra})
-    stack.add_worker()
     shown = stack.until(run_id, "failed", "completed", "cancelled")
     assert (shown["status"], shown["error_code"], shown["attempt"]) == ("failed", code, attempts)
     assert says in shown["error_message"]
@@ -86,8 +86,8 @@ def test_an_error_of_the_database_is_in_the_workers_log_alone(stack: Stack) -> N
     assert "does not exist" in worker.log.read_text()
 
 
+@pytest.mark.usefixtures("worker")
 def test_limits_of_the_configuration_end_a_run_with_a_saved_state(stack: Stack) -> None:
-    stack.add_worker()
     limited = stack.create({"steps": 100_000, "step_seconds": 0.02}, {"time_limit_seconds": 1})
     shown = stack.until(limited, "failed", "completed")
     assert (shown["status"], shown["end_reason"], shown["error_code"]) == ("completed", "time_limit", None)
@@ -119,7 +119,7 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(stack: Stack) -> Non
     def second_start() -> list[int]:
         return [line["step"] for line in stack.journal(run_id) if line["attempt"] == 2 and line["event"] == "step"]
 
-    eventually(second_start, timeout=30)
+    eventually(second_start, timeout=60)
     assert min(second_start()) == newest["step"] - 10 + 1
     lines = [event["line"] for event in stack.events(run_id) if event["type"] == "log"]
     assert any(newest["id"] in line and "cannot be resumed from" in line for line in lines)
@@ -136,18 +136,18 @@ def test_a_poison_run_is_not_tried_for_ever(stack: Stack) -> None:
             lambda attempt=attempt: any(
                 line["attempt"] == attempt and line["event"] == "step" for line in stack.journal(run_id)
             ),
-            timeout=30,
+            timeout=60,
         )
         worker.kill()
     stack.add_worker()
-    shown = stack.until(run_id, "failed", timeout=30)
+    shown = stack.until(run_id, "failed", timeout=60)
     assert shown["error_code"] == "worker_lost"
     assert "max_restarts is 1" in json.dumps(shown)
 
 
+@pytest.mark.usefixtures("worker")
 def test_output_of_every_kind_arrives_in_order_as_log_events(stack: Stack) -> None:
     run_id = stack.create({"steps": 30, "step_seconds": 0.0, "log_lines_per_step": 10})
-    stack.add_worker()
     stack.until(run_id, "completed")
     lines = [event["line"] for event in stack.events(run_id) if event["type"] == "log" and event["stream"] == "stdout"]
     steps = [int(line.split()[1]) for line in lines]
@@ -160,7 +160,7 @@ def test_a_worker_that_does_not_see_the_storage_costs_a_run_nothing(stack: Stack
     datasets = stack.settings.storage_root / "datasets"
     datasets.rename(datasets.with_name("not-mounted"))
     worker = stack.add_worker()
-    eventually(lambda: "holds no datasets" in worker.log.read_text(), timeout=30)
+    eventually(lambda: "holds no datasets" in worker.log.read_text(), timeout=60)
     shown = stack.run(run_id)
     assert (shown["status"], shown["attempt"]) == ("pending", 0)
     datasets.with_name("not-mounted").rename(datasets)

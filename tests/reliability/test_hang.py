@@ -7,8 +7,8 @@ HANGS = {"steps": 20, "step_seconds": 0.01, "hang_at_step": 5}
 
 def test_a_trainer_that_falls_silent_is_killed_and_its_run_goes_on(stack: Stack) -> None:
     run_id = stack.create({**HANGS, "faults_until_attempt": 1}, {"save_steps": 2})
-    stack.add_worker(hang_seconds=4 * stack.slowness)
-    shown = stack.until(run_id, "completed", "failed")
+    stack.add_worker(hang_seconds=8 * stack.slowness)
+    shown = stack.until(run_id, "completed", "failed", timeout=200)
     assert (shown["status"], shown["attempt"]) == ("completed", 2)
     reasons = [event["reason"] for event in stack.events(run_id) if event["type"] == "status"]
     said = "the training process hung during training and was killed: it had neither reported nor printed anything for"
@@ -19,8 +19,8 @@ def test_a_trainer_that_falls_silent_is_killed_and_its_run_goes_on(stack: Stack)
 
 def test_one_that_hangs_each_time_is_not_tried_for_ever(stack: Stack) -> None:
     run_id = stack.create({"load_seconds": 600}, max_restarts=1)
-    stack.add_worker(hang_seconds=4 * stack.slowness)
-    shown = stack.until(run_id, "completed", "failed")
+    stack.add_worker(hang_seconds=8 * stack.slowness)
+    shown = stack.until(run_id, "completed", "failed", timeout=200)
     assert (shown["status"], shown["attempt"], shown["error_code"]) == ("failed", 2, "worker_lost")
     assert "hung during loading" in shown["error_message"]
     assert all(not is_alive(pid) for pid in pids_of_trainers(stack.journal(run_id)))
@@ -29,19 +29,19 @@ def test_one_that_hangs_each_time_is_not_tried_for_ever(stack: Stack) -> None:
 def test_one_that_works_in_silence_is_left_alone(stack: Stack) -> None:
     """A step says nothing until it is done, and each is shorter than the limit."""
     run_id = stack.create(
-        {"steps": 3, "step_seconds": 2.0 * stack.slowness, "log_lines_per_step": 0}, {"logging_steps": 1}
+        {"steps": 5, "step_seconds": 2.0 * stack.slowness, "log_lines_per_step": 0}, {"logging_steps": 1}
     )
-    stack.add_worker(hang_seconds=4 * stack.slowness)
-    shown = stack.until(run_id, "completed", "failed")
+    stack.add_worker(hang_seconds=8 * stack.slowness)
+    shown = stack.until(run_id, "completed", "failed", timeout=200)
     assert (shown["status"], shown["attempt"]) == ("completed", 1)
 
 
 def test_one_that_has_nothing_to_report_for_longer_than_the_limit_is_left_alone_too(stack: Stack) -> None:
     """Steps that are measured rarely: that each of them got done is heard, and no event comes of it."""
     run_id = stack.create(
-        {"steps": 7, "step_seconds": stack.slowness, "log_lines_per_step": 0}, {"logging_steps": 1000}
+        {"steps": 11, "step_seconds": stack.slowness, "log_lines_per_step": 0}, {"logging_steps": 1000}
     )
-    stack.add_worker(hang_seconds=4 * stack.slowness)
-    shown = stack.until(run_id, "completed", "failed")
+    stack.add_worker(hang_seconds=8 * stack.slowness)
+    shown = stack.until(run_id, "completed", "failed", timeout=200)
     assert (shown["status"], shown["attempt"]) == ("completed", 1)
-    assert [event["step"] for event in stack.events(run_id) if event["type"] == "metric"] == [7]
+    assert [event["step"] for event in stack.events(run_id) if event["type"] == "metric"] == [11]

@@ -37,7 +37,7 @@ def test_a_run_whose_output_cannot_be_sent_in_time_is_requeued_and_completes_by_
     stack: Stack, share: Path, away: Path
 ) -> None:
     stack.add_worker(delivery_seconds=1.0)
-    run_id = stack.create({**QUICK, "steps": 30, "step_seconds": 0.1}, config={"save_steps": 10}, max_restarts=0)
+    run_id = stack.create({**QUICK, "steps": 30, "step_seconds": 0.3}, config={"save_steps": 10}, max_restarts=0)
     stack.until(run_id, "running")
     eventually(lambda: checkpoints_sent(stack, run_id))
     share.rename(away)
@@ -69,7 +69,7 @@ def pending_reasons(stack: Stack, run_id: str) -> list[str]:
 
 def test_an_output_is_sent_once_the_store_is_back(stack: Stack, share: Path, away: Path) -> None:
     stack.add_worker()
-    run_id = stack.create({**QUICK, "steps": 30, "step_seconds": 0.1})
+    run_id = stack.create({**QUICK, "steps": 30, "step_seconds": 0.3})
     stack.until(run_id, "running")
     share.rename(away)
     worker = stack.workers[-1]

@@ -51,12 +51,12 @@ class TestAFrozenServer:
     @pytest.mark.parametrize("server", ["postgres", pytest.param("valkey", marks=pytest.mark.full)])
     def test_does_not_make_the_trainer_wait(self, stack: Stack, server: str) -> None:
         run_id = stack.create(LONG)
-        stack.add_worker(lease_seconds=60)  # two thirds of it are longer than this test
+        stack.add_worker(lease_seconds=180)  # two thirds of it are longer than this test
         stack.until_step(run_id, 5)
         process = getattr(stack.servers, server).process
         with frozen(process.pid):
             before = steps(stack, run_id)
-            eventually(lambda: steps(stack, run_id) >= before + 100, timeout=20, what="training goes on")
+            eventually(lambda: steps(stack, run_id) >= before + 100, timeout=60, what="training goes on")
         follower = Follower(stack, run_id)
         stack.stop(run_id)
         stack.until(run_id, "cancelled")
@@ -78,7 +78,7 @@ class TestASignalToEverybody:
         eventually(lambda: worker.descendants())
         for process in [*worker.descendants(), psutil.Process(worker.process.pid)]:
             process.send_signal(signal.SIGTERM)
-        assert worker.process.wait(timeout=30) == 0
+        assert worker.process.wait(timeout=60) == 0
         shown = stack.run(run_id)
         assert shown["status"] == "pending", shown
         stack.stop(run_id)
@@ -102,17 +102,8 @@ class TestAPipeInACheckpoint:
         stack.until(run_id, "cancelled")
 
 
-class TestABusyStart:
-    def test_waiting_for_a_cold_zygote_costs_no_attempt(self, stack: Stack) -> None:
-        run_id = stack.create({"steps": 3})
-        # The zygote imports for seconds, longer than two thirds of this lease.
-        stack.add_worker(launch="zygote")
-        shown = stack.until(run_id, "completed", "failed", "cancelled")
-        assert (shown["status"], shown["attempt"]) == ("completed", 1)
-
-
 class TestAnotherUser:
-    def test_trains_and_owns_only_what_its_trainer_writes(self, stack: Stack) -> None:
+    def test_trains_from_a_cold_zygote_in_one_attempt_and_owns_only_what_its_trainer_writes(self, stack: Stack) -> None:
         """As root, with the capabilities of `docker-compose.trainer.yml`; another user can only name itself."""
         is_root = os.getuid() == 0
         user = pwd.getpwnam("nobody") if is_root else pwd.getpwuid(os.getuid())
@@ -121,9 +112,14 @@ class TestAnotherUser:
                 folder.chmod(folder.stat().st_mode | 0o055)
         run_id = stack.create({"steps": 5})
         # Forked, so that an interpreter in a folder of root's own has been read before the user changes.
-        worker = stack.add_worker(confined("worker") if is_root else (), trainer_user=user.pw_name, launch="zygote")
-        shown = stack.until(run_id, "completed", "failed")
+        # The zygote imports for seconds, longer than two thirds of this lease.
+        lease = 3.0 * stack.slowness
+        worker = stack.add_worker(
+            confined("worker") if is_root else (), trainer_user=user.pw_name, launch="zygote", lease_seconds=lease
+        )
+        shown = stack.until(run_id, "completed", "failed", timeout=120)
         assert shown["status"] == "completed", shown["error_message"]
+        assert stack.journal(run_id)[0]["attempt"] == 1, "waiting for a cold zygote costs no attempt"
         run_folder = Storage(stack.settings).run_dir(run_id)
         assert run_folder.stat().st_uid == os.getuid(), "the trainer can plant no link where the worker writes next"
         attempt = run_folder / f"a{shown['attempt']}"  # on a busy machine the lease of the first may end

@@ -25,7 +25,7 @@ def test_lines_of_supervisor_and_lease_carry_run_and_attempt(stack: Stack) -> No
             line for line in lines() if line["logger"] == "worker.attempts.supervisor" and "fenced" in line["event"]
         ]
 
-    eventually(fenced)
+    eventually(fenced, timeout=60)
     concern = [line for line in lines() if run_id in line["event"]]
     assert {"worker.lease", "worker.attempts.supervisor"} <= {line["logger"] for line in concern}
     assert {(line["run_id"], line["attempt"]) for line in concern} == {(run_id, 1)}
