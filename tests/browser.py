@@ -4,13 +4,23 @@ A conftest that imports the fixture `chromium` offers it to the tests of its fol
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, Playwright, expect, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    BrowserContext,
+    ConsoleMessage,
+    Page,
+    Playwright,
+    Request,
+    expect,
+    sync_playwright,
+)
 
 from tests.chromium import find_chromium
 
@@ -63,38 +73,47 @@ def new_window(chromium: Browser, url: str, **options: object) -> BrowserContext
 
 @contextmanager
 def watched(
-    context: BrowserContext, url: str, *, expected: tuple[str, ...] = (), hosts: tuple[str, ...] = ()
+    context: BrowserContext, url: str, *, expected: Sequence[str] = (), hosts: tuple[str, ...] = ()
 ) -> Iterator[None]:
-    """Watch the pages that are opened within.
+    """Watch the pages that are open or are opened within.
 
-    At the end, fail for console lines that contain none of `expected`, and for requests to others than the service at
-    `url` and `hosts`.
+    At the end, fail for console lines that contain none of `expected`. A request to another host is such a line: the
+    policy of the dashboard's pages forbids it. Pages that start on `hosts` have no such policy; then each request is
+    looked at, which takes as much processor time as the pages themselves.
     """
     problems: list[str] = []
 
-    def watch(page: Page) -> None:
-        page.on(
-            "console",
-            lambda line: (
-                problems.append(f"console: {line.text} {line.location['url']}") if line.type != "debug" else None
-            ),
-        )
-        page.on("pageerror", lambda error: problems.append(f"error: {error}"))
-        page.on("request", lambda request: _check_host(request.url, (url, *hosts), problems))
+    def note_console(line: ConsoleMessage) -> None:
+        if line.type != "debug":
+            problems.append(f"console: {line.text} {line.location['url']}")
 
+    def note_error(error: object) -> None:
+        problems.append(f"error: {error}")
+
+    def note_request(request: Request) -> None:
+        address = urlsplit(request.url)
+        if address.scheme in ("http", "https") and address.netloc not in {urlsplit(it).netloc for it in (url, *hosts)}:
+            problems.append(f"request to another host: {request.url}")
+
+    listeners: dict[Any, Callable[[Any], None]] = {"console": note_console, "pageerror": note_error}
+    if hosts:
+        listeners["request"] = note_request
+
+    def watch(page: Page) -> None:
+        for event, listener in listeners.items():
+            page.on(event, listener)
+
+    for page in context.pages:
+        watch(page)
     context.on("page", watch)
     try:
         yield
     finally:
         context.remove_listener("page", watch)
+        for page in context.pages:
+            for event, listener in listeners.items():
+                page.remove_listener(event, listener)
     assert [one for one in problems if not any(text in one for text in expected)] == []
-
-
-def _check_host(url: str, known: tuple[str, ...], problems: list[str]) -> None:
-    if urlsplit(url).scheme in ("http", "https") and urlsplit(url).netloc not in {
-        urlsplit(one).netloc for one in known
-    }:
-        problems.append(f"request to another host: {url}")
 
 
 def sign_in(context: BrowserContext, client: httpx.Client, host: str | None = None) -> Page:

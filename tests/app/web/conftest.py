@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page
+from playwright.sync_api import Browser, Page, ViewportSize
 from sqlalchemy import Engine
 
 from app.infra.db import sync_engine
@@ -12,6 +12,9 @@ from tests.factories import make_dataset
 from tests.server import ApiServer
 
 __all__ = ["chromium"]
+
+_WINDOW: ViewportSize = {"width": 1280, "height": 720}
+"""As a new tab has it."""
 
 
 @pytest.fixture(scope="module")
@@ -28,21 +31,28 @@ def dataset(engine: Engine) -> str:
 
 
 @pytest.fixture(scope="module")
-def signed_in(chromium: Browser, shared_api: ApiServer) -> Iterator[BrowserContext]:
-    """Window of the file, signed in; what the browser has loaded and compiled serves every test."""
+def tab(chromium: Browser, shared_api: ApiServer) -> Iterator[Page]:
+    """Signed-in tab of the file: a new one costs half a second, and this one has loaded and compiled the modules."""
     context = new_window(chromium, shared_api.url)
-    sign_in(context, shared_api.client).close()
-    yield context
+    yield sign_in(context, shared_api.client)
     context.close()
 
 
 @pytest.fixture
-def page(signed_in: BrowserContext, shared_api: ApiServer) -> Iterator[Page]:
-    """The page of all runs, signed in, in a tab of its own; the browser stores nothing that another test has chosen."""
-    with watched(signed_in, shared_api.url):
-        page = signed_in.new_page()
-        page.goto("/")
-        yield page
-        page.evaluate("localStorage.clear()")
-        for opened in signed_in.pages:
-            opened.close()
+def tolerated() -> list[str]:
+    """Parts of the lines that a test makes the browser write to its console; the test adds them."""
+    return []
+
+
+@pytest.fixture
+def page(tab: Page, shared_api: ApiServer, tolerated: list[str]) -> Iterator[Page]:
+    """The tab, of which the test opens the page that it needs; nothing in it is left of another test."""
+    with watched(tab.context, shared_api.url, expected=tolerated):
+        yield tab
+        for opened in tab.context.pages:
+            if opened != tab:
+                opened.close()
+        tab.unroute_all()
+        tab.goto("/healthz")  # of the same origin, so that its storage can be cleared
+        tab.evaluate("localStorage.clear(); sessionStorage.clear()")
+        tab.set_viewport_size(_WINDOW)

@@ -182,61 +182,53 @@ class TestRun:
         expect(page.get_by_role("listitem").locator("code").filter(has_text="extra.steps").first).to_be_visible()
 
     def test_shows_each_line_and_step_once_and_heals_when_the_service_was_away(
-        self, chromium: Browser, shared_api: ApiServer, engine: Engine, dataset: str
+        self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str, tolerated: list[str]
     ) -> None:
         trainer = start(shared_api, engine, dataset, name="live")
         steps(trainer, *range(1, 6))
-        gone = (
-            "ERR_CONNECTION_REFUSED",
-            "ERR_EMPTY_RESPONSE",
-            "ERR_INCOMPLETE_CHUNKED_ENCODING",
-            "ERR_CONNECTION_RESET",
-        )
-        with window(chromium, shared_api.url, expected=gone) as context:
-            page = sign_in(context, shared_api.client)
-            page.goto(f"/runs/{trainer.run_id}")
-            log = page.get_by_role("log", name="Lines of the log")
-            expect(log.locator(".ln")).to_have_count(5)
-            steps(trainer, *range(6, 11))
-            expect(log.locator(".ln")).to_have_count(10)
-            expect(page.locator(".tile").filter(has_text="Step").first).to_contain_text("10 of 100")
-            shared_api.stop()
-            expect(page.get_by_role("status").filter(has_text="Connection lost")).to_be_visible()
-            steps(trainer, *range(11, 16))
-            shared_api.start()
-            expect(log.locator(".ln")).to_have_count(15, timeout=60_000)
-            shown = [re.findall(r"step (\d+)", line)[0] for line in log.locator(".ln").all_inner_texts()]
-            assert shown == [str(step) for step in range(1, 16)]
-            expect(page.locator(".tile").filter(has_text="Step").first).to_contain_text("15 of 100")
-            page.get_by_role("button", name="Stop").first.click()
-            page.get_by_role("button", name="Save a checkpoint and stop").click()
-            expect(page.get_by_role("button", name="Stopping …")).to_be_visible()
-            trainer.checkpoint(15, kind="stop")
-            trainer.cancel_on_request()
-            expect(page.get_by_role("button", name="Resume")).to_be_visible()
-            resume(page, "From the newest checkpoint")
-            expect(page.get_by_text("resumed from")).to_be_visible()
-            child = page.url.rpartition("/")[2]
-            assert child != trainer.run_id
-            page.get_by_role("button", name="Stop").click()
-            expect(page.locator(".chip").first).to_have_text("Stopped")
-            assert shared_api.client.get(f"/v1/runs/{child}").json()["status"] == "cancelled"
+        tolerated += ["ERR_", "status of 50"]  # of requests in flight when the service ends, and of those after that
+        page.goto(f"/runs/{trainer.run_id}")
+        log = page.get_by_role("log", name="Lines of the log")
+        expect(log.locator(".ln")).to_have_count(5)
+        steps(trainer, *range(6, 11))
+        expect(log.locator(".ln")).to_have_count(10)
+        expect(page.locator(".tile").filter(has_text="Step").first).to_contain_text("10 of 100")
+        shared_api.stop()
+        expect(page.get_by_role("status").filter(has_text="Connection lost")).to_be_visible()
+        steps(trainer, *range(11, 16))
+        shared_api.start()
+        expect(log.locator(".ln")).to_have_count(15, timeout=60_000)
+        shown = [re.findall(r"step (\d+)", line)[0] for line in log.locator(".ln").all_inner_texts()]
+        assert shown == [str(step) for step in range(1, 16)]
+        expect(page.locator(".tile").filter(has_text="Step").first).to_contain_text("15 of 100")
+        page.get_by_role("button", name="Stop").first.click()
+        page.get_by_role("button", name="Save a checkpoint and stop").click()
+        expect(page.get_by_role("button", name="Stopping …")).to_be_visible()
+        trainer.checkpoint(15, kind="stop")
+        trainer.cancel_on_request()
+        expect(page.get_by_role("button", name="Resume")).to_be_visible()
+        resume(page, "From the newest checkpoint")
+        expect(page.get_by_text("resumed from")).to_be_visible()
+        child = page.url.rpartition("/")[2]
+        assert child != trainer.run_id
+        page.get_by_role("button", name="Stop").click()
+        expect(page.locator(".chip").first).to_have_text("Stopped")
+        assert shared_api.client.get(f"/v1/runs/{child}").json()["status"] == "cancelled"
 
     def test_says_so_while_it_cannot_be_read_and_reads_it_again(
-        self, chromium: Browser, shared_api: ApiServer, engine: Engine, dataset: str
+        self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str, tolerated: list[str]
     ) -> None:
         trainer = start(shared_api, engine, dataset, name="unread")
         steps(trainer, 1, 2)
-        with window(chromium, shared_api.url, expected=("ERR_FAILED",)) as context:
-            page = sign_in(context, shared_api.client)
-            page.route("**/logs/lines*", lambda route: route.abort())
-            page.goto(f"/runs/{trainer.run_id}")
-            failed = page.get_by_role("alert").filter(has_text="The log lines could not be read, and are tried again")
-            expect(failed).to_be_visible()
-            expect(page.get_by_role("figure", name=re.compile("Loss: train 0"))).to_be_visible()
-            page.unroute("**/logs/lines*")
-            expect(page.get_by_role("log").locator(".ln")).to_have_count(2)
-            expect(failed).to_have_count(0)
+        tolerated.append("ERR_FAILED")
+        page.route("**/logs/lines*", lambda route: route.abort())
+        page.goto(f"/runs/{trainer.run_id}")
+        failed = page.get_by_role("alert").filter(has_text="The log lines could not be read, and are tried again")
+        expect(failed).to_be_visible()
+        expect(page.get_by_role("figure", name=re.compile("Loss: train 0"))).to_be_visible()
+        page.unroute("**/logs/lines*")
+        expect(page.get_by_role("log").locator(".ln")).to_have_count(2)
+        expect(failed).to_have_count(0)
 
     @pytest.mark.full
     def test_offers_the_export_that_its_method_has(
@@ -256,37 +248,36 @@ class TestRun:
 class TestResume:
     @pytest.mark.full
     def test_of_a_completed_run_trains_longer_on_other_devices(
-        self, chromium: Browser, shared_api: ApiServer, engine: Engine, dataset: str
+        self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str, tolerated: list[str]
     ) -> None:
         trainer = start(shared_api, engine, dataset, config={"max_steps": 100, "batch_size": 4})
         trainer.checkpoint(100, kind="final")
         trainer.complete()
         mark_run(engine, trainer.run_id, backend="celery")  # which allows several devices
         add_worker(engine, devices=4, backends=["celery"])
-        with window(chromium, shared_api.url, expected=("status of 422",)) as context:
-            page = sign_in(context, shared_api.client)
-            page.goto(f"/runs/{trainer.run_id}")
-            resume(page, "From the newest checkpoint")
-            dialog = page.get_by_role("dialog")
-            expect(dialog.locator(".error-text")).to_contain_text("raise max_steps, epochs or stop_at_step")
-            edges = [dialog.locator(part).bounding_box() or {} for part in ("footer .btn.primary", "input >> nth=0")]
-            assert len({edge["x"] + edge["width"] for edge in edges}) == 1, "the buttons end where the fields do"
-            count, devices = dialog.get_by_label("Steps in all"), dialog.get_by_label("Devices")
-            expect(count).to_have_value("100")
-            expect(devices).to_have_value("1")
-            count.fill("many")
-            devices.fill("none")
-            dialog.get_by_role("button", name="Resume").click()
-            expect(devices).to_have_attribute("aria-invalid", "true")
-            devices.fill("3")
-            dialog.get_by_role("button", name="Resume").click()
-            expect(count).to_have_attribute("aria-invalid", "true")
-            count.fill("150")
-            dialog.get_by_role("button", name="Resume").click()
-            expect(dialog.locator(".f").filter(has=page.get_by_label("Devices"))).to_contain_text("can be resumed on")
-            devices.fill("2")
-            dialog.get_by_role("button", name="Resume").click()
-            expect(page.locator(".head .chip")).to_have_text("Pending")
+        tolerated.append("status of 422")
+        page.goto(f"/runs/{trainer.run_id}")
+        resume(page, "From the newest checkpoint")
+        dialog = page.get_by_role("dialog")
+        expect(dialog.locator(".error-text")).to_contain_text("raise max_steps, epochs or stop_at_step")
+        edges = [dialog.locator(part).bounding_box() or {} for part in ("footer .btn.primary", "input >> nth=0")]
+        assert len({edge["x"] + edge["width"] for edge in edges}) == 1, "the buttons end where the fields do"
+        count, devices = dialog.get_by_label("Steps in all"), dialog.get_by_label("Devices")
+        expect(count).to_have_value("100")
+        expect(devices).to_have_value("1")
+        count.fill("many")
+        devices.fill("none")
+        dialog.get_by_role("button", name="Resume").click()
+        expect(devices).to_have_attribute("aria-invalid", "true")
+        devices.fill("3")
+        dialog.get_by_role("button", name="Resume").click()
+        expect(count).to_have_attribute("aria-invalid", "true")
+        count.fill("150")
+        dialog.get_by_role("button", name="Resume").click()
+        expect(dialog.locator(".f").filter(has=page.get_by_label("Devices"))).to_contain_text("can be resumed on")
+        devices.fill("2")
+        dialog.get_by_role("button", name="Resume").click()
+        expect(page.locator(".head .chip")).to_have_text("Pending")
         child = shared_api.client.get(f"/v1/runs/{page.url.rpartition('/')[2]}").json()
         assert (child["config"]["max_steps"], child["resources"]["devices"]) == (150, 2)
         assert (child["parent_run_id"], child["current_step"]) == (trainer.run_id, 100)
