@@ -1,11 +1,14 @@
 """`anneal restore`: the service is there as it was, nothing is overwritten, and a half restore is no service."""
 
+import dataclasses
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import Engine, select, update
 
 from app.backup.create import BackupJob
 from app.backup.layout import DUMP, INVENTORY, MANIFEST, Backup
@@ -19,12 +22,40 @@ from app.infra.storage import Storage
 from app.tables import migrate
 from app.tables.checkpoints import Checkpoint
 from tests.app.backup.conftest import ROWS, Quiet, Service
+from tests.conftest import Services
 from tests.server import ThreadServer
 
 
+@pytest.fixture(scope="module")
+def service(services: Services, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service that no test changes."""
+    folder, url = tmp_path_factory.mktemp("service"), services.create_database()
+    settings = Settings(
+        home=folder / "home", storage=folder / "storage", database_url=url, redis_url=services.fresh_redis(),
+        host="127.0.0.1", port=0,
+    )  # fmt: skip
+    engine = sync_engine(url)
+    yield Service(settings, engine)
+    engine.dispose()
+    services.drop_database(url)
+
+
+@pytest.fixture(scope="module")
+def untouched_backup(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Backup:
+    return BackupJob(service.settings, tmp_path_factory.mktemp("backup") / "backups", Quiet()).run().backup
+
+
 @pytest.fixture
-def backup(service: Service, tmp_path: Path) -> Backup:
-    return BackupJob(service.settings, tmp_path / "backups", Quiet()).run().backup
+def backup(untouched_backup: Backup, tmp_path: Path) -> Backup:
+    """A backup of the service, as a copy that the test may damage."""
+    backups = shutil.copytree(untouched_backup.folder.parent, tmp_path / "backups")
+    return dataclasses.replace(untouched_backup, folder=backups / untouched_backup.folder.name)
+
+
+@pytest.fixture
+def changing_service(settings: Settings, engine: Engine) -> Service:
+    """A service of the test alone."""
+    return Service(settings, engine)
 
 
 def restore(
@@ -33,10 +64,12 @@ def restore(
     return RestoreJob(settings, backup.folder, progress or Quiet(), replace=replace).run()
 
 
-def test_restored_service_has_runs_datasets_checkpoints_and_keys(
+def test_restored_service_has_runs_datasets_checkpoints_and_keys_and_files_with_their_modes_and_times(
     service: Service, backup: Backup, empty: Settings
 ) -> None:
     assert restore(empty, backup).problems == []
+    original, copy = (Storage(it).journal(service.run_id).stat() for it in (service.settings, empty))
+    assert (copy.st_mode, copy.st_mtime_ns) == (original.st_mode, original.st_mtime_ns)
     with ThreadServer(empty) as api, api.client_with(service.key) as client:
         assert client.get(f"/v1/datasets/{service.dataset}/content").content == ROWS
         events = client.get(f"/v1/runs/{service.run_id}/events", params={"follow": "false", "format": "ndjson"})
@@ -47,28 +80,22 @@ def test_restored_service_has_runs_datasets_checkpoints_and_keys(
         assert client.post("/v1/datasets", files={"file": ("more.jsonl", ROWS)}).status_code == 201
 
 
-def test_modes_and_times_of_files_are_those_of_the_originals(service: Service, backup: Backup, empty: Settings) -> None:
-    restore(empty, backup)
-    original, copy = (Storage(it).journal(service.run_id).stat() for it in (service.settings, empty))
-    assert (copy.st_mode, copy.st_mtime_ns) == (original.st_mode, original.st_mtime_ns)
-
-
 def test_checkpoint_that_was_deleted_during_the_backup_is_deleted_in_the_restored_service(
-    service: Service, empty: Settings, tmp_path: Path
+    changing_service: Service, empty: Settings, tmp_path: Path
 ) -> None:
     def during(label: str) -> None:
         if label == "Copying files":
-            with service.engine.begin() as connection:
-                statement = update(Checkpoint).where(Checkpoint.id == service.checkpoints[5])
+            with changing_service.engine.begin() as connection:
+                statement = update(Checkpoint).where(Checkpoint.id == changing_service.checkpoints[5])
                 connection.execute(statement.values(deleted_at=Checkpoint.created_at))
-            Storage(service.settings).remove_checkpoint(service.run_id, 1, "checkpoint-5")
+            Storage(changing_service.settings).remove_checkpoint(changing_service.run_id, 1, "checkpoint-5")
 
-    backup = BackupJob(service.settings, tmp_path / "backups", Quiet(during)).run().backup
+    backup = BackupJob(changing_service.settings, tmp_path / "backups", Quiet(during)).run().backup
     assert restore(empty, backup).problems == []
     engine = sync_engine(empty.database_url or "", pool_size=0)
     with engine.connect() as connection:
         stored = connection.scalars(select(Checkpoint.id).where(Checkpoint.deleted_at.is_(None))).all()
-    assert list(stored) == [service.checkpoints[10]]
+    assert list(stored) == [changing_service.checkpoints[10]]
 
 
 @pytest.fixture
@@ -79,17 +106,17 @@ def occupied(backup: Backup, empty: Settings) -> Settings:
 
 
 class TestPlaceThatIsNotEmpty:
-    def test_it_is_refused_and_left_as_it_is(self, service: Service, backup: Backup, occupied: Settings) -> None:
+    def test_it_is_refused_and_left_as_it_is_and_with_replace_kept_in_another_folder(
+        self, service: Service, backup: Backup, occupied: Settings
+    ) -> None:
         Storage(occupied).journal(service.run_id).write_text("newer")
         with pytest.raises(SetupError, match=r"There is a service here already .*--replace"):
             restore(occupied, backup)
         assert Storage(occupied).journal(service.run_id).read_text() == "newer"
         refuse_unfinished_restore(occupied)
-
-    def test_with_replace_what_was_there_is_kept_in_another_folder(
-        self, service: Service, backup: Backup, occupied: Settings
-    ) -> None:
-        Storage(occupied).journal(service.run_id).write_text("newer")
+        engine = sync_engine(occupied.database_url or "", pool_size=0)
+        with engine.connect(), pytest.raises(SetupError, match="in use by anneal-worker: stop every API"):
+            restore(occupied, backup, replace=True)
         restored = restore(occupied, backup, replace=True)
         assert restored.problems == [] and restored.aside is not None
         assert (restored.aside / DUMP).read_bytes()[:5] == b"PGDMP"
@@ -112,29 +139,25 @@ class TestPlaceThatIsNotEmpty:
 
 
 class TestServiceThatRuns:
-    def test_open_connections_to_the_database_are_named(self, backup: Backup, occupied: Settings) -> None:
-        engine = sync_engine(occupied.database_url or "", pool_size=0)
-        with engine.connect(), pytest.raises(SetupError, match="in use by anneal-worker: stop every API"):
-            restore(occupied, backup, replace=True)
-
     def test_home_of_a_running_anneal_up_is_refused(self, backup: Backup, empty: Settings) -> None:
         with HomeLock(empty.home), pytest.raises(SetupError, match="stop it with `anneal down`, and restore then"):
             restore(empty, backup)
 
 
 class TestInterruption:
-    @pytest.mark.parametrize("label", ["Copying files", "Restoring the database"])
     def test_no_service_starts_on_half_of_the_data_and_the_same_command_continues(
-        self, service: Service, backup: Backup, empty: Settings, label: str
+        self, service: Service, backup: Backup, empty: Settings
     ) -> None:
-        def during(current: str) -> None:
-            if current == label:
-                raise KeyboardInterrupt
+        for label in ("Copying files", "Restoring the database"):
 
-        with pytest.raises(KeyboardInterrupt):
-            restore(empty, backup, progress=Quiet(during))
-        with pytest.raises(SetupError, match=f"run `anneal restore {backup.folder}` to complete it first"):
-            refuse_unfinished_restore(empty)
+            def during(current: str, label: str = label) -> None:
+                if current == label:
+                    raise KeyboardInterrupt
+
+            with pytest.raises(KeyboardInterrupt):
+                restore(empty, backup, progress=Quiet(during))
+            with pytest.raises(SetupError, match=f"run `anneal restore {backup.folder}` to complete it first"):
+                refuse_unfinished_restore(empty)
         assert restore(empty, backup).problems == []
         refuse_unfinished_restore(empty)
         assert Storage(empty).dataset_file(service.dataset, "jsonl").read_bytes() == ROWS
@@ -201,12 +224,12 @@ class TestDamage:
         assert restore(empty, backup).problems == []
 
     def test_what_was_corrupt_in_the_service_is_reported_again(
-        self, service: Service, empty: Settings, tmp_path: Path
+        self, changing_service: Service, empty: Settings, tmp_path: Path
     ) -> None:
-        (service.storage.checkpoint_dir(service.run_id, 1, 5) / "weights").write_bytes(b"?" * 3000)
-        backup = BackupJob(service.settings, tmp_path / "backups", Quiet()).run().backup
+        (changing_service.storage.checkpoint_dir(changing_service.run_id, 1, 5) / "weights").write_bytes(b"?" * 3000)
+        backup = BackupJob(changing_service.settings, tmp_path / "backups", Quiet()).run().backup
         (problem,) = restore(empty, backup).problems
-        assert (problem.kind, problem.id) == ("checkpoint", service.checkpoints[5])
+        assert (problem.kind, problem.id) == ("checkpoint", changing_service.checkpoints[5])
 
     def test_backup_of_a_later_version_is_refused(self, backup: Backup, empty: Settings) -> None:
         later = backup.manifest.model_copy(update={"revision": "9999", "version": "7.0"})
@@ -262,35 +285,32 @@ class TestObjectStore:
 
 class TestSecrets:
     @pytest.fixture
-    def key(self, service: Service, tmp_path: Path) -> Path:
+    def key(self, changing_service: Service) -> Path:
         """Store a secret; the path of the key file."""
-        with ThreadServer(service.settings) as api:
+        with ThreadServer(changing_service.settings) as api:
             assert api.client.put("/v1/secrets/hf_token", json={"value": "hf_" + "a" * 30}).status_code < 300
-        return service.settings.secret_key_path
+        return changing_service.settings.secret_key_path
 
-    def test_key_file_is_left_out_and_its_absence_is_reported(
-        self, service: Service, key: Path, empty: Settings, tmp_path: Path
+    def test_key_file_is_left_out_and_its_absence_is_reported_or_is_restored_for_its_owner_only(
+        self, changing_service: Service, key: Path, empty: Settings, tmp_path: Path
     ) -> None:
-        created = BackupJob(service.settings, tmp_path / "backups", Quiet()).run()
+        created = BackupJob(changing_service.settings, tmp_path / "backups", Quiet()).run()
         assert created.secrets == 1 and not created.has_secret_key
         assert not list((tmp_path / "backups").rglob("secret.key"))
         assert restore(empty, created.backup).unreadable_secrets == 1
-
-    def test_key_file_that_was_included_is_restored_for_its_owner_only(
-        self, service: Service, key: Path, empty: Settings, tmp_path: Path
-    ) -> None:
-        created = BackupJob(service.settings, tmp_path / "backups", Quiet(), with_secret_key=True).run()
-        assert restore(empty, created.backup).unreadable_secrets == 0
+        created = BackupJob(changing_service.settings, tmp_path / "with-key", Quiet(), with_secret_key=True).run()
+        assert restore(empty, created.backup, replace=True).unreadable_secrets == 0
         assert empty.secret_key_path.read_bytes() == key.read_bytes()
         assert empty.secret_key_path.stat().st_mode & 0o777 == 0o600
 
     @pytest.mark.needs("root")
     def test_root_gives_the_key_file_and_the_files_to_the_owner_of_the_storage(
-        self, service: Service, key: Path, empty: Settings, tmp_path: Path
+        self, changing_service: Service, key: Path, empty: Settings, tmp_path: Path
     ) -> None:
-        created = BackupJob(service.settings, tmp_path / "backups", Quiet(), with_secret_key=True).run()
+        created = BackupJob(changing_service.settings, tmp_path / "backups", Quiet(), with_secret_key=True).run()
         empty.storage_root.mkdir()
         os.chown(empty.storage_root, 65534, 65534)
         restore(empty, created.backup)
-        for path in (empty.secret_key_path, Storage(empty).journal(service.run_id), empty.storage_root / "runs"):
+        run_id = changing_service.run_id
+        for path in (empty.secret_key_path, Storage(empty).journal(run_id), empty.storage_root / "runs"):
             assert path.stat().st_uid == 65534
