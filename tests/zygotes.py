@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,29 @@ from tests import fork_server
 
 _PATH = "TEST_ZYGOTES"
 """Variable with the path of the server's socket."""
+_PACE = "TEST_PACE"
+"""Variable with the path of a file of `Pace`."""
+_PACED_SECONDS = 0.3
+
+
+class Pace:
+    """Slows down the trainers of a worker from a step on, so that a test has time for what it does meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @contextlib.contextmanager
+    def slow_from(self, step: int) -> Iterator[None]:
+        """Within, let each step from this one on take 0.3 s longer."""
+        self._path.write_text(str(step))
+        try:
+            yield
+        finally:
+            self._path.unlink()
+
+    def variables(self) -> dict[str, str]:
+        """Return what a worker's environment needs."""
+        return {_PACE: str(self._path)}
 
 
 class Server:
@@ -60,7 +84,8 @@ class ForkedZygote:
     """The part of `subprocess.Popen` that the launcher uses."""
 
     def __init__(self, modules: Sequence[str], end: int, environment: Mapping[str, str], folder: Path) -> None:
-        request = {"modules": list(modules), "environment": dict(environment), "folder": str(folder)}
+        paced = {name: os.environ[name] for name in [_PACE] if name in os.environ}
+        request = {"modules": list(modules), "environment": {**environment, **paced}, "folder": str(folder)}
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(os.environ[_PATH])
             socket.send_fds(connection, [json.dumps(request).encode()], [end, 1, 2])
@@ -98,11 +123,27 @@ def _work() -> None:
     sys.exit(main.main())
 
 
+def _let_steps_be_paced() -> None:
+    """Wait at each step that a trainer has recorded, if the test wants that."""
+    from worker.wire.journal import Journal
+
+    record_step = Journal.step
+
+    def record_and_wait(journal: Journal, step: int, *values: Any) -> None:
+        record_step(journal, step, *values)
+        with contextlib.suppress(KeyError, FileNotFoundError):
+            if step >= int(Path(os.environ[_PACE]).read_text()):
+                threading.Event().wait(_PACED_SECONDS)
+
+    Journal.step = record_and_wait  # type: ignore[method-assign]
+
+
 def _serve(path: str) -> None:
     """Fork a zygote for each connection."""
     from worker.process import zygote
 
     zygote.preload(["worker.training.__main__", "worker.fake.trainer"])
+    _let_steps_be_paced()
     gc.collect()
     gc.freeze()
     connection = fork_server.serve(path)

@@ -14,7 +14,7 @@ from tests.worker.training.tiny import make_chat_dataset, make_tiny_model
 
 __all__ = ["chromium"]
 
-STEPS = 120
+STEPS = 60
 QLORA: dict[str, Any] = {
     "base_model": "tiny",
     "method": "qlora",
@@ -24,7 +24,7 @@ QLORA: dict[str, Any] = {
     "batch_size": 2,
     "gradient_accumulation_steps": 2,
     "max_steps": STEPS,
-    "save_steps": 20,
+    "save_steps": 10,
     "logging_steps": 5,
     "max_seq_length": 128,
     "packing": True,
@@ -38,14 +38,15 @@ class TrainingStack(Stack):
     """A stack with a tiny model below its models root and a mix of two chat datasets."""
 
     def __init__(self, home: Path, **values: Any) -> None:
-        super().__init__(home, launch="zygote", lease_seconds=6, **values)
+        super().__init__(home, launch="zygote", **values)
+        self.pace = zygotes.Pace(home / "pace")
         make_tiny_model(self.settings.models_folder / "tiny", hidden=64, dropout=0.1)
         self.chats = self._mixed(home)
 
     def _start_worker(self, settings: Settings, log: Path, under: Sequence[str]) -> WorkerProcess:
         if _zygotes is None or under:
             return super()._start_worker(settings, log, under)
-        variables = _zygotes.variables(settings.trainer_environment())
+        variables = {**_zygotes.variables(settings.trainer_environment()), **self.pace.variables()}
         return WorkerProcess(settings, log, program="tests.zygotes", variables=variables)
 
     def _mixed(self, home: Path) -> str:
@@ -59,9 +60,10 @@ class TrainingStack(Stack):
         mixed: str = answer.json()["id"]
         return mixed
 
-    def train(self, **config: Any) -> str:
+    def train(self, *, priority: int = 0, **config: Any) -> str:
         """A QLoRA run on the CPU; answers its id."""
-        return self.create(config={**QLORA, **config}, backend="celery", dataset_id=self.chats)
+        config = {**QLORA, **config}
+        return self.create(config=config, backend="celery", dataset_id=self.chats, priority=priority)
 
     def steps(self, run_id: str) -> dict[int, tuple[str, list[int]]]:
         """Step → exact loss and row ids, as the attempt that trained the step last wrote them down."""
@@ -80,8 +82,8 @@ def forked_zygotes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zygotes
 
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingStack]:
-    stack = TrainingStack(tmp_path_factory.mktemp("e2e"))
-    stack.add_worker()
+    stack = TrainingStack(tmp_path_factory.mktemp("e2e"), preempt_after_seconds=0, preempt_min_seconds=0)
+    stack.add_worker(slots=1)
     yield stack
     stack.close()
 

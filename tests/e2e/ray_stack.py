@@ -11,19 +11,21 @@ from tests.waiting import eventually
 LONG = {"max_steps": 100_000, "save_steps": 200}
 LIVE = ["pending", "initializing", "running", "checkpointing"]
 
+STEPS = 120
+
 
 class RayStack(TrainingStack):
     """A stack with a cluster, each of whose nodes has so many CPUs and, if wanted, a home of its own."""
 
     def __init__(self, home: Path, *, cpus: int = 1, own_homes: bool = False, **values: Any) -> None:
         dashboard = free_port()
-        super().__init__(home, ray_url=f"http://127.0.0.1:{dashboard}", ray_token=TOKEN, **values)
+        super().__init__(home, lease_seconds=6, ray_url=f"http://127.0.0.1:{dashboard}", ray_token=TOKEN, **values)
         self.cluster = RayCluster(self.settings, dashboard, cpus=cpus, own_homes=own_homes)
 
     def train(self, devices: int = 1, labels: tuple[str, ...] = ("zone=a",), **config: Any) -> str:
         """Create a QLoRA run of backend `ray` and return its id."""
         resources = {"kind": "cpu", "labels": list(labels), "devices": devices}
-        config = {**QLORA, **config}
+        config = {**QLORA, "max_steps": STEPS, "save_steps": 20, **config}
         return self.create(config=config, backend="ray", dataset_id=self.chats, resources=resources)
 
     def until_training(self, run_id: str, step: int = 1, timeout: float = 300) -> dict[str, Any]:

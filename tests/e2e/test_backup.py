@@ -3,18 +3,15 @@
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 from app.config import Settings
+from tests import programs
 from tests.e2e.conftest import STEPS, TrainingStack
 
 
 def anneal(settings: Settings, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "app.cli.main", *arguments]
-    done = subprocess.run(
-        command, env=settings.child_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
-    )
+    done = programs.anneal(*arguments, **settings.child_environment())
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -22,9 +19,10 @@ def anneal(settings: Settings, *arguments: str) -> subprocess.CompletedProcess[s
 def test_run_in_training_is_backed_up_and_continues_in_the_restored_service_with_the_same_losses(
     stack: TrainingStack, undisturbed: str, tmp_path: Path
 ) -> None:
-    run_id = stack.train()
-    stack.until_step(run_id, 50, timeout=120)
-    backup = json.loads(anneal(stack.settings, "backup", str(tmp_path / "backups"), "--json").stdout)
+    with stack.pace.slow_from(25):
+        run_id = stack.train()
+        stack.until_step(run_id, 25, timeout=120)
+        backup = json.loads(anneal(stack.settings, "backup", str(tmp_path / "backups"), "--json").stdout)
     assert backup["problems"] == [] and backup["files"] > 10
     stack.until(run_id, "completed", timeout=120)
 
@@ -41,7 +39,7 @@ def test_run_in_training_is_backed_up_and_continues_in_the_restored_service_with
         events = service.events(run_id)
         assert [event["type"] for event in events].count("end") == 1
         second = [line for line in service.journal(run_id) if line["event"] == "step" and line["attempt"] == 2]
-        assert 40 < second[0]["step"] < STEPS and second[-1]["step"] == STEPS
+        assert 20 < second[0]["step"] < STEPS and second[-1]["step"] == STEPS
         assert service.steps(run_id) == stack.steps(undisturbed), "losses as hex floats and sample ids"
         assert service.run(undisturbed)["status"] == "completed"
     finally:

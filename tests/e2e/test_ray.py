@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.e2e.conftest import STEPS
-from tests.e2e.ray_stack import LONG, RayStack
+from tests.e2e.ray_stack import LONG, STEPS, RayStack
 from tests.ray_cluster import TOKEN, RayNode
 from tests.stack import assert_attempts_never_overlap, is_alive, pids_of_trainers
 from tests.waiting import eventually

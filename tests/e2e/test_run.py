@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import psutil
 import pytest
 
 from app.client.client import Anneal
+from tests import programs
 from tests.e2e.conftest import QLORA, STEPS, TrainingStack
 from tests.stack import Follower, assert_attempts_never_overlap, pids_of_trainers
 from tests.waiting import eventually
@@ -24,11 +24,12 @@ def final_loss(stack: TrainingStack, run_id: str) -> str:
 
 
 def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(stack: TrainingStack, undisturbed: str) -> None:
-    run_id = stack.train()
-    follower = Follower(stack, run_id, reconnect_every=3)
-    stack.until_step(run_id, 50)
-    assert stack.stop(run_id).status_code == 202
-    stopped = stack.until(run_id, "cancelled")
+    with stack.pace.slow_from(24):
+        run_id = stack.train()
+        follower = Follower(stack, run_id, reconnect_every=3)
+        stack.until_step(run_id, 24)
+        assert stack.stop(run_id).status_code == 202
+        stopped = stack.until(run_id, "cancelled")
     ids = follower.join()
     assert ids == list(range(1, len(ids) + 1))
     assert follower.connections > 5
@@ -127,18 +128,15 @@ def test_an_evaluation_equals_that_of_the_training(stack: TrainingStack, tmp_pat
             assert (done.status, done.task, done.attempt) == ("completed", "evaluate", 1), done.error_message
             assert done.evaluation is not None and done.fine_tuned_model is None
             assert done.evaluation["eval_loss"] == during[step]["eval_loss"] == done.best_eval
-    environment = {**os.environ, "ANNEAL_URL": stack.api.url, "ANNEAL_API_KEY": stack.api.key}
-    command = [sys.executable, "-m", "app.cli.main", "eval", "tiny", "held_out.jsonl", "--set", "max_eval_rows=3"]
-    shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    service = {"ANNEAL_URL": stack.api.url, "ANNEAL_API_KEY": stack.api.key}
+    shown = programs.anneal("eval", "tiny", "held_out.jsonl", "--set", "max_eval_rows=3", **service)
     assert shown.returncode == 0, shown.stderr
     assert "eval_loss" in shown.stdout and "evaluation of tiny" in shown.stderr
     assert "\nevaluating …\n" in shown.stderr
 
 
 def test_a_run_shows_what_computes_it(stack: TrainingStack, undisturbed: str) -> None:
-    environment = {**os.environ, "ANNEAL_URL": stack.api.url, "ANNEAL_API_KEY": stack.api.key}
-    command = [sys.executable, "-m", "app.cli.main", "runs", "show", undisturbed]
-    shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    shown = programs.anneal("runs", "show", undisturbed, ANNEAL_URL=stack.api.url, ANNEAL_API_KEY=stack.api.key)
     assert shown.returncode == 0, shown.stderr
     lines = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in shown.stdout.splitlines())
     kernels = "attention varlen, norms transformers, adapters fused, dropout torch, loss head two products"
@@ -161,31 +159,29 @@ def test_artifacts_metrics_and_logs_are_served(stack: TrainingStack, undisturbed
 
 
 def test_kill_9_of_every_process_one_after_another_changes_nothing(stack: TrainingStack, undisturbed: str) -> None:
-    run_id = stack.train()
-    follower = Follower(stack, run_id)
+    with stack.pace.slow_from(12):
+        run_id = stack.train()
+        follower = Follower(stack, run_id)
+        stack.until_step(run_id, 12, timeout=120)
+        stack.workers[-1].kill()
+        worker = stack.add_worker(slots=1)
+        eventually(lambda: len(pids_of_trainers(stack.journal(run_id))) == 2, timeout=60, what="a second attempt")
 
-    stack.until_step(run_id, 15)
-    worker = stack.workers[-1]
-    worker.kill()
-    worker = stack.add_worker()
-
-    stack.until_step(run_id, 35, timeout=90)
-    (trainer,) = pids_of_trainers(stack.journal(run_id))[-1:]
-    zygote = psutil.Process(trainer).parent()
-    assert zygote is not None and zygote.pid != worker.process.pid
-    zygote.kill()
-    eventually(lambda: len(pids_of_trainers(stack.journal(run_id))) == 3, timeout=60, what="a third attempt")
-
-    stack.until_step(run_id, 55, timeout=90)
-    stack.api.kill()
-    stack.api.start()
-    stack.api.wait_until_up()
-
-    stack.until_step(run_id, 75, timeout=90)
-    stack.kill_postgres()
-
-    stack.until_step(run_id, 95, timeout=90)
-    stack.kill_valkey()
+    with stack.pace.slow_from(25):
+        stack.until_step(run_id, 25, timeout=120)
+        (trainer,) = pids_of_trainers(stack.journal(run_id))[-1:]
+        zygote = psutil.Process(trainer).parent()
+        assert zygote is not None and zygote.pid != worker.process.pid
+        zygote.kill()
+        eventually(lambda: len(pids_of_trainers(stack.journal(run_id))) == 3, timeout=60, what="a third attempt")
+        stack.until_step(run_id, 28, timeout=120)
+        stack.api.kill()
+        stack.api.start()
+        stack.api.wait_until_up()
+        stack.until_step(run_id, 32, timeout=120)
+        stack.kill_postgres()
+        stack.until_step(run_id, 36, timeout=120)
+        stack.kill_valkey()
 
     stack.until(run_id, "completed", timeout=120)
     ids = follower.join()

@@ -50,7 +50,7 @@ def upgraded(
         redis_url=services.fresh_redis(),
         host="127.0.0.1",
         port=0,
-        lease_seconds=6 * slowness(),
+        lease_seconds=15 * slowness(),
     )
     restored = RestoreJob(settings, home / "backup", Quiet()).run()
     assert restored.problems == []
