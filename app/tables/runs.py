@@ -38,7 +38,7 @@ _NOT_EVALUATED = "final_score IS NULL AND final_loss IS NOT NULL"
 
 
 class Run(Owned, Base):
-    """A run. Only `app.runs.state.machine` writes `status`."""
+    """A run. Only `app.runs.state.transitions` writes `status`."""
 
     __tablename__ = "runs"
     __table_args__ = (

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.generator import cli, configuration, errors, events, gpus, http_api, metrics, schemas, settings
+from docs.generator import cli, configuration, errors, events, gpus, http_api, metrics, schemas, settings, tables
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 
@@ -17,5 +17,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "cli.md": cli.page,
     "metrics.md": metrics.page,
     "gpus.md": gpus.page,
+    "tables.md": tables.page,
 }
 """File name of each generated page, with the function that returns its text."""
