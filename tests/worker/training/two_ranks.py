@@ -15,7 +15,7 @@ from worker.wire.rank_place import RankPlace
 
 _SAID = {"stdout": "stdout-1", "stderr": "stderr-1"}
 """Files of the second process."""
-_MOST_SECONDS = 30
+_MOST_SECONDS = 120
 
 
 class TwoRanks:

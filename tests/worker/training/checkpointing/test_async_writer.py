@@ -67,7 +67,7 @@ class TestWhileTrainingGoesOn:
         self, method: dict[str, Any], forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
         config = CONFIG | method
-        done = forks.run(make_job(tmp_path / "1", tiny_model, chats, **config), disk=json.dumps({"slow": 0.5}))
+        done = forks.run(make_job(tmp_path / "1", tiny_model, chats, **config), disk=json.dumps({"slow": 1.5}))
         assert done.result["outcome"] == "completed", (done.result, done.stderr)
         reported = [(line["event"], line.get("step")) for line in read_journal(done.job["journal"])]
         assert reported.index(("save", 2)) > reported.index(("step", 3)), "the loop did not wait for the disk"
@@ -134,7 +134,7 @@ class TestInFlight:
         in_flight, stand_still, steps = AsyncWriter(never_short), threading.Event(), threading.Semaphore(0)
 
         def write(alive: Any) -> None:
-            while steps.acquire(timeout=10) and not stand_still.is_set():
+            while steps.acquire(timeout=60) and not stand_still.is_set():
                 alive()
 
         in_flight.begin(write)
@@ -147,7 +147,7 @@ class TestInFlight:
         assert not threading.Event().wait(0.6) and len(signs) == 3, "nothing written, nothing said"
         stand_still.set()
         steps.release()
-        waiting.join(5)
+        waiting.join(60)
         assert not in_flight.is_under_way
 
     def test_what_the_thread_fails_with_is_raised_once_in_the_loop(self) -> None:
@@ -176,7 +176,7 @@ class TestInFlight:
         in_flight, go_on = AsyncWriter(never_short), threading.Event()
 
         def write(_: Any) -> None:
-            go_on.wait(10)
+            go_on.wait(60)
             written.append(1)
 
         with pytest.raises(ValueError, match="of the loop"), in_flight.settled_after(no_heartbeat, print):

@@ -92,7 +92,7 @@ class Training:
 
         def wait(_folder: Path) -> None:
             if threading.current_thread().name == "checkpoint":
-                assert self.go_on.wait(20)
+                assert self.go_on.wait(120)
 
         return Snapshot([], {"state": torch.randn(10)}, {}, [wait])
 
@@ -334,7 +334,7 @@ class TestKeeper:
 
         def keep(_run: Any, folder: Path) -> None:
             copied.append(folder.name)
-            assert training.go_on.wait(20)
+            assert training.go_on.wait(120)
 
         monkeypatch.setattr(checkpoint_engines, "store_replica", keep)
         training.run.config.trainer_options.checkpoint_engine = object()

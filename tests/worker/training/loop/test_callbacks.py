@@ -21,15 +21,15 @@ def test_a_stop_for_the_best_lets_one_that_is_being_written_get_whole(
     finish: bool, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:
     job = make_job(
-        tmp_path, tiny_model, chats, eval_data=chats, max_steps=100_000, save_steps=100_000, eval_steps=50, **QUICK,
+        tmp_path, tiny_model, chats, eval_data=chats, max_steps=100_000, save_steps=100_000, eval_steps=2, **QUICK,
     )  # fmt: skip
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         listening.bind(str(tmp_path / "control"))
         listening.listen()
-        forks.start(job, control=tmp_path / "control", disk=json.dumps({"slow": 1.5}))
+        forks.start(job, control=tmp_path / "control", disk=json.dumps({"slow": 5}))
         control, _ = listening.accept()
     with control:
-        eventually(lambda: list(Path(job["attempt_dir"]).glob(".checkpoint-50.tmp")), timeout=60)
+        eventually(lambda: list(Path(job["attempt_dir"]).glob(".checkpoint-2.tmp")), timeout=60)
         control.send(ControlMessage(stop=StopRequest("best" if finish else "discard")).to_json())
         done = forks.wait()
     assert done.result["outcome"] == "stopped"
