@@ -164,7 +164,7 @@ class World:
         migrate.upgrade(self.settings)
         self.engine: Engine = sync_engine(self.settings.database_url or "", name="chaos")
         self.key = create_key_sync(self.settings, "chaos", ["admin"])
-        make_tiny_model(self.settings.models_folder / "tiny", hidden=32, dropout=0.1)
+        make_tiny_model(self.settings.models_folder / "tiny", hidden=32, layers=2, dropout=0.1)
         self.apis = [self._api(f"api-{number}") for number in (1, 2)]
         together = {"group_interface": "lo"} if with_hosts else {}
         self.workers = [

@@ -40,7 +40,7 @@ class TrainingStack(Stack):
     def __init__(self, home: Path, **values: Any) -> None:
         super().__init__(home, launch="zygote", **values)
         self.pace = zygotes.Pace(home / "pace")
-        make_tiny_model(self.settings.models_folder / "tiny", hidden=64, dropout=0.1)
+        make_tiny_model(self.settings.models_folder / "tiny", hidden=64, layers=2, dropout=0.1)
         self.chats = self._mixed(home)
 
     def _start_worker(self, settings: Settings, log: Path, under: Sequence[str]) -> WorkerProcess:

@@ -16,7 +16,7 @@ LORA: dict[str, Any] = {
     "method": "lora", "max_steps": 2, "batch_size": 2, "gradient_accumulation_steps": 1, "max_seq_length": 64,
     "on_non_finite": "rewind", "packing": False,
 }  # fmt: skip
-TENSOR = "model.layers.1.mlp.down_proj.weight"
+TENSOR = "model.layers.0.mlp.down_proj.weight"
 
 
 def without_tensor(weights: dict[str, torch.Tensor]) -> None:

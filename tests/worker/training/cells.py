@@ -90,7 +90,7 @@ class Lab:
     def __init__(self, folder: Path, forks: Forks, two_ranks: TwoRanks | None = None) -> None:
         """Make models and data; cells on two devices need `two_ranks`."""
         self.folder, self.forks, self.two_ranks = folder, forks, two_ranks
-        self._models = {rate: make_tiny_model(folder / f"model-{rate}", dropout=rate) for rate in (0.0, 0.1)}
+        self._models = {rate: make_tiny_model(folder / f"model-{rate}", layers=2, dropout=rate) for rate in (0.0, 0.1)}
         self._data = {
             "chat": make_chat_dataset(folder / "chats.jsonl", 20),
             "packed": make_chat_dataset(folder / "many.jsonl", 44),

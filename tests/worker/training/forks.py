@@ -13,6 +13,7 @@ gc.disable()  # imports create a million objects and hardly any garbage
 from tests import fork_server  # noqa: E402
 from tests.worker.training import counted_device, disk, half_attention, troubles  # noqa: E402
 from tests.worker.training.cuda_autocast import cuda_autocast  # noqa: E402
+from tests.worker.training.warm import warm_libraries  # noqa: E402
 from worker.training.__main__ import main  # noqa: E402
 
 # Modules that transformers and peft import with the first model, of a kind that most tests train.
@@ -68,6 +69,7 @@ def _serve(connection: socket.socket) -> None:
             print(json.dumps({"code": code}), file=lines, flush=True)
 
 
+warm_libraries()
 # A collection in a child would write to, and so copy, every page of what the imports have created.
 gc.collect()
 gc.freeze()

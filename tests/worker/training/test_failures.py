@@ -1,4 +1,4 @@
-"""How a run ends: limits, stops, failures; each says why and leaves nothing half-written."""
+"""How a run ends: stops, failures; each says why and leaves nothing half-written."""
 
 import errno
 import json
@@ -56,40 +56,10 @@ def failed(outcome: Outcome, code: str) -> str:
     return str(outcome.result["error"]["message"])
 
 
-class TestLimits:
-    @pytest.mark.parametrize(
-        ("limit", "why", "step"),
-        [({"stop_at_step": 3}, "stop_at_step", 3), ({"time_limit_seconds": 1e-6}, "time_limit", 1)],
-    )
-    def test_a_limit_ends_with_a_saved_state_an_output_and_the_reason(
-        self, limit: dict[str, Any], why: str, step: int, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
-    ) -> None:
-        done = forks.run(make_job(tmp_path, tiny_model, chats, max_steps=50, **QUICK, **limit))
-        assert done.code == 0
-        assert (done.result["outcome"], done.result["why"], done.result["step"]) == ("stopped", why, step)
-        assert done.of("checkpoint")[-1]["kind"] == "stop"
-        done.checkpoint(step)
-        assert (done.output / "adapter_model.safetensors").is_file()
-
-    def test_training_stops_early_when_the_evaluation_gets_no_better(
-        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
-    ) -> None:
-        config = QUICK | {"method": "full", "learning_rate": 1.0, "warmup_ratio": 0.0}
-        job = make_job(
-            tmp_path, tiny_model, chats, max_steps=50, eval_split=0.2, eval_steps=1, early_stopping_patience=2, **config
-        )
-        done = forks.run(job)
-        assert (done.result["outcome"], done.result["why"]) == ("completed", "early_stopping")
-        assert done.result["step"] < 50
-        assert done.of("checkpoint")[-1]["kind"] == "final"
-        assert {record["kind"] for record in done.of("checkpoint")} == {"best", "final"}
-        assert done.output.is_dir()
-
-
 class TestStops:
     def test_sigterm_saves_and_releases(self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
         pid = forks.start(make_job(tmp_path, tiny_model, chats, max_steps=100_000, logging_steps=1, **QUICK))
-        eventually(lambda: [r for r in forks.said() if r["type"] == "metric"], timeout=30)
+        eventually(lambda: [r for r in forks.said() if r["type"] == "metric"], timeout=60)
         os.kill(pid, signal.SIGTERM)
         done = forks.wait()
         assert done.code == 0
@@ -102,21 +72,17 @@ class TestStops:
     def test_a_stop_ends_an_evaluation_at_once_and_leaves_it_to_the_resumed_run(
         self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
-        many = make_chat_dataset(tmp_path / "many.jsonl", 20_000)
-        job = make_job(tmp_path, tiny_model, chats, eval_data=many, max_steps=100, eval_steps=2, **QUICK)
-        pid = forks.start(job)
-        eventually(
-            lambda: [r for r in forks.said() if r["type"] == "progress" and r["phase"] == "evaluating"], timeout=60
-        )
-        os.kill(pid, signal.SIGTERM)
-        done = forks.wait()
+        job = make_job(tmp_path, tiny_model, chats, eval_data=chats, max_steps=100, eval_steps=2, **QUICK)
+        done = forks.run(job, course={"drain_at_evaluation": 1})
         assert (done.result["outcome"], done.result["step"]) == ("stopped", 2)
         state = json.loads((Path(done.checkpoint(2)["path"]) / "anneal_state.json").read_text())
         assert state["eval_pending"] is True
         assert done.of("eval") == []
 
     def test_a_stop_while_tokenising_ends_at_once(self, forks: Forks, tiny_model: Path, tmp_path: Path) -> None:
-        many = make_chat_dataset(tmp_path / "many.jsonl", 200_000)
+        rows = make_chat_dataset(tmp_path / "rows.jsonl", 1000).read_text()
+        many = tmp_path / "many.jsonl"
+        many.write_text(rows * 200)
         pid = forks.start(make_job(tmp_path, tiny_model, many, **QUICK))
         eventually(lambda: [r for r in forks.said() if r["type"] == "progress"], timeout=60)
         os.kill(pid, signal.SIGTERM)
@@ -147,7 +113,7 @@ class TestStops:
         self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
         pid = forks.start(make_job(tmp_path, tiny_model, chats, max_steps=3, **QUICK))
-        eventually(lambda: [r for r in forks.said() if r["type"] == "checkpoint"], timeout=30)
+        eventually(lambda: [r for r in forks.said() if r["type"] == "checkpoint"], timeout=60)
         try:
             os.kill(pid, signal.SIGTERM)
         except ProcessLookupError:
@@ -404,7 +370,7 @@ class TestKilledWhileSaving:
     ) -> None:
         job = make_job(tmp_path, tiny_model, chats, max_steps=100_000, save_steps=1, **QUICK)
         pid = forks.start(job)
-        eventually(lambda: len([r for r in forks.said() if r["type"] == "checkpoint"]) > 5, timeout=30)
+        eventually(lambda: len([r for r in forks.said() if r["type"] == "checkpoint"]) > 5, timeout=60)
         os.kill(pid, signal.SIGKILL)
         done = forks.wait()
         assert done.code == -signal.SIGKILL

@@ -41,7 +41,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 def mixtures(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """A function that returns a tiny model of a family, whose routers have a large auxiliary loss."""
     folder = tmp_path_factory.mktemp("mixtures")
-    dense = make_tiny_model(folder / "dense")
+    dense = make_tiny_model(folder / "dense", layers=2)
 
     def of(family: str, dropout: float = 0.0) -> Path:
         made = dense if family == "dense" else folder / f"{family}-{dropout}"

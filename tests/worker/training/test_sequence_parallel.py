@@ -19,22 +19,22 @@ Train = Callable[..., Outcome]
 
 _TOLERANCE = 1e-5
 _COMMON: dict[str, Any] = {
-    "learning_rate": 1e-3, "max_seq_length": 64, "max_steps": 6, "batch_size": 4, "gradient_accumulation_steps": 2,
-    "logging_steps": 1, "save_steps": 3, "eval_split": 0.2, "eval_steps": 3,
+    "learning_rate": 1e-3, "max_seq_length": 64, "max_steps": 4, "batch_size": 4, "gradient_accumulation_steps": 2,
+    "logging_steps": 1, "save_steps": 2, "eval_split": 0.2, "eval_steps": 2,
 }  # fmt: skip
 _WORDS = "the model learns from rows of text and tells what it saw in one or two of them".split()  # noqa: SIM905
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty-two chats with questions and answers of many lengths, also longer than half of a sequence."""
+    """Twenty-six chats with questions and answers of many lengths, also longer than half of a sequence."""
     folder = tmp_path_factory.mktemp("data")
 
     def chat(row: int) -> dict[str, Any]:
         asked, answered = (" ".join((_WORDS * 3)[row % 7 : row % 7 + n]) for n in (1 + row % 5, 2 + row * 5 % 17))
         return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]}
 
-    return write_rows(folder / "chats.jsonl", map(chat, range(42)))
+    return write_rows(folder / "chats.jsonl", map(chat, range(26)))
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def train(
     data: Path,
     tmp_path: Path,
 ) -> Train:
-    """Train a run on `devices`, `parts` of which share each sequence; of 42 rows, 8 are held out."""
+    """Train a run on `devices`, `parts` of which share each sequence; of 26 rows, 5 are held out."""
     number = 0
 
     def run(
@@ -85,7 +85,7 @@ def numbers(outcome: Outcome, name: str) -> list[float]:
 
 
 def assert_equal(divided: Outcome, one: Outcome) -> None:
-    assert rows(divided) == rows(one) and len(rows(one)) == 6
+    assert rows(divided) == rows(one) and len(rows(one)) == 4
     assert losses(divided) == pytest.approx(losses(one), abs=_TOLERANCE)
     assert numbers(divided, "grad_norm") == pytest.approx(numbers(one, "grad_norm"), abs=_TOLERANCE, rel=1e-4)
     for expected, found in zip(one.of("eval"), divided.of("eval"), strict=True):
@@ -245,8 +245,8 @@ def test_resumes_exactly_with_dropout_in_the_middle_of_an_epoch(
 ) -> None:
     more = {"dropout": 0.1, "optim": "adamw_torch", "gradient_accumulation_steps": 1, **more}
     whole = train(method, 2, 2, **more)
-    rest = train(method, 2, 2, **more, resume_from=whole.checkpoint(3), attempt=2)
-    assert rest.steps == {step: done for step, done in whole.steps.items() if step > 3} and len(rest.steps) == 3
+    rest = train(method, 2, 2, **more, resume_from=whole.checkpoint(2), attempt=2)
+    assert rest.steps == {step: done for step, done in whole.steps.items() if step > 2} and len(rest.steps) == 2
     facts = rest.of("config")[-1]["facts"]
     assert (facts["fidelity"], facts["fidelity_reasons"]) == ("exact", [])
     (path,) = whole.output.glob("*model.safetensors")
@@ -258,9 +258,9 @@ def test_another_division_resumes_with_the_same_rows(
     train: Train, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
     whole = train("lora", *before)
-    rest = train("lora", *after, resume_from=whole.checkpoint(3), attempt=2)
-    assert rows(rest) == {step: trained for step, trained in rows(whole).items() if step > 3}
-    assert losses(rest) == pytest.approx({step: losses(whole)[step] for step in (4, 5, 6)}, abs=_TOLERANCE)
+    rest = train("lora", *after, resume_from=whole.checkpoint(2), attempt=2)
+    assert rows(rest) == {step: trained for step, trained in rows(whole).items() if step > 2}
+    assert losses(rest) == pytest.approx({step: losses(whole)[step] for step in (3, 4)}, abs=_TOLERANCE)
     facts = rest.of("config")[-1]["facts"]
     assert facts["fidelity"] == "approximate"
     shared = f"devices that share each sequence was {before[1]} at the checkpoint and is {after[1]} now."
@@ -287,7 +287,9 @@ def test_a_stop_in_an_evaluation_ends_it_on_both_devices(
 
 def test_samples_and_evaluations_without_training_equal_those_of_one_device(train: Train) -> None:
     """Each device generates whole texts, so the first one samples alone."""
-    asked = {"sample_prompts": ["the model learns"], "sample_steps": 3, "sample_max_new_tokens": 6}
+    asked = {
+        "sample_prompts": ["the model learns"], "sample_steps": 1, "sample_max_new_tokens": 6, "max_steps": 1,
+    }  # fmt: skip
     made = [train("lora", devices, devices, packing=True, **asked) for devices in (1, 2)]
     assert [one["completion"] for one in made[1].of("sample")] == [one["completion"] for one in made[0].of("sample")]
     one, two = (train("lora", devices, devices, task="evaluate") for devices in (1, 2))

@@ -11,14 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from tests.worker.training.output.outputs import weights
-from tests.worker.training.test_ranks import (  # noqa: F401
-    Train,
-    losses,
-    make_data,
-    models,
-    rows,
-    train,
-)
+from tests.worker.training.test_ranks import Train, losses, make_data, make_models, rows, train  # noqa: F401
 from tests.worker.training.tiny import Forks, Outcome, load_output, make_job, make_tiny_model, write_rows
 from tests.worker.training.two_ranks import TwoRanks
 from worker.checkpoint_files.manifest import verify
@@ -34,6 +27,12 @@ _SAVES: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], Path]:
+    """Tiny models by their dropout, of two layers that are divided one by one."""
+    return make_models(tmp_path_factory.mktemp("models"), layers=2)
+
+
 def options(method: str) -> dict[str, Any]:
     """An optimizer that replicas and divided models share, and no adapter on a model with a new head."""
     if method not in ("full", "reward"):
@@ -47,10 +46,10 @@ def options(method: str) -> dict[str, Any]:
 )
 def test_a_divided_model_trains_as_replicas_do(train: Train, method: str) -> None:  # noqa: F811
     """Also in the last step of an epoch, which has fewer rows, and with fewer batches to evaluate on one device."""
-    count = 44 if method in ("full", "lora", "qlora") else 41
+    count = 28 if method in ("full", "lora", "qlora") else 33
     more = {**options(method), "count": count, "eval_split": 9 / count, "extra": {"eval_batch_size": 2}}
     replicas, sharded = (train(method, **devices, **more) for devices in (_REPLICAS, _SHARDED))
-    assert rows(sharded) == rows(replicas) and len(rows(sharded)) == 6
+    assert rows(sharded) == rows(replicas) and len(rows(sharded)) == 4
     assert sharded.of("config")[-1]["facts"]["eval_rows"] == 9
     assert losses(sharded) == pytest.approx(losses(replicas), abs=_TOLERANCE)
     evaluations = [[record["metrics"] for record in run.of("eval")] for run in (replicas, sharded)]
@@ -70,8 +69,8 @@ def test_resumes_exactly_with_dropout(train: Train, method: str) -> None:  # noq
     """From a checkpoint that was written while training went on."""
     more = {"dropout": 0.1, **_SHARDED, **options(method)}
     whole = train(method, **more)
-    rest = train(method, **more, resume_from=whole.checkpoint(3), attempt=2)
-    assert rest.steps == {step: done for step, done in whole.steps.items() if step > 3} and len(rest.steps) == 3
+    rest = train(method, **more, resume_from=whole.checkpoint(2), attempt=2)
+    assert rest.steps == {step: done for step, done in whole.steps.items() if step > 2} and len(rest.steps) == 2
     facts = rest.of("config")[-1]["facts"]
     assert (facts["fidelity"], facts["fidelity_reasons"]) == ("exact", [])
 
@@ -91,9 +90,9 @@ def test_resumes_with_another_division_and_the_same_rows(
     after: dict[str, Any],
 ) -> None:
     whole = train("full", **before, **options("full"))
-    rest = train("full", **after, **options("full"), resume_from=whole.checkpoint(3), attempt=2)
-    assert rows(rest) == {step: trained for step, trained in rows(whole).items() if step > 3}
-    assert losses(rest) == pytest.approx({step: losses(whole)[step] for step in (4, 5, 6)}, abs=1e-5)
+    rest = train("full", **after, **options("full"), resume_from=whole.checkpoint(2), attempt=2)
+    assert rows(rest) == {step: trained for step, trained in rows(whole).items() if step > 2}
+    assert losses(rest) == pytest.approx({step: losses(whole)[step] for step in (3, 4)}, abs=1e-5)
     facts = rest.of("config")[-1]["facts"]
     assert facts["fidelity"] == "approximate"
     was, present = ("" if "sharded" in one else "not " for one in (before, after))
@@ -103,16 +102,16 @@ def test_resumes_with_another_division_and_the_same_rows(
 
 @pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.full)])
 def test_generates_the_samples_that_replicas_do(train: Train, method: str) -> None:  # noqa: F811
-    asked = {"sample_prompts": ["what is row 3", "row"], "sample_steps": 2, "sample_max_new_tokens": 6}
+    asked = {"sample_prompts": ["what is row 3", "row"], "sample_steps": 1, "sample_max_new_tokens": 4, "max_steps": 1}
     made = [train(method, **devices, **options(method), **asked) for devices in (_REPLICAS, _SHARDED)]
     texts = [[(one["step"], one["completion"]) for one in run.of("sample")] for run in made]
-    assert texts[1] == texts[0] and len(texts[0]) == 6
+    assert texts[1] == texts[0] and len(texts[0]) == 2
 
 
 @pytest.fixture(scope="module")
 def undisturbed(
     two_ranks: TwoRanks,
-    models: Callable[[float], Path],  # noqa: F811
+    models: Callable[[float], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Outcome:
     folder = tmp_path_factory.mktemp("undisturbed")
@@ -124,19 +123,19 @@ def test_a_checkpoint_is_evaluated_and_exported_as_any_other(
     train: Train,  # noqa: F811
     forks: Forks,
     two_ranks: TwoRanks,
-    models: Callable[[float], Path],  # noqa: F811
+    models: Callable[[float], Path],
     tmp_path: Path,
 ) -> None:
     trained = train("full", **_SHARDED, **options("full"))
-    saved, expected = trained.checkpoint(3), trained.of("eval")[0]["metrics"]["eval_loss"]
-    held_out = make_data(tmp_path, "full", 40)[0]
+    saved, expected = trained.checkpoint(2), trained.of("eval")[0]["metrics"]["eval_loss"]
+    held_out = make_data(tmp_path, "full", 30)[0]
     lines = held_out.read_text().splitlines(keepends=True)
-    evaluated = sorted(set(range(40)) - {row for done in rows(trained).values() for row in done})
+    evaluated = sorted(set(range(30)) - {row for done in rows(trained).values() for row in done})
     held_out.write_text("".join(lines[row] for row in evaluated))
     config = {"method": "full", "max_seq_length": 64, **options("full")}
     for name, sharded in (("one", False), ("two", True)):
         job = make_job(tmp_path / name, models(0.0), held_out, **config)
-        weights_of = {"path": saved["path"], "step": 3, "epoch": 1.5}
+        weights_of = {"path": saved["path"], "step": 2, "epoch": 0.7}
         job |= {"task": "evaluate", "weights": weights_of, "reward_models": [], "sharded": sharded}
         done = two_ranks.run(job) if sharded else forks.run(job)
         assert done.of("eval")[0]["metrics"]["eval_loss"] == pytest.approx(expected, abs=_TOLERANCE), done.stderr
@@ -154,7 +153,7 @@ def test_a_checkpoint_is_evaluated_and_exported_as_any_other(
 def test_a_checkpoint_of_devices_without_a_common_folder_has_the_parts_of_all(
     undisturbed: Outcome,
     two_ranks: TwoRanks,
-    models: Callable[[float], Path],  # noqa: F811
+    models: Callable[[float], Path],
     tmp_path: Path,
 ) -> None:
     data, data_format = make_data(tmp_path, "full", 40)
@@ -180,7 +179,7 @@ def test_a_checkpoint_of_devices_without_a_common_folder_has_the_parts_of_all(
 @pytest.mark.parametrize("save_steps", [1, 100])
 def test_a_part_that_a_device_cannot_send_ends_it_and_keeps_no_other_waiting(
     two_ranks: TwoRanks,
-    models: Callable[[float], Path],  # noqa: F811
+    models: Callable[[float], Path],
     tmp_path: Path,
     save_steps: int,
 ) -> None:
@@ -202,7 +201,7 @@ def test_a_part_that_a_device_cannot_send_ends_it_and_keeps_no_other_waiting(
 )
 def test_a_part_that_a_device_cannot_write_fails_the_checkpoint(
     two_ranks: TwoRanks,
-    models: Callable[[float], Path],  # noqa: F811
+    models: Callable[[float], Path],
     tmp_path: Path,
     save_steps: int,
 ) -> None:
@@ -233,7 +232,7 @@ def test_a_part_that_a_device_cannot_write_fails_the_checkpoint(
 def test_a_kill_at_any_write_fsync_or_rename_of_either_device_leaves_whole_checkpoints(
     two_ranks: TwoRanks,
     undisturbed: Outcome,
-    models: Callable[[float], Path],  # noqa: F811
+    models: Callable[[float], Path],
     tmp_path: Path,
     rank: int,
     call: int,
@@ -259,11 +258,14 @@ def test_a_kill_at_any_write_fsync_or_rename_of_either_device_leaves_whole_check
 
 def test_a_stop_in_an_evaluation_ends_it_on_both_devices(
     two_ranks: TwoRanks,
-    models: Callable[[float], Path],  # noqa: F811
+    models: Callable[[float], Path],
     tmp_path: Path,
 ) -> None:
-    data, data_format = make_data(tmp_path, "lora", 40)
-    config = {"method": "lora", "max_steps": 4, "batch_size": 1, "eval_split": 0.4, "eval_steps": 2, "save_steps": 100}
+    data, data_format = make_data(tmp_path, "lora", 15)
+    config = {
+        "method": "lora", "max_steps": 4, "batch_size": 1, "gradient_accumulation_steps": 1, "eval_split": 0.4,
+        "eval_steps": 2, "save_steps": 100,
+    }  # fmt: skip
     job = make_job(tmp_path / "run", models(0.0), data, data_format=data_format, **config) | {"sharded": True}
     stopped = two_ranks.run_to_end_of_first(job, course={"drain_at_evaluation": 1})
     assert (stopped.result["outcome"], stopped.of("eval")) == ("stopped", [])
@@ -276,15 +278,18 @@ def test_a_stop_in_an_evaluation_ends_it_on_both_devices(
 
 
 def test_the_row_of_a_step_without_numbers_is_named(two_ranks: TwoRanks, tmp_path: Path) -> None:
-    texts = [f"row {row} is like every other row" + ("§§§§" if row == 21 else "") for row in range(40)]
+    texts = [f"row {row} is like every other row" + ("§§§§" if row == 5 else "") for row in range(12)]
     data = write_rows(tmp_path / "rows.jsonl", ({"text": text} for text in texts))
-    model = make_tiny_model(tmp_path / "model")
+    model = make_tiny_model(tmp_path / "model", layers=2)
     weights = load_file(model / "model.safetensors")
     ids = AutoTokenizer.from_pretrained(model)("§§§§", add_special_tokens=False)["input_ids"]
     weights["model.embed_tokens.weight"][ids] = 3e38  # the gradients overflow
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    config = {"method": "full", "optim": "adamw_torch", "batch_size": 2, "epochs": 1, "on_non_finite": "rewind"}
+    config = {
+        "method": "full", "optim": "adamw_torch", "batch_size": 2, "gradient_accumulation_steps": 1, "epochs": 1,
+        "on_non_finite": "rewind",
+    }  # fmt: skip
     job = make_job(tmp_path / "run", model, data, data_format="text", **config) | {"sharded": True}
     done = two_ranks.run_to_end_of_first(job)
     assert done.result["error"]["code"] == "non_finite_loss", done.result
-    assert done.result["repair"]["singled_out"] == [21]
+    assert done.result["repair"]["singled_out"] == [5]

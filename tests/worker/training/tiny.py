@@ -44,7 +44,7 @@ def make_tiny_model(
     *,
     seed: int = 0,
     hidden: int = 32,
-    layers: int = 2,
+    layers: int = 1,
     dropout: float = 0.0,
     chat_template: str | None = None,
     bos: bool = False,

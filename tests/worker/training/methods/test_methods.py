@@ -36,7 +36,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "sft": {"method": "sft", "neftune_noise_alpha": 5.0, "extra": {"max_grad_norm": 0.0, "adam_beta2": 0.99}},
 }
 COMMON: dict[str, Any] = {
-    "max_seq_length": 64, "learning_rate": 2e-2, "max_steps": 8, "logging_steps": 2, "batch_size": 4,
+    "max_seq_length": 64, "learning_rate": 2e-2, "max_steps": 4, "logging_steps": 1, "batch_size": 4,
     "gradient_accumulation_steps": 1, "optim": "adamw_torch",
 }  # fmt: skip
 
@@ -113,7 +113,7 @@ def test_the_first_facts_come_before_the_first_step(
     kinds = [record["type"] for record in done.records]
     assert kinds.index("config") < kinds.index("metric")
     (reported,) = done.of("config")
-    assert reported["facts"]["parameters_total"] - reported["facts"]["parameters_trainable"] == 39_840
+    assert reported["facts"]["parameters_total"] - reported["facts"]["parameters_trainable"] == 29_536
     assert reported["facts"]["versions"]["torch"].startswith("2.")
     assert invalid_facts(reported["facts"]) == []
     assert {one["field"] for one in reported["replaced"]} == {
@@ -154,7 +154,7 @@ def test_runs_build_on_runs_also_on_adapters_of_quantized_bases(
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(
     forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:
-    config = METHODS["qlora"] | COMMON
+    config = METHODS["qlora"] | COMMON | {"max_steps": 2}
     one, two, other = (
         completed(forks.run(make_job(tmp_path / str(n), tiny_model, chats, **config, seed=seed)))
         for n, seed in enumerate((7, 7, 8))
@@ -167,10 +167,11 @@ def test_evaluations_change_nothing_in_the_training(
 ) -> None:
     # Without dropout: with it an evaluation draws a random number, as it does in the trainer it builds on.
     config = METHODS["qlora"] | COMMON | {"lora_dropout": 0.0}
+    few = make_chat_dataset(tmp_path / "few.jsonl", 5)
     tiny_model = make_tiny_model(tmp_path / "model")
     plain = completed(forks.run(make_job(tmp_path / "1", tiny_model, chats, **config)))
-    watched = completed(forks.run(make_job(tmp_path / "2", tiny_model, chats, eval_data=chats, eval_steps=2, **config)))
-    assert [record["step"] for record in watched.of("eval")] == [2, 4, 6, 8]
+    watched = completed(forks.run(make_job(tmp_path / "2", tiny_model, chats, eval_data=few, eval_steps=1, **config)))
+    assert [record["step"] for record in watched.of("eval")] == [1, 2, 3, 4]
     measures = watched.of("eval")[-1]["metrics"]
     assert measures["eval_perplexity"] > 1 and 0 <= measures["eval_token_accuracy"] <= 1
     assert watched.steps == plain.steps
@@ -179,14 +180,14 @@ def test_evaluations_change_nothing_in_the_training(
 def test_an_evaluation_before_the_first_step_reports_where_training_begins(
     forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:
-    config = METHODS["lora"] | COMMON | {"eval_split": 0.2, "eval_steps": 4, "extra": {"eval_on_start": True}}
+    config = METHODS["lora"] | COMMON | {"eval_split": 0.2, "eval_steps": 2, "extra": {"eval_on_start": True}}
     done = completed(forks.run(make_job(tmp_path / "1", tiny_model, chats, **config)))
     reported = {record["step"]: record["metrics"]["eval_loss"] for record in done.of("eval")}
-    assert list(reported) == [0, 4, 8]
-    assert reported[0] > reported[8]
-    assert [record["step"] for record in done.of("checkpoint")] == [4, 8]
-    again = make_job(tmp_path / "2", tiny_model, chats, attempt=2, resume_from=done.checkpoint(4), **config)
-    assert [record["step"] for record in completed(forks.run(again)).of("eval")] == [8]
+    assert list(reported) == [0, 2, 4]
+    assert reported[0] > reported[4]
+    assert [record["step"] for record in done.of("checkpoint")] == [2, 4]
+    again = make_job(tmp_path / "2", tiny_model, chats, attempt=2, resume_from=done.checkpoint(2), **config)
+    assert [record["step"] for record in completed(forks.run(again)).of("eval")] == [4]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +203,7 @@ def test_the_batch_size_of_an_evaluation_does_not_change_its_results(
     method: str, data_format: str, make: Any, measures: list[str], forks: Forks, tiny_model: Path, tmp_path: Path
 ) -> None:
     data = make(tmp_path / "data.jsonl", 8)
-    config = COMMON | {"method": method, "max_steps": 4, "eval_steps": 4, "lora_dropout": 0.0, "load_in_4bit": False}
+    config = COMMON | {"method": method, "max_steps": 1, "eval_steps": 1, "lora_dropout": 0.0, "load_in_4bit": False}
     if method == "kto":
         config["kto"] = {"loss_type": "apo_zero_unpaired"}  # no term compares rows with each other
     one_batch, several = (
@@ -224,7 +225,7 @@ def test_the_batch_size_of_an_evaluation_does_not_change_its_results(
 def test_an_evaluation_may_be_limited_to_the_first_rows(
     method: str, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:
-    config = METHODS[method] | COMMON | {"eval_steps": 4}
+    config = METHODS[method] | COMMON | {"max_steps": 2, "eval_steps": 1}
     first = tmp_path / "first.jsonl"
     first.write_text("".join(chats.read_text().splitlines(keepends=True)[:3]))
     few, limited, more = (
@@ -242,7 +243,7 @@ def test_an_evaluation_may_be_limited_to_the_first_rows(
 def test_the_training_rows_stay_if_fewer_held_out_rows_are_evaluated(
     forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:
-    config = METHODS["lora"] | COMMON | {"eval_split": 0.3, "eval_steps": 4}
+    config = METHODS["lora"] | COMMON | {"max_steps": 1, "eval_split": 0.3, "eval_steps": 1}
     whole = completed(forks.run(make_job(tmp_path / "1", tiny_model, chats, **config)))
     limited = completed(forks.run(make_job(tmp_path / "2", tiny_model, chats, max_eval_rows=2, **config)))
     rows = [run.of("config")[0]["facts"] for run in (whole, limited)]
@@ -254,14 +255,15 @@ def test_the_first_batch_only_can_be_overfitted(forks: Forks, tiny_model: Path, 
     job = make_job(tmp_path, tiny_model, chats, method="full", overfit_first_batch=True, **COMMON)
     done = completed(forks.run(job))
     assert {tuple(sorted(rows)) for _, rows in done.steps.values()} == {(0, 1, 2, 3)}
-    assert len(done.steps) == 8
+    assert len(done.steps) == 4
 
 
-def test_min_steps_repeats_the_data(forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
-    config = {name: value for name, value in COMMON.items() if name != "max_steps"}
-    done = completed(forks.run(make_job(tmp_path, tiny_model, chats, method="lora", epochs=1, min_steps=13, **config)))
-    assert len(done.steps) == 13
-    assert done.result["epoch"] == pytest.approx(1.3)
+def test_min_steps_repeats_the_data(forks: Forks, tiny_model: Path, tmp_path: Path) -> None:
+    config = {name: value for name, value in COMMON.items() if name != "max_steps"} | {"epochs": 1, "min_steps": 5}
+    data = make_chat_dataset(tmp_path / "chats.jsonl", 16)
+    done = completed(forks.run(make_job(tmp_path, tiny_model, data, method="lora", **config)))
+    assert len(done.steps) == 5
+    assert done.result["epoch"] == pytest.approx(1.25)
 
 
 def test_an_architecture_without_weights_is_trained_from_scratch(
@@ -269,8 +271,9 @@ def test_an_architecture_without_weights_is_trained_from_scratch(
 ) -> None:
     model = copy_model()
     (model / "model.safetensors").unlink()
+    config = COMMON | {"max_steps": 2}
     one, two = (
-        completed(forks.run(make_job(tmp_path / str(n), model, chats, method="full", **COMMON))) for n in range(2)
+        completed(forks.run(make_job(tmp_path / str(n), model, chats, method="full", **config))) for n in range(2)
     )
     assert one.steps == two.steps
     assert "<|assistant|>" in generates(one.output, model)

@@ -25,7 +25,7 @@ SETTINGS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model without dropout, whose random numbers depend on how the texts of a batch are laid out."""
-    folder = make_tiny_model(tmp_path_factory.mktemp("models") / "plain")
+    folder = make_tiny_model(tmp_path_factory.mktemp("models") / "plain", layers=2)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(folder)

@@ -77,7 +77,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with dropout."""
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", dropout=0.1)
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", layers=2, dropout=0.1)
 
 
 @pytest.fixture

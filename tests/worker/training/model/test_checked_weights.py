@@ -169,6 +169,12 @@ BAD: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model of two layers."""
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", layers=2, dropout=0.1)
+
+
 @pytest.fixture
 def model(copy_model: Callable[[], Path]) -> Path:
     """A tiny model that a test may change."""

@@ -10,11 +10,11 @@ from benchmarks.full_size_estimates import MEDIAN, WORST, Cell, estimated, grid,
 from benchmarks.step_simulation import backward
 
 CELLS = [
-    Cell("Llama-3.2-1B", "qlora", Batch(4, 2048), "off"),
     Cell("Llama-3.2-1B", "full", Batch(2, 4096), "full", accumulates=True),
     Cell("Phi-3-mini", "lora", Batch(1, 4096, texts=2, positions_each=True), "off", liger=True),
 ]
 OTHER_CELLS = [
+    Cell("Llama-3.2-1B", "qlora", Batch(4, 2048), "off"),
     Cell("Qwen3-0.6B", "lora", Batch(2, 1024, masked=True), "selective"),
     Cell("Qwen3-0.6B", "qlora", Batch(1, 4096, texts=4, positions_each=True), 10, liger=True),
 ]

@@ -47,8 +47,10 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "lora with head": LORA | {"target_modules": [OUT], "modules_to_save": [HEAD]},
     "lora with embeddings": LORA | {"target_modules": [OUT], "modules_to_save": [EMBEDDINGS]},
 }
+FAMILIES_OF_NAMES = ("llama", "llama, tied", "gpt2", "phi")
+"""Models of each way to name modules; with adapters of some modules `make test` has no others."""
 COMBINATIONS = [
-    (name, kind)
+    pytest.param(name, kind, marks=() if kind in ("full", "lora") or name in FAMILIES_OF_NAMES else pytest.mark.full)
     for name, kind in product(MODELS, ADAPTERS)
     # A tied head is trained with its embeddings. For adapters of experts see the test below.
     if (name, kind) not in (("llama, tied", "lora with head"), ("mixtral", "lora"), ("qwen3_moe", "lora"))

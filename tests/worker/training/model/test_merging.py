@@ -66,7 +66,7 @@ class Base:
 
 def make_base(folder: Path, *, tied: bool, stored_bits: int | None = None, **config: Any) -> Base:
     torch.manual_seed(0)
-    shape = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    shape = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     model: Any = LlamaForCausalLM(LlamaConfig(**shape, **heads, tie_word_embeddings=tied, initializer_range=0.2))
     model.save_pretrained(folder)

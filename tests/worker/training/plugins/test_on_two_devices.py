@@ -168,7 +168,7 @@ def evaluations(outcome: Outcome) -> list[dict[str, float]]:
 
 def test_metric_functions_are_given_each_row_once(train: Train) -> None:
     """Seven held-out rows make batches that are not the same for both devices."""
-    config = {"eval_split": 0.45, "eval_steps": 2, "extra": {"metrics": ["counted"]}}
+    config = {"eval_split": 0.45, "eval_steps": 1, "max_steps": 2, "extra": {"metrics": ["counted"]}}
     one, two = (evaluations(train(devices, **config)) for devices in (1, 2))
     assert [set(found) for found in two] == [{"eval_loss", "eval_own_accuracy", "eval_own_tokens"}] * 2
     assert [found["eval_own_tokens"] for found in two] == [found["eval_own_tokens"] for found in one]
@@ -178,15 +178,15 @@ def test_metric_functions_are_given_each_row_once(train: Train) -> None:
 def test_metric_functions_are_given_each_completion_once(train: Train) -> None:
     rewards = [{"type": "length", "max": 8}]
     rlhf = {"num_generations": 2, "max_completion_length": 8, "rewards": rewards}
-    config = {"method": "rlhf", "load_in_4bit": False, "eval_split": 0.2, "eval_steps": 2, "rlhf": rlhf}
-    done = train(2, **config, max_steps=2, extra={"metrics": ["texts"]})
+    config = {"method": "rlhf", "load_in_4bit": False, "eval_split": 0.2, "eval_steps": 1, "rlhf": rlhf}
+    done = train(2, **config, max_steps=1, extra={"metrics": ["texts"]})
     (found,) = (record["metrics"] for record in done.of("eval"))
     assert found["eval_own_completions"] == 3 * 2
     assert found["eval_own_reward"] == pytest.approx(found["eval_reward"])
 
 
 def test_metric_functions_are_given_the_scores_of_both_devices(train: Train) -> None:
-    config = {"method": "reward", "load_in_4bit": False, "eval_split": 0.45, "eval_steps": 2, "max_steps": 2}
+    config = {"method": "reward", "load_in_4bit": False, "eval_split": 0.45, "eval_steps": 1, "max_steps": 1}
     (found,) = (record["metrics"] for record in train(2, **config, extra={"metrics": ["scores"]}).of("eval"))
     assert found["eval_own_pairs"] == 7
     assert found["eval_own_accuracy"] == pytest.approx(found["eval_preference_accuracy"])
@@ -195,7 +195,7 @@ def test_metric_functions_are_given_the_scores_of_both_devices(train: Train) -> 
 def test_a_metric_function_that_fails_is_named(
     two_ranks: TwoRanks, site: Path, make: Callable[..., dict[str, Any]]
 ) -> None:
-    job = make(2, eval_split=0.2, eval_steps=2, extra={"metrics": ["broken"]})
+    job = make(2, eval_split=0.2, eval_steps=1, extra={"metrics": ["broken"]})
     ended = two_ranks.beside(site).run_to_end_of_first(job)
     assert ended.result["error"]["message"].startswith("The metric function `broken` returned a str for 'own'")
 
