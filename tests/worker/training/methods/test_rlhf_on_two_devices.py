@@ -77,7 +77,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with dropout."""
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", layers=2, dropout=0.1)
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", dropout=0.1)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def train(forks: Forks, two_ranks: TwoRanks, site: Path, model: Path, tmp_path: 
         folder = tmp_path / str(number)
         rewards = [{"type": "plugin", "name": "noted", "options": {"folder": str(folder)}}]
         rlhf = {
-            "algorithm": algorithm, "beta": beta, "num_generations": GENERATIONS, "max_completion_length": 8,
+            "algorithm": algorithm, "beta": beta, "num_generations": GENERATIONS, "max_completion_length": 4,
             "rewards": rewards,
         }  # fmt: skip
         config = {**COMMON, "batch_size": 4 // devices, "rlhf": rlhf, **config}
