@@ -1,4 +1,7 @@
-"""Minimal client of the Hugging Face Hub that lists and downloads files."""
+"""Minimal client of the Hugging Face Hub that lists and downloads files.
+
+Not `huggingface_hub`: it has one HTTP client for the whole process, blocks, and reads responses of any size.
+"""
 
 import asyncio
 import ipaddress

@@ -15,7 +15,8 @@ _MAX_OPENING_BYTES = 4096
 class ArrayReader:
     """Finds the end of each row of the array and parses rows with the strict parser; buffers one incomplete row.
 
-    A general streaming parser would buffer a string of any length before it reports it.
+    A general streaming parser such as ijson would buffer a string of any length before it reports it, keep the last of
+    duplicate keys, replace lone surrogates, and stop at the first row that is not JSON.
     """
 
     def __init__(self, rows: RowWriter, most_bytes: int) -> None:
