@@ -9,8 +9,9 @@ from app.main import create_app
 from docs.generator import markdown
 
 _INTRO = """\
-All paths need a key in `Authorization: Bearer …`, except `GET /healthz`. A running server shows the same at `/docs`, and
-serves the OpenAPI document at `/openapi.json`. Errors are `application/problem+json`; see [Error codes](errors.md).
+All paths need a key in `Authorization: Bearer …`, except `GET /healthz`. A running server shows the same at `/docs`, with the
+fields and examples of bodies, and serves the OpenAPI document at `/openapi.json`: names of bodies such as `RunCreate` are those
+of its schemas. Errors are `application/problem+json`; see [Error codes](errors.md).
 Lists return the newest items first; `after` takes the id of the last item of the previous page.
 
 """
@@ -43,11 +44,11 @@ def _operation(operation: dict[str, Any]) -> Iterator[str]:
     defs = document()["components"]["schemas"]
     yield markdown.table(("parameter", "in", "type", "meaning"), _parameters(operation, defs))
     for media, content in operation.get("requestBody", {}).get("content", {}).items():
-        yield f"Body: `{media}`, {markdown.type_text(content.get('schema', {}), defs, 'schemas.md')}.\n\n"
+        yield f"Body: `{media}`, {markdown.type_text(content.get('schema', {}), defs, is_named=True)}.\n\n"
     for status, response in operation["responses"].items():
         if status < "400":
             kinds = [
-                f"`{media}`, {markdown.type_text(content.get('schema', {}), defs, 'schemas.md')}"
+                f"`{media}`, {markdown.type_text(content.get('schema', {}), defs, is_named=True)}"
                 for media, content in response.get("content", {}).items()
             ]
             yield f"Response {status}: {'; '.join(kinds) or 'no body'}.\n\n"

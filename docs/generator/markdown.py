@@ -45,24 +45,24 @@ def reference(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def type_text(field: dict[str, Any], defs: dict[str, Any], link: str | None = None) -> str:
+def type_text(field: dict[str, Any], defs: dict[str, Any], *, is_named: bool = False) -> str:
     """Describe the type of a field in words.
 
-    Objects of `defs` become links to `link` if it is given, else "object".
+    Objects of `defs` are "object", or their names if `is_named`.
     """
     if "$ref" in field:
         name = reference(field["$ref"])
         target = defs.get(name, {})
-        if "properties" in target and link is not None:
-            return f"[{name}]({link}#{name.lower()})"
-        return type_text(target, defs, link)
+        if "properties" in target and is_named:
+            return f"`{name}`"
+        return type_text(target, defs, is_named=is_named)
     for key in ("anyOf", "oneOf", "allOf"):
         if key in field:
-            return " or ".join(dict.fromkeys(type_text(one, defs, link) for one in field[key]))
+            return " or ".join(dict.fromkeys(type_text(one, defs, is_named=is_named) for one in field[key]))
     if "enum" in field or "const" in field:
         return ", ".join(f"`{value}`" for value in field.get("enum", [field.get("const")]))
     if field.get("type") == "array":
-        return f"list of {type_text(field.get('items', {}), defs, link)}"
+        return f"list of {type_text(field.get('items', {}), defs, is_named=is_named)}"
     if field.get("type") == "string" and "pattern" in field and "examples" in field:
         return f'`"{field["examples"][0]}"`'
     if "type" not in field:

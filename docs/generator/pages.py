@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.generator import cli, configuration, errors, events, gpus, http_api, metrics, schemas, settings, tables
+from docs.generator import cli, configuration, errors, events, gpus, http_api, metrics, settings, tables
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 
@@ -11,7 +11,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration.page,
     "settings.md": settings.page,
     "http.md": http_api.page,
-    "schemas.md": schemas.page,
     "events.md": events.page,
     "errors.md": errors.page,
     "cli.md": cli.page,
