@@ -149,7 +149,7 @@ def _highest_token(folder: ModelFolder) -> int | None:
 def creates_model(config: Mapping[str, Any]) -> bool:
     """Return True if a plugin creates the model, so that the files of the base do not determine it."""
     extra = config.get("extra")
-    return isinstance(extra, Mapping) and bool(extra.get("model_factory") or extra.get("recipe"))
+    return isinstance(extra, Mapping) and bool(extra.get("model_factory"))
 
 
 def _is_among(name: str, modules: Set[str]) -> bool:

@@ -15,7 +15,6 @@ from app.contracts.field_types import PluginName
 from app.contracts.methods import rewards_of
 
 PLUGINS = {
-    "recipe": "anneal.recipes",
     "data_source": "anneal.data_sources",
     "model_factory": "anneal.model_factories",
     "optimizer": "anneal.optimizers",

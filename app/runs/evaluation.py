@@ -154,9 +154,6 @@ async def _subject(
         return _Subject(_of_base_model(request, dataset))
     if not BACKEND_RULES[run.backend].loads_model:
         raise _refused("not_a_model", f"run {run.id} is of backend `{run.backend}`, which trains no model")
-    if (run.config.get("extra") or {}).get("recipe"):
-        message = f"run {run.id} was trained by a recipe of a plugin, which only that recipe can evaluate"
-        raise _refused("trained_by_a_recipe", message)
     changes = _changes(run, dataset, has_output=checkpoint is None)
     if checkpoint is None:
         await release(session)

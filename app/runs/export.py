@@ -42,9 +42,6 @@ async def export(
     if not rules.loads_model:
         message = f"run {run_id} is of backend `{source.backend}`, whose checkpoints contain no model to export"
         raise invalid([FieldError(field="checkpoint_id", code="not_supported", message=message)])
-    if source.config["extra"].get("recipe"):
-        message = f"run {run_id} was trained by a recipe of a plugin, and only that recipe can read its checkpoints"
-        raise invalid([FieldError(field="checkpoint_id", code="trained_by_a_recipe", message=message)])
     if source.status not in TERMINAL:
         raise conflict(
             "run_is_live",

@@ -10,27 +10,7 @@ from tokenizers.normalizers import Lowercase
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
-from worker.training.methods import sft
-
 A_NUMBER = 3
-
-
-class LengthTrainer(sft.SupervisedTrainer):
-    """A loss that counts for more or less, the same factor for all: what a recipe of one's own may begin with."""
-
-    factor = 1.0
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        found = super().compute_loss(model, inputs, *args, **options)
-        if isinstance(found, tuple):
-            return (found[0] * self.factor, *found[1:])
-        return found * self.factor
-
-
-def weighted_by_length(run: Any, replaced: Any, factor: float) -> dict[str, Any]:
-    """The supervised recipe with another trainer."""
-    run.report.message(f"This is a recipe of our own, with factor {factor}.")
-    return sft.train(run, replaced, type("Ours", (LengthTrainer,), {"factor": factor}))
 
 
 def repeated(path: Path, purpose: str, times: int) -> Any:

@@ -23,7 +23,7 @@ from app.contracts.attempt.messages import ErrorInfo, TrainingResult
 from app.contracts.methods import METHODS, TrainingMethod
 from app.contracts.run_task import RunTask
 from app.contracts.training_config.expert_parallel import expert_parallel_obstacles
-from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
 from app.contracts.training_config.raw_config import drop_unknown_fields
 from app.contracts.training_config.resolution import Replacement, resolve
 from app.contracts.training_config.rules import sharding_obstacles
@@ -44,7 +44,7 @@ from worker.wire.journal import Journal
 from worker.wire.rank_place import EXIT_PEER_LOST, EXIT_RANK_ZERO_UNREACHABLE, RankPlace
 from worker.wire.reporter import RankReporter, Reporter
 
-_RECIPES: dict[TrainingMethod, Callable[[TrainingContext, list[Replacement]], TrainingResult]] = {
+_TRAIN: dict[TrainingMethod, Callable[[TrainingContext, list[Replacement]], TrainingResult]] = {
     method.name: pkgutil.resolve_name(method.trainer) for method in METHODS.values()
 }
 # Before trainers are forked: a package that replaces the finder of the standard library imports modules when it first
@@ -130,6 +130,7 @@ def _train(
     config = drop_unknown_fields(job.config, given)
     try:
         asked = TrainingConfig.model_validate(config)
+        TrainerOptions.model_validate(asked.extra)
     except ValidationError as error:
         found = config_errors(config, has_eval_dataset=job.eval_dataset is not None)
         text = " ".join(problem.message for problem in found) or str(error)
@@ -167,13 +168,10 @@ def _train(
         run.trackers = trackers.open_trackers(job, run.config, report)
     try:
         memory.record_allocations(run)
-        recipe = run.config.trainer_options.recipe
         if job.task is RunTask.export:
             result = export_checkpoint(run)
-        elif recipe is None:
-            result = _RECIPES[asked.method](run, list(effective.replaced))
         else:
-            result = hooks.train(run, list(effective.replaced), recipe)
+            result = _TRAIN[asked.method](run, list(effective.replaced))
     except Exception as error:
         run.trackers.close(trackers.status_after(_ended_by(error, control)))
         raise

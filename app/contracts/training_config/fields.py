@@ -202,10 +202,6 @@ class TrainerOptions(Strict):
         description="Set this fraction of the weights of each linear layer of the output to zero, those of the "
         "smallest magnitude; only for runs that train all weights.",
     )
-    recipe: Annotated[Plugin | None, Traits()] = Field(
-        default=None,
-        description='`{"type": name, …}`: installed recipe that replaces that of the method (docs/guides/plugins.md).',
-    )
     data_source: Annotated[Plugin | None, Traits()] = Field(
         default=None, description="Plugin that provides the rows instead of the file."
     )

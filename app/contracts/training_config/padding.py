@@ -5,7 +5,7 @@ from app.contracts.training_config.fields import TrainingConfig
 
 SEPARATES_TEXTS = ("varlen", "flash_attention_2", "flash_attention_3")
 """Attention that computes each text of a sequence by itself, without a mask over all of them."""
-_OWN_BATCHES = ("collator", "recipe", "model_factory")
+_OWN_BATCHES = ("collator", "model_factory")
 """Plugins that may rely on batches with one sequence per row and a mask of the padding."""
 
 

@@ -175,8 +175,8 @@ _REMEDIES = {
     "enable_routing_replay router_replay",
     "workers use Liger's kernels where their operator has installed the extra `kernels-liger`; leave it out": "liger "
     "use_liger use_liger_kernel enable_liger_kernel liger_kernel_config",
-    "the operator installs code as plugins (`extra.recipe`, `extra.data_source` and others); leave it out": "code "
-    "plugins custom_code",
+    "the operator installs code for single steps as plugins (`extra.data_source`, `extra.callbacks` and others); leave "
+    "it out": "code plugins custom_code recipe",
     "stop a run with POST /v1/runs/{id}/stop; leave it out": "kill_switch_path",
     "resume with `stop_after_steps`, beside `config`": "exit_iteration_this_run",
     "set `save_steps`, `save_total_limit` and `output`": "checkpoint checkpointer checkpoint_config "

@@ -144,9 +144,6 @@ def method_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError
     found += _scheduler_conflicts(config)
     if config.max_steps is not None and config.min_steps is not None and config.min_steps > config.max_steps:
         found.append(field_error("min_steps", "conflict", "cannot be above `max_steps`"))
-    if config.extra.get("probe") is True and config.extra.get("recipe") is not None:
-        message = "cannot be measured by a probe: a recipe controls its own training and may not end after two steps"
-        found.append(field_error("extra.recipe", "conflict", message))
     if "extra.memory_profile_entries" in given and config.extra.get("memory_profile") is not True:
         message = "has no effect unless `extra.memory_profile` is true; set that, or leave this out"
         found.append(field_error("extra.memory_profile_entries", "conflict", message))

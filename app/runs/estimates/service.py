@@ -274,7 +274,7 @@ def must_shard(
     extra = subject.config.trainer_options
     if any(one.kind == "cuda" for one in devices):
         devices = [one for one in devices if one.kind == "cuda"]  # as runs are placed
-    if extra.recipe or extra.model_factory or sharding_obstacles(subject.config, set(subject.given)):
+    if extra.model_factory or sharding_obstacles(subject.config, set(subject.given)):
         return False
     try:
         model = read(read_config(settings, storage, subject.config, known.attempt, known.hub_config))
@@ -326,10 +326,9 @@ def by_formula(
     if not subject.loads_model:
         reason = f"Backend `{subject.backend}` loads no model, so there is nothing to estimate."
         return _unknown(subject, known, reason, has_steps=False), None
-    for kind in ("recipe", "model_factory"):
-        if plugin := getattr(subject.config.trainer_options, kind):
-            reason = f"`extra.{kind}` is the plugin `{plugin.type}`; its resource use cannot be estimated."
-            return _unknown(subject, known, reason, has_steps=kind != "recipe"), None
+    if plugin := subject.config.trainer_options.model_factory:
+        reason = f"`extra.model_factory` is the plugin `{plugin.type}`; its resource use cannot be estimated."
+        return _unknown(subject, known, reason), None
     try:
         model = read(read_config(settings, storage, subject.config, known.attempt, known.hub_config))
         trained(model, resolve(subject.config, subject.given, None).config)
@@ -357,7 +356,7 @@ def least_memory(settings: Settings, storage: Storage, subject: Subject, known: 
     Call it in a thread, as `by_formula`.
     """
     extra = subject.config.trainer_options
-    if extra.recipe or extra.model_factory or extra.probe:
+    if extra.model_factory or extra.probe:
         return {}  # unknown, or a probe, which finds out by trying
     try:
         model = read(read_config(settings, storage, subject.config, known.attempt, known.hub_config))

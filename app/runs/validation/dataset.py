@@ -51,7 +51,7 @@ def _answers(config: Mapping[str, Any], place: str, dataset: Dataset) -> Iterato
 def _split(config: Mapping[str, Any], dataset: Dataset) -> Iterator[FieldError]:
     part, extra = config.get("eval_split"), config.get("extra")
     # A plugin decides itself how it uses the file.
-    if isinstance(extra, Mapping) and (extra.get("data_source") or extra.get("recipe")):
+    if isinstance(extra, Mapping) and extra.get("data_source"):
         return
     if isinstance(part, int | float) and 0 < part < 1 and dataset.rows < 2:
         message = "`eval_split` needs at least two rows, one of them to train on, and this dataset has one."

@@ -143,8 +143,9 @@ def resource_problems(
             "the configuration"
         )
         found.append(FieldError(field="resources.kind", code="conflict", message=message))
-    if resources.devices > 1 and (why := _needs_one_device(rules, config)):
-        message = f"must be 1: {why}; leave the field out, or set 1"
+    if resources.devices > 1 and not rules.capabilities.supports_distributed:
+        backend = rules.capabilities.name
+        message = f"must be 1: backend `{backend}` trains on one device; leave the field out, or set 1"
         found.append(FieldError(field="resources.devices", code="not_supported", message=message))
     return found
 
@@ -236,11 +237,3 @@ async def _gpu_problems(
         f"{', '.join(f'`{name}`' for name in names)}: name one of them, or start a worker with such a GPU"
     )
     return [FieldError(field="resources.gpu", code="unknown_gpu", message=message)]
-
-
-def _needs_one_device(rules: BackendRules, config: TrainingConfig) -> str | None:
-    if not rules.capabilities.supports_distributed:
-        return f"backend `{rules.capabilities.name}` trains on one device"
-    if config.trainer_options.recipe is not None:
-        return "a recipe (`extra.recipe`) trains on one device"
-    return None

@@ -191,19 +191,20 @@ class TestRefusals:
         trainer.fail()
         fake = make_run(api.client, dataset)["id"]
         Trainer(engine, fake).begin().complete()
-        recipe, _ = trained(api, engine, dataset)
-        mark_run(engine, recipe, config={**run_row(engine, recipe).config, "extra": {"recipe": {"type": "ours"}}})
+        outdated, _ = trained(api, engine, dataset)
+        config = {**run_row(engine, outdated).config, "extra": {"removed": 1}}
+        mark_run(engine, outdated, config=config, user_set_fields=["base_model", "extra.removed"])
         before = count_runs(engine)
         for model, code in (
             (live, "run_without_output"),
             (gone, "checkpoint_unusable"),
             (bad, "checkpoint_unusable"),
             (fake, "not_a_model"),
-            (recipe, "trained_by_a_recipe"),
             (new_id("run"), "run_not_found"),
             (new_id("ckpt"), "checkpoint_not_found"),
         ):
             assert refused(evaluate(api, model, dataset)) == {"model": code}
+        assert refused(evaluate(api, outdated, dataset)) == {"config.extra.removed": "unknown_field"}
         assert refused(evaluate(api, "nowhere", dataset)) == {"model": "model_not_found"}
         assert refused(evaluate(api, "../tiny", dataset)) == {"model": "invalid_name"}
         assert count_runs(engine) == before

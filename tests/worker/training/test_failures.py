@@ -181,11 +181,15 @@ class TestFailures:
         done = forks.run(make_job(tmp_path, tiny_model, chats, method="lora", max_seq_length=4096))
         assert "256" in failed(done, "config_error")
 
-    def test_a_configuration_that_this_machine_cannot_honor_is_a_config_error(
-        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    @pytest.mark.parametrize(
+        ("config", "message"),
+        [({"optim": "paged_adamw_8bit"}, "optim"), ({"extra": {"removed": 1}}, "`extra.removed` is not a field")],
+    )
+    def test_a_configuration_that_this_machine_or_version_cannot_honor_is_a_config_error(
+        self, config: dict[str, Any], message: str, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
-        done = forks.run(make_job(tmp_path, tiny_model, chats, optim="paged_adamw_8bit"))
-        assert "optim" in failed(done, "config_error")
+        done = forks.run(make_job(tmp_path, tiny_model, chats, **config))
+        assert message in failed(done, "config_error")
 
     @pytest.mark.parametrize("field", ["target_modules", "modules_to_save"])
     def test_a_module_that_the_model_lacks_is_a_config_error(

@@ -119,13 +119,8 @@ class SupervisedTrainer(ServiceTrainerMixin, SFTTrainer):  # type: ignore[misc]
         return reported
 
 
-def train(
-    run: TrainingContext, replaced: list[Replacement], trainer_class: type[SupervisedTrainer] = SupervisedTrainer
-) -> TrainingResult:
-    """Train one run on examples; result and errors are those of `pipeline.train_on_tokens`.
-
-    A recipe installed by the operator may pass another trainer class.
-    """
+def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
+    """Train one run on examples; result and errors are those of `pipeline.train_on_tokens`."""
     setup = preparation.prepare_start(run, replaced)
     _learn_weighted_answers(run, replaced)
     max_length, config = setup.max_length, run.config
@@ -155,7 +150,7 @@ def train(
             dataset_kwargs={"skip_prepare_dataset": True},
         )
 
-    return pipeline.train_on_tokens(run, replaced, setup, read, trainer_class, arguments)
+    return pipeline.train_on_tokens(run, replaced, setup, read, SupervisedTrainer, arguments)
 
 
 def _learn_weighted_answers(run: TrainingContext, replaced: list[Replacement]) -> None:

@@ -213,11 +213,9 @@ def _attention(base: BaseModelSource, config: TrainingConfig, machine: DeviceCap
         )
     if config.attn_implementation is not None:
         return config.attn_implementation
-    # Every pass of our trainers has mixed precision, which computes 32-bit weights in 16 bits; a plugin's may not.
-    half = config.dtype != "float32" and (config.lora_r is not None or config.trainer_options.recipe is None)
     flash = ("flash_attention_2", machine.flash_attention), ("flash_attention_3", machine.flash_attention_3)
     installed = next((name for name, is_installed in flash if is_installed), None)
-    if machine.kind == "cuda" and installed and half:
+    if machine.kind == "cuda" and installed and config.dtype != "float32":
         kind = AutoModelForCausalLM._model_mapping.get(type(base.architecture), None)
         if getattr(kind, "_supports_flash_attn", False):
             return installed

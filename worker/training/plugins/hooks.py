@@ -6,24 +6,20 @@ The protocols define each kind; docs/guides/plugins.md has an example of each.
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from app.contracts.attempt.job import DataSource
-from app.contracts.attempt.messages import TrainingResult
 from app.contracts.plugins import Plugin, is_template_name, named_plugins
 from app.contracts.rewards import PluginReward
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
 from worker.training.failures import Stopped, TrainingFailure
 from worker.training.plugins import registry
 from worker.training.trainer_protocol import ServiceTrainer
-
-_RESULT = {"outcome", "why", "step", "epoch", "error", "output", "exported", "hub", "metrics"}
 
 _ROWS_BETWEEN_HEARTBEATS = 256
 
@@ -37,21 +33,6 @@ def check(config: TrainingConfig) -> None:
     for _, kind, name in named_plugins(config.model_dump(mode="json")):
         if kind != "metrics":  # they are loaded for the method
             registry.load(kind, name)
-
-
-def train(run: TrainingContext, replaced: list[Replacement], plugin: Plugin) -> TrainingResult:
-    """Train with an installed recipe, and return the fields of the result record."""
-    name = plugin.type
-    result = registry.load("recipe", name)(run, replaced, **plugin.parameters)
-    if not isinstance(result, dict) or result.get("outcome") not in ("completed", "stopped"):
-        raise registry.plugin_error(
-            "recipe", name, f"returned {str(result)[:100]!r}, not a dict with `outcome`: completed or stopped"
-        )
-    if unknown := sorted(map(str, result.keys() - _RESULT)):
-        raise registry.plugin_error(
-            "recipe", name, f"returned fields that a result does not have: {', '.join(unknown)}"
-        )
-    return cast(TrainingResult, result)
 
 
 def write_source_rows(run: TrainingContext) -> None:

@@ -8,16 +8,6 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
-from app.contracts.training_config.resolution import Replacement
-from worker.training.context import TrainingContext
-
-
-class Recipe(Protocol):
-    """A whole training (`anneal.recipes`) that replaces that of the method."""
-
-    def __call__(self, run: TrainingContext, replaced: list[Replacement], /, **parameters: Any) -> dict[str, Any]:
-        """Train to the end or to a stop, and return the fields of the result, as `pipeline.finish` does."""
-
 
 class DataSource(Protocol):
     """Source of rows that replaces the dataset's file (`anneal.data_sources`)."""

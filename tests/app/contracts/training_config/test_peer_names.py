@@ -101,6 +101,7 @@ def test_hints_in_groups_name_the_group() -> None:
     assert "perhaps `dpo.loss_type`" in said(method="dpo", dpo={"los_type": "sigmoid"})
     assert "move it out of `extra`" in said(extra={"learning_rate": 1e-4})
     assert "perhaps `max_rewinds`" in said(extra={"max_rewind": 1})
+    assert "as plugins (`extra.data_source`, `extra.callbacks`" in said(extra={"recipe": {"type": "mine"}})
 
 
 def test_a_misspelled_value_names_the_one_that_was_meant() -> None:

@@ -187,7 +187,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def test_what_a_run_may_ask_for_its_probe_may_too(api: ApiServer, engine: Engine) -> None:
-    assert _OPTIONS.keys() | {"recipe"} == TrainerOptions.model_fields.keys()
+    assert _OPTIONS.keys() == TrainerOptions.model_fields.keys()
     dataset = make_dataset(engine)
     replaced = (
         "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args", "optim_target_modules", "lr_scheduler_kwargs",
@@ -234,12 +234,9 @@ def test_what_cannot_be_measured_is_refused_and_makes_nothing(api: ApiServer, en
     dataset = make_dataset(engine)
     fake = {"dataset_id": dataset, "backend": "fake", "config": {"base_model": "any", "method": "sft"}}
     wrong = {"dataset_id": dataset, "config": {"base_model": "tiny", "lora_r": 0}}
-    own = {"dataset_id": dataset, "config": {"base_model": "tiny", "extra": {"recipe": {"type": "mine"}}}}
-    assert api.client.post("/v1/runs/estimate", json=own).status_code == 200
     for asked, field, code in (
         (fake, "probe", "not_supported"),
         (wrong, "config.lora_r", "out_of_range"),
-        (own, "config.extra.recipe", "conflict"),
     ):
         answer = api.client.post("/v1/runs/estimate", json={**asked, "probe": True})
         assert answer.status_code == 422

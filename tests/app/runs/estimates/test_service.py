@@ -475,12 +475,12 @@ def test_an_estimate_that_this_version_cannot_read_is_null(api: ApiServer, engin
     assert answer.status_code == 200 and answer.json()["estimate"] is None
 
 
-@pytest.mark.parametrize("kind", ["model_factory", "recipe"])
-def test_what_an_installed_part_makes_is_not_counted(api: ApiServer, engine: Engine, kind: str) -> None:
-    found = estimated(api, make_dataset(engine), extra={kind: {"type": "mine"}})
-    assert (found["parameters"], found["memory_mb"]) == (None, None)
-    assert found["steps"] == (None if kind == "recipe" else 3)
-    assert f"`extra.{kind}` is the plugin `mine`" in found["unknown"][0]["reason"]
+def test_memory_of_a_model_that_a_plugin_creates_is_unknown_and_its_steps_are_counted(
+    api: ApiServer, engine: Engine
+) -> None:
+    estimate = estimated(api, make_dataset(engine), extra={"model_factory": {"type": "mine"}})
+    assert (estimate["parameters"], estimate["memory_mb"], estimate["steps"]) == (None, None, 3)
+    assert "`extra.model_factory` is the plugin `mine`" in estimate["unknown"][0]["reason"]
 
 
 def test_of_a_data_source_memory_alone_is_known_and_of_an_optimizer_it_is_assumed(

@@ -231,7 +231,7 @@ class TestMachine:
         )
         assert "such as `h200`" in messages["resources.gpu"]
 
-    def test_all_but_a_recipe_of_a_plugin_trains_on_several_devices(
+    def test_plugins_and_other_options_train_on_several_devices(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         def errors(dataset: str, **config: Any) -> list[tuple[str, str]]:
@@ -248,7 +248,6 @@ class TestMachine:
         ):  # fmt: skip
             assert errors(dataset, extra=extra) == [], extra
         assert errors(dataset, eval_split=0.1, eval_steps=10, extra={"metrics": ["mine"]}) == []
-        assert errors(dataset, extra={"recipe": own}) == [("resources.devices", "not_supported")]
 
     def test_devices_are_divided_among_hosts(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         add_worker(engine, devices=2, backends=["celery"], group_address="10.0.0.1")

@@ -103,7 +103,6 @@ class TestResolution:
             ({"attn_implementation": "varlen", "method": "dpo"}, False),
             ({"attn_implementation": "varlen", "neftune_noise_alpha": 5.0}, False),
             ({"attn_implementation": "varlen", "extra": {"collator": {"type": "mine"}}}, False),
-            ({"attn_implementation": "varlen", "extra": {"recipe": {"type": "mine"}}}, False),
             ({"attn_implementation": "varlen", "extra": {"model_factory": {"type": "mine"}}}, False),
             (
                 {

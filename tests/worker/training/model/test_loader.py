@@ -162,7 +162,6 @@ class TestAttention:
             ({"method": "qlora"}, FLASH_GPU, "flash_attention_2"),
             ({"method": "qlora"}, FLASH_3_GPU, "flash_attention_3"),
             ({"method": "full", "lora_r": None}, FLASH_GPU, "flash_attention_2"),
-            ({"method": "full", "lora_r": None, "extra": {"recipe": {"type": "own"}}}, FLASH_GPU, "varlen"),
             ({"method": "qlora"}, OLD_GPU, "varlen"),
             ({"method": "qlora"}, CPU, "varlen"),
             ({"method": "full", "lora_r": None}, CPU, "varlen"),

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from app.contracts.plugins import PLUGINS, Plugin
+from app.contracts.plugins import PLUGINS
 from app.contracts.rewards import PluginReward
 from app.contracts.training_config.fields import TrainingConfig
 from tests.jobs import make_spec
@@ -144,20 +144,6 @@ class TestARunMadeOfPlugins:
         assert "`learning_rate` cannot change" in ended.result["error"]["message"]
 
 
-def test_a_recipe_trains_in_the_place_of_the_methods_own(
-    forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
-) -> None:
-    config = {**CONFIG, "method": "lora", "lora_r": 4, "max_steps": 1}
-    own, factored = (
-        completed(forks.run(make_job(tmp_path / str(at), tiny_model, chats, extra=extra, **config)))
-        for at, extra in enumerate([{"padding_free": False}, {"recipe": {"type": "weighted-by-length", "factor": 3.0}}])
-    )
-    assert any("a recipe of our own" in record["line"] for record in factored.of("message"))
-    losses = [float.fromhex(one.steps[1][0]) for one in (own, factored)]
-    assert losses[1] == pytest.approx(3 * losses[0], rel=1e-5)
-    assert (factored.output / "adapter_model.safetensors").is_file()
-
-
 def test_a_callback_ends_training_as_early_stopping_does_and_the_output_is_pruned_as_asked(
     forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:
@@ -258,7 +244,6 @@ class TestWhatIsNone:
     @pytest.mark.parametrize(
         ("kind", "name", "says"),
         [
-            ("recipe", "no-result", "returned '{}', not a dict with `outcome`"),
             ("data_source", "a-text", "returned a str, not rows to iterate over"),
             ("data_source", "texts", "returned a str as row 0, not a dict"),
             ("data_source", "breaks", r"failed at row 2: KeyError\('c'\)"),
@@ -285,7 +270,6 @@ class TestWhatIsNone:
         named = types.SimpleNamespace(config=types.SimpleNamespace(chat_template=name))
         own = lambda examples: {"input_ids": examples, "labels": examples}  # noqa: E731
         use = {
-            "recipe": lambda: hooks.train(trainer.run, [], Plugin(type=name)),
             "data_source": lambda: hooks.write_source_rows(trainer.run),
             "model_factory": lambda: hooks.model(trainer.run, lambda: None),  # type: ignore[arg-type,return-value]
             "optimizer": lambda: hooks.optimizer(trainer, NETWORK),
