@@ -32,9 +32,8 @@ def installed() -> dict[str, list[str]]:
 
 def installed_packages() -> list[str]:
     """Return the installed ones of the packages that single optimizers need and that change the memory of runs."""
-    of_optimizers = {traits.package for traits in OPTIMIZERS.values() if traits.package is not None}
-    known = {*of_optimizers, ("liger_kernel", LIGER_PACKAGE)}
-    return sorted(package for module, package in known if importlib.util.find_spec(module) is not None)
+    known = {LIGER_PACKAGE, *(traits.package for traits in OPTIMIZERS.values() if traits.package is not None)}
+    return sorted(package for package in known if importlib.util.find_spec(package.replace("-", "_")) is not None)
 
 
 def has_gguf_converter(converter: Path | None) -> bool:

@@ -30,12 +30,9 @@ PLUGINS = {
 """Entry point groups by kind. A kind is also the field of `extra` that names a plugin, except for rewards, callbacks
 (a list, `extra.callbacks`) and chat templates (`chat_template`)."""
 _REPLACES = {
-    "optimizer": (
-        "optim", "extra.adam_beta1", "extra.adam_beta2", "extra.adam_epsilon", "extra.optim_args",
-        "extra.optim_target_modules",
-    ),
+    "optimizer": ("optim", "extra.adam_beta1", "extra.adam_beta2", "extra.adam_epsilon", "extra.optim_args"),
     "scheduler": ("lr_scheduler_type", "extra.lr_scheduler_kwargs"),
-}  # fmt: skip
+}
 _MOST_CHARACTERS = 8_000
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from pydantic import ValidationError
+
 from app.api.errors import conflict, invalid
 from app.config import Settings
 from app.contracts.backends import BACKEND_RULES
@@ -13,6 +15,7 @@ from app.contracts.schemas.runs.placement import Resources
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import drop_unknown_fields
 from app.contracts.training_config.rules import gguf_conflicts, wants_adapter
+from app.contracts.training_config.validation import config_errors
 from app.runs import service
 from app.runs.checkpoints.service import get
 from app.runs.creation import RunTransaction, find_by_idempotency_key, insert
@@ -61,7 +64,13 @@ async def export(
     if request.gguf is not None or request.output == "adapter":
         given = given | {"gguf"} if request.gguf is not None else given - {"gguf"}
         changed["gguf"] = request.gguf
-    config = TrainingConfig.model_validate(drop_unknown_fields({**source.config, **changed}, given))
+    stored = drop_unknown_fields({**source.config, **changed}, given)
+    try:
+        config = TrainingConfig.model_validate(stored)
+    except ValidationError as error:  # values that another version accepted
+        names = {str(problem["loc"][0]) for problem in error.errors()}
+        errors = config_errors(stored, has_eval_dataset=source.eval_dataset_id is not None)
+        raise invalid([problem for problem in errors if problem.field.partition(".")[0] in names]) from error
     if request.output is not None and not wants_adapter(config):
         message = "applies only to adapters, and this run trained all weights; leave it out"
         raise invalid([FieldError(field="output", code="conflict", message=message)])

@@ -77,8 +77,7 @@ Optimizer = Literal[
     "paged_adamw_8bit", "paged_adamw_32bit", "paged_lion_8bit", "paged_lion_32bit", "paged_ademamix_8bit",
     "paged_ademamix_32bit", "adamw_torch", "adamw_torch_fused", "adamw_torch_4bit", "adamw_torch_8bit", "adamw_8bit",
     "adamw_bnb_8bit", "ademamix", "ademamix_8bit", "lion_8bit", "lion_32bit", "adafactor", "adagrad", "sgd", "rmsprop",
-    "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "grokadamw", "stable_adamw", "galore_adamw",
-    "galore_adamw_8bit", "galore_adafactor", "apollo_adamw",
+    "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit",
 ]  # fmt: skip
 
 Scheduler = Literal[
@@ -115,12 +114,6 @@ class TrainerOptions(Strict):
     )
     optim_args: Annotated[OptimizerOptions, Traits()] = Field(
         default_factory=OptimizerOptions, description="Options of the optimizer `optim`."
-    )
-    optim_target_modules: Annotated[list[ModuleName] | None, Traits()] = Field(
-        default=None,
-        min_length=1,
-        max_length=200,
-        description="Modules whose gradients GaLore and APOLLO optimizers project; these need it.",
     )
     lr_scheduler_kwargs: Annotated[SchedulerOptions, Traits()] = Field(
         default_factory=SchedulerOptions, description="Options of the schedule `lr_scheduler_type`."

@@ -32,14 +32,6 @@ class OptimizerOptions(Strict):
     beta3: _Fraction | None = Field(default=None, description="Decay of the slow moment; for AdEMAMix.")
     t_alpha: _Steps | None = Field(default=None, description="Steps until `alpha` is reached; for AdEMAMix.")
     t_beta3: _Steps | None = Field(default=None, description="Steps until `beta3` is reached; for AdEMAMix.")
-    rank: Annotated[int, Field(ge=1, le=65_536)] | None = Field(
-        default=None, description="Rank of projected gradients; for GaLore and APOLLO."
-    )
-    update_proj_gap: _Steps | None = Field(
-        default=None, description="Steps between two updates of the projection; for GaLore and APOLLO."
-    )
-    scale: _Positive | None = Field(default=None, description="Scale of projected gradients; for GaLore and APOLLO.")
-    max_lr: _Positive | None = Field(default=None, description="Maximum learning rate; for `stable_adamw`.")
 
 
 class SchedulerOptions(Strict):
@@ -88,28 +80,17 @@ class OptimizerTraits:
     """Fields of `OptimizerOptions` that it reads."""
     moments: int = 2
     """Values of its state per trained weight."""
-    package: tuple[str, str] | None = None
-    """Module that it needs, and the package to install."""
+    package: str | None = None
+    """Package that it needs, which has a module of the same name."""
     rounds_stochastically: bool = False
     """True if it can update weights in bfloat16 without losing what is below their precision."""
-    projects_gradients: bool = False
-    """True if it projects the gradients of chosen modules; it then trains all weights, without decay."""
 
 
 _ADAM = OptimizerTraits(adam_options=ADAM_OPTIONS)
 _LION = OptimizerTraits(adam_options=_BETAS, moments=1)
 _ADEMAMIX = OptimizerTraits(adam_options=ADAM_OPTIONS, options=("beta3", "alpha", "t_alpha", "t_beta3"), moments=3)
 _RMSPROP_BNB = OptimizerTraits(moments=1)
-_GALORE = OptimizerTraits(
-    options=("rank", "update_proj_gap", "scale"), package=("galore_torch", "galore-torch"), projects_gradients=True
-)
-_APOLLO = OptimizerTraits(
-    adam_options=ADAM_OPTIONS,
-    options=("rank", "update_proj_gap", "scale"),
-    package=("apollo_torch", "apollo-torch"),
-    projects_gradients=True,
-)
-_TORCHAO = OptimizerTraits(adam_options=ADAM_OPTIONS, package=("torchao", "torchao"), rounds_stochastically=True)
+_TORCHAO = OptimizerTraits(adam_options=ADAM_OPTIONS, package="torchao", rounds_stochastically=True)
 
 OPTIMIZERS: Mapping[str, OptimizerTraits] = {
     "paged_adamw_8bit": _ADAM,
@@ -135,12 +116,6 @@ OPTIMIZERS: Mapping[str, OptimizerTraits] = {
     "rmsprop_bnb": _RMSPROP_BNB,
     "rmsprop_bnb_8bit": _RMSPROP_BNB,
     "rmsprop_bnb_32bit": _RMSPROP_BNB,
-    "grokadamw": OptimizerTraits(package=("grokadamw", "grokadamw")),
-    "stable_adamw": OptimizerTraits(adam_options=ADAM_OPTIONS, options=("max_lr",), package=("optimi", "torch-optimi")),
-    "galore_adamw": _GALORE,
-    "galore_adamw_8bit": _GALORE,
-    "galore_adafactor": _GALORE,
-    "apollo_adamw": _APOLLO,
 }
 
 SHARDED_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop", "adagrad")
@@ -164,9 +139,13 @@ SCHEDULERS: Mapping[str, tuple[str, ...]] = {
 }
 """Fields of `SchedulerOptions` that each schedule reads."""
 
-_IN_BACKWARD = "it takes its step during the backward pass, so gradients can be neither accumulated nor checked"
-_TWO_WEIGHTS = "it evaluates other weights than it trains, and a checkpoint has one set"
-_OF_METRICS = "its rates depend on metrics, so those of a resumed run would differ"
+_IN_BACKWARD = (
+    "it takes its step during the backward pass, so gradients can be neither accumulated nor checked; use "
+    "`adafactor` or `paged_adamw_8bit`"
+)
+_PROJECTIONS = "the projections in its state cannot be loaded from a checkpoint"
+_TWO_WEIGHTS = "it evaluates other weights than it trains, and a checkpoint has one set; use `adamw_torch_fused`"
+_OF_METRICS = "its rates depend on metrics, so those of a resumed run would differ; use another schedule"
 
 NOT_SUPPORTED: Mapping[str, str] = {
     **dict.fromkeys(
@@ -174,9 +153,16 @@ NOT_SUPPORTED: Mapping[str, str] = {
          "apollo_adamw_layerwise", "lomo", "adalomo"),
         _IN_BACKWARD,
     ),
+    **dict.fromkeys(("galore_adamw", "galore_adamw_8bit", "apollo_adamw"), f"{_PROJECTIONS}; use `paged_adamw_8bit`"),
+    "galore_adafactor": f"{_PROJECTIONS}; use `adafactor`",
+    "grokadamw": "a run that is resumed with it does not continue exactly; use `adamw_torch_fused`",
+    "stable_adamw": "workers do not have its package, torch-optimi; use `adamw_torch_fused`, or ask the operator for a "
+    "plugin (`extra.optimizer`)",
     **dict.fromkeys(("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"), _TWO_WEIGHTS),
-    **dict.fromkeys(("adamw_torch_xla", "adamw_torch_npu_fused"), "it needs another kind of device"),
-    "adamw_anyprecision": "its package, torchdistx, is not maintained",
+    **dict.fromkeys(
+        ("adamw_torch_xla", "adamw_torch_npu_fused"), "it needs another kind of device; use `adamw_torch_fused`"
+    ),
+    "adamw_anyprecision": "its package, torchdistx, is not maintained; use `adamw_torch_8bit`",
     **dict.fromkeys(("reduce_lr_on_plateau", "greedy"), _OF_METRICS),
 }  # fmt: skip
-"""Names of transformers that are refused, with the reason."""
+"""Names of transformers that are refused, with the reason and what to use."""

@@ -90,7 +90,6 @@ _OURS = {
     "extra.adam_beta2": "adam_beta2 beta2",
     "extra.adam_epsilon": "adam_epsilon adam_eps eps",
     "extra.optim_args": "optim_args optimizer_args optimizer_kwargs",
-    "extra.optim_target_modules": "optim_target_modules galore_target apollo_target",
     "extra.lr_scheduler_kwargs": "lr_scheduler_kwargs scheduler_kwargs lr_scheduler_args",
     "extra.packing_strategy": "packing_strategy",
     "extra.tiled_mlp": "tiled_mlp tiled_mlp_compute",
@@ -211,6 +210,7 @@ _REMEDIES = {
     "use `base_model` with the id of the run, whose adapter is merged into its base": "adapter_name_or_path "
     "lora_model_dir from_checkpoint",
     "is not supported by the trainers of the service; leave it out": "loraplus_lr_ratio use_badam use_galore "
+    "galore_target galore_rank use_apollo apollo_target apollo_rank optim_target_modules "
     "shift_attn rope_scaling lora_bias bias rank_pattern alpha_pattern optimizer_in_bwd embedding_lr lr_groups "
     "unfrozen_parameters freeze_trainable_layers label_smoothing_factor",
     "use `max_seq_length`, which includes the prompt": "max_prompt_length",

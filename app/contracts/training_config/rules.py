@@ -161,13 +161,9 @@ def method_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError
 
 
 def _optimizer_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError]:
-    """Return options that the optimizer does not read, and those that it lacks."""
+    """Return options that the optimizer does not read."""
     optimizer = OPTIMIZERS[config.optim]
     unread = [f"extra.{name}" for name in ADAM_OPTIONS if name not in optimizer.adam_options]
-    if not optimizer.projects_gradients:
-        unread.append("extra.optim_target_modules")
-    else:
-        unread.append("weight_decay")
     options = _set_options(config, "optim_args", OptimizerOptions)
     found = [
         field_error(name, "conflict", f"has no effect with `{config.optim}`; leave it out")
@@ -177,14 +173,6 @@ def _optimizer_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldE
     if options.get("nesterov") and (not options.get("momentum") or options.get("dampening")):
         message = "needs `momentum` above 0 and no `dampening`; set those, or leave it out"
         found.append(field_error("extra.optim_args.nesterov", "conflict", message))
-    if not optimizer.projects_gradients:
-        return found
-    if config.extra.get("optim_target_modules") is None:
-        message = f"must be set with `{config.optim}`: the modules whose gradients it projects"
-        found.append(field_error("extra.optim_target_modules", "missing", message))
-    if wants_adapter(config):
-        message = f"is `{config.optim}`, which trains all weights; use method `full`, or `sft` with `lora_r` null"
-        found.append(field_error("optim", "conflict", message))
     return found
 
 

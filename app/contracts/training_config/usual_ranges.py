@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from app.contracts.errors import FieldError
 from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.optimizers import OPTIMIZERS
 from app.contracts.training_config.rules import field_error, wants_adapter
 
 _HIGHEST_RATE_FACTOR = 10
@@ -57,9 +56,7 @@ def _out_of_range(config: TrainingConfig) -> Iterator[FieldError]:
 
 
 def _unusual_rate(config: TrainingConfig) -> Iterator[FieldError]:
-    optimizer = OPTIMIZERS[config.optim]
-    is_comparable = config.optim not in _SCALES_FREELY and not optimizer.projects_gradients
-    if not is_comparable or config.extra.get("optimizer") is not None:
+    if config.optim in _SCALES_FREELY or config.extra.get("optimizer") is not None:
         return
     default = METHODS[config.method].defaults(config.lora_r)["learning_rate"]
     factor = config.learning_rate / default

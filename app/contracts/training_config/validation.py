@@ -185,12 +185,12 @@ def _sentence(error: ErrorDetails, parts: list[str], model: type[BaseModel]) -> 
     near = []
     if error["type"] == "literal_error" and isinstance(error["input"], str):
         if error["input"] in NOT_SUPPORTED:
-            return f"cannot be {got}: {NOT_SUPPORTED[error['input']]}; use another one"
+            return f"cannot be {got}: {NOT_SUPPORTED[error['input']]}"
         if parts == ["optim"] and "offload" in error["input"].lower():
             return _printable(f"cannot be {got}; {OFFLOADED_OPTIMIZER}")
         choices = re.findall(r"'([^']+)'", error["ctx"]["expected"])
         given = error["input"].lower()
-        begin_so = [one for one in choices if given and one.startswith(given)]  # `adamw` is no `grokadamw`
+        begin_so = [one for one in choices if given and one.startswith(given)]  # `adamw` is no `paged_adamw_8bit`
         near = begin_so or difflib.get_close_matches(given, choices, n=1)
     return _printable(f"{sentence}, not {got}" + (f"; perhaps `{near[0]}`" if near else ""))
 

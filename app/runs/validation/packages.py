@@ -28,7 +28,7 @@ async def package_problems(
     traits = OPTIMIZERS.get(name) if isinstance(name, str) and not has_plugin else None
     if traits is None or traits.package is None:
         return [], []
-    package = traits.package[1]
+    package = traits.package
     workers = (await session.scalars(select(Worker.packages).where(*online))).all()
     equipped = [packages is None or package in packages for packages in workers]
     if all(equipped):

@@ -11,7 +11,7 @@ from sqlalchemy import Engine
 from app.config import Settings
 from app.infra.ids import new_id
 from app.infra.storage import Storage
-from tests.factories import Trainer, make_dataset, make_model, make_run, mark_checkpoint
+from tests.factories import Trainer, make_dataset, make_model, make_run, mark_checkpoint, mark_run
 from tests.rows import add_worker, run_row
 from tests.server import ApiServer
 
@@ -85,6 +85,10 @@ class TestExport:
         saved = whole.checkpoint(40)
         whole.fail()
         assert refusal(export(api, whole.run_id, saved, output="merged"))[2] == "output"
+
+        outdated = run_row(engine, whole.run_id).config | {"optim": "galore_adamw"}
+        mark_run(engine, whole.run_id, config=outdated)
+        assert refusal(export(api, whole.run_id, saved)) == (422, "invalid_request", "optim")
 
         fake = Trainer(engine, make_run(api.client, make_dataset(engine))["id"]).begin()
         saved = fake.checkpoint(40)

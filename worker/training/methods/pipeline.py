@@ -113,7 +113,6 @@ def trainer_arguments(run: TrainingContext, total_steps: int) -> dict[str, Any]:
         "weight_decay": config.weight_decay,
         "optim": config.optim,
         "optim_args": ",".join(f"{name}={value}" for name, value in optimizer_args.items()) or None,
-        "optim_target_modules": options.optim_target_modules,
         "adam_beta1": options.adam_beta1,
         "adam_beta2": options.adam_beta2,
         "adam_epsilon": options.adam_epsilon,

@@ -206,11 +206,10 @@ def _compare_models(run: TrainingContext, base: BaseModelSource, tokenizer: PreT
 
 
 def _check_optimizer(config: TrainingConfig) -> None:
-    needed = OPTIMIZERS[config.optim].package
-    if needed is None or config.trainer_options.optimizer is not None:
+    package = OPTIMIZERS[config.optim].package
+    if package is None or config.trainer_options.optimizer is not None:
         return
-    module, package = needed
-    if importlib.util.find_spec(module) is None:
+    if importlib.util.find_spec(package) is None:
         remedy = "use another optimizer" if config.weights_dtype == "float32" else "leave `weights_dtype` out"
         raise TrainingFailure(
             "config_error",

@@ -39,7 +39,7 @@ def test_a_learning_rate_of_another_method_is_compared_with_the_default(fields: 
     [
         {"method": "dpo", "learning_rate": 5e-5}, {"method": "full", "learning_rate": 2e-4},
         {"method": "lora", "learning_rate": 1e-3}, {"method": "full", "learning_rate": 0.1, "optim": "sgd"},
-        {"method": "full", "learning_rate": 0.01, "optim": "galore_adamw"}, {"lora_r": 256, "lora_alpha": 16},
+        {"lora_r": 256, "lora_alpha": 16},
         {"lora_r": 64, "lora_alpha": 128, "use_rslora": True}, {"dpo": {"beta": 50}},
         {"method": "full", "learning_rate": 1.0, "extra": {"optimizer": {"type": "mine"}}},
     ],

@@ -160,7 +160,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "adam_beta2": {"optim": "adamw_torch", "extra": {"adam_beta2": 0.99}},
     "adam_epsilon": {"optim": "adamw_torch", "extra": {"adam_epsilon": 1e-7}},
     "optim_args": {"optim": "sgd", "extra": {"optim_args": {"momentum": 0.9}}},
-    "optim_target_modules": {"method": "full", "optim": "galore_adamw", "extra": {"optim_target_modules": ["q_proj"]}},
     "lr_scheduler_kwargs": {
         "lr_scheduler_type": "cosine_with_min_lr",
         "extra": {"lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
@@ -190,7 +189,7 @@ def test_what_a_run_may_ask_for_its_probe_may_too(api: ApiServer, engine: Engine
     assert _OPTIONS.keys() == TrainerOptions.model_fields.keys()
     dataset = make_dataset(engine)
     replaced = (
-        "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args", "optim_target_modules", "lr_scheduler_kwargs",
+        "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args", "lr_scheduler_kwargs",
         "optimizer", "prune_fraction", "packing_strategy",
     )  # fmt: skip
     together: dict[str, Any] = {"extra": {}}

@@ -1,6 +1,7 @@
 """Optimizers and schedules are those of the installed transformers, and their options reach them."""
 
 import inspect
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,7 +12,7 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
 
-from app.contracts.training_config.fields import Optimizer, Scheduler
+from app.contracts.training_config.fields import Optimizer, Scheduler, TrainingConfig
 from app.contracts.training_config.optimizers import (
     NOT_SUPPORTED,
     OPTIMIZERS,
@@ -20,6 +21,8 @@ from app.contracts.training_config.optimizers import (
     SchedulerOptions,
 )
 from tests.worker.training.tiny import Forks, make_job
+from worker.training.failures import TrainingFailure
+from worker.training.methods import preparation
 
 QUICK: dict[str, Any] = {
     "method": "full", "max_seq_length": 64, "batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 4,
@@ -93,10 +96,9 @@ def test_optimizers_of_torchao_train_and_resume_exactly(
     assert {tensor.dtype for tensor in load_file(whole.output / "model.safetensors").values()} == {expected}
 
 
-def test_an_optimizer_whose_package_is_missing_names_it(
-    forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
-) -> None:
-    config = {**QUICK, "optim": "galore_adamw", "extra": {"optim_target_modules": ["q_proj"]}}
-    done = forks.run(make_job(tmp_path, tiny_model, chats, **config))
-    assert done.result["error"]["code"] == "config_error"
-    assert "pip install galore-torch" in done.result["error"]["message"]
+def test_an_optimizer_whose_package_is_missing_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)  # as if it were not installed
+    config = TrainingConfig(base_model="tiny", method="full", optim="adamw_torch_8bit")
+    with pytest.raises(TrainingFailure, match="pip install torchao") as refused:
+        preparation._check_optimizer(config)
+    assert refused.value.code == "config_error"
