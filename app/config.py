@@ -127,6 +127,8 @@ class Settings(_HomeSettings):
     fake_backend: bool = False
     """For tests: offer a backend that simulates training, with faults and files of any size. Every key that can create
     runs can use it, so leave it off on a server for others."""
+    trainer_journal: bool = False
+    """For tests: training processes record each step, its exact loss and its rows in `journal.jsonl` of the run."""
     trainer_user: str | None = None
     """Unix user that training processes run as."""
     token_cache_bytes: Annotated[int, Field(ge=0), BYTES] = 10 * 1024**3

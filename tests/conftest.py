@@ -51,7 +51,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Tests must not depend on the settings of the shell that runs them.
 for _name in [name for name in os.environ if name.startswith("ANNEAL_")]:
     del os.environ[_name]
-os.environ["ANNEAL_FAKE_BACKEND"] = "true"
+os.environ["ANNEAL_FAKE_BACKEND"] = os.environ["ANNEAL_TRAINER_JOURNAL"] = "true"
 
 # Nor on the hub, which validations of a model that is not on this machine ask.
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"

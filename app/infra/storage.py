@@ -210,7 +210,7 @@ class Storage:
         self._remove(self.run_dir(run_id))
 
     def journal(self, run_id: str) -> Path:
-        """Return the path of the journal that the trainers of all attempts of a run write."""
+        """Return the path of the journal that the trainers of all attempts of a run write, if they are to."""
         return self.run_dir(run_id) / "journal.jsonl"
 
     def attempt_dir(self, run_id: str, attempt: int) -> Path:

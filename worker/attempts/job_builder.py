@@ -141,7 +141,7 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
             best_checkpoint=best_checkpoint,
             weights=weights,
             replayed_actions=[ActionRequest(**one) for one in replayed],
-            journal=context.storage.journal(run.id),
+            journal=journal_path(context, run),
             sharded=bool(run.requirements.get("sharded")),
             sequence_parallel=run.requirements.get("sequence_parallel", 1),
             shares_folder=context.working_copy is None,
@@ -176,7 +176,7 @@ def write_job(context: WorkerContext, job: JobSpec) -> Path:
     """Create the attempt's folder and its job file.
 
     The worker keeps ownership of the run's folder, so that a trainer that runs as another user cannot interfere with
-    what is written here. What the trainer writes is given to its user last: its attempt's folder and the journal.
+    what is written here. What the trainer writes is given to its user last: its attempt's folder and a journal.
     """
     folder = job.attempt_dir
     path = folder / "job.json"
@@ -190,13 +190,19 @@ def write_job(context: WorkerContext, job: JobSpec) -> Path:
     user = context.settings.trainer_user
     if user:
         account = pwd.getpwnam(user)
-        journal = os.open(job.journal, os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
-        try:
-            os.fchown(journal, account.pw_uid, account.pw_gid)
-        finally:
-            os.close(journal)
+        if job.journal is not None:
+            journal = os.open(job.journal, os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+            try:
+                os.fchown(journal, account.pw_uid, account.pw_gid)
+            finally:
+                os.close(journal)
         os.chown(folder, account.pw_uid, account.pw_gid, follow_symlinks=False)
     return path
+
+
+def journal_path(context: WorkerContext, run: ClaimedRun) -> Path | None:
+    """Return the file in which the run's trainers record what they do; None unless the settings ask for it."""
+    return context.storage.journal(run.id) if context.settings.trainer_journal else None
 
 
 def token_cache_location(context: WorkerContext) -> TokenCacheLocation | None:

@@ -1,4 +1,4 @@
-"""The trainers' own record of what ran when, against which the tests check everything else.
+"""The trainers' own record of what ran when, against which the tests check everything else; runs of users have none.
 
 Imports nothing heavy: the `fake` backend and the tests use it without torch.
 """
@@ -36,7 +36,7 @@ class Journal:
     ROOM_BYTES = 2**16
 
     def __init__(self, path: str | Path | None, attempt: int) -> None:
-        """Open the journal of a run; None records nothing, as rank 0 does for all ranks."""
+        """Open the journal of a run; None records nothing."""
         self._attempt = attempt
         self._boot_id = boot_id()
         self._synced = 0.0

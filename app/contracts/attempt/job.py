@@ -122,8 +122,8 @@ class JobSpec(_Part):
     """Models of the rewards of type `model`, in the order of these rewards."""
     attempt_dir: Path
     """Folder for the attempt's checkpoints and output."""
-    journal: Path
-    """File in which the attempts of the run record what ran when."""
+    journal: Path | None = None
+    """File in which the attempts of the run record what ran when; None: they do not."""
     token_cache: TokenCacheLocation | None = None
     """None: tokenized data is not kept."""
     disk_reserve_bytes: int = 0

@@ -321,9 +321,25 @@ def _prepared(lab: Lab, config: dict[str, Any]) -> tuple[Job, dict[str, Any]]:
     return job, json.loads(job.path.read_text())
 
 
+def _user() -> str:
+    """Return a user to train as: `nobody` for root; whoever else runs this can only name itself."""
+    return "nobody" if os.getuid() == 0 else pwd.getpwuid(os.getuid()).pw_name
+
+
 def _dataset_of(lab: Lab) -> str:
     dataset_id: str = run_row(lab.engine, lab.trainer.run_id).dataset_id
     return dataset_id
+
+
+def test_trainers_write_a_journal_only_if_the_settings_ask_for_it(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, recorded = lab.next_attempt()
+    monkeypatch.delenv("ANNEAL_TRAINER_JOURNAL")
+    assert Settings().trainer_journal is False
+    lab.context.settings = lab.context.settings.model_copy(update={"trainer_journal": False, "trainer_user": _user()})
+    job, silent = lab.next_attempt()
+    path = lab.storage.journal(lab.trainer.run_id)
+    assert (recorded["journal"], silent["journal"]) == (str(path), None)
+    assert job.path.exists() and not path.exists()
 
 
 class TestTokenCache:
@@ -336,9 +352,8 @@ class TestTokenCache:
         assert reported["token_cache"]["limit_bytes"] == lab.context.settings.token_cache_bytes
 
     def test_another_user_that_trains_has_a_folder_of_its_own(self, lab: Lab) -> None:
-        """As root `nobody`; whoever else runs this can only name itself."""
         _, own = lab.next_attempt()
-        user = pwd.getpwnam("nobody") if os.getuid() == 0 else pwd.getpwuid(os.getuid())
+        user = pwd.getpwnam(_user())
         lab.context.settings = lab.context.settings.model_copy(update={"trainer_user": user.pw_name})
         _, reported = lab.next_attempt()
         folder = Path(reported["token_cache"]["folder"])
