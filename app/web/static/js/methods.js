@@ -20,9 +20,6 @@ export const ADAPTERS = [
 /** Methods of supervised training that say which weights they train. */
 const OF_WEIGHTS = new Set(ADAPTERS.map(([name]) => name));
 
-/** @param {string} method */
-export const objectiveOf = (method) => (OF_WEIGHTS.has(method) ? 'sft' : method);
-
 /** True for a method whose progress shows in rewards; that of the others shows in a loss. @param {string} method */
 export const isRewarded = (method) => method === 'rlhf';
 
