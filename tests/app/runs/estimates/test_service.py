@@ -615,12 +615,11 @@ class TestComputation:
     ) -> None:
         body = {"dataset_id": make_dataset(engine), "config": {"base_model": "qwen", "max_steps": 5}}
         with ThreadPoolExecutor(25) as clients:
-            # More than the connections of the pool.
+            # More than the connections of the pool: if they kept theirs, no other request would get one.
             waiting = [clients.submit(api.client.post, path, json=body) for _ in range(25)]
             assert held.started.wait(30)
             answers = [api.client.post("/v1/experiments", json={"name": f"other {at}"}) for at in range(20)]
             assert {answer.status_code for answer in answers} == {201}
-            assert max(answer.elapsed.total_seconds() for answer in answers) < 4
             assert not any(request.done() for request in waiting)
             held.go_on.set()
             assert {request.result().status_code for request in waiting} <= {200, 202}
