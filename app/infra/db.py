@@ -6,15 +6,58 @@ from typing import Any
 
 import psycopg
 from sqlalchemy import ColumnElement, Engine, create_engine, event, func, literal
+from sqlalchemy.dialects import registry
+from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg, PGDialectAsync_psycopg
 from sqlalchemy.engine import URL, ExceptionContext, make_url
 from sqlalchemy.exc import DBAPIError, InterfaceError, InvalidatePoolError, OperationalError, TimeoutError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.pool import ConnectionPoolEntry, NullPool
+from sqlalchemy.util import LRUCache
+
+
+class _Alike:
+    """Dialect whose instances, one for each engine, are equal, so that a statement is compiled once for all engines.
+
+    A process has several engines, and the compilation of a large statement takes many times as long as its execution.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+
+class AsyncDialect(_Alike, PGDialectAsync_psycopg):
+    """SQLAlchemy's psycopg dialect of an async engine."""
+
+    supports_statement_cache = True  # SQLAlchemy takes it of no base class
+
+
+class Dialect(_Alike, PGDialect_psycopg):
+    """SQLAlchemy's psycopg dialect."""
+
+    supports_statement_cache = True
+
+    @classmethod
+    def get_async_dialect_cls(cls, url: URL) -> type[AsyncDialect]:
+        return AsyncDialect
+
+
+registry.register("postgresql.anneal", __name__, Dialect.__name__)
+
+_COMPILED: LRUCache[Any, Any] = LRUCache(1000)
+"""Compiled statements of all engines, by SQLAlchemy's keys, which begin with the dialect."""
+_ENGINE_OPTIONS: dict[str, Any] = {
+    "execution_options": {"compiled_cache": _COMPILED},
+    "hide_parameters": True,  # keeps user data out of the log
+    "use_native_hstore": False,  # without this, each engine looks for the extension in its first connection
+}
 
 
 def driver_url(url: str) -> URL:
-    """Return the URL with SQLAlchemy's psycopg driver name, for any common spelling of the scheme."""
-    return make_url(url).set(drivername="postgresql+psycopg")
+    """Return the URL with the name of our psycopg dialect, for any common spelling of the scheme."""
+    return make_url(url).set(drivername="postgresql+anneal")
 
 
 def _connect_arguments(name: str, idle_seconds: int, statement_seconds: float = 30.0) -> dict[str, Any]:
@@ -37,11 +80,11 @@ def async_engine(url: str, pool_size: int = 10, *, reads_only: bool = False) -> 
     options: dict[str, Any] = {"isolation_level": "AUTOCOMMIT", "pool_reset_on_return": None} if reads_only else {}
     engine = create_async_engine(
         driver_url(url),
+        **_ENGINE_OPTIONS,
         **options,
         pool_size=pool_size,
         max_overflow=pool_size,
         pool_timeout=5,
-        hide_parameters=True,  # keeps user data out of the log
         connect_args=_connect_arguments("anneal-api", idle_seconds=60),
     )
     event.listen(engine.sync_engine, "handle_error", _disconnect_read_only)
@@ -55,16 +98,11 @@ def sync_engine(url: str, pool_size: int = 4, name: str = "anneal-worker", state
     # reaper, until PostgreSQL aborts the transaction. This must happen well before waiters for the lock time out.
     arguments = _connect_arguments(name, idle_seconds=15, statement_seconds=statement_seconds)
     if pool_size == 0:
-        engine = create_engine(driver_url(url), poolclass=NullPool, hide_parameters=True, connect_args=arguments)
+        pool: dict[str, Any] = {"poolclass": NullPool}
     else:
-        engine = create_engine(
-            driver_url(url),
-            pool_size=pool_size,
-            max_overflow=pool_size * 2,
-            pool_timeout=5,
-            hide_parameters=True,  # keeps user data out of the log
-            connect_args=arguments,
-        )
+        pool = {"pool_size": pool_size, "max_overflow": pool_size * 2, "pool_timeout": 5}
+    engine = create_engine(driver_url(url), **_ENGINE_OPTIONS, **pool, connect_args=arguments)
+    if pool_size > 0:
         event.listen(engine, "checkout", _discard_closed)
     event.listen(engine, "handle_error", _disconnect_read_only)
     return engine

@@ -1,10 +1,12 @@
 """When the database counts as away."""
 
 import asyncio
+import secrets
 from collections.abc import Iterator
 
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, literal, select, text
+from sqlalchemy.engine.interfaces import CacheStats
 from sqlalchemy.exc import DBAPIError, ProgrammingError
 
 from app.config import Settings
@@ -84,3 +86,29 @@ async def test_also_those_of_the_api(settings: Settings) -> None:
         async with engine.connect() as connection:
             assert await connection.scalar(_PID) not in before
     await engine.dispose()
+
+
+def test_a_statement_is_compiled_once_for_all_engines_of_a_process(settings: Settings) -> None:
+    statement = select(literal(1).label(f"column_{secrets.token_hex(8)}"))
+    hits = []
+    for pool_size in (1, 1, 0):
+        engine = sync_engine(settings.database_url or "", pool_size=pool_size)
+        with engine.connect() as connection:
+            hits.append(connection.execute(statement).context.cache_hit)
+        engine.dispose()
+    assert hits == [CacheStats.CACHE_MISS, CacheStats.CACHE_HIT, CacheStats.CACHE_HIT]
+
+
+async def test_async_engines_too_but_not_with_the_statements_of_the_others(settings: Settings) -> None:
+    column = f"column_{secrets.token_hex(8)}"
+    hits = []
+    for statement in (select(literal(1).label(column)), select(literal(2).label(column))):
+        engine = async_engine(settings.database_url or "", pool_size=1, reads_only=bool(hits))
+        async with engine.connect() as connection:
+            hits.append((await connection.execute(statement)).context.cache_hit)
+        await engine.dispose()
+    engine = sync_engine(settings.database_url or "")
+    with engine.connect() as connection:
+        hits.append(connection.execute(select(literal(3).label(column))).context.cache_hit)
+    engine.dispose()
+    assert hits == [CacheStats.CACHE_MISS, CacheStats.CACHE_HIT, CacheStats.CACHE_MISS]
