@@ -6,7 +6,8 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
 from prometheus_client import Counter
 from sqlalchemy import text, update
@@ -46,6 +47,14 @@ T = TypeVar("T")
 _LOCK = 0x646973  # "dis": one replica at a time does a round, no matter which
 # The time is that of the transaction's start, with which leases are compared.
 _TURN = text("SELECT pg_try_advisory_xact_lock(:key) AS is_mine, now() AS now")
+# In most rounds of an idle service, one statement replaces the transactions of all jobs that need one of these rows.
+_LOOK = text("""
+    SELECT
+        EXISTS (SELECT FROM runs WHERE status = 'pending') AS pending_runs,
+        EXISTS (SELECT FROM run_parts WHERE ended_at IS NULL) AS open_parts,
+        EXISTS (SELECT FROM reservations) OR EXISTS (SELECT FROM quota_reservations) AS reservations,
+        EXISTS (SELECT FROM event_feed_queue) AS feed_events
+""")
 _HINTS_A_ROUND = 100
 _REASONS_A_ROUND = 200
 # A worker that restarts is back within these seconds, and a worker usually takes a new run at once.
@@ -87,6 +96,15 @@ _PARTITION_EVERY = 3600.0
 _PARTITION_AGAIN = 60.0
 
 
+class Work(NamedTuple):
+    """Rows for the jobs of a round: False where there are none, which the defaults do not say."""
+
+    pending_runs: bool = True
+    open_parts: bool = True
+    reservations: bool = True
+    feed_events: bool = True
+
+
 class Dispatcher:
     """Dispatcher loop of an API process; of all replicas, the one that gets the advisory lock does the round."""
 
@@ -110,6 +128,7 @@ class Dispatcher:
         self._account_at = 0.0
         self._reserve_at = 0.0
         self._partitions_at = 0.0
+        self._numbers_feed = True
         self.losses = Counter(
             "anneal_lease_losses",
             "Runs that this process requeued or ended because their worker was lost, by their new status.",
@@ -137,7 +156,10 @@ class Dispatcher:
                     owed = 0
                 for run_id in moved:
                     await self._queue.wake(run_id)
-                if await self._job("numbering the feed of all runs", number_events):
+                numbered = 0
+                if self._numbers_feed:
+                    numbered = await self._job("numbering the feed of all runs", number_events) or 0
+                if numbered:
                     await self._queue.wake(ALL_RUNS)
             except Exception:  # without this loop no run would start again
                 log.exception("dispatcher: a round failed")
@@ -152,26 +174,32 @@ class Dispatcher:
         moved = None
         if self._clock_change is not None and await self._job("following the clock", self._follow_clock):
             self._clock_change = None
+        # In every round: that this fails, or takes long, shows that no worker could renew its lease.
         if self._may_reap():
             moved = await self._job("reaping lost runs", self._reap)
-        if self._may_reap():
+        work = await self._job("looking for work", _look) or Work()
+        if work.open_parts and self._may_reap():
             await self._job("reaping lost parts of runs", self._reap_parts)
         if now >= self._account_at:
             await self._job("accounting for devices", _account)
             self._account_at = now + _ACCOUNT_EVERY
-        if now >= self._reserve_at:
+        if (work.pending_runs or work.reservations) and now >= self._reserve_at:
             await self._job("reserving devices", self._reserve)
             took = time.monotonic() - now
             self._reserve_at = now + took + min(took * (_RESERVE_PAUSES - 1), _RESERVE_PAUSE_SECONDS)
-        preempted = await self._job("preempting runs", self._preempt) if self._may_reap() else None
+        preempted = explained = hints = None
+        if work.pending_runs and self._may_reap():
+            preempted = await self._job("preempting runs", self._preempt)
         for run_id in preempted or ():
             log.info("run %s is preempted", run_id, extra={"run_id": run_id})
-        explained = await self._job("explaining why runs are pending", self._explain)
-        hints = await self._job("notifying workers of pending runs", _hint)
+        if work.pending_runs:
+            explained = await self._job("explaining why runs are pending", self._explain)
+            hints = await self._job("notifying workers of pending runs", _hint)
         if now >= self._partitions_at and self._may_reap():
             done = await self._job("creating partitions", _partitions)
             await self._job("forgetting parts of runs", _forget_parts)
             self._partitions_at = now + (_PARTITION_AGAIN if done is None else _PARTITION_EVERY)
+        self._numbers_feed = work.feed_events or bool(explained)
         return hints or 0, [*(moved or []), *(explained or [])]
 
     async def _job(self, what: str, job: Callable[[AsyncConnection], Awaitable[T]]) -> T | None:
@@ -280,10 +308,15 @@ def _changed_reasons(waiting: Sequence[Any], fleet: Fleet) -> list[tuple[str, Pe
     return changed
 
 
+@cache
 def silent_workers(lease_seconds: float) -> Any:
     """Mark workers without a heartbeat for three leases as offline; their next heartbeat brings them back."""
     is_silent = text(f"NOT {IS_FRESH}").bindparams(silence=silence_seconds(lease_seconds))
     return update(Worker).where(Worker.state != "offline", is_silent).values(state="offline")
+
+
+async def _look(connection: AsyncConnection) -> Work:
+    return Work(*(await connection.execute(_LOOK)).one())
 
 
 async def _hint(connection: AsyncConnection) -> int:

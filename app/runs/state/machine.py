@@ -12,6 +12,7 @@ of the devices. Its rows are the runs that moved, with the columns of `Run` and 
 caller is stale and must stop.
 """
 
+from functools import cache
 from typing import Any
 
 from sqlalchemy import (
@@ -323,6 +324,7 @@ def repair(run_id: str, lease_epoch: int, reason: str) -> Executable:
     return _requeue(_live(run_id, lease_epoch), reason, "repaired", counted=False, delay_seconds=0.0)
 
 
+@cache
 def reap(lease_seconds: float) -> Executable:
     """Reap every run whose lease has expired, unless Postgres itself has only just started.
 
@@ -482,6 +484,7 @@ def preempt(run_ids: list[str], for_run: str) -> Executable:
     )
 
 
+@cache
 def mark_notified(limit: int) -> Executable:
     """Mark the pending runs without a hint in the last 30 s; one row per hint to send.
 

@@ -5,6 +5,7 @@ lines; its own part has the run's lease. The workers of the others renew theirs,
 is left.
 """
 
+from functools import cache
 from typing import Any
 
 from sqlalchemy import ColumnElement, Executable, and_, delete, exists, func, literal, null, or_, select, text, update
@@ -116,6 +117,7 @@ def end(
     return ended, update(_devices).where(held).values(run_id=None, lease_epoch=None)
 
 
+@cache
 def reap(lease_seconds: float) -> Executable:
     """End the parts whose lease has expired and free their devices, unless Postgres has only just started.
 

@@ -70,6 +70,18 @@ async def test_one_round_takes_back_lost_runs_and_hints_waiting_ones(dispatcher:
     assert run_row(engine, lost).status == "pending"
 
 
+async def test_round_of_an_idle_service_looks_once_for_pending_runs_and_the_next_one_sees_a_new_run(
+    dispatcher: Dispatcher, own: AsyncEngine, engine: Engine
+) -> None:
+    statements: list[str] = []
+    event.listen(own.sync_engine, "before_cursor_execute", lambda *arguments: statements.append(arguments[2]))
+    assert await dispatcher.round() == (0, [])
+    assert [statement for statement in statements if "pending_runs" in statement]
+    assert not [statement for statement in statements if "notified_at" in statement or "INTO event_feed" in statement]
+    add_run(engine)
+    assert await dispatcher.round() == (1, [])
+
+
 async def test_a_run_that_cannot_start_says_why_once_and_again_when_it_changes(
     dispatcher: Dispatcher, engine: Engine
 ) -> None:
