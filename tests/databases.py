@@ -98,9 +98,11 @@ def _empty(spare: Spare) -> bool:
 
 def delete_rows(connection: psycopg.Connection, tables: Container[str] | None = None) -> None:
     """Delete the rows of these tables, or of all but the API keys."""
+    if tables is None:
+        tables = {*_with_rows(connection)} - {"api_keys"}
     with connection.transaction():
         for table in _CHILDREN_FIRST:
-            if table in tables if tables is not None else table != "api_keys":
+            if table in tables:
                 connection.execute(sql.SQL("DELETE FROM {}").format(sql.Identifier(table)))
 
 

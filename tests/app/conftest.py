@@ -60,16 +60,22 @@ def run_file(shared_api: ApiServer, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def emptying(shared_api: ApiServer) -> Iterator[psycopg.Connection]:
+    """Connection of `emptied_api` to the database of the file's API."""
+    with psycopg.connect(shared_api.settings.database_url or "", autocommit=True) as connection:
+        yield connection
+
+
 @pytest.fixture
-def emptied_api(shared_api: ApiServer) -> Iterator[ApiServer]:
+def emptied_api(shared_api: ApiServer, emptying: psycopg.Connection) -> Iterator[ApiServer]:
     """The API of the file, whose database and models are emptied behind each test: a start costs a tenth of a second.
 
     API keys, the storage, Redis and the memory of the process stay. For tests that leave nothing else: no changed
     schema, no change of the process, no stopped server.
     """
     yield shared_api
-    with psycopg.connect(shared_api.settings.database_url or "", autocommit=True) as connection:
-        eventually(lambda: _emptied(connection), what="nothing else writes to the database")
+    eventually(lambda: _emptied(emptying), what="nothing else writes to the database")
     shutil.rmtree(shared_api.settings.models_folder, ignore_errors=True)
 
 
