@@ -123,6 +123,18 @@ def _work() -> None:
     sys.exit(main.main())
 
 
+def _warm_libraries() -> None:
+    """Compute what trainers would each compute, with one thread: a fork would lose others."""
+    import torch
+
+    from tests.worker.training.warm import warm_libraries
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    warm_libraries()
+    torch.set_num_threads(threads)
+
+
 def _let_steps_be_paced() -> None:
     """Wait at each step that a trainer has recorded, if the test wants that."""
     from worker.wire.journal import Journal
@@ -143,6 +155,7 @@ def _serve(path: str) -> None:
     from worker.process import zygote
 
     zygote.preload(["worker.training.__main__", "worker.fake.trainer"])
+    _warm_libraries()
     _let_steps_be_paced()
     gc.collect()
     gc.freeze()

@@ -26,7 +26,7 @@ class Hosts:
 
     def __init__(self, home: Path) -> None:
         self.stack = TrainingStack(home, lease_seconds=9)
-        make_tiny_model(self.stack.settings.models_folder / "plain", hidden=64, layers=2)
+        make_tiny_model(self.stack.settings.models_folder / "plain", hidden=64)
         self.homes: dict[WorkerProcess, Path] = {}
 
     def add(self, count: int = 1, **values: Any) -> None:

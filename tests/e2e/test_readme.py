@@ -69,7 +69,7 @@ def _run(text: str, stack: TrainingStack, folder: Path) -> str:
     # A folder below the models root takes precedence over the hub, so this name needs no network here.
     model = stack.settings.models_folder / "Qwen/Qwen3-0.6B"
     if not model.exists():
-        make_tiny_model(model, hidden=64, layers=2)
+        make_tiny_model(model)
     done = _bash(text, stack, folder)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
