@@ -54,8 +54,8 @@ MUTANTS = (
         changes=(
             Change(
                 "app/runs/evaluation.py",
-                'values["base_run_id"] = run.id',
-                'values["base_run_id"] = None',
+                "base_run_id=run.id if run is not None and is_output",
+                "base_run_id=None if run is not None and is_output",
             ),
         ),
         test="tests/app/runs/test_evaluation.py::TestResult::test_is_on_the_run_and_no_run_to_compare_with",
