@@ -11,6 +11,7 @@ import pytest
 T = TypeVar("T")
 
 _REST = 9.0
+_LEAST_PAUSE = 0.02
 _MAX_PAUSE = 0.3
 """The pause between two polls is `_REST` times as long as a poll took, at most this many seconds: a test that waits
 would otherwise keep the service, and so half a core, busy with its questions."""
@@ -18,8 +19,11 @@ _SHARE = 0.05
 """It is also at least this share of the time waited so far, for the same reason."""
 
 
-def eventually(probe: Callable[[], T | None], timeout: float = 30.0, every: float = 0.02, what: str = "") -> T:
-    """Call `probe` until it returns something truthy; fail after `timeout` seconds with its last value."""
+def eventually(probe: Callable[[], T | None], timeout: float = 30.0, every: float | None = None, what: str = "") -> T:
+    """Call `probe` until it returns something truthy; fail after `timeout` seconds with its last value.
+
+    The pause between two calls is `every` seconds; without it, longer the longer the call and the wait take.
+    """
     start = time.monotonic()
     while True:
         began = time.monotonic()
@@ -28,11 +32,11 @@ def eventually(probe: Callable[[], T | None], timeout: float = 30.0, every: floa
             return value
         if time.monotonic() - start > timeout:
             raise AssertionError(f"not within {timeout} s: {what or probe}; last value: {value!r}")
-        _pause(rest(start, began, every))
+        _pause(rest(start, began) if every is None else every)
 
 
 async def eventually_async(
-    probe: Callable[[], Awaitable[T | None]], timeout: float = 30.0, every: float = 0.02, what: str = ""
+    probe: Callable[[], Awaitable[T | None]], timeout: float = 30.0, every: float | None = None, what: str = ""
 ) -> T:
     """Do the same as `eventually` for a coroutine function."""
     start = time.monotonic()
@@ -43,13 +47,13 @@ async def eventually_async(
             return value
         if time.monotonic() - start > timeout:
             raise AssertionError(f"not within {timeout} s: {what or probe}; last value: {value!r}")
-        await asyncio.sleep(rest(start, began, every))
+        await asyncio.sleep(rest(start, began) if every is None else every)
 
 
-def rest(start: float, began: float, every: float) -> float:
-    """Return the seconds until the next poll, at least `every`: the wait began at `start`, the last poll at `began`."""
+def rest(start: float, began: float, least: float = _LEAST_PAUSE) -> float:
+    """Return the seconds until the next poll, at least `least`: the wait began at `start`, the last poll at `began`."""
     now = time.monotonic()
-    return max(every, min(max(_REST * (now - began), _SHARE * (now - start)), _MAX_PAUSE))
+    return max(least, min(max(_REST * (now - began), _SHARE * (now - start)), _MAX_PAUSE))
 
 
 def _pause(seconds: float) -> None:
