@@ -24,6 +24,9 @@ from app.runs.validation.backends import unavailable_reason
 from app.runs.validation.destinations import gguf_problems
 from app.tables.runs import Run
 
+_OPTIMIZER_OPTIONS = frozenset({"optim_args", "optim_target_modules", "optimizer"})
+"""Fields of `extra` about the optimizer, of this version and of earlier ones."""
+
 
 async def export(
     transaction: RunTransaction, settings: Settings, run_id: str, checkpoint_id: str, request: CheckpointExport
@@ -64,13 +67,17 @@ async def export(
     if request.gguf is not None or request.output == "adapter":
         given = given | {"gguf"} if request.gguf is not None else given - {"gguf"}
         changed["gguf"] = request.gguf
-    stored = drop_unknown_fields({**source.config, **changed}, given)
+    given -= {"optim", *(f"extra.{name}" for name in _OPTIMIZER_OPTIONS)}
+    stored = drop_unknown_fields(_without_optimizer({**source.config, **changed}), given)
     try:
         config = TrainingConfig.model_validate(stored)
+        config.trainer_options  # noqa: B018 - validates `extra`
     except ValidationError as error:  # values that another version accepted
-        names = {str(problem["loc"][0]) for problem in error.errors()}
+        names = {prefix + str(problem["loc"][0]) for problem in error.errors() for prefix in ("", "extra.")}
         errors = config_errors(stored, has_eval_dataset=source.eval_dataset_id is not None)
-        raise invalid([problem for problem in errors if problem.field.partition(".")[0] in names]) from error
+        raise invalid(
+            [problem for problem in errors if {problem.field, problem.field.partition(".")[0]} & names]
+        ) from error
     if request.output is not None and not wants_adapter(config):
         message = "applies only to adapters, and this run trained all weights; leave it out"
         raise invalid([FieldError(field="output", code="conflict", message=message)])
@@ -96,6 +103,12 @@ async def export(
         reason=f"exports the checkpoint of step {checkpoint.step} of {source.id}",
     )
     return await insert(transaction, new)
+
+
+def _without_optimizer(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration without its optimizer, which an export does not use and which may no longer exist."""
+    extra = {name: value for name, value in (config.get("extra") or {}).items() if name not in _OPTIMIZER_OPTIONS}
+    return {name: value for name, value in config.items() if name != "optim"} | {"extra": extra}
 
 
 def _requirements(source: Run, config: TrainingConfig) -> dict[str, Any]:

@@ -85,12 +85,12 @@ async def resume(
         asked = ResourceRequest.model_validate(before.model_dump() | request.resources.model_dump(exclude_unset=True))
         resources, wrong = await fixed_resources(session, settings, rules, config, given, asked)
         wrong += await label_problems(session, rules, request.resources)
-    # A checkpoint has the state of its optimizer, which is then no default that could be replaced.
-    fixed = frozenset(given if checkpoint is None else {*given, "optim"})
+    # A checkpoint has the state of its optimizer, which can then not be replaced to shard the model.
+    fixed = frozenset[str]() if checkpoint is None else frozenset({"optim"})
     plan = RunPlan.derived_from(
         parent,
         config=config,
-        user_set_fields=fixed,
+        user_set_fields=frozenset(given),
         resources=resources,
         # As long as the parent exists, which is checked again below, so do these.
         extra_eval_datasets=await service.extra_eval_datasets(session, parent),
@@ -98,7 +98,7 @@ async def resume(
     )
     wrong += backend_problems(settings, rules, resources)
     wrong += await placement_problems(session, settings, rules, resources)
-    wrong += await check_resources(session, settings, storage, plan)
+    wrong += await check_resources(session, settings, storage, plan, fixed)
     is_whole = resources.devices % resources.sequence_parallel == 0
     if checkpoint is not None and is_whole and _shares(resources) != _shares(before):
         accumulation = _with_the_same_step(parent, config, before, resources)
@@ -110,9 +110,10 @@ async def resume(
         raise validation_failed(wrong)
     sharded = was_sharded
     if rules.loads_model and _division(resources) != _division(before):  # else it is decided
-        subject = estimates.Subject.of(plan, await estimates.data_of(session, parent.dataset_id), sharded=was_sharded)
+        data = await estimates.data_of(session, parent.dataset_id)
+        subject = estimates.Subject.of(plan, data, given=sorted(plan.user_set_fields | fixed), sharded=was_sharded)
         sharded = (await estimates.with_sharding(session, settings, storage, subject, resources)).sharded
-    plan = replace(plan, config=config, user_set_fields=frozenset(given))
+    plan = replace(plan, config=config)
     needed = await device_requirements(session, settings, storage, plan, sharded)
     await _ended(session, run_id)  # locked again: no connection was held while threads worked
     if checkpoint is not None:

@@ -24,13 +24,20 @@ _MOST_NAMED = 10
 
 
 async def check_resources(
-    session: AsyncSession, settings: Settings, storage: Storage, plan: RunPlan
+    session: AsyncSession,
+    settings: Settings,
+    storage: Storage,
+    plan: RunPlan,
+    fixed_fields: frozenset[str] = frozenset(),
 ) -> list[FieldError]:
-    """Return the resources of a plan that contradict its configuration or its base model."""
+    """Return the resources of a plan that contradict its configuration or its base model.
+
+    A sharded run can replace the values of `fixed_fields` as little as those that a user has set.
+    """
     config, resources = plan.config, plan.resources
     return [
         *resource_problems(plan.rules, config, plan.user_set_fields, resources),
-        *sharding_problems(config, plan.user_set_fields, resources),
+        *sharding_problems(config, plan.user_set_fields | fixed_fields, resources),
         *shared_file_problems(settings, config, resources),
         *await sequence_parallel_problems(session, settings, storage, config, resources),
         *await expert_parallel_problems(session, settings, storage, config, resources),

@@ -86,14 +86,26 @@ class TestExport:
         whole.fail()
         assert refusal(export(api, whole.run_id, saved, output="merged"))[2] == "output"
 
-        outdated = run_row(engine, whole.run_id).config | {"optim": "galore_adamw"}
-        mark_run(engine, whole.run_id, config=outdated)
-        assert refusal(export(api, whole.run_id, saved)) == (422, "invalid_request", "optim")
+        config = run_row(engine, whole.run_id).config
+        outdated = config | {"extra": {"recipe": "distill"}}
+        mark_run(engine, whole.run_id, config=outdated, user_set_fields=["extra.recipe"])
+        assert refusal(export(api, whole.run_id, saved))[0::2] == (422, "extra.recipe")
 
         fake = Trainer(engine, make_run(api.client, make_dataset(engine))["id"]).begin()
         saved = fake.checkpoint(40)
         fake.fail()
         assert refusal(export(api, fake.run_id, saved))[2] == "checkpoint_id"
+
+    def test_needs_no_optimizer_so_that_of_another_version_does_not_matter(
+        self, api: ApiServer, engine: Engine
+    ) -> None:
+        trainer = trained(api, engine, method="full")
+        saved = trainer.checkpoint(40)
+        trainer.fail()
+        outdated = {"optim": "galore_adamw", "extra": {"optim_target_modules": ["q_proj"]}}
+        config = run_row(engine, trainer.run_id).config | outdated
+        mark_run(engine, trainer.run_id, config=config, user_set_fields=["optim", "extra.optim_target_modules"])
+        assert export(api, trainer.run_id, saved).status_code == 202
 
     def test_a_gguf_file_needs_a_merged_model_and_a_worker_that_can_write_it(
         self, api: ApiServer, engine: Engine

@@ -310,6 +310,15 @@ def test_a_value_that_is_the_default_of_another_method_is_written_out() -> None:
     }  # fmt: skip
 
 
+def test_a_default_that_the_requested_cpu_replaces_conflicts_with_no_resume(
+    api: ApiServer, engine: Engine, dataset: str
+) -> None:
+    config = {"base_model": "org/model", "method": "full"}
+    parent, _ = stopped(api, engine, dataset, 20, backend="celery", config=config)
+    assert run_row(engine, parent).config["optim"] == "paged_adamw_8bit"
+    assert child_of(api, parent, resources={"kind": "cpu"})["resources"]["kind"] == "cpu"
+
+
 def test_a_divided_model_keeps_its_optimizer_and_the_decision(api: ApiServer, engine: Engine, dataset: str) -> None:
     add_worker(engine, backends=["celery"], memory_mb=[80_000] * 2)
     asked: dict[str, Any] = {"backend": "celery", "config": {"base_model": "org/model", "method": "full"}}
