@@ -52,7 +52,7 @@ lint-web: $(READY) $(WEB_TOOLS)
 checked: $(READY)
 	@$(MAKE) --no-print-directory -j2 lint-python .venv/.compiled
 	@if $(MAKE) --no-print-directory $(WEB_TOOLS); then $(MAKE) --no-print-directory lint-web; \
-	  elif [ -n "$(REQUIRED)" ]; then exit 1; \
+	  elif [ -n "$(REQUIRED)" ] || PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/npm ping --loglevel=silent >/dev/null 2>&1; then exit 1; \
 	  else echo "npm cannot install the dashboard's linters (above): its modules are not checked. Run 'make lint' later."; fi
 
 .venv/.compiled: $(READY)

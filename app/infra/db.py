@@ -15,7 +15,7 @@ from sqlalchemy.pool import ConnectionPoolEntry, NullPool
 from sqlalchemy.util import LRUCache
 
 
-class _Alike:
+class _SharedCacheDialect:
     """Dialect whose instances, one for each engine, are equal, so that a statement is compiled once for all engines.
 
     A process has several engines, and the compilation of a large statement takes many times as long as its execution.
@@ -28,13 +28,13 @@ class _Alike:
         return hash(type(self))
 
 
-class AsyncDialect(_Alike, PGDialectAsync_psycopg):
+class AsyncDialect(_SharedCacheDialect, PGDialectAsync_psycopg):
     """SQLAlchemy's psycopg dialect of an async engine."""
 
     supports_statement_cache = True  # SQLAlchemy takes it of no base class
 
 
-class Dialect(_Alike, PGDialect_psycopg):
+class Dialect(_SharedCacheDialect, PGDialect_psycopg):
     """SQLAlchemy's psycopg dialect."""
 
     supports_statement_cache = True

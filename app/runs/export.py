@@ -97,9 +97,7 @@ async def export(
         plan,
         name=request.name or f"step {checkpoint.step} of {source.name}"[:200],
         requirements=_requirements(source, config),
-        resume_checkpoint_id=checkpoint.id,
-        current_step=checkpoint.step,
-        current_epoch=checkpoint.epoch,
+        checkpoint=checkpoint,
         reason=f"exports the checkpoint of step {checkpoint.step} of {source.id}",
     )
     return await insert(transaction, new)

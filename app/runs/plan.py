@@ -11,6 +11,7 @@ from app.contracts.schemas.runs.placement import ResourceRequest, Resources
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.rules import DeviceCapabilities, machine_conflicts
 from app.infra.ids import new_id
+from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
 
 
@@ -44,15 +45,30 @@ class RunPlan:
         return device_kind(self.rules, self.config, self.user_set_fields, self.resources)
 
     @classmethod
-    def derived_from(cls, parent: Run, **changes: Any) -> Self:
-        """Return a plan with the data and models of a stored run; `changes` include configuration and resources."""
-        inherited: dict[str, Any] = {
-            "backend": parent.backend,
-            "dataset_id": parent.dataset_id,
-            "eval_dataset_id": parent.eval_dataset_id,
-            "base_run_id": parent.base_run_id,
-        }
-        return cls(**(inherited | changes))
+    def derived_from(
+        cls,
+        parent: Run,
+        *,
+        config: TrainingConfig,
+        user_set_fields: frozenset[str],
+        resources: Resources,
+        task: RunTask = RunTask.train,
+        extra_eval_datasets: Mapping[str, str],
+        reward_run_ids: Sequence[str] = (),
+    ) -> Self:
+        """Return a plan with the data and the base model of a stored run."""
+        return cls(
+            backend=parent.backend,
+            config=config,
+            user_set_fields=user_set_fields,
+            resources=resources,
+            task=task,
+            dataset_id=parent.dataset_id,
+            eval_dataset_id=parent.eval_dataset_id,
+            extra_eval_datasets=extra_eval_datasets,
+            base_run_id=parent.base_run_id,
+            reward_run_ids=reward_run_ids,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,17 +93,33 @@ class NewRun:
     """Reason of its first event."""
 
     @classmethod
-    def derived_from(cls, parent: Run, plan: RunPlan, **changes: Any) -> Self:
-        """Return a run that continues or exports another one, in the same experiment and with the same priority."""
-        inherited: dict[str, Any] = {
-            "experiment_id": parent.experiment_id,
-            "name": parent.name,
-            "tags": parent.tags,
-            "priority": parent.priority,
-            "max_restarts": parent.max_restarts,
-            "parent_run_id": parent.id,
-        }
-        return cls(plan=plan, **(inherited | changes))
+    def derived_from(
+        cls,
+        parent: Run,
+        plan: RunPlan,
+        *,
+        requirements: Mapping[str, Any],
+        reason: str,
+        checkpoint: Checkpoint | None,
+        name: str | None = None,
+        warnings: Sequence[FieldError] = (),
+    ) -> Self:
+        """Return a run that continues or exports another one, from a checkpoint or from the start."""
+        return cls(
+            plan=plan,
+            requirements=requirements,
+            experiment_id=parent.experiment_id,
+            name=name or parent.name,
+            tags=parent.tags,
+            priority=parent.priority,
+            max_restarts=parent.max_restarts,
+            warnings=warnings,
+            parent_run_id=parent.id,
+            resume_checkpoint_id=checkpoint.id if checkpoint else None,
+            current_step=checkpoint.step if checkpoint else 0,
+            current_epoch=checkpoint.epoch if checkpoint else 0.0,
+            reason=reason,
+        )
 
     def columns(self) -> dict[str, Any]:
         """Return the values of the columns of its row."""
@@ -119,17 +151,17 @@ class NewRun:
 
 
 def device_kind(
-    rules: BackendRules, config: TrainingConfig, given: Iterable[str], resources: Resources | ResourceRequest
+    rules: BackendRules, config: TrainingConfig, user_set_fields: Iterable[str], resources: Resources | ResourceRequest
 ) -> str | None:
     """Return the kind of device that a run needs; None: any, preferably a GPU."""
     # A cluster has nodes of every kind, and may add some: without a request, a run would go to the CPUs of a GPU node.
     is_gpu = rules.machine_matters and rules.starts_workers
-    needs_gpu = is_gpu or resources.gpu is not None or gpu_fields(rules, config, set(given))
+    needs_gpu = is_gpu or resources.gpu is not None or gpu_fields(rules, config, set(user_set_fields))
     return resources.kind or ("cuda" if needs_gpu else None)
 
 
-def gpu_fields(rules: BackendRules, config: TrainingConfig, given: set[str]) -> list[str]:
+def gpu_fields(rules: BackendRules, config: TrainingConfig, user_set_fields: set[str]) -> list[str]:
     """Return the fields of the configuration whose values need a GPU."""
     if not rules.machine_matters:
         return []
-    return [problem.field for problem in machine_conflicts(config, given, DeviceCapabilities(kind="cpu"))]
+    return [problem.field for problem in machine_conflicts(config, user_set_fields, DeviceCapabilities(kind="cpu"))]

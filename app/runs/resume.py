@@ -111,7 +111,7 @@ async def resume(
     sharded = was_sharded
     if rules.loads_model and _division(resources) != _division(before):  # else it is decided
         data = await estimates.data_of(session, parent.dataset_id)
-        subject = estimates.Subject.of(plan, data, given=sorted(plan.user_set_fields | fixed), sharded=was_sharded)
+        subject = estimates.Subject.of(plan, data, fixed_fields=fixed, sharded=was_sharded)
         sharded = (await estimates.with_sharding(session, settings, storage, subject, resources)).sharded
     plan = replace(plan, config=config)
     needed = await device_requirements(session, settings, storage, plan, sharded)
@@ -123,9 +123,7 @@ async def resume(
         plan,
         requirements=needed,
         warnings=unusual_warnings(config),
-        resume_checkpoint_id=checkpoint.id if checkpoint else None,
-        current_step=checkpoint.step if checkpoint else 0,
-        current_epoch=checkpoint.epoch if checkpoint else 0.0,
+        checkpoint=checkpoint,
         reason=f"resumes {parent.id} " + (f"from step {checkpoint.step}" if checkpoint else "from the start"),
     )
     return await insert(transaction, new)

@@ -105,21 +105,30 @@ class Subject:
     """GPU to estimate for, whether a worker has it or not; None: those of online workers."""
 
     @classmethod
-    def of(cls, planned: RunPlan, data: Data, **changes: Any) -> Self:
-        """Return the subject of a planned run on its data."""
+    def of(
+        cls,
+        planned: RunPlan,
+        data: Data,
+        *,
+        fixed_fields: frozenset[str] = frozenset(),
+        sharded: bool = False,
+        gpu: Gpu | None = None,
+    ) -> Self:
+        """Return the subject of a planned run on its data, whose `fixed_fields` are not replaced either."""
         resources = planned.resources
-        values: dict[str, Any] = {
-            "config": planned.config,
-            "given": sorted(planned.user_set_fields),
-            "backend": planned.backend,
-            "data": data,
-            "loads_model": planned.rules.loads_model,
-            "devices": resources.devices,
-            "sequence_parallel": resources.sequence_parallel,
-            "expert_parallel": resources.expert_parallel,
-            "placement": resources.model_copy(update={"kind": planned.device_kind}),
-        }
-        return cls(**(values | changes))
+        return cls(
+            config=planned.config,
+            given=sorted(planned.user_set_fields | fixed_fields),
+            backend=planned.backend,
+            data=data,
+            loads_model=planned.rules.loads_model,
+            devices=resources.devices,
+            sharded=sharded,
+            sequence_parallel=resources.sequence_parallel,
+            expert_parallel=resources.expert_parallel,
+            placement=resources.model_copy(update={"kind": planned.device_kind}),
+            gpu=gpu,
+        )
 
     @property
     def division(self) -> Division:

@@ -1,6 +1,7 @@
 """Policy of the queue: which pending runs start now and on which devices, and what the others wait for.
 
-`schedule` is a pure function of a snapshot and a time, so the forecast calls it with later times. Its rules:
+Pure, so the forecast moves it to later times. Claims (`app.runs.state.machine.claim`) state the same order, fit, holds
+and quotas in SQL, but each worker claims for itself: of the second rule they know the smallest devices. The rules:
 
 1. Runs are considered by priority, then by what their owner has used lately, then by age.
 2. A run takes the smallest devices that it fits, on the worker that has the fewest other free devices, so that larger

@@ -48,7 +48,7 @@ _LOCK = 0x646973  # "dis": one replica at a time does a round, no matter which
 # The time is that of the transaction's start, with which leases are compared.
 _TURN = text("SELECT pg_try_advisory_xact_lock(:key) AS is_mine, now() AS now")
 # In most rounds of an idle service, one statement replaces the transactions of all jobs that need one of these rows.
-_LOOK = text("""
+_FIND_WORK = text("""
     SELECT
         EXISTS (SELECT FROM runs WHERE status = 'pending') AS pending_runs,
         EXISTS (SELECT FROM run_parts WHERE ended_at IS NULL) AS open_parts,
@@ -96,7 +96,7 @@ _PARTITION_EVERY = 3600.0
 _PARTITION_AGAIN = 60.0
 
 
-class Work(NamedTuple):
+class RoundWork(NamedTuple):
     """Rows for the jobs of a round: False where there are none, which the defaults do not say."""
 
     pending_runs: bool = True
@@ -177,7 +177,7 @@ class Dispatcher:
         # In every round: that this fails, or takes long, shows that no worker could renew its lease.
         if self._may_reap():
             moved = await self._job("reaping lost runs", self._reap)
-        work = await self._job("looking for work", _look) or Work()
+        work = await self._job("looking for work", _find_work) or RoundWork()
         if work.open_parts and self._may_reap():
             await self._job("reaping lost parts of runs", self._reap_parts)
         if now >= self._account_at:
@@ -315,8 +315,8 @@ def silent_workers(lease_seconds: float) -> Any:
     return update(Worker).where(Worker.state != "offline", is_silent).values(state="offline")
 
 
-async def _look(connection: AsyncConnection) -> Work:
-    return Work(*(await connection.execute(_LOOK)).one())
+async def _find_work(connection: AsyncConnection) -> RoundWork:
+    return RoundWork(*(await connection.execute(_FIND_WORK)).one())
 
 
 async def _hint(connection: AsyncConnection) -> int:
