@@ -15,6 +15,7 @@ from playwright.sync_api import (
     Browser,
     BrowserContext,
     ConsoleMessage,
+    Frame,
     Page,
     Playwright,
     Request,
@@ -77,11 +78,13 @@ def watched(
 ) -> Iterator[None]:
     """Watch the pages that are open or are opened within.
 
-    At the end, fail for console lines that contain none of `expected`. A request to another host is such a line: the
-    policy of the dashboard's pages forbids it. Pages that start on `hosts` have no such policy; then each request is
-    looked at, which takes as much processor time as the pages themselves.
+    At the end, fail for a page or frame of another host, and for console lines that contain none of `expected`. A
+    request to another host is such a line: the policy of the dashboard's pages forbids it. Pages that start on `hosts`
+    have no such policy; then each request is looked at, which takes as much processor time as the pages themselves.
     """
     problems: list[str] = []
+    foreign: list[str] = []
+    allowed_hosts = {urlsplit(address).netloc for address in (url, *hosts)}
 
     def note_console(line: ConsoleMessage) -> None:
         if line.type != "debug":
@@ -90,16 +93,29 @@ def watched(
     def note_error(error: object) -> None:
         problems.append(f"error: {error}")
 
-    def note_request(request: Request) -> None:
-        address = urlsplit(request.url)
-        if address.scheme in ("http", "https") and address.netloc not in {urlsplit(it).netloc for it in (url, *hosts)}:
-            problems.append(f"request to another host: {request.url}")
+    def is_foreign(address: str) -> bool:
+        parts = urlsplit(address)
+        return parts.scheme in ("http", "https") and parts.netloc not in allowed_hosts
 
-    listeners: dict[Any, Callable[[Any], None]] = {"console": note_console, "pageerror": note_error}
+    def note_navigation(frame: Frame) -> None:
+        # The page of an error stands for the address that could not be reached.
+        if is_foreign(frame.url) or frame.url.startswith("chrome-error:"):
+            foreign.append(f"navigation to another host: {frame.url}")
+
+    def note_request(request: Request) -> None:
+        if is_foreign(request.url):
+            foreign.append(f"request to another host: {request.url}")
+
+    listeners: dict[Any, Callable[[Any], None]] = {
+        "console": note_console,
+        "pageerror": note_error,
+        "framenavigated": note_navigation,
+    }
     if hosts:
         listeners["request"] = note_request
 
     def watch(page: Page) -> None:
+        note_navigation(page.main_frame)  # a popup has loaded its first address already
         for event, listener in listeners.items():
             page.on(event, listener)
 
@@ -113,7 +129,7 @@ def watched(
         for page in context.pages:
             for event, listener in listeners.items():
                 page.remove_listener(event, listener)
-    assert [one for one in problems if not any(text in one for text in expected)] == []
+    assert foreign + [one for one in problems if not any(text in one for text in expected)] == []
 
 
 def sign_in(context: BrowserContext, client: httpx.Client, host: str | None = None) -> Page:
