@@ -131,9 +131,12 @@ class TestAWorkerThatEnds:
         for step, signals in signals_by_step.items():
             stack.until_step(run_id, step)
             worker = owner(stack, run_id)
+            began = time.monotonic()
             for number in signals:
                 worker.process.send_signal(number)
-            assert worker.process.wait(60) == 0, worker.log.read_text()
+            limit = stack.settings.save_grace_seconds + 30
+            assert worker.process.wait(limit) == 0, worker.log.read_text()
+            assert time.monotonic() - began < limit
             assert lost_count(stack, run_id) == 0
             assert states(stack)[worker.process.pid] == "offline"
         assert stack.until(run_id, "completed")["attempt"] == 4
