@@ -93,7 +93,9 @@ class TestWorld:
         }  # fmt: skip
         for name, value in passed.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.delenv("HF_HUB_DISABLE_TELEMETRY", raising=False)
+        for name in ("HF_HUB_DISABLE_TELEMETRY", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(platform, "release", lambda: "6.12.0")  # not of WSL
         launcher = start_launcher(tmp_path, "cold")
         said = Said(launch(launcher, tmp_path / "run", "about"))
         said.to_the_end()
@@ -101,6 +103,7 @@ class TestWorld:
         environment = said.record("about")["environment"]
         assert {name: environment.get(name) for name in passed} == passed
         assert (environment["HF_HUB_DISABLE_TELEMETRY"], environment["WANDB_ERROR_REPORTING"]) == ("1", "false")
+        assert environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
         monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "0")
         assert Settings().trainer_environment()["HF_HUB_DISABLE_TELEMETRY"] == "0"
 
