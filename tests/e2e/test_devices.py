@@ -116,6 +116,9 @@ def test_actions_take_effect_on_every_device_and_a_stop_leaves_a_checkpoint_from
     assert {action["status"] for action in stack.client.get(path).json()["data"]} == {"done"}
     shown = stack.run(run_id)
     assert (shown["attempt"], shown["total_steps"]) == (1, 100_002)
+    extended = start(stack, max_steps=10, gradient_accumulation_steps=1)  # waits, so the action precedes its first step
+    answer = stack.client.post(f"/v1/runs/{extended}/actions", json={"action": "extend", "max_steps": 12})
+    assert answer.status_code == 202, answer.text
     stack.stop(run_id)
     stopped = stack.until(run_id, "cancelled", "failed", timeout=60)
     assert stopped["status"] == "cancelled", stopped["error_message"]
@@ -128,6 +131,9 @@ def test_actions_take_effect_on_every_device_and_a_stop_leaves_a_checkpoint_from
     assert shown["config"]["gradient_accumulation_steps"] == 8, "a step has as many rows as before"
     counts = {len(trained) for run in (run_id, child) for _, trained in stack.steps(run).values()}
     assert max(counts) == 16
+    shown = stack.until(extended, "completed", "failed", timeout=120)
+    assert (shown["status"], shown["attempt"], shown["current_step"]) == ("completed", 1, 12), shown["error_message"]
+    assert sorted(stack.steps(extended)) == list(range(1, 13))
 
 
 def test_a_stop_in_an_evaluation_ends_both_and_leaves_the_evaluation_to_the_resumed_run(stack: TrainingStack) -> None:
